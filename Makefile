@@ -1,0 +1,45 @@
+# Two commands set up everything: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+SITE := build/site
+
+.PHONY: demo test acceptance lint format bench constraints clean
+
+demo: $(READY)  ## train, probe, predict, compare; the report is demo/report.html
+	$(BIN)/infoflow-lens demo --out demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+acceptance: $(READY)  ## the demo's promises with three seeds (about five minutes)
+	$(BIN)/python -m pytest -m acceptance -n 0
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build dist
+	$(BIN)/python -m build --wheel --outdir dist . > /dev/null
+	$(BIN)/python -m pip install --quiet --no-deps --target $(SITE) dist/*.whl
+	cd $(SITE) && PYTHONPATH=. ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache
+	cd $(SITE) && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p infoflow_lens
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python benchmarks/first_light.py
+
+constraints:  ## pin the environment anew (needs uv)
+	uv pip compile --universal --python-version 3.10 --all-extras --no-annotate --no-header \
+		--constraint torch.txt pyproject.toml -o constraints.txt
+
+clean:
+	rm -rf $(VENV) build dist demo
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@

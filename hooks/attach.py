@@ -1,0 +1,190 @@
+"""Putting probes on a model: in the user's own loop, or over given inputs."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from infoflow_lens.hooks.capabilities import key_count
+from infoflow_lens.hooks.probe import NamedHook, Probe, Split
+from infoflow_lens.hooks.result import Result
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.progress import progress_bar
+
+
+class AttachedProbes(Sequence[Probe[Any]]):
+    """The probes on a model, in the order in which they were given."""
+
+    def __init__(self, probes: tuple[Probe[Any], ...], split: Split) -> None:
+        self._probes = probes
+        self._split = split
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._probes[index]
+
+    def __len__(self) -> int:
+        return len(self._probes)
+
+    def results(self) -> tuple[Result, ...]:
+        """Every probe's result."""
+        return tuple(probe.result() for probe in self._probes)
+
+    @contextmanager
+    def fitting(self) -> Iterator[None]:
+        """Sequences of this block are for fitting only."""
+        with self._mode("fit"):
+            yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Sequences of this block are held out: for evaluation only."""
+        with self._mode("evaluate"):
+            yield
+
+    @contextmanager
+    def _mode(self, mode: Any) -> Iterator[None]:
+        before = self._split.mode
+        self._split.mode = mode
+        try:
+            yield
+        finally:
+            self._split.mode = before
+
+
+@contextmanager
+def attach(model: nn.Module, *probes: Probe[Any], eval_every: int = 5) -> Iterator[AttachedProbes]:
+    """Probes on `model` for the length of a block; your own loop runs the model.
+
+    Hooks of your own stay where they are, and ours are gone after the block, whatever happens in
+    it. Probes that fit something keep every `eval_every`-th sequence for evaluation, unless
+    ``fitting()`` and ``evaluating()`` say what is what.
+
+    Example::
+
+        with attach(model, PositionsProbe(ranks=(1, 2)), RecoveryProbe()) as probes:
+            for batch in loader:
+                model(batch)
+        positions, recovery = probes.results()
+
+    Raises:
+        InfoFlowError: if there is no probe, `eval_every` is below 2, or the model lacks a hook
+            point; before anything is attached.
+    """
+    if not probes:
+        raise InfoFlowError("no probes to attach: expected at least one, as in attach(model, p)")
+    _check_every(eval_every)
+    split = Split(every=eval_every)
+    hooks: list[NamedHook] = [pair for probe in probes for pair in probe.fwd_hooks(model, split)]
+    with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
+        yield AttachedProbes(probes, split)
+
+
+def _check_every(eval_every: int) -> None:
+    if eval_every < 2:
+        raise InfoFlowError(
+            f"eval_every is {eval_every}: expected at least 2, so that some sequences are fitted"
+        )
+
+
+def _check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
+    if not isinstance(inputs, Tensor) or inputs.ndim < 2:
+        shape = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
+        raise InfoFlowError(
+            f"{name} is {shape}: expected a tensor, vector tokens [batch, pos, d_token] or token "
+            "ids [batch, pos]"
+        )
+    if inputs.shape[0] == 0 or inputs.shape[1] == 0:
+        raise InfoFlowError(
+            f"{name} has shape {tuple(inputs.shape)}: expected at least one sequence and one token"
+        )
+    if inputs.is_floating_point() and not inputs.isfinite().all():
+        bad = (~inputs.isfinite()).flatten(1).any(dim=1).nonzero().flatten().tolist()
+        raise InfoFlowError(
+            f"{name} holds NaN or infinite tokens, first in sequence {bad[0]} ({len(bad)} "
+            "sequences): expected finite tokens; drop or repair them"
+        )
+    check = getattr(model, "check_input", None)
+    if check is not None:
+        check(inputs)
+    elif inputs.is_floating_point():
+        raise InfoFlowError(
+            f"{name} is {inputs.dtype}, but {type(model).__name__} reads token ids: expected "
+            "integers [batch, pos]"
+        )
+    else:
+        n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
+        if n_ctx is not None and inputs.shape[1] > n_ctx:
+            raise InfoFlowError(
+                f"{name} has sequences of {inputs.shape[1]} tokens, the model takes at most n_ctx "
+                f"{n_ctx}: cut or split them"
+            )
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def run_probes(
+    model: nn.Module,
+    inputs: Tensor,
+    probes: Sequence[Probe[Any]],
+    eval_inputs: Tensor | None = None,
+    *,
+    batch_size: int = 256,
+    eval_every: int = 5,
+    progress: bool = True,
+) -> tuple[Any, ...]:
+    """Run `model` over `inputs` with `probes` on it, and return their results.
+
+    The model runs in eval mode and without gradients, and is left as it was found: its mode,
+    hooks, gradients and the random state. If you stop it (Ctrl-C), the probes keep every finished
+    batch: call their ``result()``.
+
+    Args:
+        model: a TransformerLens model.
+        inputs: vector tokens [n, pos, d_token] or token ids [n, pos].
+        probes: what to measure.
+        eval_inputs: sequences held out for evaluation; without them, every `eval_every`-th of
+            `inputs` is (sequences eval_every - 1, 2 eval_every - 1, ...).
+        batch_size: sequences in a forward pass.
+        eval_every: see `eval_inputs`.
+        progress: show a bar.
+
+    Returns:
+        The results, in the order of `probes`.
+
+    Raises:
+        InfoFlowError: for bad inputs or a model that lacks what a probe needs, before the first
+            pass; and for NaN in activations.
+    """
+    _check_every(eval_every)
+    if batch_size < 1:
+        raise InfoFlowError(f"batch_size is {batch_size}: expected at least 1")
+    _check_inputs(model, inputs, "inputs")
+    parts = [("by_index" if eval_inputs is None else "fit", inputs)]
+    if eval_inputs is not None:
+        _check_inputs(model, eval_inputs, "eval_inputs")
+        parts.append(("evaluate", eval_inputs))
+    n_evaluate = len(inputs) // eval_every if eval_inputs is None else len(eval_inputs)
+    n_fit = len(inputs) - n_evaluate if eval_inputs is None else len(inputs)
+    for probe in probes:
+        probe.check(n_fit, n_evaluate, key_count(model, inputs.shape[1]))
+    total = sum(len(part) for _, part in parts)
+    device, was_training = _device(model), model.training
+    try:
+        model.eval()
+        with (
+            torch.no_grad(),
+            attach(model, *probes, eval_every=eval_every) as attached,
+            progress_bar("probing", total, progress) as advance,
+        ):
+            for mode, part in parts:
+                with attached._mode(mode):
+                    for batch in part.split(batch_size):
+                        model(batch.to(device))
+                        advance(len(batch))
+    finally:
+        model.train(was_training)
+    return attached.results()

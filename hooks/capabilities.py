@@ -1,0 +1,118 @@
+"""What a model can be asked: hook points resolved by name, states put together from what exists.
+
+TransformerLens ignores some hook names that never fire and omits others by architecture, so the
+names are resolved here, before work starts.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+
+TOKENS = "hook_tokens"
+
+
+def layer_count(model: nn.Module) -> int:
+    """The number of attention layers.
+
+    Raises:
+        InfoFlowError: if the model has no `blocks` and no hook points, that is, does not come from
+            TransformerLens.
+    """
+    blocks = getattr(model, "blocks", None)
+    if blocks is None or not hasattr(model, "hook_dict") or len(blocks) == 0:
+        raise InfoFlowError(
+            f"{type(model).__name__} has no transformer blocks with hook points: expected a "
+            "TransformerLens model such as HookedTransformer"
+        )
+    return len(blocks)
+
+
+def hook_name(model: nn.Module, name: str) -> str:
+    """`name`, if the model has that hook point.
+
+    Raises:
+        InfoFlowError: if not, with the hook points that this layer does have.
+    """
+    known: Mapping[str, Any] = getattr(model, "hook_dict", {})
+    if name in known:
+        return name
+    block = name.rsplit(".hook_", 1)[0]
+    siblings = sorted(other for other in known if other.startswith(block + "."))
+    raise InfoFlowError(
+        f"the model has no hook point {name!r}: expected a TransformerLens model with that "
+        f"activation; it has {', '.join(siblings) or 'no hook point there'}"
+    )
+
+
+def scores_hook(model: nn.Module, layer: int) -> str:
+    """The hook point of the attention scores [batch, head, query, key] of a layer."""
+    return hook_name(model, f"blocks.{layer}.attn.hook_attn_scores")
+
+
+def post_attention_hooks(model: nn.Module, layer: int) -> tuple[str, ...]:
+    """Hook points whose sum is the post-attention state x'_l (eq 1) of a layer.
+
+    Attention-only and parallel blocks have no ``hook_resid_mid``; there the state is the sum of
+    what enters the block and what attention adds.
+    """
+    known: Mapping[str, Any] = getattr(model, "hook_dict", {})
+    middle = f"blocks.{layer}.hook_resid_mid"
+    if middle in known:
+        return (middle,)
+    return (
+        hook_name(model, f"blocks.{layer}.hook_resid_pre"),
+        hook_name(model, f"blocks.{layer}.hook_attn_out"),
+    )
+
+
+def state_hooks(model: nn.Module, layer: int, state: str) -> tuple[str, ...]:
+    """Hook points whose sum is a layer's state: "post_attention" or "resid_post".
+
+    Raises:
+        InfoFlowError: for another name, or a model without the hook points.
+    """
+    if state == "post_attention":
+        return post_attention_hooks(model, layer)
+    if state == "resid_post":
+        return (hook_name(model, f"blocks.{layer}.hook_resid_post"),)
+    raise InfoFlowError(f"state is {state!r}: expected 'post_attention' or 'resid_post'")
+
+
+def state_sum(activations: Mapping[str, Tensor], names: tuple[str, ...]) -> Tensor:
+    """The state that :func:`state_hooks` resolved, from the activations of a forward pass."""
+    state = activations[names[0]]
+    for name in names[1:]:
+        state = state + activations[name]
+    return state
+
+
+def reads_vectors(model: nn.Module) -> bool:
+    """Whether the model reads real vectors, which ``hook_tokens`` shows, instead of token ids."""
+    return bool(getattr(model, "reads_vectors", False))
+
+
+def key_count(model: nn.Module, n_tokens: int) -> int:
+    """How many keys a query of a sequence of `n_tokens` has at most."""
+    return int(getattr(model, "n_keys", n_tokens))
+
+
+def token_hook(model: nn.Module) -> str:
+    """The hook point that carries the tokens as vectors.
+
+    For a model over vector tokens these are the tokens themselves, [batch, pos, d_token]; for a
+    model over token ids, their embeddings [batch, pos, d_model].
+    """
+    return hook_name(model, TOKENS if reads_vectors(model) else "hook_embed")
+
+
+def check_finite(activation: Float[Tensor, "..."], name: str, sequence: int) -> None:
+    """Refuse NaN in an activation, naming the hook point and the first sequence of the batch."""
+    if activation.isnan().any():
+        raise InfoFlowError(
+            f"{name} holds NaN in the batch that starts at sequence {sequence}: expected numbers; "
+            "look for NaN weights or inputs, or run in float32"
+        )

@@ -1,0 +1,258 @@
+"""Which inputs a state does depend on: Jacobian influence and the sets that it gives."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from infoflow_lens.hooks.capabilities import (
+    check_finite,
+    hook_name,
+    layer_count,
+    reads_vectors,
+    state_hooks,
+    state_sum,
+    token_hook,
+)
+from infoflow_lens.hooks.probe import Probe, own_pass
+from infoflow_lens.hooks.result import Result
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.theory.information_sets import InformationSets
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+_RERUN_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class InfluenceResult(Result):
+    """Influence of every source on every state.
+
+    Attributes:
+        layers: the layers, in the order of the first axis.
+        influence: float [layer, batch, pos, source], the Frobenius norm of d state(layer, pos) /
+            d source.
+    """
+
+    layers: tuple[int, ...]
+    influence: Float[Tensor, "layer batch pos source"]
+
+    def sets(self, threshold: float = 0.1) -> InformationSets:
+        """Measured information sets: the sources of at least `threshold` times the largest
+        influence on that state.
+
+        Raises:
+            InfoFlowError: unless ``0 < threshold <= 1``.
+        """
+        return influence_sets(self.influence, threshold)
+
+    def to_frame(self) -> "pd.DataFrame":
+        """One row for each layer, sample, position and source."""
+        import pandas as pd
+
+        layer, sample, position, source = (
+            index.flatten().numpy()
+            for index in torch.unravel_index(
+                torch.arange(self.influence.numel()), self.influence.shape
+            )
+        )
+        return pd.DataFrame(
+            {
+                "layer": torch.tensor(self.layers)[layer].numpy(),
+                "sample": sample,
+                "position": position,
+                "source": source,
+                "influence": self.influence.flatten().numpy(),
+            }
+        )
+
+    def plot(self, sample: int = 0) -> "go.Figure":
+        """Heat maps of one sequence, a panel for each layer."""
+        import plotly.express as px
+
+        return px.imshow(
+            self.influence[:, sample].numpy(),
+            facet_col=0,
+            labels={"x": "source", "y": "position", "color": "influence", "facet_col": "layer"},
+            title=f"Jacobian influence, sequence {sample}",
+        )
+
+
+def influence_sets(
+    influence: Float[Tensor, "layer batch pos source"], threshold: float
+) -> InformationSets:
+    """The sources of at least `threshold` times the largest influence on each state.
+
+    A state without any influence has the empty set.
+
+    Raises:
+        InfoFlowError: unless ``0 < threshold <= 1``.
+    """
+    if not 0 < threshold <= 1:
+        raise InfoFlowError(
+            f"threshold is {threshold}: expected a share of the largest influence, 0 < t <= 1"
+        )
+    largest = influence.amax(dim=-1, keepdim=True)
+    return InformationSets((influence >= threshold * largest) & (influence > 0))
+
+
+class JacobianInfluence(Probe[InfluenceResult]):
+    """Influence [layer, batch, pos, source]: the Frobenius norm of d state / d token.
+
+    The state is the post-attention or the outgoing residual stream of each layer; the source is
+    the input vector or, for models over token ids, the token's embedding, and with
+    `source_layer`, what enters that layer at each position. Exact, by forward-mode
+    differentiation of all sequences of the batch and `chunk_size` input directions at a time.
+
+    Differentiation needs forward passes of its own; they happen inside the hooked pass, with your
+    hooks (and no probe) on the model, and must reproduce its states. What it keeps grows with the
+    sequences, since every one has its own result.
+
+    Args:
+        state: "post_attention" (x'_l of eq 1) or "resid_post".
+        source_layer: None for the tokens; l for ``resid_pre`` of layer l, and then layers from l.
+        chunk_size: input directions per pass. More is faster and takes more memory.
+
+    Raises:
+        InfoFlowError: for an unknown state or layer, or a model whose forward pass cannot be
+            repeated from its hooks.
+    """
+
+    def __init__(
+        self,
+        state: str = "post_attention",
+        source_layer: int | None = None,
+        chunk_size: int = 16,
+    ) -> None:
+        super().__init__()
+        if state not in ("post_attention", "resid_post"):
+            raise InfoFlowError(f"state is {state!r}: expected 'post_attention' or 'resid_post'")
+        if chunk_size < 1:
+            raise InfoFlowError(f"chunk_size is {chunk_size}: expected at least 1")
+        self.state = state
+        self.source_layer = source_layer
+        self.chunk_size = chunk_size
+        self._layers: tuple[int, ...] = ()
+        self._influence: list[Tensor] = []
+
+    def config(self) -> Mapping[str, Any]:
+        """The settings, as JSON-compatible values."""
+        return {"state": self.state, "source_layer": self.source_layer}
+
+    def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
+        n_layers = layer_count(model)
+        if self.source_layer is not None and not 0 <= self.source_layer < n_layers:
+            raise InfoFlowError(
+                f"source_layer is {self.source_layer}: expected 0 to {n_layers - 1}, or None"
+            )
+        self._layers = tuple(range(self.source_layer or 0, n_layers))
+        names = [self._start(model)]
+        for layer in self._layers:
+            names += state_hooks(model, layer, self.state)
+        return tuple(names)
+
+    def _start(self, model: nn.Module) -> str:
+        """The hook point where repeated passes start from."""
+        if self.source_layer is None and reads_vectors(model):
+            return token_hook(model)
+        return hook_name(model, f"blocks.{self.source_layer or 0}.hook_resid_pre")
+
+    def _states(self, model: nn.Module) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        """The states of all layers as a function of what flows through the start."""
+        wanted = [state_hooks(model, layer, self.state) for layer in self._layers]
+        from_tokens = self._start(model) == "hook_tokens"
+
+        def states(start: Tensor) -> tuple[Tensor, ...]:
+            caught: dict[str, Tensor] = {}
+
+            def catch(activation: Tensor, hook: Any, *, name: str) -> None:
+                caught[name] = activation
+
+            hooks = [
+                (name, lambda activation, hook, name=name: catch(activation, hook, name=name))
+                for names in wanted
+                for name in names
+            ]
+            with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
+                if from_tokens:
+                    model(start)
+                else:
+                    model(start, start_at_layer=self.source_layer or 0, return_type=None)
+            return tuple(state_sum(caught, names) for names in wanted)
+
+        return states
+
+    def _update(
+        self,
+        model: nn.Module,
+        activations: Mapping[str, Tensor],
+        held_out: Bool[Tensor, " batch"],
+    ) -> None:
+        start = activations[self._start(model)]
+        expected = [
+            state_sum(activations, state_hooks(model, layer, self.state)) for layer in self._layers
+        ]
+        for layer, state in zip(self._layers, expected, strict=True):
+            check_finite(state, f"the {self.state} state of layer {layer}", self.n_sequences)
+        # a user's inference mode would forbid differentiation
+        with own_pass(), torch.inference_mode(False), torch.no_grad():
+            squares = self._squared_influence(self._states(model), start.clone(), expected)
+        self._influence.append(squares.sqrt().cpu())
+
+    def _squared_influence(
+        self,
+        states: Callable[[Tensor], tuple[Tensor, ...]],
+        start: Float[Tensor, "batch position d_source"],
+        expected: list[Float[Tensor, "batch pos d_model"]],
+    ) -> Float[Tensor, "layer batch pos source"]:
+        batch, n_source, d_source = start.shape
+        directions = torch.eye(n_source * d_source, dtype=start.dtype, device=start.device)
+        squares = start.new_zeros(
+            len(expected), batch, expected[0].shape[1], n_source, dtype=torch.float32
+        )
+        if start.dtype == torch.float64:
+            squares = squares.double()
+
+        def derivative(direction: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+            tangent = direction.view(1, n_source, d_source).expand_as(start)
+            return torch.func.jvp(states, (start,), (tangent,))  # type: ignore[no-any-return]
+
+        column = 0
+        for chunk in directions.split(self.chunk_size):
+            values, tangents = torch.func.vmap(derivative, out_dims=(None, 0))(chunk)
+            if column == 0:
+                self._check_rerun(values, expected)
+            sources = torch.arange(column, column + len(chunk), device=start.device) // d_source
+            for layer, tangent in enumerate(tangents):  # [direction, batch, pos, d_model]
+                energy = tangent.to(squares.dtype).square().sum(dim=-1).permute(1, 2, 0)
+                squares[layer].index_add_(2, sources, energy)
+            column += len(chunk)
+        return squares
+
+    def _check_rerun(self, values: tuple[Tensor, ...], expected: list[Tensor]) -> None:
+        for layer, value, state in zip(self._layers, values, expected, strict=True):
+            gap, scale = (value - state).abs().max(), state.abs().max()
+            if gap > _RERUN_TOLERANCE * scale:
+                raise InfoFlowError(
+                    f"repeating the forward pass changes the state of layer {layer} by "
+                    f"{float(gap):.2e} (of {float(scale):.2e}): expected the same states; the "
+                    "Jacobian cannot follow an attention_mask, padding, dropout or a cache: run "
+                    "single unpadded sequences in eval mode"
+                )
+
+    def _merge(self, other: "JacobianInfluence") -> None:
+        self._layers = other._layers
+        self._influence.extend(other._influence)
+
+    def _result(self) -> InfluenceResult:
+        return InfluenceResult(
+            layers=self._layers,
+            influence=torch.cat(self._influence, dim=1),
+            record=self._run_record(),
+            notes=self._notes(),
+        )

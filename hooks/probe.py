@@ -1,0 +1,249 @@
+"""What all probes share: collecting activations over a forward pass, splitting, merging."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import torch
+from infoflow_lens.hooks.result import Result
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
+from infoflow_lens.foundation.record import RunRecord
+
+ResultT = TypeVar("ResultT", bound=Result)
+ProbeT = TypeVar("ProbeT", bound="Probe[Any]")
+
+
+class HookFunction(Protocol):
+    """A TransformerLens forward hook."""
+
+    def __call__(self, activation: Tensor, hook: Any) -> Tensor | None:
+        """Look at an activation; return another to replace it."""
+        ...
+
+
+NamedHook = tuple[str, HookFunction]
+
+_inside_own_pass: ContextVar[bool] = ContextVar("inside_own_pass", default=False)
+
+
+@contextmanager
+def own_pass() -> Iterator[None]:
+    """Forward passes in this block are a probe's own: no probe looks at them."""
+    token = _inside_own_pass.set(True)
+    try:
+        yield
+    finally:
+        _inside_own_pass.reset(token)
+
+
+@dataclass
+class Split:
+    """Which sequences are held out for evaluation.
+
+    Attributes:
+        every: with mode "by_index", each `every`-th sequence a probe sees is held out, so that the
+            split does not depend on the batch size.
+        mode: "by_index", or "fit" / "evaluate" for all sequences until it changes.
+    """
+
+    every: int = 5
+    mode: Literal["by_index", "fit", "evaluate"] = "by_index"
+
+    def held_out(self, first: int, n: int) -> Bool[Tensor, " n"]:
+        """Whether sequences `first` .. `first + n - 1` are held out."""
+        if self.mode == "by_index":
+            return torch.arange(first, first + n) % self.every == self.every - 1
+        return torch.full((n,), self.mode == "evaluate")
+
+
+class Probe(ABC, Generic[ResultT]):
+    """Measures something of every sequence that passes through a model.
+
+    A probe collects the activations that it needs during a forward pass and takes them in when
+    the pass is complete, so a pass that fails leaves nothing behind. Use it with
+    :func:`~infoflow_lens.hooks.attach`, :func:`~infoflow_lens.hooks.run_probes`, or as plain
+    ``model.run_with_hooks(x, fwd_hooks=probe.fwd_hooks(model))``. It never changes an activation.
+    """
+
+    def __init__(self) -> None:
+        self.n_sequences = 0
+        self._n_partial = 0
+        self._missing: tuple[str, ...] = ()
+        self._expected: tuple[str, ...] = ()
+        self._collected: dict[str, Tensor] = {}
+        self._record: RunRecord | None = None
+
+    # What a probe is
+
+    @abstractmethod
+    def config(self) -> Mapping[str, Any]:
+        """The settings, as JSON-compatible values."""
+
+    @abstractmethod
+    def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
+        """The hook points to listen to; raises InfoFlowError where the model lacks one."""
+
+    @abstractmethod
+    def _update(
+        self,
+        model: nn.Module,
+        activations: Mapping[str, Tensor],
+        held_out: Bool[Tensor, " batch"],
+    ) -> None:
+        """Take in one complete forward pass."""
+
+    @abstractmethod
+    def _merge(self, other: Any) -> None:
+        """Take in what `other` measured."""
+
+    @abstractmethod
+    def _result(self) -> ResultT:
+        """The result of at least one forward pass."""
+
+    def check(self, n_fit: int, n_evaluate: int, n_keys: int) -> None:
+        """Refuse data that this probe cannot work on, before any forward pass.
+
+        Args:
+            n_fit: sequences to fit on.
+            n_evaluate: sequences held out.
+            n_keys: keys that a query has at most.
+
+        Raises:
+            InfoFlowError: if they are too few.
+        """
+
+    # How it is used
+
+    def fwd_hooks(self, model: nn.Module, split: Split | None = None) -> list[NamedHook]:
+        """The hooks of this probe, for ``run_with_hooks(fwd_hooks=...)`` or ``model.hooks(...)``.
+
+        Args:
+            model: the model that they will be put on.
+            split: which sequences are held out for evaluation; default, every fifth.
+
+        Raises:
+            InfoFlowError: if the model lacks a hook point, or the probe has measured another
+                model before.
+        """
+        names = tuple(dict.fromkeys(self._hook_points(model)))
+        record = RunRecord.of_model(model, {"probe": type(self).__name__, **self.config()})
+        self._same_model(record)
+        self._record = record
+        split = split or Split()
+        collected: dict[str, Tensor] = {}
+        self._expected, self._collected = names, collected
+
+        def listen(name: str) -> HookFunction:
+            def hook_fn(activation: Tensor, hook: Any) -> None:
+                if _inside_own_pass.get():
+                    return
+                if name in collected:  # the pass before ended early
+                    self._leave_out_partial_pass()
+                collected[name] = activation.detach()
+                if len(collected) == len(names):
+                    complete = dict(collected)
+                    collected.clear()
+                    n = activation.shape[0]
+                    with torch.no_grad():
+                        self._update(model, complete, split.held_out(self.n_sequences, n))
+                    self.n_sequences += n
+
+            return hook_fn
+
+        return [(name, listen(name)) for name in names]
+
+    def merge(self: ProbeT, other: ProbeT) -> ProbeT:
+        """Add what `other`, a probe with the same settings on the same model, has measured.
+
+        Raises:
+            InfoFlowError: if settings or model differ.
+        """
+        if type(other) is not type(self) or other.config() != self.config():
+            raise InfoFlowError(
+                f"cannot merge {type(other).__name__}({dict(other.config())}) into "
+                f"{type(self).__name__}({dict(self.config())}): expected the same settings"
+            )
+        if other._record is not None:
+            self._same_model(other._record)
+            self._record = other._record
+        if other.n_sequences:
+            self._merge(other)
+        self.n_sequences += other.n_sequences
+        self._n_partial += other._n_partial
+        self._missing = self._missing or other._missing
+        return self
+
+    def all_reduce_(self: ProbeT) -> ProbeT:
+        """Merge the probes of all processes of ``torch.distributed``, in the order of ranks.
+
+        Every process ends with the same probe. Without an initialised process group nothing
+        happens.
+        """
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return self
+        states: list[dict[str, Any]] = [{}] * distributed.get_world_size()
+        distributed.all_gather_object(states, self.__dict__)
+        probes = []
+        for state in states:
+            probe = object.__new__(type(self))
+            probe.__dict__.update(state)
+            probes.append(probe)
+        first, *rest = probes
+        for probe in rest:
+            first.merge(probe)
+        self.__dict__.update(first.__dict__)
+        return self
+
+    def result(self) -> ResultT:
+        """What was measured so far; the probe may go on afterwards.
+
+        Raises:
+            NothingMeasuredError: if no forward pass was complete.
+        """
+        if self._collected:
+            self._leave_out_partial_pass()
+        if self._n_partial and not self.n_sequences:
+            raise NothingMeasuredError(
+                f"{type(self).__name__} saw {self._n_partial} forward passes, but "
+                f"{', '.join(self._missing)} never fired: expected full forward passes; run the "
+                "model without stop_at_layer"
+            )
+        if not self.n_sequences:
+            raise NothingMeasuredError(
+                f"{type(self).__name__} has measured nothing: run the model on at least one batch "
+                "while the probe is attached"
+            )
+        return self._result()
+
+    # Helpers for probes
+
+    def _leave_out_partial_pass(self) -> None:
+        self._n_partial += 1
+        self._missing = tuple(name for name in self._expected if name not in self._collected)
+        self._collected.clear()
+
+    def _same_model(self, record: RunRecord) -> None:
+        if self._record and self._record.model_fingerprint != record.model_fingerprint:
+            raise InfoFlowError(
+                f"{type(self).__name__} has measured model {self._record.model_fingerprint}, this "
+                f"is {record.model_fingerprint} (other weights): use a new probe for each model"
+            )
+
+    def _run_record(self) -> RunRecord:
+        assert self._record is not None
+        return self._record
+
+    def _notes(self) -> tuple[str, ...]:
+        if not self._n_partial:
+            return ()
+        return (
+            f"{self._n_partial} incomplete forward pass(es) left out "
+            f"({', '.join(self._missing)} had not fired)",
+        )

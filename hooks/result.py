@@ -1,0 +1,102 @@
+"""What probes return: named tensors and the run's record, saved as safetensors and JSON."""
+
+import json
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import atomic_path, write_json
+from infoflow_lens.foundation.record import RunRecord
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+
+ResultT = TypeVar("ResultT", bound="Result")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Result(ABC):
+    """Measured numbers, with what is needed to reproduce them.
+
+    Attributes:
+        record: config, seed, versions, model fingerprint, weight processing.
+        notes: what a reader must know about these numbers, in words.
+    """
+
+    kinds: ClassVar[dict[str, type["Result"]]] = {}
+
+    record: RunRecord = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Result.kinds[cls.__name__] = cls
+
+    @abstractmethod
+    def to_frame(self) -> "pd.DataFrame":
+        """The measurements, one row each."""
+
+    @abstractmethod
+    def plot(self) -> "go.Figure":
+        """The measurements as an interactive figure."""
+
+    def _repr_html_(self) -> str:
+        head = self.to_frame().head(12)
+        notes = "".join(f"<li>{note}</li>" for note in self.notes)
+        return f"<b>{type(self).__name__}</b><ul>{notes}</ul>{head.to_html(index=False)}"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all."""
+        tensors: dict[str, Tensor] = {}
+        plain: dict[str, Any] = {"kind": type(self).__name__, "record": self.record.to_dict()}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor):
+                tensors[item.name] = value.contiguous()
+            elif isinstance(value, tuple) and value and isinstance(value[0], Tensor):
+                for index, tensor in enumerate(value):
+                    tensors[f"{item.name}.{index}"] = tensor.contiguous()
+            elif item.name != "record":
+                plain[item.name] = value
+        with atomic_path(f"{os.fspath(path)}.safetensors") as temporary:
+            save_file(tensors, temporary)
+        write_json(f"{os.fspath(path)}.json", plain)
+
+    @classmethod
+    def load(cls: type[ResultT], path: str | os.PathLike[str]) -> ResultT:
+        """The result that :meth:`save` wrote.
+
+        Raises:
+            InfoFlowError: if there is none, or it is of another kind.
+        """
+        described = Path(f"{os.fspath(path)}.json")
+        if not described.is_file():
+            raise InfoFlowError(f"no result at {os.fspath(path)!r}: expected {described.name}")
+        plain = json.loads(described.read_text(encoding="utf-8"))
+        kind = Result.kinds.get(plain.pop("kind", ""))
+        if kind is None or not issubclass(kind, cls):
+            raise InfoFlowError(
+                f"{described.name} holds a {kind.__name__ if kind else 'foreign file'}: "
+                f"expected a {cls.__name__}"
+            )
+        grouped: dict[str, Any] = {}
+        for name, tensor in load_file(f"{os.fspath(path)}.safetensors").items():
+            stem, _, index = name.partition(".")
+            if index:
+                grouped.setdefault(stem, {})[int(index)] = tensor
+            else:
+                grouped[stem] = tensor
+        for name, value in grouped.items():
+            if isinstance(value, dict):
+                grouped[name] = tuple(value[index] for index in sorted(value))
+        record = RunRecord(**plain.pop("record"))
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
+        return kind(record=record, **values, **grouped)  # type: ignore[return-value]

@@ -1,0 +1,63 @@
+"""infoflow-lens: which input tokens can a hidden state depend on, which does it depend on, and is
+that what theory allows?
+
+Names load on first use, so that importing the package costs nothing that you do not use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infoflow_lens.agreement import Agreement as Agreement
+    from infoflow_lens.agreement import compare as compare
+    from infoflow_lens.foundation.errors import InfoFlowError as InfoFlowError
+    from infoflow_lens.foundation.errors import InfoFlowWarning as InfoFlowWarning
+    from infoflow_lens.hooks import JacobianInfluence as JacobianInfluence
+    from infoflow_lens.hooks import PositionsProbe as PositionsProbe
+    from infoflow_lens.hooks import RecoveryProbe as RecoveryProbe
+    from infoflow_lens.hooks import attach as attach
+    from infoflow_lens.hooks import run_probes as run_probes
+    from infoflow_lens.models.architecture import Architecture as Architecture
+    from infoflow_lens.models.host import build_model as build_model
+    from infoflow_lens.models.host import load_model as load_model
+    from infoflow_lens.models.host import save_model as save_model
+    from infoflow_lens.tasks import list_tasks as list_tasks
+    from infoflow_lens.tasks import load_task as load_task
+    from infoflow_lens.theory import InformationSets as InformationSets
+    from infoflow_lens.theory import propagate as propagate
+    from infoflow_lens.training import TrainingConfig as TrainingConfig
+    from infoflow_lens.training import train as train
+
+_HOMES = {
+    "Agreement": "agreement",
+    "Architecture": "models.architecture",
+    "InfoFlowError": "foundation.errors",
+    "InfoFlowWarning": "foundation.errors",
+    "InformationSets": "theory",
+    "JacobianInfluence": "hooks",
+    "PositionsProbe": "hooks",
+    "RecoveryProbe": "hooks",
+    "TrainingConfig": "training",
+    "attach": "hooks",
+    "build_model": "models.host",
+    "compare": "agreement",
+    "list_tasks": "tasks",
+    "load_model": "models.host",
+    "load_task": "tasks",
+    "propagate": "theory",
+    "run_probes": "hooks",
+    "save_model": "models.host",
+    "train": "training",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOMES)

@@ -1,0 +1,234 @@
+"""Predicted against measured information sets, state by state, for the same inputs."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.influence import influence_sets
+from infoflow_lens.theory.information_sets import InformationSets
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class SetAgreement:
+    """How well predicted sets match measured ones, averaged over states.
+
+    A state is one (sequence, position) of a layer; its candidates are the input positions. Each
+    metric is the mean over the states where it is defined, and NaN where it is for none.
+
+    Attributes:
+        n_states: the number of states.
+        auroc: probability that a predicted source has more influence than another one (ties count
+            half); needs both kinds. Free of thresholds.
+        average_precision: mean precision over the predicted sources, ranked by influence. Free of
+            thresholds.
+        precision: share of the predicted set that is measured.
+        recall: share of the measured set that is predicted.
+        jaccard: size of the intersection over size of the union; 1 for two empty sets.
+        exact_match: share of states whose two sets are equal.
+        influence_inside: share of the squared influence that lies inside the predicted set.
+        predicted_size: mean size of the predicted set.
+        measured_size: mean size of the measured set.
+    """
+
+    n_states: int
+    auroc: float
+    average_precision: float
+    precision: float
+    recall: float
+    jaccard: float
+    exact_match: float
+    influence_inside: float
+    predicted_size: float
+    measured_size: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Agreement layer by layer, of the tokens and of the read-out position.
+
+    Attributes:
+        threshold: a source is measured if its influence is at least this share of the largest on
+            that state.
+        layers: for every layer, over token positions and without each position itself, which the
+            residual stream holds in any case.
+        layers_with_self: the same with each position itself.
+        cls: the last position of the last layer. Where it is itself a source (no CLS), it is
+            left out as in `layers`.
+        coverage: mean share of the target's active index set inside the predicted set of that
+            position; None if no active index set was given.
+    """
+
+    threshold: float
+    layers: tuple[SetAgreement, ...]
+    layers_with_self: tuple[SetAgreement, ...]
+    cls: SetAgreement
+    coverage: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers as JSON-compatible values."""
+        return asdict(self)
+
+    def to_frame(self) -> "pd.DataFrame":
+        """One row for each layer with and without self, and one for the read-out position."""
+        import pandas as pd
+
+        rows: list[Mapping[str, Any]] = []
+        for kind, with_self, layers in (
+            ("tokens", False, self.layers),
+            ("tokens", True, self.layers_with_self),
+        ):
+            for layer, values in enumerate(layers):
+                rows.append(
+                    {"layer": layer, "states": kind, "with_self": with_self, **asdict(values)}
+                )
+        last = len(self.layers) - 1
+        rows.append({"layer": last, "states": "cls", "with_self": False, **asdict(self.cls)})
+        return pd.DataFrame(rows)
+
+    def _repr_html_(self) -> str:
+        return str(self.to_frame().to_html(index=False, float_format="{:.3f}".format))
+
+
+def auroc(
+    scores: Float[Tensor, "state source"],
+    positive: Bool[Tensor, "state source"],
+    candidate: Bool[Tensor, "state source"],
+) -> Float[Tensor, " state"]:
+    """Area under the ROC curve of each row over its candidates; NaN without both classes.
+
+    The Mann-Whitney statistic with ties counted half, as scikit-learn's ``roc_auc_score``.
+    """
+    positive = positive & candidate
+    negative = candidate & ~positive
+    # one pair table [state, positive source, negative source] at a time keeps memory in bounds
+    result = []
+    for s, p, n in zip(scores.split(256), positive.split(256), negative.split(256), strict=True):
+        pairs = p.unsqueeze(2) & n.unsqueeze(1)
+        wins = (s.unsqueeze(2) > s.unsqueeze(1)).double()
+        wins += 0.5 * (s.unsqueeze(2) == s.unsqueeze(1))
+        result.append((wins * pairs).sum((1, 2)) / pairs.sum((1, 2)))
+    return torch.cat(result)
+
+
+def average_precision(
+    scores: Float[Tensor, "state source"],
+    positive: Bool[Tensor, "state source"],
+    candidate: Bool[Tensor, "state source"],
+) -> Float[Tensor, " state"]:
+    """Average precision of each row over its candidates; NaN without positives.
+
+    Sources of equal score enter together, as in scikit-learn's ``average_precision_score``.
+    """
+    positive = positive & candidate
+    result = []
+    for s, p, c in zip(scores.split(256), positive.split(256), candidate.split(256), strict=True):
+        at_least = s.unsqueeze(1) >= s.unsqueeze(2)  # [state, threshold, source]
+        found = (at_least & p.unsqueeze(1)).sum(2).double()
+        shown = (at_least & c.unsqueeze(1)).sum(2)
+        precision = found / shown
+        result.append((precision * p).sum(1) / p.sum(1))
+    return torch.cat(result)
+
+
+def _mean(values: Tensor) -> float:
+    defined = values[~values.isnan()]
+    return float(defined.double().mean()) if len(defined) else math.nan
+
+
+def _set_agreement(
+    predicted: Bool[Tensor, "state source"],
+    measured: Bool[Tensor, "state source"],
+    influence: Float[Tensor, "state source"],
+    candidate: Bool[Tensor, "state source"],
+) -> SetAgreement:
+    predicted, measured = predicted & candidate, measured & candidate
+    both, either = (predicted & measured).sum(1), (predicted | measured).sum(1)
+    energy = influence.double().square() * candidate
+    return SetAgreement(
+        n_states=len(predicted),
+        auroc=_mean(auroc(influence, predicted, candidate)),
+        average_precision=_mean(average_precision(influence, predicted, candidate)),
+        precision=_mean(both / predicted.sum(1)),
+        recall=_mean(both / measured.sum(1)),
+        jaccard=_mean(torch.where(either > 0, both / either, 1.0)),
+        exact_match=_mean((predicted == measured).all(dim=1).double()),
+        influence_inside=_mean((energy * predicted).sum(1) / energy.sum(1)),
+        predicted_size=_mean(predicted.sum(1).double()),
+        measured_size=_mean(measured.sum(1).double()),
+    )
+
+
+def coverage(
+    predicted: Bool[Tensor, "batch source"], active: Bool[Tensor, "batch source"]
+) -> float:
+    """Mean share of the active index set that lies inside the predicted set (Sec. 5.1, eq 4)."""
+    return _mean((predicted & active).sum(1) / active.sum(1))
+
+
+def compare(
+    predicted: InformationSets,
+    measured: Float[Tensor, "layer batch pos source"] | InformationSets,
+    *,
+    threshold: float = 0.1,
+    active: Bool[Tensor, "batch source"] | None = None,
+) -> Agreement:
+    """Compare predicted information sets with what was measured on the same inputs.
+
+    Args:
+        predicted: sets from theory, as `propagate` gives them.
+        measured: influence scores (``InfluenceResult.influence``), or measured sets, which count
+            as scores 0 and 1.
+        threshold: a source is in the measured set if its influence is at least this share of the
+            largest on that state. It touches precision, recall, jaccard, exact match and sizes.
+        active: the target's active index set, for `coverage`.
+
+    Raises:
+        InfoFlowError: if shapes differ, scores are negative or NaN, or the threshold is not in
+            (0, 1].
+    """
+    scores = measured.members.float() if isinstance(measured, InformationSets) else measured
+    if scores.shape != predicted.members.shape:
+        raise InfoFlowError(
+            f"predicted sets have shape {tuple(predicted.members.shape)}, the measured ones "
+            f"{tuple(scores.shape)}: expected the same [layer, batch, pos, source]; probe and "
+            "predict the same inputs"
+        )
+    if scores.isnan().any() or (scores < 0).any():
+        raise InfoFlowError("measured influence is negative or NaN somewhere: expected norms >= 0")
+    measured_sets = influence_sets(scores, threshold).members
+    n_layers, n_batch, n_pos, n_source = scores.shape
+    if active is not None and active.shape != (n_batch, n_source):
+        raise InfoFlowError(
+            f"active index sets have shape {tuple(active.shape)}: expected "
+            f"{(n_batch, n_source)}, one row for each sequence"
+        )
+    is_self = torch.eye(n_pos, n_source, dtype=torch.bool, device=scores.device)
+
+    def at(layer: int, positions: slice, with_self: bool) -> SetAgreement:
+        candidate = (with_self | ~is_self[positions]).expand(n_batch, -1, -1)
+        return _set_agreement(
+            predicted.members[layer, :, positions].flatten(0, 1),
+            measured_sets[layer, :, positions].flatten(0, 1),
+            scores[layer, :, positions].flatten(0, 1),
+            candidate.flatten(0, 1),
+        )
+
+    tokens, last = slice(0, n_source), slice(n_pos - 1, n_pos)
+    return Agreement(
+        threshold=threshold,
+        layers=tuple(at(layer, tokens, False) for layer in range(n_layers)),
+        layers_with_self=tuple(at(layer, tokens, True) for layer in range(n_layers)),
+        cls=at(n_layers - 1, last, False),
+        coverage=None
+        if active is None
+        else coverage(predicted.members[-1, :, -1], active.to(predicted.members.device)),
+    )

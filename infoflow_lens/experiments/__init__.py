@@ -1,0 +1,1 @@
+"""Runs from config to verdict: each trains, probes, predicts, compares and reports."""

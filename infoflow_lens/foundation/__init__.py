@@ -1,0 +1,1 @@
+"""What every room stands on: errors, the run's record, files and progress."""

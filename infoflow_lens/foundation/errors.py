@@ -1,0 +1,18 @@
+"""The errors and warnings of the project."""
+
+from __future__ import annotations
+
+
+class InfoFlowError(ValueError):
+    """Bad input or a model that cannot be asked.
+
+    The message names the value, what was expected and what to do. It is raised before work starts.
+    """
+
+
+class InfoFlowWarning(UserWarning):
+    """A result that stands, though not as its reader may assume (a rank-deficient fit, say)."""
+
+
+class NothingMeasuredError(InfoFlowError):
+    """A probe was asked for its result before any complete forward pass reached it."""

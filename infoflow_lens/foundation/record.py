@@ -1,0 +1,89 @@
+"""The record of a run: what was run, on what, with which versions.
+
+Every result carries one, so that a number can be traced to the configuration that produced it. A
+record holds no clock and no path: the same run gives the same record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import nn
+
+_RECORDED_PACKAGES = ("infoflow-lens", "transformer-lens", "torch", "datasets", "numpy")
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that numbers depend on."""
+    versions = {"python": platform.python_version()}
+    for package in _RECORDED_PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """SHA-256 over the names, shapes, dtypes and bytes of a model's state, as 16 hex digits."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        flat = tensor.detach().cpu().contiguous().flatten()
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def weight_processing(model: nn.Module) -> dict[str, Any]:
+    """How the weights of a TransformerLens model were processed, as far as its config tells.
+
+    Folding a layer norm changes the basis of the residual stream: a map that was fitted in one
+    basis means nothing in another.
+    """
+    cfg = getattr(model, "cfg", None)
+    normalization = getattr(cfg, "normalization_type", None)
+    return {
+        "normalization_type": normalization,
+        "layer_norm_folded": isinstance(normalization, str) and normalization.endswith("Pre"),
+    }
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a result needs to be reproduced.
+
+    Attributes:
+        config: the settings of the run, as JSON-compatible values.
+        seed: the seed of the run, or None where it draws nothing.
+        versions: see :func:`package_versions`.
+        model_fingerprint: see :func:`model_fingerprint`; None where no model took part.
+        weight_processing: see :func:`weight_processing`.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    versions: Mapping[str, str] = field(default_factory=package_versions)
+    model_fingerprint: str | None = None
+    weight_processing: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_model(
+        cls, model: nn.Module, config: Mapping[str, Any], seed: int | None = None
+    ) -> RunRecord:
+        """The record of a run on `model`."""
+        return cls(
+            config=dict(config),
+            seed=seed,
+            model_fingerprint=model_fingerprint(model),
+            weight_processing=weight_processing(model),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON-compatible values."""
+        return asdict(self)

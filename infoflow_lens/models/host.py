@@ -1,0 +1,300 @@
+"""A HookedTransformer over vector tokens: the only module that imports HookedTransformer.
+
+Every TransformerLens facility works on a hosted model (caching, hooks, patching, partial runs,
+dtypes, state dicts); what differs is the input, [batch, pos, d_token] real vectors, the CLS token
+that the model appends, and the number of heads, which may change from layer to layer. So read head
+counts from tensors, never from ``cfg.n_heads``.
+"""
+
+import dataclasses
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformer_lens.components import Attention, TransformerBlock
+from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json
+from infoflow_lens.models.architecture import Architecture
+
+# TransformerLens knows its activations from this table; the theory's own is missing there.
+SUPPORTED_ACTIVATIONS.setdefault("tanh", torch.tanh)
+
+
+def _config(architecture: Architecture, device: str) -> HookedTransformerConfig:
+    return HookedTransformerConfig(
+        n_layers=architecture.n_layers,
+        d_model=architecture.d_model,
+        n_ctx=architecture.n_tokens + 1,
+        # The model's own values; each block has a config with the heads of its layer.
+        n_heads=architecture.n_heads[0],
+        d_head=architecture.head_dimensions[0],
+        d_mlp=architecture.d_mlp or None,
+        attn_only=architecture.d_mlp == 0,
+        act_fn=architecture.act_fn,
+        d_vocab=1,  # no vocabulary: tokens are vectors
+        d_vocab_out=architecture.d_output,
+        normalization_type=None if architecture.normalization == "none" else "LN",
+        attention_dir="bidirectional",
+        positional_embedding_type="standard",
+        use_hook_tokens=True,
+        init_mode=architecture.init_mode,
+        init_weights=False,  # after the parts that we replace
+        device=device,
+    )
+
+
+class VectorEmbed(nn.Module):
+    """Encodes vector tokens and appends the CLS token.
+
+    Takes [batch, pos, d_token], returns [batch, pos + 1, d_model].
+    """
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        d_input = architecture.d_token
+        self.hidden_fn = SUPPORTED_ACTIVATIONS[architecture.act_fn]
+        if architecture.d_encoder is not None:
+            self.W_hidden = nn.Parameter(torch.empty(d_input, architecture.d_encoder))
+            self.b_hidden = nn.Parameter(torch.zeros(architecture.d_encoder))
+            d_input = architecture.d_encoder
+        self.W_E = nn.Parameter(torch.empty(d_input, architecture.d_model))
+        self.b_E = nn.Parameter(torch.zeros(architecture.d_model))
+        self.W_cls = nn.Parameter(torch.empty(1, architecture.d_model))
+
+    def forward(self, x: Float[Tensor, "batch pos d_token"]) -> Float[Tensor, "batch all d_model"]:
+        """Encode tokens and put CLS behind them."""
+        if hasattr(self, "W_hidden"):
+            x = self.hidden_fn(x @ self.W_hidden + self.b_hidden)
+        tokens = x @ self.W_E + self.b_E
+        cls = self.W_cls.expand(x.shape[0], 1, -1)
+        return torch.cat([tokens, cls], dim=1)
+
+
+class ClsQueryAttention(Attention):
+    """Attention in which the last position, CLS, queries but is no key (eq 1)."""
+
+    def calculate_attention_scores(
+        self,
+        q: Float[Tensor, "batch query_pos head_index d_head"],
+        k: Float[Tensor, "batch key_pos head_index d_head"],
+    ) -> Float[Tensor, "batch head_index query_pos key_pos"]:
+        """The scores of TransformerLens, with -inf where CLS would be the key."""
+        scores = super().calculate_attention_scores(q, k)
+        n_keys = scores.shape[-1]
+        is_cls = torch.arange(n_keys, device=scores.device) == n_keys - 1
+        return scores.masked_fill(is_cls, -torch.inf)
+
+
+class VectorTransformer(HookedTransformer):
+    """A HookedTransformer that reads vector tokens and answers at its CLS token.
+
+    ``model(x)`` takes [batch, pos, d_token] with pos = T and returns [batch, d_output]. In hooks
+    and caches the position axis has length T + 1: tokens 0 .. T - 1, then CLS. ``hook_tokens``
+    carries the input vectors; ``hook_embed`` the encoded tokens and CLS. Build one with
+    :func:`build_model`.
+    """
+
+    reads_vectors = True  # tells probes that hook_tokens carries the input vectors
+
+    def __init__(self, architecture: Architecture, device: str = "cpu") -> None:
+        cfg = _config(architecture, device)
+        with warnings.catch_warnings():
+            # The project hosts on TransformerLens 3 and knows that 4 drops this class.
+            warnings.filterwarnings(
+                "ignore", message="HookedTransformer is deprecated", category=DeprecationWarning
+            )
+            super().__init__(cfg, move_to_device=False)
+        self.architecture = architecture
+        self.embed = VectorEmbed(architecture)
+        if architecture.positional_embedding == "none":
+            del self.pos_embed, self.hook_pos_embed
+        attn_scale = -1.0 if architecture.attn_scale is None else 1 / architecture.attn_scale
+        for layer, heads in enumerate(architecture.n_heads):
+            block_cfg = dataclasses.replace(
+                cfg,
+                n_heads=heads,
+                d_head=architecture.head_dimensions[layer],
+                attn_scale=attn_scale,
+            )
+            self.blocks[layer] = TransformerBlock(block_cfg, layer)
+            if not architecture.cls_is_key:
+                self.blocks[layer].attn = ClsQueryAttention(block_cfg, "global", layer)
+        self.init_weights()
+        self.move_model_modules_to_device()
+        self.setup()  # names the replaced modules' hook points
+
+    def move_model_modules_to_device(self) -> None:
+        """Move every part to the device of the config."""
+        nn.Module.to(self, torch.device(str(self.cfg.device)))
+
+    @property
+    def n_keys(self) -> int:
+        """How many positions can be attended to: T, or T + 1 where CLS is a key."""
+        return self.architecture.n_tokens + int(self.architecture.cls_is_key)
+
+    def check_input(self, x: Tensor) -> None:
+        """Refuse input that is no batch of this model's tokens.
+
+        Raises:
+            InfoFlowError: for a wrong shape or dtype.
+        """
+        arch, dtype = self.architecture, self.embed.W_E.dtype
+        if not isinstance(x, Tensor) or x.ndim != 3 or 0 in x.shape:
+            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise InfoFlowError(
+                f"input is {shape}: expected vector tokens [batch, {arch.n_tokens}, {arch.d_token}]"
+            )
+        if x.shape[2] != arch.d_token:
+            raise InfoFlowError(
+                f"tokens have dimension {x.shape[2]}, the model expects d_token {arch.d_token}: "
+                "build the model and load the task with the same d_token"
+            )
+        if x.shape[1] != arch.n_tokens:
+            raise InfoFlowError(
+                f"sequences have {x.shape[1]} tokens, the model expects n_tokens {arch.n_tokens} "
+                "(without CLS, which it appends): use the same n_tokens for model and data"
+            )
+        if x.dtype != dtype:
+            raise InfoFlowError(
+                f"tokens are {x.dtype}, the model's weights {dtype}: convert with x.to({dtype})"
+            )
+
+    def input_to_embed(  # type: ignore[override]
+        self,
+        input: Float[Tensor, "batch pos d_token"],
+        prepend_bos: Any = None,
+        padding_side: Any = None,
+        attention_mask: Tensor | None = None,
+        past_kv_cache: Any = None,
+    ) -> tuple[Float[Tensor, "batch all d_model"], Tensor, None, None]:
+        """Encode vector tokens, append CLS, add positions."""
+        if attention_mask is not None or past_kv_cache is not None:
+            raise InfoFlowError(
+                "vector tokens take no attention_mask and no past_kv_cache: every sequence has "
+                f"{self.architecture.n_tokens} tokens; leave both out"
+            )
+        self.check_input(input)
+        tokens = self.hook_tokens(input.to(self.embed.W_E.device))
+        residual = self.hook_embed(self.embed(tokens))
+        if self.architecture.positional_embedding == "learned":
+            positions = self.pos_embed.W_pos.repeat(residual.shape[0], 1, 1)
+            residual = residual + self.hook_pos_embed(positions)
+        return residual, tokens, None, None
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor,
+        return_type: str | None = "logits",
+        *,
+        start_at_layer: int | None = None,
+        stop_at_layer: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor | None:
+        """Run the model.
+
+        Args:
+            input: tokens [batch, pos, d_token]; with `start_at_layer`, the residual stream
+                [batch, pos + 1, d_model] that enters that layer.
+            return_type: "logits" for the output at CLS, None for nothing.
+            start_at_layer: first layer to run, as in TransformerLens.
+            stop_at_layer: layer before which to stop; then the residual stream is returned.
+
+        Returns:
+            The output read at CLS, [batch, d_output] (eq 2).
+
+        Raises:
+            InfoFlowError: for input of a wrong shape or dtype, or a loss as return type.
+        """
+        if return_type not in ("logits", None):
+            raise InfoFlowError(
+                f"return_type is {return_type!r}: a model over vector tokens has no next-token "
+                "loss; take the output ('logits') and compare it with the target"
+            )
+        output = super().forward(
+            input,
+            return_type=return_type,
+            start_at_layer=start_at_layer,
+            stop_at_layer=stop_at_layer,
+            **kwargs,
+        )
+        if output is None or stop_at_layer is not None:
+            return output
+        return output[:, -1]
+
+    def forward_readout(
+        self, x: Float[Tensor, "batch pos d_token"]
+    ) -> Float[Tensor, "batch d_output"]:
+        """The numbers of ``model(x)``, computed faster: the last block runs for CLS only.
+
+        Nothing but CLS is read from the last block (eq 2), so training needs no other row of it.
+        Hooks of the last block see a single query here: probe ``model(x)`` instead.
+        """
+        residual, *_ = self.input_to_embed(x)
+        *blocks, last = self.blocks
+        for block in blocks:
+            residual = block(residual)
+        keys = last.ln1(residual)
+        cls = residual[:, -1:]
+        cls = cls + last.attn(query_input=keys[:, -1:], key_input=keys, value_input=keys)
+        if not self.cfg.attn_only:
+            cls = cls + last.mlp(last.ln2(cls))
+        if self.cfg.normalization_type is not None:
+            cls = self.ln_final(cls)
+        return self.unembed(cls)[:, 0]
+
+
+def build_model(
+    architecture: Architecture, seed: int = 0, device: str = "cpu"
+) -> VectorTransformer:
+    """A freshly initialised model; the same seed gives the same weights.
+
+    The global random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return VectorTransformer(architecture, device)
+
+
+def save_model(model: VectorTransformer, folder: str | os.PathLike[str]) -> None:
+    """Write ``architecture.json`` and ``model.safetensors`` to `folder`.
+
+    Raises:
+        InfoFlowError: if the folder cannot be written.
+    """
+    path = writable_folder(folder)
+    state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
+    with atomic_path(path / "model.safetensors") as temporary:
+        save_file(state, temporary)
+    write_json(path / "architecture.json", model.architecture.to_dict())
+
+
+def load_model(folder: str | os.PathLike[str], device: str = "cpu") -> VectorTransformer:
+    """The model that :func:`save_model` wrote to `folder`.
+
+    Raises:
+        InfoFlowError: if the folder holds no such model.
+    """
+    path = Path(folder)
+    missing = [n for n in ("architecture.json", "model.safetensors") if not (path / n).is_file()]
+    if missing:
+        raise InfoFlowError(
+            f"{str(folder)!r} is no saved model ({' and '.join(missing)} missing): "
+            "expected a folder written by save_model"
+        )
+    architecture = Architecture.from_dict(json.loads((path / "architecture.json").read_text()))
+    model = build_model(architecture, device=device)
+    state = load_file(path / "model.safetensors", device=device)
+    dtype = state["embed.W_E"].dtype
+    if dtype != torch.float32:
+        model.to(dtype, print_details=False)
+    model.load_state_dict(state)
+    return model

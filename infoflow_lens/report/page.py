@@ -1,0 +1,147 @@
+"""The report: one HTML file that holds everything it shows."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+import plotly.graph_objects as go
+from jaxtyping import Bool, Float, Int
+from plotly.offline import get_plotlyjs
+from torch import Tensor
+
+from infoflow_lens.agreement import Agreement, SetAgreement
+from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.hooks import RecoveryResult
+from infoflow_lens.report import figures
+from infoflow_lens.theory.information_sets import InformationSets
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A model at one moment, predicted and measured on the same inputs.
+
+    Attributes:
+        name: "initial", "trained", ...
+        recovery: recovery errors.
+        agreement: predicted against measured sets, over all probed inputs.
+        positions: for every layer, the retrieved keys of the shown inputs [shown, head, pos].
+        predicted: information sets of the shown inputs.
+        influence: measured influence on the shown inputs [layer, shown, pos, source].
+        edges: for every layer, the influence of its inputs on its outputs [shown, pos, pos].
+    """
+
+    name: str
+    recovery: RecoveryResult
+    agreement: Agreement
+    positions: Sequence[Int[Tensor, "shown head pos"]]
+    predicted: InformationSets
+    influence: Float[Tensor, "layer shown pos source"]
+    edges: Sequence[Float[Tensor, "shown pos pos"]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a report shows.
+
+    Attributes:
+        title: of the page.
+        headline: the finding, in a sentence or two.
+        facts: short statements under it, as (label, value).
+        stages: the model at different moments, in the order of time.
+        active: the target's active index sets of the shown inputs [shown, source].
+        history: the training history, as in `TrainingResult`.
+        record: of the run.
+    """
+
+    title: str
+    headline: str
+    facts: Sequence[tuple[str, str]]
+    stages: Sequence[Stage]
+    active: Bool[Tensor, "shown source"]
+    history: Sequence[Mapping[str, float]]
+    record: RunRecord
+
+
+_METRICS = {
+    "auroc": ("AUROC", "does influence rank predicted tokens above the others? .5 is chance"),
+    "average_precision": ("average precision", "the same, as area under precision and recall"),
+    "precision": ("precision", "share of the predicted set that is measured"),
+    "recall": ("recall", "share of the measured set that is predicted"),
+    "jaccard": ("Jaccard", "intersection over union of the two sets"),
+    "exact_match": ("exact match", "share of states whose two sets are equal"),
+    "influence_inside": ("influence inside", "share of squared influence in the predicted set"),
+    "predicted_size": ("predicted size", "mean size of the predicted set"),
+    "measured_size": ("measured size", "mean size of the measured set"),
+}
+
+
+def _agreement_rows(stages: Sequence[Stage]) -> list[dict[str, Any]]:
+    rows = []
+    n_layers = len(stages[0].agreement.layers)
+    places = [f"tokens, layer {layer + 1}" for layer in range(n_layers)] + ["CLS, last layer"]
+    for index, place in enumerate(places):
+        for stage in stages:
+            agreement = stage.agreement
+            values: SetAgreement = agreement.layers[index] if index < n_layers else agreement.cls
+            rows.append(
+                {
+                    "place": place,
+                    "stage": stage.name,
+                    "values": [f"{getattr(values, name):.3f}" for name in _METRICS],
+                }
+            )
+    return rows
+
+
+def _json(figure: go.Figure) -> Any:
+    # plotly's default template is long and the same in every figure
+    figure.update_layout(template="none")
+    return json.loads(figure.to_json(validate=False))
+
+
+def render_report(report: Report) -> str:
+    """The report as one HTML page without references to anything outside."""
+    stages: list[dict[str, Any]] = []
+    for stage in report.stages:
+        n_source = stage.predicted.n_sources
+        flows, maps = [], []
+        for shown in range(len(report.active)):
+            influence = stage.influence[:, shown]
+            members = stage.predicted.members[:, shown]
+            flows.append(
+                _json(
+                    figures.information_flow(
+                        [chosen[shown] for chosen in stage.positions],
+                        [edges[shown].clone() for edges in stage.edges],
+                        n_source,
+                        report.active[shown],
+                        members[-1, -1],
+                        influence[-1, -1],
+                    )
+                )
+            )
+            maps.append(_json(figures.influence_beside_sets(members, influence)))
+        inside = figures.share_inside(
+            stage.influence[-1, :, -1], stage.predicted.members[-1, :, -1]
+        )
+        stages.append({"name": stage.name, "flow": flows, "maps": maps, "inside": inside.tolist()})
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("infoflow_lens.report", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    recovery = figures.recovery({stage.name: stage.recovery for stage in report.stages})
+    return environment.get_template("report.html.j2").render(
+        report=report,
+        plotly_js=get_plotlyjs(),
+        stages=stages,
+        recovery=_json(recovery),
+        curve=_json(figures.training_curve(report.history)),
+        metrics=_METRICS,
+        rows=_agreement_rows(report.stages),
+        threshold=report.stages[-1].agreement.threshold,
+        record=json.dumps(report.record.to_dict(), indent=2),
+        active=[row.nonzero().flatten().tolist() for row in report.active],
+    )

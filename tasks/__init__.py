@@ -1,0 +1,7 @@
+"""Synthetic tasks whose active tokens are known: inputs, targets, datasets."""
+
+from infoflow_lens.tasks.d_retrieval import DRetrieval
+from infoflow_lens.tasks.registry import list_tasks, load_task
+from infoflow_lens.tasks.task import VectorTask
+
+__all__ = ["DRetrieval", "VectorTask", "list_tasks", "load_task"]

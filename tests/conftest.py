@@ -1,0 +1,70 @@
+"""Models and inputs that many tests use; every size is a different prime."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+from infoflow_lens.models.architecture import Architecture
+
+# Shared and noisy machines: examples may be slow without anything being wrong.
+settings.register_profile("default", deadline=None, print_blob=True)
+settings.load_profile("default")
+
+N_TOKENS, D_TOKEN, D_MODEL, D_MLP = 7, 3, 30, 11
+HEADS, D_HEAD = (2, 5), (13, 6)
+
+
+@pytest.fixture
+def architecture() -> Architecture:
+    return Architecture(
+        n_heads=HEADS,
+        d_head=D_HEAD,
+        d_model=D_MODEL,
+        d_token=D_TOKEN,
+        n_tokens=N_TOKENS,
+        d_mlp=D_MLP,
+        attn_scale=1.0,
+    )
+
+
+@pytest.fixture
+def model(architecture):
+    from infoflow_lens.models.host import build_model
+
+    return build_model(architecture, seed=5)
+
+
+@pytest.fixture
+def inputs() -> torch.Tensor:
+    return torch.randn(23, N_TOKENS, D_TOKEN, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture
+def token_model():
+    """A causal model over token ids, as a user would bring it."""
+    return make_token_model()
+
+
+def make_token_model(**changes):
+    import warnings
+
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    settings = {
+        "n_layers": 2,
+        "d_model": 12,
+        "n_ctx": 9,
+        "d_head": 5,
+        "n_heads": 4,
+        "d_vocab": 17,
+        "act_fn": "gelu",
+    }
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.manual_seed(2)
+        return HookedTransformer(HookedTransformerConfig(**(settings | changes)))
+
+
+@pytest.fixture
+def token_inputs() -> torch.Tensor:
+    return torch.randint(17, (19, 9), generator=torch.Generator().manual_seed(4))

@@ -1,0 +1,118 @@
+"""Attended positions: ranked by score, ties to the lowest index, masked keys never."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from infoflow_lens.hooks.positions import rank_keys
+
+from infoflow_lens import InfoFlowError, PositionsProbe, run_probes
+from tests.conftest import HEADS, N_TOKENS, make_token_model
+from tests.reference import ranking
+
+
+@st.composite
+def integer_scores(draw):
+    """Few different integers, so ties are everywhere, with some keys masked."""
+    n_keys = draw(st.integers(1, 9))
+    value = st.integers(-2, 2).map(float) | st.just(-math.inf)
+    rows = draw(st.lists(st.lists(value, min_size=n_keys, max_size=n_keys), min_size=1, max_size=6))
+    ranks = draw(st.lists(st.integers(1, n_keys), min_size=1, max_size=4, unique=True))
+    return torch.tensor(rows), ranks
+
+
+@settings(max_examples=300)
+@given(integer_scores())
+def test_equals_sorting_with_ties_and_masks(case):
+    scores, ranks = case
+    ranked = rank_keys(scores, ranks)
+    for row, positions, margins, ties in zip(scores.tolist(), *ranked, strict=True):
+        expected = ranking.rank(row, ranks)
+        assert positions.tolist() == [e[0] for e in expected]
+        assert ties.tolist() == [e[2] for e in expected]
+        for margin, (_, wanted, _) in zip(margins.tolist(), expected, strict=True):
+            assert margin == wanted or (math.isnan(margin) and math.isnan(wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_finite_masks_count_as_masks(dtype):
+    """Some models mask by the lowest finite value instead of -inf."""
+    scores = torch.tensor([[1.0, 2.0, 0.0]], dtype=dtype)
+    scores[0, 1] = torch.finfo(dtype).min
+    assert rank_keys(scores, (1, 2, 3)).positions.tolist() == [[0, 2, -1]]
+
+
+def test_ranking_leaves_the_scores_alone():
+    scores = torch.tensor([[3.0, 1.0, 2.0]])
+    rank_keys(scores, (1, 2, 3))
+    assert scores.tolist() == [[3.0, 1.0, 2.0]]
+
+
+def test_probe_reports_every_layer_head_and_query(model, inputs):
+    (result,) = run_probes(model, inputs, [PositionsProbe((2, 1))], batch_size=10, progress=False)
+    _, cache = model.run_with_cache(inputs)
+    for layer, heads in enumerate(HEADS):
+        positions = result.positions[layer]
+        assert positions.shape == (23, heads, N_TOKENS + 1, 2)
+        scores = cache[f"blocks.{layer}.attn.hook_attn_scores"]
+        for sample in (0, 11, 22):
+            for head in range(heads):
+                for query in range(N_TOKENS + 1):
+                    expected = ranking.rank(scores[sample, head, query].tolist(), (2, 1))
+                    found = positions[sample, head, query].tolist()
+                    assert found == [position for position, _, _ in expected]
+    assert result.argmax[0].equal(result.positions[0][..., 1])
+
+
+def test_cls_is_attended_to_only_where_it_is_a_key(model, inputs):
+    (result,) = run_probes(model, inputs, [PositionsProbe((N_TOKENS,))], progress=False)
+    assert max(p.max() for p in result.positions) < N_TOKENS
+
+
+def test_causal_queries_have_no_rank_beyond_their_keys(token_model, token_inputs):
+    (result,) = run_probes(token_model, token_inputs, [PositionsProbe((1, 3))], progress=False)
+    positions = result.positions[1]
+    queries = torch.arange(9)
+    assert (positions <= queries[None, None, :, None]).all()
+    assert (positions[:, :, :2, 1] == -1).all()
+    assert (positions[:, :, 2:, 1] >= 0).all()
+    assert result.margins[1][:, :, :2, 1].isnan().all()
+    assert result.margins[1][:, :, 0, 0].isinf().all()  # one key: nothing comes next
+
+
+def test_grouped_keys_count_heads_by_their_queries(token_inputs):
+    grouped = make_token_model(n_key_value_heads=2)
+    (result,) = run_probes(grouped, token_inputs, [PositionsProbe()], progress=False)
+    assert result.positions[0].shape == (19, 4, 9, 1)
+
+
+def test_frame_has_a_row_a_measurement(model, inputs):
+    (result,) = run_probes(model, inputs, [PositionsProbe((1, 2))], progress=False)
+    frame = result.to_frame()
+    assert list(frame.columns) == [
+        "layer", "sample", "head", "query", "rank", "position", "margin", "ties",
+    ]  # fmt: skip
+    assert len(frame) == 23 * sum(HEADS) * (N_TOKENS + 1) * 2
+    row = frame[
+        (frame.layer == 1)
+        & (frame["sample"] == 7)
+        & (frame["head"] == 3)
+        & (frame["query"] == 2)
+        & (frame["rank"] == 2)
+    ]
+    assert int(row.position.iloc[0]) == int(result.positions[1][7, 3, 2, 1])
+
+
+@pytest.mark.parametrize("ranks", [(), (0,), (1, 1), (1.5,)])
+def test_bad_ranks_are_named(ranks):
+    with pytest.raises(InfoFlowError, match="ranks are"):
+        PositionsProbe(ranks)
+
+
+def test_ranks_beyond_the_keys_are_refused_before_the_model_runs(model, inputs):
+    probe = PositionsProbe((1, N_TOKENS + 1))
+    with pytest.raises(InfoFlowError, match=f"rank {N_TOKENS + 1} is beyond the number of keys"):
+        run_probes(model, inputs, [probe], progress=False)
+    assert probe.n_sequences == 0

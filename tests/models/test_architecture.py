@@ -1,0 +1,47 @@
+"""An architecture is checked when it is written down."""
+
+import json
+
+import pytest
+
+from infoflow_lens import Architecture, InfoFlowError
+
+SIZES = {"d_model": 12, "d_token": 3, "n_tokens": 5}
+
+
+def test_heads_share_the_width_unless_told_otherwise():
+    assert Architecture(n_heads=(4, 1), **SIZES).head_dimensions == (3, 12)
+    assert Architecture(n_heads=(5, 1), d_head=(7, 2), **SIZES).head_dimensions == (7, 2)
+
+
+def test_survives_json():
+    architecture = Architecture(n_heads=(5, 1), d_head=(7, 2), attn_scale=2.0, **SIZES)
+    text = json.dumps(architecture.to_dict())
+    assert Architecture.from_dict(json.loads(text)) == architecture
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_heads": (5, 1)}, r"n_heads\[0\] is 5, which does not divide d_model 12"),
+        ({"n_heads": (4, 0)}, "n_heads is"),
+        ({"n_heads": ()}, "n_heads is"),
+        ({"n_heads": (4, 2.0)}, "n_heads is"),
+        ({"d_head": (3,)}, "d_head has 1 entries for 2 layers"),
+        ({"d_model": 0}, "d_model is 0"),
+        ({"n_tokens": 0}, "n_tokens is 0"),
+        ({"d_mlp": -1}, "d_mlp is -1"),
+        ({"act_fn": "swish"}, "act_fn is 'swish': expected one of tanh"),
+        ({"normalization": None}, "normalization is None"),
+        ({"positional_embedding": "rotary"}, "positional_embedding is 'rotary'"),
+        ({"attn_scale": 0.0}, "attn_scale is 0.0"),
+    ],
+)
+def test_bad_values_are_named(changes, message):
+    with pytest.raises(InfoFlowError, match=message):
+        Architecture(**({"n_heads": (4, 1)} | SIZES | changes))
+
+
+def test_unknown_fields_are_named():
+    with pytest.raises(InfoFlowError, match=r"unknown architecture fields \['heads'\]"):
+        Architecture.from_dict({"heads": (1,)} | SIZES)

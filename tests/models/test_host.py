@@ -1,0 +1,232 @@
+"""The hosted model is the paper's, and a HookedTransformer in every other respect."""
+
+import copy
+import random
+
+import pytest
+import torch
+from transformer_lens import ActivationCache, HookedTransformer, patching
+
+from infoflow_lens import Architecture, InfoFlowError, build_model, load_model, save_model
+from tests.conftest import D_HEAD, D_MODEL, D_TOKEN, HEADS, N_TOKENS
+from tests.reference import transformer as reference
+
+VARIANTS = {
+    "plain": {},
+    "positions and layer norm": {"positional_embedding": "learned", "normalization": "LN"},
+    "tanh, two-layer encoder": {"act_fn": "tanh", "d_encoder": 19},
+    "relu, CLS as a key": {"act_fn": "relu", "cls_is_key": True},
+    "attention only": {"d_mlp": 0},
+    "vector output, default scale": {"d_output": 4, "attn_scale": None},
+    "three layers": {"n_heads": (1, 3, 2), "d_head": (4, 7, 5)},
+    "one layer": {"n_heads": (3,), "d_head": None},
+}
+
+
+def variant(name):
+    settings = {
+        "n_heads": HEADS,
+        "d_head": D_HEAD,
+        "d_model": D_MODEL,
+        "d_token": D_TOKEN,
+        "n_tokens": N_TOKENS,
+        "d_mlp": 11,
+        "attn_scale": 1.3,
+    }
+    model = build_model(Architecture(**(settings | VARIANTS[name])), seed=1)
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():  # biases start at zero, which would hide a forgotten one
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_equals_the_written_out_model(name, inputs):
+    model = variant(name)
+    output, cache = model.run_with_cache(inputs)
+    expected = reference.forward(model.architecture, model.state_dict(), inputs)
+    torch.testing.assert_close(output, expected["output"], rtol=1e-5, atol=1e-5)
+    for layer in range(model.architecture.n_layers):
+        state = cache[f"blocks.{layer}.hook_resid_pre"] + cache[f"blocks.{layer}.hook_attn_out"]
+        torch.testing.assert_close(state, expected[f"post_attention.{layer}"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_fast_read_out_has_the_same_numbers_and_gradients(name, inputs):
+    model = variant(name)
+    full, fast = model(inputs), model.forward_readout(inputs)
+    torch.testing.assert_close(fast, full, rtol=1e-5, atol=1e-6)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for mine, theirs in zip(
+        torch.autograd.grad(fast.square().sum(), parameters, allow_unused=True),
+        torch.autograd.grad(full.square().sum(), parameters, allow_unused=True),
+        strict=True,
+    ):
+        if theirs is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_shapes_in_the_cache_tell_layers_and_heads_apart(model, inputs):
+    output, cache = model.run_with_cache(inputs)
+    assert isinstance(model, HookedTransformer)
+    assert isinstance(cache, ActivationCache)
+    assert output.shape == (23, 1)
+    assert cache["hook_tokens"].equal(inputs)
+    assert cache["hook_embed"].shape == (23, N_TOKENS + 1, D_MODEL)
+    for layer, (heads, d_head) in enumerate(zip(HEADS, D_HEAD, strict=True)):
+        prefix = f"blocks.{layer}.attn.hook_"
+        assert cache[f"{prefix}pattern"].shape == (23, heads, N_TOKENS + 1, N_TOKENS + 1)
+        assert cache[f"{prefix}z"].shape == (23, N_TOKENS + 1, heads, d_head)
+        torch.testing.assert_close(
+            cache[f"{prefix}pattern"].sum(-1), torch.ones(23, heads, N_TOKENS + 1)
+        )
+
+
+def test_cls_reads_but_is_not_read(model, inputs):
+    _, cache = model.run_with_cache(inputs)
+    for layer in (0, 1):
+        scores = cache[f"blocks.{layer}.attn.hook_attn_scores"]
+        assert scores[..., -1].isneginf().all()
+        assert scores[..., :-1].isfinite().all()
+        assert cache[f"blocks.{layer}.attn.hook_pattern"][..., -1].eq(0).all()
+    as_key = variant("relu, CLS as a key")
+    _, cache = as_key.run_with_cache(inputs)
+    assert cache["blocks.0.attn.hook_pattern"][..., -1].gt(0).all()
+
+
+def test_permuting_tokens_changes_nothing_without_positions(model, inputs):
+    order = torch.randperm(N_TOKENS, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model(inputs[:, order]), model(inputs), rtol=1e-5, atol=1e-6)
+    positional = variant("positions and layer norm")
+    assert (positional(inputs[:, order]) - positional(inputs)).abs().max() > 1e-3
+
+
+def test_running_in_parts_equals_running_at_once(model, inputs):
+    middle = model(inputs, stop_at_layer=1)
+    assert middle.shape == (23, N_TOKENS + 1, D_MODEL)
+    torch.testing.assert_close(model(middle, start_at_layer=1), model(inputs))
+    assert model(inputs, return_type=None) is None
+
+
+def test_hooks_intervene(model, inputs):
+    def no_attention(z, hook):
+        return torch.zeros_like(z)
+
+    names = [f"blocks.{layer}.attn.hook_z" for layer in (0, 1)]
+    alone = model.run_with_hooks(inputs, fwd_hooks=[(name, no_attention) for name in names])
+    # without attention CLS has seen no token
+    assert (alone - alone[0]).abs().max() < 1e-6
+    assert (model(inputs) - model(inputs)[0]).abs().max() > 1e-3
+
+
+def test_transformer_lens_patching_works(model, inputs):
+    clean, corrupted = inputs[:1], inputs[1:2]
+    _, cache = model.run_with_cache(clean)
+    effect = patching.generic_activation_patch(
+        model,
+        corrupted,
+        cache,
+        patching_metric=lambda output: output[0, 0],
+        patch_setter=patching.layer_pos_patch_setter,
+        activation_name="resid_pre",
+        index_axis_names=("layer", "pos"),
+    )
+    assert effect.shape == (2, N_TOKENS + 1)
+    # CLS starts the same in both, so patching it in at the first layer changes nothing
+    torch.testing.assert_close(effect[0, N_TOKENS], model(corrupted)[0, 0])
+    assert (effect[0, :N_TOKENS] - model(corrupted)[0, 0]).abs().max() > 1e-4
+
+
+def test_the_residual_stream_is_the_sum_of_its_parts(model, inputs):
+    _, cache = model.run_with_cache(inputs)
+    parts = cache.decompose_resid(layer=2, mode="all")
+    torch.testing.assert_close(
+        parts.sum(0), cache["blocks.1.hook_resid_post"], rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions(model, inputs, dtype):
+    expected = model(inputs)
+    model.to(dtype, print_details=False)
+    output = model(inputs.to(dtype))
+    assert output.dtype == dtype
+    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-5  # bfloat16 has 8 bits
+    torch.testing.assert_close(output.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_the_seed_makes_the_model_and_leaves_the_global_state(architecture):
+    states = torch.get_rng_state(), random.getstate()
+    first, second = build_model(architecture, seed=3), build_model(architecture, seed=3)
+    assert torch.get_rng_state().equal(states[0])
+    assert random.getstate() == states[1]
+    for mine, theirs in zip(first.parameters(), second.parameters(), strict=True):
+        assert mine.equal(theirs)
+    other = build_model(architecture, seed=4)
+    assert not first.blocks[0].attn.W_Q.equal(other.blocks[0].attn.W_Q)
+
+
+@pytest.mark.parametrize("mode", ["gpt2", "xavier_uniform", "kaiming_normal"])
+def test_every_weight_is_initialised(mode):
+    model = build_model(
+        Architecture(
+            n_heads=(2, 1), d_model=6, d_token=3, n_tokens=4, init_mode=mode, d_encoder=5,
+            positional_embedding="learned",
+        )
+    )  # fmt: skip
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+        is_weight = "W_" in name
+        assert bool(parameter.abs().sum() > 0) == is_weight, name
+
+
+def test_a_copy_is_independent(model, inputs):
+    expected = model(inputs)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.embed.W_E.zero_()
+    assert model(inputs).equal(expected)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_saving_and_loading(name, inputs, tmp_path):
+    model = variant(name)
+    save_model(model, tmp_path / "model")
+    loaded = load_model(tmp_path / "model")
+    assert loaded.architecture == model.architecture
+    assert loaded(inputs).equal(model(inputs))
+
+
+def test_saving_keeps_the_precision(model, inputs, tmp_path):
+    model.to(torch.float64, print_details=False)
+    save_model(model, tmp_path)
+    assert load_model(tmp_path)(inputs.double()).equal(model(inputs.double()))
+
+
+def test_loading_what_is_no_model(tmp_path):
+    with pytest.raises(InfoFlowError, match="no saved model"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(2, 5, D_TOKEN), "sequences have 5 tokens, the model expects n_tokens 7"),
+        (torch.zeros(2, N_TOKENS, 4), "dimension 4, the model expects d_token 3"),
+        (torch.zeros(N_TOKENS, D_TOKEN), "expected vector tokens"),
+        (torch.zeros(0, N_TOKENS, D_TOKEN), "expected vector tokens"),
+        (torch.zeros(2, N_TOKENS, D_TOKEN).long(), "tokens are torch.int64"),
+        (torch.zeros(2, N_TOKENS, D_TOKEN).double(), r"convert with x.to\(torch.float32\)"),
+    ],
+)
+def test_bad_input_is_named(model, x, message):
+    with pytest.raises(InfoFlowError, match=message):
+        model(x)
+
+
+def test_what_vector_tokens_do_not_have_is_refused(model, inputs):
+    with pytest.raises(InfoFlowError, match="no next-token loss"):
+        model(inputs, return_type="loss")
+    with pytest.raises(InfoFlowError, match="no attention_mask"):
+        model(inputs, attention_mask=torch.ones(23, N_TOKENS))

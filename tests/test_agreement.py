@@ -1,0 +1,163 @@
+"""Agreement metrics are scikit-learn's, state by state."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import (
+    average_precision_score,
+    jaccard_score,
+    precision_score,
+    recall_score,
+    roc_auc_score,
+)
+
+from infoflow_lens import InfoFlowError, InformationSets, compare
+from infoflow_lens.agreement import coverage
+
+
+def case(seed, n_layers=2, batch=4, n_source=6, extra=1, levels=4):
+    """Random sets, and scores of few levels so that ties are common."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (n_layers, batch, n_source + extra, n_source)
+    members = torch.rand(shape, generator=generator) < 0.4
+    scores = torch.randint(levels, shape, generator=generator) / levels
+    return InformationSets(members), scores
+
+
+def mean_over_states(metric, members, scores, layer, positions, with_self):
+    values = []
+    for sequence in range(members.shape[1]):
+        for t in positions:
+            keep = [s for s in range(members.shape[3]) if with_self or s != t]
+            value = metric(
+                members[layer, sequence, t, keep].numpy(), scores[layer, sequence, t, keep].numpy()
+            )
+            if not math.isnan(value):
+                values.append(value)
+    return np.mean(values)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10**6))
+def test_threshold_free_metrics_equal_scikit_learn(seed):
+    predicted, scores = case(seed)
+    agreement = compare(predicted, scores)
+
+    def auroc(truth, s):
+        return roc_auc_score(truth, s) if 0 < truth.sum() < len(truth) else math.nan
+
+    def average_precision(truth, s):
+        return average_precision_score(truth, s) if truth.any() else math.nan
+
+    for layer in (0, 1):
+        for with_self, found in (
+            (False, agreement.layers[layer]),
+            (True, agreement.layers_with_self[layer]),
+        ):
+            arguments = (predicted.members, scores, layer, range(6), with_self)
+            assert found.auroc == pytest.approx(mean_over_states(auroc, *arguments))
+            assert found.average_precision == pytest.approx(
+                mean_over_states(average_precision, *arguments)
+            )
+            assert found.n_states == 24
+    cls = mean_over_states(auroc, predicted.members, scores, 1, [6], False)
+    assert agreement.cls.auroc == pytest.approx(cls)
+    assert agreement.cls.n_states == 4
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10**6))
+def test_set_metrics_equal_scikit_learn(seed):
+    predicted, scores = case(seed)
+    agreement = compare(predicted, scores, threshold=0.5)
+    measured = (scores >= 0.5 * scores.amax(-1, keepdim=True)) & (scores > 0)
+
+    def jaccard(truth, found):
+        return jaccard_score(truth, found) if (truth | found).any() else 1.0
+
+    for name, metric in (
+        # the predicted set is the prediction, the measured one the truth
+        ("precision", lambda p, m: precision_score(m, p, zero_division=math.nan)),
+        ("recall", lambda p, m: recall_score(m, p, zero_division=math.nan)),
+        ("jaccard", jaccard),
+        ("exact_match", lambda p, m: float((p == m).all())),
+    ):
+        expected = mean_over_states(metric, predicted.members, measured, 1, range(6), False)
+        assert getattr(agreement.layers[1], name) == pytest.approx(expected), name
+
+
+def test_influence_inside_is_a_share_of_squares():
+    members = torch.zeros(1, 1, 3, 2, dtype=torch.bool)
+    members[0, 0, 2, 0] = True
+    scores = torch.zeros(1, 1, 3, 2)
+    scores[0, 0, 2] = torch.tensor([3.0, 4.0])
+    agreement = compare(InformationSets(members), scores)
+    assert agreement.cls.influence_inside == pytest.approx(9 / 25)
+
+
+def test_perfect_agreement():
+    predicted, _ = case(0)
+    agreement = compare(predicted, predicted)
+    for values in (*agreement.layers, *agreement.layers_with_self, agreement.cls):
+        assert values.auroc == values.average_precision == values.precision == 1
+        assert values.recall == values.jaccard == values.exact_match == values.influence_inside == 1
+        assert values.predicted_size == values.measured_size
+
+
+def test_where_every_position_is_a_source_the_last_is_the_read_out():
+    predicted, scores = case(1, extra=0)
+    agreement = compare(predicted, scores)
+    assert agreement.cls.n_states == 4
+    # the read-out position itself does not count
+    changed = scores.clone()
+    changed[1, :, 5, 5] = 1000.0
+    inside = compare(predicted, changed, threshold=1e-9).cls
+    assert inside.influence_inside == pytest.approx(agreement.cls.influence_inside)
+
+
+def test_coverage_is_the_share_of_active_tokens_inside():
+    predicted = torch.tensor([[True, True, False], [False, False, True]])
+    active = torch.tensor([[True, False, True], [False, False, True]])
+    assert coverage(predicted, active) == pytest.approx((1 / 2 + 1) / 2)
+    members = torch.zeros(1, 2, 4, 3, dtype=torch.bool)
+    members[0, :, 3] = predicted
+    agreement = compare(InformationSets(members), members.float(), active=active)
+    assert agreement.coverage == pytest.approx(0.75)
+
+
+def test_nothing_to_average_is_nan_not_zero():
+    members = torch.zeros(1, 2, 3, 3, dtype=torch.bool)
+    agreement = compare(InformationSets(members), torch.ones(1, 2, 3, 3))
+    assert math.isnan(agreement.cls.auroc)
+    assert math.isnan(agreement.cls.precision)
+    assert agreement.cls.recall == 0
+
+
+def test_the_frame_names_states():
+    predicted, scores = case(2)
+    frame = compare(predicted, scores).to_frame()
+    assert frame[["layer", "states", "with_self"]].values.tolist() == [
+        [0, "tokens", False], [1, "tokens", False],
+        [0, "tokens", True], [1, "tokens", True],
+        [1, "cls", False],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "message"),
+    [
+        (lambda s: s[:1], {}, "predict the same inputs"),
+        (lambda s: -s - 1, {}, "negative or NaN"),
+        (lambda s: s * math.nan, {}, "negative or NaN"),
+        (lambda s: s, {"threshold": 0.0}, "threshold is 0.0"),
+        (lambda s: s, {"active": torch.ones(3, 6, dtype=torch.bool)}, "active index sets"),
+    ],
+)
+def test_bad_input_is_named(change, arguments, message):
+    predicted, scores = case(3)
+    with pytest.raises(InfoFlowError, match=message):
+        compare(predicted, change(scores), **arguments)

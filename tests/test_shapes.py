@@ -1,0 +1,46 @@
+"""Every shape in a public signature is what flows there.
+
+The whole path runs in a process of its own in which jaxtyping and beartype check all arguments and
+results. (Elsewhere they are off: tests of bad input must meet the project's own errors.)
+"""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys, tempfile
+from jaxtyping import install_import_hook
+
+with install_import_hook("infoflow_lens", "beartype.beartype"):
+    import infoflow_lens.cli
+    from infoflow_lens import *
+    from infoflow_lens.experiments.demo import DemoConfig, run_demo
+    from infoflow_lens.hooks.positions import rank_keys
+
+import torch
+run_demo(
+    tempfile.mkdtemp(),
+    DemoConfig(n_tokens=6, n_components=3, n_heads=(3, 1), d_model=12, d_mlp=16, epochs=2,
+               n_train=64, n_validation=32, n_recovery=60, n_influence=10, n_shown=2),
+    progress=False,
+)
+model = build_model(Architecture(n_heads=(2,), d_model=6, d_token=4, n_tokens=5, d_encoder=7))
+task = load_task("d_retrieval", n_tokens=5, outer="identity", subsets=((0,), (1,), (2,), (3, 4)))
+x, _ = task.sample(12, seed=0)
+for result in run_probes(
+    model, x, [PositionsProbe((1, 3)), RecoveryProbe((1, 2)), JacobianInfluence()], progress=False
+):
+    result.to_frame(), result.plot()
+try:
+    rank_keys("no tensor", (1,))
+except Exception as error:
+    print("checked" if "rank_keys" in str(error) else error)
+"""
+
+
+def test_annotated_shapes_hold_along_the_whole_path():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "checked"

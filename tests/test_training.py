@@ -1,0 +1,290 @@
+"""Training ends with the same numbers, whatever happens on the way."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from infoflow_lens import Architecture, InfoFlowError, TrainingConfig, build_model, load_task, train
+from infoflow_lens.training import (
+    TrainingDivergedError,
+    TrainingInterrupted,
+    evaluate,
+    nmse,
+    restored,
+)
+
+CONFIG = TrainingConfig(epochs=6, batch_size=32, lr=5e-3, seed=3)
+
+
+@pytest.fixture
+def task():
+    return load_task("d_retrieval", n_tokens=5, d_token=3, n_components=2, seed=1)
+
+
+@pytest.fixture
+def data(task):
+    return task.dataset("train", 200), task.dataset("validation", 80)
+
+
+def new_model(seed=0):
+    return build_model(
+        Architecture(n_heads=(2, 1), d_model=8, d_token=3, n_tokens=5, d_mlp=16), seed=seed
+    )
+
+
+def numbers(result):
+    return [(row["train_loss"], row["validation_nmse"], row["lr"]) for row in result.history]
+
+
+def test_it_learns_and_leaves_the_best_weights_in_the_model(data):
+    model = new_model()
+    before = evaluate(model, data[1])
+    result = train(model, *data, TrainingConfig(epochs=40, batch_size=32, lr=1e-2), progress=False)
+    assert result.nmse < 0.2 < before
+    assert evaluate(model, data[1]) == pytest.approx(result.nmse, rel=1e-6)
+    assert result.nmse == min(row["validation_nmse"] for row in result.history)
+    assert result.history[result.best_epoch - 1]["validation_nmse"] == result.nmse
+    assert result.stopped == "finished"
+    initial = restored(model, result.initial_state)
+    assert evaluate(initial, data[1]) == pytest.approx(before, rel=1e-6)
+    assert evaluate(model, data[1]) < 0.2  # the copy took nothing from the model
+
+
+def test_the_first_steps_are_adamw_with_clipping_and_a_cosine(data):
+    """Against a loop written with PyTorch's own scheduler over the full forward pass."""
+    config = TrainingConfig(epochs=1, batch_size=32, lr=5e-3, weight_decay=0.1, seed=3)
+    result = train(new_model(), *data, config, progress=False)
+
+    model = new_model()
+    rows = data[0].with_format("torch")[:]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(3 * 1_000_003))
+    total = 0.0
+    for chosen in order.split(32):
+        loss = torch.nn.functional.mse_loss(model(rows["x"][chosen]), rows["y"][chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        total += float(loss.detach()) * len(chosen)
+    assert result.history[0]["train_loss"] == pytest.approx(total / 200, rel=1e-5)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(result.best_state[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_nmse_of_the_best_constant_is_one():
+    y = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)) + 5
+    assert nmse(y.mean(0).expand(50, 3), y) == pytest.approx(1, rel=1e-6)
+    assert nmse(y, y) == 0
+
+
+def test_the_same_seed_gives_the_same_numbers(data):
+    first = train(new_model(), *data, CONFIG, progress=False)
+    torch.manual_seed(77)
+    second = train(new_model(), *data, CONFIG, progress=False)
+    assert numbers(first) == numbers(second)
+    other = train(
+        new_model(), *data, TrainingConfig(**(vars(CONFIG) | {"seed": 4})), progress=False
+    )
+    assert numbers(first) != numbers(other)
+
+
+def test_pairs_of_tensors_train_like_datasets(task, data):
+    pairs = [tuple(part.with_format("torch")[:][c] for c in ("x", "y")) for part in data]
+    assert numbers(train(new_model(), *pairs, CONFIG, progress=False)) == numbers(
+        train(new_model(), *data, CONFIG, progress=False)
+    )
+
+
+class StopAt:
+    """Raises `error` when the model has run `calls` times."""
+
+    def __init__(self, model, calls, error):
+        self.left = calls
+        self.error = error
+        model.add_hook("hook_embed", self)
+
+    def __call__(self, activation, hook):
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+
+def test_ctrl_c_keeps_what_was_reached_and_resumes_to_the_same_numbers(data, tmp_path):
+    undisturbed = train(new_model(), *data, CONFIG, progress=False)
+    model = new_model()
+    StopAt(model, 30, KeyboardInterrupt)  # in the middle of epoch 4
+    with pytest.raises(TrainingInterrupted) as stopped:
+        train(model, *data, CONFIG, checkpoint_dir=tmp_path, progress=False)
+    partial = stopped.value.result
+    assert partial.stopped == "interrupted"
+    assert 0 < partial.epochs_run < 6
+    assert numbers(partial) == numbers(undisturbed)[: partial.epochs_run]
+    assert str(tmp_path) in str(stopped.value)
+    model.reset_hooks()
+    assert evaluate(model, data[1]) == pytest.approx(partial.nmse, rel=1e-6)
+
+    resumed = train(new_model(), *data, CONFIG, checkpoint_dir=tmp_path, progress=False)
+    assert numbers(resumed) == numbers(undisturbed)
+    for name, value in undisturbed.best_state.items():
+        assert value.equal(resumed.best_state[name])
+        assert undisturbed.initial_state[name].equal(resumed.initial_state[name])
+
+
+SCRIPT = """
+import json, sys, torch
+torch.set_num_threads(1)
+from infoflow_lens import Architecture, TrainingConfig, build_model, load_task, train
+task = load_task("d_retrieval", n_tokens=5, d_token=3, n_components=2)
+model = build_model(Architecture(n_heads=(2, 1), d_model=8, d_token=3, n_tokens=5, d_mlp=16))
+result = train(model, task.sample(2000, 0), task.sample(100, 1),
+               TrainingConfig(epochs=25, batch_size=16), checkpoint_dir=sys.argv[1], progress=False)
+print(json.dumps([row["validation_nmse"] for row in result.history]))
+"""
+
+
+def run_script(folder):
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):
+    killed = run_script(tmp_path / "killed")
+    checkpoint = tmp_path / "killed" / "training.pt"
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(killed.pid, signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL  # it had not finished by itself
+    done = len(torch.load(checkpoint, weights_only=True)["history"])
+    assert 0 < done < 25
+    resumed, undisturbed = run_script(tmp_path / "killed"), run_script(tmp_path / "whole")
+    outputs = [process.communicate(timeout=300)[0] for process in (resumed, undisturbed)]
+    assert json.loads(outputs[0]) == json.loads(outputs[1])
+
+
+def test_a_finished_run_is_not_trained_again(data, tmp_path):
+    first = train(new_model(), *data, CONFIG, checkpoint_dir=tmp_path, progress=False)
+    model = new_model()
+    again = train(model, *data, CONFIG, checkpoint_dir=tmp_path, progress=False)
+    assert numbers(again) == numbers(first)
+    assert evaluate(model, data[1]) == pytest.approx(first.nmse, rel=1e-6)
+
+
+def test_a_checkpoint_of_other_settings_is_refused(task, data, tmp_path):
+    train(new_model(), *data, CONFIG, checkpoint_dir=tmp_path, progress=False)
+    other_config = TrainingConfig(**(vars(CONFIG) | {"lr": 1e-3}))
+    for model, parts, config in (
+        (new_model(), data, other_config),
+        (new_model(seed=1), data, CONFIG),
+        (new_model(), (data[0], task.dataset("test", 80)), CONFIG),
+    ):
+        with pytest.raises(InfoFlowError, match="belongs to a run with other settings"):
+            train(model, *parts, config, checkpoint_dir=tmp_path, progress=False)
+
+
+def test_a_broken_checkpoint_is_named(data, tmp_path):
+    (tmp_path / "training.pt").write_bytes(b"half a file")
+    with pytest.raises(InfoFlowError, match="cannot be read"):
+        train(new_model(), *data, CONFIG, checkpoint_dir=tmp_path, progress=False)
+
+
+def test_patience_stops_early(data):
+    config = TrainingConfig(epochs=30, batch_size=32, lr=1e-9, weight_decay=0, patience=2)
+    result = train(new_model(), *data, config, progress=False)
+    assert result.stopped == "early"
+    assert result.epochs_run < 30
+    assert result.epochs_run - result.best_epoch == 2
+
+
+def test_divergence_is_said_and_the_best_weights_kept(data):
+    x, y = (data[0].with_format("torch")[:][c] for c in ("x", "y"))
+    model = new_model()
+    config = TrainingConfig(epochs=9, batch_size=8, lr=1e18, grad_clip=None)
+    with pytest.raises(TrainingDivergedError, match="no longer finite in epoch") as stopped:
+        train(model, (x, y * 1e15), (x, y * 1e15), config, progress=False)
+    assert stopped.value.result.stopped == "diverged"
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_the_mode_of_the_model_is_kept(data):
+    model = new_model()
+    model.eval()
+    train(model, *data, TrainingConfig(epochs=1), progress=False)
+    assert not model.training
+
+
+def test_learning_rate_warms_up_and_falls_to_its_end():
+    config = TrainingConfig(lr=2.0, lr_end=0.5, warmup_steps=4)
+    rates = [config.learning_rate(step, 24) for step in range(24)]
+    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert rates[14] == pytest.approx(1.25)
+    assert config.learning_rate(24, 24) == pytest.approx(0.5)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, y: (x[:0], y[:0]), "training data are empty"),
+        (lambda x, y: (x, y[:, 0]), r"y\[:, None\]"),
+        (lambda x, y: (x, y.repeat(1, 2)), "build the model with d_output 2"),
+        (lambda x, y: (x, y[:-1]), "200 inputs but 199 targets"),
+        (lambda x, y: (x.masked_fill(x > 2, math.nan), y), "training inputs have NaN"),
+        (lambda x, y: (x, y.masked_fill(y > 2, math.inf)), "training targets have NaN"),
+        (lambda x, y: (x[:, :3], y), "sequences have 3 tokens"),
+        (lambda x, y: (x.double(), y), "tokens are torch.float64"),
+    ],
+)
+def test_bad_data_are_named_before_the_first_step(data, change, message):
+    x, y = (data[0].with_format("torch")[:][c] for c in ("x", "y"))
+    model = new_model()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(InfoFlowError, match=message):
+        train(model, change(x, y), data[1], progress=False)
+    assert all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_one_validation_sequence_has_no_variance(data):
+    with pytest.raises(InfoFlowError, match="do not vary"):
+        train(new_model(), data[0], data[1].select([0]), progress=False)
+
+
+def test_a_dataset_without_the_columns(data):
+    with pytest.raises(InfoFlowError, match="without y: rename"):
+        train(new_model(), data[0].rename_column("y", "label"), data[1], progress=False)
+
+
+def test_an_output_folder_that_cannot_be_written(data, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InfoFlowError, match="cannot write to the output folder"):
+        train(new_model(), *data, checkpoint_dir=tmp_path / "file", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epochs": 0}, "epochs is 0"),
+        ({"batch_size": 2.5}, "batch_size is 2.5"),
+        ({"lr": 0}, "lr is 0"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"weight_decay": -1}, "weight_decay is -1"),
+        ({"grad_clip": 0}, "grad_clip is 0"),
+        ({"patience": 0}, "patience is 0"),
+    ],
+)
+def test_bad_settings_are_named(settings, message):
+    with pytest.raises(InfoFlowError, match=message):
+        TrainingConfig(**settings)
