@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SITE := build/site
+TORCH := torch==2.13.0
 
 .PHONY: demo test acceptance lint format bench constraints clean
 
@@ -33,8 +34,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/first_light.py
 
 constraints:  ## pin the environment anew (needs uv)
-	uv pip compile --universal --python-version 3.10 --all-extras --no-annotate --no-header \
-		--constraint torch.txt pyproject.toml -o constraints.txt
+	mkdir -p build
+	echo "$(TORCH)" > build/torch.txt
+	uv pip compile --upgrade --universal --python-version 3.10 --all-extras --no-annotate \
+		--no-header --constraint build/torch.txt pyproject.toml -o constraints.txt
 
 clean:
 	rm -rf $(VENV) build dist demo

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from infoflow_lens.hooks.capabilities import key_count
+from infoflow_lens.hooks.capabilities import key_count, layer_count
 from infoflow_lens.hooks.probe import NamedHook, Probe, Split
 from infoflow_lens.hooks.result import Result
 from torch import Tensor, nn
@@ -159,6 +159,7 @@ def run_probes(
         InfoFlowError: for bad inputs or a model that lacks what a probe needs, before the first
             pass; and for NaN in activations.
     """
+    layer_count(model)  # is it a model at all?
     _check_every(eval_every)
     if batch_size < 1:
         raise InfoFlowError(f"batch_size is {batch_size}: expected at least 1")

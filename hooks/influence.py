@@ -218,13 +218,14 @@ class JacobianInfluence(Probe[InfluenceResult]):
         if start.dtype == torch.float64:
             squares = squares.double()
 
-        def derivative(direction: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        def derivative(direction: Tensor) -> tuple[Any, Any]:
             tangent = direction.view(1, n_source, d_source).expand_as(start)
-            return torch.func.jvp(states, (start,), (tangent,))  # type: ignore[no-any-return]
+            values, tangents = torch.func.jvp(states, (start,), (tangent,))[:2]
+            return values, tangents
 
         column = 0
         for chunk in directions.split(self.chunk_size):
-            values, tangents = torch.func.vmap(derivative, out_dims=(None, 0))(chunk)
+            values, tangents = torch.func.vmap(derivative, out_dims=(None, 0))(chunk)  # type: ignore[arg-type]
             if column == 0:
                 self._check_rerun(values, expected)
             sources = torch.arange(column, column + len(chunk), device=start.device) // d_source

@@ -111,12 +111,12 @@ class PositionsResult(Result):
     """
 
     ranks: tuple[int, ...]
-    positions: tuple[Int[Tensor, "sample head query rank"], ...]
-    margins: tuple[Float[Tensor, "sample head query rank"], ...]
-    ties: tuple[Int[Tensor, "sample head query rank"], ...]
+    positions: tuple[Int[Tensor, "sample _head query rank"], ...]
+    margins: tuple[Float[Tensor, "sample _head query rank"], ...]
+    ties: tuple[Int[Tensor, "sample _head query rank"], ...]
 
     @property
-    def argmax(self) -> tuple[Int[Tensor, "sample head query"], ...]:
+    def argmax(self) -> tuple[Int[Tensor, "sample _head query"], ...]:
         """For every layer the positions of rank 1, as `propagate` takes them."""
         if 1 not in self.ranks:
             raise InfoFlowError(f"ranks are {self.ranks}, without 1: probe with ranks=(1, ...)")

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from infoflow_lens.hooks.result import Result
@@ -19,6 +19,7 @@ ResultT = TypeVar("ResultT", bound=Result)
 ProbeT = TypeVar("ProbeT", bound="Probe[Any]")
 
 
+@runtime_checkable
 class HookFunction(Protocol):
     """A TransformerLens forward hook."""
 

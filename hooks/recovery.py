@@ -48,13 +48,13 @@ class RecoveryResult(Result):
     """
 
     ranks: tuple[int, ...]
-    second_moment: tuple[Float[Tensor, "head rank"], ...]
-    fvu: tuple[Float[Tensor, "head rank"], ...]
+    second_moment: tuple[Float[Tensor, "_head rank"], ...]
+    fvu: tuple[Float[Tensor, "_head rank"], ...]
     n_fit: tuple[int, ...]
     n_eval: tuple[int, ...]
     gram_rank: tuple[int, ...]
-    weight: tuple[Float[Tensor, "head rank d_model d_target"], ...]
-    bias: tuple[Float[Tensor, "head rank d_target"], ...]
+    weight: tuple[Float[Tensor, "_head rank d_model d_target"], ...]
+    bias: tuple[Float[Tensor, "_head rank d_target"], ...]
 
     def to_frame(self) -> "pd.DataFrame":
         """One row for each layer, head and rank."""

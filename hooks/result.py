@@ -99,4 +99,4 @@ class Result(ABC):
                 grouped[name] = tuple(value[index] for index in sorted(value))
         record = RunRecord(**plain.pop("record"))
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
-        return kind(record=record, **values, **grouped)  # type: ignore[return-value]
+        return kind(record=record, **values, **grouped)

@@ -134,8 +134,8 @@ def average_precision(
         at_least = s.unsqueeze(1) >= s.unsqueeze(2)  # [state, threshold, source]
         found = (at_least & p.unsqueeze(1)).sum(2).double()
         shown = (at_least & c.unsqueeze(1)).sum(2)
-        precision = found / shown
-        result.append((precision * p).sum(1) / p.sum(1))
+        precision = torch.where(p, found / shown, 0)  # a source left out shows nothing: 0 / 0
+        result.append(precision.sum(1) / p.sum(1))
     return torch.cat(result)
 
 

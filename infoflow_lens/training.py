@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import datasets
 import torch
@@ -21,7 +21,7 @@ from infoflow_lens.foundation.record import RunRecord
 _CHECKPOINT = "training.pt"
 _CHECKPOINT_FORMAT = 1
 
-Data = datasets.Dataset | tuple[Tensor, Tensor]
+Data: TypeAlias = datasets.Dataset | tuple[Tensor, Tensor]
 State = dict[str, Tensor]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -123,7 +123,7 @@ class TrainingResult:
     best_epoch: int
     epochs_run: int
     stopped: str
-    history: tuple[Mapping[str, float], ...]
+    history: tuple[Mapping[str, float | int], ...]
     initial_state: State = field(repr=False)
     best_state: State = field(repr=False)
     record: RunRecord = field(repr=False)
@@ -221,7 +221,7 @@ class _Run:
         self.initial_state = _copy_state(model)
         self.best_state = self.initial_state
         self.best_nmse, self.best_epoch = math.inf, 0
-        self.history: list[dict[str, float]] = []
+        self.history: list[dict[str, float | int]] = []
 
     def save(self, path: Path) -> None:
         state = {

@@ -6,6 +6,8 @@ from hypothesis import settings
 
 from infoflow_lens.models.architecture import Architecture
 
+torch.set_num_threads(1)  # the models are small, and tests run in parallel
+
 # Shared and noisy machines: examples may be slow without anything being wrong.
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")

@@ -58,27 +58,31 @@ def test_it_learns_and_leaves_the_best_weights_in_the_model(data):
 
 
 def test_the_first_steps_are_adamw_with_clipping_and_a_cosine(data):
-    """Against a loop written with PyTorch's own scheduler over the full forward pass."""
-    config = TrainingConfig(epochs=1, batch_size=32, lr=5e-3, weight_decay=0.1, seed=3)
-    result = train(new_model(), *data, config, progress=False)
+    """Against a loop written with PyTorch's own scheduler over the full forward pass.
 
-    model = new_model()
-    rows = data[0].with_format("torch")[:]
+    In float64: AdamW blows rounding up to whole steps where the gradient is zero, as for b_K.
+    """
+    config = TrainingConfig(epochs=1, batch_size=32, lr=5e-3, weight_decay=0.1, seed=3)
+    pairs = [tuple(part.with_format("torch")[:][c].double() for c in ("x", "y")) for part in data]
+    result = train(new_model().to(torch.float64), *pairs, config, progress=False)
+
+    model = new_model().to(torch.float64)
+    x, y = pairs[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
     order = torch.randperm(200, generator=torch.Generator().manual_seed(3 * 1_000_003))
     total = 0.0
     for chosen in order.split(32):
-        loss = torch.nn.functional.mse_loss(model(rows["x"][chosen]), rows["y"][chosen])
+        loss = torch.nn.functional.mse_loss(model(x[chosen]), y[chosen])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         total += float(loss.detach()) * len(chosen)
-    assert result.history[0]["train_loss"] == pytest.approx(total / 200, rel=1e-5)
+    assert result.history[0]["train_loss"] == pytest.approx(total / 200, rel=1e-6)
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(result.best_state[name], value, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(result.best_state[name], value, rtol=1e-6, atol=1e-8)
 
 
 def test_nmse_of_the_best_constant_is_one():
@@ -146,7 +150,7 @@ torch.set_num_threads(1)
 from infoflow_lens import Architecture, TrainingConfig, build_model, load_task, train
 task = load_task("d_retrieval", n_tokens=5, d_token=3, n_components=2)
 model = build_model(Architecture(n_heads=(2, 1), d_model=8, d_token=3, n_tokens=5, d_mlp=16))
-result = train(model, task.sample(2000, 0), task.sample(100, 1),
+result = train(model, task.sample(1000, 0), task.sample(100, 1),
                TrainingConfig(epochs=25, batch_size=16), checkpoint_dir=sys.argv[1], progress=False)
 print(json.dumps([row["validation_nmse"] for row in result.history]))
 """
@@ -167,7 +171,8 @@ def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):
     while not checkpoint.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(killed.pid, signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL  # it had not finished by itself
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL  # it had not finished by itself
     done = len(torch.load(checkpoint, weights_only=True)["history"])
     assert 0 < done < 25
     resumed, undisturbed = run_script(tmp_path / "killed"), run_script(tmp_path / "whole")

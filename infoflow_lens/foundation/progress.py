@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.progress import (
@@ -17,6 +17,7 @@ from rich.progress import (
 )
 
 
+@runtime_checkable
 class Advance(Protocol):
     """Moves a bar by `steps` and shows `status` at its end."""
 

@@ -114,7 +114,7 @@ class VectorTransformer(HookedTransformer):
             )
             super().__init__(cfg, move_to_device=False)
         self.architecture = architecture
-        self.embed = VectorEmbed(architecture)
+        self.embed = VectorEmbed(architecture)  # type: ignore[assignment]
         if architecture.positional_embedding == "none":
             del self.pos_embed, self.hook_pos_embed
         attn_scale = -1.0 if architecture.attn_scale is None else 1 / architecture.attn_scale
@@ -221,7 +221,7 @@ class VectorTransformer(HookedTransformer):
             )
         output = super().forward(
             input,
-            return_type=return_type,
+            return_type=return_type,  # type: ignore[arg-type]
             start_at_layer=start_at_layer,
             stop_at_layer=stop_at_layer,
             **kwargs,

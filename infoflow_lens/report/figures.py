@@ -48,9 +48,9 @@ def _on_path(edges: Sequence[Edge], n_layers: int, target: int) -> set[Edge]:
     return path
 
 
-def _lines(edges: Sequence[Edge]) -> tuple[list[float | None], list[float | None]]:
-    xs: list[float | None] = []
-    ys: list[float | None] = []
+def _lines(edges: Sequence[Edge]) -> tuple[list[int | None], list[int | None]]:
+    xs: list[int | None] = []
+    ys: list[int | None] = []
     for layer, key, query in edges:
         xs += [key, query, None]
         ys += [layer, layer + 1, None]
@@ -58,8 +58,8 @@ def _lines(edges: Sequence[Edge]) -> tuple[list[float | None], list[float | None
 
 
 def information_flow(
-    positions: Sequence[Int[Tensor, "head pos"]],
-    measured: Sequence[Float[Tensor, "pos source"]],
+    positions: Sequence[Int[Tensor, "_head pos"]],
+    measured: Sequence[Float[Tensor, "pos pos"]],
     n_source: int,
     active: Bool[Tensor, " source"],
     cls_set: Bool[Tensor, " source"],
@@ -169,7 +169,7 @@ def _add_edges(
     column: int,
     edges: Sequence[Edge],
     colour: str,
-    width: float,
+    width: int,
     name: str | None,
 ) -> None:
     if not edges:
@@ -262,7 +262,7 @@ def recovery(results: Mapping[str, RecoveryResult], layer: int = 0) -> go.Figure
     return figure.update_layout(margin={"t": 60})
 
 
-def training_curve(history: Sequence[Mapping[str, float]]) -> go.Figure:
+def training_curve(history: Sequence[Mapping[str, float | int]]) -> go.Figure:
     """Validation NMSE over epochs."""
     figure = go.Figure(
         go.Scatter(

@@ -1,6 +1,7 @@
 """The report: one HTML file that holds everything it shows."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class Stage:
     name: str
     recovery: RecoveryResult
     agreement: Agreement
-    positions: Sequence[Int[Tensor, "shown head pos"]]
+    positions: Sequence[Int[Tensor, "shown _head pos"]]
     predicted: InformationSets
     influence: Float[Tensor, "layer shown pos source"]
     edges: Sequence[Float[Tensor, "shown pos pos"]]
@@ -60,20 +61,20 @@ class Report:
     facts: Sequence[tuple[str, str]]
     stages: Sequence[Stage]
     active: Bool[Tensor, "shown source"]
-    history: Sequence[Mapping[str, float]]
+    history: Sequence[Mapping[str, float | int]]
     record: RunRecord
 
 
 _METRICS = {
     "auroc": ("AUROC", "does influence rank predicted tokens above the others? .5 is chance"),
-    "average_precision": ("average precision", "the same, as area under precision and recall"),
+    "average_precision": ("avg. precision", "the same, as area under precision and recall"),
     "precision": ("precision", "share of the predicted set that is measured"),
     "recall": ("recall", "share of the measured set that is predicted"),
     "jaccard": ("Jaccard", "intersection over union of the two sets"),
-    "exact_match": ("exact match", "share of states whose two sets are equal"),
-    "influence_inside": ("influence inside", "share of squared influence in the predicted set"),
-    "predicted_size": ("predicted size", "mean size of the predicted set"),
-    "measured_size": ("measured size", "mean size of the measured set"),
+    "exact_match": ("exact", "share of states whose two sets are equal"),
+    "influence_inside": ("inside", "share of squared influence in the predicted set"),
+    "predicted_size": ("predicted", "mean size of the predicted set"),
+    "measured_size": ("measured", "mean size of the measured set"),
 }
 
 
@@ -89,10 +90,14 @@ def _agreement_rows(stages: Sequence[Stage]) -> list[dict[str, Any]]:
                 {
                     "place": place,
                     "stage": stage.name,
-                    "values": [f"{getattr(values, name):.3f}" for name in _METRICS],
+                    "values": [_number(getattr(values, name)) for name in _METRICS],
                 }
             )
     return rows
+
+
+def _number(value: float) -> str:
+    return "\u2013" if math.isnan(value) else f"{value:.3f}"
 
 
 def _json(figure: go.Figure) -> Any:

@@ -67,7 +67,7 @@ class InformationSets:
 
 
 def _check_positions(
-    positions: Sequence[Int[Tensor, "batch head pos *rank"]], n_sources: int | None
+    positions: Sequence[Int[Tensor, "batch _head pos *_rank"]], n_sources: int | None
 ) -> tuple[int, int, int]:
     """Refuse what is no list of attended positions; return batch, n_pos and n_sources."""
     if not positions:
@@ -99,7 +99,7 @@ def _check_positions(
 
 
 def propagate(
-    positions: Sequence[Int[Tensor, "batch head pos *rank"]], n_sources: int | None = None
+    positions: Sequence[Int[Tensor, "batch _head pos *_rank"]], n_sources: int | None = None
 ) -> InformationSets:
     """Information sets after every layer, from the key positions that each head retrieves.
 

@@ -215,7 +215,7 @@ def test_interrupted_probing_keeps_the_finished_batches(model, inputs):
         if len(calls) == 3:
             raise KeyboardInterrupt
 
-    model.add_hook("blocks.1.hook_resid_mid", interrupt)
+    model.add_hook("blocks.1.hook_resid_pre", interrupt)
     probes = [PositionsProbe(), RecoveryProbe()]
     with pytest.raises(KeyboardInterrupt):
         run_probes(model, inputs, probes, batch_size=5, progress=False)

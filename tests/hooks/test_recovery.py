@@ -146,11 +146,12 @@ def test_maps_are_given_and_fit_the_frame(model, many_inputs):
 
 
 def test_fewer_rows_than_features_are_said(model, inputs):
-    with pytest.warns(InfoFlowWarning, match="rank-deficient fit, rank 13 of 30 features"):
+    with pytest.warns(InfoFlowWarning) as warned:
         (result,) = run_probes(
             model, inputs[:2], [RecoveryProbe()], eval_inputs=inputs[2:], progress=False
         )
-    assert result.gram_rank[0] == 2 * N_TOKENS - 1
+    assert "layer 1: rank-deficient fit, rank 13 of 30 features" in str(warned[1].message)
+    assert result.gram_rank[1] == 2 * N_TOKENS - 1
     assert any("least norm" in note for note in result.notes)
     assert all(error.isfinite().all() for error in result.fvu)
 

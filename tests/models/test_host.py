@@ -1,8 +1,10 @@
 """The hosted model is the paper's, and a HookedTransformer in every other respect."""
 
 import copy
+import itertools
 import random
 
+import pandas as pd
 import pytest
 import torch
 from transformer_lens import ActivationCache, HookedTransformer, patching
@@ -130,9 +132,12 @@ def test_transformer_lens_patching_works(model, inputs):
         patching_metric=lambda output: output[0, 0],
         patch_setter=patching.layer_pos_patch_setter,
         activation_name="resid_pre",
-        index_axis_names=("layer", "pos"),
+        # its default would take the number of positions from the last axis of token ids
+        index_df=pd.DataFrame(
+            itertools.product(range(2), range(N_TOKENS + 1)), columns=["layer", "pos"]
+        ),
     )
-    assert effect.shape == (2, N_TOKENS + 1)
+    effect = torch.as_tensor(effect).view(2, N_TOKENS + 1)
     # CLS starts the same in both, so patching it in at the first layer changes nothing
     torch.testing.assert_close(effect[0, N_TOKENS], model(corrupted)[0, 0])
     assert (effect[0, :N_TOKENS] - model(corrupted)[0, 0]).abs().max() > 1e-4

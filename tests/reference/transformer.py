@@ -17,7 +17,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def forward(architecture, state: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
-    """The output and the residual stream after every attention layer."""
+    """The output, and the residual stream after attention and after the block, layer by layer."""
     act = ACTIVATIONS[architecture.act_fn]
     if architecture.d_encoder is not None:
         x = act(x @ state["embed.W_hidden"] + state["embed.b_hidden"])
@@ -55,6 +55,7 @@ def forward(architecture, state: dict[str, Tensor], x: Tensor) -> dict[str, Tens
                 read = layer_norm(resid, weight("ln2.w"), weight("ln2.b"))
             hidden = act(read @ weight("mlp.W_in") + weight("mlp.b_in"))
             resid = resid + hidden @ weight("mlp.W_out") + weight("mlp.b_out")
+        out[f"resid_post.{layer}"] = resid
     cls = resid[:, -1]
     if architecture.normalization == "LN":
         cls = layer_norm(cls, state["ln_final.w"], state["ln_final.b"])
