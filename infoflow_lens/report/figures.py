@@ -11,8 +11,8 @@ from torch import Tensor
 from infoflow_lens.hooks import RecoveryResult
 
 HEAD_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b")
-MEASURED_COLOUR = "#333333"
 FAINT = "rgba(120,120,120,0.13)"
+RESIDUAL = "rgba(120,120,120,0.7)"
 INK = "#1f2933"
 STAGE_COLOURS = {"initial": "#b8c2cc", "trained": "#0072b2"}
 
@@ -37,15 +37,28 @@ def position_labels(n_pos: int, n_source: int) -> list[str]:
     return [str(t) if t < n_source else "CLS" for t in range(n_pos)]
 
 
-def _on_path(edges: Sequence[Edge], n_layers: int, target: int) -> set[Edge]:
-    """The edges through which information can reach the last layer's `target`."""
+def _on_path(
+    edges: Sequence[Edge], n_layers: int, n_source: int, target: int
+) -> tuple[set[Edge], set[Edge]]:
+    """The edges through which tokens can reach the last layer's `target`, by attention and by the
+    residual stream."""
+    reached = [set(range(n_source))]  # the positions of each layer that know any token
+    for layer in range(n_layers):
+        known = reached[-1]
+        reached.append(known | {query for at, key, query in edges if at == layer and key in known})
     alive = {target}
-    path: set[Edge] = set()
+    by_attention: set[Edge] = set()
+    by_residual: set[Edge] = set()
     for layer in reversed(range(n_layers)):
-        used = {edge for edge in edges if edge[0] == layer and edge[2] in alive}
-        path |= used
-        alive |= {edge[1] for edge in used}  # the residual stream keeps those alive too
-    return path
+        used = {
+            (at, key, query)
+            for at, key, query in edges
+            if at == layer and query in alive and key in reached[layer]
+        }
+        by_attention |= used
+        by_residual |= {(layer, t, t) for t in alive if t in reached[layer]}
+        alive |= {key for _, key, _ in used}
+    return by_attention, by_residual
 
 
 def _lines(edges: Sequence[Edge]) -> tuple[list[int | None], list[int | None]]:
@@ -89,8 +102,9 @@ def information_flow(
                 (layer, key, query) for query, key in enumerate(keys) if key >= 0
             )
     predicted = [edge for edges in by_head.values() for edge in edges]
-    path = _on_path(predicted, n_layers, n_pos - 1)
+    path, residual = _on_path(predicted, n_layers, n_source, n_pos - 1)
     _add_edges(figure, 1, [e for e in predicted if e not in path], FAINT, 1, None)
+    _add_edges(figure, 1, sorted(residual), RESIDUAL, 2, "residual stream", dash="dot")
     for head, edges in by_head.items():
         colour = HEAD_COLOURS[head % len(HEAD_COLOURS)]
         _add_edges(figure, 1, [e for e in edges if e in path], colour, 2, f"head {head}")
@@ -98,11 +112,12 @@ def information_flow(
     strength: dict[Edge, float] = {}
     for layer, scores in enumerate(measured):
         share = scores / scores.amax(dim=1, keepdim=True).clamp(min=1e-30)
-        share.fill_diagonal_(0)  # the residual stream is drawn for nobody
+        share.fill_diagonal_(0)  # the position itself: the residual stream
         for query, key in (share >= _STRENGTHS[0][0]).nonzero().tolist():
             strength[layer, key, query] = float(share[query, key])
-    path = _on_path(list(strength), n_layers, n_pos - 1)
+    path, residual = _on_path(list(strength), n_layers, n_source, n_pos - 1)
     _add_edges(figure, 2, [e for e in strength if e not in path], FAINT, 1, None)
+    _add_edges(figure, 2, sorted(residual), RESIDUAL, 2, None, dash="dot")
     bounds = [*_STRENGTHS[1:], (float("inf"), 0.0)]
     for (low, opacity), (high, _) in zip(_STRENGTHS, bounds, strict=True):
         edges = [e for e in path if low <= strength[e] < high]
@@ -171,6 +186,7 @@ def _add_edges(
     colour: str,
     width: int,
     name: str | None,
+    dash: str = "solid",
 ) -> None:
     if not edges:
         return
@@ -179,7 +195,7 @@ def _add_edges(
         x=xs,
         y=ys,
         mode="lines",
-        line={"color": colour, "width": width},
+        line={"color": colour, "width": width, "dash": dash},
         hoverinfo="skip",
         name=name or "",
         showlegend=name is not None,

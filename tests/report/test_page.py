@@ -78,8 +78,14 @@ def test_the_numbers_of_the_table_are_those_of_the_summary(demo):
 
 def test_the_path_to_the_read_out_follows_edges_backwards():
     edges = [(0, 3, 1), (0, 2, 0), (1, 1, 4), (0, 5, 4), (1, 0, 2)]
-    # position 4 is read; layer 1 takes from 1, which took from 3; 4 itself took from 5
-    assert _on_path(edges, 2, 4) == {(1, 1, 4), (0, 3, 1), (0, 5, 4)}
+    # position 4 is read; layer 1 takes from 1, which took from 3
+    by_attention, by_residual = _on_path(edges, 2, n_source=4, target=4)
+    assert by_attention == {(1, 1, 4), (0, 3, 1)}  # position 5 is no token and knows nothing
+    # CLS (4) knows nothing yet in layer 0, so its residual stream carries nothing there or after
+    assert by_residual == {(0, 1, 1)}
+    by_attention, by_residual = _on_path([(0, 2, 4)], 2, n_source=4, target=4)
+    assert by_attention == {(0, 2, 4)}
+    assert by_residual == {(1, 4, 4)}
 
 
 def test_positions_after_the_tokens_are_cls():
