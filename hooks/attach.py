@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from infoflow_lens.hooks.capabilities import key_count, layer_count
-from infoflow_lens.hooks.probe import NamedHook, Probe, Split
+from infoflow_lens.hooks.probe import NamedHook, Probe, Split, inside_own_pass
 from infoflow_lens.hooks.result import Result
 from torch import Tensor, nn
 
@@ -53,13 +53,18 @@ class AttachedProbes(Sequence[Probe[Any]]):
             self._split.mode = before
 
 
+_attached: set[int] = set()  # probes that are on a model now, by id
+
+
 @contextmanager
 def attach(model: nn.Module, *probes: Probe[Any], eval_every: int = 5) -> Iterator[AttachedProbes]:
     """Probes on `model` for the length of a block; your own loop runs the model.
 
-    Hooks of your own stay where they are, and ours are gone after the block, whatever happens in
-    it. Probes that fit something keep every `eval_every`-th sequence for evaluation, unless
-    ``fitting()`` and ``evaluating()`` say what is what.
+    Whole calls of the model are measured, when they have returned: a call that raises, or stops
+    before the layers that a probe needs, is left out. Hooks of your own stay where they are, and
+    ours are gone after the block, whatever happens in it. Probes that fit something keep every
+    `eval_every`-th sequence for evaluation, unless ``fitting()`` and ``evaluating()`` say what is
+    what.
 
     Example::
 
@@ -69,16 +74,55 @@ def attach(model: nn.Module, *probes: Probe[Any], eval_every: int = 5) -> Iterat
         positions, recovery = probes.results()
 
     Raises:
-        InfoFlowError: if there is no probe, `eval_every` is below 2, or the model lacks a hook
-            point; before anything is attached.
+        InfoFlowError: if there is no probe, one is attached already, `eval_every` is below 2, or
+            the model lacks a hook point, before anything is attached; and from the model's call for
+            an attention mask that masks (padding is not supported) or what a probe refuses.
     """
     if not probes:
         raise InfoFlowError("no probes to attach: expected at least one, as in attach(model, p)")
+    ids = [id(probe) for probe in probes]
+    if len(set(ids)) < len(ids) or _attached & set(ids):
+        raise InfoFlowError(
+            "a probe is attached twice, so every sequence would count twice: expected different "
+            "probes; make a new one"
+        )
     _check_every(eval_every)
     split = Split(every=eval_every)
-    hooks: list[NamedHook] = [pair for probe in probes for pair in probe.fwd_hooks(model, split)]
-    with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
-        yield AttachedProbes(probes, split)
+    hooks: list[NamedHook] = [
+        pair for probe in probes for pair in probe._listen(model, lambda: None)
+    ]
+    forward = model.forward
+
+    def measured_forward(*args: Any, **kwargs: Any) -> Any:
+        if inside_own_pass():
+            return forward(*args, **kwargs)
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and not mask.bool().all():
+            raise InfoFlowError(
+                f"the attention_mask masks {int((~mask.bool()).sum())} positions: probes do not "
+                "support padding yet; run sequences of one length, or single ones, without a mask"
+            )
+        for probe in probes:
+            probe._collected.clear()
+        try:
+            output = forward(*args, **kwargs)
+        except BaseException:
+            for probe in probes:
+                probe._collected.clear()
+            raise
+        for probe in probes:
+            probe._take_in(model, split)
+        return output
+
+    # run_with_hooks calls model.forward itself, so module hooks would not see every call
+    model.forward = measured_forward
+    _attached.update(ids)
+    try:
+        with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
+            yield AttachedProbes(probes, split)
+    finally:
+        _attached.difference_update(ids)
+        del model.forward  # the instance's; the class has its own
 
 
 def _check_every(eval_every: int) -> None:
@@ -108,12 +152,18 @@ def _check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
     check = getattr(model, "check_input", None)
     if check is not None:
         check(inputs)
-    elif inputs.is_floating_point():
+    elif inputs.is_floating_point() or inputs.dtype == torch.bool or inputs.ndim != 2:
         raise InfoFlowError(
-            f"{name} is {inputs.dtype}, but {type(model).__name__} reads token ids: expected "
-            "integers [batch, pos]"
+            f"{name} is {inputs.dtype} of shape {tuple(inputs.shape)}, but {type(model).__name__} "
+            "reads token ids: expected integers [batch, pos]"
         )
     else:
+        vocabulary = getattr(getattr(model, "cfg", None), "d_vocab", None)
+        if inputs.min() < 0 or (vocabulary is not None and inputs.max() >= vocabulary):
+            raise InfoFlowError(
+                f"{name} has token ids from {int(inputs.min())} to {int(inputs.max())}: expected 0 "
+                f"to d_vocab - 1 ({(vocabulary or 0) - 1}); replace labels such as -100"
+            )
         n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
         if n_ctx is not None and inputs.shape[1] > n_ctx:
             raise InfoFlowError(
@@ -163,17 +213,25 @@ def run_probes(
     _check_every(eval_every)
     if batch_size < 1:
         raise InfoFlowError(f"batch_size is {batch_size}: expected at least 1")
+    if isinstance(probes, Probe) or not all(isinstance(probe, Probe) for probe in probes):
+        raise InfoFlowError(f"probes is {probes!r}: expected a list of probes, as in [p] or [p, q]")
     _check_inputs(model, inputs, "inputs")
     parts = [("by_index" if eval_inputs is None else "fit", inputs)]
     if eval_inputs is not None:
         _check_inputs(model, eval_inputs, "eval_inputs")
+        if eval_inputs.shape[1:] != inputs.shape[1:]:
+            raise InfoFlowError(
+                f"eval_inputs have shape {tuple(eval_inputs.shape[1:])} a sequence, inputs "
+                f"{tuple(inputs.shape[1:])}: expected the same"
+            )
         parts.append(("evaluate", eval_inputs))
     n_evaluate = len(inputs) // eval_every if eval_inputs is None else len(eval_inputs)
     n_fit = len(inputs) - n_evaluate if eval_inputs is None else len(inputs)
     for probe in probes:
         probe.check(n_fit, n_evaluate, key_count(model, inputs.shape[1]))
     total = sum(len(part) for _, part in parts)
-    device, was_training = _device(model), model.training
+    device = _device(model)
+    modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
         with (
@@ -187,5 +245,6 @@ def run_probes(
                         model(batch.to(device))
                         advance(len(batch))
     finally:
-        model.train(was_training)
+        for module, training in modes.items():
+            module.training = training
     return attached.results()

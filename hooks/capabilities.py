@@ -109,10 +109,44 @@ def token_hook(model: nn.Module) -> str:
     return hook_name(model, TOKENS if reads_vectors(model) else "hook_embed")
 
 
-def check_finite(activation: Float[Tensor, "..."], name: str, sequence: int) -> None:
-    """Refuse NaN in an activation, naming the hook point and the first sequence of the batch."""
-    if activation.isnan().any():
+def check_scores(scores: Float[Tensor, "batch head query key"], name: str, sequence: int) -> None:
+    """Refuse what cannot be attention scores: NaN, positive infinity, or a pattern in their place.
+
+    Raises:
+        InfoFlowError: naming the hook point and the first sequence of the batch.
+    """
+    check_finite(scores.clamp(min=0), name, sequence)  # masked keys are -inf
+    sums = scores.sum(dim=-1)
+    if (scores >= 0).all() and ((sums - 1).abs() < 1e-2).all() and scores.shape[-1] > 1:
         raise InfoFlowError(
-            f"{name} holds NaN in the batch that starts at sequence {sequence}: expected numbers; "
-            "look for NaN weights or inputs, or run in float32"
+            f"{name} carries the attention pattern (rows of shares that sum to 1), not the scores "
+            "before the softmax, as some TransformerBridge models do: masked keys cannot be told "
+            "from unattended ones; load the model as a HookedTransformer"
+        )
+
+
+def check_finite(activation: Float[Tensor, "..."], name: str, sequence: int) -> None:
+    """Refuse NaN and infinity in an activation.
+
+    Raises:
+        InfoFlowError: naming the hook point and the first sequence of the batch.
+    """
+    if not activation.isfinite().all():
+        what = "NaN" if activation.isnan().any() else "infinity"
+        raise InfoFlowError(
+            f"{name} holds {what} in the batch that starts at sequence {sequence}: expected "
+            "numbers; look for bad weights or inputs, or run in float32"
+        )
+
+
+def check_keys(scores: Tensor, state: Tensor, name: str) -> None:
+    """Refuse scores over other keys than the positions of this pass (a key-value cache).
+
+    Raises:
+        InfoFlowError: with both numbers.
+    """
+    if scores.shape[-1] != state.shape[1]:
+        raise InfoFlowError(
+            f"{name} has {scores.shape[-1]} keys for {state.shape[1]} positions: expected one pass "
+            "over whole sequences; run without past_kv_cache"
         )

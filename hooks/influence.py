@@ -1,6 +1,9 @@
 """Which inputs a state does depend on: Jacobian influence and the sets that it gives."""
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,7 @@ from infoflow_lens.hooks.capabilities import (
     state_sum,
     token_hook,
 )
+from infoflow_lens.hooks.positions import check_same_length
 from infoflow_lens.hooks.probe import Probe, own_pass
 from infoflow_lens.hooks.result import Result
 from jaxtyping import Bool, Float
@@ -27,6 +31,22 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 _RERUN_TOLERANCE = 1e-3
+_RERUN_TOLERANCE_HALF = 5e-2  # bfloat16 has 8 bits, and batched kernels round differently
+
+
+@contextmanager
+def without_user_hooks(model: nn.Module) -> Iterator[None]:
+    """The model with its permanent hooks only (those that belong to it), for the block's length."""
+    points = list(model.hook_dict.values())  # type: ignore[operator, union-attr]
+    saved = [point._forward_hooks for point in points]
+    for point, hooks in zip(points, saved, strict=True):
+        permanent = [handle.hook.id for handle in point.fwd_hooks if handle.is_permanent]
+        point._forward_hooks = OrderedDict((key, hooks[key]) for key in permanent if key in hooks)
+    try:
+        yield
+    finally:
+        for point, hooks in zip(points, saved, strict=True):
+            point._forward_hooks = hooks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -83,6 +103,18 @@ class InfluenceResult(Result):
         )
 
 
+def check_threshold(threshold: float) -> None:
+    """Refuse thresholds that are no share of the largest influence.
+
+    Raises:
+        InfoFlowError: unless ``0 < threshold <= 1``.
+    """
+    if not 0 < threshold <= 1:
+        raise InfoFlowError(
+            f"threshold is {threshold}: expected a share of the largest influence, 0 < t <= 1"
+        )
+
+
 def influence_sets(
     influence: Float[Tensor, "layer batch pos source"], threshold: float
 ) -> InformationSets:
@@ -93,10 +125,7 @@ def influence_sets(
     Raises:
         InfoFlowError: unless ``0 < threshold <= 1``.
     """
-    if not 0 < threshold <= 1:
-        raise InfoFlowError(
-            f"threshold is {threshold}: expected a share of the largest influence, 0 < t <= 1"
-        )
+    check_threshold(threshold)
     largest = influence.amax(dim=-1, keepdim=True)
     return InformationSets((influence >= threshold * largest) & (influence > 0))
 
@@ -109,14 +138,20 @@ class JacobianInfluence(Probe[InfluenceResult]):
     `source_layer`, what enters that layer at each position. Exact, by forward-mode
     differentiation of all sequences of the batch and `chunk_size` input directions at a time.
 
-    Differentiation needs forward passes of its own; they happen inside the hooked pass, with your
-    hooks (and no probe) on the model, and must reproduce its states. What it keeps grows with the
-    sequences, since every one has its own result.
+    Differentiation needs forward passes of its own. They run without your hooks, so that hooks
+    which store or count see nothing of them, and must reproduce the states of the pass that you
+    made: if a hook of yours changes them, this is refused, unless `through_hooks` lets your hooks
+    take part. Sequences of a batch are differentiated together, which is right as long as they do
+    not read one another, and hooks may break that.
+
+    What it keeps grows with the sequences, since every one has its own result.
 
     Args:
         state: "post_attention" (x'_l of eq 1) or "resid_post".
         source_layer: None for the tokens; l for ``resid_pre`` of layer l, and then layers from l.
         chunk_size: input directions per pass. More is faster and takes more memory.
+        through_hooks: differentiate through hooks of yours. They then fire in every pass of the
+            probe's, on tensors of torch.func.
 
     Raises:
         InfoFlowError: for an unknown state or layer, or a model whose forward pass cannot be
@@ -128,6 +163,7 @@ class JacobianInfluence(Probe[InfluenceResult]):
         state: str = "post_attention",
         source_layer: int | None = None,
         chunk_size: int = 16,
+        through_hooks: bool = False,
     ) -> None:
         super().__init__()
         if state not in ("post_attention", "resid_post"):
@@ -137,18 +173,35 @@ class JacobianInfluence(Probe[InfluenceResult]):
         self.state = state
         self.source_layer = source_layer
         self.chunk_size = chunk_size
+        self.through_hooks = through_hooks
         self._layers: tuple[int, ...] = ()
         self._influence: list[Tensor] = []
 
     def config(self) -> Mapping[str, Any]:
         """The settings, as JSON-compatible values."""
-        return {"state": self.state, "source_layer": self.source_layer}
+        return {
+            "state": self.state,
+            "source_layer": self.source_layer,
+            "through_hooks": self.through_hooks,
+        }
 
     def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
         n_layers = layer_count(model)
         if self.source_layer is not None and not 0 <= self.source_layer < n_layers:
             raise InfoFlowError(
                 f"source_layer is {self.source_layer}: expected 0 to {n_layers - 1}, or None"
+            )
+        cfg = getattr(model, "cfg", None)
+        if getattr(cfg, "positional_embedding_type", None) == "shortformer":
+            raise InfoFlowError(
+                "positional_embedding_type is 'shortformer', whose positions enter every layer "
+                "aside of the residual stream: the forward pass cannot be repeated from it; "
+                "JacobianInfluence does not support this model"
+            )
+        if "start_at_layer" not in inspect.signature(type(model).forward).parameters:
+            raise InfoFlowError(
+                f"{type(model).__name__} cannot start at a layer: expected a HookedTransformer; "
+                "JacobianInfluence does not support this model"
             )
         self._layers = tuple(range(self.source_layer or 0, n_layers))
         names = [self._start(model)]
@@ -199,9 +252,10 @@ class JacobianInfluence(Probe[InfluenceResult]):
         ]
         for layer, state in zip(self._layers, expected, strict=True):
             check_finite(state, f"the {self.state} state of layer {layer}", self.n_sequences)
-        # a user's inference mode would forbid differentiation
-        with own_pass(), torch.inference_mode(False), torch.no_grad():
+        hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
+        with own_pass(), hidden:
             squares = self._squared_influence(self._states(model), start.clone(), expected)
+        check_same_length(self._influence[0] if self._influence else None, squares)
         self._influence.append(squares.sqrt().cpu())
 
     def _squared_influence(
@@ -236,14 +290,22 @@ class JacobianInfluence(Probe[InfluenceResult]):
         return squares
 
     def _check_rerun(self, values: tuple[Tensor, ...], expected: list[Tensor]) -> None:
+        """Every state of every sequence must come out again, not only the large ones."""
         for layer, value, state in zip(self._layers, values, expected, strict=True):
-            gap, scale = (value - state).abs().max(), state.abs().max()
-            if gap > _RERUN_TOLERANCE * scale:
+            half = state.dtype in (torch.float16, torch.bfloat16)
+            gap = (value - state).float().norm(dim=-1)
+            allowed = (_RERUN_TOLERANCE_HALF if half else _RERUN_TOLERANCE) * state.float().norm(
+                dim=-1
+            ) + torch.finfo(torch.float32).tiny
+            if not (gap <= allowed).all():
+                worst = int((gap / allowed).flatten().argmax())
+                sequence, position = divmod(worst, state.shape[1])
                 raise InfoFlowError(
-                    f"repeating the forward pass changes the state of layer {layer} by "
-                    f"{float(gap):.2e} (of {float(scale):.2e}): expected the same states; the "
-                    "Jacobian cannot follow an attention_mask, padding, dropout or a cache: run "
-                    "single unpadded sequences in eval mode"
+                    f"repeating the forward pass changes the state of layer {layer} at position "
+                    f"{position} of sequence {self.n_sequences + sequence}: expected the same "
+                    "states. A hook of yours that changes activations can take part with "
+                    "through_hooks=True; an attention_mask, dropout or a key-value cache cannot: "
+                    "run single unpadded sequences in eval mode"
                 )
 
     def _merge(self, other: "JacobianInfluence") -> None:

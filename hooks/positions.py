@@ -1,12 +1,13 @@
 """Which key positions each head attends to most."""
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from infoflow_lens.hooks.capabilities import check_finite, layer_count, scores_hook
+from infoflow_lens.hooks.capabilities import check_scores, layer_count, scores_hook
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
 from jaxtyping import Bool, Float, Int
@@ -39,10 +40,10 @@ def rank_keys(scores: Float[Tensor, "*query key"], ranks: Sequence[int]) -> Rank
 
     Scores are compared in float32; ties go to the lowest position. Masked keys (-inf, or the
     lowest finite value that some models use instead) are never chosen: a rank beyond the allowed
-    keys is undefined.
+    keys is undefined. A mask of another value, -1e9 say, cannot be told from a score.
     """
     scores = scores.detach()
-    masked = scores <= torch.finfo(scores.dtype).min / 2
+    masked = scores <= torch.finfo(scores.dtype).min
     scores = scores.float().masked_fill(masked, -torch.inf)
     remaining = scores.clone()
     allowed = (~masked).sum(dim=-1)
@@ -75,11 +76,13 @@ def check_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
     Raises:
         InfoFlowError: unless they are different integers from 1 on.
     """
-    chosen = tuple(ranks)
-    valid = all(isinstance(rank, int) and rank >= 1 for rank in chosen)
-    if not chosen or not valid or len(set(chosen)) != len(chosen):
+    try:
+        chosen = tuple(operator.index(rank) for rank in ranks)
+    except TypeError:
+        chosen = ()
+    if not chosen or min(chosen) < 1 or len(set(chosen)) != len(chosen):
         raise InfoFlowError(
-            f"ranks are {chosen}: expected different integers of at least 1, such as (1, 2); "
+            f"ranks are {ranks!r}: expected different integers of at least 1, such as (1, 2); "
             "rank 1 is the argmax"
         )
     return chosen
@@ -95,6 +98,24 @@ def check_rank_support(ranks: Sequence[int], n_keys: int) -> None:
         raise InfoFlowError(
             f"rank {max(ranks)} is beyond the number of keys: the longest row of attention has "
             f"{n_keys} keys; ask for ranks up to {n_keys}"
+        )
+
+
+def most_keys(scores: Float[Tensor, "*query key"]) -> int:
+    """The number of keys of the query that has most, masked ones apart."""
+    return int((scores > torch.finfo(scores.dtype).min).sum(dim=-1).max())
+
+
+def check_same_length(before: Tensor | None, now: Tensor) -> None:
+    """Refuse sequences of another length than before (axis 2), which could not be put together.
+
+    Raises:
+        InfoFlowError: with both lengths.
+    """
+    if before is not None and before.shape[2] != now.shape[2]:
+        raise InfoFlowError(
+            f"this batch has {now.shape[2]} positions, those before had {before.shape[2]}: "
+            "expected sequences of one length; use a probe for each length"
         )
 
 
@@ -204,10 +225,11 @@ class PositionsProbe(Probe[PositionsResult]):
     ) -> None:
         batch = []
         for name, scores in activations.items():
-            check_finite(scores, name, self.n_sequences)
-            check_rank_support(self.ranks, scores.shape[-1])
+            check_scores(scores, name, self.n_sequences)
+            check_rank_support(self.ranks, most_keys(scores))
             batch.append((name, Ranked(*(part.cpu() for part in rank_keys(scores, self.ranks)))))
         by_name = dict(batch)
+        check_same_length(self._ranked[0][0].positions if self._ranked else None, batch[0][1][0])
         self._ranked.append([by_name[name] for name in self._hook_points(model)])
 
     def _merge(self, other: "PositionsProbe") -> None:

@@ -1,7 +1,7 @@
 """What all probes share: collecting activations over a forward pass, splitting, merging."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -43,6 +43,11 @@ def own_pass() -> Iterator[None]:
         _inside_own_pass.reset(token)
 
 
+def inside_own_pass() -> bool:
+    """Whether a probe runs a forward pass of its own."""
+    return _inside_own_pass.get()
+
+
 @dataclass
 class Split:
     """Which sequences are held out for evaluation.
@@ -67,9 +72,12 @@ class Probe(ABC, Generic[ResultT]):
     """Measures something of every sequence that passes through a model.
 
     A probe collects the activations that it needs during a forward pass and takes them in when
-    the pass is complete, so a pass that fails leaves nothing behind. Use it with
-    :func:`~infoflow_lens.hooks.attach`, :func:`~infoflow_lens.hooks.run_probes`, or as plain
-    ``model.run_with_hooks(x, fwd_hooks=probe.fwd_hooks(model))``. It never changes an activation.
+    the pass is complete. Use it with :func:`~infoflow_lens.hooks.attach` or
+    :func:`~infoflow_lens.hooks.run_probes`, which tie it to whole calls of the model, so that a
+    pass that fails leaves nothing behind; or as plain hooks,
+    ``model.run_with_hooks(x, fwd_hooks=probe.fwd_hooks(model))``, where a pass counts as complete
+    when the last activation has arrived. It never changes an activation, and it sees activations
+    as hooks registered before it have left them.
     """
 
     def __init__(self) -> None:
@@ -132,32 +140,49 @@ class Probe(ABC, Generic[ResultT]):
             InfoFlowError: if the model lacks a hook point, or the probe has measured another
                 model before.
         """
+        split = split or Split()
+        return self._listen(model, lambda: self._take_in(model, split))
+
+    def _listen(self, model: nn.Module, when_complete: Callable[[], None]) -> list[NamedHook]:
+        """Hooks that collect the activations of a pass."""
         names = tuple(dict.fromkeys(self._hook_points(model)))
         record = RunRecord.of_model(model, {"probe": type(self).__name__, **self.config()})
         self._same_model(record)
         self._record = record
-        split = split or Split()
-        collected: dict[str, Tensor] = {}
-        self._expected, self._collected = names, collected
+        if self._collected:
+            self._leave_out_partial_pass()
+        self._expected = names
 
         def listen(name: str) -> HookFunction:
             def hook_fn(activation: Tensor, hook: Any) -> None:
-                if _inside_own_pass.get():
+                if inside_own_pass():
                     return
-                if name in collected:  # the pass before ended early
+                if name in self._collected:  # the pass before ended early
                     self._leave_out_partial_pass()
-                collected[name] = activation.detach()
-                if len(collected) == len(names):
-                    complete = dict(collected)
-                    collected.clear()
-                    n = activation.shape[0]
-                    with torch.no_grad():
-                        self._update(model, complete, split.held_out(self.n_sequences, n))
-                    self.n_sequences += n
+                self._collected[name] = activation.detach()
+                if len(self._collected) == len(names):
+                    when_complete()
 
             return hook_fn
 
         return [(name, listen(name)) for name in names]
+
+    def _take_in(self, model: nn.Module, split: Split) -> None:
+        """Measure the collected pass, or leave it out if something is missing."""
+        if not self._collected:
+            return
+        if len(self._collected) < len(self._expected):
+            self._leave_out_partial_pass()
+            return
+        complete = dict(self._collected)
+        self._collected.clear()
+        n = next(iter(complete.values())).shape[0]
+        if not n:
+            return
+        # a user's inference mode would make tensors that cannot be added to later
+        with torch.inference_mode(False), torch.no_grad():
+            self._update(model, complete, split.held_out(self.n_sequences, n))
+        self.n_sequences += n
 
     def merge(self: ProbeT, other: ProbeT) -> ProbeT:
         """Add what `other`, a probe with the same settings on the same model, has measured.
@@ -165,6 +190,10 @@ class Probe(ABC, Generic[ResultT]):
         Raises:
             InfoFlowError: if settings or model differ.
         """
+        if other is self:
+            raise InfoFlowError(
+                f"cannot merge a {type(self).__name__} into itself: its sequences would count twice"
+            )
         if type(other) is not type(self) or other.config() != self.config():
             raise InfoFlowError(
                 f"cannot merge {type(other).__name__}({dict(other.config())}) into "

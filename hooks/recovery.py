@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from einops import rearrange
 from infoflow_lens.hooks.capabilities import (
     check_finite,
+    check_keys,
+    check_scores,
     layer_count,
     post_attention_hooks,
     scores_hook,
     state_sum,
     token_hook,
 )
-from infoflow_lens.hooks.positions import check_rank_support, check_ranks, rank_keys
+from infoflow_lens.hooks.positions import check_rank_support, check_ranks, most_keys, rank_keys
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.statistics import RegressionStatistics
@@ -96,8 +99,8 @@ class RecoveryProbe(Probe[RecoveryResult]):
     input vectors, or for models over token ids their embeddings. Positions beyond the tokens (CLS)
     take no part. Maps are fitted on some sequences and their errors measured on others; both are
     computed from sums, so memory does not grow with the data. Queries for which a requested rank
-    is undefined (masks) are left out for all heads and ranks of the layer, which then share one
-    Gram matrix.
+    of some head is undefined (masks) or falls on CLS (where that is a key) are left out for all
+    heads and ranks of the layer, which then share one Gram matrix; the notes count them.
 
     The paper says "linear map" and normalises by the second moment; the intercept and the second
     error, `fvu`, are our choice (a map without information scores 1 there).
@@ -116,6 +119,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
         self._fit: list[RegressionStatistics] = []
         self._evaluation: list[RegressionStatistics] = []
         self._n_heads: list[int] = []
+        self._left_out: list[int] = []
 
     def config(self) -> Mapping[str, Any]:
         """The settings, as JSON-compatible values."""
@@ -148,15 +152,18 @@ class RecoveryProbe(Probe[RecoveryResult]):
         for layer in range(layer_count(model)):
             name = scores_hook(model, layer)
             state = state_sum(activations, post_attention_hooks(model, layer))
-            check_finite(activations[name], name, self.n_sequences)
+            check_scores(activations[name], name, self.n_sequences)
+            check_keys(activations[name], state, name)
             check_finite(state, f"the post-attention state of layer {layer}", self.n_sequences)
-            check_rank_support(self.ranks, activations[name].shape[-1])
+            check_rank_support(self.ranks, most_keys(activations[name]))
             layers.append(self._rows(tokens, state, activations[name]))
         if not self._fit:
             self._fit = [RegressionStatistics() for _ in layers]
             self._evaluation = [RegressionStatistics() for _ in layers]
             self._n_heads = [y.shape[2] // len(self.ranks) for _, y, _ in layers]
+            self._left_out = [0 for _ in layers]
         for layer, (x, y, valid) in enumerate(layers):
+            self._left_out[layer] += int((~valid).sum())
             for rows, statistics in (
                 (~held_out, self._fit[layer]),
                 (held_out, self._evaluation[layer]),
@@ -174,7 +181,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
         which of these rows are defined."""
         n_source = tokens.shape[1]
         positions = rank_keys(scores[:, :, :n_source], self.ranks).positions.long()
-        per_query = positions.transpose(1, 2).flatten(2)  # [batch, query, head * rank]
+        per_query = rearrange(positions, "batch head query rank -> batch query (head rank)")
         valid = ((per_query >= 0) & (per_query < n_source)).all(dim=-1)
         sequences = torch.arange(len(tokens), device=tokens.device)[:, None, None]
         targets = tokens[sequences, per_query.clamp(0, n_source - 1)]
@@ -185,6 +192,8 @@ class RecoveryProbe(Probe[RecoveryResult]):
             self._fit = [RegressionStatistics() for _ in other._fit]
             self._evaluation = [RegressionStatistics() for _ in other._evaluation]
             self._n_heads = list(other._n_heads)
+            self._left_out = [0 for _ in other._left_out]
+        self._left_out = [a + b for a, b in zip(self._left_out, other._left_out, strict=True)]
         for mine, theirs in zip(self._fit, other._fit, strict=True):
             mine.merge(theirs)
         for mine, theirs in zip(self._evaluation, other._evaluation, strict=True):
@@ -201,6 +210,11 @@ class RecoveryProbe(Probe[RecoveryResult]):
                     f"layer {layer} has {fitted.n} rows to fit on and {evaluated.n} held out "
                     f"(of {self.n_sequences} sequences): expected both; run more sequences, a "
                     "smaller eval_every, or lower ranks"
+                )
+            if self._left_out[layer]:
+                notes.append(
+                    f"layer {layer}: {self._left_out[layer]} rows left out, where a requested rank "
+                    "of some head is undefined or falls on a position that is no token"
                 )
             fit = fitted.fit()
             if fit.rank < fitted.n_features:

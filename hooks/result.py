@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import atomic_path, write_json
+from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json
 from infoflow_lens.foundation.record import RunRecord
 
 if TYPE_CHECKING:
@@ -54,7 +54,12 @@ class Result(ABC):
         return f"<b>{type(self).__name__}</b><ul>{notes}</ul>{head.to_html(index=False)}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all."""
+        """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.
+
+        Raises:
+            InfoFlowError: if the folder cannot be made or written.
+        """
+        writable_folder(Path(path).parent)
         tensors: dict[str, Tensor] = {}
         plain: dict[str, Any] = {"kind": type(self).__name__, "record": self.record.to_dict()}
         for item in fields(self):
@@ -80,7 +85,10 @@ class Result(ABC):
         described = Path(f"{os.fspath(path)}.json")
         if not described.is_file():
             raise InfoFlowError(f"no result at {os.fspath(path)!r}: expected {described.name}")
-        plain = json.loads(described.read_text(encoding="utf-8"))
+        try:
+            plain = json.loads(described.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise InfoFlowError(f"{described} is no JSON ({error}): expected a result") from error
         kind = Result.kinds.get(plain.pop("kind", ""))
         if kind is None or not issubclass(kind, cls):
             raise InfoFlowError(

@@ -23,6 +23,9 @@ class LinearFit:
     rank: int
 
 
+_CONSTANT = 1e-12  # a variance below this share of the second moment is rounding
+
+
 class RegressionStatistics:
     """First and second moments of features X [row, feature] and targets Y [row, group, target].
 
@@ -79,21 +82,29 @@ class RegressionStatistics:
     def fit(self) -> LinearFit:
         """Least squares with an intercept; of least norm where features are dependent.
 
-        The centred Gram matrix is decomposed and directions below rounding are dropped. A Gram
-        matrix squares the singular values of X, so directions smaller than about 1e-7 of the
-        largest cannot be told from rounding, and are dropped too.
+        The rank is that of the centred Gram matrix, in units in which every feature has second
+        moment 1: there rounding is the same for all entries. A Gram matrix squares the singular
+        values of X, so directions smaller than about 1e-7 of their features cannot be told from
+        rounding and are dropped.
         """
         features, cross, squares = self._moments()
         mean_x = features[0, 1:] / self.n
         mean_y = cross[0] / self.n
         gram = features[1:, 1:] - self.n * torch.outer(mean_x, mean_x)
         moment = cross[1:] - self.n * torch.outer(mean_x, mean_y)
-        eigenvalues, vectors = torch.linalg.eigh((gram + gram.T) / 2)
-        # rounding of the sums, before centring took the means away
-        scale = features[1:, 1:].diagonal().max().clamp(min=torch.finfo(torch.float64).tiny)
-        keep = eigenvalues > scale * len(gram) * torch.finfo(torch.float64).eps * 4
-        inverse = torch.where(keep, 1 / eigenvalues.where(keep, torch.ones_like(keep).double()), 0)
-        weight = vectors @ (inverse[:, None] * (vectors.T @ moment))
+        gram = (gram + gram.T) / 2
+        unit = features[1:, 1:].diagonal().sqrt()
+        unit = torch.where(unit > 0, unit, 1)
+        eigenvalues, vectors = torch.linalg.eigh(gram / torch.outer(unit, unit))
+        keep = eigenvalues > len(gram) * torch.finfo(torch.float64).eps * 4
+        if keep.all():
+            scaled = (vectors.T @ (moment / unit[:, None])) / eigenvalues[:, None]
+            weight = vectors @ scaled / unit[:, None]
+        else:  # least norm is meant in the features' own units
+            eigenvalues, vectors = torch.linalg.eigh(gram)
+            largest = slice(len(gram) - int(keep.sum()), None)
+            scaled = (vectors.T @ moment)[largest] / eigenvalues[largest, None]
+            weight = vectors[:, largest] @ scaled
         bias = mean_y - mean_x @ weight
         n_groups, n_targets = squares.shape
         return LinearFit(
@@ -121,7 +132,10 @@ class RegressionStatistics:
         """Mean over these rows of ||y - mean||^2, for every group."""
         _, cross, squares = self._moments()
         mean = cross[0].view_as(squares) / self.n
-        return (squares / self.n - mean.square()).sum(dim=1).clamp(min=0)
+        variance = (squares / self.n - mean.square()).sum(dim=1)
+        # the difference of two sums of that size is rounding, and no variance at all
+        rounding = _CONSTANT * self.second_moment()
+        return torch.where(variance > rounding, variance, 0)
 
     @property
     def n_features(self) -> int:

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 class SetAgreement:
     """How well predicted sets match measured ones, averaged over states.
 
-    A state is one (sequence, position) of a layer; its candidates are the input positions. Each
-    metric is the mean over the states where it is defined, and NaN where it is for none.
+    A state is one (sequence, position) of a layer; its candidates are the input positions that
+    can reach it: those that are predicted or have influence there for any sequence and layer (in a
+    causal model, the past). Each metric is the mean over the states where it is defined, and NaN
+    where it is for none.
 
     Attributes:
         n_states: the number of states.
@@ -202,19 +204,25 @@ def compare(
             f"{tuple(scores.shape)}: expected the same [layer, batch, pos, source]; probe and "
             "predict the same inputs"
         )
-    if scores.isnan().any() or (scores < 0).any():
-        raise InfoFlowError("measured influence is negative or NaN somewhere: expected norms >= 0")
+    if not scores.isfinite().all() or (scores < 0).any():
+        raise InfoFlowError(
+            "measured influence is negative, infinite or NaN somewhere: expected norms >= 0"
+        )
     measured_sets = influence_sets(scores, threshold).members
     n_layers, n_batch, n_pos, n_source = scores.shape
-    if active is not None and active.shape != (n_batch, n_source):
+    if active is not None and (active.shape != (n_batch, n_source) or active.dtype != torch.bool):
         raise InfoFlowError(
-            f"active index sets have shape {tuple(active.shape)}: expected "
+            f"active index sets are {active.dtype} of shape {tuple(active.shape)}: expected bool "
             f"{(n_batch, n_source)}, one row for each sequence"
         )
+    # what no sequence reaches in any layer (the future, in a causal model) is no candidate: a
+    # ranking that puts it last proves nothing
+    reachable = ((scores > 0) | predicted.members).flatten(0, 1).any(dim=0)
     is_self = torch.eye(n_pos, n_source, dtype=torch.bool, device=scores.device)
 
     def at(layer: int, positions: slice, with_self: bool) -> SetAgreement:
-        candidate = (with_self | ~is_self[positions]).expand(n_batch, -1, -1)
+        candidate = reachable[positions] & (with_self | ~is_self[positions])
+        candidate = candidate.expand(n_batch, -1, -1)
         return _set_agreement(
             predicted.members[layer, :, positions].flatten(0, 1),
             measured_sets[layer, :, positions].flatten(0, 1),

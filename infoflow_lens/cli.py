@@ -29,7 +29,7 @@ def _reported() -> Iterator[None]:
         raise typer.Exit(2) from None
     except KeyboardInterrupt as interrupt:
         reason = str(interrupt) or "interrupted"
-        typer.echo(f"stopped: {reason}. The same command goes on from there.", err=True)
+        typer.echo(f"stopped: {reason}", err=True)
         raise typer.Exit(130) from None
 
 
@@ -51,13 +51,13 @@ def _common(
     pass
 
 
-@app.command()
+@app.command(short_help="Train a small model, probe it, predict it, compare.")
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the report and the numbers.")],
     seed: Annotated[int, typer.Option(help="Seed of target, weights and data.")] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
 ) -> None:
-    """Train a small model, probe it, predict it, and show where the two agree (two minutes)."""
+    """Train a small model, probe it, predict it, and show where the two agree (a few minutes)."""
     from rich.console import Console
     from rich.table import Table
 

@@ -3,7 +3,8 @@
 import copy
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder
 from infoflow_lens.foundation.progress import progress_bar
-from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.foundation.record import RunRecord, model_fingerprint
+from infoflow_lens.foundation.seeds import check_seed, derived_seed
 
 _CHECKPOINT = "training.pt"
 _CHECKPOINT_FORMAT = 1
@@ -35,7 +37,12 @@ class TrainingInterrupted(KeyboardInterrupt):
     def __init__(self, result: "TrainingResult", checkpoint: Path | None) -> None:
         self.result = result
         self.checkpoint = checkpoint
-        where = f"resume from {checkpoint}" if checkpoint else "pass checkpoint_dir to resume"
+        if checkpoint is None:
+            where = "pass checkpoint_dir to be able to resume"
+        elif checkpoint.exists():
+            where = f"the same call goes on from {checkpoint}"
+        else:
+            where = "no checkpoint was written yet"
         super().__init__(f"training stopped after epoch {result.epochs_run}; {where}")
 
 
@@ -86,10 +93,12 @@ class TrainingConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < minimum:
                 raise InfoFlowError(f"{name} is {value!r}: expected an integer >= {minimum}")
+        check_seed(self.seed)
         for name in ("lr", "lr_end", "weight_decay"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0) or (name == "lr" and value == 0):
-                raise InfoFlowError(f"{name} is {value!r}: expected a positive number")
+                expected = "a positive number" if name == "lr" else "a number of at least 0"
+                raise InfoFlowError(f"{name} is {value!r}: expected {expected}")
         if self.grad_clip is not None and not self.grad_clip > 0:
             raise InfoFlowError(f"grad_clip is {self.grad_clip!r}: expected > 0, or None")
         if self.patience is not None and self.patience < 1:
@@ -151,6 +160,11 @@ def _tensors(data: Data, name: str) -> tuple[Tensor, Tensor]:
         rows = data.with_format("torch")[:]
         x, y = rows["x"], rows["y"]
     else:
+        if not isinstance(data, (tuple, list)) or not all(isinstance(d, Tensor) for d in data):
+            raise InfoFlowError(
+                f"the {name} data are {type(data).__name__}: expected a datasets.Dataset with "
+                "columns x and y, or a pair of tensors (x, y)"
+            )
         x, y = data
     if len(x) == 0:
         raise InfoFlowError(f"the {name} data are empty: expected at least one sequence")
@@ -161,6 +175,8 @@ def _tensors(data: Data, name: str) -> tuple[Tensor, Tensor]:
             f"the {name} targets have shape {tuple(y.shape)}: expected [batch, d_output]; for "
             "scalars add an axis with y[:, None]"
         )
+    if not y.is_floating_point():
+        raise InfoFlowError(f"the {name} targets are {y.dtype}: convert them with y.float()")
     for part, values in (("inputs", x), ("targets", y)):
         if values.is_floating_point() and not values.isfinite().all():
             raise InfoFlowError(
@@ -180,6 +196,8 @@ def evaluate(model: nn.Module, data: Data, batch_size: int = 2048) -> float:
         InfoFlowError: for empty data, or targets that are constant (NMSE is undefined).
     """
     x, y = _tensors(data, "evaluation")
+    _check_fit(model, x, y, "evaluation")
+    _check_spread(y, "evaluation")
     return _evaluate(model, x, y, batch_size)
 
 
@@ -188,17 +206,53 @@ def _predict(model: nn.Module) -> Any:
     return getattr(model, "forward_readout", model)
 
 
-@torch.no_grad()
-def _evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 2048) -> float:
-    was_training = model.training
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation without gradients; afterwards every module has its own mode again."""
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        device = next(model.parameters()).device
-        predict = _predict(model)
-        outputs = [predict(part.to(device)).cpu() for part in x.split(batch_size)]
+        with torch.no_grad():
+            yield
     finally:
-        model.train(was_training)
+        for module, training in modes.items():
+            module.training = training
+
+
+def _evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 2048) -> float:
+    device = next(model.parameters()).device
+    predict = _predict(model)
+    with _eval_mode(model):
+        outputs = [predict(part.to(device)).cpu() for part in x.split(batch_size)]
     return nmse(torch.cat(outputs), y)
+
+
+def _check_fit(model: nn.Module, x: Tensor, y: Tensor, name: str) -> None:
+    """A wrong shape or dtype shows on one sequence, before any work.
+
+    Raises:
+        InfoFlowError: where output and targets differ in width; and what the model refuses.
+    """
+    with _eval_mode(model):
+        output = _predict(model)(x[:1].to(next(model.parameters()).device))
+    if output.shape[1:] != y.shape[1:]:
+        raise InfoFlowError(
+            f"the model's output has shape {tuple(output.shape[1:])} a sequence, the {name} "
+            f"targets {tuple(y.shape[1:])}: build the model with d_output {y.shape[1]}"
+        )
+
+
+def _check_spread(y: Tensor, name: str) -> None:
+    """Refuse targets without variance, for which NMSE is undefined.
+
+    Raises:
+        InfoFlowError: if they do not vary.
+    """
+    if len(y) < 2 or float(y.double().var(dim=0).sum()) == 0:
+        raise InfoFlowError(
+            f"the {name} targets ({len(y)} sequences) do not vary, so NMSE is undefined: expected "
+            "at least two different targets"
+        )
 
 
 class _Run:
@@ -246,10 +300,18 @@ class _Run:
                 f"the checkpoint {str(path)!r} cannot be read ({error}): expected one that train() "
                 "wrote; delete it, or use another checkpoint_dir"
             ) from error
-        if state.get("format") != _CHECKPOINT_FORMAT or state["identity"] != self.identity:
+        if not isinstance(state, dict) or state.get("format") != _CHECKPOINT_FORMAT:
+            raise InfoFlowError(
+                f"{str(path)!r} is no checkpoint of this version: expected one that train() wrote; "
+                "delete it, or use another folder"
+            )
+        # A notebook that was interrupted calls again with the model that holds the best weights.
+        known = {_digest(state["initial_state"]), _digest(state["best_state"])}
+        if state["identity"] != self.identity or _digest(self.initial_state) not in known:
             raise InfoFlowError(
                 f"the checkpoint {str(path)!r} belongs to a run with other settings: expected the "
-                "same config, initial weights and data; use another checkpoint_dir, or delete it"
+                "same config, initial weights and data; use another folder (checkpoint_dir, --out "
+                "on the command line), or delete it"
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -261,9 +323,8 @@ class _Run:
         """One pass over the data, in an order that depends on the seed and the epoch alone."""
         config, done = self.config, len(self.history)
         steps = math.ceil(len(x) / config.batch_size)
-        order = torch.randperm(
-            len(x), generator=torch.Generator().manual_seed(config.seed * 1_000_003 + done)
-        ).to(x.device)
+        seed = derived_seed("epoch", config.seed, done)
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
         predict, total, lr = _predict(self.model), torch.zeros((), device=x.device), config.lr
         self.model.train()
         for step, rows in enumerate(order.split(config.batch_size)):
@@ -284,6 +345,9 @@ class _Run:
 
     def validate(self, x: Tensor, y: Tensor) -> float:
         error = _evaluate(self.model, x, y)
+        if not math.isfinite(error):
+            lr = self.history.pop()["lr"]
+            raise TrainingDivergedError(self.finish("diverged"), lr)
         self.history[-1]["validation_nmse"] = error
         if error < self.best_nmse:
             self.best_nmse, self.best_epoch = error, len(self.history)
@@ -310,12 +374,12 @@ class _Run:
         )
 
 
-def _data_digest(*tensors: Tensor) -> str:
-    """Tells one set of data from another."""
-    probe = nn.Module()
-    for index, tensor in enumerate(tensors):
-        probe.register_buffer(f"data_{index}", tensor)
-    return RunRecord.of_model(probe, {}).model_fingerprint or ""
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """Tells one set of named tensors from another."""
+    holder = nn.Module()
+    for index, (name, tensor) in enumerate(sorted(tensors.items())):
+        holder.register_buffer(f"{index}_{name.replace('.', '_')}", tensor)
+    return model_fingerprint(holder)
 
 
 def train(
@@ -330,10 +394,11 @@ def train(
 ) -> TrainingResult:
     """Train `model` by AdamW on the mean squared error, and leave the best weights in it.
 
-    Any module from [batch, ...] to [batch, d_output] can be trained; a hosted model is run by its
-    faster `forward_readout`. With `checkpoint_dir` the run is written there, whole or not at all,
-    every `checkpoint_every` epochs; calling again with the same arguments goes on from there and
-    ends with the numbers of an undisturbed run, also after ``kill -9``.
+    Any module from [batch, ...] to [batch, d_output] can be trained, a hosted model by its faster
+    `forward_readout`; randomness inside a module (dropout) follows the seed of the config, and the
+    global random state is left as it was. With `checkpoint_dir` the run is written there, whole or
+    not at all, every `checkpoint_every` epochs; calling again with the same arguments goes on from
+    there and ends with the numbers of an undisturbed run, also after ``kill -9``.
 
     Args:
         model: the module, at its initial weights.
@@ -358,25 +423,15 @@ def train(
     config = config or TrainingConfig()
     x, y = _tensors(train_data, "training")
     validation_x, validation_y = _tensors(validation_data, "validation")
-    if validation_y.shape[0] < 2 or float(validation_y.var(dim=0).sum()) == 0:
-        raise InfoFlowError(
-            f"the validation targets ({len(validation_y)} sequences) do not vary, so NMSE is "
-            "undefined: expected at least two different targets"
-        )
+    if not isinstance(checkpoint_every, int) or checkpoint_every < 1:
+        raise InfoFlowError(f"checkpoint_every is {checkpoint_every!r}: expected an integer >= 1")
+    _check_spread(validation_y, "validation")
+    _check_fit(model, x, y, "training")
+    _check_fit(model, validation_x, validation_y, "validation")
     device = next(model.parameters()).device
-    with torch.no_grad():  # a wrong shape or dtype shows now, not after an epoch
-        output = _predict(model)(x[:1].to(device))
-    if output.shape[1:] != y.shape[1:]:
-        raise InfoFlowError(
-            f"the model's output has shape {tuple(output.shape[1:])} a sequence, the targets "
-            f"{tuple(y.shape[1:])}: build the model with d_output {y.shape[1]}"
-        )
-    identity = {
-        "training": asdict(config),
-        "data": _data_digest(x, y, validation_x, validation_y),
-        "initial": RunRecord.of_model(model, {}).model_fingerprint,
-    }
-    was_training = model.training
+    data = {"x": x, "y": y, "validation_x": validation_x, "validation_y": validation_y}
+    identity = {"training": asdict(config), "data": _digest(data)}
+    modes = {module: module.training for module in model.modules()}
     run = _Run(model, config, identity)
     checkpoint = None
     if checkpoint_dir is not None:
@@ -389,7 +444,8 @@ def train(
             run, x, y, validation_x, validation_y, checkpoint, checkpoint_every, progress
         )
     finally:
-        model.train(was_training)
+        for module, training in modes.items():
+            module.training = training
 
 
 def _epochs(
@@ -407,7 +463,8 @@ def _epochs(
     try:
         with progress_bar("training", config.epochs, progress, done) as advance:
             while len(run.history) < config.epochs and not run.out_of_patience():
-                run.epoch(x, y)
+                with _seeded(derived_seed("noise", config.seed, len(run.history)), x.device):
+                    run.epoch(x, y)
                 error = run.validate(validation_x, validation_y)
                 loss = run.history[-1]["train_loss"]
                 advance(status=f"loss {loss:.2e}  NMSE {error:.2e}  best {run.best_nmse:.2e}")
@@ -417,6 +474,14 @@ def _epochs(
     except KeyboardInterrupt:
         raise TrainingInterrupted(run.finish("interrupted"), checkpoint) from None
     return run.finish("finished" if len(run.history) == config.epochs else "early")
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """The global random state seeded for a block, and put back after it."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def restored(model: ModuleT, state: State) -> ModuleT:

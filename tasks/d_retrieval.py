@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.seeds import derived_seed
 
 Extremum = Literal["max", "min"]
 Outer = Callable[[Tensor], Tensor]
@@ -72,6 +73,8 @@ class DRetrieval(VectorTask):
                 "at most that many directions are orthonormal; raise d_token, or take random ones"
             )
         extremum: Any = self.extremum
+        if not isinstance(extremum, (str, tuple, list)):
+            raise InfoFlowError(f"extremum is {extremum!r}: expected 'max', 'min', or one each")
         if not isinstance(extremum, str):
             object.__setattr__(self, "extremum", tuple(extremum))
         for entry in self._extrema():
@@ -121,7 +124,7 @@ class DRetrieval(VectorTask):
     @property
     def vectors(self) -> Float[Tensor, "component d_token"]:
         """a_1 .. a_D, the unit vectors, drawn from the task's seed."""
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(derived_seed("directions", self.seed))
         gaussian = torch.randn(self.n_components, self.d_token, generator=generator)
         if self.directions == "orthonormal":
             return torch.linalg.qr(gaussian.T).Q.T.contiguous()

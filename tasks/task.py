@@ -1,6 +1,5 @@
 """What every task over vector tokens offers."""
 
-import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
@@ -12,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.seeds import check_seed, derived_seed
 
 SPLITS = ("train", "validation", "test")
 _DATASET_FORMAT = 1  # raise it when the same arguments begin to give other data
@@ -47,6 +47,7 @@ class VectorTask(ABC):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InfoFlowError(f"{name} is {value!r}: expected an integer of at least 1")
+        check_seed(self.seed)
         if self.tokens not in ("normal", "uniform"):
             raise InfoFlowError(f"tokens is {self.tokens!r}: expected 'normal' or 'uniform'")
 
@@ -102,9 +103,10 @@ class VectorTask(ABC):
         Raises:
             InfoFlowError: if `n` is below 1.
         """
-        if n < 1:
-            raise InfoFlowError(f"n is {n}: expected at least one sequence")
-        x = self.draw_tokens(n, torch.Generator().manual_seed(seed))
+        if not isinstance(n, int) or n < 1:
+            raise InfoFlowError(f"n is {n!r}: expected an integer, at least one sequence")
+        generator = torch.Generator().manual_seed(derived_seed("sample", check_seed(seed)))
+        x = self.draw_tokens(n, generator)
         return x, self.target(x)
 
     def dataset(self, split: str, n: int, seed: int = 0) -> datasets.Dataset:
@@ -119,15 +121,15 @@ class VectorTask(ABC):
         if split not in SPLITS:
             raise InfoFlowError(f"split is {split!r}: expected one of {', '.join(SPLITS)}")
         identity = (self.name, self.parameters(), split, n, seed, _DATASET_FORMAT)
-        digest = hashlib.sha256(f"{self.name}/{split}/{seed}".encode()).digest()
-        x, y = self.sample(n, seed=int.from_bytes(digest[:7], "big"))
+        x, y = self.sample(n, seed=derived_seed(self.name, split, check_seed(seed)))
         features = datasets.Features(
             {
                 "x": datasets.Array2D(shape=(self.n_tokens, self.d_token), dtype="float32"),
                 "y": datasets.Sequence(datasets.Value("float32"), length=self.d_output),
             }
         )
-        info = datasets.DatasetInfo(description=f"{self.source}\n{self!r}", features=features)
+        description = f"{self.name}: {self.source}"
+        info = datasets.DatasetInfo(description=description, features=features)
         data = datasets.Dataset.from_dict(
             {"x": x.numpy(), "y": y.numpy()}, features=features, info=info
         )

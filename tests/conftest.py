@@ -1,4 +1,8 @@
-"""Models and inputs that many tests use; every size is a different prime."""
+"""Models and inputs that many tests use; every size is a different number."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for scripts that tests start, before torch loads
 
 import pytest
 import torch

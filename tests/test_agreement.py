@@ -108,6 +108,17 @@ def test_perfect_agreement():
         assert values.predicted_size == values.measured_size
 
 
+def test_a_causal_model_is_not_praised_for_the_future():
+    """Random predictions of the past score a half, though the future never has influence."""
+    generator = torch.Generator().manual_seed(0)
+    past = torch.ones(12, 12, dtype=torch.bool).tril()
+    scores = torch.rand(1, 400, 12, 12, generator=generator) * past
+    members = (torch.rand(1, 400, 12, 12, generator=generator) < 0.3) & past
+    agreement = compare(InformationSets(members), scores)
+    assert agreement.layers[0].auroc == pytest.approx(0.5, abs=0.02)
+    assert agreement.cls.auroc == pytest.approx(0.5, abs=0.05)
+
+
 def test_where_every_position_is_a_source_the_last_is_the_read_out():
     predicted, scores = case(1, extra=0)
     agreement = compare(predicted, scores)
@@ -123,8 +134,8 @@ def test_coverage_is_the_share_of_active_tokens_inside():
     predicted = torch.tensor([[True, True, False], [False, False, True]])
     active = torch.tensor([[True, False, True], [False, False, True]])
     assert coverage(predicted, active) == pytest.approx((1 / 2 + 1) / 2)
-    members = torch.zeros(1, 2, 4, 3, dtype=torch.bool)
-    members[0, :, 3] = predicted
+    members = torch.zeros(2, 2, 4, 3, dtype=torch.bool)
+    members[1, :, 3] = predicted  # the first layer's sets do not count
     agreement = compare(InformationSets(members), members.float(), active=active)
     assert agreement.coverage == pytest.approx(0.75)
 
@@ -151,10 +162,12 @@ def test_the_frame_names_states():
     ("change", "arguments", "message"),
     [
         (lambda s: s[:1], {}, "predict the same inputs"),
-        (lambda s: -s - 1, {}, "negative or NaN"),
-        (lambda s: s * math.nan, {}, "negative or NaN"),
+        (lambda s: -s - 1, {}, "is negative"),
+        (lambda s: s * math.nan, {}, "infinite or NaN"),
+        (lambda s: s + math.inf, {}, "infinite or NaN"),
         (lambda s: s, {"threshold": 0.0}, "threshold is 0.0"),
         (lambda s: s, {"active": torch.ones(3, 6, dtype=torch.bool)}, "active index sets"),
+        (lambda s: s, {"active": torch.ones(4, 6)}, "active index sets"),
     ],
 )
 def test_bad_input_is_named(change, arguments, message):

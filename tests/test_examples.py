@@ -13,7 +13,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 def run(path, tmp_path):
     done = subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from infoflow_lens import Architecture, InfoFlowError, TrainingConfig, build_model, load_task, train
+from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.training import (
     TrainingDivergedError,
     TrainingInterrupted,
@@ -70,7 +71,9 @@ def test_the_first_steps_are_adamw_with_clipping_and_a_cosine(data):
     x, y = pairs[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
-    order = torch.randperm(200, generator=torch.Generator().manual_seed(3 * 1_000_003))
+    order = torch.randperm(
+        200, generator=torch.Generator().manual_seed(derived_seed("epoch", 3, 0))
+    )
     total = 0.0
     for chosen in order.split(32):
         loss = torch.nn.functional.mse_loss(model(x[chosen]), y[chosen])
@@ -204,14 +207,49 @@ def test_a_broken_checkpoint_is_named(data, tmp_path):
     (tmp_path / "training.pt").write_bytes(b"half a file")
     with pytest.raises(InfoFlowError, match="cannot be read"):
         train(new_model(), *data, CONFIG, checkpoint_dir=tmp_path, progress=False)
+    torch.save([1, 2], tmp_path / "training.pt")
+    with pytest.raises(InfoFlowError, match="is no checkpoint"):
+        train(new_model(), *data, CONFIG, checkpoint_dir=tmp_path, progress=False)
+    with pytest.raises(InfoFlowError, match="checkpoint_every is 0"):
+        train(new_model(), *data, CONFIG, checkpoint_every=0, progress=False)
 
 
-def test_patience_stops_early(data):
-    config = TrainingConfig(epochs=30, batch_size=32, lr=1e-9, weight_decay=0, patience=2)
+def test_calling_again_with_the_interrupted_model_goes_on(data, tmp_path):
+    """As in a notebook, where the model now holds the best weights so far."""
+    model = new_model()
+    StopAt(model, 30, KeyboardInterrupt)
+    with pytest.raises(TrainingInterrupted):
+        train(model, *data, CONFIG, checkpoint_dir=tmp_path, progress=False)
+    model.reset_hooks()
+    resumed = train(model, *data, CONFIG, checkpoint_dir=tmp_path, progress=False)
+    assert numbers(resumed) == numbers(train(new_model(), *data, CONFIG, progress=False))
+
+
+def test_randomness_inside_the_model_follows_the_seed(data):
+    x, y = (data[0].with_format("torch")[:][c] for c in ("x", "y"))
+
+    def trained(global_seed):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(
+            torch.nn.Flatten(), torch.nn.Linear(15, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
+        )
+        torch.manual_seed(global_seed)
+        state = torch.get_rng_state()
+        result = train(module, (x, y), (x, y), CONFIG, progress=False)
+        assert torch.get_rng_state().equal(state)
+        return numbers(result)
+
+    assert trained(1) == trained(2)
+
+
+def test_patience_stops_early(data, monkeypatch):
+    errors = iter([5.0, 3.0, 4.0, 3.5, 1.0])
+    monkeypatch.setattr("infoflow_lens.training._evaluate", lambda *arguments: next(errors))
+    config = TrainingConfig(epochs=30, batch_size=32, patience=2)
     result = train(new_model(), *data, config, progress=False)
     assert result.stopped == "early"
-    assert result.epochs_run < 30
-    assert result.epochs_run - result.best_epoch == 2
+    assert [row["validation_nmse"] for row in result.history] == [5.0, 3.0, 4.0, 3.5]
+    assert result.best_epoch == 2
 
 
 def test_divergence_is_said_and_the_best_weights_kept(data):
@@ -222,6 +260,13 @@ def test_divergence_is_said_and_the_best_weights_kept(data):
         train(model, (x, y * 1e15), (x, y * 1e15), config, progress=False)
     assert stopped.value.result.stopped == "diverged"
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_divergence_in_the_last_step_is_divergence(data):
+    x, y = (data[0].with_format("torch")[:][c] for c in ("x", "y"))
+    config = TrainingConfig(epochs=1, batch_size=200, lr=1e30, grad_clip=None)
+    with pytest.raises(TrainingDivergedError):
+        train(new_model(), (x, y), (x, y), config, progress=False)
 
 
 def test_the_mode_of_the_model_is_kept(data):
@@ -262,6 +307,32 @@ def test_bad_data_are_named_before_the_first_step(data, change, message):
     assert all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, y: (x, y.repeat(1, 3)), "build the model with d_output 3"),
+        (lambda x, y: (x[:, :3], y), "sequences have 3 tokens"),
+        (lambda x, y: (x, y.long()), "targets are torch.int64"),
+        (lambda x, y: (x.numpy(), y.numpy()), "expected a datasets.Dataset"),
+    ],
+)
+def test_bad_validation_data_are_named_before_the_first_step(data, change, message):
+    x, y = (data[1].with_format("torch")[:][c] for c in ("x", "y"))
+    model = new_model()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(InfoFlowError, match=message):
+        train(model, data[0], change(x, y), progress=False)
+    with pytest.raises(InfoFlowError, match=message):
+        evaluate(model, change(x, y))
+    assert all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_constant_targets_have_no_nmse(data):
+    x, y = (data[1].with_format("torch")[:][c] for c in ("x", "y"))
+    with pytest.raises(InfoFlowError, match="do not vary"):
+        evaluate(new_model(), (x, torch.ones_like(y)))
+
+
 def test_one_validation_sequence_has_no_variance(data):
     with pytest.raises(InfoFlowError, match="do not vary"):
         train(new_model(), data[0], data[1].select([0]), progress=False)
@@ -288,6 +359,8 @@ def test_an_output_folder_that_cannot_be_written(data, tmp_path):
         ({"weight_decay": -1}, "weight_decay is -1"),
         ({"grad_clip": 0}, "grad_clip is 0"),
         ({"patience": 0}, "patience is 0"),
+        ({"seed": None}, "seed is None"),
+        ({"seed": 2**63}, "expected an integer from 0"),
     ],
 )
 def test_bad_settings_are_named(settings, message):

@@ -12,6 +12,7 @@ from infoflow_lens.agreement import Agreement, SetAgreement, compare
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import writable_folder, write_json, write_text
 from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.foundation.seeds import check_seed
 from infoflow_lens.hooks import (
     JacobianInfluence,
     PositionsProbe,
@@ -19,6 +20,7 @@ from infoflow_lens.hooks import (
     RecoveryResult,
     run_probes,
 )
+from infoflow_lens.hooks.influence import check_threshold
 from infoflow_lens.models.architecture import ActivationName, Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model, save_model
 from infoflow_lens.report import Report, Stage, render_report
@@ -66,8 +68,14 @@ class DemoConfig:
     threshold: float = 0.1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise InfoFlowError(f"seed is {self.seed!r}: expected an integer of at least 0")
+        check_seed(self.seed)
+        if len(self.n_heads) != 2:
+            raise InfoFlowError(f"n_heads is {self.n_heads}: expected two layers, such as (4, 1)")
+        if self.n_recovery < 5:
+            raise InfoFlowError(
+                f"n_recovery is {self.n_recovery}: expected at least 5, of which one is held out"
+            )
+        check_threshold(self.threshold)
         if not 1 <= self.n_shown <= self.n_influence:
             raise InfoFlowError(
                 f"n_shown is {self.n_shown}: expected 1 to n_influence ({self.n_influence})"
@@ -287,7 +295,6 @@ def run_demo(
         validation_data,
         config.training(),
         checkpoint_dir=folder / "training",
-        checkpoint_every=5,
         progress=progress,
     )
     moments = {

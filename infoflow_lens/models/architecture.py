@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -84,7 +85,7 @@ class Architecture:
                 raise InfoFlowError(
                     f"{name} is {getattr(self, name)!r}: expected one of {', '.join(choices)}"
                 )
-        if self.attn_scale is not None and not self.attn_scale > 0:
+        if self.attn_scale is not None and not 0 < self.attn_scale < math.inf:
             raise InfoFlowError(
                 f"attn_scale is {self.attn_scale!r}: expected a positive number (beta), or None "
                 "for 1 / sqrt(d_head)"

@@ -1,9 +1,10 @@
 """A HookedTransformer over vector tokens: the only module that imports HookedTransformer.
 
-Every TransformerLens facility works on a hosted model (caching, hooks, patching, partial runs,
-dtypes, state dicts); what differs is the input, [batch, pos, d_token] real vectors, the CLS token
-that the model appends, and the number of heads, which may change from layer to layer. So read head
-counts from tensors, never from ``cfg.n_heads``.
+TransformerLens's facilities work on a hosted model (caching, hooks, patching, partial runs, dtypes,
+state dicts); what differs is the input, [batch, pos, d_token] real vectors, the CLS token that the
+model appends, and the number of heads, which may change from layer to layer. So read head counts
+from tensors, never from ``cfg.n_heads``; where they differ, those methods of a cache that take the
+heads of all layers from it are refused.
 """
 
 import dataclasses
@@ -15,14 +16,16 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformer_lens import ActivationCache, HookedTransformer, HookedTransformerConfig
 from transformer_lens.components import Attention, TransformerBlock
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json
+from infoflow_lens.foundation.seeds import check_seed
 from infoflow_lens.models.architecture import Architecture
 
 # TransformerLens knows its activations from this table; the theory's own is missing there.
@@ -50,6 +53,22 @@ def _config(architecture: Architecture, device: str) -> HookedTransformerConfig:
         init_weights=False,  # after the parts that we replace
         device=device,
     )
+
+
+class MixedHeadsCache(ActivationCache):
+    """A cache of layers with different head counts: methods that assume one count are refused."""
+
+    def stack_head_results(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused.
+
+        Raises:
+            InfoFlowError: always.
+        """
+        raise InfoFlowError(
+            "stack_head_results takes the number of heads from cfg.n_heads for every layer, but "
+            f"this model's layers have {self.model.architecture.n_heads}: expected equal counts; "
+            "stack layer by layer from hook_z and W_O"
+        )
 
 
 class VectorEmbed(nn.Module):
@@ -230,6 +249,13 @@ class VectorTransformer(HookedTransformer):
             return output
         return output[:, -1]
 
+    def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TransformerLens; with layers of different head counts, a `MixedHeadsCache`."""
+        output, cache = super().run_with_cache(*args, **kwargs)
+        if isinstance(cache, ActivationCache) and len(set(self.architecture.n_heads)) > 1:
+            cache = MixedHeadsCache(cache.cache_dict, self, has_batch_dim=cache.has_batch_dim)
+        return output, cache
+
     def forward_readout(
         self, x: Float[Tensor, "batch pos d_token"]
     ) -> Float[Tensor, "batch d_output"]:
@@ -260,7 +286,8 @@ def build_model(
     The global random state is left as it was.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        # the CPU's generator alone: torch.manual_seed would reseed those of accelerators
+        torch.default_generator.manual_seed(check_seed(seed))
         return VectorTransformer(architecture, device)
 
 
@@ -290,9 +317,16 @@ def load_model(folder: str | os.PathLike[str], device: str = "cpu") -> VectorTra
             f"{str(folder)!r} is no saved model ({' and '.join(missing)} missing): "
             "expected a folder written by save_model"
         )
-    architecture = Architecture.from_dict(json.loads((path / "architecture.json").read_text()))
+    try:
+        settings = json.loads((path / "architecture.json").read_text(encoding="utf-8"))
+        architecture = Architecture.from_dict(settings)
+        state = load_file(path / "model.safetensors", device=device)
+    except (TypeError, json.JSONDecodeError, SafetensorError) as error:
+        raise InfoFlowError(
+            f"the model in {str(folder)!r} cannot be read ({error}): expected a folder written by "
+            "save_model"
+        ) from error
     model = build_model(architecture, device=device)
-    state = load_file(path / "model.safetensors", device=device)
     dtype = state["embed.W_E"].dtype
     if dtype != torch.float32:
         model.to(dtype, print_details=False)

@@ -1,4 +1,4 @@
-"""Information sets and their propagation by rule (1), max-position retrieval.
+"""Information sets and the three rules by which attention layers update them.
 
 The information set of a state is the set of input positions whose information it can still give
 back (Yu, Jiang, Bao, Li 2026, Sec. 5.1). Predicted and measured sets are the same type, so that
@@ -7,6 +7,7 @@ comparing them is one function (`infoflow_lens.agreement.compare`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Bool, Int
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 
-_BOOLS_PER_WORD = 8
+_BITS_PER_WORD = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,53 +67,195 @@ class InformationSets:
         return self.members.sum(dim=-1)
 
 
-def _check_positions(
-    positions: Sequence[Int[Tensor, "batch _head pos *_rank"]], n_sources: int | None
-) -> tuple[int, int, int]:
-    """Refuse what is no list of attended positions; return batch, n_pos and n_sources."""
-    if not positions:
-        raise InfoFlowError("no layer to propagate through: expected one position tensor a layer")
-    batch, _, n_pos = positions[0].shape[:3]
-    n_sources = n_pos if n_sources is None else n_sources
-    if not 1 <= n_sources <= n_pos:
+@dataclass(frozen=True, eq=False)
+class MaxPosition:
+    """Rule (1), max-position retrieval: each query gains the sets of the keys that heads chose.
+
+    ``I_t^(l) = I_t^(l-1) U U_i I_{s_i(t)}^(l-1)`` with s_i(t) the argmax of head i. [derived: the
+    formula is restored from the prose of Sec. 5.1.]
+
+    Attributes:
+        positions: integers [batch, head, pos] or [batch, head, pos, rank], key positions; several
+            ranks are united, -1 passes nothing (a query that this head does not serve, say).
+    """
+
+    positions: Int[Tensor, "batch head pos *rank"]
+
+
+@dataclass(frozen=True, eq=False)
+class SpecificPositions:
+    """Rule (3), specific-position aggregation: each query gains the sets of fixed keys.
+
+    ``I_t^(l) = I_t^(l-1) U U_{s in S_t} I_s^(l-1)``, where S_t depends on the position and the
+    layer only. It needs a positional encoding. [derived: the formula is restored from Sec. 5.1.]
+
+    Attributes:
+        reads: bool [pos, key]; entry [t, s] says that s lies in S_t.
+    """
+
+    reads: Bool[Tensor, "pos key"]
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalAggregation:
+    """Rule (2), global aggregation: each of the queries holds all input positions.
+
+    ``I_t^(l) = {1..T}``. [derived: the formula is restored from Sec. 5.1.]
+
+    Attributes:
+        queries: bool [pos], the queries that aggregate.
+    """
+
+    queries: Bool[Tensor, " pos"]
+
+
+Rule: TypeAlias = MaxPosition | SpecificPositions | GlobalAggregation
+Layer: TypeAlias = Tensor | Rule | Sequence[Rule]
+
+
+def _rules(layer: Layer) -> tuple[Rule, ...]:
+    """A layer as a tuple of rules; a bare tensor holds attended positions."""
+    if isinstance(layer, Tensor):
+        return (MaxPosition(layer),)
+    if isinstance(layer, (MaxPosition, SpecificPositions, GlobalAggregation)):
+        return (layer,)
+    return tuple(layer)
+
+
+def _check_rule(rule: Rule, layer: int, batch: int, n_pos: int) -> None:
+    """Refuse a rule that does not fit the sequences.
+
+    Raises:
+        InfoFlowError: for wrong shapes, dtypes or positions out of range.
+    """
+    if isinstance(rule, GlobalAggregation):
+        if rule.queries.dtype != torch.bool or rule.queries.shape != (n_pos,):
+            raise InfoFlowError(
+                f"queries of layer {layer} are {rule.queries.dtype} of shape "
+                f"{tuple(rule.queries.shape)}: expected bool [{n_pos}]"
+            )
+        return
+    if isinstance(rule, SpecificPositions):
+        if rule.reads.dtype != torch.bool or rule.reads.shape != (n_pos, n_pos):
+            raise InfoFlowError(
+                f"reads of layer {layer} are {rule.reads.dtype} of shape "
+                f"{tuple(rule.reads.shape)}: expected bool [{n_pos}, {n_pos}], queries by keys"
+            )
+        return
+    chosen = rule.positions
+    if chosen.ndim not in (3, 4) or chosen.is_floating_point() or chosen.dtype == torch.bool:
         raise InfoFlowError(
-            f"n_sources is {n_sources}: expected 1 to {n_pos}, the number of query positions"
+            f"positions of layer {layer} are {chosen.dtype} of shape {tuple(chosen.shape)}: "
+            "expected integers [batch, head, pos] or [batch, head, pos, rank]"
         )
-    for layer, chosen in enumerate(positions):
-        if chosen.ndim not in (3, 4) or chosen.is_floating_point() or chosen.dtype == torch.bool:
-            raise InfoFlowError(
-                f"positions of layer {layer} are {chosen.dtype} of shape {tuple(chosen.shape)}: "
-                "expected integers [batch, head, pos] or [batch, head, pos, rank]"
-            )
-        if (chosen.shape[0], chosen.shape[2]) != (batch, n_pos):
-            raise InfoFlowError(
-                f"positions of layer {layer} have batch and pos "
-                f"{(chosen.shape[0], chosen.shape[2])}, layer 0 has {(batch, n_pos)}: "
-                "pass the same sequences through every layer"
-            )
-        if chosen.numel() and (chosen.min() < -1 or chosen.max() >= n_pos):
-            raise InfoFlowError(
-                f"positions of layer {layer} lie in [{chosen.min()}, {chosen.max()}]: "
-                f"expected key positions 0 to {n_pos - 1}, or -1 for none"
-            )
-    return batch, n_pos, n_sources
+    if (chosen.shape[0], chosen.shape[2]) != (batch, n_pos):
+        raise InfoFlowError(
+            f"positions of layer {layer} have batch and pos "
+            f"{(chosen.shape[0], chosen.shape[2])}, expected {(batch, n_pos)}: "
+            "pass the same sequences through every layer"
+        )
+    if chosen.numel() and (chosen.min() < -1 or chosen.max() >= n_pos):
+        raise InfoFlowError(
+            f"positions of layer {layer} lie in [{chosen.min()}, {chosen.max()}]: "
+            f"expected key positions 0 to {n_pos - 1}, or -1 for none"
+        )
 
 
-def propagate(
-    positions: Sequence[Int[Tensor, "batch _head pos *_rank"]], n_sources: int | None = None
-) -> InformationSets:
-    """Information sets after every layer, from the key positions that each head retrieves.
+def _sizes(layers: Sequence[tuple[Rule, ...]]) -> tuple[int, int, torch.device]:
+    """Batch, number of positions and device, from the first rules that tell."""
+    batch, n_pos, device = 1, None, torch.device("cpu")
+    for rule in (rule for layer in layers for rule in layer):
+        if isinstance(rule, MaxPosition) and rule.positions.ndim >= 3:
+            return rule.positions.shape[0], rule.positions.shape[2], rule.positions.device
+        if isinstance(rule, SpecificPositions):
+            n_pos, device = len(rule.reads), rule.reads.device
+        elif isinstance(rule, GlobalAggregation):
+            n_pos, device = len(rule.queries), rule.queries.device
+        elif isinstance(rule, MaxPosition):
+            _check_rule(rule, 0, 0, 0)
+    if n_pos is None:
+        raise InfoFlowError(
+            "no layer to propagate through: expected attended positions or rules for each layer"
+        )
+    return batch, n_pos, device
 
-    Rule (1) of Sec. 5.1, max-position retrieval: starting from I_t = {t} for tokens and the empty
-    set for positions beyond the sources (CLS), every layer unites a position's own set (the
-    residual stream) with the sets, one layer earlier, of the positions that its heads chose:
-    ``I_t^(l) = I_t^(l-1) U U_i I_{s_i(t)}^(l-1)``. (The rule survives in the paper's prose; its
-    formula is restored from there.)
+
+def initial_sets(
+    batch: int, n_pos: int, n_sources: int, device: torch.device | None = None
+) -> Bool[Tensor, "batch pos source"]:
+    """I_t^(0): {t} for tokens [stated], empty for positions beyond them, CLS [derived, App. E]."""
+    sets = torch.zeros(batch, n_pos, n_sources, dtype=torch.bool, device=device)
+    tokens = torch.arange(n_sources, device=device)
+    sets[:, tokens, tokens] = True
+    return sets
+
+
+def _pack(sets: Bool[Tensor, "row source"]) -> Int[Tensor, "row word"]:
+    """Sets as bits, 64 sources a word: uniting two sets is then one instruction a word."""
+    padding = -sets.shape[1] % _BITS_PER_WORD
+    bits = torch.nn.functional.pad(sets.to(torch.uint8), (0, padding)).unflatten(1, (-1, 8))
+    places = torch.arange(8, dtype=torch.uint8, device=sets.device)
+    return (bits << places).sum(dim=-1, dtype=torch.uint8).view(torch.int64)
+
+
+def _unpack(words: Int[Tensor, "row word"], n_sources: int) -> Bool[Tensor, "row source"]:
+    """The inverse of :func:`_pack`."""
+    # every byte of bits becomes eight bools, which are eight bytes: a look-up of words
+    byte = torch.arange(256, dtype=torch.uint8, device=words.device)
+    places = torch.arange(8, dtype=torch.uint8, device=words.device)
+    table = (byte[:, None] >> places & 1).view(torch.int64).flatten()
+    bits = words.contiguous().view(torch.uint8)
+    bools = table.index_select(0, bits.flatten().to(torch.int32)).view(torch.bool)
+    return bools.view(len(words), -1)[:, :n_sources]
+
+
+def _update(
+    words: Int[Tensor, "row word"], rules: Sequence[Rule], batch: int, n_sources: int
+) -> Int[Tensor, "row word"]:
+    """One layer on packed sets; the last row is the empty set of "no position"."""
+    n_pos = (len(words) - 1) // batch
+    united = words.clone()
+    before = words[:-1].view(batch, n_pos, -1)
+    after = united[:-1].view(batch, n_pos, -1)
+    first_row = torch.arange(batch, device=words.device)[:, None] * n_pos
+    for rule in rules:
+        if isinstance(rule, MaxPosition):
+            chosen = rule.positions.to(torch.int64)
+            heads = chosen.unsqueeze(-1) if chosen.ndim == 3 else chosen
+            rows = torch.where(heads < 0, batch * n_pos, heads + first_row[:, :, None, None])
+            for index in rows.permute(1, 3, 0, 2).flatten(0, 1):  # [head * rank, batch, pos]
+                united[:-1] |= words.index_select(0, index.flatten())
+        elif isinstance(rule, SpecificPositions):
+            for key in rule.reads.any(dim=0).nonzero().flatten().tolist():
+                readers = rule.reads[:, key].nonzero().flatten()
+                after[:, readers] |= before[:, key : key + 1]
+        else:
+            everything = torch.ones(1, n_sources, dtype=torch.bool, device=words.device)
+            after[:, rule.queries] = _pack(everything)
+    return united
+
+
+def update(
+    sets: Bool[Tensor, "batch pos source"], rules: Sequence[Rule]
+) -> Bool[Tensor, "batch pos source"]:
+    """The sets after one layer. All positions read the sets of the layer before."""
+    packed = torch.nn.functional.pad(_pack(sets.flatten(0, 1)), (0, 0, 0, 1))
+    words = _update(packed, rules, sets.shape[0], sets.shape[2])
+    return _unpack(words[:-1], sets.shape[2]).view_as(sets)
+
+
+def propagate(layers: Sequence[Layer], n_sources: int | None = None) -> InformationSets:
+    """Information sets after every layer, from what each head passes on (Sec. 5.1).
+
+    Starting from I_t = {t} for tokens and the empty set for positions beyond the sources (CLS),
+    every layer unites a position's own set, which the residual stream keeps, with what its heads
+    bring. A layer may mix the three rules, over heads and over positions.
 
     Args:
-        positions: for every layer, integers [batch, head, pos] or [batch, head, pos, rank]: the
-            key positions that each head passes on to each query position. Several ranks are united.
-            -1 passes nothing. The number of heads may differ between layers.
+        layers: for every layer, integers [batch, head, pos] or [batch, head, pos, rank], the key
+            positions that each head retrieves for each query (-1 for none; the number of heads may
+            differ between layers), or a :class:`MaxPosition`, :class:`SpecificPositions`,
+            :class:`GlobalAggregation`, or several of them.
         n_sources: T, the number of input tokens; default, the number of positions. Positions from
             n_sources on are CLS-like and start empty.
 
@@ -132,27 +275,20 @@ def propagate(
         >>> sets.of(1, 0, 4)  # CLS holds the active index set of the target
         {1, 2}
     """
-    batch, n_pos, n_sources = _check_positions(positions, n_sources)
-    device = positions[0].device
-
-    # A set is a row of bytes 0 or 1. Rows padded to whole words are united eight sources at a
-    # time, and one row of zeros at the end stands for "no position".
-    width = -(-n_sources // _BOOLS_PER_WORD) * _BOOLS_PER_WORD
-    current = torch.zeros(batch * n_pos + 1, width, dtype=torch.bool, device=device)
-    tokens = torch.arange(n_sources, device=device)
-    current[:-1].view(batch, n_pos, width)[:, tokens, tokens] = True
-    nothing = batch * n_pos
-    first_row = torch.arange(batch, device=device)[:, None] * n_pos
-
-    layers = []
-    for chosen in positions:
-        previous = current.view(torch.int64)
-        united = previous.clone()
-        heads = chosen.unsqueeze(-1) if chosen.ndim == 3 else chosen
-        for choice in heads.permute(1, 3, 0, 2).flatten(0, 1):  # [head * rank, batch, pos]
-            choice = choice.to(torch.int64)
-            rows = torch.where(choice < 0, nothing, choice + first_row)
-            united[:-1] |= previous.index_select(0, rows.flatten())
-        current = united.view(torch.bool)
-        layers.append(current[:-1].view(batch, n_pos, width)[..., :n_sources])
-    return InformationSets(torch.stack(layers))
+    by_layer = [_rules(layer) for layer in layers]
+    batch, n_pos, device = _sizes(by_layer)
+    n_sources = n_pos if n_sources is None else n_sources
+    if not 1 <= n_sources <= n_pos:
+        raise InfoFlowError(
+            f"n_sources is {n_sources}: expected 1 to {n_pos}, the number of query positions"
+        )
+    for layer, rules in enumerate(by_layer):
+        for rule in rules:
+            _check_rule(rule, layer, batch, n_pos)
+    words = _pack(initial_sets(1, n_pos, n_sources, device)[0]).repeat(batch, 1)
+    words = torch.nn.functional.pad(words, (0, 0, 0, 1))
+    members = torch.empty((len(by_layer), batch, n_pos, n_sources), dtype=torch.bool, device=device)
+    for layer, rules in enumerate(by_layer):
+        words = _update(words, rules, batch, n_sources)
+        members[layer] = _unpack(words[:-1], n_sources).view(batch, n_pos, n_sources)
+    return InformationSets(members)

@@ -80,7 +80,13 @@ def test_a_folder_of_other_settings_is_refused(demo):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"seed": -1}, "seed is -1"), ({"n_shown": 99, "n_influence": 9}, "n_shown is 99")],
+    [
+        ({"seed": -1}, "seed is -1"),
+        ({"n_shown": 99, "n_influence": 9}, "n_shown is 99"),
+        ({"n_heads": (3,)}, "expected two layers"),
+        ({"threshold": 0.0}, "threshold is 0.0"),
+        ({"n_recovery": 3}, "n_recovery is 3"),
+    ],
 )
 def test_bad_settings_are_named(settings, message):
     with pytest.raises(InfoFlowError, match=message):

@@ -28,7 +28,7 @@ def snapshot(model):
         "raw hooks": {name: len(point._forward_hooks) for name, point in model.hook_dict.items()},
         "training": [module.training for module in model.modules()],
         "requires_grad": [p.requires_grad for p in model.parameters()],
-        "grads": [p.grad for p in model.parameters()],
+        "grads": [p.grad if p.grad is None else p.grad.tolist() for p in model.parameters()],
         "weights": [p.detach().clone() for p in model.parameters()],
         "torch rng": torch.get_rng_state(),
         "numpy rng": np.random.get_state()[1].tolist(),  # noqa: NPY002
@@ -53,13 +53,15 @@ def case(request, model, inputs, token_model, token_inputs):
     return (model, inputs) if request.param == "vector tokens" else (token_model, token_inputs)
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, False])  # of the first block alone
 @pytest.mark.parametrize("make", [PositionsProbe, RecoveryProbe, JacobianInfluence])
 def test_the_model_is_left_as_it_was(case, make, training):
     model, inputs = case
-    model.train(training)
+    model.train(not training)
+    model.blocks[0].train(training)
+    model(inputs).square().mean().backward()
     model.add_hook("blocks.0.hook_resid_post", lambda activation, hook: None)
-    model.blocks[0].attn.W_Q.requires_grad_(False)
+    model.blocks[0].attn.W_K.requires_grad_(False)
     before = snapshot(model)
     run_probes(model, inputs, [make()], progress=False)
     assert_same(before, snapshot(model))
@@ -128,10 +130,63 @@ def test_an_intervention_of_the_user_is_part_of_what_is_probed(model, inputs):
     def ablate(activation, hook):
         return torch.zeros_like(activation)
 
-    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", ablate)]):
-        (result,) = run_probes(model, inputs[:3], [JacobianInfluence()], progress=False)
+    hooks = [("blocks.0.attn.hook_z", ablate)]
+    probe = JacobianInfluence(through_hooks=True)
+    with model.hooks(fwd_hooks=hooks):
+        (result,) = run_probes(model, inputs[:3], [probe], progress=False)
     off_diagonal = result.influence[0, :, :7] * (1 - torch.eye(7))
     assert off_diagonal.abs().max() == 0
+
+
+def test_an_intervention_is_refused_unless_it_takes_part(model, inputs):
+    """Positions see it; a derivative that leaves it out would be of another model."""
+    hooks = [("blocks.0.attn.hook_z", lambda activation, hook: activation * 2)]
+    with (
+        model.hooks(fwd_hooks=hooks),
+        pytest.raises(InfoFlowError, match="through_hooks=True"),
+    ):
+        run_probes(model, inputs, [JacobianInfluence()], progress=False)
+
+
+def test_an_intervention_at_the_tokens_is_applied_once(model, inputs):
+    with model.hooks(fwd_hooks=[("hook_tokens", lambda tokens, hook: tokens * 2)]):
+        (result,) = run_probes(model, inputs, [JacobianInfluence()], progress=False)
+    (expected,) = run_probes(model, inputs * 2, [JacobianInfluence()], progress=False)
+    torch.testing.assert_close(result.influence, expected.influence)
+
+
+def test_what_the_user_stores_keeps_its_gradient(model, inputs):
+    """Passes of the probe's own must not overwrite what a user's hook has stashed."""
+
+    def loss():
+        stored, calls = {}, []
+
+        def stash(activation, hook):
+            stored["state"] = activation
+            calls.append(1)
+
+        with model.hooks(fwd_hooks=[("blocks.0.hook_resid_post", stash)]):
+            output = model(inputs[:4])
+        return output.square().mean() + stored["state"].square().mean(), calls
+
+    expected, _ = loss()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(expected, parameters, allow_unused=True)
+    with attach(model, JacobianInfluence()):
+        probed, calls = loss()
+    assert calls == [1]
+    for mine, theirs in zip(
+        torch.autograd.grad(probed, parameters, allow_unused=True), gradients, strict=True
+    ):
+        assert (mine is None and theirs is None) or mine.equal(theirs)
+
+
+def test_a_cache_made_under_a_probe_is_an_ordinary_one(model, inputs):
+    with attach(model, JacobianInfluence()):
+        _, cache = model.run_with_cache(inputs)
+    _, expected = model.run_with_cache(inputs)
+    for name, value in expected.items():
+        assert cache[name].cpu().numpy().tobytes() == value.numpy().tobytes(), name
 
 
 def test_own_loop_equals_run_probes(model, inputs):
@@ -207,7 +262,9 @@ def test_no_pass_at_all(model):
         probes.results()
 
 
-def test_interrupted_probing_keeps_the_finished_batches(model, inputs):
+@pytest.mark.parametrize("name", ["blocks.0.hook_resid_pre", "blocks.1.hook_resid_post"])
+def test_interrupted_probing_keeps_the_finished_batches(model, inputs, name):
+    """Wherever in the third batch it happens, all probes have the same two."""
     calls = []
 
     def interrupt(activation, hook):
@@ -215,7 +272,7 @@ def test_interrupted_probing_keeps_the_finished_batches(model, inputs):
         if len(calls) == 3:
             raise KeyboardInterrupt
 
-    model.add_hook("blocks.1.hook_resid_pre", interrupt)
+    model.add_hook(name, interrupt)
     probes = [PositionsProbe(), RecoveryProbe()]
     with pytest.raises(KeyboardInterrupt):
         run_probes(model, inputs, probes, batch_size=5, progress=False)
@@ -223,6 +280,97 @@ def test_interrupted_probing_keeps_the_finished_batches(model, inputs):
     (expected,) = run_probes(model, inputs[:10], [RecoveryProbe()], progress=False)
     assert len(probes[0].result().positions[0]) == 10
     torch.testing.assert_close(probes[1].result().fvu[0], expected.fvu[0])
+
+
+def test_parts_of_different_passes_are_not_stitched_together(model, inputs):
+    middle = model(inputs[10:], stop_at_layer=1)
+    with attach(model, PositionsProbe()) as probes:
+        model(inputs[:10], stop_at_layer=1)
+        model(middle, start_at_layer=1)
+    with pytest.raises(InfoFlowError, match="never fired"):
+        probes.results()
+
+
+def test_a_probe_counts_every_sequence_once(model, inputs):
+    probe = PositionsProbe()
+    with pytest.raises(InfoFlowError, match="attached twice"):
+        run_probes(model, inputs, [probe, probe], progress=False)
+    with (
+        attach(model, probe),
+        pytest.raises(InfoFlowError, match="attached twice"),
+        attach(model, probe),
+    ):
+        pass
+    run_probes(model, inputs, [probe], progress=False)
+    with pytest.raises(InfoFlowError, match="into itself"):
+        probe.merge(probe)
+    with pytest.raises(InfoFlowError, match="expected a list of probes"):
+        run_probes(model, inputs, probe, progress=False)
+
+
+def test_inference_mode_and_ordinary_passes_add_up(model, inputs):
+    with attach(model, RecoveryProbe(), PositionsProbe()) as probes:
+        with torch.inference_mode():
+            model(inputs[:10])
+        model(inputs[10:])
+    expected, _ = run_probes(model, inputs, [RecoveryProbe(), PositionsProbe()], progress=False)
+    torch.testing.assert_close(probes[0].result().fvu[1], expected.fvu[1])
+
+
+def test_an_empty_batch_is_no_pass(model, inputs, token_model, token_inputs):
+    with attach(token_model, *all_probes()) as probes, torch.no_grad():
+        token_model(token_inputs[:0])
+        token_model(token_inputs)
+    assert all(probe.n_sequences == 19 for probe in probes)
+
+
+@pytest.mark.parametrize("make", [PositionsProbe, JacobianInfluence])
+def test_sequences_of_another_length_are_refused_at_once(token_model, token_inputs, make):
+    with attach(token_model, make()) as probes:
+        token_model(token_inputs)
+        with pytest.raises(InfoFlowError, match="5 positions, those before had 9"):
+            token_model(token_inputs[:, :5])
+    assert probes[0].n_sequences == 19
+    probes[0].result()
+    with pytest.raises(InfoFlowError, match="expected the same"):
+        run_probes(
+            token_model, token_inputs, [make()], eval_inputs=token_inputs[:, :5], progress=False
+        )
+
+
+def test_padding_is_refused(token_model, token_inputs):
+    mask = torch.ones_like(token_inputs)
+    with attach(token_model, PositionsProbe()) as probes:
+        token_model(token_inputs, attention_mask=mask)
+        mask[:, :3] = 0
+        with pytest.raises(InfoFlowError, match="masks 57 positions"):
+            token_model(token_inputs, attention_mask=mask)
+    assert probes[0].n_sequences == 19
+
+
+def test_cached_keys_are_refused(token_model, token_inputs):
+    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+    cache = TransformerLensKeyValueCache.init_cache(token_model.cfg, "cpu", 19)
+    with attach(token_model, RecoveryProbe()):
+        whole = torch.ones_like(token_inputs)
+        token_model(token_inputs[:, :4], past_kv_cache=cache, attention_mask=whole[:, :4])
+        with pytest.raises(InfoFlowError, match="without past_kv_cache"):
+            token_model(token_inputs[:, 4:], past_kv_cache=cache, attention_mask=whole[:, 4:])
+
+
+@pytest.mark.parametrize("make", [PositionsProbe, RecoveryProbe])
+def test_a_bridge_that_shows_the_pattern_as_scores_is_refused(token_inputs, make):
+    from transformer_lens.config.transformer_bridge_config import TransformerBridgeConfig
+    from transformer_lens.model_bridge import TransformerBridge
+
+    bridge = TransformerBridge.boot_native(
+        TransformerBridgeConfig(
+            n_layers=2, n_heads=2, d_model=8, d_head=4, n_ctx=9, d_vocab=17, act_fn="gelu", d_mlp=16
+        )
+    )
+    with pytest.raises(InfoFlowError, match="carries the attention pattern"):
+        run_probes(bridge, token_inputs, [make()], progress=False)
 
 
 def test_a_model_without_the_needed_hook(model, inputs):
@@ -269,9 +417,25 @@ def test_bad_inputs_are_named_before_the_model_runs(model, inputs, change, messa
 def test_bad_token_ids_are_named(token_model, token_inputs):
     with pytest.raises(InfoFlowError, match="reads token ids"):
         run_probes(token_model, token_inputs.float(), [PositionsProbe()], progress=False)
+    with pytest.raises(InfoFlowError, match="reads token ids"):
+        run_probes(token_model, token_inputs[:, :, None], [PositionsProbe()], progress=False)
+    for wrong in (-100, 17):
+        ids = token_inputs.clone()
+        ids[3, 3] = wrong
+        with pytest.raises(InfoFlowError, match=r"expected 0 to d_vocab - 1 \(16\)"):
+            run_probes(token_model, ids, [PositionsProbe()], progress=False)
     long = token_inputs.repeat(1, 2)
     with pytest.raises(InfoFlowError, match="at most n_ctx 9"):
         run_probes(token_model, long, [PositionsProbe()], progress=False)
+
+
+def test_ranks_that_no_query_has_are_refused_in_the_users_own_loop(model, inputs):
+    """CLS is a position but no key, so one rank fewer than positions is defined."""
+    with (
+        attach(model, PositionsProbe((8,))),
+        pytest.raises(InfoFlowError, match="rank 8 is beyond the number of keys"),
+    ):
+        model(inputs)
 
 
 @pytest.mark.parametrize(

@@ -117,14 +117,23 @@ def test_works_inside_the_users_inference_mode(model, inputs):
 
 
 def test_a_pass_that_cannot_be_repeated_is_refused(token_model, token_inputs):
-    """An attention mask is no part of what the hooks see, so the repeat would ignore it."""
+    """A mask is no part of what plain hooks see; one huge activation must not hide the others."""
+    with torch.no_grad():
+        token_model.embed.W_E[0, 0] = 3000.0
+    token_inputs[:, 0] = 0
     mask = torch.ones_like(token_inputs)
     mask[:, :3] = 0
-    with (
-        attach(token_model, JacobianInfluence()),
-        pytest.raises(InfoFlowError, match="attention_mask"),
-    ):
-        token_model(token_inputs, attention_mask=mask)
+    probe = JacobianInfluence()
+    with pytest.raises(InfoFlowError, match="attention_mask"):
+        token_model.run_with_hooks(
+            token_inputs, attention_mask=mask, fwd_hooks=probe.fwd_hooks(token_model)
+        )
+
+
+def test_models_that_cannot_start_from_the_residual_stream_are_refused(token_inputs):
+    model = make_token_model(positional_embedding_type="shortformer")
+    with pytest.raises(InfoFlowError, match="shortformer"):
+        run_probes(model, token_inputs, [JacobianInfluence()], progress=False)
 
 
 @pytest.mark.parametrize(

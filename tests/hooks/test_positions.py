@@ -105,7 +105,21 @@ def test_frame_has_a_row_a_measurement(model, inputs):
     assert int(row.position.iloc[0]) == int(result.positions[1][7, 3, 2, 1])
 
 
-@pytest.mark.parametrize("ranks", [(), (0,), (1, 1), (1.5,)])
+def test_low_scores_in_half_precision_are_scores():
+    scores = torch.tensor([[-40000.0, -50000.0, -60000.0]], dtype=torch.float16)
+    assert rank_keys(scores, (1, 2, 3)).positions.tolist() == [[0, 1, 2]]
+
+
+def test_infinite_scores_are_refused(model, inputs):
+    def overflow(scores, hook):
+        return scores.index_fill(-1, torch.tensor(2), torch.inf)
+
+    hooks = [("blocks.1.attn.hook_attn_scores", overflow)]
+    with model.hooks(fwd_hooks=hooks), pytest.raises(InfoFlowError, match="holds infinity"):
+        run_probes(model, inputs, [PositionsProbe()], progress=False)
+
+
+@pytest.mark.parametrize("ranks", [(), (0,), (1, 1), (1.5,), 2])
 def test_bad_ranks_are_named(ranks):
     with pytest.raises(InfoFlowError, match="ranks are"):
         PositionsProbe(ranks)

@@ -156,6 +156,31 @@ def test_fewer_rows_than_features_are_said(model, inputs):
     assert all(error.isfinite().all() for error in result.fvu)
 
 
+@pytest.mark.parametrize("size", [1, 7, 60])
+def test_a_target_that_never_changes_has_no_variance_to_explain(size):
+    model = make_token_model()
+    x = torch.randint(17, (60, 9), generator=torch.Generator().manual_seed(0))
+    x[:, 0] = 7
+
+    def look_at_the_first(scores, hook):
+        scores = scores.clone()
+        scores[..., 0] = 100.0
+        return scores
+
+    hooks = [(f"blocks.{layer}.attn.hook_attn_scores", look_at_the_first) for layer in (0, 1)]
+    with model.hooks(fwd_hooks=hooks):
+        (result,) = run_probes(model, x, [RecoveryProbe()], batch_size=size, progress=False)
+    assert all(fvu.isnan().all() for fvu in result.fvu)
+
+
+def test_rows_left_out_are_counted(token_inputs):
+    (result,) = run_probes(
+        make_token_model(), token_inputs, [RecoveryProbe((1, 3))], progress=False
+    )
+    assert result.n_fit[0] + result.n_eval[0] == 19 * 7
+    assert "layer 0: 38 rows left out" in result.notes[0]
+
+
 @pytest.mark.parametrize("n", [1, 4])
 def test_too_few_sequences_to_hold_one_out(model, inputs, n):
     with pytest.raises(InfoFlowError, match="0 held out"):

@@ -76,6 +76,20 @@ def test_dependent_features_give_the_map_of_least_norm():
     np.testing.assert_allclose(fit.weight.transpose(0, 1).flatten(1), expected, atol=1e-8)
 
 
+def test_features_of_very_different_scales():
+    """A Gram matrix in the features' own units would lose the small ones in rounding."""
+    x, y = data(7, 500, 4)
+    x = x * torch.tensor([1.0, 1e-4, 1e-4, 1e-4]) + torch.tensor([1e3, 0, 0, 0])
+    statistics = RegressionStatistics()
+    statistics.update(x, y)
+    fit = statistics.fit()
+    assert fit.rank == 4
+    flat = y.flatten(1).numpy()
+    expected = LinearRegression().fit(x.numpy(), flat)
+    error = ((expected.predict(x.numpy()) - flat) ** 2).sum(1).mean()
+    assert float(statistics.squared_error(fit).sum()) == pytest.approx(error, rel=1e-6)
+
+
 def test_constant_features_predict_the_mean():
     _, y = data(4, 50, 3)
     statistics = RegressionStatistics()

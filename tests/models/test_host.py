@@ -143,6 +143,16 @@ def test_transformer_lens_patching_works(model, inputs):
     assert (effect[0, :N_TOKENS] - model(corrupted)[0, 0]).abs().max() > 1e-4
 
 
+def test_per_head_stacks_are_refused_where_layers_differ(inputs):
+    """TransformerLens would take cfg.n_heads for every layer, and mislabel or drop heads."""
+    _, cache = variant("plain").run_with_cache(inputs)
+    with pytest.raises(InfoFlowError, match="layers have"):
+        cache.stack_head_results(layer=-1)
+    equal = build_model(Architecture(n_heads=(2, 2), d_model=6, d_token=D_TOKEN, n_tokens=N_TOKENS))
+    _, cache = equal.run_with_cache(inputs)
+    assert cache.stack_head_results(layer=-1).shape[0] == 4
+
+
 def test_the_residual_stream_is_the_sum_of_its_parts(model, inputs):
     _, cache = model.run_with_cache(inputs)
     parts = cache.decompose_resid(layer=2, mode="all")

@@ -93,6 +93,13 @@ def test_samples_depend_on_their_seed_and_on_nothing_else():
     assert torch.get_rng_state().equal(state)
 
 
+def test_samples_are_independent_of_the_directions_for_equal_seeds():
+    task = load_task("d_retrieval", n_components=4, seed=3)
+    x, _ = task.sample(1, seed=3)
+    cosines = torch.nn.functional.cosine_similarity(x[0, :4], task.vectors)
+    assert cosines.abs().max() < 0.99
+
+
 def test_a_dataset_holds_inputs_and_targets_as_features():
     task = load_task("d_retrieval", n_tokens=5, d_token=3, n_components=2)
     data = task.dataset("validation", 11, seed=7)
@@ -160,6 +167,9 @@ def test_splits_share_no_sequence():
         ({"subsets": ((0,),)}, "subsets has 1 entries"),
         ({"subsets": ((0,), (1,), (), (2,))}, r"subset \(\)"),
         ({"subsets": ((0,), (1,), (16,), (2,))}, r"subset \(16,\)"),
+        ({"extremum": 3}, "extremum is 3"),
+        ({"seed": "a"}, "seed is 'a'"),
+        ({"seed": -1}, "seed is -1"),
         ({"directions": "orthogonal"}, "directions is 'orthogonal'"),
         ({"directions": "orthonormal", "d_token": 3}, "at most that many directions"),
     ],
@@ -188,5 +198,9 @@ def test_bad_sample_requests_are_named():
     task = load_task("d_retrieval")
     with pytest.raises(InfoFlowError, match="n is 0"):
         task.dataset("train", 0)
+    with pytest.raises(InfoFlowError, match=r"n is 2\.5"):
+        task.sample(2.5, 0)
+    with pytest.raises(InfoFlowError, match="seed is -1"):
+        task.sample(2, -1)
     with pytest.raises(InfoFlowError, match="split is 'dev'"):
         task.dataset("dev", 3)

@@ -1,0 +1,434 @@
+"""Comparisons: what a target needs, and what a model can make (Sec. 5.3, App. D).
+
+A target that retrieves tokens compares tuples of tokens. Its *number of comparisons* grows as a
+power of T, its *order*; the length of the tuples is its *dimension*. A model compares by attention,
+T keys a head and query, and inside what a state already holds, |I|^dimension tuples.
+
+Marks in docstrings: [stated] by the paper, [derived] from its proofs, [chosen] where it is silent,
+[flag] where the argument has a defect that a reader must know.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+
+Count = Literal["paper", "unordered", "proved"]
+COUNTS: tuple[Count, ...] = ("paper", "unordered", "proved")
+
+Score = Callable[[Float[Tensor, "*batch arity d_token"]], Float[Tensor, "*batch"]]
+
+_MOST_SCORES_AT_ONCE = 2**22
+
+
+@dataclass(frozen=True)
+class Component:
+    """One thing that a target retrieves: the tuple of tokens with the largest score.
+
+    Attributes:
+        arity: length of the tuples; positions may repeat.
+        score: from tokens [..., arity, d_token] to scores [...]; maximised (negate for a minimum).
+        symmetric: whether the order in a tuple does not matter.
+        positions: the positions that it looks at, for arity 1; None for all.
+    """
+
+    arity: int
+    score: Score
+    symmetric: bool = False
+    positions: tuple[int, ...] | None = None
+
+
+def tuple_indices(n: int, arity: int, symmetric: bool) -> Int[Tensor, "tuple arity"]:
+    """The tuples over n positions, in lexicographic order; non-decreasing ones if symmetric."""
+    if arity == 1:
+        return torch.arange(n)[:, None]
+    if symmetric:
+        return torch.combinations(torch.arange(n), arity, with_replacement=True)
+    return torch.cartesian_prod(*[torch.arange(n)] * arity)
+
+
+def best_tuples(
+    x: Float[Tensor, "batch pos d_token"], component: Component
+) -> tuple[Int[Tensor, "batch arity"], Float[Tensor, " batch"]]:
+    """For every sequence the tuple of positions with the largest score, and that score.
+
+    Ties go to the first tuple in lexicographic order [chosen]. Tuples are scored in chunks, so that
+    triples of 128 tokens need no [batch, 128, 128, 128] tensor.
+    """
+    if component.positions is not None:
+        tuples = torch.tensor(component.positions, device=x.device)[:, None]
+    else:
+        tuples = tuple_indices(x.shape[1], component.arity, component.symmetric).to(x.device)
+    best = torch.full((len(x),), -torch.inf, dtype=x.dtype, device=x.device)
+    chosen = torch.zeros(len(x), component.arity, dtype=torch.int64, device=x.device)
+    for part in tuples.split(max(1, _MOST_SCORES_AT_ONCE // (len(x) * component.arity))):
+        scores = component.score(x[:, part])
+        value, index = scores.max(dim=1)
+        better = value > best
+        best = torch.where(better, value, best)
+        chosen = torch.where(better[:, None], part[index], chosen)
+    return chosen, best
+
+
+# Trees of comparison
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf of a tree of comparison: an ordered tuple of positions, which may repeat."""
+
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """An internal node: of the tuples of its children it keeps the one of larger score."""
+
+    left: "Leaf | Branch"
+    right: "Leaf | Branch"
+    score: Score
+
+
+Node = Leaf | Branch
+
+
+def _postorder(root: Node) -> Iterator[Node]:
+    """Children before parents, without recursion: a tree may be as deep as it has leaves."""
+    stack: list[tuple[Node, bool]] = [(root, False)]
+    while stack:
+        node, ready = stack.pop()
+        if isinstance(node, Leaf) or ready:
+            yield node
+        else:
+            stack += [(node, True), (node.right, False), (node.left, False)]
+
+
+class ComparisonTree:
+    """A tree of comparison (Def. 1): a full binary tree over ordered tuples of positions.
+
+    Attributes:
+        root: its root.
+        n_leaves: the size of the tree.
+        dimension: the largest length of a tuple.
+
+    Raises:
+        InfoFlowError: for an empty tuple at a leaf.
+    """
+
+    def __init__(self, root: Node) -> None:
+        self.root = root
+        leaves = [node.positions for node in _postorder(root) if isinstance(node, Leaf)]
+        if any(len(leaf) == 0 for leaf in leaves):
+            raise InfoFlowError("a leaf holds no position: expected at least one in every tuple")
+        self.n_leaves = len(leaves)
+        self.dimension = max(len(leaf) for leaf in leaves)
+
+    @property
+    def n_comparisons(self) -> int:
+        """Comparisons that an evaluation makes: leaves - 1, in a full binary tree of any shape."""
+        return self.n_leaves - 1
+
+    @classmethod
+    def over(
+        cls,
+        n_tokens: int,
+        component: Component,
+        shape: Literal["balanced", "chain"] | torch.Generator = "balanced",
+    ) -> "ComparisonTree":
+        """A tree over all tuples of a component, with its score at every node.
+
+        Args:
+            n_tokens: T.
+            component: what is compared. Ordered tuples give the paper's T^arity leaves; a symmetric
+                component is served by the C(T + arity - 1, arity) unordered ones.
+            shape: "balanced", "chain" (a tournament of one winner), or a generator for a random
+                shape.
+        """
+        nodes: list[Node] = [
+            Leaf(tuple(row))
+            for row in tuple_indices(n_tokens, component.arity, component.symmetric).tolist()
+        ]
+        while len(nodes) > 1:
+            if shape == "chain":
+                nodes[:2] = [Branch(nodes[0], nodes[1], component.score)]
+            elif isinstance(shape, torch.Generator):
+                i, j = torch.randperm(len(nodes), generator=shape)[:2].sort().values.tolist()
+                nodes[i] = Branch(nodes[i], nodes.pop(j), component.score)
+            else:
+                pairs = [
+                    Branch(a, b, component.score)
+                    for a, b in zip(nodes[::2], nodes[1::2], strict=False)
+                ]
+                nodes = pairs + nodes[len(pairs) * 2 :]
+        return cls(nodes[0])
+
+    def evaluate(
+        self, x: Float[Tensor, "batch pos d_token"]
+    ) -> tuple[Int[Tensor, "batch arity"], int]:
+        """The winning tuple of every sequence, and the number of comparisons made.
+
+        A node compares its children's tuples by its score; ties go to the left.
+        """
+        sequences = torch.arange(len(x))[:, None]
+        results: list[Tensor] = []
+        made = 0
+        for node in _postorder(self.root):
+            if isinstance(node, Leaf):
+                results.append(torch.tensor(node.positions).expand(len(x), -1))
+                continue
+            right, left = results.pop(), results.pop()
+            keep = node.score(x[sequences, left]) >= node.score(x[sequences, right])
+            results.append(torch.where(keep[:, None], left, right))
+            made += 1
+        return results.pop(), made
+
+
+# What targets need
+
+
+@dataclass(frozen=True)
+class ComparisonProfile:
+    """How much a target compares (Def. 2), as functions of T.
+
+    Attributes:
+        name: of the target.
+        dimension: beta_1, the smallest tuple length that serves with polynomial trees.
+        order: beta', the smallest growth exponent at that dimension; never above `dimension`.
+        n_trees: trees of the construction, and the natural K of eq (5).
+        paper: the number that the paper's estimate uses. For D-retrieval that is its lower bound,
+            D(T - D) [stated]; for targets over tuples the ordered upper bound, T^arity - 1 a tree.
+        unordered: upper bound by trees over unordered tuples [derived].
+        proved: lower bound [stated for D-retrieval, derived for the others].
+        components: D, the number of retrieved tuples.
+        flags: what a reader of these counts must know.
+    """
+
+    name: str
+    dimension: int
+    order: int
+    n_trees: int
+    paper: Callable[[int], int]
+    unordered: Callable[[int], int]
+    proved: Callable[[int], int]
+    components: int = 1
+    flags: tuple[str, ...] = ()
+
+    def number(self, n_tokens: int, count: Count) -> int:
+        """The number of comparisons at T by the chosen count; never below 0.
+
+        Raises:
+            InfoFlowError: for T below 1, T below the dimension, or an unknown count.
+        """
+        if not isinstance(n_tokens, int) or n_tokens < 1:
+            raise InfoFlowError(f"n_tokens is {n_tokens!r}: expected an integer T of at least 1")
+        if self.dimension > n_tokens:
+            raise InfoFlowError(
+                f"{self.name} compares tuples of {self.dimension} tokens, but T is {n_tokens}: "
+                f"expected at least {self.dimension} tokens"
+            )
+        if count not in COUNTS:
+            raise InfoFlowError(f"count is {count!r}: expected one of {', '.join(COUNTS)}")
+        functions = {"paper": self.paper, "unordered": self.unordered, "proved": self.proved}
+        return max(0, functions[count](n_tokens))
+
+    def leading_coefficient(self, count: Count) -> float:
+        """c in number(T) ~ c T^order for large T."""
+        large = 10**9
+        return self.number(large, count) / large**self.order
+
+
+def d_retrieval_profile(n_components: int) -> ComparisonProfile:
+    """F0(max_t f_1, .., max_t f_D): between D(T - D) and D(T - 1) comparisons [stated]."""
+    d = n_components
+    return ComparisonProfile(
+        name="d_retrieval",
+        dimension=1,
+        order=1,
+        n_trees=d,
+        paper=lambda t: d * (t - d),
+        unordered=lambda t: d * (t - 1),
+        proved=lambda t: d * (t - d),
+        components=d,
+        flags=(
+            "the lower bound D(T - D) uses |I_F| = D; two components can share their token, so it "
+            "holds on a set of inputs of positive measure, which is all that the proof needs",
+        ),
+    )
+
+
+def depth_separation_profile() -> ComparisonProfile:
+    """min_{s,t} ||x(s) + x(t)||^2 (Thm 1): C(T,2) - 2 to T^2 - 1 comparisons [derived]."""
+    return ComparisonProfile(
+        name="depth_separation",
+        dimension=2,
+        order=2,
+        n_trees=1,
+        paper=lambda t: t**2 - 1,
+        unordered=lambda t: t * (t + 1) // 2 - 1,
+        proved=lambda t: math.comb(t, 2) - 2,
+        flags=(_ORDERED_FLAG,),
+    )
+
+
+def intrinsic_dimension_profile(n_components: int) -> ComparisonProfile:
+    """sum_i max_{s,t} x(s)^T A_i x(t) (eqs 6, 58): D trees of T^2 leaves [stated]."""
+    d = n_components
+    return ComparisonProfile(
+        name="intrinsic_dimension",
+        dimension=2,
+        order=2,
+        n_trees=d,
+        paper=lambda t: d * (t**2 - 1),
+        unordered=lambda t: d * (t * (t + 1) // 2 - 1),
+        proved=lambda t: math.comb(t, 2) - 2 * d,
+        components=d,
+        flags=(
+            _ORDERED_FLAG,
+            "that h_1 >= D is the paper's estimate from the ordered count; unordered trees give "
+            "only h_1 >= D/2, and the proved lower bound only h_1 >= 1",
+        ),
+    )
+
+
+def triangle_center_profile() -> ComparisonProfile:
+    """min ||x(t1) + x(t2) + x(t3)||^2 (eqs 7, 59): C(T,3) - 3 to T^3 - 1 [derived]."""
+    return ComparisonProfile(
+        name="triangle_center",
+        dimension=3,
+        order=3,
+        n_trees=1,
+        paper=lambda t: t**3 - 1,
+        unordered=lambda t: math.comb(t + 2, 3) - 1,
+        proved=lambda t: math.comb(t, 3) - 3,
+        flags=(
+            _ORDERED_FLAG,
+            "the paper's review prints argmax ||sum x||^2; the target needs the argmin, so trees "
+            "compare by -||sum x||^2",
+        ),
+    )
+
+
+_ORDERED_FLAG = (
+    "the paper counts ordered tuples; a score may take the larger of both orders, so trees over "
+    "unordered tuples need fewer comparisons"
+)
+
+
+# What models can make
+
+
+def check_sizes(n_heads: Sequence[int], n_tokens: int) -> None:
+    """Refuse head counts and lengths below 1.
+
+    Raises:
+        InfoFlowError: with the value.
+    """
+    if not n_heads or any(not isinstance(h, int) or isinstance(h, bool) or h < 1 for h in n_heads):
+        raise InfoFlowError(
+            f"n_heads is {tuple(n_heads)}: expected integers of at least 1, one for each layer"
+        )
+    if not isinstance(n_tokens, int) or isinstance(n_tokens, bool) or n_tokens < 1:
+        raise InfoFlowError(f"n_tokens is {n_tokens!r}: expected an integer T of at least 1")
+
+
+def growth_sizes(
+    n_heads: Sequence[int], n_tokens: int, cls_hidden: bool = True
+) -> list[tuple[int, int]]:
+    """Largest set sizes (token, CLS) after every layer, by max-position retrieval alone (Sec. 4).
+
+    ``m_tok(l) <= (1 + h_l) m_tok(l-1)`` from 1, ``m_cls(l) <= m_cls(l-1) + h_l m_tok(l-1)`` from 0,
+    both at most T [derived].
+
+    Args:
+        n_heads: h_1 .. h_L.
+        n_tokens: T.
+        cls_hidden: whether CLS attends in hidden layers too, the safe upper bound [chosen].
+    """
+    check_sizes(n_heads, n_tokens)
+    sizes, token, cls = [], 1, 0
+    for layer, heads in enumerate(n_heads):
+        if cls_hidden or layer == len(n_heads) - 1:
+            cls = min(n_tokens, cls + heads * token)
+        token = min(n_tokens, (1 + heads) * token)
+        sizes.append((token, cls))
+    return sizes
+
+
+def model_comparisons(
+    n_heads: Sequence[int],
+    n_tokens: int,
+    sizes: Sequence[tuple[int, int]] | int,
+    dimension: int,
+    trees: int = 1,
+    per_head: Literal["T", "T-1"] = "T",
+) -> int:
+    """Comparisons that a model can make, eq (5).
+
+    Every position of a hidden layer, and CLS alone in the last one (nothing else is read; [derived,
+    forced by eq 2]), compares h_l T keys by attention and ``trees * |I|^dimension`` tuples inside
+    what it holds.
+
+    Args:
+        n_heads: h_1 .. h_L.
+        n_tokens: T.
+        sizes: (token, CLS) sizes after every layer, as `growth_sizes` gives them, or one |I| for
+            every state.
+        dimension: beta_1 of the target.
+        trees: K. 1 is the literal reading of eq (5); the number of trees removes its contradiction
+            with one-head global aggregation [chosen; not proved sound in general].
+        per_head: comparisons of a head and query: T is the paper's bound, T - 1 is exact.
+
+    Returns:
+        The number, exactly; nothing of size T is allocated.
+    """
+    check_sizes(n_heads, n_tokens)
+    by_layer = [(sizes, sizes)] * len(n_heads) if isinstance(sizes, int) else list(sizes)
+    if len(by_layer) != len(n_heads):
+        raise InfoFlowError(
+            f"sizes has {len(by_layer)} entries for {len(n_heads)} layers: give one for each"
+        )
+    keys = n_tokens if per_head == "T" else n_tokens - 1
+    total = 0
+    for layer, (heads, (token, cls)) in enumerate(zip(n_heads, by_layer, strict=True)):
+        if layer < len(n_heads) - 1:
+            total += n_tokens * (heads * keys + trees * token**dimension)
+        total += heads * keys + trees * cls**dimension
+    return total
+
+
+def information_needed(
+    profile: ComparisonProfile,
+    n_heads: Sequence[int],
+    n_tokens: int,
+    count: Count = "paper",
+    trees: int = 1,
+) -> tuple[int, bool]:
+    """The smallest |I| with which eq (5) reaches the target's number of comparisons (step 1).
+
+    Solved exactly for the given heads, with every state holding |I| tokens [derived].
+
+    Returns:
+        The size, at most T, and whether it is *saturated*: no |I| up to T is enough.
+    """
+    needed = profile.number(n_tokens, count)
+    by_attention = model_comparisons(n_heads, n_tokens, 0, profile.dimension, trees)
+    states = (len(n_heads) - 1) * (n_tokens + 1) + 1
+    missing = max(0, needed - by_attention)
+    size = _root_ceiling(-(-missing // (trees * states)), profile.dimension)
+    return min(size, n_tokens), size > n_tokens
+
+
+def _root_ceiling(value: int, degree: int) -> int:
+    """The smallest integer whose power reaches `value`; exact also for large integers."""
+    if value <= 0:
+        return 0
+    root = round(value ** (1 / degree))
+    candidates = itertools.chain(range(max(0, root - 2), root + 3))
+    return next(c for c in candidates if c**degree >= value)
