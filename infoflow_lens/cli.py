@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -76,6 +76,156 @@ def demo(
     console.print(table)
     console.print(f"report: {result.out / 'report.html'}", soft_wrap=True)
     console.print(f"numbers: {result.out / 'summary.json'}", soft_wrap=True)
+
+
+def _integers(text: str, name: str) -> tuple[int, ...]:
+    """Comma-separated integers."""
+    from infoflow_lens.foundation.errors import InfoFlowError
+
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InfoFlowError(
+            f"{name} is {text!r}: expected integers separated by commas, such as 4,1"
+        ) from None
+
+
+@app.command(short_help="What an architecture must pay for a task, before training.")
+def estimate(
+    task: Annotated[str, typer.Argument(help="A task, such as d_retrieval.")],
+    heads: Annotated[str, typer.Option(help="Heads of each layer, such as 4,1.")],
+    tokens: Annotated[int, typer.Option(help="Tokens in a sequence, T.")] = 64,
+    d_model: Annotated[int, typer.Option(help="Width of the residual stream, E.")] = 32,
+    d_token: Annotated[int | None, typer.Option(help="Dimension of a token, d.")] = None,
+    components: Annotated[int | None, typer.Option(help="Retrieved components, D.")] = None,
+    positions: Annotated[
+        bool, typer.Option("--positions", help="The model has a positional encoding.")
+    ] = False,
+    count: Annotated[
+        str, typer.Option(help="The target's number of comparisons: paper, unordered or proved.")
+    ] = "paper",
+    trees: Annotated[int, typer.Option(help="K in eq (5).")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the task and of the check.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(help="'heads,tokens': the phase diagram over h_1 and T up to the given ones."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="With --sweep: draw it to this png, svg or pdf file.")
+    ] = None,
+) -> None:
+    """Estimate, before any training, what an architecture must pay to learn a task (Sec. 5.3)."""
+    import json
+
+    with _reported():
+        from infoflow_lens.foundation.errors import InfoFlowError
+        from infoflow_lens.models.architecture import Architecture
+        from infoflow_lens.tasks import load_task
+        from infoflow_lens.theory import estimate as estimates
+
+        n_heads = _integers(heads, "--heads")
+        asked = {"d_token": d_token, "n_components": components}
+        chosen = {name: value for name, value in asked.items() if value is not None}
+        target = load_task(task, n_tokens=tokens, seed=seed, **chosen)
+        if sweep is None and plot is not None:
+            raise InfoFlowError("--plot draws a phase diagram: expected --sweep heads,tokens too")
+        if sweep is not None:
+            if sweep != "heads,tokens":
+                raise InfoFlowError(f"--sweep is {sweep!r}: expected heads,tokens")
+            _sweep(target, n_heads, tokens, count, trees, as_json, plot)
+            return
+        architecture = Architecture(
+            n_heads=n_heads,
+            # only E enters the estimate, so heads need not divide it
+            d_head=tuple(max(1, d_model // h) for h in n_heads if h > 0) or None,
+            d_model=d_model,
+            d_token=target.d_token,
+            n_tokens=tokens,
+            positional_embedding="learned" if positions else "none",
+        )
+        result = estimates.estimate(architecture, target, count=count, trees=trees, seed=seed)
+    if as_json:
+        typer.echo(json.dumps(result.to_dict(), indent=2))
+        return
+    _print_estimate(result)
+
+
+def _print_estimate(result: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    heads = ", ".join(map(str, result.n_heads))
+    console.print(
+        f"[bold]{result.target}[/bold], T = {result.n_tokens}, heads ({heads}), "
+        f"E = {result.d_model}: max-position retrieval alone is [bold]{result.verdict}[/bold]"
+    )
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    saturated = " (saturated)" if result.saturated else ""
+    rows = [
+        (f"comparisons needed ({result.count})", f"{result.needed}"),
+        (f"comparisons made, K = {result.trees}", f"{result.capacity}"),
+        ("least h_1 for large T", str(result.min_heads or "none is enough")),
+        ("least h_1 at this T", str(result.min_heads_here)),
+        ("least |I| by counting", f"{result.min_information}{saturated}"),
+        ("|I| of the best schedule", str(result.upper_information)),
+        ("lower exponent (law, effective, certified)", _exponents(result.lower)),
+        ("upper exponent (law, effective, certified)", _exponents(result.upper)),
+    ]
+    if result.verified is not None:
+        rows.append(("inputs on which the schedule learns", f"{result.verified:.0%}"))
+    for label, value in rows:
+        table.add_row(label, value)
+    console.print(table)
+    for heading, lines in (("Because", result.reasons), ("Mind", result.flags)):
+        console.print(f"[bold]{heading}[/bold]")
+        for line in lines:
+            console.print(f"  - {line}")
+
+
+def _exponents(by_mode: dict[str, float]) -> str:
+    return ", ".join(f"{value:.3g}" for value in by_mode.values()) or "none"
+
+
+def _sweep(
+    target: Any,
+    n_heads: tuple[int, ...],
+    tokens: int,
+    count: str,
+    trees: int,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from infoflow_lens.theory.estimate import phase_diagram
+
+    if plot is not None:
+        from infoflow_lens.report.phase import check_picture_path, draw_phase_diagram
+
+        check_picture_path(plot)
+    lengths = sorted({2**k for k in range(3, tokens.bit_length()) if 2**k <= tokens} | {tokens})
+    rows = phase_diagram(target, range(1, n_heads[0] + 1), lengths, n_heads[1:], count, trees)
+    others = ", ".join(map(str, n_heads[1:]))
+    title = f"{target.name}: max-position retrieval, h = (h_1{', ' if others else ''}{others})"
+    if plot is not None:
+        draw_phase_diagram(rows, title, plot)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(title=f"{title}, count={count}, K={trees}", title_justify="left")
+    table.add_column("h_1", justify="right")
+    for length in lengths:
+        table.add_column(f"T={length}")
+    styles = {"excluded": "red", "allowed": "green", "undecided": "dim"}
+    for first in range(1, n_heads[0] + 1):
+        found = [row["verdict"] for row in rows if row["h1"] == first]
+        table.add_row(str(first), *(f"[{styles[v]}]{v}[/]" for v in found))
+    Console().print(table)
 
 
 def main() -> None:

@@ -11,6 +11,11 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.theory.comparison import (
+    ComparisonProfile,
+    Component,
+    d_retrieval_profile,
+)
 
 Extremum = Literal["max", "min"]
 Outer = Callable[[Tensor], Tensor]
@@ -129,6 +134,28 @@ class DRetrieval(VectorTask):
         if self.directions == "orthonormal":
             return torch.linalg.qr(gaussian.T).Q.T.contiguous()
         return gaussian / gaussian.norm(dim=-1, keepdim=True)
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """One token for each direction, largest or smallest along it."""
+
+        def along(vector: Tensor) -> Callable[[Tensor], Tensor]:
+            return lambda x: x[..., 0, :] @ vector.to(x)
+
+        return tuple(
+            Component(
+                arity=1,
+                score=along(vector if extremum == "max" else -vector),
+                symmetric=True,
+                positions=self.subsets[i] if self.subsets is not None else None,
+            )
+            for i, (vector, extremum) in enumerate(zip(self.vectors, self._extrema(), strict=True))
+        )
+
+    @property
+    def comparison(self) -> ComparisonProfile | None:
+        """Between D(T - D) and D(T - 1) comparisons of single tokens; unknown for subsets."""
+        return None if self.subsets is not None else d_retrieval_profile(self.n_components)
 
     def _signed_scores(
         self, x: Float[Tensor, "batch pos d_token"]

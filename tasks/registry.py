@@ -9,10 +9,13 @@ from typing import Any
 
 from infoflow_lens.tasks.d_retrieval import DRetrieval
 from infoflow_lens.tasks.task import VectorTask
+from infoflow_lens.tasks.tuples import DepthSeparation, IntrinsicDimension, TriangleCenter
 
 from infoflow_lens.foundation.errors import InfoFlowError
 
-_TASKS: dict[str, type[VectorTask]] = {task.name: task for task in (DRetrieval,)}
+_TASKS: dict[str, type[VectorTask]] = {
+    task.name: task for task in (DRetrieval, DepthSeparation, IntrinsicDimension, TriangleCenter)
+}
 
 
 def list_tasks() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import check_seed, derived_seed
+from infoflow_lens.theory.comparison import ComparisonProfile, Component
 
 SPLITS = ("train", "validation", "test")
 _DATASET_FORMAT = 1  # raise it when the same arguments begin to give other data
@@ -28,7 +29,8 @@ class VectorTask(ABC):
         n_tokens: number of tokens in a sequence, T.
         d_token: dimension of a token, d.
         seed: draws what the target fixes at random (its directions, say); not the samples.
-        tokens: distribution of the i.i.d. tokens: "normal", N(0, I_d); "uniform", U[-1, 1]^d.
+        tokens: distribution of the i.i.d. tokens: "normal", N(0, I_d); "uniform", U[-1, 1]^d;
+            "sphere", uniform on the unit sphere of R^d.
 
     Raises:
         InfoFlowError: for sizes below 1 or an unknown token distribution.
@@ -40,7 +42,7 @@ class VectorTask(ABC):
     n_tokens: int = 16
     d_token: int = 4
     seed: int = 0
-    tokens: Literal["normal", "uniform"] = "normal"
+    tokens: Literal["normal", "uniform", "sphere"] = "normal"
 
     def __post_init__(self) -> None:
         for name in ("n_tokens", "d_token"):
@@ -48,8 +50,10 @@ class VectorTask(ABC):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InfoFlowError(f"{name} is {value!r}: expected an integer of at least 1")
         check_seed(self.seed)
-        if self.tokens not in ("normal", "uniform"):
-            raise InfoFlowError(f"tokens is {self.tokens!r}: expected 'normal' or 'uniform'")
+        if self.tokens not in ("normal", "uniform", "sphere"):
+            raise InfoFlowError(
+                f"tokens is {self.tokens!r}: expected 'normal', 'uniform' or 'sphere'"
+            )
 
     @property
     def d_output(self) -> int:
@@ -63,6 +67,16 @@ class VectorTask(ABC):
     @abstractmethod
     def active_index_set(self, x: Float[Tensor, "batch pos d_token"]) -> Bool[Tensor, "batch pos"]:
         """I_F(X): the positions whose token moves the target, dF/dx(t) != 0 (Sec. 5.1, eq 4)."""
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """What the target retrieves, for the theory's own model; empty if no tuples."""
+        return ()
+
+    @property
+    def comparison(self) -> ComparisonProfile | None:
+        """How much the target compares; None if that is not known."""
+        return None
 
     def parameters(self) -> dict[str, Any]:
         """The parameters that make this task."""
@@ -91,9 +105,10 @@ class VectorTask(ABC):
     def draw_tokens(self, n: int, generator: torch.Generator) -> Float[Tensor, "batch pos d_token"]:
         """`n` sequences of i.i.d. tokens."""
         shape = (n, self.n_tokens, self.d_token)
-        if self.tokens == "normal":
-            return torch.randn(shape, generator=generator)
-        return torch.rand(shape, generator=generator) * 2 - 1
+        if self.tokens == "uniform":
+            return torch.rand(shape, generator=generator) * 2 - 1
+        x = torch.randn(shape, generator=generator)
+        return x / x.norm(dim=-1, keepdim=True) if self.tokens == "sphere" else x
 
     def sample(
         self, n: int, seed: int

@@ -1,5 +1,31 @@
-"""What InfoFlow says, without any model: sets of input positions and how layers update them."""
+"""What InfoFlow says, without any model: sets of input positions, comparisons, costs and bounds."""
 
-from infoflow_lens.theory.information_sets import InformationSets, propagate
+from infoflow_lens.theory.comparison import ComparisonProfile, ComparisonTree, Component
+from infoflow_lens.theory.cost import DigitCode, exponent
+from infoflow_lens.theory.estimate import Estimate
+from infoflow_lens.theory.information_sets import (
+    GlobalAggregation,
+    InformationSets,
+    MaxPosition,
+    SpecificPositions,
+    propagate,
+)
+from infoflow_lens.theory.schedule import Schedule, learns, run_schedule, search
 
-__all__ = ["InformationSets", "propagate"]
+__all__ = [
+    "ComparisonProfile",
+    "ComparisonTree",
+    "Component",
+    "DigitCode",
+    "Estimate",
+    "GlobalAggregation",
+    "InformationSets",
+    "MaxPosition",
+    "Schedule",
+    "SpecificPositions",
+    "exponent",
+    "learns",
+    "propagate",
+    "run_schedule",
+    "search",
+]

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infoflow_lens import InfoFlowError, InformationSets, propagate
-from infoflow_lens.theory import information_sets
+from infoflow_lens.theory import (
+    GlobalAggregation,
+    MaxPosition,
+    SpecificPositions,
+    information_sets,
+)
+from infoflow_lens.theory.information_sets import update
 from tests.reference import sets as reference
 
 
@@ -41,6 +47,60 @@ def test_equals_the_set_based_reference(case):
         expected = reference.propagate(as_reference(positions, sequence), n_sources)
         for layer, row in enumerate(expected):
             assert [sets.of(layer, sequence, t) for t in range(len(row))] == row
+
+
+@st.composite
+def mixed_layers(draw):
+    """Random layers that mix the three rules over heads and positions."""
+    n_sources = draw(st.integers(1, 9))
+    n_pos = n_sources + draw(st.integers(0, 2))
+    batch = draw(st.integers(1, 3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    layers = []
+    for _ in range(draw(st.integers(1, 4))):
+        rules = []
+        for kind in draw(st.lists(st.sampled_from("msg"), min_size=0, max_size=4)):
+            if kind == "m":
+                shape = (batch, draw(st.integers(1, 3)), n_pos)
+                rules.append(MaxPosition(torch.randint(-1, n_pos, shape, generator=generator)))
+            elif kind == "s":
+                rules.append(SpecificPositions(torch.rand(n_pos, n_pos, generator=generator) < 0.3))
+            else:
+                rules.append(GlobalAggregation(torch.rand(n_pos, generator=generator) < 0.2))
+        layers.append(rules)
+    # one rule that tells the batch
+    layers[0].append(MaxPosition(torch.full((batch, 1, n_pos), -1)))
+    return layers, n_sources, batch, n_pos
+
+
+@settings(max_examples=300)
+@given(mixed_layers())
+def test_mixed_rules_equal_the_set_based_reference(case):
+    layers, n_sources, batch, n_pos = case
+    sets = propagate(layers, n_sources)
+    for sequence in range(batch):
+        current = [{t} if t < n_sources else set() for t in range(n_pos)]
+        for layer, rules in enumerate(layers):
+            following = [set(held) for held in current]
+            for t in range(n_pos):
+                for rule in rules:
+                    if isinstance(rule, MaxPosition):
+                        for head in rule.positions[sequence].tolist():
+                            following[t] |= current[head[t]] if head[t] >= 0 else set()
+                    elif isinstance(rule, SpecificPositions):
+                        for s in rule.reads[t].nonzero().flatten().tolist():
+                            following[t] |= current[s]
+                    elif rule.queries[t]:
+                        following[t] = set(range(n_sources))
+            current = following
+            assert [sets.of(layer, sequence, t) for t in range(n_pos)] == current
+
+
+@pytest.mark.parametrize("n_sources", [1, 7, 8, 63, 64, 65, 130])
+def test_any_number_of_sources_survives_packing(n_sources):
+    generator = torch.Generator().manual_seed(n_sources)
+    sets = torch.rand(2, n_sources + 1, n_sources, generator=generator) < 0.5
+    assert update(sets, []).equal(sets)
 
 
 @given(attended())
@@ -88,6 +148,9 @@ def test_positions_of_any_integer_type(dtype):
     [
         ([], None, "no layer"),
         ([torch.zeros(1, 1, 3)], None, "expected integers"),
+        ([[]], None, "no layer"),
+        ([SpecificPositions(torch.zeros(3, 2, dtype=torch.bool))], None, "queries by keys"),
+        ([GlobalAggregation(torch.zeros(3))], None, r"expected bool \[3\]"),
         ([torch.full((1, 1, 3), 3)], None, r"lie in \[3, 3\]"),
         ([torch.full((1, 1, 3), -2)], None, "or -1 for none"),
         ([torch.zeros(1, 1, 3, dtype=torch.int64)], 4, "n_sources is 4"),

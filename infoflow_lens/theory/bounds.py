@@ -1,0 +1,237 @@
+"""The theorems' exponents: how many parameters a shallow model needs, eps^-k.
+
+Each bound says where it holds; outside it is *vacuous*, and its exponent is 0 with the reason,
+never negative. Constants are not given by the theorems; finite forms are [derived] and say so.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.theory.cost import check_eps
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A lower bound Omega(eps^-exponent) on the number of parameters.
+
+    Attributes:
+        exponent: k; 0 where the bound is vacuous.
+        vacuous: whether it says nothing here.
+        reason: in words, what it counts or why it says nothing.
+        source: theorem and mark.
+    """
+
+    exponent: float
+    vacuous: bool
+    reason: str
+    source: str
+
+
+def _bound(exponent: float, reason: str, source: str) -> Bound:
+    if exponent > 0:
+        return Bound(exponent, False, reason, source)
+    why = f"the bound is vacuous here: its exponent would be {exponent:.3g}; {reason}"
+    return Bound(0.0, True, why, source)
+
+
+def _check(**values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InfoFlowError(f"{name} is {value!r}: expected an integer of at least 1")
+
+
+def depth_separation_bound(n_tokens: int, n_heads: int, d_head: int, sharp: bool = False) -> Bound:
+    """One layer on min_{s,t} ||x(s) + x(t)||^2 (Thm 1/4): exponent linear in T.
+
+    ``k = (T - h - 1) / ((n + 1) h + 1) - 1``, or with `sharp` ``(T - h - 1) / ((n + 1) h) - 1``,
+    what the counting of free positions and constraints gives [derived from the proof; the paper
+    never prints the number]. Two layers of one head need O(1/eps).
+
+    Args:
+        n_tokens: T.
+        n_heads: h.
+        d_head: n, per-head dimension.
+        sharp: without the slack that makes the count a strict inequality.
+    """
+    _check(n_tokens=n_tokens, n_heads=n_heads, d_head=d_head)
+    free = n_tokens - n_heads - 1
+    constraints = (d_head + 1) * n_heads + (0 if sharp else 1)
+    return _bound(
+        free / constraints - 1,
+        f"{max(free, 0)} free positions against {constraints} constraints",
+        "Theorem 1 (4), single layer [derived]",
+    )
+
+
+def kth_largest_bound(n_tokens: int, k: int, d_head: int) -> Bound:
+    """One softmax head on the k-th largest of T scalars, k >= 2 (Thm 2/5).
+
+    ``(T - k + 1) / (n + 1) - 1`` [derived; confirmed numerically]. It grows with T at fixed k and
+    falls with k. [flag: the paper's "growing exponentially in" lost its variable; it is T, not k.]
+
+    Raises:
+        InfoFlowError: for k = 1, which attention does retrieve, or k above T.
+    """
+    _check(n_tokens=n_tokens, k=k, d_head=d_head)
+    if not 2 <= k <= n_tokens:
+        raise InfoFlowError(
+            f"k is {k}: expected 2 to T = {n_tokens}; the theorem needs k >= 2 (the proof divides "
+            "by the k - 1 coordinates that it fixes), and k = 1 is retrieved at no such cost"
+        )
+    return _bound(
+        (n_tokens - k + 1) / (d_head + 1) - 1,
+        f"{n_tokens - k + 1} free coordinates in {d_head + 1} numbers",
+        "Theorem 2 (5) [derived]; flag: exponential in T, not in k",
+    )
+
+
+def d_retrieval_bound(n_tokens: int, n_components: int, n_heads: int, d_head: int) -> Bound:
+    """One layer with s < D heads on D-retrieval (Yu et al. 2026, arXiv 2510.06662, Thm 2.1).
+
+    ``k = (T/4 - s - D + 1) / ((n + 1) s + 1) - 1`` [stated there]. With s >= D heads of dimension 2
+    the target is learned without such a cost (Thm 2.2), so the bound is vacuous.
+    """
+    _check(n_tokens=n_tokens, n_components=n_components, n_heads=n_heads, d_head=d_head)
+    source = "Yu et al. 2026, Theorem 2 (1)-(2) [stated]"
+    if n_heads >= n_components:
+        reason = f"the bound is vacuous here: {n_heads} heads are enough for D = {n_components}"
+        return Bound(0.0, True, reason, source)
+    free = n_tokens / 4 - n_heads - n_components + 1
+    constraints = (d_head + 1) * n_heads + 1
+    return _bound(
+        free / constraints - 1, f"{free:.3g} free positions, {constraints} constraints", source
+    )
+
+
+def encoding_bound(n_tokens: int, d_token: int, d_model: int) -> Bound:
+    """Coding r tokens of dimension d in E numbers of [-1, 1] (Thm 3/6): ``r d / E - 1``.
+
+    [derived] for uniform error and weights of at most 1. [flag: the upper bound eps^(-rd/E) is for
+    L2 error and unbounded weights, so the two halves differ in norm and weights.]
+    """
+    _check(n_tokens=n_tokens, d_token=d_token, d_model=d_model)
+    return _bound(
+        n_tokens * d_token / d_model - 1,
+        f"{n_tokens * d_token} coordinates in {d_model} numbers",
+        "Theorem 3 (6) [derived]; flag: needs codes in a fixed box; norms and weights differ from "
+        "the upper bound's",
+    )
+
+
+# Theorem 2 by construction: two sequences that one head cannot tell apart
+
+
+@dataclass(frozen=True)
+class Collision:
+    """Two sequences with different k-th largest values whose attention outputs nearly agree.
+
+    Attributes:
+        first, second: the sequences [T].
+        gap: difference of their k-th largest values.
+        distance: largest difference of their attention outputs.
+        distance_bound: 2 N eta / (k - 1), what the proof allows.
+        forced_width: hidden units that a decoder with weights of at most 1 needs: 2 eps over n
+            times the distance bound.
+    """
+
+    first: Float[Tensor, " pos"]
+    second: Float[Tensor, " pos"]
+    gap: float
+    distance: float
+    distance_bound: float
+    forced_width: float
+
+
+def attention_average(
+    x: Float[Tensor, "*batch pos"],
+    score: Callable[[Tensor], Tensor],
+    value: Callable[[Tensor], Tensor],
+) -> Float[Tensor, "*batch d_head"]:
+    """Softmax attention of a fixed query over scalar tokens (eq 44)."""
+    weights = torch.softmax(score(x), dim=-1)
+    return (weights.unsqueeze(-1) * value(x)).sum(dim=-2)
+
+
+def kth_largest_collision(
+    score: Callable[[Tensor], Tensor],
+    value: Callable[[Tensor], Tensor],
+    n_tokens: int,
+    k: int,
+    eps: float,
+) -> Collision:
+    """The pair of sequences on which Theorem 2's proof rests, found by its pigeonhole.
+
+    k - 1 coordinates stay at 1; the others run over ordered grids with spacing 4 eps. All grid
+    sequences fall into cubes of (n + 1) weighted averages; two in one cube differ in the k-th
+    largest value by 4 eps or more once their common coordinates are set to 0.
+
+    Args:
+        score: lambda, non-decreasing, from scalars [...] to scores [...].
+        value: phi, from scalars [...] to values [..., n] in [-1, 1].
+        n_tokens: T.
+        k: which value, 2 <= k <= T.
+        eps: precision; it must leave at least two grid points a coordinate, and few enough
+            sequences to list (a million).
+
+    Raises:
+        InfoFlowError: if eps does not, or no two sequences share a cube.
+    """
+    check_eps(eps)
+    bound = kth_largest_bound(n_tokens, k, value(torch.zeros(1)).shape[-1])
+    n = value(torch.zeros(1)).shape[-1]
+    free = n_tokens - k + 1
+    points = math.floor(1 / (4 * (free + 1) * eps))
+    if points < 2 or points**free > 10**6:
+        raise InfoFlowError(
+            f"eps is {eps}: {points} grid points on {free} coordinates; expected at least 2 points "
+            "and at most a million sequences; choose another eps"
+        )
+    grids = [
+        [4 * eps * (1 + coordinate * points + step) for step in range(points)]
+        for coordinate in range(free)
+    ]
+    z = torch.tensor(list(itertools.product(*grids)), dtype=torch.float64)
+    weights = (score(z) - score(torch.ones(1, dtype=z.dtype))).exp()
+    averages = torch.cat(
+        [(weights.unsqueeze(-1) * value(z)).mean(dim=1), weights.mean(dim=1, keepdim=True)], dim=1
+    )
+    side, pair = _smallest_shared_cube(averages, len(z), n)
+    if pair is None:
+        raise InfoFlowError(f"no two of {len(z)} sequences share a cube ({bound.reason})")
+    sequences = torch.ones(2, n_tokens, dtype=z.dtype)
+    differ = z[pair[0]] != z[pair[1]]
+    sequences[:, k - 1 :] = torch.where(differ, z[list(pair)], 0.0)
+    outputs = attention_average(sequences, score, value)
+    kth = sequences.sort(dim=1, descending=True).values[:, k - 1]
+    distance_bound = 2 * free * side / (k - 1)
+    return Collision(
+        first=sequences[0],
+        second=sequences[1],
+        gap=float((kth[0] - kth[1]).abs()),
+        distance=float((outputs[0] - outputs[1]).abs().max()),
+        distance_bound=distance_bound,
+        forced_width=2 * eps / (n * distance_bound),
+    )
+
+
+def _smallest_shared_cube(
+    averages: Float[Tensor, "sequence number"], n_sequences: int, d_head: int
+) -> tuple[float, tuple[int, int] | None]:
+    """The side for which cubes are fewer than sequences, and two sequences that share one."""
+    cells = math.ceil(n_sequences ** (1 / (d_head + 1))) - 1  # per axis: fewer cubes than sequences
+    cells = max(1, cells)
+    side = 2 / cells
+    cubes = ((averages + 1) / side).floor()
+    seen: dict[tuple[float, ...], int] = {}
+    for index, cube in enumerate(map(tuple, cubes.tolist())):
+        if cube in seen:
+            return side, (seen[cube], index)
+        seen[cube] = index
+    return side, None

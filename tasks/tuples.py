@@ -1,0 +1,179 @@
+"""Targets over tuples of tokens: the best pair, the best pair of each kind, the best triple."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from infoflow_lens.tasks.task import VectorTask
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.theory.comparison import (
+    ComparisonProfile,
+    Component,
+    best_tuples,
+    depth_separation_profile,
+    intrinsic_dimension_profile,
+    triangle_center_profile,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TupleTask(VectorTask):
+    """A target that is a sum over components of the extremal score of a tuple of tokens.
+
+    Tuples may repeat positions; ties go to the first tuple in lexicographic order.
+    """
+
+    sign: ClassVar[float] = 1.0  # -1 where the target is the minimum of minus the scores
+
+    @property
+    @abstractmethod
+    def components(self) -> tuple[Component, ...]:
+        """What is retrieved."""
+
+    def target(self, x: Float[Tensor, "batch pos d_token"]) -> Float[Tensor, "batch d_output"]:
+        """F(X), differentiable in `x` through the tokens of the best tuples."""
+        self.check_input(x)
+        rows = torch.arange(len(x), device=x.device)[:, None]
+        values = [
+            component.score(x[rows, best_tuples(x.detach(), component)[0]])
+            for component in self.components
+        ]
+        return self.sign * torch.stack(values).sum(dim=0).unsqueeze(-1)
+
+    def active_index_set(self, x: Float[Tensor, "batch pos d_token"]) -> Bool[Tensor, "batch pos"]:
+        """The positions of the best tuples of all components."""
+        self.check_input(x)
+        active = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        for component in self.components:
+            active.scatter_(1, best_tuples(x.detach(), component)[0], True)
+        return active
+
+
+def _minus_squared_norm_of_sum(x: Float[Tensor, "*batch arity d"]) -> Float[Tensor, "*batch"]:
+    return -x.sum(dim=-2).square().sum(dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthSeparation(TupleTask):
+    """F(X) = min_{s,t} ||x(s) + x(t)||^2 on the unit sphere (InfoFlow 2026, Thm 1, eq 8).
+
+    One layer needs eps^-k parameters with k linear in T; two layers of one head need O(1/eps).
+    Dimension and order of comparison are 2.
+    """
+
+    name: ClassVar[str] = "depth_separation"
+    source: ClassVar[str] = "InfoFlow 2026, Theorem 1, eq 8"
+    sign: ClassVar[float] = -1.0
+
+    d_token: int = 3
+    tokens: Literal["normal", "uniform", "sphere"] = "sphere"
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """The pair with the smallest sum."""
+        return (Component(arity=2, score=_minus_squared_norm_of_sum, symmetric=True),)
+
+    @property
+    def comparison(self) -> ComparisonProfile:
+        """Between C(T,2) - 2 and T^2 - 1 comparisons of pairs."""
+        return depth_separation_profile()
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntrinsicDimension(TupleTask):
+    """F(X) = sum_i max_{s,t} x(s)^T A_i x(t), i = 1 .. D (InfoFlow 2026, eqs 6 and 58).
+
+    The maximum is stated, the sum over i is chosen. D first-layer heads are enough (Prop 1); the
+    paper's estimate says that fewer are not. Dimension and order of comparison are 2.
+
+    Attributes:
+        n_components: D, the number of matrices A_i, Gaussian with variance 1/d, from the seed.
+
+    Raises:
+        InfoFlowError: for D below 1.
+    """
+
+    name: ClassVar[str] = "intrinsic_dimension"
+    source: ClassVar[str] = "InfoFlow 2026, Sec. 6.1, eqs 6 and 58"
+
+    n_components: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.n_components, int) or self.n_components < 1:
+            raise InfoFlowError(
+                f"n_components is {self.n_components!r}: expected an integer of at least 1"
+            )
+
+    @property
+    def matrices(self) -> Float[Tensor, "component d_token d_token"]:
+        """A_1 .. A_D."""
+        generator = torch.Generator().manual_seed(derived_seed("matrices", self.seed))
+        shape = (self.n_components, self.d_token, self.d_token)
+        return torch.randn(shape, generator=generator) / self.d_token**0.5
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """The best ordered pair for each matrix."""
+
+        def form(matrix: Tensor) -> Callable[[Tensor], Tensor]:
+            return lambda x: ((x[..., 0, :] @ matrix.to(x)) * x[..., 1, :]).sum(dim=-1)
+
+        return tuple(Component(arity=2, score=form(matrix)) for matrix in self.matrices)
+
+    @property
+    def comparison(self) -> ComparisonProfile:
+        """At most D(T^2 - 1) comparisons of pairs."""
+        return intrinsic_dimension_profile(self.n_components)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TriangleCenter(TupleTask):
+    """F(X) = min ||x(t1) + x(t2) + x(t3)||^2, norms clamped (InfoFlow 2026, eqs 7 and 59).
+
+    Dimension and order of comparison are 3, so no number of heads is enough for large T without
+    growing information sets (Prop 2).
+
+    Attributes:
+        min_norm, max_norm: bounds to which the tokens' norms are clamped [values chosen].
+
+    Raises:
+        InfoFlowError: unless 0 < min_norm <= max_norm.
+    """
+
+    name: ClassVar[str] = "triangle_center"
+    source: ClassVar[str] = "InfoFlow 2026, Sec. 6.2, eqs 7 and 59"
+    sign: ClassVar[float] = -1.0
+
+    min_norm: float = 0.5
+    max_norm: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.min_norm <= self.max_norm:
+            raise InfoFlowError(
+                f"min_norm is {self.min_norm}, max_norm {self.max_norm}: expected "
+                "0 < min_norm <= max_norm"
+            )
+
+    def draw_tokens(self, n: int, generator: torch.Generator) -> Float[Tensor, "batch pos d_token"]:
+        """`n` sequences of i.i.d. tokens, their norms clamped."""
+        x = super().draw_tokens(n, generator)
+        norms = x.norm(dim=-1, keepdim=True)
+        return x * norms.clamp(self.min_norm, self.max_norm) / norms
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """The triple with the smallest sum."""
+        return (Component(arity=3, score=_minus_squared_norm_of_sum, symmetric=True),)
+
+    @property
+    def comparison(self) -> ComparisonProfile:
+        """Between C(T,3) - 3 and T^3 - 1 comparisons of triples."""
+        return triangle_center_profile()

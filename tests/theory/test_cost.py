@@ -1,0 +1,107 @@
+"""The parameter-cost law, and Theorem 3's code built and measured."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infoflow_lens import InfoFlowError, InformationSets, propagate
+from infoflow_lens.theory.cost import DigitCode, exponent, exponents, total_cost
+
+
+@pytest.mark.parametrize(
+    ("size", "law", "effective", "certified"),
+    [(4, 1.0, 0.0, 0.0), (12, 3.0, 3.0, 2.0), (64, 16.0, 16.0, 15.0), (0, 0.0, 0.0, 0.0)],
+)
+def test_exponents_of_example_1(size, law, effective, certified):
+    """d = 4, E = 16: four tokens fit (O(1)); global aggregation of 64 costs eps^-16."""
+    found = [exponent(size, 4, 16, mode) for mode in ("law", "effective", "certified")]
+    assert found == [law, effective, certified]
+
+
+def test_costs_of_sets_are_those_of_their_sizes():
+    sets = propagate([torch.tensor([[[1, 1, 0, 2]]]), torch.tensor([[[0, 0, 0, 1]]])], n_sources=3)
+    by_state = exponents(sets, d_token=2, d_model=4)
+    assert by_state[0, 0].tolist() == [1.0, 0.5, 1.0, 0.5]
+    assert by_state[1, 0, :3].isnan().all()  # nothing reads them
+    assert by_state[1, 0, 3] == len(sets.of(1, 0, 3)) * 2 / 4
+    expected = sum(0.1**-k for k in (1.0, 0.5, 1.0, 0.5, float(by_state[1, 0, 3])))
+    assert float(total_cost(sets, 2, 4, eps=0.1)[0]) == pytest.approx(expected)
+
+
+@given(
+    n=st.integers(1, 4), latents=st.integers(1, 4), bits=st.integers(1, 5), seed=st.integers(0, 999)
+)
+def test_the_code_returns_the_middle_of_each_cell(n, latents, bits, seed):
+    if -(-n * bits // latents) > 14:
+        return
+    code = DigitCode(n, latents, bits)
+    x = torch.rand(64, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    middle = (x * 2**bits).floor() / 2**bits + 0.5 ** (bits + 1)
+    latent = code.encode(x)
+    assert latent.shape == (64, latents)
+    assert latent.ge(0).all()
+    assert latent.lt(1).all()
+    torch.testing.assert_close(code.decode(latent), middle, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("bits", [1, 3, 5])
+def test_the_error_is_half_a_cell_exactly(bits):
+    code = DigitCode(3, 2, bits)
+    edge = torch.zeros(1, 3, dtype=torch.float64)
+    error = (code.decode(code.encode(edge)) - edge).abs().max()
+    assert float(error) == 0.5 ** (bits + 1)
+
+
+@pytest.mark.parametrize(("bits", "found"), [(3, 5 / 3), (6, 1.5)])
+def test_the_decoder_costs_the_law_up_to_the_ceiling(bits, found):
+    """r d = 3 in E = 2 numbers: the law's exponent is 1.5."""
+    code = DigitCode(3, 2, bits)
+    assert code.decoder_exponent == pytest.approx(found)
+    assert code.decoder_units == 2 * 2 ** math.ceil(1.5 * bits)
+    assert code.encoder_units == 3 * 2**bits
+
+
+@pytest.mark.parametrize("eps", [0.3, 0.1, 0.05])
+def test_the_precision_that_was_asked_for_is_met(eps):
+    code = DigitCode.for_precision(n_tokens=2, d_token=2, n_latents=3, eps=eps)
+    x = torch.rand(500, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    error = (code.decode(code.encode(x)) - x).square().sum(-1).mean().sqrt()
+    assert float(error) <= eps
+
+
+def test_tanh_units_in_place_of_steps_lose_the_thresholds_only():
+    """Lemma 1: the share of inputs that come out wrong falls with the steepness."""
+    code = DigitCode(2, 1, 3)
+    x = torch.rand(4000, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    exact = code.decode(code.encode(x))
+    wrong = []
+    for steepness in (1e3, 1e4, 1e5):
+        soft = code.decode(code.encode(x, steepness), steepness)
+        wrong.append(float(((soft - exact).abs().amax(-1) > 0.01).double().mean()))
+    assert wrong[0] > wrong[1] > wrong[2]
+    assert wrong[2] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: exponent(3, 4, 16, "upper"), "mode is 'upper'"),
+        (lambda: exponent(-1, 4, 16), r"\|I\| = -1"),
+        (lambda: DigitCode(0, 1, 1), "n_coordinates is 0"),
+        (lambda: DigitCode(9, 1, 3), "expected at most 24"),
+        (lambda: DigitCode.for_precision(1, 1, 1, 1.5), "eps is 1.5"),
+    ],
+)
+def test_bad_values_are_named(call, message):
+    with pytest.raises(InfoFlowError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("eps", [0, 1, -0.5, 2])
+def test_eps_is_a_precision(eps):
+    sets = InformationSets(torch.ones(1, 1, 2, 2, dtype=torch.bool))
+    with pytest.raises(InfoFlowError, match="eps is"):
+        total_cost(sets, 1, 1, eps)
