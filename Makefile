@@ -31,7 +31,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	$(BIN)/python benchmarks/first_light.py
+	$(BIN)/python -m benchmarks.first_light
 
 constraints:  ## pin the environment anew (needs uv)
 	mkdir -p build

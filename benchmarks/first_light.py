@@ -21,6 +21,7 @@ from infoflow_lens import (
     propagate,
     run_probes,
 )
+from tests.reference import sets as reference
 
 ROUNDS = 5
 
@@ -39,15 +40,9 @@ def paired(ours: Callable[[], object], theirs: Callable[[], object], rounds: int
 
 
 def sets_by_python(positions: list[torch.Tensor], n_sources: int) -> None:
-    """Rule (1) with Python sets."""
+    """Rule (1) with Python sets, by the reference of the tests."""
     for sequence in range(len(positions[0])):
-        n_pos = positions[0].shape[2]
-        current = [{t} if t < n_sources else set() for t in range(n_pos)]
-        for chosen in positions:
-            heads = chosen[sequence].tolist()
-            current = [
-                current[t].union(*(current[head[t]] for head in heads)) for t in range(n_pos)
-            ]
+        reference.propagate([p[sequence].unsqueeze(-1).tolist() for p in positions], n_sources)
 
 
 def main() -> None:

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from infoflow_lens.tasks import list_tasks as list_tasks
     from infoflow_lens.tasks import load_task as load_task
     from infoflow_lens.theory import InformationSets as InformationSets
+    from infoflow_lens.theory import learns as learns
     from infoflow_lens.theory import propagate as propagate
+    from infoflow_lens.theory.estimate import estimate as estimate
     from infoflow_lens.training import TrainingConfig as TrainingConfig
     from infoflow_lens.training import train as train
 
@@ -41,6 +43,8 @@ _HOMES = {
     "attach": "hooks",
     "build_model": "models.host",
     "compare": "agreement",
+    "estimate": "theory.estimate",
+    "learns": "theory",
     "list_tasks": "tasks",
     "load_model": "models.host",
     "load_task": "tasks",

@@ -1,5 +1,6 @@
 """The command line: quick, clear, and clean when stopped."""
 
+import json
 import os
 import signal
 import subprocess
@@ -48,6 +49,69 @@ def test_a_bad_seed_is_one_line(tmp_path, seed):
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--seed", seed, "--quiet"])
     assert result.exit_code == 2
     assert f"seed is {seed}" in result.stderr
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["estimate", *arguments])
+
+
+def test_estimate_prints_a_verdict():
+    result = invoke("d_retrieval", "--heads", "3", "--components", "4", "--tokens", "64")
+    assert result.exit_code == 0
+    assert "max-position retrieval alone is excluded" in " ".join(result.output.split())
+    assert "Because" in result.output
+    assert "Mind" in result.output
+
+
+def test_estimate_for_machines():
+    result = invoke("triangle_center", "--heads", "4,4", "--tokens", "64", "--positions", "--json")
+    values = json.loads(result.output)
+    assert values["min_information"] == 16
+    assert values["upper_information"] == 24
+    assert values["verified"] == 1.0
+
+
+def test_estimate_of_a_million_tokens_is_quick():
+    result = invoke("triangle_center", "--heads", "4,4", "--tokens", "1000000", "--json")
+    assert json.loads(result.output)["min_information"] == 10**4
+
+
+def test_the_sweep_prints_and_draws_the_phase_diagram(tmp_path):
+    picture = tmp_path / "phase.svg"
+    arguments = ["d_retrieval", "--heads", "5", "--tokens", "64", "--sweep", "heads,tokens"]
+    result = invoke(*arguments, "--plot", str(picture))
+    assert result.exit_code == 0
+    for verdict in ("excluded", "undecided", "allowed"):
+        assert verdict in result.output
+    assert picture.read_text().startswith("<?xml")
+    rows = json.loads(invoke(*arguments, "--json").output)
+    assert {row["n_tokens"] for row in rows} == {8, 16, 32, 64}
+    assert {row["h1"] for row in rows} == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["d_retreival", "--heads", "4"], "did you mean 'd_retrieval'"),
+        (["d_retrieval", "--heads", "4,x"], "--heads is '4,x'"),
+        (["d_retrieval", "--heads", "0"], "n_heads is (0,)"),
+        (["d_retrieval", "--heads", "4", "--tokens", "0"], "n_tokens is 0"),
+        (["d_retrieval", "--heads", "4", "--count", "all"], "count is 'all'"),
+        (["d_retrieval", "--heads", "4", "--trees", "0"], "trees is 0"),
+        (["triangle_center", "--heads", "4", "--components", "2"], "no parameter 'n_components'"),
+        (["d_retrieval", "--heads", "4", "--sweep", "depth"], "--sweep is 'depth'"),
+        (["d_retrieval", "--heads", "4", "--plot", "a.png"], "expected --sweep"),
+        (
+            ["d_retrieval", "--heads", "4", "--sweep", "heads,tokens", "--plot", "a.doc"],
+            "cannot draw to 'a.doc'",
+        ),
+    ],
+)
+def test_bad_estimates_are_one_line(arguments, message):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")

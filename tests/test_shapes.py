@@ -31,6 +31,22 @@ for result in run_probes(
     model, x, [PositionsProbe((1, 3)), RecoveryProbe((1, 2)), JacobianInfluence()], progress=False
 ):
     result.to_frame(), result.plot()
+from infoflow_lens.theory import DigitCode, ComparisonTree
+from infoflow_lens.theory.bounds import kth_largest_collision
+from infoflow_lens.theory.cost import exponents, total_cost
+for name in ("d_retrieval", "depth_separation", "intrinsic_dimension", "triangle_center"):
+    task = load_task(name, n_tokens=6, d_token=4)
+    for positions in ("none", "learned"):
+        estimate(
+            Architecture(n_heads=(2, 4), d_model=8, d_token=4, n_tokens=6,
+                         positional_embedding=positions), task, verify=5)
+    x, _ = task.sample(3, seed=0)
+    task.active_index_set(x)
+    ComparisonTree.over(6, task.components[0]).evaluate(x)
+total_cost(propagate([torch.zeros(2, 3, 5, dtype=torch.int64)], 4), 2, 8, eps=0.1)
+code = DigitCode(3, 2, 4)
+code.decode(code.encode(torch.rand(7, 3), 1e3), 1e3)
+kth_largest_collision(lambda z: z, lambda z: z.unsqueeze(-1), 4, 2, 0.02)
 try:
     rank_keys("no tensor", (1,))
 except Exception as error:

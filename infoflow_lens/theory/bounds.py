@@ -125,6 +125,68 @@ def encoding_bound(n_tokens: int, d_token: int, d_model: int) -> Bound:
     )
 
 
+# Finite forms: widths at a given precision, from the same pigeonhole
+
+
+def _cells(sequences: int, dimensions: int) -> int:
+    """The most cells an axis can have so that all cells are fewer than the sequences."""
+    cells = max(1, round(sequences ** (1 / dimensions)) + 1)
+    while cells > 1 and cells**dimensions >= sequences:
+        cells -= 1
+    return cells
+
+
+def kth_largest_width(n_tokens: int, k: int, d_head: int, eps: float) -> float:
+    """Hidden units that a decoder of the k-th largest needs at precision `eps` (Thm 2/5).
+
+    ``2 eps / (n * 2 N eta / (k - 1))`` with N = T - k + 1 free coordinates on grids of
+    ``M = 1 / (4 (N + 1) eps)`` points, and cubes of side eta fewer than the M^N sequences. Finite
+    form of the proof [derived]; 0 where the grids have fewer than two points.
+
+    Raises:
+        InfoFlowError: as :func:`kth_largest_bound`, or unless ``0 < eps < 1``.
+    """
+    check_eps(eps)
+    kth_largest_bound(n_tokens, k, d_head)
+    free = n_tokens - k + 1
+    points = math.floor(1 / (4 * (free + 1) * eps))
+    if points < 2:
+        return 0.0
+    side = 2 / _cells(points**free, d_head + 1)
+    return 2 * eps / (d_head * 2 * free * side / (k - 1))
+
+
+def depth_separation_width(
+    n_tokens: int, n_heads: int, d_head: int, eps: float, radius: float = 0.5
+) -> float:
+    """Hidden units that one layer needs for the closest pair at precision `eps` (Thm 1/4).
+
+    ``2 eps / (2 N eta * n h)`` with N = T - h - 1 free positions, grids of ``M = L^2 / (4 N eps)``
+    radii inside balls of radius L, and cells of side eta in (n + 1) h dimensions fewer than the M^N
+    sequences. Finite form of the proof [derived]; 0 where the grids have fewer than two points.
+
+    Args:
+        n_tokens: T.
+        n_heads: h.
+        d_head: n.
+        eps: precision.
+        radius: L; the proof needs h + 1 disjoint balls on the sphere [chosen: 0.5].
+
+    Raises:
+        InfoFlowError: for values below 1, unless ``0 < eps < 1`` and ``0 < radius < 1``.
+    """
+    check_eps(eps)
+    _check(n_tokens=n_tokens, n_heads=n_heads, d_head=d_head)
+    if not 0 < radius < 1:
+        raise InfoFlowError(f"radius is {radius}: expected a number between 0 and 1")
+    free = n_tokens - n_heads - 1
+    points = math.floor(radius**2 / (4 * max(free, 1) * eps))
+    if free < 1 or points < 2:
+        return 0.0
+    side = 2 / _cells(points**free, (d_head + 1) * n_heads)
+    return 2 * eps / (2 * free * side * d_head * n_heads)
+
+
 # Theorem 2 by construction: two sequences that one head cannot tell apart
 
 
@@ -225,9 +287,7 @@ def _smallest_shared_cube(
     averages: Float[Tensor, "sequence number"], n_sequences: int, d_head: int
 ) -> tuple[float, tuple[int, int] | None]:
     """The side for which cubes are fewer than sequences, and two sequences that share one."""
-    cells = math.ceil(n_sequences ** (1 / (d_head + 1))) - 1  # per axis: fewer cubes than sequences
-    cells = max(1, cells)
-    side = 2 / cells
+    side = 2 / _cells(n_sequences, d_head + 1)
     cubes = ((averages + 1) / side).floor()
     seen: dict[tuple[float, ...], int] = {}
     for index, cube in enumerate(map(tuple, cubes.tolist())):

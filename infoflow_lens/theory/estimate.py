@@ -252,7 +252,7 @@ def estimate(
     schedule = search(task.components, n_heads, n_tokens, positional)
     verified = None
     if schedule is not None and verify and n_tokens <= _LARGEST_VERIFIED:
-        verified = learns(task, schedule, verify, seed)
+        verified = learns(task, schedule, verify, seed, positional=positional)
     upper = schedule.size if schedule else None
     d_token, d_model = architecture.d_token, architecture.d_model
     result = Estimate(

@@ -269,15 +269,35 @@ def run_schedule(
 
 
 def learns(
-    task: Target, schedule: Schedule, n: int = 200, seed: int = 0, batch_size: int = 50
+    task: Target,
+    schedule: Schedule,
+    n: int = 200,
+    seed: int = 0,
+    *,
+    positional: bool = False,
+    batch_size: int = 50,
 ) -> float:
     """How often the active index set lies inside the final CLS set, over `n` sampled inputs.
 
     1.0 says that the schedule learns the target, as far as `n` samples can say (eq 4).
 
+    Args:
+        task: the target and its inputs.
+        schedule: what the heads do.
+        n: sampled inputs.
+        seed: of the samples.
+        positional: whether the model has a positional encoding.
+        batch_size: inputs at a time.
+
     Raises:
-        InfoFlowError: if `n` is below 1.
+        InfoFlowError: if `n` is below 1, or the schedule reads fixed positions without a positional
+            encoding.
     """
+    if schedule.needs_positions and not positional:
+        raise InfoFlowError(
+            f"the schedule reads fixed positions ({schedule.describe()}), which takes a positional "
+            "encoding: pass positional=True if the model has one, or use another schedule"
+        )
     x, _ = task.sample(n, seed)
     hits = 0
     for part in x.split(batch_size):

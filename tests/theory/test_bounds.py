@@ -1,5 +1,7 @@
 """The theorems' exponents, where they say something, and the pairs on which a proof rests."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,9 +9,11 @@ from infoflow_lens import InfoFlowError
 from infoflow_lens.theory.bounds import (
     d_retrieval_bound,
     depth_separation_bound,
+    depth_separation_width,
     encoding_bound,
     kth_largest_bound,
     kth_largest_collision,
+    kth_largest_width,
 )
 
 
@@ -67,7 +71,7 @@ def heads(d_head, seed):
     [(4, 2, 12), (5, 2, 10), (6, 2, 8), (6, 4, 20), (7, 4, 12), (8, 4, 8)],
 )
 def test_the_pigeonhole_pairs_of_theorem_2(d_head, n_tokens, k, points):
-    """Twelve settings: the k-th largest differs by 4 eps or more, the attention by less than said."""
+    """Twelve settings: the k-th largest differs by 4 eps, attention by less than the proof says."""
     free = n_tokens - k + 1
     eps = 1 / (4 * (free + 1) * points) * 0.999
     score, value = heads(d_head, seed=n_tokens)
@@ -85,6 +89,25 @@ def test_finer_precision_forces_wider_decoders():
     assert widths[1] > widths[0]
 
 
+@pytest.mark.parametrize("k", [2, 4])
+def test_finite_widths_have_the_theorems_exponents(k):
+    """Slope of log width over log 1/eps, at small eps."""
+    fine, coarse = 1e-7, 1e-5
+    widths = [kth_largest_width(9, k, 2, eps) for eps in (coarse, fine)]
+    slope = math.log(widths[1] / widths[0]) / math.log(coarse / fine)
+    assert slope == pytest.approx(kth_largest_bound(9, k, 2).exponent, abs=0.05)
+    widths = [depth_separation_width(30, 1, 2, eps) for eps in (coarse, fine)]
+    slope = math.log(widths[1] / widths[0]) / math.log(coarse / fine)
+    assert slope == pytest.approx(depth_separation_bound(30, 1, 2, sharp=True).exponent, abs=0.2)
+
+
+def test_the_finite_width_is_that_of_the_pair():
+    score, value = heads(2, seed=3)
+    found = kth_largest_collision(score, value, 6, 2, 0.005)
+    assert found.forced_width == pytest.approx(kth_largest_width(6, 2, 2, 0.005))
+    assert kth_largest_width(6, 2, 2, 0.5) == 0  # too coarse for any grid
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -92,6 +115,8 @@ def test_finer_precision_forces_wider_decoders():
         (lambda: kth_largest_bound(5, 6, 2), "k is 6"),
         (lambda: depth_separation_bound(0, 1, 1), "n_tokens is 0"),
         (lambda: depth_separation_bound(5, 0, 1), "n_heads is 0"),
+        (lambda: depth_separation_width(9, 1, 2, 0.0), "eps is 0.0"),
+        (lambda: depth_separation_width(9, 1, 2, 0.1, radius=1.5), "radius is 1.5"),
         (lambda: kth_largest_collision(*heads(1, 0), 5, 2, 2.0), "eps is 2.0"),
         (lambda: kth_largest_collision(*heads(1, 0), 5, 2, 0.5), "choose another eps"),
     ],

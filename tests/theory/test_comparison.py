@@ -140,8 +140,12 @@ def test_example_1_capacity_of_one_layer(heads, capacities):
 
 @pytest.mark.parametrize(
     ("heads", "capacities", "needed"),
-    [((2, 4), (9352, 11680), (11, 6)), ((3, 5), (14362, 19048), (8, 4)), ((4, 4), (19088, 25664), (0, 0))],
-)  # fmt: skip
+    [
+        ((2, 4), (9352, 11680), (11, 6)),
+        ((3, 5), (14362, 19048), (8, 4)),
+        ((4, 4), (19088, 25664), (0, 0)),
+    ],
+)
 def test_example_2_two_layers_on_pairs(heads, capacities, needed):
     sizes = growth_sizes(heads, 64)
     assert tuple(model_comparisons(heads, 64, sizes, 2, k) for k in (1, 4)) == capacities

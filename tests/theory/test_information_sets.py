@@ -38,7 +38,7 @@ def as_reference(positions, sequence):
     return [(p if p.ndim == 4 else p.unsqueeze(-1))[sequence].tolist() for p in positions]
 
 
-@settings(max_examples=300)
+@settings(max_examples=1000)
 @given(attended())
 def test_equals_the_set_based_reference(case):
     positions, n_sources = case

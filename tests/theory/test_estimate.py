@@ -1,0 +1,227 @@
+"""The two-step estimate: worked examples, thresholds in T, flags, and known results."""
+
+import json
+
+import pytest
+
+from infoflow_lens import Architecture, InfoFlowError, load_task
+from infoflow_lens.theory.comparison import (
+    d_retrieval_profile,
+    intrinsic_dimension_profile,
+    triangle_center_profile,
+)
+from infoflow_lens.theory.estimate import (
+    estimate,
+    max_position_capacity,
+    min_heads,
+    min_heads_at,
+    phase_diagram,
+)
+
+
+def architecture(heads, n_tokens=64, d_model=16, d_token=4, positions="none"):
+    return Architecture(
+        n_heads=heads,
+        d_head=tuple(4 for _ in heads),
+        d_model=d_model,
+        d_token=d_token,
+        n_tokens=n_tokens,
+        positional_embedding=positions,
+    )
+
+
+def estimated(name, heads, n_tokens=64, positions="none", task=None, **settings):
+    loaded = load_task(name, n_tokens=n_tokens, d_token=4, **(task or {}))
+    return estimate(architecture(heads, n_tokens, positions=positions), loaded, **settings)
+
+
+def first_excluded(profile, heads, count, trees):
+    """The smallest T from which counting excludes max-position retrieval, up to 400."""
+    excluded = [
+        t
+        for t in range(max(4, profile.dimension), 400)
+        if max_position_capacity(profile, heads, t, trees) < profile.number(t, count)
+    ]
+    assert excluded == list(range(excluded[0], 400))  # once excluded, always excluded
+    return excluded[0]
+
+
+@pytest.mark.parametrize(
+    ("profile", "heads", "count", "trees", "first"),
+    [
+        (intrinsic_dimension_profile(4), (3, 5), "paper", 1, 39),
+        (intrinsic_dimension_profile(4), (3, 5), "paper", 4, 95),
+        (intrinsic_dimension_profile(4), (3, 20), "paper", 1, 105),
+        (intrinsic_dimension_profile(4), (3, 20), "paper", 4, 216),
+        (d_retrieval_profile(4), (3,), "paper", 1, 20),
+        (d_retrieval_profile(4), (3,), "paper", 4, 29),
+        (triangle_center_profile(), (4, 4), "proved", 1, 62),
+    ],
+)
+def test_thresholds_in_t(profile, heads, count, trees, first):
+    assert first_excluded(profile, heads, count, trees) == first
+
+
+def test_the_count_decides_what_is_excluded():
+    """Only the ordered count excludes (2,4) and (3,5); the unordered one excludes none."""
+    profile = intrinsic_dimension_profile(4)
+    for heads in ((2, 4), (3, 5), (4, 4)):
+        for count in ("unordered", "proved"):
+            assert max_position_capacity(profile, heads, 64) >= profile.number(64, count)
+
+
+@pytest.mark.parametrize("d", [2, 3, 4, 6])
+def test_heads_that_counting_asks_for(d):
+    one = d_retrieval_profile(d)
+    assert min_heads(one, (1,), "paper") == min_heads(one, (1,), "proved") == d
+    pairs = intrinsic_dimension_profile(d)
+    assert min_heads(pairs, (1, 5), "paper") == d
+    assert min_heads(pairs, (1, 5), "unordered") == -(-d // 2)
+    assert min_heads(pairs, (1, 5), "proved") == 1
+    assert min_heads(pairs, (1, 1, 5), "paper") == max(1, d - 1)  # hidden layers share the work
+    assert min_heads(triangle_center_profile(), (1, 5), "proved") is None
+    assert min_heads(one, (1, 1), "paper") == 1
+
+
+@pytest.mark.parametrize("trees", [1, 4])
+@pytest.mark.parametrize("n_tokens", [10, 33, 64, 200])
+def test_heads_at_this_t_are_the_least_that_meet_the_count(trees, n_tokens):
+    profile = intrinsic_dimension_profile(4)
+    found = min_heads_at(profile, (1, 5), n_tokens, "paper", trees)
+    needed = profile.number(n_tokens, "paper")
+    assert max_position_capacity(profile, (found, 5), n_tokens, trees) >= needed
+    if found > 1:
+        assert max_position_capacity(profile, (found - 1, 5), n_tokens, trees) < needed
+
+
+@pytest.mark.parametrize(
+    ("heads", "verdict", "m", "saturated", "lower", "upper"),
+    [
+        (1, "excluded", 64, True, 16.0, 16.0),
+        (2, "excluded", 64, True, 16.0, 16.0),
+        (3, "excluded", 48, False, 12.0, 16.0),
+        (4, "allowed", 0, False, 0.0, 1.0),
+    ],
+)
+def test_example_1(heads, verdict, m, saturated, lower, upper):
+    """D-retrieval, one layer, D = 4, T = 64, d/E = 1/4."""
+    found = estimated("d_retrieval", (heads,))
+    assert (found.verdict, found.min_information, found.saturated) == (verdict, m, saturated)
+    assert found.lower["law"] == lower
+    assert found.upper["law"] == upper
+    assert found.min_heads == found.min_heads_here == 4
+    assert found.verified == 1.0
+    assert found.upper["effective"] == (0.0 if heads == 4 else 16.0)
+
+
+def test_yu_et_al_2_2_d_heads_are_enough():
+    found = estimated("d_retrieval", (4,))
+    assert found.verdict == "allowed"
+    assert found.upper_information == 4
+    assert found.upper["effective"] == 0  # four tokens of dimension 4 fit into E = 16
+
+
+def test_yu_et_al_2_3_one_head_of_dimension_t_d_is_enough():
+    task = load_task("d_retrieval", n_tokens=8, d_token=4)
+    wide = estimate(architecture((1,), n_tokens=8, d_model=32), task, trees=4)
+    assert wide.upper_information == 8
+    assert wide.upper["effective"] == 0
+    narrow = estimate(architecture((1,), n_tokens=8, d_model=16), task, trees=4)
+    assert narrow.upper["effective"] == 2
+
+
+def test_yun_et_al_global_aggregation_is_universal():
+    for name in ("d_retrieval", "depth_separation", "intrinsic_dimension", "triangle_center"):
+        found = estimated(name, (1,), n_tokens=16)
+        assert found.verified == 1.0
+        assert found.upper_information <= 16
+
+
+def test_theorem_1_two_layers_of_one_head_against_one_layer():
+    two = estimated("depth_separation", (1, 1))
+    assert two.verdict == "allowed"
+    assert two.upper_information == 2
+    one = estimated("depth_separation", (1,), count="proved")
+    assert one.verdict == "excluded"
+    # one layer: |I|^2 >= C(T,2) - 2 - h T = 1950
+    assert one.min_information == 45
+
+
+@pytest.mark.parametrize(("heads", "m", "upper"), [((2, 4), 11, 48), ((3, 5), 8, 48)])
+def test_example_2_with_positions(heads, m, upper):
+    found = estimated("intrinsic_dimension", heads, positions="learned", task={"n_components": 4})
+    assert found.verdict == "excluded"
+    assert found.min_information == m
+    assert found.upper_information == upper
+    without = estimated("intrinsic_dimension", heads, task={"n_components": 4})
+    assert without.upper_information == 64
+
+
+def test_proposition_2_exponents_grow_with_length():
+    """Triangle centre: no number of heads is enough, and the least |I| grows like T^(2/3)."""
+    sizes = []
+    for n_tokens in (64, 512, 4096):
+        found = estimated("triangle_center", (4, 4), n_tokens=n_tokens, count="proved")
+        assert found.min_heads is None
+        assert found.verified is None or n_tokens <= 128
+        sizes.append(found.min_information)
+    assert sizes[0] == 8
+    assert sizes[2] / sizes[1] == pytest.approx(4, rel=0.15)  # 8^(2/3)
+
+
+def test_small_t_is_no_obstruction():
+    found = estimated("triangle_center", (4, 4), n_tokens=16, count="proved")
+    assert found.min_information == 0
+    assert found.verdict == "undecided"
+    assert any("no obstruction" in reason for reason in found.reasons)
+
+
+def test_flags_stand_where_they_concern():
+    def flags(*arguments, **settings):
+        return " | ".join(estimated(*arguments, verify=0, **settings).flags)
+
+    pairs = {"task": {"n_components": 4}}
+    assert "h_1 >= D is the paper's estimate" in flags("intrinsic_dimension", (2, 4), **pairs)
+    assert "suggests but does not prove" in flags("intrinsic_dimension", (2, 4), **pairs)
+    proved = flags("intrinsic_dimension", (2, 4), count="proved", trees=4, **pairs)
+    assert "h_1 >= D" not in proved
+    assert "suggests but" not in proved
+    assert "K = 1" not in proved
+    assert "K = 1 is the literal reading" in flags("d_retrieval", (2,))
+    assert "saturated" in flags("d_retrieval", (1,))
+    assert "asymptotic" in flags("intrinsic_dimension", (3, 20), **pairs)
+
+
+def test_an_estimate_is_json():
+    values = json.loads(json.dumps(estimated("d_retrieval", (4,), verify=0).to_dict()))
+    assert values["verdict"] == "allowed"
+    assert "retrieve by score 1, 2, 3, 4" in values["schedule"]
+
+
+def test_the_phase_diagram_turns_at_d():
+    task = load_task("intrinsic_dimension", n_components=3)
+    rows = phase_diagram(task, range(1, 6), [16, 64, 256], other_heads=(3,))
+    verdicts = {(row["h1"], row["n_tokens"]): row["verdict"] for row in rows}
+    assert all(verdicts[h, t] == "allowed" for h in (3, 4, 5) for t in (16, 64, 256))
+    assert all(verdicts[h, 256] == "excluded" for h in (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: estimated("d_retrieval", (4,), count="exact"), "count is 'exact'"),
+        (lambda: estimated("d_retrieval", (4,), trees=0), "trees is 0"),
+        (
+            lambda: estimate(architecture((4,), 32), load_task("d_retrieval", n_tokens=16)),
+            "the task has n_tokens 16, the architecture 32",
+        ),
+        (
+            lambda: estimated("d_retrieval", (4,), task={"subsets": ((0,), (1,), (2,), (3,))}),
+            "has no comparison profile",
+        ),
+        (lambda: estimated("triangle_center", (4, 4), n_tokens=2), "T is 2: expected at least 3"),
+    ],
+)
+def test_bad_values_are_named(call, message):
+    with pytest.raises(InfoFlowError, match=message):
+        call()
