@@ -37,7 +37,7 @@ _RERUN_TOLERANCE_HALF = 5e-2  # bfloat16 has 8 bits, and batched kernels round d
 @contextmanager
 def without_user_hooks(model: nn.Module) -> Iterator[None]:
     """The model with its permanent hooks only (those that belong to it), for the block's length."""
-    points = list(model.hook_dict.values())  # type: ignore[operator, union-attr]
+    points = list(model.hook_dict.values())  # type: ignore[operator]
     saved = [point._forward_hooks for point in points]
     for point, hooks in zip(points, saved, strict=True):
         permanent = [handle.hook.id for handle in point.fwd_hooks if handle.is_permanent]

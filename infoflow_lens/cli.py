@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -144,7 +144,9 @@ def estimate(
             n_tokens=tokens,
             positional_embedding="learned" if positions else "none",
         )
-        result = estimates.estimate(architecture, target, count=count, trees=trees, seed=seed)
+        result = estimates.estimate(
+            architecture, target, count=cast(Any, count), trees=trees, seed=seed
+        )
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
         return
@@ -192,7 +194,7 @@ def _sweep(
     target: Any,
     n_heads: tuple[int, ...],
     tokens: int,
-    count: str,
+    count: Any,
     trees: int,
     as_json: bool,
     plot: Path | None,

@@ -55,6 +55,10 @@ def _config(architecture: Architecture, device: str) -> HookedTransformerConfig:
     )
 
 
+def _heads_of(model: Any) -> tuple[int, ...]:
+    return model.architecture.n_heads
+
+
 class MixedHeadsCache(ActivationCache):
     """A cache of layers with different head counts: methods that assume one count are refused."""
 
@@ -66,7 +70,7 @@ class MixedHeadsCache(ActivationCache):
         """
         raise InfoFlowError(
             "stack_head_results takes the number of heads from cfg.n_heads for every layer, but "
-            f"this model's layers have {self.model.architecture.n_heads}: expected equal counts; "
+            f"this model's layers have {_heads_of(self.model)}: expected equal counts; "
             "stack layer by layer from hook_z and W_O"
         )
 

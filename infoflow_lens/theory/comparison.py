@@ -162,7 +162,7 @@ class ComparisonTree:
                 i, j = torch.randperm(len(nodes), generator=shape)[:2].sort().values.tolist()
                 nodes[i] = Branch(nodes[i], nodes.pop(j), component.score)
             else:
-                pairs = [
+                pairs: list[Node] = [
                     Branch(a, b, component.score)
                     for a, b in zip(nodes[::2], nodes[1::2], strict=False)
                 ]

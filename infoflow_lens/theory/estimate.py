@@ -32,11 +32,30 @@ _LARGEST_VERIFIED = 128
 class ArchitectureLike(Protocol):
     """What the estimate needs of an architecture; `infoflow_lens.Architecture` has it."""
 
-    n_heads: tuple[int, ...]
-    d_model: int
-    d_token: int
-    n_tokens: int
-    positional_embedding: Any
+    @property
+    def n_heads(self) -> tuple[int, ...]:
+        """h_1 .. h_L."""
+        ...
+
+    @property
+    def d_model(self) -> int:
+        """E."""
+        ...
+
+    @property
+    def d_token(self) -> int:
+        """d."""
+        ...
+
+    @property
+    def n_tokens(self) -> int:
+        """T."""
+        ...
+
+    @property
+    def positional_embedding(self) -> Any:
+        """None or "none" for a model without positions."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -326,7 +345,7 @@ def _flags(
     saturated: bool,
 ) -> tuple[str, ...]:
     """The limits of the argument that concern these numbers."""
-    flags = []
+    flags: list[str] = []
     if count == "paper":
         flags += profile.flags
     if count != "proved" and profile.order > 1:

@@ -36,7 +36,10 @@ _MOST_SCORES_AT_ONCE = 2**21
 class Target(Protocol):
     """What a schedule needs to know of a task."""
 
-    n_tokens: int
+    @property
+    def n_tokens(self) -> int:
+        """T."""
+        ...
 
     @property
     def components(self) -> tuple[Component, ...]:
