@@ -91,7 +91,7 @@ def attach(model: nn.Module, *probes: Probe[Any], eval_every: int = 5) -> Iterat
     hooks: list[NamedHook] = [
         pair for probe in probes for pair in probe._listen(model, lambda: None)
     ]
-    forward = model.forward
+    forward, outer = model.forward, model.__dict__.get("forward")
 
     def measured_forward(*args: Any, **kwargs: Any) -> Any:
         if inside_own_pass():
@@ -122,7 +122,10 @@ def attach(model: nn.Module, *probes: Probe[Any], eval_every: int = 5) -> Iterat
             yield AttachedProbes(probes, split)
     finally:
         _attached.difference_update(ids)
-        del model.forward  # the instance's; the class has its own
+        if outer is None:
+            del model.forward  # the instance's; the class has its own
+        else:
+            model.forward = outer
 
 
 def _check_every(eval_every: int) -> None:

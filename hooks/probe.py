@@ -169,8 +169,6 @@ class Probe(ABC, Generic[ResultT]):
 
     def _take_in(self, model: nn.Module, split: Split) -> None:
         """Measure the collected pass, or leave it out if something is missing."""
-        if not self._collected:
-            return
         if len(self._collected) < len(self._expected):
             self._leave_out_partial_pass()
             return

@@ -308,6 +308,26 @@ def test_a_probe_counts_every_sequence_once(model, inputs):
         run_probes(model, inputs, probe, progress=False)
 
 
+def test_attaching_inside_attaching(model, inputs):
+    with attach(model, PositionsProbe()) as outer:
+        model(inputs[:5])
+        with attach(model, PositionsProbe(), JacobianInfluence()) as inner:
+            model(inputs[5:9])
+        model(inputs[9:])
+    assert "forward" not in model.__dict__
+    assert [probe.n_sequences for probe in (*outer, *inner)] == [23, 4, 4]
+    (expected,) = run_probes(model, inputs, [PositionsProbe()], progress=False)
+    assert outer[0].result().positions[1].equal(expected.positions[1])
+
+
+def test_hooks_that_the_user_took_away_are_missed(model, inputs):
+    with attach(model, PositionsProbe()) as probes:
+        model(inputs[:5])
+        model.reset_hooks(level=model.context_level)
+        model(inputs[5:])
+    assert "1 incomplete forward pass" in probes[0].result().notes[0]
+
+
 def test_inference_mode_and_ordinary_passes_add_up(model, inputs):
     with attach(model, RecoveryProbe(), PositionsProbe()) as probes:
         with torch.inference_mode():
