@@ -117,7 +117,11 @@ def test_bad_estimates_are_one_line(arguments, message):
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_ctrl_c_is_a_clean_stop(tmp_path):
     process = subprocess.Popen(
-        [*PROGRAM, "demo", "--out", str(tmp_path), "--quiet"], stderr=subprocess.PIPE, text=True
+        [*PROGRAM, "demo", "--out", str(tmp_path), "--quiet"],
+        stderr=subprocess.PIPE,
+        text=True,
+        # tests that run in the background inherit an ignored SIGINT, and so would this
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 120
     while not (tmp_path / "training" / "training.pt").exists() and time.monotonic() < deadline:
