@@ -58,7 +58,7 @@ class DemoConfig:
     act_fn: ActivationName = "relu"
     epochs: int = 80
     batch_size: int = 256
-    lr: float = 5e-3
+    lr: float = 8e-3
     weight_decay: float = 0.0
     n_train: int = 16000
     n_validation: int = 2000
