@@ -24,8 +24,8 @@ print(f"\nheads (2, 4) by the proved count: {proved.verdict}")
 print("mind:", *proved.flags, sep="\n  - ")
 
 print("\nwhich (h_1, 4) and T are excluded (x), allowed (o), undecided (.)")
-rows = phase_diagram(task, range(1, 7), [16, 32, 64, 128], other_heads=(4,))
+rows = phase_diagram(task, [(first, 4) for first in range(1, 7)], [16, 32, 64, 128])
 signs = {"excluded": "x", "allowed": "o", "undecided": "."}
 for first in range(1, 7):
-    row = " ".join(signs[r["verdict"]] for r in rows if r["h1"] == first)
+    row = " ".join(signs[r["verdict"]] for r in rows if r["heads"][0] == first)
     print(f"  h_1 = {first}:  {row}")

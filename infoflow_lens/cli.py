@@ -109,7 +109,9 @@ def estimate(
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
     sweep: Annotated[
         str | None,
-        typer.Option(help="'heads,tokens': the phase diagram over h_1 and T up to the given ones."),
+        typer.Option(
+            help="'heads,tokens': the phase diagram for heads and T up to the given ones."
+        ),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="With --sweep: draw it to this png, svg or pdf file.")
@@ -183,7 +185,7 @@ def _print_estimate(result: Any) -> None:
     for heading, lines in (("Because", result.reasons), ("Mind", result.flags)):
         console.print(f"[bold]{heading}[/bold]")
         for line in lines:
-            console.print(f"  - {line}")
+            console.print(f"  - {line}", markup=False)
 
 
 def _exponents(by_mode: dict[str, float]) -> str:
@@ -199,35 +201,46 @@ def _sweep(
     as_json: bool,
     plot: Path | None,
 ) -> None:
+    import itertools
     import json
 
     from rich.console import Console
     from rich.table import Table
 
-    from infoflow_lens.theory.estimate import phase_diagram
+    from infoflow_lens.theory.comparison import check_sizes
+    from infoflow_lens.theory.estimate import flags_of, phase_diagram
 
+    check_sizes(n_heads, tokens)
     if plot is not None:
         from infoflow_lens.report.phase import check_picture_path, draw_phase_diagram
 
         check_picture_path(plot)
     lengths = sorted({2**k for k in range(3, tokens.bit_length()) if 2**k <= tokens} | {tokens})
-    rows = phase_diagram(target, range(1, n_heads[0] + 1), lengths, n_heads[1:], count, trees)
-    others = ", ".join(map(str, n_heads[1:]))
-    title = f"{target.name}: max-position retrieval, h = (h_1{', ' if others else ''}{others})"
+    heads = list(itertools.product(*(range(1, most + 1) for most in n_heads)))
+    rows = phase_diagram(target, heads, lengths, count, trees)
+    flags = flags_of(target.comparison, n_heads, count, trees)
+    title = f"{target.name}: max-position retrieval alone, count={count}, K={trees}"
     if plot is not None:
         draw_phase_diagram(rows, title, plot)
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        summary = {"target": target.name, "count": count, "trees": trees, "flags": flags}
+        typer.echo(json.dumps({**summary, "rows": rows}, indent=2))
         return
-    table = Table(title=f"{title}, count={count}, K={trees}", title_justify="left")
-    table.add_column("h_1", justify="right")
+    table = Table()
+    table.add_column("heads", justify="right")
     for length in lengths:
-        table.add_column(f"T={length}")
-    styles = {"excluded": "red", "allowed": "green", "undecided": "dim"}
-    for first in range(1, n_heads[0] + 1):
-        found = [row["verdict"] for row in rows if row["h1"] == first]
-        table.add_row(str(first), *(f"[{styles[v]}]{v}[/]" for v in found))
-    Console().print(table)
+        table.add_column(f"{length:.0e}" if length > 9999 else str(length), justify="center")
+    signs = {"excluded": "[red]x[/]", "allowed": "[green]o[/]", "undecided": "."}
+    for some in heads:
+        found = [row["verdict"] for row in rows if row["heads"] == list(some)]
+        table.add_row(", ".join(map(str, some)), *(signs[verdict] for verdict in found))
+    console = Console(highlight=False)
+    console.print(f"[bold]{title}[/bold]")
+    console.print("x excluded, o allowed, . undecided; columns are T")
+    console.print(table)
+    console.print("[bold]Mind[/bold]")
+    for flag in flags:
+        console.print(f"  - {flag}", markup=False)
 
 
 def main() -> None:

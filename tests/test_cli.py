@@ -81,12 +81,25 @@ def test_the_sweep_prints_and_draws_the_phase_diagram(tmp_path):
     arguments = ["d_retrieval", "--heads", "5", "--tokens", "64", "--sweep", "heads,tokens"]
     result = invoke(*arguments, "--plot", str(picture))
     assert result.exit_code == 0
-    for verdict in ("excluded", "undecided", "allowed"):
-        assert verdict in result.output
+    assert "x excluded, o allowed, . undecided" in result.output
+    assert "[flag]" in result.output
     assert picture.read_text().startswith("<?xml")
-    rows = json.loads(invoke(*arguments, "--json").output)
-    assert {row["n_tokens"] for row in rows} == {8, 16, 32, 64}
-    assert {row["h1"] for row in rows} == {1, 2, 3, 4, 5}
+    summary = json.loads(invoke(*arguments, "--json").output)
+    verdicts = {(row["heads"][0], row["n_tokens"]): row["verdict"] for row in summary["rows"]}
+    assert set(verdicts) == {(h, t) for h in (1, 2, 3, 4, 5) for t in (8, 16, 32, 64)}
+    assert verdicts[3, 64] == "excluded"
+    assert verdicts[3, 8] == "undecided"
+    assert verdicts[4, 8] == "allowed"
+    assert summary["flags"]
+
+
+def test_the_sweep_covers_the_heads_of_every_layer(tmp_path):
+    arguments = ["intrinsic_dimension", "--heads", "3,2", "--tokens", "16"]
+    picture = ["--plot", str(tmp_path / "phase.png")]
+    result = invoke(*arguments, "--sweep", "heads,tokens", "--json", *picture)
+    heads = {tuple(row["heads"]) for row in json.loads(result.output)["rows"]}
+    assert heads == {(a, b) for a in (1, 2, 3) for b in (1, 2)}
+    assert (tmp_path / "phase.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
@@ -99,6 +112,8 @@ def test_the_sweep_prints_and_draws_the_phase_diagram(tmp_path):
         (["d_retrieval", "--heads", "4", "--count", "all"], "count is 'all'"),
         (["d_retrieval", "--heads", "4", "--trees", "0"], "trees is 0"),
         (["triangle_center", "--heads", "4", "--components", "2"], "no parameter 'n_components'"),
+        (["d_retrieval", "--heads", "0,4", "--sweep", "heads,tokens"], "n_heads is (0, 4)"),
+        (["d_retrieval", "--heads", "4", "--sweep", "heads,tokens", "--trees", "0"], "trees is 0"),
         (["d_retrieval", "--heads", "4", "--sweep", "depth"], "--sweep is 'depth'"),
         (["d_retrieval", "--heads", "4", "--plot", "a.png"], "expected --sweep"),
         (

@@ -71,6 +71,6 @@ def writable_folder(path: str | os.PathLike[str]) -> Path:
     except OSError as error:
         raise InfoFlowError(
             f"cannot write to the output folder {str(folder)!r} ({error.strerror}): "
-            "expected a folder that you may write to; choose another with --out or `out=`"
+            "expected a folder that you may write to; choose another folder"
         ) from error
     return folder

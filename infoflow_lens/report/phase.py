@@ -32,25 +32,37 @@ def check_picture_path(path: str | os.PathLike[str]) -> Path:
 
 
 def phase_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Verdicts over h_1 and T, as `infoflow_lens.theory.estimate.phase_diagram` gives them."""
-    heads = sorted({row["h1"] for row in rows})
+    """Verdicts over h_1 and T, a panel for each choice of the other layers' heads.
+
+    Rows are those of `infoflow_lens.theory.estimate.phase_diagram`.
+    """
+    panels = sorted({tuple(row["heads"][1:]) for row in rows})
+    first = sorted({row["heads"][0] for row in rows})
     tokens = sorted({row["n_tokens"] for row in rows})
     names = list(COLOURS)
-    verdicts = {(row["h1"], row["n_tokens"]): names.index(row["verdict"]) for row in rows}
-    figure = Figure(figsize=(1.6 + 0.6 * len(tokens), 1.8 + 0.4 * len(heads)), layout="tight")
-    axes = figure.subplots()
-    axes.pcolormesh(
-        [[verdicts[h, t] for t in tokens] for h in heads],
-        cmap=ListedColormap(list(COLOURS.values())),
-        vmin=-0.5,
-        vmax=2.5,
-        edgecolors="white",
-    )
-    axes.set_xticks([i + 0.5 for i in range(len(tokens))], [str(t) for t in tokens])
-    axes.set_yticks([i + 0.5 for i in range(len(heads))], [str(h) for h in heads])
-    axes.set_xlabel("tokens T")
-    axes.set_ylabel("first-layer heads $h_1$")
-    axes.set_title(title, fontsize=10)
+    found = {
+        (row["heads"][0], tuple(row["heads"][1:]), row["n_tokens"]): names.index(row["verdict"])
+        for row in rows
+    }
+    width = len(panels) * (0.9 + 0.5 * len(tokens))
+    figure = Figure(figsize=(max(4.5, width), 2.2 + 0.35 * len(first)), layout="constrained")
+    for column, others in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), column + 1)
+        axes.pcolormesh(
+            [[found[h, others, t] for t in tokens] for h in first],
+            cmap=ListedColormap(list(COLOURS.values())),
+            vmin=-0.5,
+            vmax=2.5,
+            edgecolors="white",
+        )
+        axes.set_xticks([i + 0.5 for i in range(len(tokens))], [str(t) for t in tokens], fontsize=7)
+        axes.set_yticks([i + 0.5 for i in range(len(first))], [str(h) for h in first])
+        axes.set_xlabel("tokens T")
+        if others:
+            axes.set_title("$h_2, ..$ = " + ", ".join(map(str, others)), fontsize=9)
+        if column == 0:
+            axes.set_ylabel("first-layer heads $h_1$")
+    figure.suptitle(title, fontsize=10)
     patches = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)
     return figure

@@ -125,15 +125,56 @@ def encoding_bound(n_tokens: int, d_token: int, d_model: int) -> Bound:
     )
 
 
+def growing_information(
+    coefficient: float,
+    order: int,
+    dimension: int,
+    n_heads: int,
+    n_layers: int,
+    n_tokens: int,
+    trees: int = 1,
+) -> float:
+    """Prop 2: the least |I| for a target of C T^order comparisons, order >= 3.
+
+    ``(C / (4 L K))^(1 / dimension) T^((order - 1) / dimension)`` for ``T^(order - 2) >= 4 L h / C``
+    [derived]. At order 2 the h T^2 of attention absorbs the count.
+
+    Args:
+        coefficient: C.
+        order: beta'.
+        dimension: beta_1.
+        n_heads: h, the most heads of a layer.
+        n_layers: L.
+        n_tokens: T.
+        trees: K.
+
+    Returns:
+        The bound; 0 where T is too small for it.
+
+    Raises:
+        InfoFlowError: for an order below 3, or values below 1.
+    """
+    _check(n_heads=n_heads, n_layers=n_layers, n_tokens=n_tokens, dimension=dimension, trees=trees)
+    if order < 3:
+        raise InfoFlowError(f"order is {order}: Prop 2 needs at least 3; at 2 attention is enough")
+    if n_tokens ** (order - 2) < 4 * n_layers * n_heads / coefficient:
+        return 0.0
+    scale = (coefficient / (4 * n_layers * trees)) ** (1 / dimension)
+    return float(scale * n_tokens ** ((order - 1) / dimension))
+
+
 # Finite forms: widths at a given precision, from the same pigeonhole
 
 
 def _cells(sequences: int, dimensions: int) -> int:
     """The most cells an axis can have so that all cells are fewer than the sequences."""
-    cells = max(1, round(sequences ** (1 / dimensions)) + 1)
-    while cells > 1 and cells**dimensions >= sequences:
-        cells -= 1
-    return cells
+    low, high = 1, 2
+    while high**dimensions < sequences:
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if middle**dimensions < sequences else (low, middle)
+    return low
 
 
 def kth_largest_width(n_tokens: int, k: int, d_head: int, eps: float) -> float:

@@ -8,7 +8,6 @@ Marks in docstrings: [stated] by the paper, [derived] from its proofs, [chosen] 
 [flag] where the argument has a defect that a reader must know.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,6 +53,13 @@ def tuple_indices(n: int, arity: int, symmetric: bool) -> Int[Tensor, "tuple ari
     return torch.cartesian_prod(*[torch.arange(n)] * arity)
 
 
+def _component_tuples(n_tokens: int, component: Component) -> Int[Tensor, "tuple arity"]:
+    """The tuples that a component compares."""
+    if component.positions is not None:
+        return torch.tensor(component.positions)[:, None]
+    return tuple_indices(n_tokens, component.arity, component.symmetric)
+
+
 def best_tuples(
     x: Float[Tensor, "batch pos d_token"], component: Component
 ) -> tuple[Int[Tensor, "batch arity"], Float[Tensor, " batch"]]:
@@ -62,10 +68,7 @@ def best_tuples(
     Ties go to the first tuple in lexicographic order [chosen]. Tuples are scored in chunks, so that
     triples of 128 tokens need no [batch, 128, 128, 128] tensor.
     """
-    if component.positions is not None:
-        tuples = torch.tensor(component.positions, device=x.device)[:, None]
-    else:
-        tuples = tuple_indices(x.shape[1], component.arity, component.symmetric).to(x.device)
+    tuples = _component_tuples(x.shape[1], component).to(x.device)
     best = torch.full((len(x),), -torch.inf, dtype=x.dtype, device=x.device)
     chosen = torch.zeros(len(x), component.arity, dtype=torch.int64, device=x.device)
     for part in tuples.split(max(1, _MOST_SCORES_AT_ONCE // (len(x) * component.arity))):
@@ -127,6 +130,14 @@ class ComparisonTree:
         leaves = [node.positions for node in _postorder(root) if isinstance(node, Leaf)]
         if any(len(leaf) == 0 for leaf in leaves):
             raise InfoFlowError("a leaf holds no position: expected at least one in every tuple")
+        if len({len(leaf) for leaf in leaves}) > 1:
+            raise InfoFlowError(
+                f"leaves hold tuples of lengths {sorted({len(leaf) for leaf in leaves})}: expected "
+                "one length, that of the score"
+            )
+        if min(min(leaf) for leaf in leaves) < 0:
+            raise InfoFlowError("a leaf holds a negative position: expected 0 to T - 1")
+        self._highest = max(max(leaf) for leaf in leaves)
         self.n_leaves = len(leaves)
         self.dimension = max(len(leaf) for leaf in leaves)
 
@@ -151,9 +162,11 @@ class ComparisonTree:
             shape: "balanced", "chain" (a tournament of one winner), or a generator for a random
                 shape.
         """
+        check_sizes((1,), n_tokens)
+        if shape not in ("balanced", "chain") and not isinstance(shape, torch.Generator):
+            raise InfoFlowError(f"shape is {shape!r}: expected 'balanced', 'chain' or a generator")
         nodes: list[Node] = [
-            Leaf(tuple(row))
-            for row in tuple_indices(n_tokens, component.arity, component.symmetric).tolist()
+            Leaf(tuple(row)) for row in _component_tuples(n_tokens, component).tolist()
         ]
         while len(nodes) > 1:
             if shape == "chain":
@@ -175,7 +188,15 @@ class ComparisonTree:
         """The winning tuple of every sequence, and the number of comparisons made.
 
         A node compares its children's tuples by its score; ties go to the left.
+
+        Raises:
+            InfoFlowError: if a leaf holds a position that the sequences do not have.
         """
+        if self._highest >= x.shape[1]:
+            raise InfoFlowError(
+                f"a leaf holds position {self._highest}, but sequences have {x.shape[1]} tokens: "
+                "expected a tree over the same T"
+            )
         sequences = torch.arange(len(x))[:, None]
         results: list[Tensor] = []
         made = 0
@@ -194,6 +215,19 @@ class ComparisonTree:
 
 
 @dataclass(frozen=True)
+class Flag:
+    """A limit of the argument that a reader must know.
+
+    Attributes:
+        text: in words, with its mark.
+        counts: the counts that it concerns.
+    """
+
+    text: str
+    counts: tuple[Count, ...] = COUNTS
+
+
+@dataclass(frozen=True)
 class ComparisonProfile:
     """How much a target compares (Def. 2), as functions of T.
 
@@ -207,7 +241,7 @@ class ComparisonProfile:
         unordered: upper bound by trees over unordered tuples [derived].
         proved: lower bound [stated for D-retrieval, derived for the others].
         components: D, the number of retrieved tuples.
-        flags: what a reader of these counts must know.
+        flags: limits of these counts.
     """
 
     name: str
@@ -218,7 +252,7 @@ class ComparisonProfile:
     unordered: Callable[[int], int]
     proved: Callable[[int], int]
     components: int = 1
-    flags: tuple[str, ...] = ()
+    flags: tuple[Flag, ...] = ()
 
     def number(self, n_tokens: int, count: Count) -> int:
         """The number of comparisons at T by the chosen count; never below 0.
@@ -238,9 +272,13 @@ class ComparisonProfile:
         functions = {"paper": self.paper, "unordered": self.unordered, "proved": self.proved}
         return max(0, functions[count](n_tokens))
 
+    def flags_for(self, count: Count) -> tuple[str, ...]:
+        """The limits that concern a count."""
+        return tuple(flag.text for flag in self.flags if count in flag.counts)
+
     def leading_coefficient(self, count: Count) -> float:
         """c in number(T) ~ c T^order for large T."""
-        large = 10**9
+        large = 10**15
         return self.number(large, count) / large**self.order
 
 
@@ -257,8 +295,12 @@ def d_retrieval_profile(n_components: int) -> ComparisonProfile:
         proved=lambda t: d * (t - d),
         components=d,
         flags=(
-            "the lower bound D(T - D) uses |I_F| = D; two components can share their token, so it "
-            "holds on a set of inputs of positive measure, which is all that the proof needs",
+            Flag(
+                "[flag] the lower bound D(T - D) uses |I_F| = D; two components can share their "
+                "token, so it holds on a set of inputs of positive measure, which is all that the "
+                "proof needs",
+                ("paper", "proved"),
+            ),
         ),
     )
 
@@ -291,8 +333,11 @@ def intrinsic_dimension_profile(n_components: int) -> ComparisonProfile:
         components=d,
         flags=(
             _ORDERED_FLAG,
-            "that h_1 >= D is the paper's estimate from the ordered count; unordered trees give "
-            "only h_1 >= D/2, and the proved lower bound only h_1 >= 1",
+            Flag(
+                "[flag] that h_1 >= D is the paper's estimate from the ordered count; unordered "
+                "trees give only h_1 >= D/2, and the proved lower bound only h_1 >= 1",
+                ("paper", "unordered"),
+            ),
         ),
     )
 
@@ -309,15 +354,18 @@ def triangle_center_profile() -> ComparisonProfile:
         proved=lambda t: math.comb(t, 3) - 3,
         flags=(
             _ORDERED_FLAG,
-            "the paper's review prints argmax ||sum x||^2; the target needs the argmin, so trees "
-            "compare by -||sum x||^2",
+            Flag(
+                "[flag] the paper's review prints argmax ||sum x||^2; the target needs the argmin, "
+                "so trees compare by -||sum x||^2"
+            ),
         ),
     )
 
 
-_ORDERED_FLAG = (
-    "the paper counts ordered tuples; a score may take the larger of both orders, so trees over "
-    "unordered tuples need fewer comparisons"
+_ORDERED_FLAG = Flag(
+    "[flag] the paper counts ordered tuples; a score may take the larger of both orders, so trees "
+    "over unordered tuples need fewer comparisons",
+    ("paper",),
 )
 
 
@@ -336,6 +384,16 @@ def check_sizes(n_heads: Sequence[int], n_tokens: int) -> None:
         )
     if not isinstance(n_tokens, int) or isinstance(n_tokens, bool) or n_tokens < 1:
         raise InfoFlowError(f"n_tokens is {n_tokens!r}: expected an integer T of at least 1")
+
+
+def check_trees(trees: int) -> None:
+    """Refuse a K below 1.
+
+    Raises:
+        InfoFlowError: with the value.
+    """
+    if not isinstance(trees, int) or isinstance(trees, bool) or trees < 1:
+        raise InfoFlowError(f"trees is {trees!r}: expected an integer K of at least 1")
 
 
 def growth_sizes(
@@ -389,6 +447,9 @@ def model_comparisons(
         The number, exactly; nothing of size T is allocated.
     """
     check_sizes(n_heads, n_tokens)
+    check_trees(trees)
+    if per_head not in ("T", "T-1"):
+        raise InfoFlowError(f"per_head is {per_head!r}: expected 'T' or 'T-1'")
     by_layer = [(sizes, sizes)] * len(n_heads) if isinstance(sizes, int) else list(sizes)
     if len(by_layer) != len(n_heads):
         raise InfoFlowError(
@@ -427,8 +488,10 @@ def information_needed(
 
 def _root_ceiling(value: int, degree: int) -> int:
     """The smallest integer whose power reaches `value`; exact also for large integers."""
-    if value <= 0:
-        return 0
-    root = round(value ** (1 / degree))
-    candidates = itertools.chain(range(max(0, root - 2), root + 3))
-    return next(c for c in candidates if c**degree >= value)
+    low, high = -1, 1
+    while high**degree < value:
+        high *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if middle**degree >= value else (middle, high)
+    return high

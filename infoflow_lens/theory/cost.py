@@ -112,8 +112,9 @@ class DigitCode:
 
     def __post_init__(self) -> None:
         for name in ("n_coordinates", "n_latents", "n_bits"):
-            if getattr(self, name) < 1:
-                raise InfoFlowError(f"{name} is {getattr(self, name)}: expected at least 1")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise InfoFlowError(f"{name} is {value!r}: expected an integer of at least 1")
         if self.bits_per_latent > 24:
             raise InfoFlowError(
                 f"{self.n_coordinates} coordinates of {self.n_bits} bits in {self.n_latents} "
@@ -126,6 +127,8 @@ class DigitCode:
         """The code of L2 error at most eps: ``B = ceil(log2(sqrt(r d) / eps))`` bits [derived]."""
         check_eps(eps)
         n = n_tokens * d_token
+        if n < 1:
+            raise InfoFlowError(f"{n_tokens} tokens of dimension {d_token}: expected at least 1")
         return cls(n, n_latents, max(1, math.ceil(math.log2(math.sqrt(n) / eps))))
 
     @property
@@ -174,7 +177,15 @@ class DigitCode:
         Args:
             x: coordinates.
             steepness: of the tanh units; None for exact steps.
+
+        Raises:
+            InfoFlowError: for another number of coordinates, or values outside [0, 1).
         """
+        if x.shape[-1] != self.n_coordinates or not ((x >= 0) & (x < 1)).all():
+            raise InfoFlowError(
+                f"inputs have {x.shape[-1]} coordinates in [{float(x.min()):.3g}, "
+                f"{float(x.max()):.3g}]: expected {self.n_coordinates} in [0, 1); scale them"
+            )
         steps = self._steps(x, self.n_bits, steepness)
         bits = steps @ self._bit_weights(self.n_bits, x)  # [..., coordinate, bit]
         padding = self.n_latents * self.bits_per_latent - self.n_coordinates * self.n_bits

@@ -6,7 +6,7 @@ schedule that learns the target, which bounds it from above.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -16,6 +16,7 @@ from infoflow_lens.theory.comparison import (
     Component,
     Count,
     check_sizes,
+    check_trees,
     growth_sizes,
     information_needed,
     model_comparisons,
@@ -179,42 +180,40 @@ def verdict_of(
 
 def phase_diagram(
     task: Any,
-    first_heads: Sequence[int],
+    heads: Sequence[Sequence[int]],
     n_tokens: Sequence[int],
-    other_heads: Sequence[int] = (),
     count: Count = "paper",
     trees: int = 1,
 ) -> list[dict[str, Any]]:
-    """For every h_1 and T, whether max-position retrieval alone is excluded, allowed or undecided.
+    """For all heads and T, whether max-position retrieval alone is excluded, allowed or undecided.
 
     Args:
         task: a target with `comparison` and `components`; its own T does not matter.
-        first_heads: values of h_1.
+        heads: tuples (h_1, .., h_L).
         n_tokens: values of T.
-        other_heads: h_2 .. h_L.
-        count, trees: as in :func:`estimate`.
+        count, trees: as in :func:`estimate`; :func:`flags_of` has the limits of the verdicts.
 
     Returns:
-        Rows ``h1, n_tokens, verdict, needed, capacity``.
+        Rows ``heads, n_tokens, verdict, needed, capacity``.
 
     Raises:
         InfoFlowError: as :func:`estimate`.
     """
     profile = _profile_of(task)
-    rows = []
-    for first in first_heads:
-        heads = (first, *other_heads)
-        for tokens in n_tokens:
-            rows.append(
-                {
-                    "h1": first,
-                    "n_tokens": tokens,
-                    "verdict": verdict_of(profile, task.components, heads, tokens, count, trees),
-                    "needed": profile.number(tokens, count),
-                    "capacity": max_position_capacity(profile, heads, tokens, trees),
-                }
-            )
-    return rows
+    check_trees(trees)
+    for tokens in n_tokens:
+        profile.number(tokens, count)
+    return [
+        {
+            "heads": list(some),
+            "n_tokens": tokens,
+            "verdict": verdict_of(profile, task.components, some, tokens, count, trees),
+            "needed": profile.number(tokens, count),
+            "capacity": max_position_capacity(profile, some, tokens, trees),
+        }
+        for some in heads
+        for tokens in n_tokens
+    ]
 
 
 def _profile_of(task: Any) -> ComparisonProfile:
@@ -258,8 +257,7 @@ def estimate(
     check_sizes(n_heads, n_tokens)
     if count not in COUNTS:
         raise InfoFlowError(f"count is {count!r}: expected one of {', '.join(COUNTS)}")
-    if not isinstance(trees, int) or trees < 1:
-        raise InfoFlowError(f"trees is {trees!r}: expected an integer K of at least 1")
+    check_trees(trees)
     if task.n_tokens != n_tokens:
         raise InfoFlowError(
             f"the task has n_tokens {task.n_tokens}, the architecture {n_tokens}: use the same T"
@@ -269,9 +267,15 @@ def estimate(
     size, saturated = information_needed(profile, n_heads, n_tokens, count, trees)
     positional = architecture.positional_embedding not in (None, "none", False)
     schedule = search(task.components, n_heads, n_tokens, positional)
+    by_score = search(task.components, n_heads, n_tokens, max_position_only=True)
     verified = None
-    if schedule is not None and verify and n_tokens <= _LARGEST_VERIFIED:
-        verified = learns(task, schedule, verify, seed, positional=positional)
+    if verify and n_tokens <= _LARGEST_VERIFIED:
+        # the best schedule, and the one that the verdict "allowed" rests on
+        verified = min(
+            learns(task, some, verify, seed, positional=positional)
+            for some in dict.fromkeys((schedule, by_score))
+            if some is not None
+        )
     upper = schedule.size if schedule else None
     d_token, d_model = architecture.d_token, architecture.d_model
     result = Estimate(
@@ -295,27 +299,38 @@ def estimate(
         upper={} if upper is None else {m: exponent(upper, d_token, d_model, m) for m in MODES},
         verified=verified,
         reasons=(),
-        flags=_flags(profile, n_heads, n_tokens, count, trees, positional, saturated),
+        flags=flags_of(profile, n_heads, count, trees),
     )
-    return Estimate(**{**vars(result), "reasons": _reasons(result, profile, positional)})
+    reasons = _reasons(result, profile, positional, by_score)
+    return replace(result, reasons=reasons, flags=(*result.flags, *_own_flags(result, profile)))
 
 
-def _reasons(result: Estimate, profile: ComparisonProfile, positional: bool) -> tuple[str, ...]:
+def _reasons(
+    result: Estimate, profile: ComparisonProfile, positional: bool, by_score: Schedule | None
+) -> tuple[str, ...]:
     """The argument, in words."""
     reasons = [
         f"the target needs {result.needed} comparisons of {profile.dimension}-tuples "
         f"(count={result.count!r}); by max-position retrieval alone the model makes at most "
-        f"{result.capacity}"
+        f"{result.capacity} (eq 5 with K = {result.trees}, the last layer for CLS only [derived])"
     ]
     if result.verdict == "excluded":
         reasons.append("so max-position retrieval alone is excluded: some |I| must grow")
-    elif result.verdict == "allowed":
-        reasons.append("a schedule of max-position heads alone learns the target")
+    elif by_score is not None:
+        reasons.append(
+            "a schedule of max-position heads alone learns the target, with |I| <= "
+            f"{by_score.size}: {by_score.describe()}"
+        )
     else:
         reasons.append(
             "counting does not exclude max-position retrieval alone, but no such schedule is known"
         )
-    if result.min_heads is None:
+    if result.min_heads is None and profile.order < 3:
+        reasons.append(
+            "one layer compares h T keys at its only query that is read, the target grows like "
+            f"T^{profile.order}: for large T no number of heads of one layer is enough (Thm 1)"
+        )
+    elif result.min_heads is None:
         reasons.append(
             f"its order of comparison is {profile.order}: beyond some T no number of heads is "
             "enough without growing sets (Prop 2)"
@@ -330,41 +345,67 @@ def _reasons(result: Estimate, profile: ComparisonProfile, positional: bool) -> 
         reasons.append("counting asks for no |I| at all: no obstruction here")
     if result.schedule:
         reasons.append(f"|I| <= {result.upper_information} is enough: {result.schedule.describe()}")
+    if result.verified is None:
+        reasons.append(
+            "schedules were not run on samples here; the rules they combine are [derived]"
+        )
     if not positional:
         reasons.append("without a positional encoding no head can read fixed positions")
     return tuple(reasons)
 
 
-def _flags(
-    profile: ComparisonProfile,
-    n_heads: Sequence[int],
-    n_tokens: int,
-    count: Count,
-    trees: int,
-    positional: bool,
-    saturated: bool,
+def flags_of(
+    profile: ComparisonProfile, n_heads: Sequence[int], count: Count, trees: int
 ) -> tuple[str, ...]:
-    """The limits of the argument that concern these numbers."""
-    flags: list[str] = []
-    if count == "paper":
-        flags += profile.flags
+    """The limits of the argument that concern verdicts and counts."""
+    flags = list(profile.flags_for(count))
     if count != "proved" and profile.order > 1:
         flags.append(
-            f"count={count!r} is an upper bound on the target's number of comparisons, so it "
-            "suggests but does not prove what is excluded; count='proved' does"
+            f"[flag] count={count!r} is an upper bound on the target's number of comparisons, so "
+            "it suggests but does not prove what is excluded; count='proved' does"
         )
-    if trees == 1 and profile.n_trees > 1:
+    if trees == 1 and profile.n_trees >= 3:
         flags.append(
-            f"K = 1 is the literal reading of eq (5), under which one head of global aggregation "
-            f"fails for D >= 3, though the paper says it works; K = {profile.n_trees} (a tree for "
-            "each component) removes that, and is not proved sound in general"
+            "[flag] K = 1 is the literal reading of eq (5), under which one head of global "
+            f"aggregation fails for D >= 3, though the paper says it works; K = {profile.n_trees} "
+            "(a tree for each component) removes that [chosen], and is not proved sound in general"
         )
     if len(n_heads) > 1 and profile.order == 2:
         flags.append(
-            "that h_1 decides whatever layer 2 does is asymptotic: at small T a wide layer 2 can "
-            "make up the count"
+            "[flag] that h_1 decides whatever layer 2 does is asymptotic: at small T a wide layer "
+            "2 can make up the count"
         )
-    if saturated:
-        flags.append("m_min is saturated: it would exceed T, so the count is not met by eq (5)")
+    flags.append(
+        "[chosen] a score looks at tuples inside what one position holds, or at one tuple across "
+        "two; with arbitrary scores the abstract model beats its own counting bound"
+    )
+    return tuple(flags)
+
+
+def _own_flags(result: Estimate, profile: ComparisonProfile) -> tuple[str, ...]:
+    """The limits that only this estimate's own numbers show."""
+    flags = []
+    if result.saturated:
+        flags.append(
+            "[flag] m_min is saturated: eq (5) is met by no |I| up to T"
+            + (
+                f", although the schedule found learns the target: with K = {result.trees} the "
+                "count contradicts it"
+                if result.schedule
+                else ""
+            )
+        )
+    if result.upper_information is not None:
+        made = model_comparisons(
+            result.n_heads,
+            result.n_tokens,
+            result.upper_information,
+            profile.dimension,
+            profile.n_trees,
+        )
+        if made < profile.number(result.n_tokens, "proved"):
+            flags.append("[flag] the schedule found makes fewer comparisons than are proved needed")
+    if result.verified is not None and result.verified < 1:
+        flags.append(f"[flag] on {1 - result.verified:.0%} of the samples a schedule failed")
     flags.append("exponents leave out constants and the cost of nonlinear parts of the target")
     return tuple(flags)

@@ -30,6 +30,7 @@ from infoflow_lens.theory.information_sets import (
 )
 
 _MOST_SCORES_AT_ONCE = 2**21
+_MOST_STATES = 1000  # of a layer; beyond, the exact search takes minutes
 
 
 @runtime_checkable
@@ -150,6 +151,8 @@ def _jobs_in_words(jobs: Sequence[Job]) -> str:
 
 def cover_groups(n_tokens: int, arity: int) -> int:
     """g, the most groups such that the C(g, arity) unions of `arity` groups fit on T tokens."""
+    if not 1 <= arity <= n_tokens:
+        raise InfoFlowError(f"tuples of {arity} tokens, but T is {n_tokens}: expected 1 to T")
     groups = arity
     while groups < n_tokens and math.comb(groups + 1, arity) <= n_tokens:
         groups += 1
@@ -243,6 +246,8 @@ def run_schedule(
     Raises:
         InfoFlowError: for a component that is not there, or a fixed-position job at CLS.
     """
+    if not schedule.layers:
+        raise InfoFlowError("the schedule has no layer: expected at least one")
     n_tokens = x.shape[1]
     sets = initial_sets(len(x), n_tokens + 1, n_tokens)
     is_cls = torch.arange(n_tokens + 1) == n_tokens
@@ -282,7 +287,8 @@ def learns(
 ) -> float:
     """How often the active index set lies inside the final CLS set, over `n` sampled inputs.
 
-    1.0 says that the schedule learns the target, as far as `n` samples can say (eq 4).
+    1.0 says that the schedule learns the target, as far as `n` samples can say (eq 4: for almost
+    every input; where scores tie, which token counts as active is a convention).
 
     Args:
         task: the target and its inputs.
@@ -301,6 +307,8 @@ def learns(
             f"the schedule reads fixed positions ({schedule.describe()}), which takes a positional "
             "encoding: pass positional=True if the model has one, or use another schedule"
         )
+    if batch_size < 1:
+        raise InfoFlowError(f"batch_size is {batch_size}: expected at least 1")
     x, _ = task.sample(n, seed)
     hits = 0
     for part in x.split(batch_size):
@@ -336,7 +344,7 @@ class _State:
 
 def _next_states(
     state: _State, heads: int, last: bool, n: int, arity: int, n_tokens: int, positional: bool,
-    cls_hidden: bool,
+    cls_hidden: bool, max_position_only: bool,
 ) -> list[_State]:  # fmt: skip
     """All that one layer can do."""
     token_options: list[tuple[int, bool]] = [(0, False)]
@@ -350,7 +358,9 @@ def _next_states(
     ready = n if arity == 1 or state.covered else state.prepared if arity == 2 else 0
     cls_options: list[int | None] = [0]
     if last or cls_hidden:
-        cls_options = [*range(min(heads, ready - state.solved) + 1), None]  # None: global
+        cls_options = [*range(min(heads, ready - state.solved) + 1)]
+        if not max_position_only:
+            cls_options.append(None)  # global
     following = []
     for pairs, cover_too in token_options:
         block = cover_size(n_tokens, arity) if cover_too else 1
@@ -421,7 +431,8 @@ def search(
         The schedule with its size, or None if there is none.
 
     Raises:
-        InfoFlowError: for no components, components of several arities, bad sizes, or arity > T.
+        InfoFlowError: for no components, components of several arities, bad sizes, arity > T, or
+            more partial schedules than an exact search can hold.
     """
     check_sizes(n_heads, n_tokens)
     arities = {component.arity for component in components}
@@ -441,11 +452,24 @@ def search(
                 following
                 for state in states
                 for following in _next_states(
-                    state, heads, last, n, arity, n_tokens, positional, cls_hidden
+                    state,
+                    heads,
+                    last,
+                    n,
+                    arity,
+                    n_tokens,
+                    positional and not max_position_only,
+                    cls_hidden,
+                    max_position_only,
                 )
-                if not max_position_only or Schedule(following.layers).is_max_position_only
             ]
         )
+        if len(states) > _MOST_STATES:
+            raise InfoFlowError(
+                f"{n} components and heads {tuple(n_heads)} leave {len(states)} partial schedules: "
+                f"expected at most {_MOST_STATES} for an exact search; ask for fewer components or "
+                "layers"
+            )
     done = [state for state in states if state.solved == n]
     if not done:
         return None

@@ -11,10 +11,12 @@ from infoflow_lens.theory.bounds import (
     depth_separation_bound,
     depth_separation_width,
     encoding_bound,
+    growing_information,
     kth_largest_bound,
     kth_largest_collision,
     kth_largest_width,
 )
+from infoflow_lens.theory.comparison import information_needed, triangle_center_profile
 
 
 def test_formulas():
@@ -124,3 +126,23 @@ def test_the_finite_width_is_that_of_the_pair():
 def test_bad_values_are_named(call, message):
     with pytest.raises(InfoFlowError, match=message):
         call()
+
+
+def test_finite_widths_of_long_sequences_and_fine_precision():
+    """Numbers of sequences far beyond floats."""
+    assert kth_largest_width(200, 2, 2, 1e-6) > 1e100
+    assert depth_separation_width(200, 1, 4, 1e-6) > 1e50
+
+
+def test_proposition_2():
+    """C = 1/6 for the triangle centre: |I| grows like T^(2/3), from some T on."""
+    sizes = [growing_information(1 / 6, 3, 3, 4, 2, t) for t in (100, 1000, 8000)]
+    assert sizes[0] == 0  # T < 4 L h / C = 192
+    assert sizes[1] == pytest.approx((1 / 48) ** (1 / 3) * 100)
+    assert sizes[2] / sizes[1] == pytest.approx(4)
+    profile = triangle_center_profile()
+    for t in (1000, 8000):  # weaker than counting exactly
+        exact, _ = information_needed(profile, (4, 4), t, "proved")
+        assert growing_information(1 / 6, 3, 3, 4, 2, t) <= exact
+    with pytest.raises(InfoFlowError, match="order is 2"):
+        growing_information(1.0, 2, 2, 1, 2, 100)

@@ -93,6 +93,29 @@ def test_ties_go_to_the_left_and_a_leaf_is_not_empty():
     assert tree.evaluate(torch.ones(1, 2, 1))[0].tolist() == [[0]]
     with pytest.raises(InfoFlowError, match="a leaf holds no position"):
         ComparisonTree(Leaf(()))
+    with pytest.raises(InfoFlowError, match=r"tuples of lengths \[1, 2\]"):
+        ComparisonTree(Branch(Leaf((0,)), Leaf((1, 2)), lambda x: x[..., 0, 0]))
+    with pytest.raises(InfoFlowError, match="negative position"):
+        ComparisonTree(Leaf((0, -1)))
+    with pytest.raises(InfoFlowError, match="a leaf holds position 1, but sequences have 1"):
+        tree.evaluate(torch.ones(1, 1, 1))
+
+
+def test_a_tree_over_some_positions_has_leaves_there_only():
+    component = Component(1, lambda x: x[..., 0, 0], positions=(1, 3))
+    tree = ComparisonTree.over(6, component)
+    assert tree.n_leaves == 2
+    with pytest.raises(InfoFlowError, match="shape is 'star'"):
+        ComparisonTree.over(6, component, "star")
+
+
+def test_the_least_root_is_exact_for_any_integer():
+    from infoflow_lens.theory.comparison import _root_ceiling
+
+    for value in (0, 1, 2, 26, 27, 28, 10**60, 10**60 + 1):
+        root = _root_ceiling(value, 3)
+        assert root**3 >= value
+        assert root == 0 or (root - 1) ** 3 < value
 
 
 @pytest.mark.parametrize(
@@ -221,6 +244,8 @@ def test_large_t_is_counted_without_large_memory():
         (lambda: growth_sizes((0,), 5), r"n_heads is \(0,\)"),
         (lambda: growth_sizes((), 5), r"n_heads is \(\)"),
         (lambda: model_comparisons((1, 1), 5, [(1, 1)], 1), "sizes has 1 entries for 2 layers"),
+        (lambda: model_comparisons((1,), 5, 1, 1, trees=0), "trees is 0"),
+        (lambda: model_comparisons((1,), 5, 1, 1, per_head="t"), "per_head is 't'"),
     ],
 )
 def test_bad_values_are_named(call, message):

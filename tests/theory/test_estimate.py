@@ -188,8 +188,32 @@ def test_flags_stand_where_they_concern():
     assert "suggests but" not in proved
     assert "K = 1" not in proved
     assert "K = 1 is the literal reading" in flags("d_retrieval", (2,))
+    assert "K = 1" not in flags("d_retrieval", (1,), task={"n_components": 2})
+    assert "|I_F| = D" in flags("d_retrieval", (3,), count="proved", trees=4)
+    assert "argmin" in flags("triangle_center", (4, 4), count="proved")
+    assert "only h_1 >= D/2" in flags("intrinsic_dimension", (2, 4), count="unordered", **pairs)
+    assert "contradicts" in flags("d_retrieval", (1,))
+    assert "[chosen] a score looks" in flags("depth_separation", (1, 1))
     assert "saturated" in flags("d_retrieval", (1,))
     assert "asymptotic" in flags("intrinsic_dimension", (3, 20), **pairs)
+
+
+def test_allowed_rests_on_the_schedule_that_was_run():
+    """At small T global aggregation is cheaper than eight heads; the verdict is about the heads."""
+    found = estimated(
+        "intrinsic_dimension", (8, 8), n_tokens=16, task={"n_components": 8}, verify=9
+    )
+    assert found.verdict == "allowed"
+    assert found.upper_information == 16
+    assert found.verified == 1.0
+    assert any("retrieve by score 1, 2, 3, 4, 5, 6, 7, 8" in reason for reason in found.reasons)
+
+
+def test_one_layer_is_told_about_theorem_1_not_proposition_2():
+    reasons = " ".join(estimated("depth_separation", (1,), verify=0).reasons)
+    assert "(Thm 1)" in reasons
+    assert "Prop 2" not in reasons
+    assert "were not run on samples" in reasons
 
 
 def test_an_estimate_is_json():
@@ -200,8 +224,8 @@ def test_an_estimate_is_json():
 
 def test_the_phase_diagram_turns_at_d():
     task = load_task("intrinsic_dimension", n_components=3)
-    rows = phase_diagram(task, range(1, 6), [16, 64, 256], other_heads=(3,))
-    verdicts = {(row["h1"], row["n_tokens"]): row["verdict"] for row in rows}
+    rows = phase_diagram(task, [(h, 3) for h in range(1, 6)], [16, 64, 256])
+    verdicts = {(row["heads"][0], row["n_tokens"]): row["verdict"] for row in rows}
     assert all(verdicts[h, t] == "allowed" for h in (3, 4, 5) for t in (16, 64, 256))
     assert all(verdicts[h, 256] == "excluded" for h in (1, 2))
 
@@ -219,6 +243,8 @@ def test_the_phase_diagram_turns_at_d():
             lambda: estimated("d_retrieval", (4,), task={"subsets": ((0,), (1,), (2,), (3,))}),
             "has no comparison profile",
         ),
+        (lambda: phase_diagram(load_task("d_retrieval"), [(0,)], [8]), r"n_heads is \(0,\)"),
+        (lambda: phase_diagram(load_task("d_retrieval"), [(1,)], [8], trees=0), "trees is 0"),
         (lambda: estimated("triangle_center", (4, 4), n_tokens=2), "T is 2: expected at least 3"),
     ],
 )
