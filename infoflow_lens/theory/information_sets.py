@@ -154,11 +154,13 @@ def _check_rule(rule: Rule, layer: int, batch: int, n_pos: int) -> None:
             f"{(chosen.shape[0], chosen.shape[2])}, expected {(batch, n_pos)}: "
             "pass the same sequences through every layer"
         )
-    if chosen.numel() and (chosen.min() < -1 or chosen.max() >= n_pos):
-        raise InfoFlowError(
-            f"positions of layer {layer} lie in [{chosen.min()}, {chosen.max()}]: "
-            f"expected key positions 0 to {n_pos - 1}, or -1 for none"
-        )
+    if chosen.numel():
+        lowest, highest = torch.aminmax(chosen)
+        if lowest < -1 or highest >= n_pos:
+            raise InfoFlowError(
+                f"positions of layer {layer} lie in [{lowest}, {highest}]: "
+                f"expected key positions 0 to {n_pos - 1}, or -1 for none"
+            )
 
 
 def _sizes(layers: Sequence[tuple[Rule, ...]]) -> tuple[int, int, torch.device]:
@@ -217,14 +219,17 @@ def _update(
     united = words.clone()
     before = words[:-1].view(batch, n_pos, -1)
     after = united[:-1].view(batch, n_pos, -1)
-    first_row = torch.arange(batch, device=words.device)[:, None] * n_pos
+    # half the bytes to read for the gather, where they can count the rows
+    index_type = torch.int32 if len(words) < 2**31 else torch.int64
+    first_row = torch.arange(batch, dtype=index_type, device=words.device)[:, None] * n_pos
     for rule in rules:
         if isinstance(rule, MaxPosition):
-            chosen = rule.positions.to(torch.int64)
+            chosen = rule.positions.to(index_type)
             heads = chosen.unsqueeze(-1) if chosen.ndim == 3 else chosen
             rows = torch.where(heads < 0, batch * n_pos, heads + first_row[:, :, None, None])
-            for index in rows.permute(1, 3, 0, 2).flatten(0, 1):  # [head * rank, batch, pos]
-                united[:-1] |= words.index_select(0, index.flatten())
+            rows = rows.permute(1, 3, 0, 2).reshape(-1, batch * n_pos)  # [head * rank, row]
+            for index in rows:
+                united[:-1] |= words.index_select(0, index)
         elif isinstance(rule, SpecificPositions):
             for key in rule.reads.any(dim=0).nonzero().flatten().tolist():
                 readers = rule.reads[:, key].nonzero().flatten()
