@@ -11,6 +11,7 @@ from infoflow_lens.hooks.result import Result
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 
 
@@ -175,10 +176,6 @@ def _check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
             )
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
-
-
 def run_probes(
     model: nn.Module,
     inputs: Tensor,
@@ -233,21 +230,15 @@ def run_probes(
     for probe in probes:
         probe.check(n_fit, n_evaluate, key_count(model, inputs.shape[1]))
     total = sum(len(part) for _, part in parts)
-    device = _device(model)
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        with (
-            torch.no_grad(),
-            attach(model, *probes, eval_every=eval_every) as attached,
-            progress_bar("probing", total, progress) as advance,
-        ):
-            for mode, part in parts:
-                with attached._mode(mode):
-                    for batch in part.split(batch_size):
-                        model(batch.to(device))
-                        advance(len(batch))
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    device = next(model.parameters()).device
+    with (
+        eval_mode(model),
+        attach(model, *probes, eval_every=eval_every) as attached,
+        progress_bar("probing", total, progress) as advance,
+    ):
+        for mode, part in parts:
+            with attached._mode(mode):
+                for batch in part.split(batch_size):
+                    model(batch.to(device))
+                    advance(len(batch))
     return attached.results()

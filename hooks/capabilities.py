@@ -7,6 +7,7 @@ names are resolved here, before work starts.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -115,9 +116,10 @@ def check_scores(scores: Float[Tensor, "batch head query key"], name: str, seque
     Raises:
         InfoFlowError: naming the hook point and the first sequence of the batch.
     """
-    check_finite(scores.clamp(min=0), name, sequence)  # masked keys are -inf
-    sums = scores.sum(dim=-1)
-    if (scores >= 0).all() and ((sums - 1).abs() < 1e-2).all() and scores.shape[-1] > 1:
+    lowest, highest = torch.aminmax(scores)  # carries NaN; masked keys are -inf
+    if highest.isnan() or highest == torch.inf:
+        check_finite(highest, name, sequence)
+    if scores.shape[-1] > 1 and lowest >= 0 and ((scores.sum(-1) - 1).abs() < 1e-2).all():
         raise InfoFlowError(
             f"{name} carries the attention pattern (rows of shares that sum to 1), not the scores "
             "before the softmax, as some TransformerBridge models do: masked keys cannot be told "

@@ -70,6 +70,19 @@ def rank_keys(scores: Float[Tensor, "*query key"], ranks: Sequence[int]) -> Rank
     )
 
 
+def rank_supported_keys(scores: Float[Tensor, "*query key"], ranks: Sequence[int]) -> Ranked:
+    """:func:`rank_keys`, where some query has every rank.
+
+    Raises:
+        InfoFlowError: if a rank exceeds the keys of all queries.
+    """
+    ranked = rank_keys(scores, ranks)
+    if not (ranked.positions.flatten(0, -2).amax(dim=0) >= 0).all():
+        allowed = (scores > torch.finfo(scores.dtype).min).sum(dim=-1)
+        check_rank_support(ranks, int(allowed.max()))
+    return ranked
+
+
 def check_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
     """`ranks` as a tuple.
 
@@ -99,11 +112,6 @@ def check_rank_support(ranks: Sequence[int], n_keys: int) -> None:
             f"rank {max(ranks)} is beyond the number of keys: the longest row of attention has "
             f"{n_keys} keys; ask for ranks up to {n_keys}"
         )
-
-
-def most_keys(scores: Float[Tensor, "*query key"]) -> int:
-    """The number of keys of the query that has most, masked ones apart."""
-    return int((scores > torch.finfo(scores.dtype).min).sum(dim=-1).max())
 
 
 def check_same_length(before: Tensor | None, now: Tensor) -> None:
@@ -226,8 +234,9 @@ class PositionsProbe(Probe[PositionsResult]):
         batch = []
         for name, scores in activations.items():
             check_scores(scores, name, self.n_sequences)
-            check_rank_support(self.ranks, most_keys(scores))
-            batch.append((name, Ranked(*(part.cpu() for part in rank_keys(scores, self.ranks)))))
+            batch.append(
+                (name, Ranked(*(part.cpu() for part in rank_supported_keys(scores, self.ranks))))
+            )
         by_name = dict(batch)
         check_same_length(self._ranked[0][0].positions if self._ranked else None, batch[0][1][0])
         self._ranked.append([by_name[name] for name in self._hook_points(model)])

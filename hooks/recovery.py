@@ -18,7 +18,7 @@ from infoflow_lens.hooks.capabilities import (
     state_sum,
     token_hook,
 )
-from infoflow_lens.hooks.positions import check_rank_support, check_ranks, most_keys, rank_keys
+from infoflow_lens.hooks.positions import check_rank_support, check_ranks, rank_supported_keys
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.statistics import RegressionStatistics
@@ -155,7 +155,6 @@ class RecoveryProbe(Probe[RecoveryResult]):
             check_scores(activations[name], name, self.n_sequences)
             check_keys(activations[name], state, name)
             check_finite(state, f"the post-attention state of layer {layer}", self.n_sequences)
-            check_rank_support(self.ranks, most_keys(activations[name]))
             layers.append(self._rows(tokens, state, activations[name]))
         if not self._fit:
             self._fit = [RegressionStatistics() for _ in layers]
@@ -180,7 +179,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
         """Features [batch, query, d_model], targets [batch, query, head * rank, d_target], and
         which of these rows are defined."""
         n_source = tokens.shape[1]
-        positions = rank_keys(scores[:, :, :n_source], self.ranks).positions.long()
+        positions = rank_supported_keys(scores[:, :, :n_source], self.ranks).positions.long()
         per_query = rearrange(positions, "batch head query rank -> batch query (head rank)")
         valid = ((per_query >= 0) & (per_query < n_source)).all(dim=-1)
         sequences = torch.arange(len(tokens), device=tokens.device)[:, None, None]

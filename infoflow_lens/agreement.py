@@ -141,6 +141,16 @@ def average_precision(
     return torch.cat(result)
 
 
+def influence_inside(
+    influence: Float[Tensor, "state source"],
+    members: Bool[Tensor, "state source"],
+    candidate: Bool[Tensor, "state source"],
+) -> Float[Tensor, " state"]:
+    """Share of each state's squared influence that lies inside its set; NaN where there is none."""
+    energy = influence.double().square() * candidate
+    return (energy * members).sum(1) / energy.sum(1)
+
+
 def _mean(values: Tensor) -> float:
     defined = values[~values.isnan()]
     return float(defined.double().mean()) if len(defined) else math.nan
@@ -154,7 +164,6 @@ def _set_agreement(
 ) -> SetAgreement:
     predicted, measured = predicted & candidate, measured & candidate
     both, either = (predicted & measured).sum(1), (predicted | measured).sum(1)
-    energy = influence.double().square() * candidate
     return SetAgreement(
         n_states=len(predicted),
         auroc=_mean(auroc(influence, predicted, candidate)),
@@ -163,7 +172,7 @@ def _set_agreement(
         recall=_mean(both / measured.sum(1)),
         jaccard=_mean(torch.where(either > 0, both / either, 1.0)),
         exact_match=_mean((predicted == measured).all(dim=1).double()),
-        influence_inside=_mean((energy * predicted).sum(1) / energy.sum(1)),
+        influence_inside=_mean(influence_inside(influence, predicted, candidate)),
         predicted_size=_mean(predicted.sum(1).double()),
         measured_size=_mean(measured.sum(1).double()),
     )

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder
+from infoflow_lens.foundation.modules import eval_mode, modes_kept
 from infoflow_lens.foundation.progress import progress_bar
-from infoflow_lens.foundation.record import RunRecord, model_fingerprint
+from infoflow_lens.foundation.record import RunRecord, fingerprint
 from infoflow_lens.foundation.seeds import check_seed, derived_seed
 
 _CHECKPOINT = "training.pt"
@@ -206,23 +207,10 @@ def _predict(model: nn.Module) -> Any:
     return getattr(model, "forward_readout", model)
 
 
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation without gradients; afterwards every module has its own mode again."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
 def _evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 2048) -> float:
     device = next(model.parameters()).device
     predict = _predict(model)
-    with _eval_mode(model):
+    with eval_mode(model):
         outputs = [predict(part.to(device)).cpu() for part in x.split(batch_size)]
     return nmse(torch.cat(outputs), y)
 
@@ -233,7 +221,7 @@ def _check_fit(model: nn.Module, x: Tensor, y: Tensor, name: str) -> None:
     Raises:
         InfoFlowError: where output and targets differ in width; and what the model refuses.
     """
-    with _eval_mode(model):
+    with eval_mode(model):
         output = _predict(model)(x[:1].to(next(model.parameters()).device))
     if output.shape[1:] != y.shape[1:]:
         raise InfoFlowError(
@@ -306,8 +294,8 @@ class _Run:
                 "delete it, or use another folder"
             )
         # A notebook that was interrupted calls again with the model that holds the best weights.
-        known = {_digest(state["initial_state"]), _digest(state["best_state"])}
-        if state["identity"] != self.identity or _digest(self.initial_state) not in known:
+        known = {fingerprint(state["initial_state"]), fingerprint(state["best_state"])}
+        if state["identity"] != self.identity or self.record.model_fingerprint not in known:
             raise InfoFlowError(
                 f"the checkpoint {str(path)!r} belongs to a run with other settings: expected the "
                 "same config, initial weights and data; use another folder (checkpoint_dir, --out "
@@ -374,14 +362,6 @@ class _Run:
         )
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """Tells one set of named tensors from another."""
-    holder = nn.Module()
-    for index, (name, tensor) in enumerate(sorted(tensors.items())):
-        holder.register_buffer(f"{index}_{name.replace('.', '_')}", tensor)
-    return model_fingerprint(holder)
-
-
 def train(
     model: nn.Module,
     train_data: Data,
@@ -430,8 +410,7 @@ def train(
     _check_fit(model, validation_x, validation_y, "validation")
     device = next(model.parameters()).device
     data = {"x": x, "y": y, "validation_x": validation_x, "validation_y": validation_y}
-    identity = {"training": asdict(config), "data": _digest(data)}
-    modes = {module: module.training for module in model.modules()}
+    identity = {"training": asdict(config), "data": fingerprint(data)}
     run = _Run(model, config, identity)
     checkpoint = None
     if checkpoint_dir is not None:
@@ -439,13 +418,10 @@ def train(
         if checkpoint.exists():
             run.load(checkpoint)
     x, y = x.to(device), y.to(device)
-    try:
+    with modes_kept(model):
         return _epochs(
             run, x, y, validation_x, validation_y, checkpoint, checkpoint_every, progress
         )
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def _epochs(

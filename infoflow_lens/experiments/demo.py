@@ -132,11 +132,6 @@ class DemoResult:
     out: Path
 
 
-def predict_sets(positions: tuple[Tensor, ...], n_tokens: int) -> InformationSets:
-    """Information sets predicted from the model's attention: rule (1) with its own argmax."""
-    return propagate(positions, n_sources=n_tokens)
-
-
 def _stage(
     name: str,
     model: VectorTransformer,
@@ -157,7 +152,8 @@ def _stage(
         for layer in range(len(config.n_heads))
     ]
     edges = run_probes(model, shown, edge_probes, progress=False)
-    predicted = predict_sets(positions.argmax, config.n_tokens)
+    # from the model's attention: rule (1) with its own argmax
+    predicted = propagate(positions.argmax, n_sources=config.n_tokens)
     return Stage(
         name=name,
         recovery=recovery,

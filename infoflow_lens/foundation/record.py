@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _RECORDED_PACKAGES = ("infoflow-lens", "transformer-lens", "torch", "datasets", "numpy")
 
@@ -30,14 +30,19 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def model_fingerprint(model: nn.Module) -> str:
-    """SHA-256 over the names, shapes, dtypes and bytes of a model's state, as 16 hex digits."""
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the names, shapes, dtypes and bytes of tensors, as 16 hex digits."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         flat = tensor.detach().cpu().contiguous().flatten()
         digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """The :func:`fingerprint` of a model's state."""
+    return fingerprint(model.state_dict())
 
 
 def weight_processing(model: nn.Module) -> dict[str, Any]:

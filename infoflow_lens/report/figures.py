@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
-import torch
 from jaxtyping import Bool, Float, Int
 from plotly.subplots import make_subplots
 from torch import Tensor
@@ -291,11 +290,3 @@ def training_curve(history: Sequence[Mapping[str, float | int]]) -> go.Figure:
     figure.update_yaxes(type="log", title_text="validation NMSE", exponentformat="power", dtick=1)
     figure.update_xaxes(title_text="epoch")
     return _style(figure, 280)
-
-
-def share_inside(
-    influence: Float[Tensor, "batch source"], members: Bool[Tensor, "batch source"]
-) -> Float[Tensor, " batch"]:
-    """Share of the squared influence inside each set; NaN where there is none."""
-    energy = influence.double().square()
-    return torch.where(members, energy, 0).sum(1) / energy.sum(1)

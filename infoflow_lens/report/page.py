@@ -8,11 +8,12 @@ from typing import Any
 
 import jinja2
 import plotly.graph_objects as go
+import torch
 from jaxtyping import Bool, Float, Int
 from plotly.offline import get_plotlyjs
 from torch import Tensor
 
-from infoflow_lens.agreement import Agreement, SetAgreement
+from infoflow_lens.agreement import Agreement, SetAgreement, influence_inside
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import RecoveryResult
 from infoflow_lens.report import figures
@@ -128,8 +129,11 @@ def render_report(report: Report) -> str:
                 )
             )
             maps.append(_json(figures.influence_beside_sets(members, influence)))
-        inside = figures.share_inside(
-            stage.influence[-1, :, -1], stage.predicted.members[-1, :, -1]
+        cls_influence = stage.influence[-1, :, -1]
+        inside = influence_inside(
+            cls_influence,
+            stage.predicted.members[-1, :, -1],
+            torch.ones_like(cls_influence, dtype=torch.bool),
         )
         stages.append({"name": stage.name, "flow": flows, "maps": maps, "inside": inside.tolist()})
     environment = jinja2.Environment(

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.theory.comparison import root_ceiling
 from infoflow_lens.theory.cost import check_eps
 
 
@@ -168,13 +169,7 @@ def growing_information(
 
 def _cells(sequences: int, dimensions: int) -> int:
     """The most cells an axis can have so that all cells are fewer than the sequences."""
-    low, high = 1, 2
-    while high**dimensions < sequences:
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if middle**dimensions < sequences else (low, middle)
-    return low
+    return max(1, root_ceiling(sequences, dimensions) - 1)
 
 
 def kth_largest_width(n_tokens: int, k: int, d_head: int, eps: float) -> float:

@@ -162,7 +162,7 @@ class ComparisonTree:
             shape: "balanced", "chain" (a tournament of one winner), or a generator for a random
                 shape.
         """
-        check_sizes((1,), n_tokens)
+        check_length(n_tokens)
         if shape not in ("balanced", "chain") and not isinstance(shape, torch.Generator):
             raise InfoFlowError(f"shape is {shape!r}: expected 'balanced', 'chain' or a generator")
         nodes: list[Node] = [
@@ -235,12 +235,12 @@ class ComparisonProfile:
         name: of the target.
         dimension: beta_1, the smallest tuple length that serves with polynomial trees.
         order: beta', the smallest growth exponent at that dimension; never above `dimension`.
-        n_trees: trees of the construction, and the natural K of eq (5).
+        n_trees: trees of the construction, one for each retrieved tuple, and the natural K of
+            eq (5).
         paper: the number that the paper's estimate uses. For D-retrieval that is its lower bound,
             D(T - D) [stated]; for targets over tuples the ordered upper bound, T^arity - 1 a tree.
         unordered: upper bound by trees over unordered tuples [derived].
         proved: lower bound [stated for D-retrieval, derived for the others].
-        components: D, the number of retrieved tuples.
         flags: limits of these counts.
     """
 
@@ -251,7 +251,6 @@ class ComparisonProfile:
     paper: Callable[[int], int]
     unordered: Callable[[int], int]
     proved: Callable[[int], int]
-    components: int = 1
     flags: tuple[Flag, ...] = ()
 
     def number(self, n_tokens: int, count: Count) -> int:
@@ -260,8 +259,7 @@ class ComparisonProfile:
         Raises:
             InfoFlowError: for T below 1, T below the dimension, or an unknown count.
         """
-        if not isinstance(n_tokens, int) or n_tokens < 1:
-            raise InfoFlowError(f"n_tokens is {n_tokens!r}: expected an integer T of at least 1")
+        check_length(n_tokens)
         if self.dimension > n_tokens:
             raise InfoFlowError(
                 f"{self.name} compares tuples of {self.dimension} tokens, but T is {n_tokens}: "
@@ -293,7 +291,6 @@ def d_retrieval_profile(n_components: int) -> ComparisonProfile:
         paper=lambda t: d * (t - d),
         unordered=lambda t: d * (t - 1),
         proved=lambda t: d * (t - d),
-        components=d,
         flags=(
             Flag(
                 "[flag] the lower bound D(T - D) uses |I_F| = D; two components can share their "
@@ -305,68 +302,61 @@ def d_retrieval_profile(n_components: int) -> ComparisonProfile:
     )
 
 
+_ORDERED_FLAG = Flag(
+    "[flag] the paper counts ordered tuples; a score may take the larger of both orders, so trees "
+    "over unordered tuples need fewer comparisons",
+    ("paper",),
+)
+
+
+def _tuple_profile(name: str, arity: int, n_trees: int = 1, *flags: Flag) -> ComparisonProfile:
+    """A target of D best tuples: a tree for each, over ordered or unordered tuples.
+
+    Below lie C(T, arity) leaves that distinct positions need, less one for each of the at most
+    D arity retrieved tokens [derived].
+    """
+    return ComparisonProfile(
+        name=name,
+        dimension=arity,
+        order=arity,
+        n_trees=n_trees,
+        paper=lambda t: n_trees * (t**arity - 1),
+        unordered=lambda t: n_trees * (math.comb(t + arity - 1, arity) - 1),
+        proved=lambda t: math.comb(t, arity) - n_trees * arity,
+        flags=(_ORDERED_FLAG, *flags),
+    )
+
+
 def depth_separation_profile() -> ComparisonProfile:
     """min_{s,t} ||x(s) + x(t)||^2 (Thm 1): C(T,2) - 2 to T^2 - 1 comparisons [derived]."""
-    return ComparisonProfile(
-        name="depth_separation",
-        dimension=2,
-        order=2,
-        n_trees=1,
-        paper=lambda t: t**2 - 1,
-        unordered=lambda t: t * (t + 1) // 2 - 1,
-        proved=lambda t: math.comb(t, 2) - 2,
-        flags=(_ORDERED_FLAG,),
-    )
+    return _tuple_profile("depth_separation", 2)
 
 
 def intrinsic_dimension_profile(n_components: int) -> ComparisonProfile:
     """sum_i max_{s,t} x(s)^T A_i x(t) (eqs 6, 58): D trees of T^2 leaves [stated]."""
-    d = n_components
-    return ComparisonProfile(
-        name="intrinsic_dimension",
-        dimension=2,
-        order=2,
-        n_trees=d,
-        paper=lambda t: d * (t**2 - 1),
-        unordered=lambda t: d * (t * (t + 1) // 2 - 1),
-        proved=lambda t: math.comb(t, 2) - 2 * d,
-        components=d,
-        flags=(
-            _ORDERED_FLAG,
-            Flag(
-                "[flag] that h_1 >= D is the paper's estimate from the ordered count; unordered "
-                "trees give only h_1 >= D/2, and the proved lower bound only h_1 >= 1",
-                ("paper", "unordered"),
-            ),
+    return _tuple_profile(
+        "intrinsic_dimension",
+        2,
+        n_components,
+        Flag(
+            "[flag] that h_1 >= D is the paper's estimate from the ordered count; unordered "
+            "trees give only h_1 >= D/2, and the proved lower bound only h_1 >= 1",
+            ("paper", "unordered"),
         ),
     )
 
 
 def triangle_center_profile() -> ComparisonProfile:
     """min ||x(t1) + x(t2) + x(t3)||^2 (eqs 7, 59): C(T,3) - 3 to T^3 - 1 [derived]."""
-    return ComparisonProfile(
-        name="triangle_center",
-        dimension=3,
-        order=3,
-        n_trees=1,
-        paper=lambda t: t**3 - 1,
-        unordered=lambda t: math.comb(t + 2, 3) - 1,
-        proved=lambda t: math.comb(t, 3) - 3,
-        flags=(
-            _ORDERED_FLAG,
-            Flag(
-                "[flag] the paper's review prints argmax ||sum x||^2; the target needs the argmin, "
-                "so trees compare by -||sum x||^2"
-            ),
+    return _tuple_profile(
+        "triangle_center",
+        3,
+        1,
+        Flag(
+            "[flag] the paper's review prints argmax ||sum x||^2; the target needs the argmin, "
+            "so trees compare by -||sum x||^2"
         ),
     )
-
-
-_ORDERED_FLAG = Flag(
-    "[flag] the paper counts ordered tuples; a score may take the larger of both orders, so trees "
-    "over unordered tuples need fewer comparisons",
-    ("paper",),
-)
 
 
 # What models can make
@@ -382,6 +372,15 @@ def check_sizes(n_heads: Sequence[int], n_tokens: int) -> None:
         raise InfoFlowError(
             f"n_heads is {tuple(n_heads)}: expected integers of at least 1, one for each layer"
         )
+    check_length(n_tokens)
+
+
+def check_length(n_tokens: int) -> None:
+    """Refuse a T below 1.
+
+    Raises:
+        InfoFlowError: with the value.
+    """
     if not isinstance(n_tokens, int) or isinstance(n_tokens, bool) or n_tokens < 1:
         raise InfoFlowError(f"n_tokens is {n_tokens!r}: expected an integer T of at least 1")
 
@@ -482,16 +481,24 @@ def information_needed(
     by_attention = model_comparisons(n_heads, n_tokens, 0, profile.dimension, trees)
     states = (len(n_heads) - 1) * (n_tokens + 1) + 1
     missing = max(0, needed - by_attention)
-    size = _root_ceiling(-(-missing // (trees * states)), profile.dimension)
+    size = root_ceiling(-(-missing // (trees * states)), profile.dimension)
     return min(size, n_tokens), size > n_tokens
 
 
-def _root_ceiling(value: int, degree: int) -> int:
+def root_ceiling(value: int, degree: int) -> int:
     """The smallest integer whose power reaches `value`; exact also for large integers."""
-    low, high = -1, 1
-    while high**degree < value:
-        high *= 2
+    return least(lambda root: root**degree >= value, 0)
+
+
+def least(reaches: Callable[[int], bool], start: int) -> int:
+    """The smallest integer from `start` on that `reaches`, which all larger ones then do too."""
+    if reaches(start):
+        return start
+    low, step = start, 1
+    while not reaches(low + step):
+        low, step = low + step, 2 * step
+    high = low + step
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if middle**degree >= value else (middle, high)
+        low, high = (low, middle) if reaches(middle) else (middle, high)
     return high

@@ -13,12 +13,12 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.theory.comparison import (
     COUNTS,
     ComparisonProfile,
-    Component,
     Count,
     check_sizes,
     check_trees,
     growth_sizes,
     information_needed,
+    least,
     model_comparisons,
 )
 from infoflow_lens.theory.cost import MODES, exponent
@@ -153,29 +153,14 @@ def min_heads_at(
         heads = (first, *n_heads[1:])
         return max_position_capacity(profile, heads, n_tokens, trees) >= needed
 
-    high = 1
-    while not enough(high):
-        high *= 2
-    low = high // 2  # not enough, or 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+    return least(enough, 1)
 
 
-def verdict_of(
-    profile: ComparisonProfile,
-    components: Sequence[Component],
-    n_heads: Sequence[int],
-    n_tokens: int,
-    count: Count = "paper",
-    trees: int = 1,
-) -> Verdict:
-    """Whether max-position retrieval alone can learn the target: by a schedule, or by counting."""
-    if search(components, n_heads, n_tokens, max_position_only=True) is not None:
+def _verdict(by_score: Schedule | None, capacity: int, needed: int) -> Verdict:
+    """On max-position retrieval alone: by a schedule of such heads, or by counting."""
+    if by_score is not None:
         return "allowed"
-    capacity = max_position_capacity(profile, n_heads, n_tokens, trees)
-    return "excluded" if capacity < profile.number(n_tokens, count) else "undecided"
+    return "excluded" if capacity < needed else "undecided"
 
 
 def phase_diagram(
@@ -201,19 +186,22 @@ def phase_diagram(
     """
     profile = _profile_of(task)
     check_trees(trees)
-    for tokens in n_tokens:
-        profile.number(tokens, count)
-    return [
-        {
-            "heads": list(some),
-            "n_tokens": tokens,
-            "verdict": verdict_of(profile, task.components, some, tokens, count, trees),
-            "needed": profile.number(tokens, count),
-            "capacity": max_position_capacity(profile, some, tokens, trees),
-        }
-        for some in heads
-        for tokens in n_tokens
-    ]
+    needed = {tokens: profile.number(tokens, count) for tokens in n_tokens}
+    rows = []
+    for some in heads:
+        for tokens in n_tokens:
+            by_score = search(task.components, some, tokens, max_position_only=True)
+            capacity = max_position_capacity(profile, some, tokens, trees)
+            rows.append(
+                {
+                    "heads": list(some),
+                    "n_tokens": tokens,
+                    "verdict": _verdict(by_score, capacity, needed[tokens]),
+                    "needed": needed[tokens],
+                    "capacity": capacity,
+                }
+            )
+    return rows
 
 
 def _profile_of(task: Any) -> ComparisonProfile:
@@ -288,7 +276,7 @@ def estimate(
         trees=trees,
         needed=needed,
         capacity=capacity,
-        verdict=verdict_of(profile, task.components, n_heads, n_tokens, count, trees),
+        verdict=_verdict(by_score, capacity, needed),
         min_heads=min_heads(profile, n_heads, count),
         min_heads_here=min_heads_at(profile, n_heads, n_tokens, count, trees),
         min_information=size,

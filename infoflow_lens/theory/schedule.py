@@ -117,13 +117,6 @@ class Schedule:
         """Whether a head reads fixed positions, which takes a positional encoding."""
         return any(isinstance(job, Specific) for layer in self.layers for job in layer.token)
 
-    @property
-    def is_max_position_only(self) -> bool:
-        """Whether every head retrieves by score."""
-        return all(
-            isinstance(job, Max) for layer in self.layers for job in (*layer.token, *layer.cls)
-        )
-
     def describe(self) -> str:
         """The jobs in words."""
         lines = []

@@ -21,6 +21,7 @@ from infoflow_lens.theory.comparison import (
     information_needed,
     intrinsic_dimension_profile,
     model_comparisons,
+    root_ceiling,
     triangle_center_profile,
 )
 
@@ -110,10 +111,8 @@ def test_a_tree_over_some_positions_has_leaves_there_only():
 
 
 def test_the_least_root_is_exact_for_any_integer():
-    from infoflow_lens.theory.comparison import _root_ceiling
-
     for value in (0, 1, 2, 26, 27, 28, 10**60, 10**60 + 1):
-        root = _root_ceiling(value, 3)
+        root = root_ceiling(value, 3)
         assert root**3 >= value
         assert root == 0 or (root - 1) ** 3 < value
 
