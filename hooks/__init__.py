@@ -1,6 +1,7 @@
 """What is measured: probes for any TransformerLens model, through its hook points."""
 
 from infoflow_lens.hooks.attach import AttachedProbes, attach, run_probes
+from infoflow_lens.hooks.attended import AttendedProbe, AttendedResult
 from infoflow_lens.hooks.influence import InfluenceResult, JacobianInfluence
 from infoflow_lens.hooks.positions import PositionsProbe, PositionsResult
 from infoflow_lens.hooks.probe import Probe, Split
@@ -9,6 +10,8 @@ from infoflow_lens.hooks.result import Result
 
 __all__ = [
     "AttachedProbes",
+    "AttendedProbe",
+    "AttendedResult",
     "InfluenceResult",
     "JacobianInfluence",
     "PositionsProbe",

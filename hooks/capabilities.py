@@ -54,6 +54,11 @@ def scores_hook(model: nn.Module, layer: int) -> str:
     return hook_name(model, f"blocks.{layer}.attn.hook_attn_scores")
 
 
+def pattern_hook(model: nn.Module, layer: int) -> str:
+    """The hook point of the attention pattern [batch, head, query, key] of a layer."""
+    return hook_name(model, f"blocks.{layer}.attn.hook_pattern")
+
+
 def post_attention_hooks(model: nn.Module, layer: int) -> tuple[str, ...]:
     """Hook points whose sum is the post-attention state x'_l (eq 1) of a layer.
 

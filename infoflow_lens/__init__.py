@@ -12,15 +12,19 @@ if TYPE_CHECKING:
     from infoflow_lens.agreement import compare as compare
     from infoflow_lens.foundation.errors import InfoFlowError as InfoFlowError
     from infoflow_lens.foundation.errors import InfoFlowWarning as InfoFlowWarning
+    from infoflow_lens.hooks import AttendedProbe as AttendedProbe
     from infoflow_lens.hooks import JacobianInfluence as JacobianInfluence
     from infoflow_lens.hooks import PositionsProbe as PositionsProbe
     from infoflow_lens.hooks import RecoveryProbe as RecoveryProbe
     from infoflow_lens.hooks import attach as attach
     from infoflow_lens.hooks import run_probes as run_probes
     from infoflow_lens.models.architecture import Architecture as Architecture
+    from infoflow_lens.models.constructions import build_construction as build_construction
+    from infoflow_lens.models.constructions import list_constructions as list_constructions
     from infoflow_lens.models.host import build_model as build_model
     from infoflow_lens.models.host import load_model as load_model
     from infoflow_lens.models.host import save_model as save_model
+    from infoflow_lens.tasks import dataset_card as dataset_card
     from infoflow_lens.tasks import list_tasks as list_tasks
     from infoflow_lens.tasks import load_task as load_task
     from infoflow_lens.theory import InformationSets as InformationSets
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Agreement": "agreement",
+    "AttendedProbe": "hooks",
     "Architecture": "models.architecture",
     "InfoFlowError": "foundation.errors",
     "InfoFlowWarning": "foundation.errors",
@@ -41,10 +46,13 @@ _HOMES = {
     "RecoveryProbe": "hooks",
     "TrainingConfig": "training",
     "attach": "hooks",
+    "build_construction": "models.constructions",
     "build_model": "models.host",
     "compare": "agreement",
+    "dataset_card": "tasks",
     "estimate": "theory.estimate",
     "learns": "theory",
+    "list_constructions": "models.constructions",
     "list_tasks": "tasks",
     "load_model": "models.host",
     "load_task": "tasks",

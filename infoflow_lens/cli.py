@@ -78,6 +78,51 @@ def demo(
     console.print(f"numbers: {result.out / 'summary.json'}", soft_wrap=True)
 
 
+@app.command(short_help="The tasks, their parameters and sources; or the card of one.")
+def tasks(
+    name: Annotated[str | None, typer.Argument(help="A task, for its card.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """List the tasks, or print the dataset card of one."""
+    import json
+
+    with _reported():
+        from infoflow_lens.tasks import dataset_card, list_tasks, load_task
+
+        if name is not None:
+            typer.echo(str(dataset_card(load_task(name))))
+            return
+        known = [load_task(each) for each in list_tasks()]
+    rows = [
+        {
+            "name": task.name,
+            "input": task.input_kind,
+            "source": task.source,
+            "parameters": task.parameters(),
+            "dimension": task.comparison.dimension if task.comparison else None,
+            "order": task.comparison.order if task.comparison else None,
+        }
+        for task in known
+    ]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_lines=True)
+    table.add_column("task and source", min_width=28)
+    table.add_column("input", no_wrap=True)
+    table.add_column("parameters", no_wrap=True)
+    table.add_column("dim, order", justify="center")
+    for row in rows:
+        parameters = "\n".join(f"{key}={value!r}" for key, value in row["parameters"].items())
+        compared = f"{row['dimension']}, {row['order']}" if row["order"] is not None else "-"
+        task = f"[bold]{row['name']}[/bold]\n{row['source']}"
+        table.add_row(task, row["input"], parameters, compared)
+    Console(highlight=False).print(table)
+
+
 def _integers(text: str, name: str) -> tuple[int, ...]:
     """Comma-separated integers."""
     from infoflow_lens.foundation.errors import InfoFlowError

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from infoflow_lens.tasks.task import VectorTask
+from infoflow_lens.tasks.task import VectorTask, check_count
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -64,10 +64,7 @@ class DRetrieval(VectorTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.n_components, int) or self.n_components < 1:
-            raise InfoFlowError(
-                f"n_components is {self.n_components!r}: expected an integer of at least 1"
-            )
+        check_count(self.n_components, "n_components")
         if self.directions not in ("random", "orthonormal"):
             raise InfoFlowError(
                 f"directions is {self.directions!r}: expected 'random' or 'orthonormal'"
@@ -117,6 +114,11 @@ class DRetrieval(VectorTask):
                 )
 
     @property
+    def signs(self) -> tuple[float, ...]:
+        """For every component 1 if it retrieves the largest, -1 if the smallest."""
+        return tuple(1.0 if extremum == "max" else -1.0 for extremum in self._extrema())
+
+    @property
     def outer_function(self) -> Outer:
         """F0 as a function from [batch, D] to [batch, d_output]."""
         return self.outer if callable(self.outer) else _OUTER[self.outer]
@@ -145,11 +147,11 @@ class DRetrieval(VectorTask):
         return tuple(
             Component(
                 arity=1,
-                score=along(vector if extremum == "max" else -vector),
+                score=along(sign * vector),
                 symmetric=True,
                 positions=self.subsets[i] if self.subsets is not None else None,
             )
-            for i, (vector, extremum) in enumerate(zip(self.vectors, self._extrema(), strict=True))
+            for i, (vector, sign) in enumerate(zip(self.vectors, self.signs, strict=True))
         )
 
     @property
@@ -161,7 +163,7 @@ class DRetrieval(VectorTask):
         self, x: Float[Tensor, "batch pos d_token"]
     ) -> tuple[Float[Tensor, "batch pos component"], Float[Tensor, " component"]]:
         """Scores whose maximum is each component's extremum, -inf outside the subsets."""
-        sign = torch.tensor([1.0 if e == "max" else -1.0 for e in self._extrema()]).to(x)
+        sign = torch.tensor(self.signs).to(x)
         scores = x @ self.vectors.to(x).T * sign
         if self.subsets is not None:
             outside = torch.ones(self.n_tokens, self.n_components, dtype=torch.bool)

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+from infoflow_lens.tasks.aggregation import GlobalMean, PositionSum
 from infoflow_lens.tasks.d_retrieval import DRetrieval
-from infoflow_lens.tasks.task import VectorTask
+from infoflow_lens.tasks.kth_largest import KthLargest
+from infoflow_lens.tasks.memorization import Memorization
+from infoflow_lens.tasks.question_answering import InContextQA, NestedQA
+from infoflow_lens.tasks.task import Task
+from infoflow_lens.tasks.templates import InContextTemplateMatching, TemplateMatching
 from infoflow_lens.tasks.tuples import DepthSeparation, IntrinsicDimension, TriangleCenter
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.names import nearest
 
-_TASKS: dict[str, type[VectorTask]] = {
-    task.name: task for task in (DRetrieval, DepthSeparation, IntrinsicDimension, TriangleCenter)
+_TASKS: dict[str, type[Task]] = {
+    task.name: task
+    for task in (
+        DRetrieval,
+        DepthSeparation,
+        KthLargest,
+        IntrinsicDimension,
+        TriangleCenter,
+        PositionSum,
+        GlobalMean,
+        Memorization,
+        InContextQA,
+        TemplateMatching,
+        InContextTemplateMatching,
+        NestedQA,
+    )
 }
 
 
@@ -23,7 +41,7 @@ def list_tasks() -> tuple[str, ...]:
     return tuple(_TASKS)
 
 
-def load_task(name: str, **parameters: Any) -> VectorTask:
+def load_task(name: str, **parameters: Any) -> Task:
     """The task of that name with those parameters.
 
     Example:
@@ -36,19 +54,12 @@ def load_task(name: str, **parameters: Any) -> VectorTask:
         InfoFlowError: for an unknown name or parameter, with the nearest known one.
     """
     if name not in _TASKS:
-        raise InfoFlowError(f"unknown task {name!r}{_nearest(name, _TASKS)}")
+        raise InfoFlowError(f"unknown task {name!r}{nearest(name, _TASKS)}")
     task = _TASKS[name]
     known = [field.name for field in fields(task)]
     for parameter in parameters:
         if parameter not in known:
             raise InfoFlowError(
-                f"task {name!r} has no parameter {parameter!r}{_nearest(parameter, known)}"
+                f"task {name!r} has no parameter {parameter!r}{nearest(parameter, known)}"
             )
     return task(**parameters)
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    guess = f"; did you mean {near[0]!r}?" if near else ""
-    return f": expected one of {', '.join(names)}{guess}"

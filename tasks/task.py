@@ -1,58 +1,216 @@
-"""What every task over vector tokens offers."""
+"""What every task offers: samples, datasets, and what theory needs to know of its target."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, overload
 
 import datasets
 import torch
 from datasets.fingerprint import Hasher
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import check_seed, derived_seed
 from infoflow_lens.theory.comparison import ComparisonProfile, Component
 
-SPLITS = ("train", "validation", "test")
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 _DATASET_FORMAT = 1  # raise it when the same arguments begin to give other data
+_STREAM_BLOCK = 1024  # sequences drawn at once
+_STREAM_SHARDS = 64  # as many workers can share a stream
 
 
 @dataclass(frozen=True, kw_only=True)
-class VectorTask(ABC):
-    """A target over sequences of vector tokens, and the distribution that they come from.
+class Task(ABC):
+    """A target over sequences of tokens, and the distribution that the sequences come from.
 
     A task is its parameters: two tasks with equal parameters are the same task. Sampling uses
     generators of its own and never the global random state.
+
+    Attributes:
+        seed: draws what the target fixes at random (its directions, say); not the samples.
+
+    Raises:
+        InfoFlowError: for a seed that is no integer from 0 to 2^63 - 1.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    input_kind: ClassVar[str]
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+
+    @abstractmethod
+    def target(self, x: Tensor) -> Tensor:
+        """The target of every sequence [batch, ...]."""
+
+    @abstractmethod
+    def active_index_set(self, x: Tensor) -> Bool[Tensor, "batch pos"]:
+        """I_F(X): the positions that the target depends on (Sec. 5.1, eq 4)."""
+
+    @abstractmethod
+    def check_input(self, x: Tensor) -> None:
+        """Refuse what is no batch of this task's sequences.
+
+        Raises:
+            InfoFlowError: with what was expected.
+        """
+
+    @abstractmethod
+    def draw(self, n: int, generator: torch.Generator, split: Split | None = None) -> Tensor:
+        """`n` sequences; with a split, those that belong to it."""
+
+    @abstractmethod
+    def features(self) -> datasets.Features:
+        """What the columns ``x`` and ``y`` of a dataset hold."""
+
+    @property
+    def comparison(self) -> ComparisonProfile | None:
+        """How much the target compares; None if it compares nothing or that is not known."""
+        return None
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters that make this task."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def sample(
+        self, n: int, seed: int
+    ) -> tuple[Shaped[Tensor, " batch pos *token"], Shaped[Tensor, " batch *target"]]:
+        """`n` sequences and their targets; the same `seed` gives the same sample.
+
+        Raises:
+            InfoFlowError: if `n` is below 1.
+        """
+        check_count(n)
+        generator = torch.Generator().manual_seed(derived_seed("sample", check_seed(seed)))
+        x = self.draw(n, generator)
+        return x, self.target(x)
+
+    @overload
+    def dataset(self, split: str, n: int, seed: int = 0) -> datasets.Dataset: ...
+
+    @overload
+    def dataset(self, split: str, n: None, seed: int = 0) -> datasets.IterableDataset: ...
+
+    def dataset(
+        self, split: str, n: int | None, seed: int = 0
+    ) -> datasets.Dataset | datasets.IterableDataset:
+        """Sequences and targets with columns ``x`` and ``y``.
+
+        With a number, an Arrow-backed dataset of `n` sequences; with None, an endless
+        ``IterableDataset`` that is drawn as it is read and that workers can share. Splits draw from
+        seeds of their own. Equal arguments give equal data and fingerprints, in every process; a
+        ``with_format("torch")`` on top gives tensors.
+
+        Raises:
+            InfoFlowError: for an unknown split, `n` below 1, or a split that has no sequences.
+        """
+        checked = check_split(split)
+        check_seed(seed)
+        if n is None:
+            return self._stream(checked, seed)
+        check_count(n)
+        generator = torch.Generator().manual_seed(
+            derived_seed("sample", derived_seed(self.name, split, seed))
+        )
+        x = self.draw(n, generator, checked)
+        identity = (self.name, self.parameters(), split, n, seed, _DATASET_FORMAT)
+        info = self._info()
+        data = datasets.Dataset.from_dict(
+            {"x": x.numpy(), "y": self.target(x).numpy()}, features=info.features, info=info
+        )
+        return datasets.Dataset(
+            data.data,
+            info=info,
+            split=datasets.NamedSplit(split),
+            fingerprint=Hasher.hash(identity),
+        )
+
+    def _info(self) -> datasets.DatasetInfo:
+        return datasets.DatasetInfo(
+            description=f"{self.name}: {self.source}", features=self.features()
+        )
+
+    def _stream(self, split: Split, seed: int) -> datasets.IterableDataset:
+        # a split without sequences is refused here, not when training has begun
+        self.draw(1, torch.Generator().manual_seed(0), split)
+
+        def rows(shards: list[int]) -> Iterator[dict[str, Any]]:
+            block = 0
+            while True:
+                for shard in shards:
+                    generator = torch.Generator().manual_seed(
+                        derived_seed(self.name, split, seed, "stream", shard, block)
+                    )
+                    x = self.draw(_STREAM_BLOCK, generator, split)
+                    for sequence, target in zip(x.numpy(), self.target(x).numpy(), strict=True):
+                        yield {"x": sequence, "y": target}
+                block += 1
+
+        return datasets.IterableDataset.from_generator(
+            rows,
+            features=self.features(),
+            gen_kwargs={"shards": list(range(_STREAM_SHARDS))},
+            split=datasets.NamedSplit(split),
+        )
+
+
+def check_count(n: Any, name: str = "n") -> int:
+    """`n`, if it is an integer of at least 1.
+
+    Raises:
+        InfoFlowError: if it is not.
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise InfoFlowError(f"{name} is {n!r}: expected an integer of at least 1")
+    return n
+
+
+def check_split(split: str) -> Split:
+    """`split`, if there is one of that name.
+
+    Raises:
+        InfoFlowError: with the known ones.
+    """
+    for known in SPLITS:
+        if split == known:
+            return known
+    raise InfoFlowError(f"split is {split!r}: expected one of {', '.join(SPLITS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VectorTask(Task):
+    """A target over sequences of i.i.d. vector tokens.
 
     Attributes:
         n_tokens: number of tokens in a sequence, T.
         d_token: dimension of a token, d.
         seed: draws what the target fixes at random (its directions, say); not the samples.
         tokens: distribution of the i.i.d. tokens: "normal", N(0, I_d); "uniform", U[-1, 1]^d;
-            "sphere", uniform on the unit sphere of R^d.
+            "unit", U[0, 1]^d; "sphere", uniform on the unit sphere of R^d.
 
     Raises:
         InfoFlowError: for sizes below 1 or an unknown token distribution.
     """
 
-    name: ClassVar[str]
-    source: ClassVar[str]
+    input_kind: ClassVar[str] = "vectors"
 
     n_tokens: int = 16
     d_token: int = 4
-    seed: int = 0
-    tokens: Literal["normal", "uniform", "sphere"] = "normal"
+    tokens: Literal["normal", "uniform", "unit", "sphere"] = "normal"
 
     def __post_init__(self) -> None:
-        for name in ("n_tokens", "d_token"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InfoFlowError(f"{name} is {value!r}: expected an integer of at least 1")
-        check_seed(self.seed)
-        if self.tokens not in ("normal", "uniform", "sphere"):
+        super().__post_init__()
+        check_count(self.n_tokens, "n_tokens")
+        check_count(self.d_token, "d_token")
+        if self.tokens not in ("normal", "uniform", "unit", "sphere"):
             raise InfoFlowError(
-                f"tokens is {self.tokens!r}: expected 'normal', 'uniform' or 'sphere'"
+                f"tokens is {self.tokens!r}: expected 'normal', 'uniform', 'unit' or 'sphere'"
             )
 
     @property
@@ -72,15 +230,6 @@ class VectorTask(ABC):
     def components(self) -> tuple[Component, ...]:
         """What the target retrieves, for the theory's own model; empty if no tuples."""
         return ()
-
-    @property
-    def comparison(self) -> ComparisonProfile | None:
-        """How much the target compares; None if that is not known."""
-        return None
-
-    def parameters(self) -> dict[str, Any]:
-        """The parameters that make this task."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def check_input(self, x: Tensor) -> None:
         """Refuse what is no batch of this task's sequences.
@@ -102,55 +251,22 @@ class VectorTask(ABC):
                 "expected finite tokens; clean the data first"
             )
 
-    def draw_tokens(self, n: int, generator: torch.Generator) -> Float[Tensor, "batch pos d_token"]:
-        """`n` sequences of i.i.d. tokens."""
+    def draw(
+        self, n: int, generator: torch.Generator, split: Split | None = None
+    ) -> Float[Tensor, "batch pos d_token"]:
+        """`n` sequences of i.i.d. tokens; splits differ by their seeds alone."""
         shape = (n, self.n_tokens, self.d_token)
-        if self.tokens == "uniform":
-            return torch.rand(shape, generator=generator) * 2 - 1
+        if self.tokens in ("uniform", "unit"):
+            unit = torch.rand(shape, generator=generator)
+            return unit if self.tokens == "unit" else unit * 2 - 1
         x = torch.randn(shape, generator=generator)
         return x / x.norm(dim=-1, keepdim=True) if self.tokens == "sphere" else x
 
-    def sample(
-        self, n: int, seed: int
-    ) -> tuple[Float[Tensor, "batch pos d_token"], Float[Tensor, "batch d_output"]]:
-        """`n` sequences and their targets; the same `seed` gives the same sample.
-
-        Raises:
-            InfoFlowError: if `n` is below 1.
-        """
-        if not isinstance(n, int) or n < 1:
-            raise InfoFlowError(f"n is {n!r}: expected an integer, at least one sequence")
-        generator = torch.Generator().manual_seed(derived_seed("sample", check_seed(seed)))
-        x = self.draw_tokens(n, generator)
-        return x, self.target(x)
-
-    def dataset(self, split: str, n: int, seed: int = 0) -> datasets.Dataset:
-        """`n` sequences and targets as an Arrow-backed dataset with columns ``x`` and ``y``.
-
-        Splits draw from seeds of their own. Equal arguments give equal data and fingerprints, in
-        every process; a ``with_format("torch")`` on top gives tensors.
-
-        Raises:
-            InfoFlowError: for an unknown split, or `n` below 1.
-        """
-        if split not in SPLITS:
-            raise InfoFlowError(f"split is {split!r}: expected one of {', '.join(SPLITS)}")
-        identity = (self.name, self.parameters(), split, n, seed, _DATASET_FORMAT)
-        x, y = self.sample(n, seed=derived_seed(self.name, split, check_seed(seed)))
-        features = datasets.Features(
+    def features(self) -> datasets.Features:
+        """``x``, the tokens of a sequence, and ``y``, the target."""
+        return datasets.Features(
             {
                 "x": datasets.Array2D(shape=(self.n_tokens, self.d_token), dtype="float32"),
                 "y": datasets.Sequence(datasets.Value("float32"), length=self.d_output),
             }
-        )
-        description = f"{self.name}: {self.source}"
-        info = datasets.DatasetInfo(description=description, features=features)
-        data = datasets.Dataset.from_dict(
-            {"x": x.numpy(), "y": y.numpy()}, features=features, info=info
-        )
-        return datasets.Dataset(
-            data.data,
-            info=info,
-            split=datasets.NamedSplit(split),
-            fingerprint=Hasher.hash(identity),
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from infoflow_lens.tasks.task import VectorTask
+from infoflow_lens.tasks.task import Split, VectorTask, check_count
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -72,7 +72,7 @@ class DepthSeparation(TupleTask):
     sign: ClassVar[float] = -1.0
 
     d_token: int = 3
-    tokens: Literal["normal", "uniform", "sphere"] = "sphere"
+    tokens: Literal["normal", "uniform", "unit", "sphere"] = "sphere"
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -106,10 +106,7 @@ class IntrinsicDimension(TupleTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.n_components, int) or self.n_components < 1:
-            raise InfoFlowError(
-                f"n_components is {self.n_components!r}: expected an integer of at least 1"
-            )
+        check_count(self.n_components, "n_components")
 
     @property
     def matrices(self) -> Float[Tensor, "component d_token d_token"]:
@@ -162,9 +159,11 @@ class TriangleCenter(TupleTask):
                 "0 < min_norm <= max_norm"
             )
 
-    def draw_tokens(self, n: int, generator: torch.Generator) -> Float[Tensor, "batch pos d_token"]:
+    def draw(
+        self, n: int, generator: torch.Generator, split: Split | None = None
+    ) -> Float[Tensor, "batch pos d_token"]:
         """`n` sequences of i.i.d. tokens, their norms clamped."""
-        x = super().draw_tokens(n, generator)
+        x = super().draw(n, generator, split)
         norms = x.norm(dim=-1, keepdim=True)
         return x * norms.clamp(self.min_norm, self.max_norm) / norms
 

@@ -146,3 +146,23 @@ def test_ctrl_c_is_a_clean_stop(tmp_path):
     assert process.returncode == 130
     assert stderr.startswith("stopped: training stopped after epoch")
     assert "Traceback" not in stderr
+
+
+def test_tasks_lists_every_task_with_parameters_and_comparisons():
+    from infoflow_lens import list_tasks
+
+    rows = json.loads(CliRunner().invoke(app, ["tasks", "--json"]).output)
+    assert [row["name"] for row in rows] == list(list_tasks())
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["triangle_center"]["order"] == by_name["triangle_center"]["dimension"] == 3
+    assert by_name["in_context_qa"]["parameters"]["n_questions"] == 100
+    assert by_name["memorization"]["input"] == "tokens"
+    table = CliRunner().invoke(app, ["tasks"]).output
+    assert all(name in table for name in by_name)
+
+
+def test_tasks_prints_the_card_of_one():
+    assert "# in_context_qa" in CliRunner().invoke(app, ["tasks", "in_context_qa"]).output
+    result = CliRunner().invoke(app, ["tasks", "in_contxt_qa"])
+    assert result.exit_code == 2
+    assert "did you mean 'in_context_qa'" in result.output

@@ -9,15 +9,17 @@ from typing import Any, Literal
 
 from infoflow_lens.foundation.errors import InfoFlowError
 
-ActivationName = Literal["tanh", "relu", "gelu"]
+ActivationName = Literal["tanh", "relu", "gelu", "square"]
 PositionalEmbedding = Literal["none", "learned"]
 Normalization = Literal["none", "LN"]
+AttentionName = Literal["softmax", "relu", "hardmax"]
 InitMode = Literal["gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "act_fn": ("tanh", "relu", "gelu"),
+    "act_fn": ("tanh", "relu", "gelu", "square"),
     "positional_embedding": ("none", "learned"),
     "normalization": ("none", "LN"),
+    "attention": ("softmax", "relu", "hardmax"),
     "init_mode": (
         "gpt2",
         "xavier_uniform",
@@ -42,12 +44,14 @@ class Architecture:
         d_output: dimension of the output read at CLS.
         d_encoder: hidden width of a two-layer encoder; None for a linear one.
         act_fn: activation of feed-forward networks and encoder. The theory asks for a sigmoidal
-            one (tanh).
+            one (tanh); "square" makes exact products, as x y = ((x + y)^2 - (x - y)^2) / 4.
         positional_embedding: "learned" adds a trained vector a position; "none" leaves the
             model permutation-invariant.
         normalization: "none" (the theory's model) or "LN".
         attn_scale: beta, the factor on q.k before the softmax; default ``1 / sqrt(d_head)``.
         cls_is_key: whether positions may attend to CLS. In eq 1 they may not.
+        attention: how scores become a pattern, "softmax" (the papers'), "relu" or "hardmax"; see
+            :mod:`infoflow_lens.models.attention`.
         init_mode: TransformerLens's name of the weight initialisation.
 
     Raises:
@@ -68,6 +72,7 @@ class Architecture:
     normalization: Normalization = "none"
     attn_scale: float | None = None
     cls_is_key: bool = False
+    attention: AttentionName = "softmax"
     init_mode: InitMode = "gpt2"
 
     def __post_init__(self) -> None:

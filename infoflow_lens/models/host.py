@@ -11,6 +11,8 @@ import dataclasses
 import json
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,21 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json
 from infoflow_lens.foundation.seeds import check_seed
 from infoflow_lens.models.architecture import Architecture
+from infoflow_lens.models.attention import AttentionKind, set_attention
 
-# TransformerLens knows its activations from this table; the theory's own is missing there.
+# TransformerLens knows its activations from this table; the theory's own are missing there.
 SUPPORTED_ACTIVATIONS.setdefault("tanh", torch.tanh)
+SUPPORTED_ACTIVATIONS.setdefault("square", torch.square)
+
+
+@contextmanager
+def _knowing_of_version_4() -> Iterator[None]:
+    """The project hosts on TransformerLens 3 and knows that 4 drops this class."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="HookedTransformer is deprecated", category=DeprecationWarning
+        )
+        yield
 
 
 def _config(architecture: Architecture, device: str) -> HookedTransformerConfig:
@@ -130,11 +144,7 @@ class VectorTransformer(HookedTransformer):
 
     def __init__(self, architecture: Architecture, device: str = "cpu") -> None:
         cfg = _config(architecture, device)
-        with warnings.catch_warnings():
-            # The project hosts on TransformerLens 3 and knows that 4 drops this class.
-            warnings.filterwarnings(
-                "ignore", message="HookedTransformer is deprecated", category=DeprecationWarning
-            )
+        with _knowing_of_version_4():
             super().__init__(cfg, move_to_device=False)
         self.architecture = architecture
         self.embed = VectorEmbed(architecture)  # type: ignore[assignment]
@@ -153,7 +163,7 @@ class VectorTransformer(HookedTransformer):
                 self.blocks[layer].attn = ClsQueryAttention(block_cfg, "global", layer)
         self.init_weights()
         self.move_model_modules_to_device()
-        self.setup()  # names the replaced modules' hook points
+        set_attention(self, architecture.attention)  # and names the replaced modules' hook points
 
     def move_model_modules_to_device(self) -> None:
         """Move every part to the device of the config."""
@@ -293,6 +303,56 @@ def build_model(
         # the CPU's generator alone: torch.manual_seed would reseed those of accelerators
         torch.default_generator.manual_seed(check_seed(seed))
         return VectorTransformer(architecture, device)
+
+
+def zero_model(architecture: Architecture) -> VectorTransformer:
+    """A model whose weights are all zero, for weights that are set by hand."""
+    model = build_model(architecture)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+def zero_token_model(
+    *,
+    n_layers: int,
+    n_heads: int,
+    d_head: int,
+    d_model: int,
+    n_tokens: int,
+    d_vocab: int,
+    d_output: int,
+    attention: AttentionKind,
+) -> HookedTransformer:
+    """An attention-only HookedTransformer over token ids, whose weights are all zero.
+
+    Bidirectional, without normalization, biases or a factor on the scores, as in eq 2 of Chen & Zou
+    2024; it returns logits [batch, pos, d_output] and is read at the last position.
+    """
+    cfg = HookedTransformerConfig(
+        n_layers=n_layers,
+        n_heads=n_heads,
+        d_head=d_head,
+        d_model=d_model,
+        n_ctx=n_tokens,
+        d_vocab=d_vocab,
+        d_vocab_out=d_output,
+        attn_only=True,
+        normalization_type=None,
+        attention_dir="bidirectional",
+        positional_embedding_type="standard",
+        use_attn_scale=False,
+        init_weights=False,
+        device="cpu",
+    )
+    with _knowing_of_version_4():
+        model = HookedTransformer(cfg)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    set_attention(model, attention)
+    return model
 
 
 def save_model(model: VectorTransformer, folder: str | os.PathLike[str]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
+from scipy.special import lambertw
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -221,6 +222,40 @@ def depth_separation_width(
         return 0.0
     side = 2 / _cells(points**free, (d_head + 1) * n_heads)
     return 2 * eps / (2 * free * side * d_head * n_heads)
+
+
+# What a softmax costs in place of a minimum
+
+
+def softmin_gap(n_items: int, beta: float) -> float:
+    """How far a softmin average can lie above the minimum: ``W0((n - 1) / e) / beta`` [derived].
+
+    For weights proportional to exp(-beta a_s) over n items, ``0 <= sum p_s a_s - min a`` is at most
+    that, with equality where all other items have the same gap; W0 is Lambert's function. It
+    grows like ln(n) / beta, and beta costs no parameters.
+
+    Raises:
+        InfoFlowError: for n below 1 or beta <= 0.
+    """
+    _check(n_items=n_items)
+    if not beta > 0:
+        raise InfoFlowError(f"beta is {beta}: expected a positive factor on the scores")
+    return float(lambertw((n_items - 1) / math.e).real) / beta
+
+
+def depth_separation_error(n_tokens: int, beta: float, ffn_error: float = 0.0) -> float:
+    """Largest error of the two-layer construction of Theorem 1 [derived].
+
+    ``18 (2 W0((T - 1)/e) / beta + eps_FFN)``: one softmin in each layer, and the error of the
+    product between them. [flag] Eq (40) as printed compares a(t) with the minimum in its second
+    term; it must be with x(t).v(t).
+
+    Args:
+        n_tokens: T.
+        beta: factor on the scores of both layers.
+        ffn_error: largest error of the FFN's product.
+    """
+    return 18 * (2 * softmin_gap(n_tokens, beta) + ffn_error)
 
 
 # Theorem 2 by construction: two sequences that one head cannot tell apart

@@ -359,6 +359,65 @@ def triangle_center_profile() -> ComparisonProfile:
     )
 
 
+def kth_largest_profile(depth: int) -> ComparisonProfile:
+    """The k-th largest of T numbers, `depth` from the nearer end (Thm 2) [derived].
+
+    The k-th largest number is the largest minimum of a k-subset, so a tree over the C(T, k)
+    subsets retrieves it; counted from the smallest, T - k + 1 takes the place of k. Every token
+    can be the one, so every token is in some leaf: at least ceil(T / depth) leaves.
+
+    Args:
+        depth: min(k, T - k + 1).
+    """
+    return ComparisonProfile(
+        name="kth_largest",
+        dimension=depth,
+        order=depth,
+        n_trees=1,
+        paper=lambda t: math.comb(t, depth) - 1,
+        unordered=lambda t: math.comb(t, depth) - 1,
+        proved=lambda t: -(-t // depth) - 1,
+        flags=(
+            Flag(
+                "[flag] the paper gives no number of comparisons for the k-th largest; the count "
+                "is that of the tree over subsets",
+                ("paper", "unordered"),
+            ),
+            Flag("[flag] the lower bound is only that every token is compared", ("proved",)),
+        ),
+    )
+
+
+def in_context_profile(name: str, block: int, query: int, dimension: int) -> ComparisonProfile:
+    """A query looked up among the pairs of a context: one tuple for each pair [derived].
+
+    Args:
+        name: of the target.
+        block: tokens of a pair in the context.
+        query: tokens behind the context.
+        dimension: tokens of a compared tuple (question, answer and query).
+    """
+
+    def comparisons(t: int) -> int:
+        return (t - query) // block - 1
+
+    return ComparisonProfile(
+        name=name,
+        dimension=dimension,
+        order=1,
+        n_trees=1,
+        paper=comparisons,
+        unordered=comparisons,
+        proved=comparisons,
+        flags=(
+            Flag(
+                "[flag] the paper counts no comparisons for this task; its tree has one leaf for "
+                "each pair of the context"
+            ),
+        ),
+    )
+
+
 # What models can make
 
 

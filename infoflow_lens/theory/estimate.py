@@ -208,9 +208,9 @@ def _profile_of(task: Any) -> ComparisonProfile:
     profile = getattr(task, "comparison", None)
     if not isinstance(profile, ComparisonProfile) or not getattr(task, "components", ()):
         raise InfoFlowError(
-            f"task {getattr(task, 'name', task)!r} has no comparison profile: expected a target "
-            "that retrieves tuples of tokens; choose another, or give it `comparison` and "
-            "`components`"
+            f"task {getattr(task, 'name', task)!r} has no comparison profile, or no components "
+            "that heads could retrieve: expected a target whose value is that of best tuples of "
+            "tokens; choose another, or give it `comparison` and `components`"
         )
     return profile
 

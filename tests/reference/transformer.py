@@ -8,6 +8,7 @@ ACTIVATIONS = {
     "tanh": torch.tanh,
     "relu": torch.relu,
     "gelu": torch.nn.functional.gelu,
+    "square": torch.square,
 }
 
 

@@ -1,0 +1,129 @@
+"""Which key positions each head draws from at all, whatever makes its pattern."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from infoflow_lens.hooks.capabilities import check_finite, layer_count, pattern_hook
+from infoflow_lens.hooks.positions import check_same_length
+from infoflow_lens.hooks.probe import Probe
+from infoflow_lens.hooks.result import Result
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AttendedResult(Result):
+    """Attended keys, one tensor for each layer.
+
+    Attributes:
+        share: the least share of a row's largest weight that counts.
+        attended: bool [sample, head, query, key].
+    """
+
+    share: float
+    attended: tuple[Bool[Tensor, "sample _head query key"], ...]
+
+    @property
+    def positions(self) -> tuple[Int[Tensor, "sample _head query key"], ...]:
+        """For every layer the attended positions, -1 for the others, as `propagate` takes them."""
+        layers = []
+        for attended in self.attended:
+            keys = torch.arange(attended.shape[-1], dtype=torch.int32)
+            layers.append(torch.where(attended, keys, -1))
+        return tuple(layers)
+
+    def to_frame(self) -> "pd.DataFrame":
+        """One row for each layer and head: how many keys a query draws from."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            [
+                {
+                    "layer": layer,
+                    "head": head,
+                    "mean_keys": float(counts.mean()),
+                    "most_keys": int(counts.max()),
+                    "silent_queries": float((counts == 0).double().mean()),
+                }
+                for layer, attended in enumerate(self.attended)
+                for head, counts in enumerate(attended.sum(dim=-1).double().unbind(dim=1))
+            ]
+        )
+
+    def plot(self, layer: int = 0) -> "go.Figure":
+        """How often each query draws from each key, a panel for each head."""
+        import plotly.express as px
+
+        return px.imshow(
+            self.attended[layer].double().mean(dim=0).numpy(),
+            facet_col=0,
+            facet_col_wrap=4,
+            labels={"x": "key", "y": "query", "color": "frequency", "facet_col": "head"},
+            title=f"Keys that the heads of layer {layer} draw from",
+        )
+
+
+class AttendedProbe(Probe[AttendedResult]):
+    """The keys that a head draws from: those with at least `share` of the row's largest weight.
+
+    Where a head does not single out one key (ReLU attention, ties, averages over positions), rule
+    (1) of Sec. 5.1 with the argmax alone says too little. With all attended keys,
+    ``propagate(result.positions)`` contains what the states can depend on through their values.
+    What it keeps grows with the sequences: one byte for each (layer, head, query, key).
+
+    Args:
+        share: least share of the largest weight in the row; weights of 0 never count.
+
+    Raises:
+        InfoFlowError: unless ``0 <= share <= 1``.
+    """
+
+    def __init__(self, share: float = 0.01) -> None:
+        super().__init__()
+        if not 0 <= share <= 1:
+            raise InfoFlowError(
+                f"share is {share}: expected a share of the row's largest weight, 0 to 1"
+            )
+        self.share = share
+        self._attended: list[list[Tensor]] = []
+
+    def config(self) -> Mapping[str, Any]:
+        """The settings, as JSON-compatible values."""
+        return {"share": self.share}
+
+    def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
+        return tuple(pattern_hook(model, layer) for layer in range(layer_count(model)))
+
+    def _update(
+        self,
+        model: nn.Module,
+        activations: Mapping[str, Tensor],
+        held_out: Bool[Tensor, " batch"],
+    ) -> None:
+        layers = []
+        for name in self._hook_points(model):
+            pattern = activations[name]
+            check_finite(pattern, name, self.n_sequences)
+            largest = pattern.amax(dim=-1, keepdim=True)
+            layers.append(((pattern > 0) & (pattern >= self.share * largest)).cpu())
+        check_same_length(self._attended[0][0] if self._attended else None, layers[0])
+        self._attended.append(layers)
+
+    def _merge(self, other: "AttendedProbe") -> None:
+        self._attended.extend(other._attended)
+
+    def _result(self) -> AttendedResult:
+        return AttendedResult(
+            share=self.share,
+            attended=tuple(torch.cat(parts) for parts in zip(*self._attended, strict=True)),
+            record=self._run_record(),
+            notes=self._notes(),
+        )

@@ -1,0 +1,120 @@
+"""Attention without softmax: ReLU (Chen & Zou 2024, eq 2) and hard maximum, for any hooked model.
+
+They are hook points of the model's own, so `reset_hooks` leaves them alone, gradients flow through
+them, and caches show the pattern that is used. They take the scores as every hook on
+``hook_attn_scores`` has left them: an edit of the scores counts, whenever it was registered.
+(A permanent hook that captures the scores would miss the edits of later hooks.)
+"""
+
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from infoflow_lens.foundation.errors import InfoFlowError
+
+AttentionKind = Literal["softmax", "relu", "hardmax"]
+ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
+
+
+def relu_pattern(
+    scores: Float[Tensor, "batch head query key"],
+) -> Float[Tensor, "batch head query key"]:
+    """max(0, score); rows need not sum to 1."""
+    return scores.relu()
+
+
+def hardmax_pattern(
+    scores: Float[Tensor, "batch head query key"],
+) -> Float[Tensor, "batch head query key"]:
+    """1 at the key of the largest score, the lowest one of equals; 0 in rows without allowed keys.
+
+    Its derivative by the scores is 0 wherever it has one.
+    """
+    keys = torch.arange(scores.shape[-1], device=scores.device)
+    largest, chosen = scores.max(dim=-1, keepdim=True)
+    return ((keys == chosen) & (largest > -torch.inf)).to(scores.dtype)
+
+
+_PATTERNS = {"relu": relu_pattern, "hardmax": hardmax_pattern}
+
+
+class KeptScores(HookPoint):
+    """``hook_attn_scores``, keeping the scores until the pattern is made of them."""
+
+    kept: Tensor | None = None
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """Run the hooks, and keep what they leave."""
+        after_hooks: Tensor = super().__call__(scores)
+        self.kept = after_hooks
+        return after_hooks
+
+    def take(self) -> Tensor:
+        """The scores of this pass, once."""
+        if self.kept is None:
+            raise InfoFlowError(
+                f"{self.name} did not run before the pattern: expected a forward pass through the "
+                "whole attention layer"
+            )
+        scores, self.kept = self.kept, None
+        return scores
+
+
+class PatternOfScores(HookPoint):
+    """``hook_pattern``, which replaces the softmax by a pattern of another kind."""
+
+    def __init__(self, kind: AttentionKind, scores: KeptScores) -> None:
+        super().__init__()
+        self.kind = kind
+        self.pattern = _PATTERNS[kind]
+        object.__setattr__(self, "scores", scores)  # not as a submodule: it has a place already
+
+    def forward(self, softmax: Tensor) -> Tensor:
+        """The pattern, before the hooks on it."""
+        scores: KeptScores = self.scores
+        return self.pattern(scores.take())
+
+
+def set_attention(model: nn.Module, kind: AttentionKind) -> None:
+    """Make every attention layer of a HookedTransformer turn its scores into a pattern this way.
+
+    Args:
+        model: a model without hooks on its scores and patterns.
+        kind: "relu", "hardmax", or "softmax", which restores TransformerLens's own.
+
+    Raises:
+        InfoFlowError: for an unknown kind, a model without TransformerLens's attention layers, one
+            with attention sinks, or hooks on the hook points that are replaced.
+    """
+    if kind not in ATTENTION_KINDS:
+        raise InfoFlowError(f"attention is {kind!r}: expected one of {', '.join(ATTENTION_KINDS)}")
+    layers = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
+    names = ("hook_attn_scores", "hook_pattern")
+    if not layers or any(not hasattr(layer, name) for layer in layers for name in names):
+        raise InfoFlowError(
+            f"{type(model).__name__} has no attention layers with {' and '.join(names)}: expected "
+            "a HookedTransformer"
+        )
+    if getattr(getattr(model, "cfg", None), "use_attention_sinks", False):
+        raise InfoFlowError(
+            "the model has attention sinks, which only a softmax has: expected a model without "
+            "them; leave the attention as it is"
+        )
+    for index, layer in enumerate(layers):
+        for name in names:
+            point = getattr(layer, name)
+            if point.fwd_hooks or point.bwd_hooks:
+                raise InfoFlowError(
+                    f"blocks.{index}.attn.{name} has hooks, which would be lost: expected none; "
+                    "set the attention first and add hooks afterwards"
+                )
+    for layer in layers:
+        if kind == "softmax":
+            layer.hook_attn_scores, layer.hook_pattern = HookPoint(), HookPoint()
+        else:
+            layer.hook_attn_scores = KeptScores()
+            layer.hook_pattern = PatternOfScores(kind, layer.hook_attn_scores)
+    model.setup()  # type: ignore[operator]  # names the new hook points

@@ -1,0 +1,19 @@
+"""Weights set by hand: what the papers prove that a model can do, as models that run."""
+
+from infoflow_lens.models.constructions.attention_only import AttentionOnly, Head, Rows
+from infoflow_lens.models.constructions.registry import (
+    CONSTRUCTIONS,
+    Construction,
+    build_construction,
+    list_constructions,
+)
+
+__all__ = [
+    "CONSTRUCTIONS",
+    "AttentionOnly",
+    "Construction",
+    "Head",
+    "Rows",
+    "build_construction",
+    "list_constructions",
+]

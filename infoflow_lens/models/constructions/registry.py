@@ -1,0 +1,143 @@
+"""Constructions by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from transformer_lens import HookedTransformer
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.names import nearest
+from infoflow_lens.models.constructions import (
+    aggregation,
+    depth_separation,
+    kth_largest,
+    memorization,
+    position_attention,
+    question_answering,
+    retrieval,
+    templates,
+)
+from infoflow_lens.models.constructions.attention_only import AttentionOnly
+from infoflow_lens.tasks import Task, load_task
+
+
+@dataclass(frozen=True)
+class Construction:
+    """Weights set by hand, and the task that they solve.
+
+    Attributes:
+        task: name of the task.
+        build: from the task, and parameters of its own, to the weights.
+        source: paper and theorem.
+    """
+
+    task: str
+    build: Callable[..., AttentionOnly | HookedTransformer]
+    source: str
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The construction's own parameters with their defaults."""
+        known = inspect.signature(self.build).parameters.values()
+        return {p.name: p.default for p in known if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+CONSTRUCTIONS: Mapping[str, Construction] = {
+    "depth_separation": Construction(
+        "depth_separation", depth_separation.depth_separation, "InfoFlow 2026, Theorem 1"
+    ),
+    "d_retrieval": Construction(
+        "d_retrieval", retrieval.d_retrieval, "Yu et al. 2026, Theorem 2 (1)"
+    ),
+    "intrinsic_dimension": Construction(
+        "intrinsic_dimension", retrieval.intrinsic_dimension, "InfoFlow 2026, Prop 1"
+    ),
+    "position_sum": Construction("position_sum", aggregation.position_sum, "InfoFlow 2026, C.3"),
+    "global_mean": Construction(
+        "global_mean", aggregation.global_mean, "InfoFlow 2026, mechanism II"
+    ),
+    "kth_largest": Construction(
+        "kth_largest", kth_largest.kth_largest, "derived, beside InfoFlow 2026, Theorem 2"
+    ),
+    "instructive_attention": Construction(
+        "template_matching", position_attention.instructive_attention, "Chen & Zou 2024, Lemma 1"
+    ),
+    "constrained_attention": Construction(
+        "template_matching", position_attention.constrained_attention, "Chen & Zou 2024, Lemma 2"
+    ),
+    "memorization": Construction(
+        "memorization", memorization.memorization, "Chen & Zou 2024, Theorem 1"
+    ),
+    "in_context_qa": Construction(
+        "in_context_qa", question_answering.in_context_qa, "Chen & Zou 2024, Theorem 3"
+    ),
+    "in_context_qa_softmax": Construction(
+        "in_context_qa", question_answering.in_context_qa_softmax, "Chen & Zou 2024, Sec. 16"
+    ),
+    "in_context_qa_one_layer": Construction(
+        "in_context_qa",
+        question_answering.in_context_qa_one_layer,
+        "derived, beyond Chen & Zou 2024, Theorem 2",
+    ),
+    "template_matching": Construction(
+        "template_matching", templates.template_matching, "Chen & Zou 2024, Theorem 5"
+    ),
+    "template_matching_one_layer": Construction(
+        "template_matching",
+        templates.template_matching_one_layer,
+        "derived, beyond Chen & Zou 2024, Theorem 4",
+    ),
+    "in_context_template_matching": Construction(
+        "in_context_template_matching",
+        templates.in_context_template_matching,
+        "Chen & Zou 2024, Theorem 6",
+    ),
+}
+
+
+def list_constructions() -> tuple[str, ...]:
+    """The names that :func:`build_construction` knows."""
+    return tuple(CONSTRUCTIONS)
+
+
+def build_construction(name: str, **parameters: Any) -> tuple[HookedTransformer, Task]:
+    """Weights set by hand, hosted, and the task that they solve.
+
+    Models over vector tokens answer as ``model(x)`` [batch, d_output]; models over token ids give
+    logits [batch, pos, label], to be read at the last position, ``model(x)[:, -1]``. What a
+    construction does, and what was corrected against the printed text, its own docstring says (see
+    ``docs/constructions.md``).
+
+    Args:
+        name: one of :func:`list_constructions`.
+        parameters: of the task and of the construction.
+
+    Raises:
+        InfoFlowError: for an unknown name or parameter, with the nearest known one, and for values
+            that the task or the construction does not take.
+
+    Example:
+        >>> model, task = build_construction("in_context_qa", n_questions=5, n_answers=4, n_pairs=2)
+        >>> x, y = task.sample(100, seed=0)
+        >>> bool((model(x)[:, -1].argmax(dim=1) == y).all())
+        True
+    """
+    if name not in CONSTRUCTIONS:
+        raise InfoFlowError(f"unknown construction {name!r}{nearest(name, CONSTRUCTIONS)}")
+    construction = CONSTRUCTIONS[name]
+    own = {key: value for key, value in parameters.items() if key in construction.parameters}
+    rest = {key: value for key, value in parameters.items() if key not in own}
+    defaults = load_task(construction.task)
+    known = [*construction.parameters, *(field.name for field in fields(defaults))]
+    for parameter in rest:
+        if parameter not in known:
+            raise InfoFlowError(
+                f"construction {name!r} has no parameter {parameter!r}{nearest(parameter, known)}"
+            )
+    task = load_task(construction.task, **rest)
+    weights = construction.build(task, **own)
+    return (weights.host() if isinstance(weights, AttentionOnly) else weights), task

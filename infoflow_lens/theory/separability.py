@@ -1,0 +1,1235 @@
+"""What one attention layer can fit: a certificate for sets of labelled token sequences.
+
+The sequences end in the same token and are read at the last position. ``phi(i)`` is the indicator
+vector of the pairs (position, token) of sequence i. A one-layer ReLU attention-only model with a
+linear classifier fits all labels iff the phi(i) are strictly linearly multiclass separable:
+
+* necessary, since the last column is the same for all sequences, so that each logit is a sum over
+  positions of a function of the token there (Chen & Zou 2024, eq 8 and Prop 8) [derived];
+* sufficient, since head p can attend to position p alone (Lemma 1) and write any function of the
+  token there (the compact form of Theorem 1) [derived].
+
+By Gordan's theorem there is otherwise a witness, an integer matrix that no one-layer model can
+satisfy. Both answers are checked in exact integers before they are given; no tolerance decides.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from scipy import sparse
+from scipy.linalg import cho_solve, lapack
+from scipy.optimize import linprog, minimize
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.progress import Advance, progress_bar
+
+Tokens = Int[Tensor, "batch pos"] | Int[np.ndarray, "batch pos"] | Sequence[Sequence[int]]
+Labels = Int[Tensor, " batch"] | Int[np.ndarray, " batch"] | Sequence[int]
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+MAX_SEQUENCES = 5000
+
+_MOST_WEIGHTS = 3 * 10**8  # feature times class: 2.4 GB of int64
+_MOST_DESCENT = 2 * 10**7  # feature times class: L-BFGS keeps about 15 copies
+_MOST_AT_ONCE = 2**22
+_MOST_PAIRS = 20_000  # the first working set
+_PRIME = 8388593  # below 2^23: sums of 64 products stay exact in float64
+
+# Input
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """Sequences by their features, the pairs (position, token) that occur before the last position.
+
+    The last position is left out: its indicator is constant, so it is the sum of any other's.
+
+    Attributes:
+        tokens: [sequence, pos].
+        columns: the feature of every position but the last, [sequence, pos - 1].
+        features: (position, token) of every feature, [feature, 2].
+    """
+
+    tokens: Integers
+    columns: Integers
+    features: Integers
+
+    def phi(self) -> Any:
+        """The indicators, sparse [sequence, feature]."""
+        n, width = self.columns.shape
+        return sparse.csr_matrix(
+            (np.ones(n * width), self.columns.ravel(), np.arange(n + 1) * width),
+            shape=(n, len(self.features)),
+        )
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Sequences with labels as indices of classes, [sequence] in 0 .. n_classes - 1."""
+
+    sequences: _Sequences
+    y: Integers
+    n_classes: int
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def restrict(self, classes: Integers) -> tuple["_Problem", Integers]:
+        """The problem of some classes alone, and which sequences it keeps."""
+        position = np.full(self.n_classes, -1)
+        position[classes] = np.arange(len(classes))
+        kept = np.flatnonzero(position[self.y] >= 0)
+        part = _Problem(
+            _featured(self.sequences.tokens[kept]), position[self.y[kept]], len(classes)
+        )
+        return part, kept
+
+
+def _integers(values: Any, name: str, ndim: int) -> Integers:
+    """`values` as int64 [batch, pos] or [batch], or an error that names what is wrong."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
+    if not isinstance(values, np.ndarray):
+        values = list(values)
+        if ndim == 2:
+            for i, row in enumerate(values):
+                if not hasattr(row, "__len__"):
+                    raise InfoFlowError(
+                        f"{name}[{i}] is {row!r}: expected a sequence of token ids, one a position"
+                    )
+            lengths = sorted({len(row) for row in values})
+            if len(lengths) > 1:
+                raise InfoFlowError(
+                    f"{name} has sequences of lengths {_few(lengths)}: expected one length; cut or "
+                    "pad them to it"
+                )
+        values = np.array(values) if values else np.empty((0,) * ndim, dtype=np.int64)
+    if values.ndim != ndim:
+        axes = "[batch, pos]" if ndim == 2 else "[batch]"
+        raise InfoFlowError(f"{name} has shape {tuple(values.shape)}: expected integers {axes}")
+    if values.dtype.kind not in "iu":
+        flat = values.ravel().tolist()
+        if not flat:
+            raise InfoFlowError(f"{name} has shape {tuple(values.shape)}: expected some integers")
+        bad = next((v for v in flat if isinstance(v, bool) or not isinstance(v, int)), flat[0])
+        raise InfoFlowError(
+            f"{name} holds {bad!r} ({values.dtype}): expected integers; give ids, such as those of "
+            "a ClassLabel or a tokenizer"
+        )
+    result: Integers = values.astype(np.int64)
+    if result.size and result.min() < 0:
+        raise InfoFlowError(
+            f"{name} holds {result.min()}: expected ids of 0 or more; -1 is often a missing value, "
+            "remove such sequences"
+        )
+    return result
+
+
+def _few(values: Sequence[Any]) -> str:
+    shown = ", ".join(map(str, values[:5]))
+    return shown + (", ..." if len(values) > 5 else "")
+
+
+def _featured(tokens: Integers) -> _Sequences:
+    n, width = tokens.shape
+    columns = np.zeros((n, width - 1), dtype=np.int64)
+    features = [np.zeros((0, 2), dtype=np.int64)]
+    start = 0
+    for position in range(width - 1):
+        values, index = np.unique(tokens[:, position], return_inverse=True)
+        columns[:, position] = start + index.reshape(-1)
+        features.append(np.stack([np.full(len(values), position), values], axis=1))
+        start += len(values)
+    return _Sequences(tokens, columns, np.concatenate(features))
+
+
+def _column(dataset: Any, name: str) -> Any:
+    if name not in dataset.column_names:
+        raise InfoFlowError(
+            f"the dataset has columns {list(dataset.column_names)}, without {name}: rename its "
+            "columns to x (token ids) and y (label)"
+        )
+    return dataset.with_format(None)[:][name]
+
+
+def _check_number(n: int, max_sequences: int) -> None:
+    if n == 0:
+        raise InfoFlowError("the dataset is empty: expected at least one sequence")
+    if n > max_sequences:
+        raise InfoFlowError(
+            f"the dataset has {n} sequences: expected at most {max_sequences}; take a subset, or "
+            f"raise max_sequences"
+        )
+
+
+def _parse_tokens(values: Any, max_sequences: int) -> _Sequences:
+    _check_number(len(values), max_sequences)
+    tokens = _integers(values, "x", 2)
+    if tokens.shape[1] == 0:
+        raise InfoFlowError("the sequences of x have no token: expected at least one, the last")
+    last = np.unique(tokens[:, -1])
+    if len(last) > 1:
+        raise InfoFlowError(
+            f"the sequences of x end in tokens {_few(last.tolist())}: expected the same last token "
+            "(a CLS or response sign), for only then is the last column constant; append one"
+        )
+    return _featured(tokens)
+
+
+def _parse(dataset: Any, max_sequences: int) -> tuple[_Problem, tuple[int, ...]]:
+    """The problem and its labels, sorted."""
+    if hasattr(dataset, "column_names"):
+        _check_number(len(dataset), max_sequences)
+        x, y = _column(dataset, "x"), _column(dataset, "y")
+    elif isinstance(dataset, (tuple, list)) and len(dataset) == 2:
+        x, y = dataset
+    else:
+        raise InfoFlowError(
+            f"the dataset is {type(dataset).__name__}: expected a datasets.Dataset with columns x "
+            "and y, or a pair (x, y) of integers [batch, pos] and [batch]"
+        )
+    if len(x) != len(y):
+        raise InfoFlowError(f"x has {len(x)} sequences but y has {len(y)} labels: expected as many")
+    sequences = _parse_tokens(x, max_sequences)
+    labels, index = np.unique(_integers(y, "y", 1), return_inverse=True)
+    problem = _Problem(sequences, index.reshape(-1), len(labels))
+    if (size := len(sequences.features) * len(labels)) > _MOST_WEIGHTS:
+        raise InfoFlowError(
+            f"{len(sequences.features)} pairs (position, token) times {len(labels)} classes are "
+            f"{size} weights: expected at most {_MOST_WEIGHTS}; take fewer or shorter sequences"
+        )
+    return problem, tuple(labels.tolist())
+
+
+# The answers
+
+
+@dataclass(frozen=True)
+class OneLayerModel:
+    """The one-layer ReLU attention-only transformer that realises given weights (eq 2).
+
+    Columns are positions, the destination is the last one; rows are one-hot tokens (0 .. d - 1),
+    one-hot positions (from P = d) and one fresh row a class (from R = d + n). There are m = n - 1
+    heads. Head p has ``W_QK = E[P + p, P + n - 1]``, so by Lemma 1 it attends from the last
+    position to position p alone, and ``W_V[R + c, t] = m * W[(p, t), c]``. The layer averages over
+    its heads, ``H + 1/m sum_p W_V,p H relu(H^T W_QK,p H)``, and W_O reads the fresh rows (compact
+    form of Theorem 1) [derived]. Products with one-hot columns are row look-ups.
+
+    Attributes:
+        weights: W, integers.
+        features: (position, token) of every row of `weights`; other pairs have weight 0.
+        vocabulary: the token ids, in the order of the token rows.
+        n_pos: n.
+        query_key: column P + n - 1 of every head's W_QK, its position rows; all else is 0.
+        value_rows: the row of `weights` that head p writes for a token, m times; -1 for none.
+    """
+
+    weights: Int[Tensor, "feature n_class"]
+    features: Int[Tensor, "feature 2"]
+    vocabulary: Int[Tensor, " d_vocab"]
+    n_pos: int
+    query_key: Float[Tensor, "head source"]
+    value_rows: Int[Tensor, "head d_vocab"]
+
+    @property
+    def n_heads(self) -> int:
+        """M = n - 1."""
+        return self.n_pos - 1
+
+    @property
+    def d_model(self) -> int:
+        """Rows of the state: d + n + number of classes."""
+        return len(self.vocabulary) + self.n_pos + self.weights.shape[1]
+
+    def __call__(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch n_class"]:
+        """The logits of the classifier on the last position, float64.
+
+        Raises:
+            InfoFlowError: for another length, or a token that the vocabulary does not have.
+        """
+        size = max(1, _MOST_AT_ONCE // self.d_model)
+        embedded = self._embed(tokens)
+        return torch.cat([self._run(part) for part in embedded.split(size)])
+
+    def _embed(self, tokens: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
+        if tokens.ndim != 2 or tokens.shape[1] != self.n_pos or len(tokens) == 0:
+            raise InfoFlowError(
+                f"tokens have shape {tuple(tokens.shape)}: expected [batch, {self.n_pos}], batch "
+                "at least 1"
+            )
+        tokens = tokens.to(torch.int64).contiguous()
+        index = torch.searchsorted(self.vocabulary, tokens).clamp(max=len(self.vocabulary) - 1)
+        unknown = tokens[self.vocabulary[index] != tokens]
+        if len(unknown):
+            raise InfoFlowError(
+                f"token {int(unknown[0])} is in no sequence of the set: expected one of its "
+                f"{len(self.vocabulary)} tokens, the model has no row for others"
+            )
+        return index
+
+    def _run(self, index: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch n_class"]:
+        batch, d, n = len(index), len(self.vocabulary), self.n_pos
+        state = torch.zeros(batch, self.d_model, dtype=torch.float64)  # the last column of H
+        state[torch.arange(batch), index[:, -1]] = 1
+        state[:, d + n - 1] = 1
+        fresh = torch.zeros(batch, self.weights.shape[1], dtype=torch.float64)
+        # H^T W_QK H: one-hot positions pick the entries, token rows of W_QK are 0
+        attention = torch.relu(self.query_key)
+        for head in range(self.n_heads):
+            for source in attention[head].nonzero().flatten().tolist():
+                rows = self.value_rows[head, index[:, source]]
+                value = self.n_heads * self.weights[rows.clamp(min=0)].double()
+                value[rows < 0] = 0
+                fresh += attention[head, source] * value
+        state[:, d + n :] += fresh / max(1, self.n_heads)
+        return state[:, d + n :]  # W_O is the identity on the fresh rows
+
+    def matrices(
+        self,
+    ) -> tuple[
+        Float[Tensor, "head d_model d_model"],
+        Float[Tensor, "head d_model d_model"],
+        Float[Tensor, "n_class d_model"],
+    ]:
+        """W_QK, W_V and W_O, dense, for hosting the model elsewhere; meant for small models."""
+        d, n, size = len(self.vocabulary), self.n_pos, self.d_model
+        query_key = torch.zeros(self.n_heads, size, size, dtype=torch.float64)
+        value = torch.zeros_like(query_key)
+        query_key[:, d : d + n, d + n - 1] = self.query_key
+        for head in range(self.n_heads):
+            known = (self.value_rows[head] >= 0).nonzero().flatten()
+            rows = self.weights[self.value_rows[head, known]].double()
+            value[head][d + n :, known] = self.n_heads * rows.T
+        classifier = torch.zeros(self.weights.shape[1], size, dtype=torch.float64)
+        classifier[:, d + n :] = torch.eye(self.weights.shape[1], dtype=torch.float64)
+        return query_key, value, classifier
+
+
+def _build_model(sequences: _Sequences, weights: Integers) -> OneLayerModel:
+    n = sequences.tokens.shape[1]
+    vocabulary = np.unique(sequences.tokens)
+    value_rows = np.full((n - 1, len(vocabulary)), -1)
+    position, token = sequences.features.T
+    value_rows[position, np.searchsorted(vocabulary, token)] = np.arange(len(position))
+    query_key = torch.zeros(n - 1, n, dtype=torch.float64)
+    query_key[torch.arange(n - 1), torch.arange(n - 1)] = 1
+    return OneLayerModel(
+        weights=torch.from_numpy(weights),
+        features=torch.from_numpy(sequences.features),
+        vocabulary=torch.from_numpy(vocabulary),
+        n_pos=n,
+        query_key=query_key,
+        value_rows=torch.from_numpy(value_rows),
+    )
+
+
+@dataclass(frozen=True)
+class Witness:
+    """A nonzero integer matrix Lambda [sequence, class] that excludes one layer; sparse.
+
+    ``Phi^T Lambda = 0``, ``Lambda[i, y_i] >= 0``, ``Lambda[i, c] <= 0`` for c != y_i, and rows sum
+    to 0 (Gordan's theorem) [derived]. Any logits of one layer are ``Phi W``, so that ``sum Lambda *
+    logits`` is 0; it would be positive if every sequence were right.
+
+    Attributes:
+        rows: sequences, one for every nonzero entry.
+        columns: classes, as indices of `classes`.
+        values: the entries; Python integers, of any size.
+        n_sequences: N.
+        classes: the labels that occur, sorted.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    values: tuple[int, ...]
+    n_sequences: int
+    classes: tuple[int, ...]
+
+    @property
+    def support(self) -> tuple[int, ...]:
+        """The sequences that it uses: at least one of them is wrong in every one-layer model."""
+        return tuple(sorted(set(self.rows)))
+
+    def dense(self) -> NDArray[Any]:
+        """Lambda as an array [sequence, class] of Python integers (dtype object)."""
+        matrix = np.zeros((self.n_sequences, len(self.classes)), dtype=object)
+        matrix[list(self.rows), list(self.columns)] = self.values
+        return matrix
+
+
+@dataclass(frozen=True)
+class OneLayerCertificate:
+    """Whether one attention layer can fit a set of sequences, and the proof.
+
+    Attributes:
+        feasible: whether it can.
+        n_sequences: N.
+        n_pos: n.
+        classes: the labels that occur, sorted; logits and columns are in this order.
+        weights: W, an integer for every feature and class, if feasible.
+        features: (position, token) of every row of `weights`; the last position needs none.
+        margin: the least (W[y_i] - W[c]) . phi_i over i and c != y_i, exact; None for one class.
+        model: the transformer that realises W. It was run and is right on every sequence.
+        witness: if not feasible, the proof of it.
+    """
+
+    feasible: bool
+    n_sequences: int
+    n_pos: int
+    classes: tuple[int, ...]
+    weights: Int[Tensor, "feature n_class"] | None = None
+    features: Int[Tensor, "feature 2"] | None = None
+    margin: int | None = None
+    model: OneLayerModel | None = None
+    witness: Witness | None = None
+
+    @property
+    def holds_for(self) -> str:
+        """The attention kinds and head counts for which the verdict holds."""
+        if self.feasible:
+            return (
+                f"one layer of ReLU attention with {self.n_pos - 1} heads or more, without MLP or "
+                "normalisation, and a linear classifier on the last position; nothing is said of "
+                "fewer heads, nor of softmax attention"
+            )
+        return (
+            "one layer of ReLU attention with any number of heads and any width, and one layer of "
+            "softmax attention with a single head, without MLP or normalisation, and a linear "
+            "classifier on the last position; it does not hold for softmax attention with several "
+            "heads, which can fit sets that this excludes"
+        )
+
+    @property
+    def accuracy_bound(self) -> Fraction:
+        """The most that one layer can reach on the witness's m sequences, drawn evenly: 1 - 1/m.
+
+        1 if feasible. Sequences outside the witness are not counted. [derived, as in Sec. 13.1]
+        """
+        if self.witness is None:
+            return Fraction(1)
+        return 1 - Fraction(1, len(self.witness.support))
+
+    def describe(self) -> str:
+        """The verdict, its proof and its reach, in a few lines."""
+        head = (
+            f"{self.n_sequences} sequences of {self.n_pos} tokens, {len(self.classes)} classes: "
+            f"one attention layer {'fits' if self.feasible else 'cannot fit'} all labels."
+        )
+        if self.witness is not None:
+            largest = max(abs(value) for value in self.witness.values)
+            size = str(largest) if largest < 10**12 else f"about 2^{largest.bit_length() - 1}"
+            support = self.witness.support
+            proof = (
+                f"Witness: {len(self.witness.values)} integers (largest {size}) on "
+                f"{len(support)} sequences ({_few(support)}); not all of these can be right, so "
+                f"accuracy on them is at most {self.accuracy_bound}."
+            )
+        elif self.margin is None:
+            proof = "There is one class only, so every model is right."
+        else:
+            proof = (
+                f"Model: {self.n_pos - 1} heads, integer weights with margin {self.margin}; it was "
+                "run and is right on every sequence."
+            )
+        return "\n".join([head, proof, f"Holds for {self.holds_for}."])
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+def check_witness(x: Tokens, y: Labels, witness: Any) -> bool:
+    """Whether `witness` excludes one layer on these sequences, in exact integers.
+
+    Checks that it is not zero, that rows sum to 0, the signs, and ``Phi^T Lambda = 0`` for all
+    positions (Gordan's theorem) [derived].
+
+    Args:
+        x: token ids [batch, pos]; a tensor, an array or lists.
+        y: labels [batch].
+        witness: a :class:`Witness`, or a dense or scipy-sparse matrix of integers [batch, class]
+            whose columns are the labels that occur, sorted.
+
+    Raises:
+        InfoFlowError: for bad sequences or labels, or a matrix of another shape or not of integers.
+    """
+    problem, classes = _parse((x, y), max(MAX_SEQUENCES, len(x)))
+    shape = (len(problem), problem.n_classes)
+    if isinstance(witness, Witness):
+        given: tuple[int, ...] = (witness.n_sequences, len(witness.classes))
+        entries = list(zip(witness.rows, witness.columns, witness.values, strict=True))
+        if witness.classes != classes:
+            return False
+    else:
+        given, entries = _entries(witness)
+    if given != shape:
+        raise InfoFlowError(
+            f"the witness has shape {list(given)}: expected {list(shape)}, one row a sequence and "
+            "one column a label that occurs"
+        )
+    return _is_witness(problem, entries)
+
+
+def _entries(matrix: Any) -> tuple[tuple[int, ...], list[tuple[int, int, int]]]:
+    if isinstance(matrix, Tensor):
+        matrix = matrix.detach().cpu().numpy()
+    if sparse.issparse(matrix):
+        matrix = matrix.tocoo()
+        shape, rows, columns, values = matrix.shape, matrix.row, matrix.col, matrix.data.tolist()
+    else:
+        matrix = np.asarray(matrix)
+        shape, (rows, columns) = matrix.shape, matrix.nonzero() if matrix.ndim == 2 else ((), ())
+        values = matrix[rows, columns].tolist() if matrix.ndim == 2 else []
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InfoFlowError(f"the witness holds {value!r}: expected integers")
+    return tuple(shape), list(zip(map(int, rows), map(int, columns), values, strict=True))
+
+
+def _is_witness(problem: _Problem, entries: Sequence[tuple[int, int, int]]) -> bool:
+    """Gordan's conditions, with Python integers."""
+    row_sums: dict[int, int] = {}
+    features: dict[tuple[int, int], int] = {}
+    for row, column, value in entries:
+        if value * (1 if problem.y[row] == column else -1) < 0:
+            return False
+        row_sums[row] = row_sums.get(row, 0) + value
+        # -1 stands for the last position, whose token is the same for all
+        for feature in (*problem.sequences.columns[row].tolist(), -1):
+            features[feature, column] = features.get((feature, column), 0) + value
+    nonzero = any(value for _, _, value in entries)
+    return nonzero and not any(row_sums.values()) and not any(features.values())
+
+
+# Feasible: weights
+
+
+def _chunks(n: int, width: int) -> Iterator[slice]:
+    size = max(1, _MOST_AT_ONCE // max(1, width))
+    return (slice(start, min(n, start + size)) for start in range(0, n, size))
+
+
+def _gaps(problem: _Problem, weights: NDArray[Any]) -> Iterator[tuple[slice, NDArray[Any]]]:
+    """Of parts of the sequences: own score minus each class's; the own class's entry is 0."""
+    columns = problem.sequences.columns
+    for part in _chunks(len(problem), problem.n_classes):
+        scores = np.zeros((part.stop - part.start, problem.n_classes), dtype=weights.dtype)
+        for feature in columns[part].T:
+            scores += weights[feature]
+        own = scores[np.arange(len(scores)), problem.y[part]]
+        yield part, own[:, None] - scores
+
+
+def _exact_margin(problem: _Problem, weights: Integers) -> int:
+    """The least margin of integer weights; for at least two classes."""
+    largest = max(int(weights.max(initial=0)), -int(weights.min(initial=0)))
+    if 2 * largest * problem.sequences.tokens.shape[1] >= 2**62:
+        raise InfoFlowError(
+            f"weights of up to {largest} overflow 64-bit integers: the set is separable only with "
+            "larger weights than can be checked here; take fewer sequences"
+        )
+    least = 2**62
+    for part, gaps in _gaps(problem, weights):
+        gaps[np.arange(len(gaps)), problem.y[part]] = least
+        least = min(least, int(gaps.min()))
+    return least
+
+
+def _prototypes(problem: _Problem) -> Integers:
+    """The sum of phi over each class. Right at once if each class is one sequence."""
+    n = len(problem)
+    labels = sparse.csr_matrix(
+        (np.ones(n), (np.arange(n), problem.y)), shape=(n, problem.n_classes)
+    )
+    return (problem.sequences.phi().T @ labels).astype(np.int64).toarray()
+
+
+def _rounded(problem: _Problem, weights: Floats) -> Integers | None:
+    """Integer weights with margin of at least 1 that follow `weights`; None if none is found."""
+    least = min(
+        (float(np.where(_others(problem, part), gaps, np.inf).min()))
+        for part, gaps in _gaps(problem, weights)
+    )
+    largest = float(np.abs(weights).max(initial=0))
+    if least < -1e-6 * largest or largest == 0:
+        return None
+    # near 0 rounding is tried all the same: what is right is decided on the integers
+    scale = 1 / least if least > 1e-12 else 1.0
+    width = problem.sequences.tokens.shape[1]
+    # the model multiplies by the number of heads in float64, which must stay exact
+    while largest * scale * width**2 < 2**52:
+        integers = np.rint(weights * scale).astype(np.int64)
+        if _exact_margin(problem, integers) >= 1:
+            return integers
+        scale *= 2 if least > 1e-12 else 2**8
+    return None
+
+
+def _others(problem: _Problem, part: slice) -> NDArray[np.bool_]:
+    return np.arange(problem.n_classes) != problem.y[part][:, None]
+
+
+def _descend(problem: _Problem, iterations: int = 300) -> tuple[Floats, Floats]:
+    """Minimises ``sum max(0, 1 - gap)^2`` over pairs (sequence, other class).
+
+    The least value is 0 iff the set is separable. Else it is attained, and the gradient says that
+    the hinges are multipliers of a witness, so pairs with a positive hinge hold one [derived].
+
+    Returns:
+        Weights [feature, class] and hinges [sequence, class].
+    """
+    phi = problem.sequences.phi()
+    transposed = phi.T.tocsr()
+    shape = (phi.shape[1], problem.n_classes)
+    own = (np.arange(len(problem)), problem.y)
+
+    def hinges(weights: Floats) -> Floats:
+        scores = phi @ weights
+        hinge = 1 - scores[own][:, None] + scores
+        hinge[own] = 0
+        result: Floats = np.maximum(hinge, 0, out=hinge)
+        return result
+
+    def loss(flat: Floats) -> tuple[float, Floats]:
+        hinge = hinges(flat.reshape(shape))
+        value = float(np.vdot(hinge, hinge)) / 2
+        hinge[own] = -hinge.sum(axis=1)
+        return value, (transposed @ hinge).ravel()
+
+    options = {"maxiter": iterations, "maxfun": 2 * iterations, "maxcor": 5, "ftol": 0.0}
+    found = minimize(
+        loss, np.zeros(math.prod(shape)), jac=True, method="L-BFGS-B", options=options | {"gtol": 0}
+    )
+    weights: Floats = found.x.reshape(shape)
+    return weights, hinges(weights)
+
+
+# Infeasible: a witness
+
+
+@dataclass(frozen=True)
+class _Multipliers:
+    """A witness as nonnegative multipliers of pairs (sequence, other class)."""
+
+    rows: Integers
+    columns: Integers
+    values: list[int]
+
+
+def _pair_matrix(problem: _Problem, rows: Integers, columns: Integers) -> tuple[Any, Integers]:
+    """Rows (e_y - e_c) x phi of pairs, sparse [pair, variable], and the variables that occur.
+
+    A variable is feature * n_classes + class.
+    """
+    features = problem.sequences.columns[rows]
+    n_classes, width = problem.n_classes, features.shape[1]
+    own = features * n_classes + problem.y[rows][:, None]
+    other = features * n_classes + columns[:, None]
+    variables, index = np.unique(np.concatenate([own, other], axis=1), return_inverse=True)
+    values = np.tile(np.repeat([1, -1], width), len(rows))
+    starts = np.arange(len(rows) + 1) * 2 * width
+    shape = (len(rows), len(variables))
+    return sparse.csr_matrix((values, index.reshape(-1), starts), shape=shape), variables
+
+
+def _solve_pairs(problem: _Problem, rows: Integers, columns: Integers) -> tuple[bool, Any]:
+    """Separates the pairs, or finds multipliers: ``min s`` with ``gap >= 1 - s`` and s >= 0.
+
+    The least s is 0 if the pairs are separable and else 1: nothing lies between, since weights can
+    be scaled. So no small number decides [derived].
+
+    Returns:
+        True and weights [feature, class], or False and the dual solution [pair].
+    """
+    matrix, variables = _pair_matrix(problem, rows, columns)
+    n = len(variables)
+    constraints = sparse.hstack([-matrix, -np.ones((len(rows), 1))]).tocsr()
+    cost = np.zeros(n + 1)
+    cost[-1] = len(rows)  # multipliers of about 1, well above the solver's tolerances
+    bounds = np.full((n + 1, 2), (-np.inf, np.inf))
+    bounds[-1, 0] = 0
+    found = linprog(
+        cost,
+        constraints,
+        -np.ones(len(rows)),
+        bounds=bounds,
+        method="highs-ds",
+        options={"primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9},
+    )
+    if found.x is None:
+        raise InfoFlowError(
+            f"the linear program of {len(rows)} pairs and {n} weights was not solved "
+            f"({found.message}): take fewer sequences"
+        )
+    if found.x[-1] > 0.5:
+        return False, np.maximum(-found.ineqlin.marginals, 0)
+    weights = np.zeros(len(problem.sequences.features) * problem.n_classes)
+    weights[variables] = found.x[:-1]
+    return True, weights.reshape(-1, problem.n_classes)
+
+
+def _exact_multipliers(
+    problem: _Problem, rows: Integers, columns: Integers, guess: Floats
+) -> _Multipliers | None:
+    """Integer multipliers on the support of a dual solution, checked; None if none is found."""
+    for threshold in (1e-9, 1e-7, 1e-5, 1e-3):
+        kept = np.flatnonzero(guess > threshold * guess.max(initial=0))
+        if len(kept) == 0:
+            continue
+        matrix, _ = _pair_matrix(problem, rows[kept], columns[kept])
+        values = _integer_kernel(matrix.T.tocsc(), guess[kept], positive=True)
+        if values is not None:
+            return _Multipliers(rows[kept], columns[kept], values)
+    return None
+
+
+def _sparser(problem: _Problem, found: _Multipliers, rows: Integers, columns: Integers) -> Any:
+    """A witness with fewer pairs, if least sums with one pair at 1 give one [chosen]."""
+    if len(found.values) > 64 or len(rows) > 5000:
+        return found
+    matrix, _ = _pair_matrix(problem, rows, columns)
+    equations = matrix.T.tocsr()
+    known = set(zip(found.rows.tolist(), found.columns.tolist()))
+    inside = [k for k, pair in enumerate(zip(rows.tolist(), columns.tolist())) if pair in known]
+    for pair in inside[:: max(1, len(inside) // 8)]:
+        bounds = np.full((len(rows), 2), (0, np.inf))
+        bounds[pair, 0] = 1
+        least = linprog(
+            np.ones(len(rows)),
+            A_eq=equations,
+            b_eq=np.zeros(equations.shape[0]),
+            bounds=bounds,
+            method="highs-ds",
+        )
+        if least.x is None or (least.x > 1e-9).sum() >= len(found.values):
+            continue
+        smaller = _exact_multipliers(problem, rows, columns, least.x)
+        if smaller is not None and len(smaller.values) < len(found.values):
+            found = smaller
+    return found
+
+
+def _integer_kernel(matrix: Any, guess: Floats, positive: bool) -> list[int] | None:
+    """Integers v near a multiple of `guess` with ``matrix v = 0``, exact; None if none is found.
+
+    The columns that pivoted Cholesky finds dependent keep their guess, in integers; the others
+    follow from the normal equations, solved in exact rationals.
+
+    Args:
+        matrix: sparse integers [equation, unknown].
+        guess: [unknown], none 0.
+        positive: whether all of v must be positive.
+    """
+    matrix = matrix.astype(np.int64)
+    size = matrix.shape[1]
+    gram = (matrix.T @ matrix).toarray().astype(np.float64)
+    factor, order, rank, _ = lapack.dpstrf(gram, tol=1e-10 * max(1.0, float(gram.max(initial=0))))
+    order = order - 1
+    if rank == size:
+        return None
+    bound, free = order[:rank], order[rank:]
+    scale = 1.0 if len(free) == 1 else 2.0**16
+    free_values = np.rint(scale * guess[free] / np.abs(guess[free]).max()).astype(np.int64)
+    part = matrix[:, bound]
+    right = -(part.T @ (matrix[:, free] @ free_values))
+
+    def complete(numerators: list[int], denominator: int) -> list[int] | None:
+        values = [0] * size
+        for k, value in zip(bound.tolist(), numerators, strict=True):
+            values[k] = value
+        for k, value in zip(free.tolist(), free_values.tolist(), strict=True):
+            values[k] = value * denominator
+        divisor = math.gcd(*values)
+        if divisor == 0 or (positive and min(values) <= 0):
+            return None
+        values = [value // divisor for value in values]
+        return values if _is_kernel(matrix, values) else None
+
+    if rank == 0:
+        return complete([], 1)
+    return _lift(part, factor[:rank, :rank], right, complete)
+
+
+def _is_kernel(matrix: Any, values: Sequence[int]) -> bool:
+    """``matrix values = 0``, with Python integers."""
+    coo = matrix.tocoo()
+    sums = [0] * matrix.shape[0]
+    for row, column, entry in zip(coo.row.tolist(), coo.col.tolist(), coo.data.tolist()):
+        sums[row] += entry * values[column]
+    return not any(sums)
+
+
+def _lift(
+    part: Any,
+    factor: Floats,
+    right: Integers,
+    complete: Callable[[list[int], int], list[int] | None],
+) -> list[int] | None:
+    """Solves ``part^T part z = right`` in rationals and completes them; None if that fails.
+
+    Refinement with exact integer residuals (Wan 2006) gives as many binary digits of z as are
+    asked for; continued fractions give the rationals. They are tried each time the digits double,
+    until Hadamard's bound on determinants.
+    """
+    length = len(right)
+    diagonal = np.asarray(part.multiply(part).sum(axis=0), dtype=np.float64).ravel()
+    most = int(2.5 * np.log2(diagonal + 1).sum()) + 256
+    step, bits, attempt = 20, 0, 20
+    digits = [0] * length
+    residual = right.astype(np.int64)
+    while bits < most + 64:
+        z = cho_solve((factor, False), residual.astype(np.float64)) * 2.0**step
+        if not np.isfinite(z).all() or np.abs(z).max(initial=0) >= 2**44:
+            return None
+        correction = np.rint(z).astype(np.int64)
+        following = residual * 2**step - part.T @ (part @ correction)
+        # a correction that is off by more than rounding means an ill-conditioned factor
+        if np.abs(following).max() > max(2**24, 64 * length * float(diagonal.max())):
+            return None
+        residual = following
+        digits = [(old << step) + new for old, new in zip(digits, correction.tolist())]
+        bits += step
+        if bits >= attempt or not residual.any():
+            attempt = 2 * bits
+            rational = _common_fraction(digits, bits)
+            values = None if rational is None else complete(*rational)
+            if values is not None or not residual.any():
+                return values
+    return None
+
+
+def _common_fraction(digits: list[int], bits: int) -> tuple[list[int], int] | None:
+    """Numerators and their common denominator from ``digits / 2^bits``, by continued fractions."""
+    unit, largest, common = 1 << bits, 1 << (bits // 3 + 1), 1
+    for value in digits:
+        scaled = value * common
+        nearest = (2 * scaled + unit) // (2 * unit)
+        if abs(scaled - nearest * unit) * largest > unit:
+            common *= Fraction(scaled, unit).limit_denominator(largest).denominator
+            if common > largest:
+                return None
+    return [(2 * value * common + unit) // (2 * unit) for value in digits], common
+
+
+def _class_order(problem: _Problem, hinge: Floats) -> Integers:
+    """Classes, most confused first: a pair, then always the one most confused with those taken."""
+    n = problem.n_classes
+    chosen_by = sparse.csr_matrix(
+        (np.ones(len(problem)), (problem.y, np.arange(len(problem)))), shape=(n, len(problem))
+    )
+    mass = chosen_by @ hinge
+    mass = mass + mass.T
+    first = int(mass.max(axis=1).argmax())
+    order, taken = [first], np.zeros(n, dtype=bool)
+    taken[first] = True
+    reach = mass[first].copy()
+    while len(order) < n:
+        following = int(np.where(taken, -1.0, reach).argmax())
+        order.append(following)
+        taken[following] = True
+        reach += mass[following]
+    return np.array(order)
+
+
+def _hinged_pairs(problem: _Problem, hinge: Floats, most: int) -> tuple[Integers, Integers]:
+    """The pairs of largest positive hinge; all pairs if they are few."""
+    if len(problem) * (problem.n_classes - 1) <= most:
+        rows, columns = np.nonzero(_others(problem, slice(None)))
+        return rows, columns
+    rows, columns = np.nonzero(hinge)
+    if len(rows) > most:
+        best = np.argsort(-hinge[rows, columns], kind="stable")[:most]
+        rows, columns = rows[best], columns[best]
+    return rows, columns
+
+
+def _subset_witness(problem: _Problem, hinge: Floats, advance: Advance) -> _Multipliers | None:
+    """A witness on 2, 4, 8, ... of the classes: smaller, and found sooner, than on all."""
+    order = _class_order(problem, hinge)
+    size = 2
+    while size < problem.n_classes:
+        advance(0, f"{size} of {problem.n_classes} classes")
+        classes = np.sort(order[:size])
+        part, kept = problem.restrict(classes)
+        size *= 2
+        weights, hinges = _descend(part)
+        if _rounded(part, weights) is not None:
+            continue
+        rows, columns = _hinged_pairs(part, hinges, _MOST_PAIRS)
+        separable, dual = _solve_pairs(part, rows, columns)
+        if separable:
+            continue
+        found = _exact_multipliers(part, rows, columns, dual)
+        if found is not None:
+            found = _sparser(part, found, rows, columns)
+            return _Multipliers(kept[found.rows], classes[found.columns], found.values)
+    return None
+
+
+def _cutting_planes(
+    problem: _Problem, hinge: Floats | None, weights: Floats, advance: Advance
+) -> Integers | _Multipliers:
+    """Decides by linear programs on a growing set of pairs.
+
+    Raises:
+        InfoFlowError: if neither answer could be checked in integers.
+    """
+    chosen = np.zeros((len(problem), problem.n_classes), dtype=bool)
+    if hinge is not None:
+        chosen[_hinged_pairs(problem, hinge, _MOST_PAIRS)] = True
+    while True:
+        _add_violated(problem, weights, chosen)
+        rows, columns = np.nonzero(chosen)
+        advance(0, f"{len(rows)} pairs")
+        separable, answer = _solve_pairs(problem, rows, columns)
+        if not separable:
+            found = _exact_multipliers(problem, rows, columns, answer)
+            if found is not None:
+                result: _Multipliers = _sparser(problem, found, rows, columns)
+                return result
+        else:
+            weights = answer
+            integers = _rounded(problem, weights)
+            if integers is not None:
+                return integers
+            if _add_violated(problem, weights, chosen):
+                continue
+        raise InfoFlowError(
+            f"{len(problem)} sequences of {problem.n_classes} classes were not decided: the linear "
+            f"program says that {len(rows)} pairs are {'' if separable else 'not '}separable, but "
+            "no integers that prove it were found; take fewer sequences"
+        )
+
+
+def _add_violated(problem: _Problem, weights: Floats, chosen: NDArray[np.bool_]) -> int:
+    """Adds the three most violated pairs of every sequence (gap below 1/2); returns how many."""
+    before = int(chosen.sum())
+    most = min(3, problem.n_classes - 1)
+    for part, gaps in _gaps(problem, weights):
+        gaps[np.arange(len(gaps)), problem.y[part]] = np.inf
+        worst = np.argpartition(gaps, most - 1, axis=1)[:, :most]
+        violated = np.take_along_axis(gaps, worst, axis=1) < 0.5
+        rows = np.repeat(np.arange(part.start, part.stop), most)[violated.ravel()]
+        chosen[rows, worst[violated]] = True
+    return int(chosen.sum()) - before
+
+
+def _duplicates(problem: _Problem) -> _Multipliers | None:
+    """A sequence that occurs with two labels: its own witness."""
+    _, index = np.unique(problem.sequences.tokens, axis=0, return_inverse=True)
+    seen: dict[int, int] = {}
+    for i, group in enumerate(index.reshape(-1).tolist()):
+        j = seen.setdefault(group, i)
+        if problem.y[i] != problem.y[j]:
+            return _Multipliers(np.array([j, i]), problem.y[[i, j]], [1, 1])
+    return None
+
+
+def _decide(problem: _Problem, advance: Advance) -> Integers | _Multipliers:
+    """Integer weights that separate, or multipliers of a witness."""
+    if problem.n_classes == 1:
+        return np.zeros((len(problem.sequences.features), 1), dtype=np.int64)
+    if (double := _duplicates(problem)) is not None:
+        return double
+    prototypes = _prototypes(problem)
+    if _exact_margin(problem, prototypes) >= 1:
+        return prototypes
+    advance(0, "descent")
+    if prototypes.size > _MOST_DESCENT:
+        return _cutting_planes(problem, None, prototypes.astype(np.float64), advance)
+    del prototypes
+    weights, hinge = _descend(problem)
+    if (integers := _rounded(problem, weights)) is not None:
+        return integers
+    if (found := _subset_witness(problem, hinge, advance)) is not None:
+        return found
+    return _cutting_planes(problem, hinge, weights, advance)
+
+
+def one_layer_certificate(
+    dataset: Any, *, max_sequences: int = MAX_SEQUENCES, progress: bool = False
+) -> OneLayerCertificate:
+    """Whether one attention layer can fit all labels, with a model or a witness (II.3) [derived].
+
+    Sharpens Props 7 and 8 of Chen & Zou 2024: dependent sequences are an obstruction only if the
+    signs of a dependence go with the labels. Tries sums over classes as weights; then descent on
+    squared hinges; then linear programs, first on a few classes. Every answer is checked in
+    integers, and a model is run on every sequence.
+
+    Args:
+        dataset: a ``datasets.Dataset`` with columns x (token ids, all of one length and with the
+            same last token) and y (label), or a pair (x, y) of integers [batch, pos] and [batch].
+        max_sequences: the most sequences to take on.
+        progress: whether to show a bar.
+
+    Raises:
+        InfoFlowError: for input that is no such set (tokens or labels that are not integers of 0
+            or more, several lengths or last tokens, no sequence, too many), or if neither answer
+            could be checked in integers.
+    """
+    problem, classes = _parse(dataset, max_sequences)
+    n, n_pos = problem.sequences.tokens.shape
+    with progress_bar("one-layer certificate", total=1, show=progress) as advance:
+        answer = _decide(problem, advance)
+        if isinstance(answer, _Multipliers):
+            witness = _as_witness(problem, classes, answer)
+            advance(1, "infeasible")
+            return OneLayerCertificate(False, n, n_pos, classes, witness=witness)
+        model = _build_model(problem.sequences, answer)
+        advance(0, "running the model")
+        _run_everywhere(problem, model)
+        margin = _exact_margin(problem, answer) if len(classes) > 1 else None
+        advance(1, "feasible")
+    return OneLayerCertificate(
+        True, n, n_pos, classes, model.weights, model.features, margin, model
+    )
+
+
+def _as_witness(problem: _Problem, classes: tuple[int, ...], found: _Multipliers) -> Witness:
+    entries: dict[tuple[int, int], int] = {}
+    for row, column, value in zip(found.rows.tolist(), found.columns.tolist(), found.values):
+        own = int(problem.y[row])
+        entries[row, own] = entries.get((row, own), 0) + value
+        entries[row, column] = entries.get((row, column), 0) - value
+    triples = [(row, column, value) for (row, column), value in sorted(entries.items())]
+    if not _is_witness(problem, triples):
+        raise RuntimeError("internal error: the witness fails its check")
+    rows, columns, values = zip(*triples, strict=True)
+    return Witness(rows, columns, values, len(problem), classes)
+
+
+def _run_everywhere(problem: _Problem, model: OneLayerModel) -> None:
+    """Runs the model on every sequence: the right logit must be the strictly unique maximum."""
+    tokens = torch.from_numpy(problem.sequences.tokens)
+    labels = torch.from_numpy(problem.y)
+    for part in _chunks(len(problem), problem.n_classes):
+        logits = model(tokens[part])
+        own = logits.gather(1, labels[part, None])
+        if ((logits >= own).sum(dim=1) != 1).any():
+            raise RuntimeError("internal error: the model is wrong on a sequence")
+
+
+# Dependence
+
+
+@dataclass(frozen=True)
+class Dependence:
+    """Whether sequences are dependent (Def. 3), and one dependence.
+
+    Attributes:
+        n_sequences: N.
+        rank: of Phi, the indicators of (position, token), last position included. Computed modulo a
+            prime, so it is never too large; it is too small only if the prime divides all minors.
+        indices: sequences with a coefficient other than 0, of one dependence.
+        coefficients: their lambda, Python integers, checked exactly; empty if independent.
+    """
+
+    n_sequences: int
+    rank: int
+    indices: tuple[int, ...]
+    coefficients: tuple[int, ...]
+
+    @property
+    def dependent(self) -> bool:
+        """Whether integers lambda, not all 0, exist with Phi^T lambda = 0."""
+        return bool(self.indices)
+
+    @property
+    def n_dependences(self) -> int:
+        """The number of linearly independent dependences, N - rank."""
+        return self.n_sequences - self.rank
+
+    def combine(
+        self,
+        outputs: Float[Tensor, "batch ..."],
+        normalisers: Float[Tensor, " batch"] | None = None,
+    ) -> Float[Tensor, "..."]:
+        """``sum_i lambda_i Z_i outputs_i``: 0 for every one-layer model (Props 7-10) [stated].
+
+        Args:
+            outputs: last states or logits of a one-layer model, a row a sequence. For ReLU
+                attention of any number of heads no normalisers are needed (Props 7, 8).
+            normalisers: Z_i, the sum of exp(score) over the sources at the last position, for one
+                softmax head (Props 9, 10).
+
+        Returns:
+            The sum, float64; coefficients are divided by the largest, so that it keeps the scale of
+            the outputs.
+
+        Raises:
+            InfoFlowError: if the sequences are independent, or for other numbers of rows.
+        """
+        if not self.indices:
+            raise InfoFlowError("the sequences are independent: there is nothing to combine")
+        for name, values in (("outputs", outputs), ("normalisers", normalisers)):
+            if values is not None and len(values) != self.n_sequences:
+                raise InfoFlowError(
+                    f"{name} have {len(values)} rows: expected {self.n_sequences}, one a sequence"
+                )
+        largest = max(abs(value) for value in self.coefficients)
+        scaled = [float(Fraction(value, largest)) for value in self.coefficients]
+        weights = torch.tensor(scaled, dtype=torch.float64, device=outputs.device)
+        index = torch.tensor(self.indices, device=outputs.device)
+        if normalisers is not None:
+            weights = weights * normalisers.to(weights)[index]
+        return torch.tensordot(weights, outputs[index].double(), dims=1)
+
+    def obstructs(self, y: Labels) -> bool:
+        """Whether this dependence alone excludes one layer for labels y (II.3) [derived].
+
+        It does iff all sequences with a positive coefficient have one label, and all with a
+        negative one another: then +lambda and -lambda in these two columns are a witness. Several
+        dependences can exclude one layer together where none does alone;
+        :func:`one_layer_certificate` decides that.
+
+        Raises:
+            InfoFlowError: for labels that are not integers, or of another number.
+        """
+        labels = _integers(y, "y", 1)
+        if len(labels) != self.n_sequences:
+            raise InfoFlowError(
+                f"y has {len(labels)} labels: expected {self.n_sequences}, one a sequence"
+            )
+        pairs = list(zip(labels[list(self.indices)].tolist(), self.coefficients))
+        plus = {label for label, value in pairs if value > 0}
+        minus = {label for label, value in pairs if value < 0}
+        return len(plus) == len(minus) == 1 and plus != minus
+
+
+def dependence(sequences: Any, *, max_sequences: int = MAX_SEQUENCES) -> Dependence:
+    """Whether sequences are dependent, with a short dependence if so (Def. 3) [stated].
+
+    The dependence has the least sum of absolute values among those with coefficient 1 at one
+    dependent sequence, where the linear program finds it; it is checked in integers.
+
+    Args:
+        sequences: a ``datasets.Dataset`` with a column x, a pair (x, y), or x itself: token ids
+            [batch, pos], with the same last token.
+        max_sequences: the most sequences to take on.
+
+    Raises:
+        InfoFlowError: for input that is no such set, or if a dependence must exist but none was
+            found in integers.
+    """
+    if hasattr(sequences, "column_names"):
+        _check_number(len(sequences), max_sequences)
+        sequences = _column(sequences, "x")
+    elif isinstance(sequences, tuple) and len(sequences) == 2 and np.ndim(sequences[0]) == 2:
+        sequences = sequences[0]
+    parsed = _parse_tokens(sequences, max_sequences)
+    n = len(parsed.tokens)
+    # the last position adds a constant column: it matters only if there is no other position
+    phi = parsed.phi() if parsed.tokens.shape[1] > 1 else sparse.csr_matrix(np.ones((n, 1)))
+    pivots = _independent_rows(phi)
+    if len(pivots) == n:
+        return Dependence(n, n, (), ())
+    _, first, index = np.unique(parsed.tokens, axis=0, return_index=True, return_inverse=True)
+    again = np.flatnonzero(first[index.reshape(-1)] != np.arange(n))
+    if len(again):
+        i = int(again[0])
+        return Dependence(n, len(pivots), (int(first[index.reshape(-1)[i]]), i), (1, -1))
+    found = _short_dependence(phi, pivots)
+    if found is None:
+        raise InfoFlowError(
+            f"{n} sequences have rank {len(pivots)}, so they are dependent, but no dependence was "
+            "found in integers; take fewer sequences"
+        )
+    return Dependence(n, len(pivots), *found)
+
+
+def _short_dependence(phi: Any, pivots: Integers) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    n = phi.shape[0]
+    extra = int(np.setdiff1d(np.arange(n), pivots)[0])
+    equations = sparse.hstack([phi.T, -phi.T]).tocsr()
+    bounds = np.full((2 * n, 2), (0, np.inf))
+    bounds[extra, 0] = 1
+    least = linprog(
+        np.ones(2 * n),
+        A_eq=equations,
+        b_eq=np.zeros(equations.shape[0]),
+        bounds=bounds,
+        method="highs-ds",
+        options={"maxiter": 50_000},
+    )
+    kept = np.sort(np.append(pivots, extra))
+    candidates = [(kept, np.ones(len(kept)))]  # one dependence, up to scale, and it is unique
+    if least.status == 0:
+        values = least.x[:n] - least.x[n:]
+        support = np.flatnonzero(np.abs(values) > 1e-7)
+        candidates.insert(0, (support, values[support]))
+    for rows, guess in candidates:
+        integers = _integer_kernel(phi[rows].T.tocsc(), guess, positive=False)
+        if integers is not None:
+            pairs = [(int(row), value) for row, value in zip(rows, integers) if value]
+            indices, coefficients = zip(*pairs, strict=True)
+            return indices, coefficients
+    return None
+
+
+def _independent_rows(phi: Any, panel: int = 64) -> Integers:
+    """As many rows as the rank modulo a prime, independent; elimination in panels of columns.
+
+    Rows that are independent modulo a prime are independent.
+    """
+    rest = phi.toarray() % _PRIME
+    alive = np.arange(len(rest))
+    pivots: list[int] = []
+    for start in range(0, rest.shape[1], panel):
+        if len(alive) == 0:
+            break
+        block = rest[:, start : start + panel].copy()
+        rows, columns = _panel_pivots(block.copy())
+        if not rows:
+            continue
+        inverse = _inverse(block[np.ix_(rows, columns)])
+        multipliers = (block[:, columns] @ inverse) % _PRIME
+        after = rest[:, start + panel :]
+        kept = np.setdiff1d(np.arange(len(rest)), rows)
+        # the rows below, less their part in the span of the pivots
+        reduced = (after[kept] - multipliers[kept] @ after[rows]) % _PRIME
+        pivots += alive[rows].tolist()
+        alive = alive[kept]
+        rest = np.concatenate([np.zeros((len(kept), start + block.shape[1])), reduced], axis=1)
+    return np.array(sorted(pivots), dtype=np.int64)
+
+
+def _panel_pivots(block: Floats) -> tuple[list[int], list[int]]:
+    """Rows and columns of a largest invertible part of a panel; destroys it."""
+    rows: list[int] = []
+    columns: list[int] = []
+    for column in range(block.shape[1]):
+        candidates = np.flatnonzero(block[:, column])
+        if len(candidates) == 0:
+            continue
+        row = int(candidates[0])
+        pivot = block[row] * pow(int(block[row, column]), -1, _PRIME) % _PRIME
+        below = candidates[1:]
+        block[below] = (block[below] - np.outer(block[below, column], pivot)) % _PRIME
+        block[row] = 0
+        rows.append(row)
+        columns.append(column)
+    return rows, columns
+
+
+def _inverse(square: Floats) -> Floats:
+    """Of a small matrix, modulo the prime; Gauss-Jordan with pivots."""
+    n = len(square)
+    work = np.concatenate([square, np.eye(n)], axis=1)
+    for column in range(n):
+        row = column + int(np.flatnonzero(work[column:, column])[0])
+        work[[column, row]] = work[[row, column]]
+        work[column] = work[column] * pow(int(work[column, column]), -1, _PRIME) % _PRIME
+        factors = work[:, column].copy()
+        factors[column] = 0
+        work = (work - np.outer(factors, work[column])) % _PRIME
+    result: Floats = work[:, n:]
+    return result

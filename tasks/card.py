@@ -1,0 +1,129 @@
+"""Dataset cards: what somebody must know who finds a task's data on disk."""
+
+import inspect
+from typing import Any
+
+from huggingface_hub import DatasetCard, DatasetCardData
+from infoflow_lens.tasks.task import Task, VectorTask
+from infoflow_lens.tasks.tokens import SHARES, TokenTask
+
+_TEMPLATE = """---
+{header}
+---
+
+# {name}
+
+{description}
+
+Source: {source}.
+
+## Columns
+
+{columns}
+
+## Splits
+
+{splits}
+
+## Parameters
+
+| parameter | value |
+|---|---|
+{parameters}
+
+## Comparisons
+
+{comparison}
+{examples}
+## To make it again
+
+```python
+from infoflow_lens import load_task
+
+task = load_task({call})
+train = task.dataset("train", 10_000)
+endless = task.dataset("train", None)
+```
+"""
+
+
+def summary(task: Task | type[Task]) -> str:
+    """The first paragraphs of a task's docstring: what it is, before its attributes."""
+    return inspect.cleandoc(task.__doc__ or "").split("\n\nAttributes:")[0].split("\n\nRaises:")[0]
+
+
+def dataset_card(task: Task) -> DatasetCard:
+    """The card of a task's datasets, in the Hugging Face Hub's format.
+
+    ``dataset_card(task).save(path)`` writes it beside a saved dataset as ``README.md``.
+    """
+    header = DatasetCardData(
+        pretty_name=f"infoflow-lens: {task.name}",
+        license="mit",
+        tags=["synthetic", "interpretability", "infoflow-lens"],
+        task_categories=["text-classification"] if isinstance(task, TokenTask) else ["other"],
+    )
+    parameters = task.parameters()
+    return DatasetCard(
+        _TEMPLATE.format(
+            header=header.to_yaml(),
+            name=task.name,
+            description=summary(task),
+            source=task.source,
+            columns=_columns(task),
+            splits=_splits(task),
+            parameters="\n".join(f"| {key} | {value!r} |" for key, value in parameters.items()),
+            comparison=_comparison(task),
+            examples=_examples(task),
+            call=", ".join([repr(task.name), *(f"{k}={v!r}" for k, v in _changed(task).items())]),
+        ),
+        ignore_metadata_errors=False,
+    )
+
+
+def _changed(task: Task) -> dict[str, Any]:
+    default = type(task)().parameters()
+    return {key: value for key, value in task.parameters().items() if value != default[key]}
+
+
+def _columns(task: Task) -> str:
+    if isinstance(task, TokenTask):
+        return (
+            f"- `x`: {task.n_tokens} token ids below {task.d_vocab}, named by the feature's "
+            "`ClassLabel`; the last one is the response sign\n"
+            f"- `y`: the label, one of {task.n_labels}, named likewise"
+        )
+    assert isinstance(task, VectorTask)
+    return (
+        f"- `x`: float32 [{task.n_tokens}, {task.d_token}], i.i.d. {task.tokens} tokens\n"
+        f"- `y`: float32 [{task.d_output}], the target"
+    )
+
+
+def _splits(task: Task) -> str:
+    if not isinstance(task, TokenTask):
+        return "Train, validation and test are drawn from seeds of their own."
+    if task.splits_by_sequence:
+        shares = ", ".join(f"{split} {share:.0%}" for split, share in SHARES.items())
+        return (
+            f"No two splits share a sequence: each of the {task.space_size} sequences belongs to "
+            f"one ({shares})."
+        )
+    held_out = getattr(task, "holdout", None)
+    if held_out is None:
+        return "All splits draw from the same stored sequences: memory is what is measured."
+    return f"No two splits share {held_out}."
+
+
+def _comparison(task: Task) -> str:
+    profile = task.comparison
+    if profile is None:
+        return "None, or not known."
+    return f"Dimension {profile.dimension}, order {profile.order} (InfoFlow 2026, Sec. 5.3)."
+
+
+def _examples(task: Task) -> str:
+    if not isinstance(task, TokenTask):
+        return ""
+    x, _ = task.sample(3, seed=0)
+    return "\n## Examples\n\n" + "\n".join(f"    {line}" for line in task.render(x, True)) + "\n"

@@ -1,0 +1,158 @@
+"""Memorization: a label of its own for every stored sequence."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from infoflow_lens.tasks.task import Split
+from infoflow_lens.tasks.tokens import SIGN, TokenTask, check_sizes, letters
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.seeds import derived_seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memorization(TokenTask):
+    """Sequence classification: N random sequences of words, each with a label of its own.
+
+    One attention layer with a head for each position is enough (Chen & Zou 2024, Sec. 4.1 and
+    Theorem 1). The paper's words number 500, its sequences have 6 of them and the sign; the number
+    of sequences is chosen. What is measured is memory, so all splits draw from the same N
+    sequences.
+
+    Attributes:
+        n_words: size of the alphabet.
+        length: words in a sequence; the response sign comes on top.
+        n_sequences: N, the number of stored sequences and of labels, drawn from `seed`.
+
+    Raises:
+        InfoFlowError: for sizes below 1, or more labels than there are sequences.
+    """
+
+    name: ClassVar[str] = "memorization"
+    source: ClassVar[str] = "Chen & Zou 2024, Sec. 4.1 and 9.1"
+
+    n_words: int = 500
+    length: int = 6
+    n_sequences: int = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self, ("n_words", "length", "n_sequences"))
+        if self.n_sequences > self.n_words**self.length:
+            raise InfoFlowError(
+                f"n_sequences is {self.n_sequences}, but {self.n_words} words make only "
+                f"{self.n_words**self.length} sequences of length {self.length}: every label needs "
+                "a sequence; lower n_sequences, or raise n_words or length"
+            )
+
+    @property
+    def n_tokens(self) -> int:
+        """The words and the sign."""
+        return self.length + 1
+
+    @property
+    def token_names(self) -> tuple[str, ...]:
+        """Words as letters, then the sign."""
+        return (*map(letters, range(self.n_words)), SIGN)
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Labels as numbers from 1."""
+        return tuple(str(label + 1) for label in range(self.n_sequences))
+
+    @property
+    def space_size(self) -> int:
+        """N."""
+        return self.n_sequences
+
+    @property
+    def splits_by_sequence(self) -> bool:
+        """No: there is nothing to hold out."""
+        return False
+
+    def _kinds(self) -> list[tuple[int, int]]:
+        return [(0, self.n_words)] * self.length + [(self.n_words, self.n_words + 1)]
+
+    def _space(self) -> Iterator[tuple[int, ...]]:
+        return (tuple(row) for row in _stored(self).tolist())
+
+    def _draw(
+        self, n: int, generator: torch.Generator, split: Split | None
+    ) -> Int[Tensor, "batch pos"]:
+        return _stored(self)[torch.randint(self.n_sequences, (n,), generator=generator)]
+
+    def target(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
+        """The label of every sequence, which is its number among the stored ones.
+
+        Raises:
+            InfoFlowError: for a sequence that is not stored.
+        """
+        self.check_input(x)
+        labels = _labels(self)
+        found = [labels.get(tuple(row), -1) for row in x.tolist()]
+        if -1 in found:
+            row = found.index(-1)
+            raise InfoFlowError(
+                f"sequence {row}, {x[row].tolist()}, is none of the {self.n_sequences} stored "
+                "ones and has no label: expected sequences from sample() or all_sequences()"
+            )
+        return torch.tensor(found, device=x.device)
+
+    def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
+        """Positions that tell the sequence from all other stored ones, none to spare.
+
+        Later positions are left out first.
+        """
+        labels = self.target(x)
+        return _telling(self).to(x.device)[labels]
+
+
+@lru_cache(maxsize=8)
+def _stored(task: Memorization) -> Int[Tensor, "sequence pos"]:
+    """The N different sequences, in random order; a sequence's row is its label."""
+    generator = torch.Generator().manual_seed(derived_seed("memorization", task.seed))
+    space = task.n_words**task.length
+    if space <= max(4 * task.n_sequences, 100_000):
+        numbers = torch.randperm(space, generator=generator)[: task.n_sequences, None]
+        places = task.n_words ** torch.arange(task.length)
+        words = numbers // places % task.n_words
+    else:
+        rows: dict[tuple[int, ...], None] = {}
+        while len(rows) < task.n_sequences:
+            missing = task.n_sequences - len(rows)
+            drawn = torch.randint(task.n_words, (missing, task.length), generator=generator)
+            rows.update(dict.fromkeys(map(tuple, drawn.tolist())))
+        words = torch.tensor(list(rows))
+    sign = torch.full((task.n_sequences, 1), task.n_words)
+    return torch.cat([words, sign], dim=1)
+
+
+@lru_cache(maxsize=8)
+def _labels(task: Memorization) -> dict[tuple[int, ...], int]:
+    return {tuple(row): label for label, row in enumerate(_stored(task).tolist())}
+
+
+@lru_cache(maxsize=8)
+def _telling(task: Memorization) -> Bool[Tensor, "sequence pos"]:
+    """For every stored sequence a minimal set of positions that no other one agrees with."""
+    stored = _stored(task)
+    kept = torch.zeros(stored.shape, dtype=torch.bool)
+    rows = max(1, 2**24 // math.prod(stored.shape))
+    for start in range(0, len(stored), rows):
+        part = stored[start : start + rows]
+        differs = part[:, None] != stored[None]  # [row, other, pos]
+        own = torch.arange(start, start + len(part))
+        needed = torch.ones(part.shape, dtype=torch.bool)
+        for position in reversed(range(stored.shape[1])):
+            needed[:, position] = False
+            told = (differs & needed[:, None]).any(dim=2)
+            told[torch.arange(len(part)), own] = True
+            needed[:, position] = ~told.all(dim=1)
+        kept[start : start + rows] = needed
+    return kept

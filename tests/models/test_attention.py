@@ -1,0 +1,120 @@
+"""Attention of other kinds than softmax, on any HookedTransformer."""
+
+import pytest
+import torch
+
+from infoflow_lens import InfoFlowError, build_model
+from infoflow_lens.models.attention import hardmax_pattern, set_attention
+
+from ..conftest import make_token_model
+
+SCORES = "blocks.1.attn.hook_attn_scores"
+PATTERN = "blocks.1.attn.hook_pattern"
+
+
+def by_hand(kind, scores):
+    if kind == "relu":
+        return scores.clamp(min=0)
+    pattern = torch.zeros_like(scores)
+    for index in torch.cartesian_prod(*map(torch.arange, scores.shape[:-1])).tolist():
+        row = scores[tuple(index)].tolist()
+        if max(row) > -torch.inf:
+            pattern[(*index, row.index(max(row)))] = 1
+    return pattern
+
+
+@pytest.fixture(params=["relu", "hardmax"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def model(kind):
+    model = make_token_model()
+    set_attention(model, kind)
+    return model
+
+
+def test_the_cached_pattern_is_made_of_the_cached_scores(model, kind, token_inputs):
+    _, cache = model.run_with_cache(token_inputs)
+    for layer in range(2):
+        scores = cache[f"blocks.{layer}.attn.hook_attn_scores"]
+        assert scores.isinf().any()  # a causal model
+        pattern = cache[f"blocks.{layer}.attn.hook_pattern"]
+        torch.testing.assert_close(pattern, by_hand(kind, scores))
+
+
+def test_the_pattern_is_what_moves_values(model, token_inputs):
+    _, cache = model.run_with_cache(token_inputs)
+    moved = torch.einsum("bhqk,bkhd->bqhd", cache[PATTERN], cache["blocks.1.attn.hook_v"])
+    torch.testing.assert_close(cache["blocks.1.attn.hook_z"], moved)
+
+
+def test_it_survives_reset_hooks(model, token_inputs):
+    before = model(token_inputs)
+    model.reset_hooks(including_permanent=True)
+    assert model(token_inputs).equal(before)
+
+
+@pytest.mark.parametrize("prepend", [False, True])
+def test_an_edit_of_the_scores_counts_whenever_it_was_registered(model, token_inputs, prepend):
+    def edit(scores, hook):
+        return scores - 0.5 * torch.arange(scores.shape[-1])
+
+    by_prefix = model.run_with_hooks(token_inputs, fwd_hooks=[(SCORES, edit)])
+    model.add_hook(SCORES, edit, prepend=prepend)
+    patterns = []
+    model.add_hook(SCORES, lambda scores, hook: patterns.append(scores))
+    edited = model(token_inputs)
+    assert edited.equal(by_prefix)
+    model.reset_hooks()
+    assert not edited.allclose(model(token_inputs))
+
+
+def test_an_edit_of_the_pattern_counts(model, token_inputs):
+    silent = model.run_with_hooks(
+        token_inputs, fwd_hooks=[(PATTERN, lambda pattern, hook: torch.zeros_like(pattern))]
+    )
+    assert not silent.allclose(model(token_inputs))
+
+
+def test_gradients_flow_through_relu_scores_and_not_through_a_hard_maximum(
+    model, kind, token_inputs
+):
+    model(token_inputs).square().sum().backward()
+    attn = model.blocks[1].attn
+    assert attn.W_V.grad.abs().sum() > 0
+    assert (attn.W_Q.grad is not None and bool(attn.W_Q.grad.any())) == (kind == "relu")
+
+
+def test_softmax_is_restored(model, token_inputs):
+    set_attention(model, "softmax")
+    assert model(token_inputs).equal(make_token_model()(token_inputs))
+
+
+def test_hard_maxima_go_to_the_lowest_of_equals_and_skip_rows_without_keys():
+    scores = torch.tensor([[[[1.0, 2.0, 2.0], [-torch.inf] * 3, [-torch.inf, -5.0, -6.0]]]])
+    expected = torch.tensor([[[[0.0, 1.0, 0.0], [0.0] * 3, [0.0, 1.0, 0.0]]]])
+    assert hardmax_pattern(scores).equal(expected)
+
+
+def test_a_hosted_model_takes_its_attention_from_the_architecture(architecture, inputs, kind):
+    import dataclasses
+
+    model = build_model(dataclasses.replace(architecture, attention=kind), seed=5)
+    _, cache = model.run_with_cache(inputs)
+    scores, pattern = cache["attn_scores", 0], cache["pattern", 0]
+    torch.testing.assert_close(pattern, by_hand(kind, scores))
+    torch.testing.assert_close(model(inputs), model.forward_readout(inputs))
+
+
+def test_what_cannot_be_changed_is_refused():
+    model = make_token_model()
+    with pytest.raises(InfoFlowError, match="attention is 'sparsemax'"):
+        set_attention(model, "sparsemax")
+    with pytest.raises(InfoFlowError, match="Linear has no attention layers"):
+        set_attention(torch.nn.Linear(2, 2), "relu")
+    model.add_hook(PATTERN, lambda pattern, hook: None)
+    with pytest.raises(InfoFlowError, match=r"blocks\.1\.attn\.hook_pattern has hooks"):
+        set_attention(model, "relu")
+    assert len(model.hook_dict[PATTERN].fwd_hooks) == 1
