@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from infoflow_lens.tasks import list_tasks as list_tasks
     from infoflow_lens.tasks import load_task as load_task
     from infoflow_lens.theory import InformationSets as InformationSets
+    from infoflow_lens.theory import dependence as dependence
     from infoflow_lens.theory import learns as learns
+    from infoflow_lens.theory import one_layer_certificate as one_layer_certificate
     from infoflow_lens.theory import propagate as propagate
     from infoflow_lens.theory.estimate import estimate as estimate
     from infoflow_lens.training import TrainingConfig as TrainingConfig
@@ -50,12 +52,14 @@ _HOMES = {
     "build_model": "models.host",
     "compare": "agreement",
     "dataset_card": "tasks",
+    "dependence": "theory",
     "estimate": "theory.estimate",
     "learns": "theory",
     "list_constructions": "models.constructions",
     "list_tasks": "tasks",
     "load_model": "models.host",
     "load_task": "tasks",
+    "one_layer_certificate": "theory",
     "propagate": "theory",
     "run_probes": "hooks",
     "save_model": "models.host",

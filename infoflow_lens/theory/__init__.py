@@ -11,20 +11,36 @@ from infoflow_lens.theory.information_sets import (
     propagate,
 )
 from infoflow_lens.theory.schedule import Schedule, learns, run_schedule, search
+from infoflow_lens.theory.separability import (
+    Dependence,
+    OneLayerCertificate,
+    OneLayerModel,
+    Witness,
+    check_witness,
+    dependence,
+    one_layer_certificate,
+)
 
 __all__ = [
     "ComparisonProfile",
     "ComparisonTree",
     "Component",
+    "Dependence",
     "DigitCode",
     "Estimate",
     "GlobalAggregation",
     "InformationSets",
     "MaxPosition",
+    "OneLayerCertificate",
+    "OneLayerModel",
     "Schedule",
     "SpecificPositions",
+    "Witness",
+    "check_witness",
+    "dependence",
     "exponent",
     "learns",
+    "one_layer_certificate",
     "propagate",
     "run_schedule",
     "search",

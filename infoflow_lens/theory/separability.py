@@ -14,7 +14,7 @@ satisfy. Both answers are checked in exact integers before they are given; no to
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -24,12 +24,12 @@ import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from scipy import sparse
-from scipy.linalg import cho_solve, lapack
 from scipy.optimize import linprog, minimize
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import Advance, progress_bar
+from infoflow_lens.theory.exact import independent_rows, integer_kernel
 
 Tokens = Int[Tensor, "batch pos"] | Int[np.ndarray, "batch pos"] | Sequence[Sequence[int]]
 Labels = Int[Tensor, " batch"] | Int[np.ndarray, " batch"] | Sequence[int]
@@ -43,7 +43,6 @@ _MOST_WEIGHTS = 3 * 10**8  # feature times class: 2.4 GB of int64
 _MOST_DESCENT = 2 * 10**7  # feature times class: L-BFGS keeps about 15 copies
 _MOST_AT_ONCE = 2**22
 _MOST_PAIRS = 20_000  # the first working set
-_PRIME = 8388593  # below 2^23: sums of 64 products stay exact in float64
 
 # Input
 
@@ -214,7 +213,7 @@ def _parse(dataset: Any, max_sequences: int) -> tuple[_Problem, tuple[int, ...]]
 # The answers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OneLayerModel:
     """The one-layer ReLU attention-only transformer that realises given weights (eq 2).
 
@@ -367,7 +366,7 @@ class Witness:
         return matrix
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OneLayerCertificate:
     """Whether one attention layer can fit a set of sequences, and the proof.
 
@@ -686,7 +685,7 @@ def _exact_multipliers(
         if len(kept) == 0:
             continue
         matrix, _ = _pair_matrix(problem, rows[kept], columns[kept])
-        values = _integer_kernel(matrix.T.tocsc(), guess[kept], positive=True)
+        values = integer_kernel(matrix.T.tocsc(), guess[kept], positive=True)
         if values is not None:
             return _Multipliers(rows[kept], columns[kept], values)
     return None
@@ -716,108 +715,6 @@ def _sparser(problem: _Problem, found: _Multipliers, rows: Integers, columns: In
         if smaller is not None and len(smaller.values) < len(found.values):
             found = smaller
     return found
-
-
-def _integer_kernel(matrix: Any, guess: Floats, positive: bool) -> list[int] | None:
-    """Integers v near a multiple of `guess` with ``matrix v = 0``, exact; None if none is found.
-
-    The columns that pivoted Cholesky finds dependent keep their guess, in integers; the others
-    follow from the normal equations, solved in exact rationals.
-
-    Args:
-        matrix: sparse integers [equation, unknown].
-        guess: [unknown], none 0.
-        positive: whether all of v must be positive.
-    """
-    matrix = matrix.astype(np.int64)
-    size = matrix.shape[1]
-    gram = (matrix.T @ matrix).toarray().astype(np.float64)
-    factor, order, rank, _ = lapack.dpstrf(gram, tol=1e-10 * max(1.0, float(gram.max(initial=0))))
-    order = order - 1
-    if rank == size:
-        return None
-    bound, free = order[:rank], order[rank:]
-    scale = 1.0 if len(free) == 1 else 2.0**16
-    free_values = np.rint(scale * guess[free] / np.abs(guess[free]).max()).astype(np.int64)
-    part = matrix[:, bound]
-    right = -(part.T @ (matrix[:, free] @ free_values))
-
-    def complete(numerators: list[int], denominator: int) -> list[int] | None:
-        values = [0] * size
-        for k, value in zip(bound.tolist(), numerators, strict=True):
-            values[k] = value
-        for k, value in zip(free.tolist(), free_values.tolist(), strict=True):
-            values[k] = value * denominator
-        divisor = math.gcd(*values)
-        if divisor == 0 or (positive and min(values) <= 0):
-            return None
-        values = [value // divisor for value in values]
-        return values if _is_kernel(matrix, values) else None
-
-    if rank == 0:
-        return complete([], 1)
-    return _lift(part, factor[:rank, :rank], right, complete)
-
-
-def _is_kernel(matrix: Any, values: Sequence[int]) -> bool:
-    """``matrix values = 0``, with Python integers."""
-    coo = matrix.tocoo()
-    sums = [0] * matrix.shape[0]
-    for row, column, entry in zip(coo.row.tolist(), coo.col.tolist(), coo.data.tolist()):
-        sums[row] += entry * values[column]
-    return not any(sums)
-
-
-def _lift(
-    part: Any,
-    factor: Floats,
-    right: Integers,
-    complete: Callable[[list[int], int], list[int] | None],
-) -> list[int] | None:
-    """Solves ``part^T part z = right`` in rationals and completes them; None if that fails.
-
-    Refinement with exact integer residuals (Wan 2006) gives as many binary digits of z as are
-    asked for; continued fractions give the rationals. They are tried each time the digits double,
-    until Hadamard's bound on determinants.
-    """
-    length = len(right)
-    diagonal = np.asarray(part.multiply(part).sum(axis=0), dtype=np.float64).ravel()
-    most = int(2.5 * np.log2(diagonal + 1).sum()) + 256
-    step, bits, attempt = 20, 0, 20
-    digits = [0] * length
-    residual = right.astype(np.int64)
-    while bits < most + 64:
-        z = cho_solve((factor, False), residual.astype(np.float64)) * 2.0**step
-        if not np.isfinite(z).all() or np.abs(z).max(initial=0) >= 2**44:
-            return None
-        correction = np.rint(z).astype(np.int64)
-        following = residual * 2**step - part.T @ (part @ correction)
-        # a correction that is off by more than rounding means an ill-conditioned factor
-        if np.abs(following).max() > max(2**24, 64 * length * float(diagonal.max())):
-            return None
-        residual = following
-        digits = [(old << step) + new for old, new in zip(digits, correction.tolist())]
-        bits += step
-        if bits >= attempt or not residual.any():
-            attempt = 2 * bits
-            rational = _common_fraction(digits, bits)
-            values = None if rational is None else complete(*rational)
-            if values is not None or not residual.any():
-                return values
-    return None
-
-
-def _common_fraction(digits: list[int], bits: int) -> tuple[list[int], int] | None:
-    """Numerators and their common denominator from ``digits / 2^bits``, by continued fractions."""
-    unit, largest, common = 1 << bits, 1 << (bits // 3 + 1), 1
-    for value in digits:
-        scaled = value * common
-        nearest = (2 * scaled + unit) // (2 * unit)
-        if abs(scaled - nearest * unit) * largest > unit:
-            common *= Fraction(scaled, unit).limit_denominator(largest).denominator
-            if common > largest:
-                return None
-    return [(2 * value * common + unit) // (2 * unit) for value in digits], common
 
 
 def _class_order(problem: _Problem, hinge: Floats) -> Integers:
@@ -1129,7 +1026,7 @@ def dependence(sequences: Any, *, max_sequences: int = MAX_SEQUENCES) -> Depende
     n = len(parsed.tokens)
     # the last position adds a constant column: it matters only if there is no other position
     phi = parsed.phi() if parsed.tokens.shape[1] > 1 else sparse.csr_matrix(np.ones((n, 1)))
-    pivots = _independent_rows(phi)
+    pivots = independent_rows(phi)
     if len(pivots) == n:
         return Dependence(n, n, (), ())
     _, first, index = np.unique(parsed.tokens, axis=0, return_index=True, return_inverse=True)
@@ -1167,69 +1064,9 @@ def _short_dependence(phi: Any, pivots: Integers) -> tuple[tuple[int, ...], tupl
         support = np.flatnonzero(np.abs(values) > 1e-7)
         candidates.insert(0, (support, values[support]))
     for rows, guess in candidates:
-        integers = _integer_kernel(phi[rows].T.tocsc(), guess, positive=False)
+        integers = integer_kernel(phi[rows].T.tocsc(), guess, positive=False)
         if integers is not None:
             pairs = [(int(row), value) for row, value in zip(rows, integers) if value]
             indices, coefficients = zip(*pairs, strict=True)
             return indices, coefficients
     return None
-
-
-def _independent_rows(phi: Any, panel: int = 64) -> Integers:
-    """As many rows as the rank modulo a prime, independent; elimination in panels of columns.
-
-    Rows that are independent modulo a prime are independent.
-    """
-    rest = phi.toarray() % _PRIME
-    alive = np.arange(len(rest))
-    pivots: list[int] = []
-    for start in range(0, rest.shape[1], panel):
-        if len(alive) == 0:
-            break
-        block = rest[:, start : start + panel].copy()
-        rows, columns = _panel_pivots(block.copy())
-        if not rows:
-            continue
-        inverse = _inverse(block[np.ix_(rows, columns)])
-        multipliers = (block[:, columns] @ inverse) % _PRIME
-        after = rest[:, start + panel :]
-        kept = np.setdiff1d(np.arange(len(rest)), rows)
-        # the rows below, less their part in the span of the pivots
-        reduced = (after[kept] - multipliers[kept] @ after[rows]) % _PRIME
-        pivots += alive[rows].tolist()
-        alive = alive[kept]
-        rest = np.concatenate([np.zeros((len(kept), start + block.shape[1])), reduced], axis=1)
-    return np.array(sorted(pivots), dtype=np.int64)
-
-
-def _panel_pivots(block: Floats) -> tuple[list[int], list[int]]:
-    """Rows and columns of a largest invertible part of a panel; destroys it."""
-    rows: list[int] = []
-    columns: list[int] = []
-    for column in range(block.shape[1]):
-        candidates = np.flatnonzero(block[:, column])
-        if len(candidates) == 0:
-            continue
-        row = int(candidates[0])
-        pivot = block[row] * pow(int(block[row, column]), -1, _PRIME) % _PRIME
-        below = candidates[1:]
-        block[below] = (block[below] - np.outer(block[below, column], pivot)) % _PRIME
-        block[row] = 0
-        rows.append(row)
-        columns.append(column)
-    return rows, columns
-
-
-def _inverse(square: Floats) -> Floats:
-    """Of a small matrix, modulo the prime; Gauss-Jordan with pivots."""
-    n = len(square)
-    work = np.concatenate([square, np.eye(n)], axis=1)
-    for column in range(n):
-        row = column + int(np.flatnonzero(work[column:, column])[0])
-        work[[column, row]] = work[[row, column]]
-        work[column] = work[column] * pow(int(work[column, column]), -1, _PRIME) % _PRIME
-        factors = work[:, column].copy()
-        factors[column] = 0
-        work = (work - np.outer(factors, work[column])) % _PRIME
-    result: Floats = work[:, n:]
-    return result

@@ -1,6 +1,7 @@
 """Weights set by hand: what the papers prove that a model can do, as models that run."""
 
 from infoflow_lens.models.constructions.attention_only import AttentionOnly, Head, Rows
+from infoflow_lens.models.constructions.certified import certified_model
 from infoflow_lens.models.constructions.registry import (
     CONSTRUCTIONS,
     Construction,
@@ -15,5 +16,6 @@ __all__ = [
     "Head",
     "Rows",
     "build_construction",
+    "certified_model",
     "list_constructions",
 ]

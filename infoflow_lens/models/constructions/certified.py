@@ -1,0 +1,37 @@
+"""The model that a feasible one-layer certificate promises, hosted."""
+
+import torch
+from transformer_lens import HookedTransformer
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.models.constructions.memorization import linear_readout
+from infoflow_lens.theory.separability import OneLayerCertificate
+
+
+def certified_model(certificate: OneLayerCertificate) -> HookedTransformer:
+    """One ReLU layer of n - 1 heads that gives every sequence of the set its label.
+
+    The compact form of Theorem 1 (Chen & Zou 2024) with the certificate's weights. Logits at the
+    last position are in the order of ``certificate.classes``, with its exact margin. Tokens keep
+    their ids; those that no sequence has add nothing.
+
+    Args:
+        certificate: a feasible one, of at least two tokens a sequence.
+
+    Raises:
+        InfoFlowError: for an infeasible certificate, or sequences of a single token.
+    """
+    if certificate.weights is None or certificate.features is None or certificate.model is None:
+        raise InfoFlowError(
+            "the certificate is infeasible: there is no one-layer model to build; expected a "
+            "feasible one"
+        )
+    if certificate.n_pos < 2:
+        raise InfoFlowError(
+            "the sequences have a single token: expected at least one before the last to attend to"
+        )
+    d_vocab = int(certificate.model.vocabulary.max()) + 1
+    table = torch.zeros(len(certificate.classes), certificate.n_pos - 1, d_vocab)
+    position, token = certificate.features.T
+    table[:, position, token] = certificate.weights.T.float()
+    return linear_readout(table).host()
