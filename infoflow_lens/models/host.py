@@ -1,4 +1,4 @@
-"""A HookedTransformer over vector tokens: the only module that imports HookedTransformer.
+"""HookedTransformers over vector tokens, and over token ids: the only module that makes any.
 
 TransformerLens's facilities work on a hosted model (caching, hooks, patching, partial runs, dtypes,
 state dicts); what differs is the input, [batch, pos, d_token] real vectors, the CLS token that the

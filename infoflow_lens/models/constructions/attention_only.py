@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformer_lens import HookedTransformer
 
 from infoflow_lens.models.attention import AttentionKind
-from infoflow_lens.models.host import zero_token_model
+from infoflow_lens.models.host import HookedTransformer, zero_token_model
 
 
 @dataclass(frozen=True, eq=False)

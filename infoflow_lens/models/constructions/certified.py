@@ -1,10 +1,10 @@
 """The model that a feasible one-layer certificate promises, hosted."""
 
 import torch
-from transformer_lens import HookedTransformer
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.constructions.memorization import linear_readout
+from infoflow_lens.models.host import HookedTransformer
 from infoflow_lens.theory.separability import OneLayerCertificate
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from transformer_lens import HookedTransformer
-
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.models.constructions import (
@@ -22,6 +20,7 @@ from infoflow_lens.models.constructions import (
     templates,
 )
 from infoflow_lens.models.constructions.attention_only import AttentionOnly
+from infoflow_lens.models.host import HookedTransformer
 from infoflow_lens.tasks import Task, load_task
 
 
