@@ -93,7 +93,7 @@ def tasks(
             typer.echo(str(dataset_card(load_task(name))))
             return
         known = [load_task(each) for each in list_tasks()]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": task.name,
             "input": task.input_kind,
@@ -118,8 +118,9 @@ def tasks(
     for row in rows:
         parameters = "\n".join(f"{key}={value!r}" for key, value in row["parameters"].items())
         compared = f"{row['dimension']}, {row['order']}" if row["order"] is not None else "-"
-        task = f"[bold]{row['name']}[/bold]\n{row['source']}"
-        table.add_row(task, row["input"], parameters, compared)
+        table.add_row(
+            f"[bold]{row['name']}[/bold]\n{row['source']}", row["input"], parameters, compared
+        )
     Console(highlight=False).print(table)
 
 
@@ -168,13 +169,18 @@ def estimate(
     with _reported():
         from infoflow_lens.foundation.errors import InfoFlowError
         from infoflow_lens.models.architecture import Architecture
-        from infoflow_lens.tasks import load_task
+        from infoflow_lens.tasks import VectorTask, load_task
         from infoflow_lens.theory import estimate as estimates
 
         n_heads = _integers(heads, "--heads")
         asked = {"d_token": d_token, "n_components": components}
         chosen = {name: value for name, value in asked.items() if value is not None}
-        target = load_task(task, n_tokens=tokens, seed=seed, **chosen)
+        if not isinstance(load_task(task), VectorTask):
+            raise InfoFlowError(
+                f"task {task!r} has token ids: the estimate is for tasks over vector tokens that "
+                "retrieve tuples; ask one_layer_certificate what one layer can fit"
+            )
+        target = cast(VectorTask, load_task(task, n_tokens=tokens, seed=seed, **chosen))
         if sweep is None and plot is not None:
             raise InfoFlowError("--plot draws a phase diagram: expected --sweep heads,tokens too")
         if sweep is not None:

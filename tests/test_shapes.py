@@ -16,6 +16,7 @@ with install_import_hook("infoflow_lens", "beartype.beartype"):
     from infoflow_lens import *
     from infoflow_lens.experiments.demo import DemoConfig, run_demo
     from infoflow_lens.hooks.positions import rank_keys
+    from infoflow_lens.models.constructions import CONSTRUCTIONS
 
 import torch
 run_demo(
@@ -43,6 +44,33 @@ for name in ("d_retrieval", "depth_separation", "intrinsic_dimension", "triangle
     x, _ = task.sample(3, seed=0)
     task.active_index_set(x)
     ComparisonTree.over(6, task.components[0]).evaluate(x)
+small = {
+    "n_words": 4, "length": 3, "n_sequences": 5, "n_questions": 3, "n_answers": 4, "n_pairs": 2,
+    "n_entities": 9, "hops": 2,
+}
+for name in list_tasks():
+    task = load_task(name)
+    sizes = {key: value for key, value in small.items() if key in task.parameters()}
+    task = load_task(name, **sizes)
+    x, _ = task.sample(6, seed=0)
+    task.active_index_set(x), task.dataset("train", 5), dataset_card(task)
+for name in list_constructions():
+    task = load_task(CONSTRUCTIONS[name].task)
+    sizes = {key: value for key, value in small.items() if key in task.parameters()}
+    model, task = build_construction(name, **sizes)
+    x, _ = task.sample(3, seed=0)
+    model(x)
+    for result in run_probes(model, x, [AttendedProbe()], progress=False):
+        result.positions, result.to_frame()
+from infoflow_lens.models.constructions import certified_model
+for name in ("memorization", "in_context_qa"):
+    task = load_task(name, **({"n_sequences": 5} if name == "memorization" else {
+        "n_questions": 2, "n_answers": 2, "n_pairs": 2}))
+    x, y = task.all_sequences()
+    certificate = one_layer_certificate((x, y))
+    dependence(x)
+    if certificate.feasible:
+        certified_model(certificate)(x), certificate.model(x)
 total_cost(propagate([torch.zeros(2, 3, 5, dtype=torch.int64)], 4), 2, 8, eps=0.1)
 code = DigitCode(3, 2, 4)
 code.decode(code.encode(torch.rand(7, 3), 1e3), 1e3)

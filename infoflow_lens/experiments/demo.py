@@ -24,7 +24,7 @@ from infoflow_lens.hooks.influence import check_threshold
 from infoflow_lens.models.architecture import ActivationName, Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model, save_model
 from infoflow_lens.report import Report, Stage, render_report
-from infoflow_lens.tasks import VectorTask, load_task
+from infoflow_lens.tasks import DRetrieval, VectorTask
 from infoflow_lens.theory import InformationSets, propagate
 from infoflow_lens.training import TrainingConfig, TrainingResult, restored, train
 
@@ -83,8 +83,7 @@ class DemoConfig:
 
     def task(self) -> VectorTask:
         """The target and its inputs."""
-        return load_task(
-            "d_retrieval",
+        return DRetrieval(
             n_tokens=self.n_tokens,
             d_token=self.d_token,
             n_components=self.n_components,

@@ -6,7 +6,7 @@ them, and caches show the pattern that is used. They take the scores as every ho
 (A permanent hook that captures the scores would miss the edits of later hooks.)
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -70,12 +70,12 @@ class PatternOfScores(HookPoint):
         super().__init__()
         self.kind = kind
         self.pattern = _PATTERNS[kind]
-        object.__setattr__(self, "scores", scores)  # not as a submodule: it has a place already
+        # in a tuple it is no submodule: it has its place in the attention layer
+        self._scores = (scores,)
 
     def forward(self, softmax: Tensor) -> Tensor:
         """The pattern, before the hooks on it."""
-        scores: KeptScores = self.scores
-        return self.pattern(scores.take())
+        return self.pattern(self._scores[0].take())
 
 
 def set_attention(model: nn.Module, kind: AttentionKind) -> None:
@@ -91,7 +91,7 @@ def set_attention(model: nn.Module, kind: AttentionKind) -> None:
     """
     if kind not in ATTENTION_KINDS:
         raise InfoFlowError(f"attention is {kind!r}: expected one of {', '.join(ATTENTION_KINDS)}")
-    layers = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
+    layers: list[Any] = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
     names = ("hook_attn_scores", "hook_pattern")
     if not layers or any(not hasattr(layer, name) for layer in layers for name in names):
         raise InfoFlowError(

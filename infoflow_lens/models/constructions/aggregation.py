@@ -1,5 +1,7 @@
 """Mechanisms II and III by hand: all positions, or fixed ones, aggregated by one head."""
 
+from typing import Any
+
 import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -26,7 +28,7 @@ def position_sum(task: PositionSum, *, beta: float = 40.0) -> VectorTransformer:
     if not beta > 0:
         raise InfoFlowError(f"beta is {beta}: expected a positive score")
     d, mark = task.d_token, task.d_token
-    model = _one_head(d, task.n_tokens, beta, positions=True)
+    model: Any = _one_head(d, task.n_tokens, beta, positions=True)
     with torch.no_grad():
         model.pos_embed.W_pos[list(task.positions), mark] = 1
         model.blocks[0].attn.W_Q[0, d + 1, 0] = 1
@@ -38,7 +40,7 @@ def position_sum(task: PositionSum, *, beta: float = 40.0) -> VectorTransformer:
 def global_mean(task: GlobalMean) -> VectorTransformer:
     """One layer of one head without scores: the mean of all tokens (mechanism II)."""
     d = task.d_token
-    model = _one_head(d, task.n_tokens, 1.0, positions=False)
+    model: Any = _one_head(d, task.n_tokens, 1.0, positions=False)
     with torch.no_grad():
         model.unembed.W_U[d + 2 :] = torch.eye(d)
     return model
@@ -46,7 +48,7 @@ def global_mean(task: GlobalMean) -> VectorTransformer:
 
 def _one_head(d: int, n_tokens: int, beta: float, positions: bool) -> VectorTransformer:
     """A head that copies tokens to the last d coordinates, wherever it looks."""
-    model = zero_model(
+    model: Any = zero_model(
         Architecture(
             n_heads=(1,),
             d_head=(d,),
@@ -62,7 +64,7 @@ def _one_head(d: int, n_tokens: int, beta: float, positions: bool) -> VectorTran
     identity = torch.eye(d)
     with torch.no_grad():
         model.embed.W_E[:, :d] = identity
-        model.embed.W_cls[0, d + 1] = 1
+        model.embed.W_cls[:, d + 1] = 1
         model.blocks[0].attn.W_V[0, :d] = identity
         model.blocks[0].attn.W_O[0, :, d + 2 :] = identity
     return model

@@ -1,5 +1,7 @@
 """Theorem 1 of InfoFlow: two layers of one head find the closest pair on the sphere."""
 
+from typing import Any
+
 import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -65,7 +67,7 @@ def depth_separation(
     d = task.d_token
     units = _units(d, ffn, eps)
     product, half = 2 * d, 2 * d + 1
-    model = zero_model(
+    model: Any = zero_model(
         Architecture(
             n_heads=(1, 1),
             d_head=(d, 2),

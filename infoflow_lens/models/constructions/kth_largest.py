@@ -1,5 +1,7 @@
 """The k-th largest number: what hard attention does in k layers, and does not do in one."""
 
+from typing import Any
+
 import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -45,7 +47,7 @@ def kth_largest(
     sign = 1.0 if task.k <= from_below else -1.0
     t = task.n_tokens
     asks, places, seen, found = 1, 2, 2 + t, 2 + 2 * t
-    model = zero_model(
+    model: Any = zero_model(
         Architecture(
             n_heads=(1,) * n_layers,
             d_head=(t + 1,) * n_layers,
@@ -61,7 +63,7 @@ def kth_largest(
     identity = torch.eye(t)
     with torch.no_grad():
         model.embed.W_E[0, 0] = 1
-        model.embed.W_cls[0, asks] = 1
+        model.embed.W_cls[:, asks] = 1
         model.pos_embed.W_pos[:t, places:seen] = identity
         for layer, block in enumerate(model.blocks):
             attn = block.attn

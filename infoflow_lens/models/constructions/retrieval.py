@@ -1,5 +1,7 @@
 """Max-position retrieval by hand: a head for each retrieved token."""
 
+from typing import Any
+
 import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -41,7 +43,7 @@ def d_retrieval(
     asks, values = d, d + 1
     squared = values + n
     places = squared + (n if squares else 0)
-    model = zero_model(
+    model: Any = zero_model(
         Architecture(
             n_heads=(n,),
             d_head=(1 if task.subsets is None else 2,),
@@ -59,7 +61,7 @@ def d_retrieval(
     (block,) = model.blocks
     with torch.no_grad():
         model.embed.W_E[:, :d] = torch.eye(d)
-        model.embed.W_cls[0, asks] = 1
+        model.embed.W_cls[:, asks] = 1
         for head, vector in enumerate(task.vectors):
             block.attn.W_Q[head, asks] = 1
             block.attn.W_K[head, :d, 0] = task.signs[head] * vector
@@ -99,7 +101,7 @@ def intrinsic_dimension(
     d, n = task.d_token, task.n_components
     products = d + n * d
     asks, results = products + n, products + n + 1
-    model = zero_model(
+    model: Any = zero_model(
         Architecture(
             n_heads=(n, n),
             d_head=(d, n),
@@ -117,7 +119,7 @@ def intrinsic_dimension(
     identity = torch.eye(d)
     with torch.no_grad():
         model.embed.W_E[:, :d] = identity
-        model.embed.W_cls[0, asks] = 1
+        model.embed.W_cls[:, asks] = 1
         for head, matrix in enumerate(task.matrices):
             copied = range(d + head * d, d + (head + 1) * d)
             first.attn.W_Q[head, :d] = matrix
