@@ -7,6 +7,13 @@ from infoflow_lens.hooks.positions import PositionsProbe, PositionsResult
 from infoflow_lens.hooks.probe import Probe, Split
 from infoflow_lens.hooks.recovery import RecoveryProbe, RecoveryResult
 from infoflow_lens.hooks.result import Result
+from infoflow_lens.hooks.substitution import (
+    JointReplacement,
+    MechanismsResult,
+    measure_mechanisms,
+    replace_greedily,
+    substituted,
+)
 
 __all__ = [
     "AttachedProbes",
@@ -14,6 +21,8 @@ __all__ = [
     "AttendedResult",
     "InfluenceResult",
     "JacobianInfluence",
+    "JointReplacement",
+    "MechanismsResult",
     "PositionsProbe",
     "PositionsResult",
     "Probe",
@@ -22,5 +31,8 @@ __all__ = [
     "Result",
     "Split",
     "attach",
+    "measure_mechanisms",
+    "replace_greedily",
     "run_probes",
+    "substituted",
 ]

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from infoflow_lens.hooks.capabilities import key_count, layer_count
+from infoflow_lens.hooks.capabilities import check_inputs, key_count, layer_count
 from infoflow_lens.hooks.probe import NamedHook, Probe, Split, inside_own_pass
 from infoflow_lens.hooks.result import Result
 from torch import Tensor, nn
@@ -136,46 +135,6 @@ def _check_every(eval_every: int) -> None:
         )
 
 
-def _check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
-    if not isinstance(inputs, Tensor) or inputs.ndim < 2:
-        shape = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
-        raise InfoFlowError(
-            f"{name} is {shape}: expected a tensor, vector tokens [batch, pos, d_token] or token "
-            "ids [batch, pos]"
-        )
-    if inputs.shape[0] == 0 or inputs.shape[1] == 0:
-        raise InfoFlowError(
-            f"{name} has shape {tuple(inputs.shape)}: expected at least one sequence and one token"
-        )
-    if inputs.is_floating_point() and not inputs.isfinite().all():
-        bad = (~inputs.isfinite()).flatten(1).any(dim=1).nonzero().flatten().tolist()
-        raise InfoFlowError(
-            f"{name} holds NaN or infinite tokens, first in sequence {bad[0]} ({len(bad)} "
-            "sequences): expected finite tokens; drop or repair them"
-        )
-    check = getattr(model, "check_input", None)
-    if check is not None:
-        check(inputs)
-    elif inputs.is_floating_point() or inputs.dtype == torch.bool or inputs.ndim != 2:
-        raise InfoFlowError(
-            f"{name} is {inputs.dtype} of shape {tuple(inputs.shape)}, but {type(model).__name__} "
-            "reads token ids: expected integers [batch, pos]"
-        )
-    else:
-        vocabulary = getattr(getattr(model, "cfg", None), "d_vocab", None)
-        if inputs.min() < 0 or (vocabulary is not None and inputs.max() >= vocabulary):
-            raise InfoFlowError(
-                f"{name} has token ids from {int(inputs.min())} to {int(inputs.max())}: expected 0 "
-                f"to d_vocab - 1 ({(vocabulary or 0) - 1}); replace labels such as -100"
-            )
-        n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
-        if n_ctx is not None and inputs.shape[1] > n_ctx:
-            raise InfoFlowError(
-                f"{name} has sequences of {inputs.shape[1]} tokens, the model takes at most n_ctx "
-                f"{n_ctx}: cut or split them"
-            )
-
-
 def run_probes(
     model: nn.Module,
     inputs: Tensor,
@@ -215,10 +174,10 @@ def run_probes(
         raise InfoFlowError(f"batch_size is {batch_size}: expected at least 1")
     if isinstance(probes, Probe) or not all(isinstance(probe, Probe) for probe in probes):
         raise InfoFlowError(f"probes is {probes!r}: expected a list of probes, as in [p] or [p, q]")
-    _check_inputs(model, inputs, "inputs")
+    check_inputs(model, inputs, "inputs")
     parts = [("by_index" if eval_inputs is None else "fit", inputs)]
     if eval_inputs is not None:
-        _check_inputs(model, eval_inputs, "eval_inputs")
+        check_inputs(model, eval_inputs, "eval_inputs")
         if eval_inputs.shape[1:] != inputs.shape[1:]:
             raise InfoFlowError(
                 f"eval_inputs have shape {tuple(eval_inputs.shape[1:])} a sequence, inputs "

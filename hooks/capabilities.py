@@ -157,3 +157,48 @@ def check_keys(scores: Tensor, state: Tensor, name: str) -> None:
             f"{name} has {scores.shape[-1]} keys for {state.shape[1]} positions: expected one pass "
             "over whole sequences; run without past_kv_cache"
         )
+
+
+def check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
+    """Refuse what this model cannot read.
+
+    Raises:
+        InfoFlowError: naming the argument, its shape, dtype or values.
+    """
+    if not isinstance(inputs, Tensor) or inputs.ndim < 2:
+        shape = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
+        raise InfoFlowError(
+            f"{name} is {shape}: expected a tensor, vector tokens [batch, pos, d_token] or token "
+            "ids [batch, pos]"
+        )
+    if inputs.shape[0] == 0 or inputs.shape[1] == 0:
+        raise InfoFlowError(
+            f"{name} has shape {tuple(inputs.shape)}: expected at least one sequence and one token"
+        )
+    if inputs.is_floating_point() and not inputs.isfinite().all():
+        bad = (~inputs.isfinite()).flatten(1).any(dim=1).nonzero().flatten().tolist()
+        raise InfoFlowError(
+            f"{name} holds NaN or infinite tokens, first in sequence {bad[0]} ({len(bad)} "
+            "sequences): expected finite tokens; drop or repair them"
+        )
+    check = getattr(model, "check_input", None)
+    if check is not None:
+        check(inputs)
+    elif inputs.is_floating_point() or inputs.dtype == torch.bool or inputs.ndim != 2:
+        raise InfoFlowError(
+            f"{name} is {inputs.dtype} of shape {tuple(inputs.shape)}, but {type(model).__name__} "
+            "reads token ids: expected integers [batch, pos]"
+        )
+    else:
+        vocabulary = getattr(getattr(model, "cfg", None), "d_vocab", None)
+        if inputs.min() < 0 or (vocabulary is not None and inputs.max() >= vocabulary):
+            raise InfoFlowError(
+                f"{name} has token ids from {int(inputs.min())} to {int(inputs.max())}: expected 0 "
+                f"to d_vocab - 1 ({(vocabulary or 0) - 1}); replace labels such as -100"
+            )
+        n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
+        if n_ctx is not None and inputs.shape[1] > n_ctx:
+            raise InfoFlowError(
+                f"{name} has sequences of {inputs.shape[1]} tokens, the model takes at most n_ctx "
+                f"{n_ctx}: cut or split them"
+            )
