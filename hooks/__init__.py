@@ -2,7 +2,7 @@
 
 from infoflow_lens.hooks.attach import AttachedProbes, attach, run_probes
 from infoflow_lens.hooks.attended import AttendedProbe, AttendedResult
-from infoflow_lens.hooks.influence import InfluenceResult, JacobianInfluence
+from infoflow_lens.hooks.influence import InfluenceResult, JacobianInfluence, ResampleInfluence
 from infoflow_lens.hooks.positions import PositionsProbe, PositionsResult
 from infoflow_lens.hooks.probe import Probe, Split
 from infoflow_lens.hooks.recovery import RecoveryProbe, RecoveryResult
@@ -28,6 +28,7 @@ __all__ = [
     "Probe",
     "RecoveryProbe",
     "RecoveryResult",
+    "ResampleInfluence",
     "Result",
     "Split",
     "attach",

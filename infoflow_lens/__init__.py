@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from infoflow_lens.hooks import JacobianInfluence as JacobianInfluence
     from infoflow_lens.hooks import PositionsProbe as PositionsProbe
     from infoflow_lens.hooks import RecoveryProbe as RecoveryProbe
+    from infoflow_lens.hooks import ResampleInfluence as ResampleInfluence
     from infoflow_lens.hooks import attach as attach
+    from infoflow_lens.hooks import measure_mechanisms as measure_mechanisms
+    from infoflow_lens.hooks import replace_greedily as replace_greedily
     from infoflow_lens.hooks import run_probes as run_probes
     from infoflow_lens.models.architecture import Architecture as Architecture
     from infoflow_lens.models.constructions import build_construction as build_construction
@@ -46,6 +49,7 @@ _HOMES = {
     "JacobianInfluence": "hooks",
     "PositionsProbe": "hooks",
     "RecoveryProbe": "hooks",
+    "ResampleInfluence": "hooks",
     "TrainingConfig": "training",
     "attach": "hooks",
     "build_construction": "models.constructions",
@@ -59,8 +63,10 @@ _HOMES = {
     "list_tasks": "tasks",
     "load_model": "models.host",
     "load_task": "tasks",
+    "measure_mechanisms": "hooks",
     "one_layer_certificate": "theory",
     "propagate": "theory",
+    "replace_greedily": "hooks",
     "run_probes": "hooks",
     "save_model": "models.host",
     "train": "training",
