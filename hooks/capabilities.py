@@ -54,6 +54,12 @@ def scores_hook(model: nn.Module, layer: int) -> str:
     return hook_name(model, f"blocks.{layer}.attn.hook_attn_scores")
 
 
+def attention_kind(model: nn.Module) -> str:
+    """How scores become a pattern: "softmax", unless the model's pattern hook says otherwise."""
+    point = getattr(model, "hook_dict", {}).get("blocks.0.attn.hook_pattern")
+    return str(getattr(point, "kind", "softmax"))
+
+
 def pattern_hook(model: nn.Module, layer: int) -> str:
     """The hook point of the attention pattern [batch, head, query, key] of a layer."""
     return hook_name(model, f"blocks.{layer}.attn.hook_pattern")

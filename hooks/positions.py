@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from infoflow_lens.hooks.capabilities import check_scores, layer_count, scores_hook
+from infoflow_lens.hooks.capabilities import (
+    attention_kind,
+    check_scores,
+    layer_count,
+    scores_hook,
+)
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
 from jaxtyping import Bool, Float, Int
@@ -18,6 +23,12 @@ from infoflow_lens.foundation.errors import InfoFlowError
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
+
+
+_RELU_NOTE = (
+    "attention is ReLU: a head reads every key with a positive score, and none where there is no "
+    "such key, so the largest score says too little; use AttendedProbe"
+)
 
 
 class Ranked(NamedTuple):
@@ -213,6 +224,7 @@ class PositionsProbe(Probe[PositionsResult]):
         super().__init__()
         self.ranks = check_ranks(ranks)
         self._ranked: list[list[Ranked]] = []
+        self._is_relu = False
 
     def config(self) -> Mapping[str, Any]:
         """The settings, as JSON-compatible values."""
@@ -223,6 +235,7 @@ class PositionsProbe(Probe[PositionsResult]):
         check_rank_support(self.ranks, n_keys)
 
     def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
+        self._is_relu = attention_kind(model) == "relu"
         return tuple(scores_hook(model, layer) for layer in range(layer_count(model)))
 
     def _update(
@@ -255,5 +268,5 @@ class PositionsProbe(Probe[PositionsResult]):
             margins=tuple(layer.margins for layer in layers),
             ties=tuple(layer.ties for layer in layers),
             record=self._run_record(),
-            notes=self._notes(),
+            notes=(*self._notes(), *((_RELU_NOTE,) if self._is_relu else ())),
         )

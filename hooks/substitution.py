@@ -392,7 +392,7 @@ def replace_greedily(
     reached = 0.0
     with eval_mode(model), own_pass(), progress_bar("joining", len(candidates), progress) as step:
         for _, layer, head, name in candidates:
-            trial: dict[tuple[int, int], Ideal] = {**taken, (layer, head): name}  # type: ignore[dict-item]
+            trial: dict[tuple[int, int], Ideal] = {**taken, (layer, head): name}
             measure = _metric_of(model, mechanisms.metric, read, inputs)  # type: ignore[arg-type]
             lost = 0.0
             for batch in inputs.split(batch_size):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infoflow_lens.agreement import Agreement as Agreement
     from infoflow_lens.agreement import compare as compare
+    from infoflow_lens.agreement import coverage_curve as coverage_curve
     from infoflow_lens.foundation.errors import InfoFlowError as InfoFlowError
     from infoflow_lens.foundation.errors import InfoFlowWarning as InfoFlowWarning
     from infoflow_lens.hooks import AttendedProbe as AttendedProbe
@@ -55,6 +56,7 @@ _HOMES = {
     "build_construction": "models.constructions",
     "build_model": "models.host",
     "compare": "agreement",
+    "coverage_curve": "agreement",
     "dataset_card": "tasks",
     "dependence": "theory",
     "estimate": "theory.estimate",

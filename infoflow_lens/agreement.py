@@ -1,17 +1,17 @@
 """Predicted against measured information sets, state by state, for the same inputs."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.influence import influence_sets
-from infoflow_lens.theory.information_sets import InformationSets
+from infoflow_lens.theory.information_sets import InformationSets, propagate
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -249,3 +249,79 @@ def compare(
         if active is None
         else coverage(predicted.members[-1, :, -1], active.to(predicted.members.device)),
     )
+
+
+@dataclass(frozen=True)
+class CoverageCurve:
+    """How much of the influence lies inside the predicted sets, as heads pass more positions.
+
+    The paper's claim, max-position retrieval, is the point k = 1.
+
+    Attributes:
+        layers: for every k the share of the squared influence inside the predicted set, layer by
+            layer, over all positions.
+        last: the same at the last position of the last layer (CLS, or the last token).
+        size: the mean size of the predicted set there.
+    """
+
+    layers: tuple[tuple[float, ...], ...]
+    last: tuple[float, ...]
+    size: tuple[float, ...]
+
+    def to_frame(self) -> "pd.DataFrame":
+        """One row for each k."""
+        import pandas as pd
+
+        rows = [
+            {"k": k + 1, "last": last, "size": size}
+            | {f"layer_{layer}": share for layer, share in enumerate(shares)}
+            for k, (shares, last, size) in enumerate(
+                zip(self.layers, self.last, self.size, strict=True)
+            )
+        ]
+        return pd.DataFrame(rows)
+
+    def _repr_html_(self) -> str:
+        return str(self.to_frame().to_html(index=False, float_format="{:.3f}".format))
+
+
+def coverage_curve(
+    positions: Sequence[Int[Tensor, "batch _head pos rank"]],
+    influence: Float[Tensor, "layer batch pos source"],
+) -> CoverageCurve:
+    """The share of influence inside the sets when every head passes its k largest positions.
+
+    Args:
+        positions: for every layer the positions of ranks 1, 2, .., in this order, as
+            ``PositionsProbe(range(1, K + 1))`` gives them.
+        influence: measured on the same inputs, ``InfluenceResult.influence``.
+
+    Raises:
+        InfoFlowError: if shapes do not fit, or influence is negative or not finite.
+    """
+    n_layers, batch, n_pos, n_source = influence.shape
+    expected = (batch, n_pos)
+    if len(positions) != n_layers or any(
+        layer.ndim != 4 or (layer.shape[0], layer.shape[2]) != expected for layer in positions
+    ):
+        raise InfoFlowError(
+            f"positions have shapes {[tuple(layer.shape) for layer in positions]} for influence "
+            f"{tuple(influence.shape)}: expected [batch, head, pos, rank] for each of its "
+            f"{n_layers} layers, with batch {batch} and {n_pos} positions"
+        )
+    if not influence.isfinite().all() or (influence < 0).any():
+        raise InfoFlowError("influence is negative, infinite or NaN somewhere: expected norms >= 0")
+    candidate = torch.ones(batch * n_pos, n_source, dtype=torch.bool)
+    layers, last, size = [], [], []
+    for k in range(1, min(layer.shape[-1] for layer in positions) + 1):
+        members = propagate([layer[..., :k] for layer in positions], n_source).members
+        layers.append(
+            tuple(
+                _mean(influence_inside(influence[i].flatten(0, 1), sets.flatten(0, 1), candidate))
+                for i, sets in enumerate(members)
+            )
+        )
+        read = members[-1, :, -1]
+        last.append(_mean(influence_inside(influence[-1, :, -1], read, candidate[:batch])))
+        size.append(_mean(read.sum(dim=1).double()))
+    return CoverageCurve(tuple(layers), tuple(last), tuple(size))

@@ -124,6 +124,29 @@ def tasks(
     Console(highlight=False).print(table)
 
 
+@app.command(short_help="The hand-made models, their parameters and sources.")
+def constructions() -> None:
+    """List the models whose weights are set by hand, for build_construction."""
+    from rich.console import Console
+    from rich.table import Table
+
+    with _reported():
+        from infoflow_lens.models.constructions import CONSTRUCTIONS
+
+    table = Table(show_lines=True)
+    table.add_column("construction", no_wrap=True)
+    table.add_column("task and parameters of its own")
+    table.add_column("what it is, and source")
+    for name, construction in CONSTRUCTIONS.items():
+        own = [f"{key}={value!r}" for key, value in construction.parameters.items()]
+        table.add_row(
+            name,
+            "\n".join([f"task {construction.task}", *own]),
+            f"{construction.summary}\n{construction.source}",
+        )
+    Console(highlight=False, markup=False).print(table)
+
+
 def _integers(text: str, name: str) -> tuple[int, ...]:
     """Comma-separated integers."""
     from infoflow_lens.foundation.errors import InfoFlowError

@@ -4,11 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from infoflow_lens.tasks.task import VectorTask
+from infoflow_lens.tasks.task import VectorTask, check_positions
 from jaxtyping import Bool, Float
 from torch import Tensor
-
-from infoflow_lens.foundation.errors import InfoFlowError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +30,8 @@ class PositionSum(VectorTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        chosen = tuple(self.positions)
-        inside = all(isinstance(p, int) and 0 <= p < self.n_tokens for p in chosen)
-        if not chosen or not inside or len(set(chosen)) < len(chosen):
-            raise InfoFlowError(
-                f"positions is {self.positions!r}: expected different positions from 0 to "
-                f"{self.n_tokens - 1}, at least one"
-            )
-        object.__setattr__(self, "positions", tuple(sorted(chosen)))
+        chosen = check_positions(self.positions, self.n_tokens)
+        object.__setattr__(self, "positions", chosen)
 
     @property
     def d_output(self) -> int:

@@ -1,7 +1,6 @@
 """Dataset cards: what somebody must know who finds a task's data on disk."""
 
 import inspect
-from typing import Any
 
 from huggingface_hub import DatasetCard, DatasetCardData
 from infoflow_lens.tasks.task import Task, VectorTask
@@ -41,8 +40,8 @@ Source: {source}.
 from infoflow_lens import load_task
 
 task = load_task({call})
-train = task.dataset("train", 10_000)
-endless = task.dataset("train", None)
+train = task.dataset("train", 10_000).with_format("torch")
+endless = task.dataset("train", None).with_format("torch")
 ```
 """
 
@@ -75,15 +74,21 @@ def dataset_card(task: Task) -> DatasetCard:
             parameters="\n".join(f"| {key} | {value!r} |" for key, value in parameters.items()),
             comparison=_comparison(task),
             examples=_examples(task),
-            call=", ".join([repr(task.name), *(f"{k}={v!r}" for k, v in _changed(task).items())]),
+            call=_call(task),
         ),
         ignore_metadata_errors=False,
     )
 
 
-def _changed(task: Task) -> dict[str, Any]:
+def _call(task: Task) -> str:
+    """The arguments of load_task; a function of the user's has no name to give."""
     default = type(task)().parameters()
-    return {key: value for key, value in task.parameters().items() if value != default[key]}
+    changed = [
+        f"{key}={'...' if callable(value) else repr(value)}"
+        for key, value in task.parameters().items()
+        if value != default[key]
+    ]
+    return ", ".join([repr(task.name), *changed])
 
 
 def _columns(task: Task) -> str:
@@ -118,7 +123,7 @@ def _splits(task: Task) -> str:
 def _comparison(task: Task) -> str:
     profile = task.comparison
     if profile is None:
-        return "None, or not known."
+        return "The target compares nothing, or its number of comparisons is not known."
     return f"Dimension {profile.dimension}, order {profile.order} (InfoFlow 2026, Sec. 5.3)."
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from infoflow_lens.tasks.task import VectorTask, check_count
+from infoflow_lens.tasks.task import VectorTask, check_count, check_positions
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -82,13 +82,14 @@ class DRetrieval(VectorTask):
         for entry in self._extrema():
             if entry not in ("max", "min"):
                 raise InfoFlowError(f"extremum {entry!r}: expected 'max' or 'min'")
-        if not callable(self.outer) and self.outer not in _OUTER:
+        if not callable(self.outer) and (
+            not isinstance(self.outer, str) or self.outer not in _OUTER
+        ):
             raise InfoFlowError(
                 f"outer is {self.outer!r}: expected one of {', '.join(_OUTER)}, or a function"
             )
         if self.subsets is not None:
-            object.__setattr__(self, "subsets", tuple(tuple(sorted(s)) for s in self.subsets))
-            self._check_subsets()
+            object.__setattr__(self, "subsets", self._checked_subsets())
 
     def _extrema(self) -> tuple[str, ...]:
         if isinstance(self.extremum, str):
@@ -100,18 +101,15 @@ class DRetrieval(VectorTask):
             )
         return self.extremum
 
-    def _check_subsets(self) -> None:
-        assert self.subsets is not None
-        if len(self.subsets) != self.n_components:
+    def _checked_subsets(self) -> tuple[tuple[int, ...], ...]:
+        subsets: Any = self.subsets
+        if not isinstance(subsets, (tuple, list)) or len(subsets) != self.n_components:
+            n = f"{len(subsets)} entries" if isinstance(subsets, (tuple, list)) else repr(subsets)
             raise InfoFlowError(
-                f"subsets has {len(self.subsets)} entries for {self.n_components} components: "
+                f"subsets has {n} for {self.n_components} components: "
                 "give the positions of every component, or None"
             )
-        for subset in self.subsets:
-            if not subset or subset[0] < 0 or subset[-1] >= self.n_tokens:
-                raise InfoFlowError(
-                    f"subset {subset}: expected positions 0 to {self.n_tokens - 1}, at least one"
-                )
+        return tuple(check_positions(subset, self.n_tokens, "a subset") for subset in subsets)
 
     @property
     def signs(self) -> tuple[float, ...]:

@@ -15,6 +15,8 @@ from torch import Tensor
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
 
+_MOST_SEQUENCES = 1_000_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memorization(TokenTask):
@@ -44,7 +46,13 @@ class Memorization(TokenTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_sizes(self, ("n_words", "length", "n_sequences"))
-        if self.n_sequences > self.n_words**self.length:
+        if self.n_sequences > _MOST_SEQUENCES:
+            raise InfoFlowError(
+                f"n_sequences is {self.n_sequences}: expected at most {_MOST_SEQUENCES}, since all "
+                "are kept"
+            )
+        # a long product would take forever, and is large enough
+        if math.log(self.n_sequences) > self.length * math.log(self.n_words) + 1e-9:
             raise InfoFlowError(
                 f"n_sequences is {self.n_sequences}, but {self.n_words} words make only "
                 f"{self.n_words**self.length} sequences of length {self.length}: every label needs "
@@ -102,7 +110,7 @@ class Memorization(TokenTask):
                 f"sequence {row}, {x[row].tolist()}, is none of the {self.n_sequences} stored "
                 "ones and has no label: expected sequences from sample() or all_sequences()"
             )
-        return torch.tensor(found, device=x.device)
+        return torch.tensor(found, dtype=torch.int64, device=x.device)
 
     def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
         """Positions that tell the sequence from all other stored ones, none to spare.
@@ -117,8 +125,9 @@ class Memorization(TokenTask):
 def _stored(task: Memorization) -> Int[Tensor, "sequence pos"]:
     """The N different sequences, in random order; a sequence's row is its label."""
     generator = torch.Generator().manual_seed(derived_seed("memorization", task.seed))
-    space = task.n_words**task.length
-    if space <= max(4 * task.n_sequences, 100_000):
+    few = max(4 * task.n_sequences, 100_000)
+    if task.length * math.log(task.n_words) <= math.log(few):
+        space = task.n_words**task.length
         numbers = torch.randperm(space, generator=generator)[: task.n_sequences, None]
         places = task.n_words ** torch.arange(task.length)
         words = numbers // places % task.n_words

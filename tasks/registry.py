@@ -53,7 +53,7 @@ def load_task(name: str, **parameters: Any) -> Task:
     Raises:
         InfoFlowError: for an unknown name or parameter, with the nearest known one.
     """
-    if name not in _TASKS:
+    if not isinstance(name, str) or name not in _TASKS:
         raise InfoFlowError(f"unknown task {name!r}{nearest(name, _TASKS)}")
     task = _TASKS[name]
     known = [field.name for field in fields(task)]

@@ -1,7 +1,8 @@
 """What every task offers: samples, datasets, and what theory needs to know of its target."""
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, overload
 
@@ -140,24 +141,25 @@ class Task(ABC):
         # a split without sequences is refused here, not when training has begun
         self.draw(1, torch.Generator().manual_seed(0), split)
 
-        def rows(shards: list[int]) -> Iterator[dict[str, Any]]:
-            block = 0
-            while True:
-                for shard in shards:
-                    generator = torch.Generator().manual_seed(
-                        derived_seed(self.name, split, seed, "stream", shard, block)
-                    )
-                    x = self.draw(_STREAM_BLOCK, generator, split)
-                    for sequence, target in zip(x.numpy(), self.target(x).numpy(), strict=True):
-                        yield {"x": sequence, "y": target}
-                block += 1
-
+        shards = list(range(_STREAM_SHARDS))
         return datasets.IterableDataset.from_generator(
-            rows,
+            _rows,
             features=self.features(),
-            gen_kwargs={"shards": list(range(_STREAM_SHARDS))},
+            gen_kwargs={"task": self, "part": split, "seed": seed, "shards": shards},
             split=datasets.NamedSplit(split),
         )
+
+
+def _rows(task: Task, part: Split, seed: int, shards: list[int]) -> Iterator[dict[str, Any]]:
+    """The rows of a stream; a function of the module, so that workers can be sent it."""
+    for block in itertools.count():
+        for shard in shards:
+            generator = torch.Generator().manual_seed(
+                derived_seed(task.name, part, seed, "stream", shard, block)
+            )
+            x = task.draw(_STREAM_BLOCK, generator, part)
+            for sequence, target in zip(x.numpy(), task.target(x).numpy(), strict=True):
+                yield {"x": sequence, "y": target}
 
 
 def check_count(n: Any, name: str = "n") -> int:
@@ -169,6 +171,27 @@ def check_count(n: Any, name: str = "n") -> int:
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise InfoFlowError(f"{name} is {n!r}: expected an integer of at least 1")
     return n
+
+
+def check_positions(positions: Any, n_tokens: int, name: str = "positions") -> tuple[int, ...]:
+    """Different positions of a sequence, at least one, in order.
+
+    Raises:
+        InfoFlowError: if they are not.
+    """
+    chosen = tuple(positions) if isinstance(positions, Iterable) else ()
+    whole = all(isinstance(p, int) and not isinstance(p, bool) for p in chosen)
+    if (
+        not chosen
+        or not whole
+        or not all(0 <= p < n_tokens for p in chosen)
+        or len(set(chosen)) < len(chosen)
+    ):
+        raise InfoFlowError(
+            f"{name} is {positions!r}: expected different positions from 0 to {n_tokens - 1}, at "
+            "least one"
+        )
+    return tuple(sorted(chosen))
 
 
 def check_split(split: str) -> Split:

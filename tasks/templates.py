@@ -28,6 +28,9 @@ from infoflow_lens.theory.comparison import ComparisonProfile, in_context_profil
 
 Pattern = tuple[int, ...]
 
+_MOST_TEMPLATES = 200_000
+_LONGEST = 30
+
 
 def pattern_of(wildcards: Sequence[object]) -> Pattern:
     """Which entries are equal, as numbers in the order of appearance: "xyx" is (0, 1, 0)."""
@@ -51,6 +54,22 @@ def patterns_of(words: Int[Tensor, "*batch pos"]) -> Int[Tensor, "*batch pos"]:
     first = equal.to(torch.int8).argmax(dim=-1)  # the first position with the same word
     is_new = first == torch.arange(words.shape[-1], device=words.device)
     return (is_new.cumsum(dim=-1) - 1).gather(-1, first)
+
+
+@lru_cache(maxsize=16)
+def _listed(length: int) -> tuple[Pattern, ...]:
+    return tuple(all_patterns(length))
+
+
+def count_patterns(length: int) -> int:
+    """How many templates of a length there are: Bell's number."""
+    row = [1]
+    for _ in range(length - 1):
+        following = [row[-1]]
+        for value in row:
+            following.append(following[-1] + value)
+        row = following
+    return row[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +105,17 @@ class TemplateTask(TokenTask):
                     "allows: the template of all different words needs as many; raise n_words, or "
                     "name the templates"
                 )
+            if self.length > _LONGEST or count_patterns(self.length) > _MOST_TEMPLATES:
+                raise InfoFlowError(
+                    f"length is {self.length}: there are too many templates of that length to list "
+                    f"(expected at most {_MOST_TEMPLATES}); name some in `templates`"
+                )
         else:
+            if isinstance(self.templates, str) or not isinstance(self.templates, (tuple, list)):
+                raise InfoFlowError(
+                    f"templates is {self.templates!r}: expected strings such as ('aab', 'aba'), or "
+                    "None for all"
+                )
             object.__setattr__(self, "templates", tuple(self.templates))
             self._check_templates()
         if self.holdout not in self._holdouts():
@@ -105,6 +134,8 @@ class TemplateTask(TokenTask):
             raise InfoFlowError("templates is empty: expected at least one, or None for all")
         known: dict[Pattern, str] = {}
         for template in self.templates:
+            if not isinstance(template, str):
+                raise InfoFlowError(f"template {template!r}: expected a string such as 'aab'")
             if len(template) != self.length:
                 raise InfoFlowError(
                     f"template {template!r} has length {len(template)}: expected {self.length}, "
@@ -115,17 +146,19 @@ class TemplateTask(TokenTask):
                     f"template {template!r} has {len(set(template))} wildcards, more than the "
                     f"{self.n_words} words that substitute them: raise n_words"
                 )
-            other = known.setdefault(pattern_of(template), template)
-            if other is not template:
+            pattern = pattern_of(template)
+            if pattern in known:
                 raise InfoFlowError(
-                    f"templates {other!r} and {template!r} are the same up to the wildcards' names"
+                    f"templates {known[pattern]!r} and {template!r} are the same up to the "
+                    "wildcards' names"
                 )
+            known[pattern] = template
 
     @property
     def patterns(self) -> tuple[Pattern, ...]:
         """The templates, each as the numbers of its wildcards in the order of appearance."""
         if self.templates is None:
-            return tuple(all_patterns(self.length))
+            return _listed(self.length)
         return tuple(map(pattern_of, self.templates))
 
     @property
@@ -137,6 +170,13 @@ class TemplateTask(TokenTask):
     def splits_by_sequence(self) -> bool:
         """Whether the splits divide the sequences themselves, and not words or templates."""
         return self.holdout == "sequences"
+
+    def _telling_positions(self) -> Bool[Tensor, "template pos"]:
+        """For every template a minimal set of positions that tells it from the others."""
+        if self.templates is None and self.length > 1:
+            # of two templates that differ at one position only, both are there
+            return torch.ones(len(self.patterns), self.length, dtype=torch.bool)
+        return _telling(self.patterns)
 
     @abstractmethod
     def _word_positions(self) -> Int[Tensor, "block pos"]:
@@ -285,7 +325,7 @@ class TemplateMatching(TemplateTask):
 
     def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
         """Positions that tell the template from all others: all words, if all templates count."""
-        telling = _telling(self.patterns).to(x.device)[self.target(x)]
+        telling = self._telling_positions().to(x.device)[self.target(x)]
         return torch.cat([telling, torch.zeros_like(telling[:, :1])], dim=1)
 
 
@@ -443,7 +483,7 @@ class InContextTemplateMatching(TemplateTask):
         active = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
         active.scatter_(1, self._answer_positions().to(x.device)[pair][:, None], True)
         if self.n_pairs > 1:
-            telling = _telling(self.patterns).to(x.device)[template]
+            telling = self._telling_positions().to(x.device)[template]
             positions = self._word_positions().to(x.device)
             active.scatter_(1, positions[pair], telling)
             active.scatter_(1, positions[-1:].expand(len(x), -1), telling)

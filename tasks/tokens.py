@@ -82,7 +82,7 @@ class TokenTask(Task):
     def _draw(
         self, n: int, generator: torch.Generator, split: Split | None
     ) -> Int[Tensor, "batch pos"]:
-        """`n` sequences, uniform over the paper's sample space."""
+        """`n` sequences from the paper's distribution."""
 
     @abstractmethod
     def target(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
@@ -120,6 +120,11 @@ class TokenTask(Task):
         Raises:
             InfoFlowError: for a wrong shape, dtype or token.
         """
+        if not isinstance(x, Tensor):
+            raise InfoFlowError(
+                f"input is {type(x).__name__}: expected a tensor of token ids [batch, "
+                f"{self.n_tokens}]; convert with torch.tensor"
+            )
         if x.ndim != 2 or x.shape[1] != self.n_tokens:
             raise InfoFlowError(
                 f"input has shape {tuple(x.shape)}: task {self.name!r} expects "
@@ -157,7 +162,9 @@ class TokenTask(Task):
     def draw(
         self, n: int, generator: torch.Generator, split: Split | None = None
     ) -> Int[Tensor, "batch pos"]:
-        """`n` sequences, uniform over the sample space or over its part that is the split's.
+        """`n` sequences from the paper's distribution, or from its part that is the split's.
+
+        Uniform over the sample space; for templates, over templates and then over substitutions.
 
         Raises:
             InfoFlowError: for a split that has no sequences.

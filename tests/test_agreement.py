@@ -15,8 +15,18 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from infoflow_lens import InfoFlowError, InformationSets, compare
+from infoflow_lens import (
+    InfoFlowError,
+    InformationSets,
+    JacobianInfluence,
+    PositionsProbe,
+    build_construction,
+    compare,
+    coverage_curve,
+    run_probes,
+)
 from infoflow_lens.agreement import coverage
+from tests.reference import sets as reference_sets
 
 
 def case(seed, n_layers=2, batch=4, n_source=6, extra=1, levels=4):
@@ -174,3 +184,44 @@ def test_bad_input_is_named(change, arguments, message):
     predicted, scores = case(3)
     with pytest.raises(InfoFlowError, match=message):
         compare(predicted, change(scores), **arguments)
+
+
+def test_the_coverage_curve_is_the_share_inside_the_sets_of_k_positions(model, inputs):
+    positions, influence = run_probes(
+        model, inputs, [PositionsProbe((1, 2, 3)), JacobianInfluence()], progress=False
+    )
+    curve = coverage_curve(positions.positions, influence.influence)
+    for k in (1, 2, 3):
+        sets = reference_sets.propagate(
+            [layer[0, :, :, :k].tolist() for layer in positions.positions], 7
+        )
+        squares = influence.influence[1, 0, -1].double().square()
+        inside = float(squares[sorted(sets[1][-1])].sum() / squares.sum())
+        one = coverage_curve([p[:1] for p in positions.positions], influence.influence[:, :1])
+        assert one.last[k - 1] == pytest.approx(inside)
+        assert one.size[k - 1] == len(sets[1][-1])
+    frame = curve.to_frame()
+    assert list(frame["k"]) == [1, 2, 3]
+    for column in ("last", "size", "layer_0", "layer_1"):
+        assert frame[column].is_monotonic_increasing
+
+
+def test_the_coverage_curve_of_hard_retrieval_is_complete_at_one():
+    model, task = build_construction("intrinsic_dimension", attention="hardmax", n_tokens=9)
+    x, _ = task.sample(20, seed=0)
+    positions, influence = run_probes(
+        model, x, [PositionsProbe((1, 2)), JacobianInfluence("resid_post")], progress=False
+    )
+    curve = coverage_curve(positions.positions, influence.influence)
+    assert curve.last[0] == pytest.approx(1)
+    assert curve.size[1] > curve.size[0]
+
+
+def test_coverage_needs_positions_of_the_same_states(model, inputs):
+    positions, influence = run_probes(
+        model, inputs, [PositionsProbe((1, 2)), JacobianInfluence()], progress=False
+    )
+    with pytest.raises(InfoFlowError, match="expected \\[batch, head, pos, rank\\]"):
+        coverage_curve(positions.positions[:1], influence.influence)
+    with pytest.raises(InfoFlowError, match="negative, infinite or NaN"):
+        coverage_curve(positions.positions, -influence.influence)

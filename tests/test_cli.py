@@ -166,3 +166,17 @@ def test_tasks_prints_the_card_of_one():
     result = CliRunner().invoke(app, ["tasks", "in_contxt_qa"])
     assert result.exit_code == 2
     assert "did you mean 'in_context_qa'" in result.output
+
+
+def test_constructions_are_listed_with_their_parameters():
+    from infoflow_lens import list_constructions
+
+    table = CliRunner().invoke(app, ["constructions"]).output
+    assert all(name in table for name in list_constructions())
+    assert "sharpness=20.0" in table
+
+
+def test_the_estimate_says_which_tasks_it_is_for():
+    result = CliRunner().invoke(app, ["estimate", "memorization", "--heads", "1"])
+    assert result.exit_code == 2
+    assert "has token ids: the estimate is for tasks over vector tokens" in result.output

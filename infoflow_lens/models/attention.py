@@ -52,6 +52,10 @@ class KeptScores(HookPoint):
         self.kept = after_hooks
         return after_hooks
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the scores of a pass that ended early: they belong to its graph."""
+        return {name: value for name, value in self.__dict__.items() if name != "kept"}
+
     def take(self) -> Tensor:
         """The scores of this pass, once."""
         if self.kept is None:
@@ -73,13 +77,25 @@ class PatternOfScores(HookPoint):
         # in a tuple it is no submodule: it has its place in the attention layer
         self._scores = (scores,)
 
-    def forward(self, softmax: Tensor) -> Tensor:
-        """The pattern, before the hooks on it."""
-        return self.pattern(self._scores[0].take())
+    def __call__(self, softmax: Tensor) -> Tensor:
+        """The pattern, as the hooks on it leave it.
+
+        It enters the hook point as its input, so that backward hooks see, and can change, its
+        gradient.
+        """
+        pattern = self.pattern(self._scores[0].take())
+        if softmax.requires_grad and not pattern.requires_grad:
+            pattern = pattern + 0 * softmax  # a hard maximum has a gradient to look at, too
+        after_hooks: Tensor = super().__call__(pattern)
+        return after_hooks
 
 
 def set_attention(model: nn.Module, kind: AttentionKind) -> None:
     """Make every attention layer of a HookedTransformer turn its scores into a pattern this way.
+
+    It is part of the model's structure, not of its weights: a ``state_dict`` does not hold it, so
+    set it again on the model that loads one. TransformerLens's weight processing assumes rows that
+    sum to 1 (``fold_value_biases``): process weights before, not after, a change to "relu".
 
     Args:
         model: a model without hooks on its scores and patterns.

@@ -359,8 +359,14 @@ def save_model(model: VectorTransformer, folder: str | os.PathLike[str]) -> None
     """Write ``architecture.json`` and ``model.safetensors`` to `folder`.
 
     Raises:
-        InfoFlowError: if the folder cannot be written.
+        InfoFlowError: if the folder cannot be written, or the model is no VectorTransformer.
     """
+    if not isinstance(model, VectorTransformer):
+        raise InfoFlowError(
+            f"model is a {type(model).__name__}: expected a VectorTransformer; a construction over "
+            "token ids is rebuilt by build_construction with the same parameters, others save "
+            "their state_dict"
+        )
     path = writable_folder(folder)
     state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
     with atomic_path(path / "model.safetensors") as temporary:

@@ -71,7 +71,7 @@ def best_tuples(
     tuples = _component_tuples(x.shape[1], component).to(x.device)
     best = torch.full((len(x),), -torch.inf, dtype=x.dtype, device=x.device)
     chosen = torch.zeros(len(x), component.arity, dtype=torch.int64, device=x.device)
-    for part in tuples.split(max(1, _MOST_SCORES_AT_ONCE // (len(x) * component.arity))):
+    for part in tuples.split(max(1, _MOST_SCORES_AT_ONCE // max(1, len(x) * component.arity))):
         scores = component.score(x[:, part])
         value, index = scores.max(dim=1)
         better = value > best

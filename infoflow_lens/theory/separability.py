@@ -97,12 +97,14 @@ class _Problem:
 def _integers(values: Any, name: str, ndim: int) -> Integers:
     """`values` as int64 [batch, pos] or [batch], or an error that names what is wrong."""
     if isinstance(values, Tensor):
+        if values.is_floating_point():
+            values = values.float()  # NumPy has no bfloat16
         values = values.detach().cpu().numpy()
     if not isinstance(values, np.ndarray):
         values = list(values)
         if ndim == 2:
             for i, row in enumerate(values):
-                if not hasattr(row, "__len__"):
+                if isinstance(row, str) or not hasattr(row, "__len__"):
                     raise InfoFlowError(
                         f"{name}[{i}] is {row!r}: expected a sequence of token ids, one a position"
                     )
@@ -187,6 +189,15 @@ def _parse_tokens(values: Any, max_sequences: int) -> _Sequences:
 
 def _parse(dataset: Any, max_sequences: int) -> tuple[_Problem, tuple[int, ...]]:
     """The problem and its labels, sorted."""
+    if isinstance(dataset, dict) and hasattr(dataset, "column_names"):
+        raise InfoFlowError(
+            f"the dataset is a {type(dataset).__name__} of {list(dataset)}: expected one of them"
+        )
+    if hasattr(dataset, "column_names") and not hasattr(dataset, "__len__"):
+        raise InfoFlowError(
+            f"the dataset is an endless {type(dataset).__name__}: expected a finite set; take a "
+            "datasets.Dataset, or list(dataset.take(n))"
+        )
     if hasattr(dataset, "column_names"):
         _check_number(len(dataset), max_sequences)
         x, y = _column(dataset, "x"), _column(dataset, "y")
@@ -197,6 +208,11 @@ def _parse(dataset: Any, max_sequences: int) -> tuple[_Problem, tuple[int, ...]]
             f"the dataset is {type(dataset).__name__}: expected a datasets.Dataset with columns x "
             "and y, or a pair (x, y) of integers [batch, pos] and [batch]"
         )
+    for name, values in (("x", x), ("y", y)):
+        if not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0:
+            raise InfoFlowError(
+                f"{name} is {values!r}: expected integers [batch, pos] for x and [batch] for y"
+            )
     if len(x) != len(y):
         raise InfoFlowError(f"x has {len(x)} sequences but y has {len(y)} labels: expected as many")
     sequences = _parse_tokens(x, max_sequences)
@@ -380,6 +396,8 @@ class OneLayerCertificate:
         margin: the least (W[y_i] - W[c]) . phi_i over i and c != y_i, exact; None for one class.
         model: the transformer that realises W. It was run and is right on every sequence.
         witness: if not feasible, the proof of it.
+        contradiction: two equal sequences with different labels, if there are any; then no model
+            of any depth fits.
     """
 
     feasible: bool
@@ -391,10 +409,15 @@ class OneLayerCertificate:
     margin: int | None = None
     model: OneLayerModel | None = None
     witness: Witness | None = None
+    contradiction: tuple[int, int] | None = None
 
     @property
     def holds_for(self) -> str:
         """The attention kinds and head counts for which the verdict holds."""
+        if self.contradiction is not None:
+            return "every model: equal sequences have different labels"
+        if self.margin is None and self.feasible:
+            return "every model: there is one class"
         if self.feasible:
             return (
                 f"one layer of ReLU attention with {self.n_pos - 1} heads or more, without MLP or "
@@ -424,7 +447,13 @@ class OneLayerCertificate:
             f"{self.n_sequences} sequences of {self.n_pos} tokens, {len(self.classes)} classes: "
             f"one attention layer {'fits' if self.feasible else 'cannot fit'} all labels."
         )
-        if self.witness is not None:
+        if self.contradiction is not None:
+            i, j = self.contradiction
+            proof = (
+                f"Sequences {i} and {j} are equal but have different labels: look for a mistake in "
+                "the data."
+            )
+        elif self.witness is not None:
             largest = max(abs(value) for value in self.witness.values)
             size = str(largest) if largest < 10**12 else f"about 2^{largest.bit_length() - 1}"
             support = self.witness.support
@@ -880,7 +909,10 @@ def one_layer_certificate(
         if isinstance(answer, _Multipliers):
             witness = _as_witness(problem, classes, answer)
             advance(1, "infeasible")
-            return OneLayerCertificate(False, n, n_pos, classes, witness=witness)
+            pair = witness.support if len(witness.support) == 2 else None  # only equal ones cancel
+            return OneLayerCertificate(
+                False, n, n_pos, classes, witness=witness, contradiction=pair
+            )
         model = _build_model(problem.sequences, answer)
         advance(0, "running the model")
         _run_everywhere(problem, model)

@@ -1,9 +1,11 @@
 """Attention of other kinds than softmax, on any HookedTransformer."""
 
+import copy
+
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError, build_model
+from infoflow_lens import InfoFlowError, PositionsProbe, build_model, run_probes
 from infoflow_lens.models.attention import hardmax_pattern, set_attention
 
 from ..conftest import make_token_model
@@ -85,6 +87,35 @@ def test_gradients_flow_through_relu_scores_and_not_through_a_hard_maximum(
     attn = model.blocks[1].attn
     assert attn.W_V.grad.abs().sum() > 0
     assert (attn.W_Q.grad is not None and bool(attn.W_Q.grad.any())) == (kind == "relu")
+
+
+def test_backward_hooks_see_and_change_the_gradient_of_the_pattern(model, kind, token_inputs):
+    seen = []
+
+    def silence(gradient, hook):
+        seen.append(gradient)
+        return (torch.zeros_like(gradient),)
+
+    model.add_hook(PATTERN, silence, dir="bwd")
+    model(token_inputs).square().sum().backward()
+    assert seen[0].shape == (19, 4, 9, 9)
+    assert seen[0].any()
+    queries = model.blocks[1].attn.W_Q.grad
+    assert queries is None or not queries.any()
+
+
+def test_a_copy_after_a_pass_that_ended_early_is_whole(model, token_inputs):
+    model(token_inputs, stop_at_layer=1)
+    with pytest.raises(ZeroDivisionError):
+        model.run_with_hooks(token_inputs, fwd_hooks=[(SCORES, lambda scores, hook: 1 / 0)])
+    model.blocks[0].attn.hook_attn_scores(torch.zeros(1, requires_grad=True) * 1)  # leaves scores
+    copied = copy.deepcopy(model)
+    assert copied(token_inputs).equal(model(token_inputs))
+
+
+def test_positions_of_relu_attention_come_with_a_warning(model, kind, token_inputs):
+    (result,) = run_probes(model, token_inputs, [PositionsProbe()], progress=False)
+    assert any("use AttendedProbe" in note for note in result.notes) == (kind == "relu")
 
 
 def test_softmax_is_restored(model, token_inputs):

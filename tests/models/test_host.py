@@ -9,7 +9,14 @@ import pytest
 import torch
 from transformer_lens import ActivationCache, HookedTransformer, patching
 
-from infoflow_lens import Architecture, InfoFlowError, build_model, load_model, save_model
+from infoflow_lens import (
+    Architecture,
+    InfoFlowError,
+    build_construction,
+    build_model,
+    load_model,
+    save_model,
+)
 from tests.conftest import D_HEAD, D_MODEL, D_TOKEN, HEADS, N_TOKENS
 from tests.reference import transformer as reference
 
@@ -245,3 +252,17 @@ def test_what_vector_tokens_do_not_have_is_refused(model, inputs):
         model(inputs, return_type="loss")
     with pytest.raises(InfoFlowError, match="no attention_mask"):
         model(inputs, attention_mask=torch.ones(23, N_TOKENS))
+
+
+def test_models_over_token_ids_are_not_saved_by_half(tmp_path):
+    model, _ = build_construction("in_context_qa", n_pairs=2)
+    with pytest.raises(InfoFlowError, match="rebuilt by build_construction"):
+        save_model(model, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_construction_over_vectors_is_saved_with_its_attention(tmp_path):
+    model, task = build_construction("d_retrieval", attention="hardmax", outer="square_sum")
+    save_model(model, tmp_path)
+    x, _ = task.sample(9, seed=0)
+    assert load_model(tmp_path)(x).equal(model(x))

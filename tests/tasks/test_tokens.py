@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import pickle
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +13,7 @@ import torch
 from infoflow_lens.tasks.templates import all_patterns, patterns_of
 from scipy.stats import chisquare
 
-from infoflow_lens import InfoFlowError, load_task
+from infoflow_lens import InfoFlowError, list_tasks, load_task
 
 SMALL = {
     "memorization": {"n_words": 3, "length": 4, "n_sequences": 13},
@@ -186,12 +187,27 @@ def test_datasets_name_their_tokens_and_labels(name):
     assert feature.int2str(data[0]["x"])[-1] == "->"
 
 
-@EACH
+def test_long_templates_have_their_active_words_at_once():
+    task = load_task("template_matching", length=8)
+    x, _ = task.sample(200, seed=0)
+    assert task.active_index_set(x)[:, :8].all()
+    assert load_task("memorization", n_words=10**9, length=10**4, n_sequences=3).space_size == 3
+
+
+@pytest.mark.parametrize("name", list_tasks())
+def test_no_sequences_have_no_labels(name):
+    task = load_task(name)
+    x, _ = task.sample(2, seed=0)
+    assert len(task.target(x[:0])) == len(task.active_index_set(x[:0])) == 0
+
+
+@pytest.mark.parametrize("name", list_tasks())
 def test_equal_arguments_give_equal_bytes_and_fingerprints_in_two_processes(name):
     script = (
+        "import hashlib\n"
         "from infoflow_lens import load_task\n"
-        f"data = load_task({name!r}, **{SMALL[name]!r}).dataset('test', 40, seed=2)\n"
-        "print(data._fingerprint, hash(tuple(map(tuple, data['x']))), sum(data['y']))"
+        f"data = load_task({name!r}, **{SMALL.get(name, {})!r}).dataset('test', 40, seed=2)\n"
+        "print(data._fingerprint, hashlib.sha256(repr(data[:]).encode()).hexdigest())"
     )
     command = [sys.executable, "-W", "ignore", "-c", script]
     printed = {
@@ -224,6 +240,18 @@ def test_workers_of_a_stream_draw_different_sequences():
         for index in range(2)
     ]
     assert not set(parts[0]) & set(parts[1])
+
+
+def test_streams_reach_workers_that_are_spawned():
+    stream = load_task("in_context_qa", n_pairs=2).dataset("train", None).with_format("torch")
+    assert pickle.loads(pickle.dumps(stream)).features == stream.features
+    loader = torch.utils.data.DataLoader(
+        stream, batch_size=16, num_workers=2, multiprocessing_context="spawn"
+    )
+    batches = [batch["x"] for batch in itertools.islice(loader, 4)]
+    rows = torch.cat(batches)
+    assert rows.shape == (64, 8)
+    assert len(rows.unique(dim=0)) == 64
 
 
 def test_sequences_read_as_in_the_paper():
@@ -260,6 +288,12 @@ def test_templates_are_counted_by_bell_numbers(length, bell):
         ("template_matching", {"templates": ("ab",)}, "template 'ab' has length 2"),
         ("template_matching", {"templates": ("aab", "bba")}, "'aab' and 'bba' are the same"),
         ("template_matching", {"templates": ()}, "templates is empty"),
+        ("template_matching", {"templates": ("aab", "aab")}, "are the same"),
+        ("template_matching", {"templates": 5}, "templates is 5"),
+        ("template_matching", {"templates": (1, 2)}, "template 1: expected a string"),
+        ("template_matching", {"length": 12}, "too many templates of that length"),
+        ("in_context_template_matching", {"length": 40}, "too many templates"),
+        ("memorization", {"n_sequences": 10**8}, "n_sequences is 100000000: expected at most"),
         ("template_matching", {"n_words": 2, "templates": ("abc",)}, "'abc' has 3 wildcards"),
         ("template_matching", {"holdout": "templates"}, "holdout is 'templates'"),
         ("template_matching", {"n_words": 8, "holdout": "words"}, "8 words cannot be split"),

@@ -509,3 +509,34 @@ def test_bad_questions_to_a_dependence_are_refused():
         result.combine(torch.zeros(4, 2), torch.zeros(5))
     with pytest.raises(InfoFlowError, match="y has 2 labels: expected 4"):
         result.obstructs([0, 1])
+
+
+def test_equal_sequences_with_different_labels_are_called_a_mistake_in_the_data():
+    certificate = one_layer_certificate(([[0, 1, 9], [0, 2, 9], [0, 1, 9]], [0, 0, 1]))
+    assert not certificate.feasible
+    assert certificate.contradiction == (0, 2)
+    assert "Sequences 0 and 2 are equal but have different labels" in certificate.describe()
+    assert "softmax" not in certificate.holds_for
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (["a b ?"], "expected a datasets.Dataset"),
+        ((["a b ?", "b a ?"], [0, 1]), r"x\[0\] is 'a b \?'"),
+        ((5, 6), "x is 5"),
+        ((torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)), "x holds"),
+        (datasets.DatasetDict({"train": dataset(x=[[1]], y=[0])}), "expected one of them"),
+    ],
+)
+def test_what_is_no_set_of_sequences_is_named(data, message):
+    with pytest.raises(InfoFlowError, match=message):
+        one_layer_certificate(data)
+
+
+def test_endless_data_are_refused():
+    from infoflow_lens import load_task
+
+    stream = load_task("in_context_qa").dataset("train", None)
+    with pytest.raises(InfoFlowError, match="endless IterableDataset"):
+        one_layer_certificate(stream)

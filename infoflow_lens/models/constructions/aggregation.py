@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.architecture import Architecture
+from infoflow_lens.models.constructions.checks import check_positive
 from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.tasks.aggregation import GlobalMean, PositionSum
 
@@ -25,8 +25,7 @@ def position_sum(task: PositionSum, *, beta: float = 40.0) -> VectorTransformer:
     Raises:
         InfoFlowError: for beta <= 0.
     """
-    if not beta > 0:
-        raise InfoFlowError(f"beta is {beta}: expected a positive score")
+    check_positive("beta", beta)
     d, mark = task.d_token, task.d_token
     model: Any = _one_head(d, task.n_tokens, beta, positions=True)
     with torch.no_grad():

@@ -21,6 +21,8 @@ from torch import Tensor
 from infoflow_lens.models.attention import AttentionKind
 from infoflow_lens.models.host import HookedTransformer, zero_token_model
 
+_LARGEST_IN_FLOAT32 = 2.0**22  # sums of a few such integers are exact
+
 
 @dataclass(frozen=True, eq=False)
 class Head:
@@ -134,8 +136,9 @@ class AttentionOnly:
     def host(self) -> HookedTransformer:
         """The same function as a HookedTransformer, ``logits[:, -1]`` being the paper's o.
 
-        Layers with fewer heads than the largest have heads of zero weights on top, which move
-        nothing: a HookedTransformer has one number of heads.
+        In float32, or in float64 where entries beyond 2^22 would be rounded. Layers with fewer
+        heads than the largest have heads of zero weights on top, which move nothing: a
+        HookedTransformer has one number of heads.
         """
         heads = [head for layer in self.layers for head in layer]
         d_head = max(max(head.key.shape[1], head.read.shape[1]) for head in heads)
@@ -149,6 +152,9 @@ class AttentionOnly:
             d_output=len(self.classifier),
             attention=self.attention,
         )
+        entries = [self.classifier, *(part for head in heads for part in (head.read, head.write))]
+        if max(float(part.abs().max()) for part in entries) >= _LARGEST_IN_FLOAT32:
+            model.to(torch.float64, print_details=False)
         with torch.no_grad():
             model.embed.W_E.copy_(self.rows.units(self.rows.tokens).T)
             model.pos_embed.W_pos.copy_(self.rows.units(self.rows.positions).T)
@@ -176,7 +182,7 @@ def nearest_code_classifier(
         codes: u, one for each label.
         at: the rows that hold the code of the input.
     """
-    classifier = torch.zeros(len(codes), rows.d_model)
-    classifier[:, list(at)] = codes
-    classifier[:, rows.last_position] = -codes.square().sum(dim=1) / 2
+    classifier = torch.zeros(len(codes), rows.d_model, dtype=torch.float64)
+    classifier[:, list(at)] = codes.double()
+    classifier[:, rows.last_position] = -codes.double().square().sum(dim=1) / 2
     return classifier

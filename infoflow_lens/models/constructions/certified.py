@@ -7,6 +7,8 @@ from infoflow_lens.models.constructions.memorization import linear_readout
 from infoflow_lens.models.host import HookedTransformer
 from infoflow_lens.theory.separability import OneLayerCertificate
 
+_MOST_WEIGHTS = 5 * 10**8
+
 
 def certified_model(certificate: OneLayerCertificate) -> HookedTransformer:
     """One ReLU layer of n - 1 heads that gives every sequence of the set its label.
@@ -19,8 +21,14 @@ def certified_model(certificate: OneLayerCertificate) -> HookedTransformer:
         certificate: a feasible one, of at least two tokens a sequence.
 
     Raises:
-        InfoFlowError: for an infeasible certificate, or sequences of a single token.
+        InfoFlowError: for an infeasible certificate, sequences of a single token, or token ids that
+            would make the model too large.
     """
+    if not isinstance(certificate, OneLayerCertificate):
+        raise InfoFlowError(
+            f"certificate is {type(certificate).__name__}: expected a OneLayerCertificate, as "
+            "one_layer_certificate gives it"
+        )
     if certificate.weights is None or certificate.features is None or certificate.model is None:
         raise InfoFlowError(
             "the certificate is infeasible: there is no one-layer model to build; expected a "
@@ -31,7 +39,16 @@ def certified_model(certificate: OneLayerCertificate) -> HookedTransformer:
             "the sequences have a single token: expected at least one before the last to attend to"
         )
     d_vocab = int(certificate.model.vocabulary.max()) + 1
-    table = torch.zeros(len(certificate.classes), certificate.n_pos - 1, d_vocab)
+    d_model = d_vocab + certificate.n_pos + len(certificate.classes)
+    if d_vocab * d_model * certificate.n_pos > _MOST_WEIGHTS:
+        raise InfoFlowError(
+            f"token ids up to {d_vocab - 1} and {len(certificate.classes)} classes would make a "
+            f"model of width {d_model}, too large to host: expected fewer or lower ids; number the "
+            "tokens anew, or use the certificate's own model"
+        )
+    table = torch.zeros(
+        len(certificate.classes), certificate.n_pos - 1, d_vocab, dtype=torch.float64
+    )
     position, token = certificate.features.T
-    table[:, position, token] = certificate.weights.T.float()
+    table[:, position, token] = certificate.weights.T.double()
     return linear_readout(table).host()

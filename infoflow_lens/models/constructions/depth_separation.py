@@ -6,6 +6,7 @@ import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.architecture import Architecture, AttentionName
+from infoflow_lens.models.constructions.checks import check_positive, check_soft_or_hard
 from infoflow_lens.models.constructions.products import Product, ProductUnits, product_units
 from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.tasks.tuples import DepthSeparation
@@ -53,10 +54,13 @@ def depth_separation(
         attention: "softmax", or "hardmax" for its limit.
 
     Raises:
-        InfoFlowError: unless eps > 0, beta > 0 and tokens lie on the sphere.
+        InfoFlowError: unless eps > 0, beta > 0 and tokens lie on the sphere; for ReLU attention;
+            and for an eps that tanh units in float32 cannot keep (below about .004).
     """
-    if not eps > 0:
-        raise InfoFlowError(f"eps is {eps}: expected a positive error to stay below")
+    check_positive("eps", eps)
+    check_soft_or_hard(attention)
+    if beta is not None:
+        check_positive("beta", beta)
     if task.tokens != "sphere":
         raise InfoFlowError(
             f"tokens is {task.tokens!r}: ||x + y||^2 is 2 + 2 x.y only for unit vectors; load the "
@@ -66,6 +70,12 @@ def depth_separation(
         beta = max(1.0, 54 * softmin_gap(task.n_tokens, eps))
     d = task.d_token
     units = _units(d, ffn, eps)
+    rounding = 0 if ffn == "exact" else 18 * len(units.w_out) * torch.finfo(torch.float32).eps / 2
+    if rounding > eps / 3:
+        raise InfoFlowError(
+            f"eps is {eps}: {len(units.w_out)} tanh units nearly cancel, and float32 rounds their "
+            f"sum by up to {rounding:.1e}; expected a larger eps, or ffn='exact'"
+        )
     product, half = 2 * d, 2 * d + 1
     model: Any = zero_model(
         Architecture(

@@ -6,10 +6,12 @@ import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.architecture import Architecture, AttentionName
+from infoflow_lens.models.constructions.checks import check_positive, check_soft_or_hard
 from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.tasks.kth_largest import KthLargest
+from infoflow_lens.tasks.task import check_count
 
-_FAR = 4.0  # more than numbers in [0, 1] differ
+_FAR = 4.0  # more than numbers in [-1, 1] differ
 
 
 def kth_largest(
@@ -37,12 +39,20 @@ def kth_largest(
         beta: factor on the scores.
 
     Raises:
-        InfoFlowError: for fewer than 1 layer, or more than there are numbers.
+        InfoFlowError: for fewer than 1 layer, or more than there are numbers; unbounded tokens; or
+            ReLU attention.
     """
+    check_soft_or_hard(attention)
+    check_positive("beta", beta)
+    if task.tokens == "normal":
+        raise InfoFlowError(
+            "tokens is 'normal': positions that were seen are told from others by a score that "
+            "bounded numbers cannot reach; expected 'unit', 'uniform' or 'sphere'"
+        )
     from_below = task.n_tokens - task.k + 1
     if n_layers is None:
         n_layers = min(task.k, from_below)
-    if not 1 <= n_layers <= task.n_tokens:
+    if check_count(n_layers, "n_layers") > task.n_tokens:
         raise InfoFlowError(f"n_layers is {n_layers}: expected 1 to {task.n_tokens}, one a number")
     sign = 1.0 if task.k <= from_below else -1.0
     t = task.n_tokens

@@ -73,10 +73,11 @@ def linear_readout(table: Float[Tensor, "label pos d_vocab"]) -> AttentionOnly:
     heads = []
     for position in range(k):
         if d <= n_labels:
-            read, write = rows.units(rows.tokens), torch.zeros(rows.d_model, d)
-            write[rows.rest] = k * table[:, position].float()
+            read, write = rows.units(rows.tokens), table.new_zeros(rows.d_model, d)
+            write[rows.rest] = k * table[:, position]
         else:
-            read, write = torch.zeros(rows.d_model, n_labels), rows.units(rows.rest)
-            read[rows.tokens] = k * table[:, position].float().T
+            read = table.new_zeros(rows.d_model, n_labels)
+            read[rows.tokens] = table[:, position].T
+            write = k * rows.units(rows.rest)
         heads.append(Head(rows.units([rows.positions[position]]), last, read, write))
     return AttentionOnly(rows, (tuple(heads),), rows.units(rows.rest).T)

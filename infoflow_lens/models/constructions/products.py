@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.models.constructions.checks import check_positive
 
 Product = Literal["tanh", "exact"]
 
@@ -68,8 +69,7 @@ def product_units(
     signs = torch.cat([torch.ones(x.shape[1]), -torch.ones(y.shape[1])])
     if kind == "exact":
         return ProductUnits("square", sums, torch.zeros(len(signs)), signs / 4, 0.0)
-    if not eps > 0:
-        raise InfoFlowError(f"eps is {eps}: expected a positive error of the product")
+    check_positive("eps", eps)
     # sum_i [(x_i + y_i)^4 + (x_i - y_i)^4] <= 16 radius^4
     per_square = _FOURTH_DERIVATIVE / (12 * _CURVATURE) * 16 * radius**4 / 4
     copies = max(1, math.ceil(per_square / (4 * _CURVATURE * eps)))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.constructions.attention_only import AttentionOnly, Head, Rows
+from infoflow_lens.models.constructions.checks import check_positive
 from infoflow_lens.tasks.question_answering import InContextQA
 
 SoftmaxForm = Literal["scaled", "separate"]
@@ -69,8 +70,7 @@ def in_context_qa_softmax(
     Raises:
         InfoFlowError: for an unknown form, or beta <= 0.
     """
-    if not beta > 0:
-        raise InfoFlowError(f"beta is {beta}: expected a positive factor on the scores")
+    check_positive("beta", beta)
     if form == "scaled":
         rows, layers = _copy_then_match(task, beta)
         return AttentionOnly(rows, layers, rows.units(_answer_rows(task)).T, "softmax")
@@ -114,8 +114,7 @@ def in_context_qa_one_layer(task: InContextQA, *, sharpness: float = 20.0) -> At
     Raises:
         InfoFlowError: for L <= 0.
     """
-    if not sharpness > 0:
-        raise InfoFlowError(f"sharpness is {sharpness}: expected a positive L")
+    check_positive("sharpness", sharpness)
     rows = Rows(task.d_vocab, task.n_tokens)
     asked, last = task.n_tokens - 2, rows.units([rows.last_position])
     answers = rows.units(_answer_rows(task))

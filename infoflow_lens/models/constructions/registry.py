@@ -39,6 +39,11 @@ class Construction:
     source: str
 
     @property
+    def summary(self) -> str:
+        """What it is, in a sentence."""
+        return inspect.cleandoc(self.build.__doc__ or "").splitlines()[0]
+
+    @property
     def parameters(self) -> Mapping[str, Any]:
         """The construction's own parameters with their defaults."""
         known = inspect.signature(self.build).parameters.values()

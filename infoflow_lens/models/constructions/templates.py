@@ -14,6 +14,7 @@ from infoflow_lens.models.constructions.attention_only import (
     Rows,
     nearest_code_classifier,
 )
+from infoflow_lens.models.constructions.checks import check_positive
 from infoflow_lens.models.constructions.position_attention import masked_match
 from infoflow_lens.tasks.templates import InContextTemplateMatching, TemplateMatching
 
@@ -104,8 +105,7 @@ def template_matching_one_layer(
     Raises:
         InfoFlowError: for L <= 0, or templates of a single word.
     """
-    if not sharpness > 0:
-        raise InfoFlowError(f"sharpness is {sharpness}: expected a positive L")
+    check_positive("sharpness", sharpness)
     if task.length < 2:
         raise InfoFlowError(f"length is {task.length}: expected templates of at least 2 words")
     pairs = list(itertools.combinations(range(task.length), 2))
@@ -155,8 +155,7 @@ def in_context_template_matching(
     """
     if form not in ("corrected", "printed"):
         raise InfoFlowError(f"form is {form!r}: expected 'corrected' or 'printed'")
-    if not gain >= 1:
-        raise InfoFlowError(f"gain is {gain}: expected at least 1, up to the template length")
+    check_positive("gain", gain, least=1)
     k, length, n = task.n_pairs, task.length, task.n_tokens
     step = length + 2
     rows = Rows(task.d_vocab, n, padding=step)

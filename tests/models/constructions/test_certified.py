@@ -87,3 +87,31 @@ def test_one_relu_layer_fails_where_many_softmax_heads_do_not(name, sizes):
     model, _ = build_construction(f"{name}_one_layer", **sizes)
     assert model.cfg.n_layers == 1
     assert model(x)[:, -1].argmax(dim=1).equal(y)
+
+
+@pytest.mark.parametrize("bits", [20, 33, 40])
+def test_large_weights_are_hosted_exactly(bits):
+    """A decision list: the first differing bit decides, so weights must grow like powers of 2."""
+    rows, labels = [], []
+    for first in range(bits):
+        for decided in (0, 1):
+            rest = [1 - decided] * (bits - first - 1)
+            rows.append([2] * first + [decided] + rest + [9])
+            labels.append(decided)
+    x, y = torch.tensor(rows), torch.tensor(labels)
+    certificate = one_layer_certificate((x, y))
+    assert certificate.feasible
+    logits = certified_model(certificate)(x)[:, -1].detach().double()
+    own = logits.gather(1, y[:, None])[:, 0]
+    other = logits.gather(1, 1 - y[:, None])[:, 0]
+    assert float((own - other).min()) == certificate.margin
+
+
+def test_models_too_large_to_host_are_refused():
+    x = torch.tensor([[50_000, 3, 1], [4, 3, 1]])
+    certificate = one_layer_certificate((x, torch.tensor([0, 1])))
+    assert certificate.feasible
+    with pytest.raises(InfoFlowError, match="number the tokens anew"):
+        certified_model(certificate)
+    with pytest.raises(InfoFlowError, match="certificate is NoneType"):
+        certified_model(None)

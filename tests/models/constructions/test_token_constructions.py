@@ -139,6 +139,15 @@ def test_theorem_6_fails_as_printed(length):
     assert float((margins(model, *task.sample(2000, seed=0)) > 0).float().mean()) < 0.75
 
 
+def test_codes_too_large_for_float32_are_hosted_in_float64():
+    for length, dtype in ((4, torch.float32), (8, torch.float64)):
+        model, task = build_construction(
+            "template_matching", n_words=12, length=length, form="ternary"
+        )
+        assert model.W_E.dtype == dtype
+        assert float(margins(model, *task.sample(500, seed=0)).min()) > 1
+
+
 def test_lemma_1_gives_any_attention_map():
     alpha = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
     model, task = build_construction("instructive_attention", **TM, alpha=alpha)
@@ -179,6 +188,8 @@ def test_lemma_2_attends_to_equal_tokens_between_allowed_positions():
         ("in_context_qa", {"n_pairs": 200}, "too few for n_pairs 200"),
         ("in_context_qa_softmax", {"form": "printed"}, "form is 'printed'"),
         ("in_context_qa_softmax", {"beta": 0}, "beta is 0"),
+        ("in_context_qa_softmax", {"beta": float("inf")}, "beta is inf"),
+        ("in_context_template_matching", {"gain": float("nan")}, "gain is nan"),
         ("in_context_qa_one_layer", {"sharpness": -1}, "sharpness is -1"),
         ("template_matching", {"form": "5A"}, "form is '5A'"),
         ("template_matching_one_layer", {"length": 1}, "length is 1"),

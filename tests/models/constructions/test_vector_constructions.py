@@ -91,6 +91,13 @@ def test_depth_separation_keeps_eps_with_a_width_of_order_one_over_eps():
     assert max(widths) / min(widths) <= 2
 
 
+@pytest.mark.parametrize("eps", [0.1, 0.01, 0.005])
+def test_depth_separation_keeps_eps_in_float32_too(eps):
+    model, task = build_construction("depth_separation", eps=eps)
+    x, y = task.sample(500, seed=3)
+    assert float((model(x) - y).detach().abs().max()) <= eps
+
+
 def test_an_adversary_does_not_get_past_the_bound():
     """Gradient ascent on the error, on the sphere."""
     model, task, x, _ = sampled("depth_separation", n=30, n_tokens=8, ffn="exact", beta=1e3)
@@ -163,7 +170,13 @@ def test_specific_positions_have_equal_weights_whatever_the_tokens_are():
         ("depth_separation", {"eps": 0}, "eps is 0"),
         ("depth_separation", {"tokens": "normal"}, "tokens is 'normal'"),
         ("depth_separation", {"ffn": "relu"}, "ffn is 'relu'"),
-        ("depth_separation", {"beta": -1.0}, r"attn_scale is -1\.0"),
+        ("depth_separation", {"beta": -1.0}, r"beta is -1\.0"),
+        ("depth_separation", {"eps": 1e-3}, "expected a larger eps, or ffn='exact'"),
+        ("depth_separation", {"attention": "relu"}, "attention is 'relu'"),
+        ("intrinsic_dimension", {"attention": "relu"}, "attention is 'relu'"),
+        ("d_retrieval", {"beta": "x"}, "beta is 'x'"),
+        ("kth_largest", {"tokens": "normal"}, "tokens is 'normal'"),
+        ("kth_largest", {"n_layers": True}, "n_layers is True"),
         ("d_retrieval", {"outer": "product"}, "outer is 'product'"),
         ("position_sum", {"beta": 0}, "beta is 0"),
         ("kth_largest", {"n_layers": 0}, "n_layers is 0"),
