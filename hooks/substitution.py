@@ -443,7 +443,8 @@ class _Damage:
         if self.name == "nmse":
             return float((after - before).square().sum())
         log_before, log_after = before.log_softmax(dim=-1), after.log_softmax(dim=-1)
-        return float((log_before.exp() * (log_before - log_after)).sum())
+        divergence = (log_before.exp() * (log_before - log_after)).sum(dim=-1)
+        return float(divergence.clamp(min=0).sum())  # rounding may give less than 0
 
     def scale(self) -> float:
         """What the sums are divided by."""

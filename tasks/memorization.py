@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 from infoflow_lens.tasks.task import Split
-from infoflow_lens.tasks.tokens import SIGN, TokenTask, check_sizes, letters
+from infoflow_lens.tasks.tokens import SIGN, TokenTask, check_sizes, letters, numbers
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -72,7 +72,7 @@ class Memorization(TokenTask):
     @property
     def label_names(self) -> tuple[str, ...]:
         """Labels as numbers from 1."""
-        return tuple(str(label + 1) for label in range(self.n_sequences))
+        return numbers(self.n_sequences)
 
     @property
     def space_size(self) -> int:

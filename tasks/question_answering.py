@@ -15,6 +15,7 @@ from infoflow_lens.tasks.tokens import (
     check_some_match,
     draw_distinct,
     letters,
+    numbers,
 )
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -71,7 +72,7 @@ class InContextQA(TokenTask):
     @property
     def label_names(self) -> tuple[str, ...]:
         """The answers."""
-        return tuple(str(answer + 1) for answer in range(self.n_answers))
+        return numbers(self.n_answers)
 
     @property
     def space_size(self) -> int:
@@ -89,8 +90,9 @@ class InContextQA(TokenTask):
         question, sign, answer = (0, n), (n, n + 1), (n + 1, n + 1 + self.n_answers)
         return [question, sign, answer] * self.n_pairs + [question, sign]
 
-    def _blocks(self) -> list[tuple[int, int]]:
-        return [(start, min(start + 3, self.n_tokens)) for start in range(0, self.n_tokens, 3)]
+    @property
+    def _block_length(self) -> int:
+        return 3
 
     def _space(self) -> Iterator[tuple[int, ...]]:
         sign, k = self.n_questions, self.n_pairs
@@ -211,8 +213,9 @@ class NestedQA(TokenTask):
         entity, sign = (0, self.n_entities), (self.n_entities, self.n_entities + 1)
         return [entity, sign, entity] * self.n_facts + [entity, sign]
 
-    def _blocks(self) -> list[tuple[int, int]]:
-        return [(start, min(start + 3, self.n_tokens)) for start in range(0, self.n_tokens, 3)]
+    @property
+    def _block_length(self) -> int:
+        return 3
 
     def _space(self) -> Iterator[tuple[int, ...]]:
         length = self.hops + 1

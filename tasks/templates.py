@@ -17,6 +17,7 @@ from infoflow_lens.tasks.tokens import (
     check_some_match,
     draw_distinct,
     letters,
+    numbers,
     split_sizes,
 )
 from jaxtyping import Bool, Int
@@ -386,7 +387,7 @@ class InContextTemplateMatching(TemplateTask):
     @property
     def label_names(self) -> tuple[str, ...]:
         """The answers."""
-        return tuple(str(answer + 1) for answer in range(self.n_answers))
+        return numbers(self.n_answers)
 
     @property
     def space_size(self) -> int:
@@ -413,11 +414,9 @@ class InContextTemplateMatching(TemplateTask):
         words, sign, answer = [(0, n)] * self.length, (n, n + 1), (n + 1, n + 1 + self.n_answers)
         return [*words, sign, answer] * self.n_pairs + [*words, sign]
 
-    def _blocks(self) -> list[tuple[int, int]]:
-        step = self.length + 2
-        return [
-            (start, min(start + step, self.n_tokens)) for start in range(0, self.n_tokens, step)
-        ]
+    @property
+    def _block_length(self) -> int:
+        return self.length + 2
 
     def _word_positions(self) -> Int[Tensor, "block pos"]:
         starts = torch.arange(self.n_pairs + 1) * (self.length + 2)

@@ -34,6 +34,11 @@ def letters(index: int) -> str:
     return name
 
 
+def numbers(n: int) -> tuple[str, ...]:
+    """1, 2, ..: names for answers and labels."""
+    return tuple(str(index + 1) for index in range(n))
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenTask(Task):
     """A label for every sequence of token ids that ends in the response sign.
@@ -216,9 +221,14 @@ class TokenTask(Task):
             lines.append("  ".join(parts) + f" {end}")
         return lines
 
+    @property
+    def _block_length(self) -> int:
+        """How many tokens belong together: a pair of the context, say."""
+        return self.n_tokens
+
     def _blocks(self) -> list[tuple[int, int]]:
-        """The stretches of a sequence that belong together."""
-        return [(0, self.n_tokens)]
+        step, end = self._block_length, self.n_tokens
+        return [(start, min(start + step, end)) for start in range(0, end, step)]
 
 
 # Splits by sequence
