@@ -26,6 +26,7 @@ run_demo(
     progress=False,
 )
 model = build_model(Architecture(n_heads=(2,), d_model=6, d_token=4, n_tokens=5, d_encoder=7))
+model5 = model
 task = load_task("d_retrieval", n_tokens=5, outer="identity", subsets=((0,), (1,), (2,), (3, 4)))
 x, _ = task.sample(12, seed=0)
 for result in run_probes(
@@ -62,6 +63,14 @@ for name in list_constructions():
     model(x)
     for result in run_probes(model, x, [AttendedProbe()], progress=False):
         result.positions, result.to_frame()
+x, _ = load_task("d_retrieval", n_tokens=5).sample(12, seed=0)
+positions, attended, influence = run_probes(
+    model5, x, [PositionsProbe((1, 2)), AttendedProbe(), ResampleInfluence(x[:3])], progress=False
+)
+coverage_curve(positions.positions, influence.influence).to_frame()
+mechanisms = measure_mechanisms(model5, x, progress=False)
+replace_greedily(model5, x, mechanisms, budget=1.0, progress=False)
+propagate(mechanisms.rules(attended.positions, positions.argmax)), mechanisms.plot()
 from infoflow_lens.models.constructions import certified_model
 for name in ("memorization", "in_context_qa"):
     task = load_task(name, **({"n_sequences": 5} if name == "memorization" else {

@@ -155,7 +155,7 @@ def in_context_template_matching(
     """
     if form not in ("corrected", "printed"):
         raise InfoFlowError(f"form is {form!r}: expected 'corrected' or 'printed'")
-    check_positive("gain", gain, least=1)
+    check_positive("gain", gain, least=1.0)
     k, length, n = task.n_pairs, task.length, task.n_tokens
     step = length + 2
     rows = Rows(task.d_vocab, n, padding=step)
