@@ -1,9 +1,8 @@
 """What every task over token ids offers: names to read, splits that share no sequence."""
 
-import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -286,7 +285,7 @@ def _cuts(task: TokenTask) -> list[int]:
     return [0, *(int(keys[end]) for end in ends[:-1]), 2**64]
 
 
-# Draws and permutations
+# Draws and checks
 
 
 def draw_distinct(
@@ -299,11 +298,6 @@ def draw_distinct(
         for start in range(0, n, rows)
     ]
     return torch.cat(parts)
-
-
-def arrangements(choices: Iterable[int], k: int) -> Iterator[tuple[int, ...]]:
-    """All ordered selections of `k` different entries."""
-    return itertools.permutations(choices, k)
 
 
 def check_some_match(matches: Bool[Tensor, "batch pair"], what: str) -> Int[Tensor, " batch"]:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infoflow_lens import InfoFlowError
+from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.theory.comparison import (
     Branch,
     ComparisonTree,
@@ -250,3 +250,38 @@ def test_large_t_is_counted_without_large_memory():
 def test_bad_values_are_named(call, message):
     with pytest.raises(InfoFlowError, match=message):
         call()
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_kth_largest_is_the_best_subset(k):
+    """A tree over k-subsets by their minimum has C(T, k) leaves and keeps the k-th largest."""
+    task = load_task("kth_largest", n_tokens=6, k=k)
+    x, y = task.sample(40, seed=0)
+    subsets = [Leaf(s) for s in itertools.combinations(range(6), k)]
+
+    def smallest(tokens):
+        return tokens[..., 0].amin(dim=-1)
+
+    root = subsets[0]
+    for leaf in subsets[1:]:
+        root = Branch(root, leaf, smallest)
+    tree = ComparisonTree(root)
+    kept, made = tree.evaluate(x)
+    rows = torch.arange(40)[:, None]
+    assert x[rows, kept, 0].amin(dim=1, keepdim=True).equal(y)
+    profile = task.comparison
+    assert profile.dimension == profile.order == tree.dimension == k
+    assert made == profile.number(6, "paper")
+    assert made >= profile.number(6, "proved")
+
+
+def test_ranks_are_counted_from_the_nearer_end():
+    assert load_task("kth_largest", n_tokens=9, k=8).comparison.dimension == 2
+
+
+def test_a_question_is_compared_with_every_pair_of_the_context():
+    task = load_task("in_context_qa", n_pairs=5)
+    assert task.comparison.number(task.n_tokens, "paper") == 4
+    task = load_task("in_context_template_matching", n_pairs=3)
+    assert task.comparison.number(task.n_tokens, "proved") == 2
+    assert task.comparison.dimension == 11
