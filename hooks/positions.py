@@ -162,6 +162,35 @@ class PositionsResult(Result):
             raise InfoFlowError(f"ranks are {self.ranks}, without 1: probe with ranks=(1, ...)")
         return tuple(p[..., self.ranks.index(1)] for p in self.positions)
 
+    def summary(self, skip: int = 0) -> "pd.DataFrame":
+        """How position-like and how content-like each head's first choice is.
+
+        One row for each layer and head: shares of the (sample, query) pairs that have a choice,
+
+        - ``by_offset``, explained by one relative offset, which is ``offset`` (key minus query);
+        - ``by_index``, explained by one key position, which is ``index``;
+        - ``by_position``, explained by the position of the query alone: the most frequent key of
+          each query. No rule that looks at positions only explains more.
+        - ``by_content``, the rest: what must come from the tokens, over these inputs.
+
+        Args:
+            skip: queries at positions below it are left out, such as BOS, whose choice is forced.
+
+        Raises:
+            InfoFlowError: if rank 1 was not probed, or `skip` leaves no query.
+        """
+        import pandas as pd
+
+        n_query = self.positions[0].shape[2]
+        if not 0 <= skip < n_query:
+            raise InfoFlowError(f"skip is {skip}: expected 0 to {n_query - 1}, so that some stay")
+        rows = []
+        for layer, chosen in enumerate(self.argmax):
+            for head, keys in enumerate(chosen[:, :, skip:].long().unbind(dim=1)):
+                shares = _explained(keys, skip)
+                rows.append({"layer": layer, "head": head, **shares})
+        return pd.DataFrame(rows)
+
     def to_frame(self) -> "pd.DataFrame":
         """One row for each layer, sample, head, query and rank."""
         import pandas as pd
@@ -204,6 +233,32 @@ class PositionsResult(Result):
             labels={"x": "key", "y": "query", "color": "frequency", "facet_col": "head"},
             title=f"First choice of the heads of layer {layer}",
         )
+
+
+def _explained(keys: Int[Tensor, "sample query"], skip: int) -> dict[str, float]:
+    """Shares of choices that one offset, one key, or one key for each query explain."""
+    query = torch.arange(skip, skip + keys.shape[1]).expand_as(keys)
+    defined = keys >= 0
+    total = int(defined.sum())
+    if total == 0:
+        return dict.fromkeys(
+            ("by_offset", "offset", "by_index", "index", "by_position", "by_content"), math.nan
+        )
+    offsets, offset_counts = (keys - query)[defined].unique(return_counts=True)
+    indices, index_counts = keys[defined].unique(return_counts=True)
+    by_query = torch.zeros(keys.shape[1], int(keys.max()) + 1)
+    by_query.index_put_(
+        ((query - skip)[defined], keys[defined]), torch.ones(total), accumulate=True
+    )
+    by_position = float(by_query.amax(dim=1).sum()) / total
+    return {
+        "by_offset": int(offset_counts.max()) / total,
+        "offset": float(offsets[offset_counts.argmax()]),
+        "by_index": int(index_counts.max()) / total,
+        "index": float(indices[index_counts.argmax()]),
+        "by_position": by_position,
+        "by_content": 1 - by_position,
+    }
 
 
 class PositionsProbe(Probe[PositionsResult]):

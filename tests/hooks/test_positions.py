@@ -1,6 +1,7 @@
 """Attended positions: ranked by score, ties to the lowest index, masked keys never."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from infoflow_lens.hooks.positions import rank_keys
 from infoflow_lens import InfoFlowError, PositionsProbe, run_probes
 from tests.conftest import HEADS, N_TOKENS, make_token_model
 from tests.reference import ranking
+from tests.reference.induction import induction_model, repeated_segments
 
 
 @st.composite
@@ -130,3 +132,39 @@ def test_ranks_beyond_the_keys_are_refused_before_the_model_runs(model, inputs):
     with pytest.raises(InfoFlowError, match=f"rank {N_TOKENS + 1} is beyond the number of keys"):
         run_probes(model, inputs, [probe], progress=False)
     assert probe.n_sequences == 0
+
+
+def test_the_summary_counts_what_positions_explain(model, inputs):
+    (result,) = run_probes(model, inputs, [PositionsProbe((1,))], progress=False)
+    frame = result.summary(skip=2)
+    assert len(frame) == 7
+    for row in frame.to_dict("records"):
+        keys = result.argmax[row["layer"]][:, row["head"], 2:].tolist()
+        pairs = [(q + 2, k) for sequence in keys for q, k in enumerate(sequence)]
+        offsets = Counter(k - q for q, k in pairs)
+        indices = Counter(k for _, k in pairs)
+        best = [Counter(k for q, k in pairs if q == query) for query in range(2, 8)]
+        explained = sum(counts.most_common(1)[0][1] for counts in best) / len(pairs)
+        assert row["by_offset"] == pytest.approx(offsets.most_common(1)[0][1] / len(pairs))
+        assert offsets[row["offset"]] == offsets.most_common(1)[0][1]
+        assert row["by_index"] == pytest.approx(indices.most_common(1)[0][1] / len(pairs))
+        assert row["by_position"] == pytest.approx(explained)
+        assert row["by_content"] == pytest.approx(1 - explained)
+
+
+def test_a_previous_token_head_is_position_like_and_a_matching_head_is_not():
+    model = induction_model(n_vocab=11, n_ctx=9)
+    tokens, _ = repeated_segments(11, 200)
+    (result,) = run_probes(model, tokens, [PositionsProbe((1,))], progress=False)
+    previous, matching = result.summary(skip=6).to_dict("records")
+    assert (previous["by_offset"], previous["offset"]) == (1, -1)
+    assert previous["by_content"] == 0
+    assert matching["by_content"] > 0.3
+
+
+def test_a_summary_needs_rank_1_and_a_query(model, inputs):
+    (result,) = run_probes(model, inputs, [PositionsProbe((2,))], progress=False)
+    with pytest.raises(InfoFlowError, match="without 1"):
+        result.summary()
+    with pytest.raises(InfoFlowError, match="skip is 8"):
+        result.summary(skip=8)

@@ -129,7 +129,11 @@ def template_matching_one_layer(
 
 
 def in_context_template_matching(
-    task: InContextTemplateMatching, *, form: ContextForm = "corrected", gain: float = 1.0
+    task: InContextTemplateMatching,
+    *,
+    form: ContextForm = "corrected",
+    gain: float = 1.0,
+    read_all: bool = False,
 ) -> AttentionOnly:
     """Three ReLU layers of 1, 1 and 2 l heads that answer by template (Theorem 6).
 
@@ -140,6 +144,11 @@ def in_context_template_matching(
     l + i look for a positive and a negative entry i. The right logit is 1; others are at most 1 -
     gain / l.
 
+    So the last position reads the blocks that do not match and rules their answers out; it does not
+    look at the matching one. With `read_all` layer 3 has a small score for every word of the
+    context on top, which lowers all logits of the context alike: the right logit is 3/4, others
+    lower by nearly gain / l or 0 [derived].
+
     Corrected in the printed text: the lower-left block of W_QK of layer 1 must be 0; -1 in place of
     -infinity; the template stands in the first l of the l + 2 rows R, so layer 3 must read those,
     and against the sign's position row instead of its own rows R; layer 2 must send answers to the
@@ -149,6 +158,7 @@ def in_context_template_matching(
         task: the task.
         form: "corrected", or "printed", the weights of the text, kept to show that they fail.
         gain: g, factor on layer 3; 1 gives margin 1/l, l gives margin 1.
+        read_all: whether the last position reads the matching block, too.
 
     Raises:
         InfoFlowError: for an unknown form, or a gain below 1.
@@ -182,6 +192,13 @@ def in_context_template_matching(
         third = [(row, sign * row) for row, sign in compared]
     else:
         third = [(rows.units([rows.rest[i]]), sign * last) for i, sign in signs]
+    if read_all:
+        context = rows.units([rows.positions[p] for p in task._word_positions()[:-1].flatten()])
+        everywhere = context.sum(dim=1, keepdim=True) / (4 * gain * length)
+        third = [
+            (torch.cat([shown, everywhere], dim=1), torch.cat([asked, last], dim=1))
+            for shown, asked in third
+        ]
     key, query = rows.by_position(alpha)
     tokens = rows.units(rows.tokens)
     others = rows.units(range(task.d_vocab, rows.d_model))

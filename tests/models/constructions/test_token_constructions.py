@@ -40,6 +40,7 @@ EXACT = [
         0.199,
     ),
     ("in_context_template_matching", {"gain": 2.0}, ICTM, {"length": 2}, 0.999),
+    ("in_context_template_matching", {"read_all": True}, ICTM, {"n_pairs": 3}, 0.18),
 ]
 NAMES = sorted({case[0] for case in EXACT})
 
