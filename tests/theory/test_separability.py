@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infoflow_lens import InfoFlowError
-from infoflow_lens.theory import separability
+from infoflow_lens.theory import separation
 from infoflow_lens.theory.separability import (
     check_witness,
     dependence,
@@ -245,8 +245,8 @@ def test_linear_programs_alone_give_the_same_verdict(seed, monkeypatch):
         hinges[np.arange(len(problem)), problem.y] = 0
         return np.zeros((len(problem.sequences.features), problem.n_classes)), hinges
 
-    monkeypatch.setattr(separability, "_descend", no_descent)
-    monkeypatch.setattr(separability, "_MOST_PAIRS", 5)
+    monkeypatch.setattr(separation, "_descend", no_descent)
+    monkeypatch.setattr(separation, "_MOST_PAIRS", 5)
     rng = random.Random(seed)
     x = [[rng.randrange(4 + seed % 3) for _ in range(4)] + [7] for _ in range(40)]
     y = [rng.randrange(4) for _ in x]
