@@ -30,12 +30,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.theory.information_sets import (
-    GlobalAggregation,
-    MaxPosition,
-    Rule,
-    SpecificPositions,
-)
+from infoflow_lens.theory.information_sets import MaxPosition, Rule, SpecificPositions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -222,12 +217,7 @@ class MechanismsResult(Result):
                     least = share * mean.amax(dim=-1, keepdim=True)
                     rules.append(SpecificPositions((mean >= least) & (mean > 0)))
                 elif name == "global":
-                    everywhere = mean.sum(dim=-1) > 0
-                    causal = (mean > 0).sum(dim=-1) < mean.shape[-1]
-                    if bool((everywhere & causal).any()):  # all keys that the mask allows
-                        rules.append(SpecificPositions(mean > 0))
-                    else:
-                        rules.append(GlobalAggregation(everywhere))
+                    rules.append(SpecificPositions(mean > 0))  # every key that is allowed
                 elif name != "own_position":
                     rules.append(MaxPosition(attended[layer][:, head : head + 1]))
             layers.append(rules)

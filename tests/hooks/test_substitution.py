@@ -154,6 +154,18 @@ def test_rules_follow_the_mechanisms():
             assert sets.of(1, row, t) == {t - 1, t, match, match + 1}
 
 
+def test_rules_of_heads_by_position_hold_what_they_read():
+    for name, size in (("global_mean", 16), ("position_sum", 3)):
+        model, task = build_construction(name)
+        x, _ = task.sample(40, seed=0)
+        result = measure_mechanisms(model, x, progress=False)
+        positions, attended = run_probes(
+            model, x, [PositionsProbe(), AttendedProbe()], progress=False
+        )
+        sets = propagate(result.rules(attended.positions, positions.argmax), 16)
+        assert sets.members[0, :, -1].sum(dim=1).eq(size).all()
+
+
 def test_heads_without_a_mechanism_stay_soft(model, inputs):
     result = measure_mechanisms(model, inputs, threshold=0.0, progress=False)
     assert {name for layer in result.mechanisms(0.0) for name in layer} == {"soft"}
