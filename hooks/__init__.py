@@ -3,6 +3,7 @@
 from infoflow_lens.hooks.attach import AttachedProbes, attach, run_probes
 from infoflow_lens.hooks.attended import AttendedProbe, AttendedResult
 from infoflow_lens.hooks.influence import InfluenceResult, JacobianInfluence, ResampleInfluence
+from infoflow_lens.hooks.inspection import ModelCapabilities, inspect_model
 from infoflow_lens.hooks.positions import PositionsProbe, PositionsResult
 from infoflow_lens.hooks.probe import Probe, Split
 from infoflow_lens.hooks.recovery import RecoveryProbe, RecoveryResult
@@ -23,6 +24,7 @@ __all__ = [
     "JacobianInfluence",
     "JointReplacement",
     "MechanismsResult",
+    "ModelCapabilities",
     "PositionsProbe",
     "PositionsResult",
     "Probe",
@@ -32,6 +34,7 @@ __all__ = [
     "Result",
     "Split",
     "attach",
+    "inspect_model",
     "measure_mechanisms",
     "replace_greedily",
     "run_probes",

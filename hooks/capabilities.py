@@ -4,6 +4,7 @@ TransformerLens ignores some hook names that never fire and omits others by arch
 names are resolved here, before work starts.
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,6 +106,11 @@ def state_sum(activations: Mapping[str, Tensor], names: tuple[str, ...]) -> Tens
 def reads_vectors(model: nn.Module) -> bool:
     """Whether the model reads real vectors, which ``hook_tokens`` shows, instead of token ids."""
     return bool(getattr(model, "reads_vectors", False))
+
+
+def starts_at_layers(model: nn.Module) -> bool:
+    """Whether a forward pass of the model can start at a layer, from its residual stream."""
+    return "start_at_layer" in inspect.signature(type(model).forward).parameters
 
 
 def key_count(model: nn.Module, n_tokens: int) -> int:

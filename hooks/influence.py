@@ -1,6 +1,5 @@
 """Which inputs a state does depend on: Jacobians, resample ablation, and the sets they give."""
 
-import inspect
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ from infoflow_lens.hooks.capabilities import (
     hook_name,
     layer_count,
     reads_vectors,
+    starts_at_layers,
     state_hooks,
     state_sum,
     token_hook,
@@ -186,7 +186,7 @@ class StateInfluence(Probe[InfluenceResult]):
                 "aside of the residual stream: the forward pass cannot be repeated from it; "
                 f"{type(self).__name__} does not support this model"
             )
-        if "start_at_layer" not in inspect.signature(type(model).forward).parameters:
+        if not starts_at_layers(model):
             raise InfoFlowError(
                 f"{type(model).__name__} cannot start at a layer: expected a HookedTransformer; "
                 f"{type(self).__name__} does not support this model"

@@ -5,7 +5,6 @@ output stays as it is when a head's pattern is replaced by one of them, that mec
 the head needs on these inputs.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from infoflow_lens.hooks.capabilities import (
     pattern_hook,
     reads_vectors,
     scores_hook,
+    starts_at_layers,
 )
 from infoflow_lens.hooks.probe import own_pass
 from infoflow_lens.hooks.result import Result
@@ -477,7 +477,7 @@ def _metric_of(
     for position in read or ():
         if not -n_pos <= position < n_pos:
             raise InfoFlowError(f"read has position {position}: expected {-n_pos} to {n_pos - 1}")
-    if "start_at_layer" not in inspect.signature(type(model).forward).parameters:
+    if not starts_at_layers(model):
         raise InfoFlowError(
             f"{type(model).__name__} cannot start at a layer: expected a HookedTransformer; "
             "patterns of this model cannot be replaced here"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from infoflow_lens.hooks import RecoveryProbe as RecoveryProbe
     from infoflow_lens.hooks import ResampleInfluence as ResampleInfluence
     from infoflow_lens.hooks import attach as attach
+    from infoflow_lens.hooks import inspect_model as inspect_model
     from infoflow_lens.hooks import measure_mechanisms as measure_mechanisms
     from infoflow_lens.hooks import replace_greedily as replace_greedily
     from infoflow_lens.hooks import run_probes as run_probes
@@ -60,6 +61,7 @@ _HOMES = {
     "dataset_card": "tasks",
     "dependence": "theory",
     "estimate": "theory.estimate",
+    "inspect_model": "hooks",
     "learns": "theory",
     "list_constructions": "models.constructions",
     "list_tasks": "tasks",

@@ -71,6 +71,7 @@ coverage_curve(positions.positions, influence.influence).to_frame()
 mechanisms = measure_mechanisms(model5, x, progress=False)
 replace_greedily(model5, x, mechanisms, budget=1.0, progress=False)
 propagate(mechanisms.rules(attended.positions, positions.argmax)), mechanisms.plot()
+inspect_model(model5, x).to_frame(), positions.summary()
 from infoflow_lens.models.constructions import certified_model
 for name in ("memorization", "in_context_qa"):
     task = load_task(name, **({"n_sequences": 5} if name == "memorization" else {
