@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError, load_model
+from infoflow_lens import InfoFlowError, load_model, measure_mechanisms
 from infoflow_lens.experiments.demo import DemoConfig, run_demo
 from infoflow_lens.training import evaluate
 
@@ -100,7 +100,8 @@ def mean(heads):
 @pytest.mark.acceptance
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_what_first_light_promises(seed, tmp_path):
-    summary = run_demo(tmp_path, DemoConfig(seed=seed), progress=False).summary
+    config = DemoConfig(seed=seed)
+    summary = run_demo(tmp_path, config, progress=False).summary
     assert summary["nmse"] <= 3e-3
     recovery = summary["recovery"]
     assert mean(recovery["rank1"]["trained"]) <= 0.6 * mean(recovery["rank1"]["initial"])
@@ -108,3 +109,8 @@ def test_what_first_light_promises(seed, tmp_path):
     assert 0.3 <= summary["agreement"]["initial"]["cls"]["auroc"] <= 0.7
     assert summary["agreement"]["trained"]["cls"]["auroc"] >= 0.97
     assert summary["coverage"]["trained"] >= 0.95
+    # four tokens, four heads that retrieve one each, in whichever layer
+    mechanisms = measure_mechanisms(
+        load_model(tmp_path / "model"), config.task().sample(300, seed=5)[0], progress=False
+    ).mechanisms()
+    assert sum(layer.count("max_position") for layer in mechanisms) == config.n_components
