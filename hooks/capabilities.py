@@ -5,11 +5,11 @@ names are resolved here, before work starts.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -125,6 +125,28 @@ def token_hook(model: nn.Module) -> str:
     model over token ids, their embeddings [batch, pos, d_model].
     """
     return hook_name(model, TOKENS if reads_vectors(model) else "hook_embed")
+
+
+def unmasked(scores: Float[Tensor, "*query key"]) -> Bool[Tensor, "*query key"]:
+    """The keys that may be attended to: not -inf, nor the lowest finite value used in its place."""
+    return scores > torch.finfo(scores.dtype).min
+
+
+def run_catching(
+    model: nn.Module, inputs: Tensor, names: Iterable[str]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of a forward pass, and what fired at hook points, by the names that were asked."""
+    caught: dict[str, Tensor] = {}
+
+    def catch(name: str) -> Callable[..., None]:
+        def hook_fn(activation: Tensor, hook: Any) -> None:
+            caught[name] = activation.detach()
+
+        return hook_fn
+
+    with model.hooks(fwd_hooks=[(name, catch(name)) for name in names]):  # type: ignore[operator]
+        output: Tensor = model(inputs)
+    return output, caught
 
 
 def check_scores(scores: Float[Tensor, "batch head query key"], name: str, sequence: int) -> None:

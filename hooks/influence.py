@@ -145,12 +145,17 @@ class StateInfluence(Probe[InfluenceResult]):
     What it keeps grows with the sequences, since every one has its own result.
     """
 
-    def __init__(self, state: str, source_layer: int | None, through_hooks: bool) -> None:
+    def __init__(
+        self, state: str, source_layer: int | None, chunk_size: int, through_hooks: bool
+    ) -> None:
         super().__init__()
         if state not in ("post_attention", "resid_post"):
             raise InfoFlowError(f"state is {state!r}: expected 'post_attention' or 'resid_post'")
         self.state = state
         self.source_layer = source_layer
+        if chunk_size < 1:
+            raise InfoFlowError(f"chunk_size is {chunk_size}: expected at least 1")
+        self.chunk_size = chunk_size
         self.through_hooks = through_hooks
         self._layers: tuple[int, ...] = ()
         self._influence: list[Tensor] = []
@@ -307,10 +312,7 @@ class JacobianInfluence(StateInfluence):
         chunk_size: int = 16,
         through_hooks: bool = False,
     ) -> None:
-        super().__init__(state, source_layer, through_hooks)
-        if chunk_size < 1:
-            raise InfoFlowError(f"chunk_size is {chunk_size}: expected at least 1")
-        self.chunk_size = chunk_size
+        super().__init__(state, source_layer, chunk_size, through_hooks)
 
     def _measure(
         self,
@@ -382,7 +384,7 @@ class ResampleInfluence(StateInfluence):
         chunk_size: int = 2048,
         through_hooks: bool = False,
     ) -> None:
-        super().__init__(state, source_layer, through_hooks)
+        super().__init__(state, source_layer, chunk_size, through_hooks)
         if not isinstance(donors, Tensor) or donors.ndim < 2 or len(donors) == 0:
             shape = tuple(donors.shape) if isinstance(donors, Tensor) else type(donors).__name__
             raise InfoFlowError(
@@ -396,11 +398,8 @@ class ResampleInfluence(StateInfluence):
             raise InfoFlowError(
                 f"aggregate is {aggregate!r}: expected 'median', 'mean', or a quantile from 0 to 1"
             )
-        if chunk_size < 1:
-            raise InfoFlowError(f"chunk_size is {chunk_size}: expected at least 1")
         self.donors = donors
         self.aggregate = aggregate
-        self.chunk_size = chunk_size
 
     def config(self) -> Mapping[str, Any]:
         """The settings, as JSON-compatible values."""

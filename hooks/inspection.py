@@ -1,11 +1,18 @@
 """What a model can be asked, found out by running it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from infoflow_lens.hooks.capabilities import check_inputs, layer_count, starts_at_layers
+from infoflow_lens.hooks.capabilities import (
+    check_inputs,
+    layer_count,
+    reads_vectors,
+    run_catching,
+    starts_at_layers,
+    unmasked,
+)
 from infoflow_lens.hooks.probe import own_pass
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
@@ -173,7 +180,7 @@ def inspect_model(model: nn.Module, example_input: Tensor) -> ModelCapabilities:
         if f"blocks.{layer}.{point}" in known
     ]
     with eval_mode(model), own_pass():
-        caught, output = _run(model, inputs, wanted)
+        output, caught = run_catching(model, inputs, wanted)
         if not output.isfinite().all():
             raise InfoFlowError(
                 "the output holds NaN or infinity on the example input: expected numbers; look for "
@@ -196,7 +203,7 @@ def inspect_model(model: nn.Module, example_input: Tensor) -> ModelCapabilities:
     return ModelCapabilities(
         kind=type(model).__name__,
         layers=tuple(layers),
-        reads_vectors=bool(getattr(model, "reads_vectors", False)),
+        reads_vectors=reads_vectors(model),
         starts_at_layers=starts_at_layers(model),
         dtype=str(first.dtype).removeprefix("torch."),
         device=", ".join(devices),
@@ -206,29 +213,14 @@ def inspect_model(model: nn.Module, example_input: Tensor) -> ModelCapabilities:
     )
 
 
-def _run(model: nn.Module, inputs: Tensor, names: list[str]) -> tuple[dict[str, Tensor], Tensor]:
-    """What fires at hook points, and the output."""
-    caught: dict[str, Tensor] = {}
-
-    def catch(name: str) -> Callable[..., None]:
-        def hook_fn(activation: Tensor, hook: Any) -> None:
-            caught[name] = activation.detach()
-
-        return hook_fn
-
-    with model.hooks(fwd_hooks=[(name, catch(name)) for name in names]):  # type: ignore[operator]
-        output: Tensor = model(inputs)
-    return caught, output
-
-
 def _edited(model: nn.Module, inputs: Tensor, name: str) -> Tensor:
     """The output with random numbers, as large as the activation's, added to an activation."""
     generator = torch.Generator().manual_seed(0)
 
     def edit(activation: Tensor, hook: Any) -> Tensor:
         noise = torch.randn(activation.shape, generator=generator).to(activation)
-        unmasked = activation > torch.finfo(activation.dtype).min
-        return activation + noise * (activation[unmasked].abs().max() + 1) * unmasked
+        moved = unmasked(activation)
+        return activation + noise * (activation[moved].abs().max() + 1) * moved
 
     with model.hooks(fwd_hooks=[(name, edit)]):  # type: ignore[operator]
         output: Tensor = model(inputs)
@@ -268,7 +260,7 @@ def _allowed(
 ) -> Bool[Tensor, "query key"]:
     """The keys that some query of some sequence may attend to."""
     if scores is not None and carries == "scores":
-        return (scores > torch.finfo(scores.dtype).min).flatten(0, 1).any(dim=0)
+        return unmasked(scores).flatten(0, 1).any(dim=0)
     return (pattern > 0).flatten(0, 1).any(dim=0)
 
 

@@ -12,6 +12,7 @@ from infoflow_lens.hooks.capabilities import (
     check_scores,
     layer_count,
     scores_hook,
+    unmasked,
 )
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
@@ -54,10 +55,10 @@ def rank_keys(scores: Float[Tensor, "*query key"], ranks: Sequence[int]) -> Rank
     keys is undefined. A mask of another value, -1e9 say, cannot be told from a score.
     """
     scores = scores.detach()
-    masked = scores <= torch.finfo(scores.dtype).min
-    scores = scores.float().masked_fill(masked, -torch.inf)
+    may_attend = unmasked(scores)
+    scores = scores.float().masked_fill(~may_attend, -torch.inf)
     remaining = scores.clone()
-    allowed = (~masked).sum(dim=-1)
+    allowed = may_attend.sum(dim=-1)
     n_keys = scores.shape[-1]
     positions, margins, ties = [], [], []
     value, where = remaining.max(dim=-1)
@@ -89,7 +90,7 @@ def rank_supported_keys(scores: Float[Tensor, "*query key"], ranks: Sequence[int
     """
     ranked = rank_keys(scores, ranks)
     if not (ranked.positions.flatten(0, -2).amax(dim=0) >= 0).all():
-        allowed = (scores > torch.finfo(scores.dtype).min).sum(dim=-1)
+        allowed = unmasked(scores).sum(dim=-1)
         check_rank_support(ranks, int(allowed.max()))
     return ranked
 
@@ -311,6 +312,7 @@ class PositionsProbe(Probe[PositionsResult]):
 
     def _merge(self, other: "PositionsProbe") -> None:
         self._ranked.extend(other._ranked)
+        self._is_relu = other._is_relu
 
     def _result(self) -> PositionsResult:
         layers = [

@@ -18,8 +18,10 @@ from infoflow_lens.hooks.capabilities import (
     layer_count,
     pattern_hook,
     reads_vectors,
+    run_catching,
     scores_hook,
     starts_at_layers,
+    unmasked,
 )
 from infoflow_lens.hooks.probe import own_pass
 from infoflow_lens.hooks.result import Result
@@ -130,7 +132,7 @@ def substituted(
 
     def remember(layer: int) -> Callable[..., None]:
         def hook_fn(scores: Tensor, hook: Any) -> None:
-            masks[layer] = scores > torch.finfo(scores.dtype).min
+            masks[layer] = unmasked(scores)
 
         return hook_fn
 
@@ -492,14 +494,8 @@ def _head_counts(model: nn.Module) -> list[int]:
 
 def _reference(model: nn.Module, batch: Tensor) -> tuple[Tensor, list[Tensor]]:
     """The output, and what enters every layer."""
-    caught: dict[str, Tensor] = {}
     names = [hook_name(model, f"blocks.{i}.hook_resid_pre") for i in range(layer_count(model))]
-
-    def catch(activation: Tensor, hook: Any) -> None:
-        caught[hook.name] = activation
-
-    with model.hooks(fwd_hooks=[(name, catch) for name in names]):  # type: ignore[operator]
-        output = model(batch)
+    output, caught = run_catching(model, batch, names)
     check_finite(output, "the output", 0)
     return output, [caught[name] for name in names]
 
@@ -512,13 +508,9 @@ def _mean_patterns(
     advance: Callable[[int], None],
 ) -> list[Float[Tensor, "_head query key"]]:
     names = [pattern_hook(model, layer) for layer in range(layer_count(model))]
-    sums: dict[str, Tensor] = {}
-
-    def add(pattern: Tensor, hook: Any) -> None:
-        sums[hook.name] = sums.get(hook.name, 0) + pattern.double().sum(dim=0)
-
-    with model.hooks(fwd_hooks=[(name, add) for name in names]):  # type: ignore[operator]
-        for batch in inputs.split(batch_size):
-            model(batch.to(device))
-            advance(len(batch))
-    return [sums[name] / len(inputs) for name in names]
+    sums: dict[str, Tensor | float] = dict.fromkeys(names, 0.0)
+    for batch in inputs.split(batch_size):
+        for name, pattern in run_catching(model, batch.to(device), names)[1].items():
+            sums[name] = sums[name] + pattern.double().sum(dim=0)
+        advance(len(batch))
+    return [torch.as_tensor(sums[name]) / len(inputs) for name in names]

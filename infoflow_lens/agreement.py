@@ -185,6 +185,13 @@ def coverage(
     return _mean((predicted & active).sum(1) / active.sum(1))
 
 
+def _check_norms(influence: Tensor) -> None:
+    if not influence.isfinite().all() or (influence < 0).any():
+        raise InfoFlowError(
+            "measured influence is negative, infinite or NaN somewhere: expected norms >= 0"
+        )
+
+
 def compare(
     predicted: InformationSets,
     measured: Float[Tensor, "layer batch pos source"] | InformationSets,
@@ -213,10 +220,7 @@ def compare(
             f"{tuple(scores.shape)}: expected the same [layer, batch, pos, source]; probe and "
             "predict the same inputs"
         )
-    if not scores.isfinite().all() or (scores < 0).any():
-        raise InfoFlowError(
-            "measured influence is negative, infinite or NaN somewhere: expected norms >= 0"
-        )
+    _check_norms(scores)
     measured_sets = influence_sets(scores, threshold).members
     n_layers, n_batch, n_pos, n_source = scores.shape
     if active is not None and (active.shape != (n_batch, n_source) or active.dtype != torch.bool):
@@ -309,8 +313,7 @@ def coverage_curve(
             f"{tuple(influence.shape)}: expected [batch, head, pos, rank] for each of its "
             f"{n_layers} layers, with batch {batch} and {n_pos} positions"
         )
-    if not influence.isfinite().all() or (influence < 0).any():
-        raise InfoFlowError("influence is negative, infinite or NaN somewhere: expected norms >= 0")
+    _check_norms(influence)
     candidate = torch.ones(batch * n_pos, n_source, dtype=torch.bool)
     layers, last, size = [], [], []
     for k in range(1, min(layer.shape[-1] for layer in positions) + 1):

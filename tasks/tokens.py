@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import datasets
 import numpy as np
 import torch
-from infoflow_lens.tasks.task import Split, Task
+from infoflow_lens.tasks.task import Split, Task, check_count
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -316,13 +316,11 @@ def check_some_match(matches: Bool[Tensor, "batch pair"], what: str) -> Int[Tens
     return matches.to(torch.int64).argmax(dim=1)
 
 
-def check_sizes(task: Any, names: Sequence[str], least: int = 1) -> None:
-    """Refuse sizes of a task that are no integers of at least `least`.
+def check_sizes(task: Any, names: Sequence[str]) -> None:
+    """Refuse sizes of a task that are no integers of at least 1.
 
     Raises:
         InfoFlowError: naming the first.
     """
     for name in names:
-        value = getattr(task, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise InfoFlowError(f"{name} is {value!r}: expected an integer of at least {least}")
+        check_count(getattr(task, name), name)

@@ -305,12 +305,16 @@ def build_model(
         return VectorTransformer(architecture, device)
 
 
-def zero_model(architecture: Architecture) -> VectorTransformer:
-    """A model whose weights are all zero, for weights that are set by hand."""
-    model = build_model(architecture)
+def _zero_weights(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
+
+
+def zero_model(architecture: Architecture) -> VectorTransformer:
+    """A model whose weights are all zero, for weights that are set by hand."""
+    model = build_model(architecture)
+    _zero_weights(model)
     return model
 
 
@@ -348,9 +352,7 @@ def zero_token_model(
     )
     with _knowing_of_version_4():
         model = HookedTransformer(cfg)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    _zero_weights(model)
     set_attention(model, attention)
     return model
 
