@@ -1,17 +1,22 @@
 """Putting probes on a model: in the user's own loop, or over given inputs."""
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from infoflow_lens.hooks.capabilities import check_inputs, key_count, layer_count
-from infoflow_lens.hooks.probe import NamedHook, Probe, Split, inside_own_pass
+import torch
+from infoflow_lens.hooks.capabilities import key_count, layer_count, starts_at_layers
+from infoflow_lens.hooks.inputs import Batch, Batches, Inputs, call_inputs, read_inputs
+from infoflow_lens.hooks.own import inside_own_pass
+from infoflow_lens.hooks.probe import NamedHook, Probe, Split
 from infoflow_lens.hooks.result import Result
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
+from infoflow_lens.foundation.record import model_fingerprint
 
 
 class AttachedProbes(Sequence[Probe[Any]]):
@@ -20,6 +25,8 @@ class AttachedProbes(Sequence[Probe[Any]]):
     def __init__(self, probes: tuple[Probe[Any], ...], split: Split) -> None:
         self._probes = probes
         self._split = split
+        self._done: list[Probe[Any]] = []  # probes that took the last pass in
+        self._only: Sequence[Probe[Any]] = probes  # probes that take passes in
 
     def __getitem__(self, index: Any) -> Any:
         return self._probes[index]
@@ -76,7 +83,7 @@ def attach(model: nn.Module, *probes: Probe[Any], eval_every: int = 5) -> Iterat
     Raises:
         InfoFlowError: if there is no probe, one is attached already, `eval_every` is below 2, or
             the model lacks a hook point, before anything is attached; and from the model's call for
-            an attention mask that masks (padding is not supported) or what a probe refuses.
+            an attention mask that the model ignores, or what a probe refuses.
     """
     if not probes:
         raise InfoFlowError("no probes to attach: expected at least one, as in attach(model, p)")
@@ -88,30 +95,28 @@ def attach(model: nn.Module, *probes: Probe[Any], eval_every: int = 5) -> Iterat
         )
     _check_every(eval_every)
     split = Split(every=eval_every)
+    attached = AttachedProbes(probes, split)
+    known = model_fingerprint(model)  # once, as it reads all weights
     hooks: list[NamedHook] = [
-        pair for probe in probes for pair in probe._listen(model, lambda: None)
+        pair for probe in probes for pair in probe._listen(model, lambda: None, known)
     ]
     forward, outer = model.forward, model.__dict__.get("forward")
 
     def measured_forward(*args: Any, **kwargs: Any) -> Any:
         if inside_own_pass():
             return forward(*args, **kwargs)
-        mask = kwargs.get("attention_mask")
-        if isinstance(mask, Tensor) and not mask.bool().all():
-            raise InfoFlowError(
-                f"the attention_mask masks {int((~mask.bool()).sum())} positions: probes do not "
-                "support padding yet; run sequences of one length, or single ones, without a mask"
-            )
+        tokens, mask = call_inputs(model, args, kwargs)
+        attached._done.clear()
         for probe in probes:
             probe._collected.clear()
         try:
             output = forward(*args, **kwargs)
-        except BaseException:
+            for probe in attached._only:
+                probe._take_in(model, split, tokens, mask)
+                attached._done.append(probe)
+        finally:
             for probe in probes:
                 probe._collected.clear()
-            raise
-        for probe in probes:
-            probe._take_in(model, split)
         return output
 
     # run_with_hooks calls model.forward itself, so module hooks would not see every call
@@ -119,7 +124,7 @@ def attach(model: nn.Module, *probes: Probe[Any], eval_every: int = 5) -> Iterat
     _attached.update(ids)
     try:
         with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
-            yield AttachedProbes(probes, split)
+            yield attached
     finally:
         _attached.difference_update(ids)
         if outer is None:
@@ -137,28 +142,43 @@ def _check_every(eval_every: int) -> None:
 
 def run_probes(
     model: nn.Module,
-    inputs: Tensor,
+    inputs: Inputs,
     probes: Sequence[Probe[Any]],
-    eval_inputs: Tensor | None = None,
+    eval_inputs: Inputs | None = None,
     *,
+    attention_mask: Tensor | None = None,
+    column: str | None = None,
+    max_length: int | None = None,
     batch_size: int = 256,
     eval_every: int = 5,
+    skip: int = 0,
+    after_batch: Callable[[int], None] | None = None,
     progress: bool = True,
 ) -> tuple[Any, ...]:
     """Run `model` over `inputs` with `probes` on it, and return their results.
 
-    The model runs in eval mode and without gradients, and is left as it was found: its mode,
-    hooks, gradients and the random state. If you stop it (Ctrl-C), the probes keep every finished
-    batch: call their ``result()``.
+    The model runs in eval mode and without gradients, up to its last layer, and is left as it was
+    found: its mode, hooks, gradients and the random state. If you stop it (Ctrl-C), or something
+    fails, the probes keep every finished batch: call their ``result()``. If memory runs out, the
+    batch is halved once, with a warning.
 
     Args:
         model: a TransformerLens model.
-        inputs: vector tokens [n, pos, d_token] or token ids [n, pos].
+        inputs: vector tokens [n, pos, d_token] or token ids [n, pos]; a text or a list of texts;
+            a list of sequences of ids; a ``datasets.Dataset``; a DataLoader or another iterable of
+            batches of these. Sequences of different lengths are padded on the right, and padding
+            takes part in nothing.
         probes: what to measure.
         eval_inputs: sequences held out for evaluation; without them, every `eval_every`-th of
             `inputs` is (sequences eval_every - 1, 2 eval_every - 1, ...).
+        attention_mask: which positions of `inputs` are real [n, pos]; padding may stand on either
+            side.
+        column: of a dataset; default, the first of input_ids, tokens, text, x.
+        max_length: cut longer sequences of ids to so many tokens.
         batch_size: sequences in a forward pass.
         eval_every: see `eval_inputs`.
+        skip: sequences of `inputs` that the probes have seen already, to resume.
+        after_batch: called after every batch with the number of its sequences.
         progress: show a bar.
 
     Returns:
@@ -166,7 +186,7 @@ def run_probes(
 
     Raises:
         InfoFlowError: for bad inputs or a model that lacks what a probe needs, before the first
-            pass; and for NaN in activations.
+            pass; for NaN in activations, and for too little memory even for half a batch.
     """
     layer_count(model)  # is it a model at all?
     _check_every(eval_every)
@@ -174,30 +194,78 @@ def run_probes(
         raise InfoFlowError(f"batch_size is {batch_size}: expected at least 1")
     if isinstance(probes, Probe) or not all(isinstance(probe, Probe) for probe in probes):
         raise InfoFlowError(f"probes is {probes!r}: expected a list of probes, as in [p] or [p, q]")
-    check_inputs(model, inputs, "inputs")
-    parts = [("by_index" if eval_inputs is None else "fit", inputs)]
+    read = read_inputs(
+        model, inputs, attention_mask=attention_mask, column=column, max_length=max_length
+    )
+    parts: list[tuple[str, Batches]] = [("by_index" if eval_inputs is None else "fit", read)]
+    n_evaluate = None if read.n_sequences is None else read.n_sequences // eval_every
+    n_fit = None if read.n_sequences is None else read.n_sequences - (n_evaluate or 0)
     if eval_inputs is not None:
-        check_inputs(model, eval_inputs, "eval_inputs")
-        if eval_inputs.shape[1:] != inputs.shape[1:]:
-            raise InfoFlowError(
-                f"eval_inputs have shape {tuple(eval_inputs.shape[1:])} a sequence, inputs "
-                f"{tuple(inputs.shape[1:])}: expected the same"
-            )
-        parts.append(("evaluate", eval_inputs))
-    n_evaluate = len(inputs) // eval_every if eval_inputs is None else len(eval_inputs)
-    n_fit = len(inputs) - n_evaluate if eval_inputs is None else len(inputs)
-    for probe in probes:
-        probe.check(n_fit, n_evaluate, key_count(model, inputs.shape[1]))
-    total = sum(len(part) for _, part in parts)
-    device = next(model.parameters()).device
+        held_out = read_inputs(
+            model, eval_inputs, column=column, max_length=max_length, name="eval_inputs"
+        )
+        parts.append(("evaluate", held_out))
+        n_fit, n_evaluate = read.n_sequences, held_out.n_sequences
+    longest = [part.longest for _, part in parts if part.longest is not None]
+    if longest:
+        for probe in probes:
+            probe.check(n_fit, n_evaluate, key_count(model, max(longest)))
+    counts = [part.n_sequences for _, part in parts]
+    total = None if None in counts else sum(count or 0 for count in counts)
     with (
         eval_mode(model),
         attach(model, *probes, eval_every=eval_every) as attached,
-        progress_bar("probing", total, progress) as advance,
+        progress_bar("probing", total, progress, done=skip) as advance,
     ):
+        halved = False
         for mode, part in parts:
             with attached._mode(mode):
-                for batch in part.split(batch_size):
-                    model(batch.to(device))
+                for batch in part.batches(batch_size, skip if part is read else 0):
+                    for piece in batch.halves() if halved and len(batch) > 1 else (batch,):
+                        halved = _run(model, piece, attached, halved) or halved
                     advance(len(batch))
+                    if after_batch is not None:
+                        after_batch(len(batch))
     return attached.results()
+
+
+def _run(model: nn.Module, batch: Batch, attached: AttachedProbes, halved: bool) -> bool:
+    """Run a batch; where memory runs out, in two halves. Whether it had to be halved."""
+    # no probe looks at the logits, so where a pass can stop early it does
+    stop = {"stop_at_layer": layer_count(model)} if starts_at_layers(model) else {}
+    try:
+        batch.run(model, **stop)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        if halved or len(batch) == 1:
+            raise InfoFlowError(
+                f"memory ran out on a batch of {len(batch)} sequences: expected it to fit; use a "
+                "smaller batch_size or shorter sequences. The probes keep the batches before"
+            ) from error
+    else:
+        return False
+    warnings.warn(
+        f"memory ran out on a batch of {len(batch)} sequences: going on with half as many at a "
+        "time",
+        InfoFlowWarning,
+        stacklevel=3,
+    )
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    # a probe that took the batch in before memory ran out must not see it twice
+    attached._only = [probe for probe in attached if probe not in attached._done]
+    try:
+        for half in batch.halves():
+            _run(model, half, attached, halved=True)
+    finally:
+        attached._only = attached._probes
+    return True
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return (
+        isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        or "not enough memory" in str(error)
+        or "can't allocate memory" in str(error)
+    )

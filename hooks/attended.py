@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from infoflow_lens.hooks.capabilities import check_finite, layer_count, pattern_hook
-from infoflow_lens.hooks.positions import check_same_length
+from infoflow_lens.hooks.passes import Pass, padded_together
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
 from jaxtyping import Bool, Int
@@ -25,7 +25,7 @@ class AttendedResult(Result):
 
     Attributes:
         share: the least share of a row's largest weight that counts.
-        attended: bool [sample, head, query, key].
+        attended: bool [sample, head, query, key]; False for padding.
     """
 
     share: float
@@ -102,19 +102,13 @@ class AttendedProbe(Probe[AttendedResult]):
     def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
         return tuple(pattern_hook(model, layer) for layer in range(layer_count(model)))
 
-    def _update(
-        self,
-        model: nn.Module,
-        activations: Mapping[str, Tensor],
-        held_out: Bool[Tensor, " batch"],
-    ) -> None:
+    def _update(self, model: nn.Module, seen: Pass) -> None:
         layers = []
         for name in self._hook_points(model):
-            pattern = activations[name]
-            check_finite(pattern, name, self.n_sequences)
+            pattern = seen.activations[name]
+            check_finite(pattern, name, seen.first)
             largest = pattern.amax(dim=-1, keepdim=True)
             layers.append(((pattern > 0) & (pattern >= self.share * largest)).cpu())
-        check_same_length(self._attended[0][0] if self._attended else None, layers[0])
         self._attended.append(layers)
 
     def _merge(self, other: "AttendedProbe") -> None:
@@ -123,7 +117,10 @@ class AttendedProbe(Probe[AttendedResult]):
     def _result(self) -> AttendedResult:
         return AttendedResult(
             share=self.share,
-            attended=tuple(torch.cat(parts) for parts in zip(*self._attended, strict=True)),
+            attended=tuple(
+                padded_together(list(parts), (2, 3), False)
+                for parts in zip(*self._attended, strict=True)
+            ),
             record=self._run_record(),
             notes=self._notes(),
         )

@@ -19,10 +19,11 @@ from infoflow_lens.hooks.capabilities import (
     state_sum,
     token_hook,
 )
-from infoflow_lens.hooks.positions import check_same_length
-from infoflow_lens.hooks.probe import Probe, own_pass
+from infoflow_lens.hooks.own import own_pass
+from infoflow_lens.hooks.passes import Pass
+from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -233,12 +234,8 @@ class StateInfluence(Probe[InfluenceResult]):
 
         return states
 
-    def _update(
-        self,
-        model: nn.Module,
-        activations: Mapping[str, Tensor],
-        held_out: Bool[Tensor, " batch"],
-    ) -> None:
+    def _update(self, model: nn.Module, seen: Pass) -> None:
+        activations = seen.activations
         start = activations[self._start(model)]
         expected = [
             state_sum(activations, state_hooks(model, layer, self.state)) for layer in self._layers
@@ -248,7 +245,6 @@ class StateInfluence(Probe[InfluenceResult]):
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
         with own_pass(), hidden:
             influence = self._measure(model, self._states(model), start.clone(), expected)
-        check_same_length(self._influence[0] if self._influence else None, influence)
         self._influence.append(influence.cpu())
 
     def _check_rerun(self, values: tuple[Tensor, ...], expected: list[Tensor]) -> None:

@@ -13,7 +13,7 @@ from infoflow_lens.hooks.capabilities import (
     starts_at_layers,
     unmasked,
 )
-from infoflow_lens.hooks.probe import own_pass
+from infoflow_lens.hooks.own import own_pass
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 

@@ -1,22 +1,31 @@
 """Which key positions each head attends to most."""
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from infoflow_lens.hooks.capabilities import (
+    attention_hooks,
     attention_kind,
-    check_scores,
+    attention_scores,
+    check_finite,
     layer_count,
-    scores_hook,
-    unmasked,
+    pattern_hook,
 )
+from infoflow_lens.hooks.passes import Pass, padded_together
 from infoflow_lens.hooks.probe import Probe
+from infoflow_lens.hooks.ranking import (
+    Ranked,
+    check_positions,
+    check_rank_support,
+    check_ranks,
+    leaving_out,
+    rank_keys,
+)
 from infoflow_lens.hooks.result import Result
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -32,113 +41,6 @@ _RELU_NOTE = (
 )
 
 
-class Ranked(NamedTuple):
-    """Keys ranked by score, for each query; undefined entries are -1 (positions) or NaN (margins).
-
-    Attributes:
-        positions: key positions.
-        margins: score of the rank minus the score of the next rank; infinite where there is no
-            next key.
-        ties: how many other keys have exactly the score of this rank.
-    """
-
-    positions: Int[Tensor, "*query rank"]
-    margins: Float[Tensor, "*query rank"]
-    ties: Int[Tensor, "*query rank"]
-
-
-def rank_keys(scores: Float[Tensor, "*query key"], ranks: Sequence[int]) -> Ranked:
-    """The keys of the k-th largest scores, for each k in `ranks` (1 is the argmax).
-
-    Scores are compared in float32; ties go to the lowest position. Masked keys (-inf, or the
-    lowest finite value that some models use instead) are never chosen: a rank beyond the allowed
-    keys is undefined. A mask of another value, -1e9 say, cannot be told from a score.
-    """
-    scores = scores.detach()
-    may_attend = unmasked(scores)
-    scores = scores.float().masked_fill(~may_attend, -torch.inf)
-    remaining = scores.clone()
-    allowed = may_attend.sum(dim=-1)
-    n_keys = scores.shape[-1]
-    positions, margins, ties = [], [], []
-    value, where = remaining.max(dim=-1)
-    for rank in range(1, max(ranks) + 1):
-        remaining.scatter_(-1, where.unsqueeze(-1), -torch.inf)
-        # max returns the first of equal values, so ties go to the lowest position
-        next_value, next_where = remaining.max(dim=-1)
-        if rank in ranks:
-            defined = allowed >= rank
-            positions.append(where.masked_fill(~defined, -1))
-            margins.append((value - next_value).masked_fill(~defined, math.nan))
-            equal = (scores == value.unsqueeze(-1)).sum(dim=-1) - 1
-            ties.append(equal.masked_fill(~defined, 0))
-        value, where = next_value, next_where
-    order = [sorted(set(ranks)).index(rank) for rank in ranks]
-    dtype = torch.int16 if n_keys < 2**15 else torch.int32
-    return Ranked(
-        torch.stack(positions, dim=-1)[..., order].to(dtype),
-        torch.stack(margins, dim=-1)[..., order],
-        torch.stack(ties, dim=-1)[..., order].to(dtype),
-    )
-
-
-def rank_supported_keys(scores: Float[Tensor, "*query key"], ranks: Sequence[int]) -> Ranked:
-    """:func:`rank_keys`, where some query has every rank.
-
-    Raises:
-        InfoFlowError: if a rank exceeds the keys of all queries.
-    """
-    ranked = rank_keys(scores, ranks)
-    if not (ranked.positions.flatten(0, -2).amax(dim=0) >= 0).all():
-        allowed = unmasked(scores).sum(dim=-1)
-        check_rank_support(ranks, int(allowed.max()))
-    return ranked
-
-
-def check_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
-    """`ranks` as a tuple.
-
-    Raises:
-        InfoFlowError: unless they are different integers from 1 on.
-    """
-    try:
-        chosen = tuple(operator.index(rank) for rank in ranks)
-    except TypeError:
-        chosen = ()
-    if not chosen or min(chosen) < 1 or len(set(chosen)) != len(chosen):
-        raise InfoFlowError(
-            f"ranks are {ranks!r}: expected different integers of at least 1, such as (1, 2); "
-            "rank 1 is the argmax"
-        )
-    return chosen
-
-
-def check_rank_support(ranks: Sequence[int], n_keys: int) -> None:
-    """Refuse ranks that no query can have.
-
-    Raises:
-        InfoFlowError: if a rank exceeds the number of keys.
-    """
-    if max(ranks) > n_keys:
-        raise InfoFlowError(
-            f"rank {max(ranks)} is beyond the number of keys: the longest row of attention has "
-            f"{n_keys} keys; ask for ranks up to {n_keys}"
-        )
-
-
-def check_same_length(before: Tensor | None, now: Tensor) -> None:
-    """Refuse sequences of another length than before (axis 2), which could not be put together.
-
-    Raises:
-        InfoFlowError: with both lengths.
-    """
-    if before is not None and before.shape[2] != now.shape[2]:
-        raise InfoFlowError(
-            f"this batch has {now.shape[2]} positions, those before had {before.shape[2]}: "
-            "expected sequences of one length; use a probe for each length"
-        )
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PositionsResult(Result):
     """Attended positions, one tensor for each layer.
@@ -149,12 +51,20 @@ class PositionsResult(Result):
         margins: float [sample, head, query, rank], in units of attention scores; NaN where
             undefined, infinite where there is no next key.
         ties: int [sample, head, query, rank], other keys with exactly the same score.
+        lengths: int [sample], the positions of each sequence; entries of queries beyond are
+            undefined.
+        entropy: with spread, float [sample, head, query]: entropy of the row's weights as shares of
+            their sum, in nats; NaN where there is no weight. Empty without.
+        concentration: with spread, float [sample, head, query]: the share of the largest weight.
     """
 
     ranks: tuple[int, ...]
     positions: tuple[Int[Tensor, "sample _head query rank"], ...]
     margins: tuple[Float[Tensor, "sample _head query rank"], ...]
     ties: tuple[Int[Tensor, "sample _head query rank"], ...]
+    lengths: Int[Tensor, " sample"]
+    entropy: tuple[Float[Tensor, "sample _head query"], ...] = ()
+    concentration: tuple[Float[Tensor, "sample _head query"], ...] = ()
 
     @property
     def argmax(self) -> tuple[Int[Tensor, "sample _head query"], ...]:
@@ -174,6 +84,8 @@ class PositionsResult(Result):
           each query. No rule that looks at positions only explains more.
         - ``by_content``, the rest: what must come from the tokens, over these inputs.
 
+        With spread also the means of ``entropy`` and ``concentration`` over these queries.
+
         Args:
             skip: queries at positions below it are left out, such as BOS, whose choice is forced.
 
@@ -188,8 +100,13 @@ class PositionsResult(Result):
         rows = []
         for layer, chosen in enumerate(self.argmax):
             for head, keys in enumerate(chosen[:, :, skip:].long().unbind(dim=1)):
-                shares = _explained(keys, skip)
-                rows.append({"layer": layer, "head": head, **shares})
+                row = {"layer": layer, "head": head, **_explained(keys, skip)}
+                if self.entropy:
+                    row["entropy"] = float(self.entropy[layer][:, head, skip:].nanmean())
+                    row["concentration"] = float(
+                        self.concentration[layer][:, head, skip:].nanmean()
+                    )
+                rows.append(row)
         return pd.DataFrame(rows)
 
     def to_frame(self) -> "pd.DataFrame":
@@ -265,65 +182,117 @@ def _explained(keys: Int[Tensor, "sample query"], skip: int) -> dict[str, float]
 class PositionsProbe(Probe[PositionsResult]):
     """The key positions of the k largest attention scores, per layer, head and query.
 
-    s_i(t) of update rule (1) (Yu, Jiang, Bao, Li 2026, Sec. 5.1) is rank 1. Masked keys never
-    appear. What it keeps grows with the sequences, since the positions of each are the result:
-    a few bytes for each (layer, head, query, rank).
+    s_i(t) of update rule (1) (Yu, Jiang, Bao, Li 2026, Sec. 5.1) is rank 1. Masked keys and padding
+    never appear. Where a model shows the pattern in place of the scores, ranks come from the
+    pattern. What it keeps grows with the sequences, since the positions of each are the result: a
+    few bytes for each (layer, head, query, rank).
 
     Args:
         ranks: which ranks; 1 is the argmax.
+        without: key positions that are never ranked, such as (0,) for a BOS token that attention
+            rests on.
+        spread: measure the entropy and the concentration of each row of the pattern, too.
 
     Raises:
-        InfoFlowError: for ranks below 1, or beyond the number of keys.
+        InfoFlowError: for ranks below 1, or beyond the number of keys, or negative positions.
     """
 
-    def __init__(self, ranks: Sequence[int] = (1,)) -> None:
+    def __init__(
+        self, ranks: Sequence[int] = (1,), *, without: Sequence[int] = (), spread: bool = False
+    ) -> None:
         super().__init__()
         self.ranks = check_ranks(ranks)
+        self.without = check_positions(without)
+        self.spread = spread
         self._ranked: list[list[Ranked]] = []
+        self._spread: list[list[tuple[Tensor, Tensor]]] = []
+        self._lengths: list[Tensor] = []
         self._is_relu = False
 
     def config(self) -> Mapping[str, Any]:
         """The settings, as JSON-compatible values."""
-        return {"ranks": list(self.ranks)}
+        return {"ranks": list(self.ranks), "without": list(self.without), "spread": self.spread}
 
-    def check(self, n_fit: int, n_evaluate: int, n_keys: int) -> None:
+    def check(self, n_fit: int | None, n_evaluate: int | None, n_keys: int) -> None:
         """Refuse ranks and splits that the data do not allow; see :meth:`Probe.check`."""
-        check_rank_support(self.ranks, n_keys)
+        check_rank_support(self.ranks, n_keys - len([k for k in self.without if k < n_keys]))
 
     def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
         self._is_relu = attention_kind(model) == "relu"
-        return tuple(scores_hook(model, layer) for layer in range(layer_count(model)))
+        names: list[str] = []
+        for layer in range(layer_count(model)):
+            names += attention_hooks(model, layer)[0]
+            if self.spread:
+                names.append(pattern_hook(model, layer))
+        return tuple(names)
 
-    def _update(
-        self,
-        model: nn.Module,
-        activations: Mapping[str, Tensor],
-        held_out: Bool[Tensor, " batch"],
-    ) -> None:
-        batch = []
-        for name, scores in activations.items():
-            check_scores(scores, name, self.n_sequences)
-            batch.append(
-                (name, Ranked(*(part.cpu() for part in rank_supported_keys(scores, self.ranks))))
-            )
-        by_name = dict(batch)
-        check_same_length(self._ranked[0][0].positions if self._ranked else None, batch[0][1][0])
-        self._ranked.append([by_name[name] for name in self._hook_points(model)])
+    def _optional_points(self, model: nn.Module) -> tuple[str, ...]:
+        layers = range(layer_count(model))
+        return tuple(name for layer in layers for name in attention_hooks(model, layer)[1])
+
+    def _update(self, model: nn.Module, seen: Pass) -> None:
+        ranked, spreads = [], []
+        for layer in range(layer_count(model)):
+            scores = attention_scores(seen.activations, layer, seen.first)
+            keys = rank_keys(leaving_out(scores, self.without), self.ranks)
+            ranked.append(Ranked(*(part.cpu() for part in keys)))
+            if self.spread:
+                name = pattern_hook(model, layer)
+                check_finite(seen.activations[name], name, seen.first)
+                spreads.append(_spread(seen.activations[name]))
+        n_query = ranked[0].positions.shape[2]
+        lengths = seen.lengths
+        if lengths is None:
+            lengths = torch.full((len(ranked[0].positions),), n_query)
+        self._ranked.append(ranked)
+        self._spread.append(spreads)
+        self._lengths.append(lengths)
 
     def _merge(self, other: "PositionsProbe") -> None:
         self._ranked.extend(other._ranked)
+        self._spread.extend(other._spread)
+        self._lengths.extend(other._lengths)
         self._is_relu = other._is_relu
 
     def _result(self) -> PositionsResult:
-        layers = [
-            Ranked(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
-            for batches in zip(*self._ranked, strict=True)
-        ]
+        positions, margins, ties = (
+            tuple(
+                padded_together([ranked[layer][part] for ranked in self._ranked], (2,), fill)
+                for layer in range(len(self._ranked[0]))
+            )
+            for part, fill in enumerate((-1, math.nan, 0))
+        )
+        for layer in positions:
+            supported = int((layer >= 0).flatten(0, 2).any(dim=0).sum())
+            if supported < len(self.ranks):
+                n_keys = int(self._lengths[0].max())
+                raise InfoFlowError(
+                    f"no query has a key of rank {max(self.ranks)}: the longest row of attention "
+                    f"has fewer (of {n_keys} positions); ask for smaller ranks"
+                )
+        entropy, concentration = (
+            tuple(
+                padded_together([spread[layer][part] for spread in self._spread], (2,), math.nan)
+                for layer in range(len(self._spread[0]))
+            )
+            for part in (0, 1)
+        )
         return PositionsResult(
             ranks=self.ranks,
-            positions=tuple(layer.positions for layer in layers),
-            margins=tuple(layer.margins for layer in layers),
-            ties=tuple(layer.ties for layer in layers),
+            positions=positions,
+            margins=margins,
+            ties=ties,
+            lengths=torch.cat(self._lengths),
+            entropy=entropy,
+            concentration=concentration,
             record=self._run_record(),
             notes=(*self._notes(), *((_RELU_NOTE,) if self._is_relu else ())),
         )
+
+
+def _spread(pattern: Float[Tensor, "batch head query key"]) -> tuple[Tensor, Tensor]:
+    """Entropy and largest share of every row [batch, head, query]; NaN for rows without weight."""
+    pattern = pattern.float()
+    shares = pattern / pattern.sum(dim=-1, keepdim=True)
+    entropy = torch.special.entr(shares).sum(dim=-1)
+    return entropy.cpu(), shares.amax(dim=-1).cpu()

@@ -1,13 +1,13 @@
 """What all probes share: collecting activations over a forward pass, splitting, merging."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
+from infoflow_lens.hooks.own import inside_own_pass
+from infoflow_lens.hooks.passes import Pass, check_mask_took_effect, unpadded
 from infoflow_lens.hooks.result import Result
 from jaxtyping import Bool
 from torch import Tensor, nn
@@ -29,23 +29,6 @@ class HookFunction(Protocol):
 
 
 NamedHook = tuple[str, HookFunction]
-
-_inside_own_pass: ContextVar[bool] = ContextVar("inside_own_pass", default=False)
-
-
-@contextmanager
-def own_pass() -> Iterator[None]:
-    """Forward passes in this block are a probe's own: no probe looks at them."""
-    token = _inside_own_pass.set(True)
-    try:
-        yield
-    finally:
-        _inside_own_pass.reset(token)
-
-
-def inside_own_pass() -> bool:
-    """Whether a probe runs a forward pass of its own."""
-    return _inside_own_pass.get()
 
 
 @dataclass
@@ -85,8 +68,10 @@ class Probe(ABC, Generic[ResultT]):
         self._n_partial = 0
         self._missing: tuple[str, ...] = ()
         self._expected: tuple[str, ...] = ()
+        self._names: tuple[str, ...] = ()
         self._collected: dict[str, Tensor] = {}
         self._record: RunRecord | None = None
+        self._finish: Callable[[], None] = self._collected.clear
 
     # What a probe is
 
@@ -98,14 +83,13 @@ class Probe(ABC, Generic[ResultT]):
     def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
         """The hook points to listen to; raises InfoFlowError where the model lacks one."""
 
+    def _optional_points(self, model: nn.Module) -> tuple[str, ...]:
+        """Hook points that may never fire, without which a pass is complete all the same."""
+        return ()
+
     @abstractmethod
-    def _update(
-        self,
-        model: nn.Module,
-        activations: Mapping[str, Tensor],
-        held_out: Bool[Tensor, " batch"],
-    ) -> None:
-        """Take in one complete forward pass."""
+    def _update(self, model: nn.Module, seen: Pass) -> None:
+        """Take in one complete forward pass, whole or (if it raises) not at all."""
 
     @abstractmethod
     def _merge(self, other: Any) -> None:
@@ -115,12 +99,12 @@ class Probe(ABC, Generic[ResultT]):
     def _result(self) -> ResultT:
         """The result of at least one forward pass."""
 
-    def check(self, n_fit: int, n_evaluate: int, n_keys: int) -> None:
+    def check(self, n_fit: int | None, n_evaluate: int | None, n_keys: int) -> None:
         """Refuse data that this probe cannot work on, before any forward pass.
 
         Args:
-            n_fit: sequences to fit on.
-            n_evaluate: sequences held out.
+            n_fit: sequences to fit on; None where nobody knows.
+            n_evaluate: sequences held out; None where nobody knows.
             n_keys: keys that a query has at most.
 
         Raises:
@@ -143,43 +127,69 @@ class Probe(ABC, Generic[ResultT]):
         split = split or Split()
         return self._listen(model, lambda: self._take_in(model, split))
 
-    def _listen(self, model: nn.Module, when_complete: Callable[[], None]) -> list[NamedHook]:
+    def _listen(
+        self,
+        model: nn.Module,
+        when_complete: Callable[[], None],
+        model_fingerprint: str | None = None,
+    ) -> list[NamedHook]:
         """Hooks that collect the activations of a pass."""
-        names = tuple(dict.fromkeys(self._hook_points(model)))
-        record = RunRecord.of_model(model, {"probe": type(self).__name__, **self.config()})
+        required = tuple(dict.fromkeys(self._hook_points(model)))
+        names = tuple(dict.fromkeys((*required, *self._optional_points(model))))
+        record = RunRecord.of_model(
+            model,
+            {"probe": type(self).__name__, **self.config()},
+            fingerprint_of_model=model_fingerprint,
+        )
         self._same_model(record)
         self._record = record
         if self._collected:
-            self._leave_out_partial_pass()
-        self._expected = names
+            self._finish()
+        self._expected, self._names = required, names
+        self._finish = when_complete
 
         def listen(name: str) -> HookFunction:
             def hook_fn(activation: Tensor, hook: Any) -> None:
                 if inside_own_pass():
                     return
-                if name in self._collected:  # the pass before ended early
-                    self._leave_out_partial_pass()
+                if name in self._collected:  # the pass before has ended
+                    self._finish()
                 self._collected[name] = activation.detach()
                 if len(self._collected) == len(names):
-                    when_complete()
+                    self._finish()
 
             return hook_fn
 
         return [(name, listen(name)) for name in names]
 
-    def _take_in(self, model: nn.Module, split: Split) -> None:
+    def _take_in(
+        self,
+        model: nn.Module,
+        split: Split,
+        tokens: Tensor | None = None,
+        mask: Bool[Tensor, "batch pos"] | None = None,
+    ) -> None:
         """Measure the collected pass, or leave it out if something is missing."""
-        if len(self._collected) < len(self._expected):
+        if not self._collected or any(name not in self._collected for name in self._expected):
             self._leave_out_partial_pass()
             return
-        complete = dict(self._collected)
+        activations: Mapping[str, Tensor] = dict(self._collected)
         self._collected.clear()
-        n = next(iter(complete.values())).shape[0]
+        n = next(iter(activations.values())).shape[0]
         if not n:
             return
+        lengths = None
         # a user's inference mode would make tensors that cannot be added to later
         with torch.inference_mode(False), torch.no_grad():
-            self._update(model, complete, split.held_out(self.n_sequences, n))
+            if mask is not None:
+                check_mask_took_effect(activations, mask)
+                if tokens is not None:
+                    activations = {**activations, "": tokens}
+                moved, lengths = unpadded(activations, mask)
+                tokens = moved.pop("", None)
+                activations = moved
+            held_out = split.held_out(self.n_sequences, n)
+            self._update(model, Pass(activations, held_out, lengths, tokens, self.n_sequences))
         self.n_sequences += n
 
     def merge(self: ProbeT, other: ProbeT) -> ProbeT:
@@ -217,17 +227,28 @@ class Probe(ABC, Generic[ResultT]):
         if not (distributed.is_available() and distributed.is_initialized()):
             return self
         states: list[dict[str, Any]] = [{}] * distributed.get_world_size()
-        distributed.all_gather_object(states, self.__dict__)
+        distributed.all_gather_object(states, self.state())
         probes = []
         for state in states:
             probe = object.__new__(type(self))
-            probe.__dict__.update(state)
+            Probe.__init__(probe)
+            probe.load_state(state)
             probes.append(probe)
         first, *rest = probes
         for probe in rest:
             first.merge(probe)
         self.__dict__.update(first.__dict__)
         return self
+
+    def state(self) -> dict[str, Any]:
+        """Everything measured so far, for :meth:`load_state` of a probe with the same settings."""
+        if self._collected:
+            self._finish()
+        return {k: v for k, v in self.__dict__.items() if k not in ("_finish", "_collected")}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what another probe had measured."""
+        self.__dict__.update(state)
 
     def result(self) -> ResultT:
         """What was measured so far; the probe may go on afterwards.
@@ -236,7 +257,7 @@ class Probe(ABC, Generic[ResultT]):
             NothingMeasuredError: if no forward pass was complete.
         """
         if self._collected:
-            self._leave_out_partial_pass()
+            self._finish()
         if self._n_partial and not self.n_sequences:
             raise NothingMeasuredError(
                 f"{type(self).__name__} saw {self._n_partial} forward passes, but "
@@ -254,7 +275,8 @@ class Probe(ABC, Generic[ResultT]):
 
     def _leave_out_partial_pass(self) -> None:
         self._n_partial += 1
-        self._missing = tuple(name for name in self._expected if name not in self._collected)
+        wanted = self._expected or self._names
+        self._missing = tuple(name for name in wanted if name not in self._collected)
         self._collected.clear()
 
     def _same_model(self, record: RunRecord) -> None:

@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from einops import rearrange
 from infoflow_lens.hooks.capabilities import (
+    attention_hooks,
+    attention_scores,
     check_finite,
     check_keys,
-    check_scores,
     layer_count,
     post_attention_hooks,
-    scores_hook,
     state_sum,
     token_hook,
 )
-from infoflow_lens.hooks.positions import check_rank_support, check_ranks, rank_supported_keys
+from infoflow_lens.hooks.passes import Pass
 from infoflow_lens.hooks.probe import Probe
+from infoflow_lens.hooks.ranking import check_rank_support, check_ranks, rank_keys
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.statistics import RegressionStatistics
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning, NothingMeasuredError
@@ -125,10 +126,10 @@ class RecoveryProbe(Probe[RecoveryResult]):
         """The settings, as JSON-compatible values."""
         return {"ranks": list(self.ranks)}
 
-    def check(self, n_fit: int, n_evaluate: int, n_keys: int) -> None:
+    def check(self, n_fit: int | None, n_evaluate: int | None, n_keys: int) -> None:
         """Refuse ranks and splits that the data do not allow; see :meth:`Probe.check`."""
         check_rank_support(self.ranks, n_keys)
-        if n_fit < 1 or n_evaluate < 1:
+        if n_fit is not None and n_evaluate is not None and min(n_fit, n_evaluate) < 1:
             raise InfoFlowError(
                 f"RecoveryProbe has {n_fit} sequences to fit on and {n_evaluate} held out: "
                 "expected at least one of each; pass more inputs, eval_inputs, or a smaller "
@@ -138,31 +139,31 @@ class RecoveryProbe(Probe[RecoveryResult]):
     def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
         names = [token_hook(model)]
         for layer in range(layer_count(model)):
-            names += [scores_hook(model, layer), *post_attention_hooks(model, layer)]
+            names += [*attention_hooks(model, layer)[0], *post_attention_hooks(model, layer)]
         return tuple(names)
 
-    def _update(
-        self,
-        model: nn.Module,
-        activations: Mapping[str, Tensor],
-        held_out: Bool[Tensor, " batch"],
-    ) -> None:
-        tokens = activations[token_hook(model)]
+    def _optional_points(self, model: nn.Module) -> tuple[str, ...]:
+        layers = range(layer_count(model))
+        return tuple(name for layer in layers for name in attention_hooks(model, layer)[1])
+
+    def _update(self, model: nn.Module, seen: Pass) -> None:
+        tokens = seen.activations[token_hook(model)]
+        held_out = seen.held_out
+        real = seen.is_real(tokens.shape[1])
         layers = []
         for layer in range(layer_count(model)):
-            name = scores_hook(model, layer)
-            state = state_sum(activations, post_attention_hooks(model, layer))
-            check_scores(activations[name], name, self.n_sequences)
-            check_keys(activations[name], state, name)
-            check_finite(state, f"the post-attention state of layer {layer}", self.n_sequences)
-            layers.append(self._rows(tokens, state, activations[name]))
+            scores = attention_scores(seen.activations, layer, seen.first)
+            state = state_sum(seen.activations, post_attention_hooks(model, layer))
+            check_keys(scores, state, f"layer {layer}")
+            check_finite(state, f"the post-attention state of layer {layer}", seen.first)
+            layers.append(self._rows(tokens, state, scores))
         if not self._fit:
             self._fit = [RegressionStatistics() for _ in layers]
             self._evaluation = [RegressionStatistics() for _ in layers]
             self._n_heads = [y.shape[2] // len(self.ranks) for _, y, _ in layers]
             self._left_out = [0 for _ in layers]
         for layer, (x, y, valid) in enumerate(layers):
-            self._left_out[layer] += int((~valid).sum())
+            self._left_out[layer] += int((~valid & real.to(valid.device)).sum())
             for rows, statistics in (
                 (~held_out, self._fit[layer]),
                 (held_out, self._evaluation[layer]),
@@ -179,7 +180,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
         """Features [batch, query, d_model], targets [batch, query, head * rank, d_target], and
         which of these rows are defined."""
         n_source = tokens.shape[1]
-        positions = rank_supported_keys(scores[:, :, :n_source], self.ranks).positions.long()
+        positions = rank_keys(scores[:, :, :n_source], self.ranks).positions.long()
         per_query = rearrange(positions, "batch head query rank -> batch query (head rank)")
         valid = ((per_query >= 0) & (per_query < n_source)).all(dim=-1)
         sequences = torch.arange(len(tokens), device=tokens.device)[:, None, None]

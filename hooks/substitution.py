@@ -23,7 +23,7 @@ from infoflow_lens.hooks.capabilities import (
     starts_at_layers,
     unmasked,
 )
-from infoflow_lens.hooks.probe import own_pass
+from infoflow_lens.hooks.own import own_pass
 from infoflow_lens.hooks.result import Result
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn

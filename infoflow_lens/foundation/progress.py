@@ -28,9 +28,12 @@ class Advance(Protocol):
 
 @contextmanager
 def progress_bar(
-    description: str, total: int, show: bool = True, done: int = 0
+    description: str, total: int | None, show: bool = True, done: int = 0
 ) -> Iterator[Advance]:
-    """A bar on standard error of `total` steps, `done` of which lie behind; none if not `show`."""
+    """A bar on standard error of `total` steps, `done` of which lie behind; none if not `show`.
+
+    A total of None is one that nobody knows.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

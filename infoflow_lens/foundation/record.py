@@ -79,13 +79,17 @@ class RunRecord:
 
     @classmethod
     def of_model(
-        cls, model: nn.Module, config: Mapping[str, Any], seed: int | None = None
+        cls,
+        model: nn.Module,
+        config: Mapping[str, Any],
+        seed: int | None = None,
+        fingerprint_of_model: str | None = None,
     ) -> RunRecord:
-        """The record of a run on `model`."""
+        """The record of a run on `model`, whose fingerprint may be known already."""
         return cls(
             config=dict(config),
             seed=seed,
-            model_fingerprint=model_fingerprint(model),
+            model_fingerprint=fingerprint_of_model or model_fingerprint(model),
             weight_processing=weight_processing(model),
         )
 

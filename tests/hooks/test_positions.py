@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infoflow_lens.hooks.positions import rank_keys
+from infoflow_lens.hooks.ranking import rank_keys
 
 from infoflow_lens import InfoFlowError, PositionsProbe, run_probes
 from tests.conftest import HEADS, N_TOKENS, make_token_model

@@ -35,7 +35,12 @@ def test_saving_and_loading_keeps_everything(results, tmp_path):
 
 def test_the_record_tells_settings_versions_and_model(results, model):
     record = results[0].record
-    assert record.config == {"probe": "PositionsProbe", "ranks": [1, 2]}
+    assert record.config == {
+        "probe": "PositionsProbe",
+        "ranks": [1, 2],
+        "without": [],
+        "spread": False,
+    }
     assert record.versions["torch"] == torch.__version__
     assert record.model_fingerprint == model_fingerprint(model)
     assert record.weight_processing == {"normalization_type": None, "layer_norm_folded": False}

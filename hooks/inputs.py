@@ -1,0 +1,358 @@
+"""What users have, as batches that a model reads: strings, ids, masks, datasets, loaders."""
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from infoflow_lens.hooks.capabilities import check_inputs, starts_at_layers
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from infoflow_lens.foundation.errors import InfoFlowError
+
+Inputs: TypeAlias = Tensor | str | Sequence[str] | Sequence[Tensor] | Iterable[Any]
+
+COLUMNS = ("input_ids", "tokens", "text", "x")  # of datasets, in this order
+_MASKS = ("attention_mask", "one_zero_attention_mask")  # HookedEncoder has the second
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some sequences, padded on the right.
+
+    Attributes:
+        tokens: vector tokens [batch, pos, d_token] or token ids [batch, pos].
+        lengths: int [batch], the real tokens of each; None if nothing is padded.
+    """
+
+    tokens: Tensor
+    lengths: Int[Tensor, " batch"] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def halves(self) -> tuple["Batch", "Batch"]:
+        """The first and the second half."""
+        middle = len(self) // 2
+        return self._part(slice(0, middle)), self._part(slice(middle, None))
+
+    def _part(self, rows: slice) -> "Batch":
+        return Batch(self.tokens[rows], None if self.lengths is None else self.lengths[rows])
+
+    def run(self, model: nn.Module, **kwargs: Any) -> Any:
+        """The model on these sequences, on its device, with a mask where they are padded."""
+        device = next(model.parameters()).device
+        if self.lengths is not None or _masks_by_itself(model):
+            kwargs[mask_argument(model)] = self.mask().to(device=device, dtype=torch.long)
+        return model(self.tokens.to(device), **kwargs)
+
+    def mask(self) -> Bool[Tensor, "batch pos"]:
+        """Which positions are real tokens."""
+        places = torch.arange(self.tokens.shape[1])
+        lengths = self.lengths
+        if lengths is None:
+            lengths = torch.full((len(self.tokens),), self.tokens.shape[1])
+        return places < lengths[:, None]
+
+
+class Batches:
+    """Sequences in their own order, in batches of at most so many.
+
+    Attributes:
+        n_sequences: how many; None for a loader whose end nobody knows.
+        longest: tokens of the longest; None where nobody knows.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sequences: Tensor | Sequence[Tensor] | None,
+        loader: Iterable[Any] | None = None,
+        name: str = "inputs",
+        column: str | None = None,
+    ) -> None:
+        self._model, self._name, self._column = model, name, column
+        self._sequences, self._loader = sequences, loader
+        self.n_sequences: int | None = None
+        self.longest: int | None = None
+        if sequences is not None:
+            self.n_sequences = len(sequences)
+            self.longest = max(len(sequence) for sequence in sequences)
+
+    def batches(self, batch_size: int, skip: int = 0) -> Iterator[Batch]:
+        """The batches, without the first `skip` sequences."""
+        if isinstance(self._sequences, Tensor):
+            for part in self._sequences[skip:].split(batch_size):
+                yield Batch(part)
+        elif self._sequences is not None:
+            yield from self._padded(self._sequences[skip:], batch_size)
+        else:
+            yield from self._loaded(batch_size, skip)
+
+    def _padded(self, sequences: Sequence[Tensor], batch_size: int) -> Iterator[Batch]:
+        together: list[Tensor] = []
+        for sequence in sequences:
+            fits = not together or may_be_padded(self._model) or len(sequence) == len(together[0])
+            if len(together) == batch_size or not fits:
+                yield _together(together)
+                together = []
+            together.append(sequence)
+        if together:
+            yield _together(together)
+
+    def _loaded(self, batch_size: int, skip: int) -> Iterator[Batch]:
+        assert self._loader is not None
+        for loaded in self._loader:
+            part = read_inputs(self._model, _inputs_of(loaded, self._column), name=self._name)
+            assert part.n_sequences is not None
+            if skip >= part.n_sequences:
+                skip -= part.n_sequences
+                continue
+            yield from part.batches(batch_size, skip)
+            skip = 0
+
+
+def _together(sequences: Sequence[Tensor]) -> Batch:
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    if (lengths == lengths[0]).all():
+        return Batch(torch.stack(list(sequences)))
+    return Batch(pad_sequence(list(sequences), batch_first=True), lengths)
+
+
+def mask_argument(model: nn.Module) -> str:
+    """What the model's forward calls the attention mask."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return next((name for name in _MASKS if name in parameters), _MASKS[0])
+
+
+def may_be_padded(model: nn.Module) -> bool:
+    """Whether sequences of different lengths may share a batch.
+
+    A bidirectional HookedTransformer ignores the mask, and vector tokens take none.
+    """
+    if hasattr(model, "check_input"):
+        return False
+    direction = getattr(getattr(model, "cfg", None), "attention_dir", "causal")
+    return not (starts_at_layers(model) and direction == "bidirectional")
+
+
+def _masks_by_itself(model: nn.Module) -> bool:
+    """Whether the model would take leading tokens that equal its pad token for padding."""
+    tokenizer = getattr(model, "tokenizer", None)
+    return (
+        starts_at_layers(model)
+        and not hasattr(model, "check_input")
+        and may_be_padded(model)
+        and getattr(tokenizer, "padding_side", "right") == "left"
+    )
+
+
+def _inputs_of(loaded: Any, column: str | None) -> Any:
+    """The inputs in a loader's batch: (inputs, mask), and the first of a tuple."""
+    if isinstance(loaded, Mapping):
+        return _rows_of(loaded, column, "the batch")
+    if isinstance(loaded, (tuple, list)) and loaded and isinstance(loaded[0], Tensor):
+        same = len({len(part) for part in loaded if isinstance(part, Tensor)}) == 1
+        if isinstance(loaded, tuple) or (same and loaded[0].ndim >= 2):
+            return loaded[0]
+    return loaded
+
+
+def _rows_of(table: Mapping[str, Any], column: str | None, what: str) -> Any:
+    """A column of a table, and its mask if there is one."""
+    names = list(table)
+    if column is None:
+        column = next((name for name in COLUMNS if name in names), None)
+    if column is None or column not in names:
+        raise InfoFlowError(
+            f"{what} has the columns {', '.join(names) or 'none'}, without "
+            f"{column or ' or '.join(COLUMNS)}: name the column that holds the texts or token ids"
+        )
+    mask = table["attention_mask"] if "attention_mask" in names else None
+    return (table[column], mask) if mask is not None and column != "text" else table[column]
+
+
+def read_inputs(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    attention_mask: Tensor | None = None,
+    column: str | None = None,
+    max_length: int | None = None,
+    name: str = "inputs",
+) -> Batches:
+    """Whatever a user has, as :class:`Batches`: checked, tokenised once, padding taken off.
+
+    Args:
+        model: the model that will read them.
+        inputs: vector tokens [n, pos, d_token] or token ids [n, pos]; a text or a list of texts; a
+            list of sequences of ids; a ``datasets.Dataset``; or a loader of batches of these.
+        attention_mask: which positions of token ids are real, [n, pos]; padding may stand on
+            either side.
+        column: of a dataset; default, the first of input_ids, tokens, text, x.
+        max_length: longer sequences of ids are cut to it.
+        name: what errors call them.
+
+    Raises:
+        InfoFlowError: for an empty string, no tokenizer, a dataset without the column, sequences
+            that are too long, masks of another shape, or what :func:`check_inputs` refuses.
+    """
+    if max_length is not None and max_length < 1:
+        raise InfoFlowError(f"max_length is {max_length}: expected at least 1 token")
+    if isinstance(inputs, tuple) and len(inputs) == 2 and attention_mask is None:
+        inputs, attention_mask = inputs
+    if isinstance(inputs, Tensor) and attention_mask is None:
+        inputs = inputs[:, :max_length] if inputs.ndim == 2 else inputs
+        check_inputs(model, inputs, name)
+        return Batches(model, inputs)
+    if isinstance(inputs, str):
+        inputs = [inputs]
+    if hasattr(inputs, "column_names") and hasattr(inputs, "__getitem__"):  # datasets.Dataset
+        table = {each: inputs.with_format(None)[each] for each in inputs.column_names}
+        rows = _rows_of(table, column, name)
+        rows, attention_mask = rows if isinstance(rows, tuple) else (rows, attention_mask)
+        inputs = list(rows)
+    if isinstance(inputs, Tensor) or _is_list_of_sequences(inputs):
+        rows = _sequences(model, inputs, attention_mask, name)
+        if isinstance(rows, list) and rows[0].ndim == 1:
+            rows = [row[:max_length] for row in rows]
+            for row in rows:
+                check_inputs(model, row[None], name)
+            if len({len(row) for row in rows}) == 1:
+                rows = torch.stack(rows)
+        elif isinstance(rows, Tensor):
+            check_inputs(model, rows, name)
+        return Batches(model, rows)
+    if not isinstance(inputs, Iterable) or isinstance(inputs, (bytes, Mapping)):
+        raise InfoFlowError(
+            f"{name} is {type(inputs).__name__}: expected a tensor, strings, a list of token ids, "
+            "a datasets.Dataset or a DataLoader"
+        )
+    batches = Batches(model, None, inputs, name, column)
+    batches.n_sequences = _count(inputs)
+    return batches
+
+
+def _count(loader: Any) -> int | None:
+    """The sequences of a loader, if its dataset knows them."""
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError):
+        return None
+
+
+def _is_list_of_sequences(inputs: Any) -> bool:
+    if not isinstance(inputs, (list, tuple)):
+        return False
+    first = inputs[0] if len(inputs) else ""
+    return isinstance(first, (str, list, tuple)) or (isinstance(first, Tensor) and first.ndim == 1)
+
+
+def _sequences(
+    model: nn.Module, inputs: Any, attention_mask: Any, name: str
+) -> Tensor | list[Tensor]:
+    """Sequences of ids, each as long as it is, or one tensor of vectors."""
+    if not len(inputs):
+        raise InfoFlowError(f"{name} is empty: expected at least one sequence")
+    if isinstance(inputs[0], str):
+        return [tokenized(model, text, f"{name}[{i}]") for i, text in enumerate(inputs)]
+    try:
+        rows = [torch.as_tensor(row) for row in inputs]
+    except (TypeError, ValueError) as error:
+        raise InfoFlowError(
+            f"{name} cannot be read as token ids ({error}): expected integers or strings"
+        ) from error
+    if rows[0].ndim == 2:  # vector tokens, all of one length
+        return torch.stack(rows)
+    for index, row in enumerate(rows):
+        if row.ndim != 1 or not len(row) or row.is_floating_point():
+            raise InfoFlowError(
+                f"{name}[{index}] is {row.dtype} of shape {tuple(row.shape)}: expected a row of at "
+                "least one token id"
+            )
+    if attention_mask is None:
+        return rows
+    masks = [torch.as_tensor(mask).bool() for mask in attention_mask]
+    for index, (row, mask) in enumerate(zip(rows, masks)):
+        if mask.shape != row.shape or not mask.any():
+            raise InfoFlowError(
+                f"the attention_mask of {name}[{index}] has shape {tuple(mask.shape)} and "
+                f"{int(mask.sum())} real tokens, the ids {tuple(row.shape)}: expected one entry "
+                "for each id, at least one of them real"
+            )
+    if len(masks) != len(rows):
+        raise InfoFlowError(
+            f"the attention_mask has {len(masks)} rows for {len(rows)} sequences: expected as many"
+        )
+    return [row[mask] for row, mask in zip(rows, masks)]
+
+
+def tokenized(model: nn.Module, text: str, name: str) -> Int[Tensor, " pos"]:
+    """The ids of a text, as the model itself tokenises it, with BOS where that is its default.
+
+    Raises:
+        InfoFlowError: for an empty text, or a model without a tokenizer.
+    """
+    if getattr(model, "tokenizer", None) is None:
+        raise InfoFlowError(
+            f"{name} is a text, but the model has no tokenizer: expected token ids; tokenise "
+            "first, or load the model with its tokenizer"
+        )
+    if not isinstance(text, str) or not text:
+        raise InfoFlowError(f"{name} is {text!r}: expected a text that is not empty")
+    tokens: Tensor = model.to_tokens(text, truncate=False)  # type: ignore[operator]
+    return tokens[0].cpu()
+
+
+def call_inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Tensor | None, Bool[Tensor, "batch pos"] | None]:
+    """The token ids of a call of the model, and which of them are real (None: all).
+
+    Raises:
+        InfoFlowError: for leading padding that the model masks without being told.
+    """
+    given = args[0] if args else kwargs.get("input", kwargs.get("input_ids"))
+    mask = next((kwargs[name] for name in _MASKS if kwargs.get(name) is not None), None)
+    if isinstance(given, str) or (
+        isinstance(given, (list, tuple)) and given and isinstance(given[0], str)
+    ):
+        return _call_of_texts(model, given, kwargs)
+    if not isinstance(given, Tensor):
+        return None, None
+    if kwargs.get("start_at_layer") is not None:
+        return None, None
+    if isinstance(mask, Tensor):
+        real = mask.bool()
+        return given, None if bool(real.all()) else real
+    if given.ndim == 2 and not given.is_floating_point() and _masks_by_itself(model):
+        pad = model.tokenizer.pad_token_id  # type: ignore[union-attr]
+        leading = (given == pad).long().cumprod(dim=1).sum(dim=1)
+        allowed = int(pad == model.tokenizer.bos_token_id)  # type: ignore[union-attr]
+        if int(leading.max()) > allowed:
+            raise InfoFlowError(
+                f"sequence {int(leading.argmax())} starts with {int(leading.max())} pad tokens, "
+                "which this model masks by itself, as its tokenizer pads on the left: give the "
+                "attention_mask, so that probes know what is masked"
+            )
+    return given, None
+
+
+def _call_of_texts(
+    model: nn.Module, texts: Any, kwargs: Mapping[str, Any]
+) -> tuple[Tensor, Bool[Tensor, "batch pos"] | None]:
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    chosen = {key: kwargs[key] for key in ("prepend_bos", "padding_side") if key in kwargs}
+    tokens: Tensor = model.to_tokens(texts, **chosen)  # type: ignore[operator]
+    bos = {key: value for key, value in chosen.items() if key == "prepend_bos"}
+    lengths = torch.tensor([model.to_tokens(text, **bos).shape[1] for text in texts])  # type: ignore[operator]
+    if bool((lengths == tokens.shape[1]).all()):
+        return tokens, None
+    side = chosen.get("padding_side") or getattr(model.tokenizer, "padding_side", "right")
+    places = torch.arange(tokens.shape[1])
+    if side == "left":
+        places = tokens.shape[1] - 1 - places
+    return tokens, places < lengths[:, None]

@@ -1,0 +1,225 @@
+"""Tiny models of many architectures, saved as their makers save theirs.
+
+``save(name, folder)`` writes a folder with config.json, model.safetensors and a tokenizer, as
+``save_pretrained`` does; the weights are random, drawn from a generator of their own, and large
+enough for attention that is far from uniform. ``save_in_cache`` puts such a folder where
+huggingface_hub keeps what it has downloaded, so that the real code for official names finds it
+without a network.
+
+All have two layers, four heads of four features, a vocabulary of 50 and room for 32 tokens.
+"""
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+N_LAYERS, N_HEADS, D_HEAD, D_MODEL, D_MLP, N_VOCAB, N_CTX = 2, 4, 4, 16, 64, 50, 32
+N_KEY_VALUE_HEADS, WINDOW = 2, 4
+
+_GPT2 = {"n_layer": N_LAYERS, "n_head": N_HEADS, "n_embd": D_MODEL, "n_inner": D_MLP}
+_LLAMA = {
+    "num_hidden_layers": N_LAYERS,
+    "num_attention_heads": N_HEADS,
+    "hidden_size": D_MODEL,
+    "intermediate_size": D_MLP,
+    "max_position_embeddings": N_CTX,
+}
+_GROUPED = {**_LLAMA, "num_key_value_heads": N_KEY_VALUE_HEADS}
+
+# name -> class of the config, class of the model, settings beyond the vocabulary
+ARCHITECTURES: dict[str, tuple[str, str, dict[str, object]]] = {
+    # learned positions
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {**_GPT2, "n_positions": N_CTX, "n_ctx": N_CTX}),
+    # learned positions; the second layer sees a window
+    "gpt_neo": (
+        "GPTNeoConfig",
+        "GPTNeoForCausalLM",
+        {
+            "num_layers": N_LAYERS,
+            "num_heads": N_HEADS,
+            "hidden_size": D_MODEL,
+            "intermediate_size": D_MLP,
+            "max_position_embeddings": N_CTX,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": WINDOW,
+        },
+    ),
+    # learned positions, counted from the attention mask
+    "opt": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        {
+            "num_hidden_layers": N_LAYERS,
+            "num_attention_heads": N_HEADS,
+            "hidden_size": D_MODEL,
+            "ffn_dim": D_MLP,
+            "word_embed_proj_dim": D_MODEL,
+            "max_position_embeddings": N_CTX,
+        },
+    ),
+    # ALiBi
+    "bloom": (
+        "BloomConfig",
+        "BloomForCausalLM",
+        {"n_layer": N_LAYERS, "n_head": N_HEADS, "hidden_size": D_MODEL},
+    ),
+    # rotary, attention and MLP side by side behind one normalization
+    "gptj": (
+        "GPTJConfig",
+        "GPTJForCausalLM",
+        {**_GPT2, "n_positions": N_CTX, "rotary_dim": D_HEAD},
+    ),
+    # rotary, attention and MLP side by side
+    "gpt_neox": (
+        "GPTNeoXConfig",
+        "GPTNeoXForCausalLM",
+        {**_LLAMA, "use_parallel_residual": True},
+    ),
+    # rotary, RMS norm, grouped queries
+    "llama": ("LlamaConfig", "LlamaForCausalLM", _GROUPED),
+    # the same with a window in each layer
+    "mistral": ("MistralConfig", "MistralForCausalLM", {**_GROUPED, "sliding_window": WINDOW}),
+    # the same with biases on queries, keys and values
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _GROUPED),
+    # soft caps on scores and logits, norms after attention and MLP, a window in the first layer
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {
+            **_GROUPED,
+            "head_dim": D_HEAD,
+            "query_pre_attn_scalar": D_HEAD,
+            "sliding_window": WINDOW,
+        },
+    ),
+    # attention sinks, experts, a window in the first layer
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **_GROUPED,
+            "head_dim": D_HEAD,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "sliding_window": WINDOW,
+        },
+    ),
+    # an encoder: bidirectional, norms behind the sums
+    "bert": ("BertConfig", "BertForMaskedLM", _LLAMA),
+    # not hosted by anyone here: an encoder and a decoder, and a model without attention
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {
+            "num_layers": N_LAYERS,
+            "num_heads": N_HEADS,
+            "d_model": D_MODEL,
+            "d_kv": D_HEAD,
+            "d_ff": D_MLP,
+            "decoder_start_token_id": 0,
+        },
+    ),
+    "mamba": (
+        "MambaConfig",
+        "MambaForCausalLM",
+        {"num_hidden_layers": N_LAYERS, "hidden_size": D_MODEL, "state_size": 4},
+    ),
+}
+NAMES = tuple(name for name in ARCHITECTURES if name not in ("t5", "mamba"))  # with attention
+
+
+def words() -> list[str]:
+    """The vocabulary: four special tokens, then w4, w5, ..."""
+    return ["<pad>", "<unk>", "<bos>", "<eos>", *(f"w{i}" for i in range(4, N_VOCAB))]
+
+
+def tokenizer():
+    """One token for each word between spaces; ids as in :func:`words`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: index for index, word in enumerate(words())}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+    )
+
+
+def build(name: str, seed: int = 0, **changes: object):
+    """A model of transformers, float32, in evaluation mode, with eager attention.
+
+    Args:
+        name: a key of ARCHITECTURES.
+        seed: of the weights.
+        changes: settings of its config to change.
+    """
+    import transformers
+
+    config_class, model_class, settings = ARCHITECTURES[name]
+    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    config = getattr(transformers, config_class)(
+        vocab_size=N_VOCAB, **{**special, **settings, **changes}
+    )
+    config.architectures = [model_class]
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config._attn_implementation = "eager"
+        model = getattr(transformers, model_class)(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for label, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim >= 2:
+                parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
+            elif "norm" in label.lower() or "ln_" in label:
+                parameter.add_(0.2 * noise)
+            else:
+                parameter.copy_(0.3 * noise)
+    return model.eval()
+
+
+def save(
+    name: str, folder: Path, *, seed: int = 0, with_tokenizer: bool = True, **changes: object
+) -> Path:
+    """Save a model, and a tokenizer, as ``save_pretrained`` does; the folder."""
+    model = build(name, seed, **changes)
+    model.save_pretrained(folder)
+    if with_tokenizer:
+        tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_in_cache(name: str, official: str, cache: Path, **changes: object) -> Path:
+    """Save a model in the layout of huggingface_hub's cache, as if it had been downloaded.
+
+    Args:
+        name: a key of ARCHITECTURES.
+        official: the name that it is downloaded under, such as "gpt2".
+        cache: what HF_HUB_CACHE names.
+        changes: as for :func:`build`.
+    """
+    repository = cache / f"models--{official.replace('/', '--')}"
+    revision = "0" * 40
+    snapshot = repository / "snapshots" / revision
+    shutil.rmtree(repository, ignore_errors=True)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    save(name, snapshot, **changes)
+    return snapshot
+
+
+def tokens(n: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Ids of ordinary words, [n, length]."""
+    return torch.randint(4, N_VOCAB, (n, length), generator=torch.Generator().manual_seed(seed))
+
+
+Saver = Callable[..., Path]
