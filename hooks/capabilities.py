@@ -6,7 +6,7 @@ names are resolved here, before work starts.
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -173,8 +173,17 @@ def unmasked(scores: Float[Tensor, "*query key"]) -> Bool[Tensor, "*query key"]:
     return scores > torch.finfo(scores.dtype).min
 
 
+@runtime_checkable
+class Runnable(Protocol):
+    """Inputs that know how to be run, such as a padded batch with its mask."""
+
+    def run(self, model: nn.Module) -> Tensor:
+        """The model's output on them."""
+        ...
+
+
 def run_catching(
-    model: nn.Module, inputs: Tensor, names: Iterable[str]
+    model: nn.Module, inputs: Tensor | Runnable, names: Iterable[str]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of a forward pass, and what fired at hook points, by the names that were asked."""
     caught: dict[str, Tensor] = {}
@@ -186,7 +195,7 @@ def run_catching(
         return hook_fn
 
     with model.hooks(fwd_hooks=[(name, catch(name)) for name in names]):  # type: ignore[operator]
-        output: Tensor = model(inputs)
+        output: Tensor = model(inputs) if isinstance(inputs, Tensor) else inputs.run(model)
     return output, caught
 
 

@@ -64,6 +64,7 @@ class Batches:
     Attributes:
         n_sequences: how many; None for a loader whose end nobody knows.
         longest: tokens of the longest; None where nobody knows.
+        shortest: tokens of the shortest; 1 where nobody knows.
     """
 
     def __init__(
@@ -78,9 +79,11 @@ class Batches:
         self._sequences, self._loader = sequences, loader
         self.n_sequences: int | None = None
         self.longest: int | None = None
+        self.shortest = 1
         if sequences is not None:
             self.n_sequences = len(sequences)
             self.longest = max(len(sequence) for sequence in sequences)
+            self.shortest = min(len(sequence) for sequence in sequences)
 
     def batches(self, batch_size: int, skip: int = 0) -> Iterator[Batch]:
         """The batches, without the first `skip` sequences."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from infoflow_lens.hooks.capabilities import (
     check_finite,
-    check_inputs,
     hook_name,
+    is_bridge,
     layer_count,
     pattern_hook,
     reads_vectors,
@@ -23,6 +23,7 @@ from infoflow_lens.hooks.capabilities import (
     starts_at_layers,
     unmasked,
 )
+from infoflow_lens.hooks.inputs import Batch, Batches, Inputs, read_inputs
 from infoflow_lens.hooks.own import own_pass
 from infoflow_lens.hooks.result import Result
 from jaxtyping import Bool, Float, Int
@@ -51,6 +52,7 @@ IDEALS: tuple[Ideal, ...] = (
     "top_k",
 )
 METRICS: tuple[Metric, ...] = ("nmse", "kl", "loss")
+_ROWS = 1024  # of logits in double precision at a time
 SOFT = "soft"  # the mechanism of a head that no ideal replaces
 
 Heads = Mapping[tuple[int, int], Ideal]
@@ -83,7 +85,8 @@ def ideal_pattern(
         return allowed / allowed.sum(dim=-1, keepdim=True).clamp(min=1) * total
     if ideal == "specific_position":
         assert mean is not None
-        return mean.to(pattern).expand_as(pattern) * allowed
+        n_query, n_key = pattern.shape[-2:]
+        return mean[:n_query, :n_key].to(pattern).expand_as(pattern) * allowed
     if ideal == "max_position":
         largest = pattern.argmax(dim=-1, keepdim=True)
         return torch.zeros_like(pattern).scatter_(-1, largest, total)
@@ -251,39 +254,65 @@ class MechanismsResult(Result):
         )
 
 
+@dataclass
+class MechanismsProgress:
+    """How far :func:`measure_mechanisms` has come, to go on from there.
+
+    Attributes:
+        n_done: sequences whose replacements are measured.
+        mean_patterns: for every layer the mean patterns over all inputs.
+        sums: the damage of every (layer, head, ideal) over these sequences, not yet scaled.
+        seen: what the scale of the damage is made of.
+    """
+
+    n_done: int
+    mean_patterns: list[Float[Tensor, "_head query key"]]
+    sums: Float[Tensor, " replacement"]
+    seen: dict[str, Any]
+
+
 def measure_mechanisms(
     model: nn.Module,
-    inputs: Tensor,
+    inputs: Inputs,
     *,
     metric: Metric | None = None,
     read: Sequence[int] | None = None,
     threshold: float = 0.05,
     k: int = 4,
+    attention_mask: Tensor | None = None,
+    column: str | None = None,
+    max_length: int | None = None,
     batch_size: int = 64,
+    resume: MechanismsProgress | None = None,
+    after_batch: Callable[[MechanismsProgress], None] | None = None,
     progress: bool = True,
 ) -> MechanismsResult:
     """The mechanism that each head needs: its pattern replaced, one head and one ideal at a time.
 
-    Two passes over the inputs: the mean patterns, then the replacements, each of which runs only
-    the layers from its own on. The model is left as it was found.
+    Two passes over the inputs: the mean patterns, then the replacements. Where a pass can start at
+    a layer (HookedTransformer) each replacement runs only the layers from its own on. The model is
+    left as it was found.
 
     Args:
-        model: a HookedTransformer, over vector tokens or token ids.
-        inputs: vector tokens [n, pos, d_token] or token ids [n, pos], of one length.
+        model: any TransformerLens model in which an edited pattern reaches the output.
+        inputs: sequences, in any of the forms that `run_probes` reads.
         metric: "nmse", "kl" or "loss"; default "nmse" for vector outputs and "kl" for logits.
-        read: the positions of the logits that count, such as (-1,); None for all. Vector models
-            have one output.
+        read: the positions of the logits that count, such as (-1,), the last of each sequence; None
+            for all. Vector models have one output.
         threshold: the damage up to which an ideal is enough.
         k: for "top_k".
+        attention_mask, column, max_length: as for `run_probes`.
         batch_size: sequences in a pass.
+        resume: from an earlier run on the same inputs with the same settings.
+        after_batch: called with the progress after every batch.
         progress: show a bar.
 
     Raises:
         InfoFlowError: for bad inputs or settings, or a model whose patterns cannot be replaced.
     """
     n_layers = layer_count(model)
-    check_inputs(model, inputs, "inputs")
-    measure = _metric_of(model, metric, read, inputs)
+    batches = _read(model, inputs, attention_mask, column, max_length)
+    measure = _metric_of(model, metric, read, batches)
     if threshold < 0:
         raise InfoFlowError(f"threshold is {threshold}: expected a damage of at least 0")
     if k < 1 or batch_size < 1:
@@ -295,27 +324,37 @@ def measure_mechanisms(
         for head in range(counts[layer])
         for ideal in IDEALS
     ]
-    device = next(model.parameters()).device
-    sums = torch.zeros(len(replacements), dtype=torch.float64)
-    total = len(inputs) * (1 + len(replacements))
-    with eval_mode(model), own_pass(), progress_bar("substituting", total, progress) as advance:
-        means = _mean_patterns(model, inputs, batch_size, device, advance)
-        for batch in inputs.split(batch_size):
-            batch = batch.to(device)
+    n = batches.n_sequences or 0
+    total = n * (1 + len(replacements))
+    done = resume.n_done * len(replacements) + n if resume else 0
+    with eval_mode(model), own_pass(), progress_bar("substituting", total, progress, done) as step:
+        _check_edits_reach(model, next(batches.batches(1)))
+        if resume is None:
+            means = _mean_patterns(model, batches, batch_size, step)
+            sums = torch.zeros(len(replacements), dtype=torch.float64)
+            at = MechanismsProgress(0, means, sums, measure.state())
+        else:
+            at = resume
+            measure.load_state(at.seen)
+        for batch in batches.batches(batch_size, skip=at.n_done):
             output, entering = _reference(model, batch)
-            measure.see(output)
+            measure.see(output, batch)
+            sums = at.sums.clone()
             for index, (layer, head, ideal) in enumerate(replacements):
-                with substituted(model, {(layer, head): ideal}, means, k):
-                    changed = model(entering[layer], start_at_layer=layer)
+                with substituted(model, {(layer, head): ideal}, at.mean_patterns, k):
+                    changed = _run_from(model, batch, entering, layer)
                 sums[index] += measure.damage(output, changed, batch)
-                advance(len(batch))
-    damage = (sums / measure.scale()).float().split([len(IDEALS) * count for count in counts])
+                step(len(batch))
+            at = MechanismsProgress(at.n_done + len(batch), at.mean_patterns, sums, measure.state())
+            if after_batch is not None:
+                after_batch(at)
+    damage = (at.sums / measure.scale()).float().split([len(IDEALS) * count for count in counts])
     settings = {
         "metric": measure.name,
         "read": None if read is None else list(read),
         "threshold": threshold,
         "k": k,
-        "n_sequences": len(inputs),
+        "n_sequences": n,
     }
     return MechanismsResult(
         ideals=IDEALS,
@@ -323,7 +362,7 @@ def measure_mechanisms(
         threshold=threshold,
         k=k,
         damage=tuple(part.view(-1, len(IDEALS)) for part in damage),
-        mean_patterns=tuple(mean.float().cpu() for mean in means),
+        mean_patterns=tuple(mean.float().cpu() for mean in at.mean_patterns),
         record=RunRecord.of_model(model, {"probe": "mechanisms", **settings}),
     )
 
@@ -345,11 +384,14 @@ class JointReplacement:
 
 def replace_greedily(
     model: nn.Module,
-    inputs: Tensor,
+    inputs: Inputs,
     mechanisms: MechanismsResult,
     *,
     budget: float,
     read: Sequence[int] | None = None,
+    attention_mask: Tensor | None = None,
+    column: str | None = None,
+    max_length: int | None = None,
     batch_size: int = 64,
     progress: bool = True,
 ) -> JointReplacement:
@@ -360,10 +402,10 @@ def replace_greedily(
 
     Args:
         model: the model that was measured.
-        inputs: sequences of the same length.
+        inputs: sequences, as for :func:`measure_mechanisms`.
         mechanisms: of these heads.
         budget: the largest joint damage, in the units of ``mechanisms.metric``.
-        read: as for :func:`measure_mechanisms`.
+        read, attention_mask, column, max_length: as for :func:`measure_mechanisms`.
         batch_size: sequences in a pass.
         progress: show a bar.
 
@@ -372,27 +414,25 @@ def replace_greedily(
     """
     if budget < 0:
         raise InfoFlowError(f"budget is {budget}: expected a damage of at least 0")
-    check_inputs(model, inputs, "inputs")
+    batches = _read(model, inputs, attention_mask, column, max_length)
     candidates = sorted(
         (float(mechanisms.damage[layer][head][IDEALS.index(name)]), layer, head, name)
         for layer, names in enumerate(mechanisms.mechanisms())
         for head, name in enumerate(names)
         if name in IDEALS
     )
-    device = next(model.parameters()).device
     taken: dict[tuple[int, int], Ideal] = {}
     reached = 0.0
     with eval_mode(model), own_pass(), progress_bar("joining", len(candidates), progress) as step:
         for _, layer, head, name in candidates:
             trial: dict[tuple[int, int], Ideal] = {**taken, (layer, head): name}
-            measure = _metric_of(model, mechanisms.metric, read, inputs)  # type: ignore[arg-type]
+            measure = _metric_of(model, mechanisms.metric, read, batches)  # type: ignore[arg-type]
             lost = 0.0
-            for batch in inputs.split(batch_size):
-                batch = batch.to(device)
-                output = model(batch)
-                measure.see(output)
+            for batch in batches.batches(batch_size):
+                output = batch.run(model)
+                measure.see(output, batch)
                 with substituted(model, trial, mechanisms.mean_patterns, mechanisms.k):
-                    lost += measure.damage(output, model(batch), batch)
+                    lost += measure.damage(output, batch.run(model), batch)
             damage = lost / measure.scale()
             if damage <= budget:
                 taken, reached = trial, damage
@@ -414,29 +454,59 @@ class _Damage:
         self._sum: Tensor | float = 0.0
         self._squares = 0.0
 
-    def _rows(self, output: Tensor) -> Float[Tensor, "row feature"]:
-        if output.ndim == 3 and self.read is not None:
-            output = output[:, self.read]
-        return output.detach().double().flatten(0, -2)
+    def state(self) -> dict[str, Any]:
+        """What was seen so far."""
+        return {"_n": self._n, "_sum": self._sum, "_squares": self._squares}
 
-    def see(self, output: Tensor) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what another had seen."""
+        self.__dict__.update(state)
+
+    def _rows(self, output: Tensor, batch: Batch) -> Float[Tensor, "row feature"]:
+        """The output where it counts: at the read positions, or at all real tokens."""
+        output = output.detach()
+        if output.ndim == 2:
+            return output
+        if self.read is None:
+            return output[batch.mask().to(output.device)]
+        lengths = batch.mask().sum(dim=1)
+        read = torch.tensor(self.read)
+        places = torch.where(read < 0, lengths[:, None] + read, read).to(output.device)
+        rows = torch.arange(len(output), device=output.device)[:, None]
+        return output[rows, places].flatten(0, 1)
+
+    def see(self, output: Tensor, batch: Batch) -> None:
         """Take in the unchanged output of a batch."""
-        rows = self._rows(output)
-        # the last position of a sequence predicts nothing
-        self._n += len(rows) - (len(output) if self.name == "loss" else 0)
-        self._sum = self._sum + rows.sum(dim=0)
-        self._squares += float(rows.square().sum())
+        if self.name == "loss":
+            # the last position of a sequence predicts nothing
+            self._n += int(batch.mask().sum()) - len(batch)
+            return
+        rows = self._rows(output, batch)
+        self._n += len(rows)
+        if self.name == "nmse":
+            rows = rows.double()
+            self._sum = self._sum + rows.sum(dim=0)
+            self._squares += float(rows.square().sum())
 
-    def damage(self, output: Tensor, changed: Tensor, batch: Tensor) -> float:
+    def damage(self, output: Tensor, changed: Tensor, batch: Batch) -> float:
         """The sum over rows of what a batch lost."""
         if self.name == "loss":
             return float((_losses(changed, batch) - _losses(output, batch)).sum())
-        before, after = self._rows(output), self._rows(changed)
-        if self.name == "nmse":
-            return float((after - before).square().sum())
-        log_before, log_after = before.log_softmax(dim=-1), after.log_softmax(dim=-1)
-        divergence = (log_before.exp() * (log_before - log_after)).sum(dim=-1)
-        return float(divergence.clamp(min=0).sum())  # rounding may give less than 0
+        total = 0.0
+        # a few rows at a time: logits in double precision would not fit beside the model
+        for before, after in zip(
+            self._rows(output, batch).split(_ROWS),
+            self._rows(changed, batch).split(_ROWS),
+            strict=True,
+        ):
+            before, after = before.double(), after.double()
+            if self.name == "nmse":
+                total += float((after - before).square().sum())
+                continue
+            log_before, log_after = before.log_softmax(dim=-1), after.log_softmax(dim=-1)
+            divergence = (log_before.exp() * (log_before - log_after)).sum(dim=-1)
+            total += float(divergence.clamp(min=0).sum())  # rounding may give less than 0
+        return total
 
     def scale(self) -> float:
         """What the sums are divided by."""
@@ -451,16 +521,41 @@ class _Damage:
         return variance
 
 
-def _losses(logits: Tensor, tokens: Tensor) -> Float[Tensor, "batch pos"]:
-    """Next-token losses; a position that predicts nothing counts 0."""
-    losses = torch.nn.functional.cross_entropy(
-        logits[:, :-1].double().transpose(1, 2), tokens[:, 1:], reduction="none"
+def _losses(logits: Tensor, batch: Batch) -> Float[Tensor, " row"]:
+    """Next-token losses at all real tokens but the last of each sequence."""
+    tokens = batch.tokens.to(logits.device)
+    predicts = batch.mask()[:, 1:].to(logits.device)
+    losses = [
+        torch.nn.functional.cross_entropy(some.double(), wanted, reduction="none")
+        for some, wanted in zip(
+            logits[:, :-1][predicts].split(_ROWS), tokens[:, 1:][predicts].split(_ROWS)
+        )
+    ]
+    return torch.cat(losses)
+
+
+def _read(
+    model: nn.Module,
+    inputs: Inputs,
+    attention_mask: Tensor | None,
+    column: str | None,
+    max_length: int | None,
+) -> Batches:
+    """The inputs, which several passes go over."""
+    layer_count(model)
+    batches = read_inputs(
+        model, inputs, attention_mask=attention_mask, column=column, max_length=max_length
     )
-    return torch.nn.functional.pad(losses, (0, 1))
+    if batches.longest is None:
+        raise InfoFlowError(
+            f"inputs is {type(inputs).__name__}, which may be read once only: several passes go "
+            "over the inputs; give a tensor, a list or a datasets.Dataset"
+        )
+    return batches
 
 
 def _metric_of(
-    model: nn.Module, metric: Metric | None, read: Sequence[int] | None, inputs: Tensor
+    model: nn.Module, metric: Metric | None, read: Sequence[int] | None, batches: Batches
 ) -> _Damage:
     chosen = metric or ("nmse" if reads_vectors(model) else "kl")
     if chosen not in METRICS:
@@ -470,47 +565,86 @@ def _metric_of(
             f"metric is {chosen!r}, which compares distributions over tokens: the model's output "
             "is a vector; expected 'nmse'"
         )
-    if chosen == "loss" and (read is not None or inputs.shape[1] < 2):
+    if chosen == "loss" and (read is not None or batches.shortest < 2):
         raise InfoFlowError(
             "metric 'loss' is over all next tokens: expected sequences of at least 2 tokens, and "
             "no positions to read; use 'kl' for single positions"
         )
-    n_pos = inputs.shape[1]
+    n_pos = batches.shortest
     for position in read or ():
         if not -n_pos <= position < n_pos:
             raise InfoFlowError(f"read has position {position}: expected {-n_pos} to {n_pos - 1}")
-    if not starts_at_layers(model):
-        raise InfoFlowError(
-            f"{type(model).__name__} cannot start at a layer: expected a HookedTransformer; "
-            "patterns of this model cannot be replaced here"
-        )
     return _Damage(chosen, read)
+
+
+def _check_edits_reach(model: nn.Module, batch: Batch) -> None:
+    """Refuse bridges in which an edited pattern changes nothing.
+
+    Raises:
+        InfoFlowError: naming the layer.
+    """
+    if not is_bridge(model):
+        return
+    output = batch.run(model)
+
+    def empty(pattern: Tensor, hook: Any) -> Tensor:
+        return torch.zeros_like(pattern)
+
+    for layer in range(layer_count(model)):
+        with model.hooks(fwd_hooks=[(pattern_hook(model, layer), empty)]):  # type: ignore[operator]
+            edited = batch.run(model)
+        if edited.equal(output):
+            raise InfoFlowError(
+                f"edits of the pattern of layer {layer} do not reach the output of this bridge: "
+                "patterns cannot be replaced in it; load the model as a HookedTransformer"
+            )
 
 
 def _head_counts(model: nn.Module) -> list[int]:
     """Heads of each layer, from the weights."""
-    return [int(block.attn.W_Q.shape[0]) for block in model.blocks]  # type: ignore[union-attr]
+    return [int(block.attn.W_O.shape[0]) for block in model.blocks]  # type: ignore[union-attr]
 
 
-def _reference(model: nn.Module, batch: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The output, and what enters every layer."""
-    names = [hook_name(model, f"blocks.{i}.hook_resid_pre") for i in range(layer_count(model))]
+def _reference(model: nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """The output, and what enters every layer (nothing where passes cannot start there)."""
+    names = []
+    if starts_at_layers(model):
+        names = [hook_name(model, f"blocks.{i}.hook_resid_pre") for i in range(layer_count(model))]
     output, caught = run_catching(model, batch, names)
     check_finite(output, "the output", 0)
     return output, [caught[name] for name in names]
 
 
+def _run_from(model: nn.Module, batch: Batch, entering: Sequence[Tensor], layer: int) -> Tensor:
+    """The output, from a layer on if possible: what comes before is not changed."""
+    if not entering:
+        output: Tensor = batch.run(model)
+        return output
+    # padding stands on the right, where nothing real looks
+    changed: Tensor = model(entering[layer], start_at_layer=layer)
+    return changed
+
+
 def _mean_patterns(
-    model: nn.Module,
-    inputs: Tensor,
-    batch_size: int,
-    device: torch.device,
-    advance: Callable[[int], None],
+    model: nn.Module, batches: Batches, batch_size: int, advance: Callable[[int], None]
 ) -> list[Float[Tensor, "_head query key"]]:
+    """Mean patterns over the sequences that have the query."""
     names = [pattern_hook(model, layer) for layer in range(layer_count(model))]
-    sums: dict[str, Tensor | float] = dict.fromkeys(names, 0.0)
-    for batch in inputs.split(batch_size):
-        for name, pattern in run_catching(model, batch.to(device), names)[1].items():
-            sums[name] = sums[name] + pattern.double().sum(dim=0)
+    sums: dict[str, Tensor] = {}
+    n_real: dict[str, Tensor] = {}
+    for batch in batches.batches(batch_size):
+        for name, pattern in run_catching(model, batch, names)[1].items():
+            _, n_head, n_query, n_key = pattern.shape
+            if name not in sums:
+                missing = (batches.longest or 0) - batch.tokens.shape[1]
+                size = (n_head, n_query + missing, n_key + missing)
+                sums[name] = pattern.new_zeros(size, dtype=torch.float64)
+                n_real[name] = pattern.new_zeros(size[1], dtype=torch.float64)
+            real = pattern.new_ones(len(batch), n_query, dtype=torch.float64)
+            if batch.lengths is not None:
+                real = batch.mask().to(real)
+            weighed = pattern.double() * real[:, None, :, None]
+            sums[name][:, :n_query, :n_key] += weighed.sum(dim=0)
+            n_real[name][:n_query] += real.sum(dim=0)
         advance(len(batch))
-    return [torch.as_tensor(sums[name]) / len(inputs) for name in names]
+    return [sums[name] / n_real[name][:, None].clamp(min=1) for name in names]

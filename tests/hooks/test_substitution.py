@@ -15,9 +15,9 @@ from infoflow_lens.hooks.substitution import (
 from infoflow_lens import AttendedProbe, InfoFlowError, PositionsProbe, propagate, run_probes
 from infoflow_lens.models.constructions import build_construction
 from infoflow_lens.theory.information_sets import MaxPosition
-
-from ..conftest import make_token_model
-from ..reference.induction import induction_model, repeated_segments
+from tests.conftest import make_token_model
+from tests.reference import zoo
+from tests.reference.induction import induction_model, repeated_segments
 
 
 def test_ideal_patterns_by_hand():
@@ -251,3 +251,104 @@ def test_bfloat16_models_can_be_asked(token_inputs):
     model = make_token_model().to(torch.bfloat16, print_details=False)
     result = measure_mechanisms(model, token_inputs, progress=False)
     assert all(layer.isfinite().all() for layer in result.damage)
+
+
+@pytest.mark.parametrize("metric", ["kl", "loss"])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_padding_changes_nothing(batch_size, metric):
+    """The damage is the mean over tokens, so one run of each sequence adds up to it."""
+    model, lengths = make_token_model(), (9, 4, 6, 2)
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(17, (n,), generator=generator) for n in lengths]
+    found = measure_mechanisms(
+        model, sequences, metric=metric, batch_size=batch_size, progress=False
+    )
+    places = (2, 1, IDEALS.index("max_position"))
+    expected = n = 0.0
+    for sequence in sequences:
+        alone = measure_mechanisms(model, sequence[None], metric=metric, progress=False)
+        weight = len(sequence) - (metric == "loss")
+        expected += float(alone.damage[1][places[1], places[2]]) * weight
+        n += weight
+    assert float(found.damage[1][places[1], places[2]]) == pytest.approx(expected / n, rel=1e-4)
+    patterns = [
+        model.run_with_cache(sequence[None])[1]["blocks.1.attn.hook_pattern"][0, 2]
+        for sequence in sequences
+    ]
+    for query in range(9):
+        rows = [pattern[query] for pattern in patterns if len(pattern) > query]
+        mean = torch.stack([torch.nn.functional.pad(r, (0, 9 - len(r))) for r in rows]).mean(0)
+        torch.testing.assert_close(found.mean_patterns[1][2, query], mean, atol=1e-6, rtol=0)
+
+
+def test_the_last_token_of_each_sequence_can_be_read():
+    model = make_token_model()
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(17, (n,), generator=generator) for n in (9, 4, 6)]
+    found = measure_mechanisms(model, sequences, read=(-1,), progress=False)
+    alone = [
+        measure_mechanisms(model, s[None], read=(-1,), progress=False).damage[0][:, 1]
+        for s in sequences
+    ]
+    torch.testing.assert_close(found.damage[0][:, 1], torch.stack(alone).mean(0))
+
+
+def test_an_interrupted_measurement_goes_on(token_model, token_inputs):
+    whole = measure_mechanisms(token_model, token_inputs, batch_size=5, progress=False)
+    reached = []
+
+    def stop(progress):
+        reached.append(progress)
+        if len(reached) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_mechanisms(
+            token_model, token_inputs, batch_size=5, after_batch=stop, progress=False
+        )
+    assert reached[-1].n_done == 10
+    runs = []
+    token_model.add_hook("hook_embed", lambda activation, hook: runs.append(len(activation)))
+    resumed = measure_mechanisms(
+        token_model, token_inputs, batch_size=5, resume=reached[-1], progress=False
+    )
+    assert sum(runs) == 9  # each of the sequences that were missing, once; then from its layer on
+    for one, other in zip(resumed.damage, whole.damage, strict=True):
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gpt_neox", "gpt_oss"])
+def test_bridges_whose_patterns_can_be_edited(tmp_path, name):
+    """The damage of one replacement, by plain hooks on the bridge."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    zoo.save(name, tmp_path)
+    model = TransformerBridge.boot_transformers(str(tmp_path), device="cpu", dtype=torch.float32)
+    ids = torch.randint(20, (5, 8), generator=torch.Generator().manual_seed(0))
+    found = measure_mechanisms(model, ids, progress=False)
+    with torch.no_grad():
+        before = model(ids).double().log_softmax(-1)
+
+        def argmax(pattern, hook):
+            pattern = pattern.clone()
+            rows = pattern[:, 1]
+            one = torch.nn.functional.one_hot(rows.argmax(-1), rows.shape[-1])
+            pattern[:, 1] = one * rows.sum(-1, keepdim=True)
+            return pattern
+
+        with model.hooks(fwd_hooks=[("blocks.0.attn.hook_pattern", argmax)]):
+            after = model(ids).double().log_softmax(-1)
+    expected = float((before.exp() * (before - after)).sum(-1).mean())
+    place = IDEALS.index("max_position")
+    assert float(found.damage[0][1, place]) == pytest.approx(expected, rel=1e-3, abs=1e-9)
+    assert expected > 1e-9
+
+
+@pytest.mark.parametrize("name", ["opt", "bert", "gptj", "gpt_neo"])
+def test_bridges_whose_patterns_cannot_be_edited_are_refused(tmp_path, name):
+    from transformer_lens.model_bridge import TransformerBridge
+
+    zoo.save(name, tmp_path)
+    model = TransformerBridge.boot_transformers(str(tmp_path), device="cpu", dtype=torch.float32)
+    with pytest.raises(InfoFlowError, match="pattern of layer 0 do not reach the output"):
+        measure_mechanisms(model, torch.randint(20, (5, 8)), progress=False)

@@ -1,0 +1,237 @@
+"""What users have is read as sequences, and padding changes nothing."""
+
+import datasets
+import pytest
+import torch
+from infoflow_lens.hooks.inputs import read_inputs
+
+from infoflow_lens import (
+    AttendedProbe,
+    InfoFlowError,
+    InfoFlowWarning,
+    PositionsProbe,
+    RecoveryProbe,
+    attach,
+    run_probes,
+)
+from tests.conftest import make_token_model
+
+LENGTHS = (9, 4, 6, 1, 9, 2)
+
+
+def make_sequences():
+    generator = torch.Generator().manual_seed(6)
+    return [torch.randint(17, (n,), generator=generator) for n in LENGTHS]
+
+
+def padded(sequences, side, fill=0):
+    longest = max(map(len, sequences))
+    ids = torch.full((len(sequences), longest), fill)
+    mask = torch.zeros(len(sequences), longest, dtype=torch.long)
+    for row, sequence in enumerate(sequences):
+        place = slice(0, len(sequence)) if side == "right" else slice(longest - len(sequence), None)
+        ids[row, place], mask[row, place] = sequence, 1
+    return ids, mask
+
+
+def alone(model, sequences, make):
+    """The results of every sequence on its own."""
+    return [run_probes(model, s[None], [make()], progress=False)[0] for s in sequences]
+
+
+ARCHITECTURES = [
+    {},
+    {"positional_embedding_type": "rotary", "d_head": 6},
+    {"positional_embedding_type": "alibi"},
+    {"n_key_value_heads": 2},
+    {"use_local_attn": True, "attn_types": ["local", "global"], "window_size": 3},
+    {"use_attention_sinks": True},
+    {"attn_only": True},
+    {"parallel_attn_mlp": True},
+]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("changes", ARCHITECTURES)
+def test_padding_on_either_side_changes_nothing(changes, side):
+    model, sequences = make_token_model(**changes), make_sequences()
+    ids, mask = padded(sequences, side)
+
+    def make():
+        return PositionsProbe((1, 3), spread=True)
+
+    with attach(model, make(), AttendedProbe()) as probes:
+        model(ids, attention_mask=mask)
+    whole, attended = probes.results()
+    (read,) = run_probes(model, ids, [make()], attention_mask=mask, batch_size=4, progress=False)
+    assert whole.lengths.tolist() == list(LENGTHS) == read.lengths.tolist()
+    single = alone(model, sequences, lambda: PositionsProbe((1,), spread=True))
+    for index, n in enumerate(LENGTHS):
+        (keys,) = run_probes(model, sequences[index][None], [AttendedProbe()], progress=False)
+        for layer in range(2):
+            for found in (whole, read):
+                assert found.positions[layer][index, :, :n, 0].equal(
+                    single[index].positions[layer][0, :, :, 0]
+                )
+                assert (found.positions[layer][index, :, n:] == -1).all()
+                torch.testing.assert_close(
+                    found.entropy[layer][index, :, :n],
+                    single[index].entropy[layer][0],
+                    atol=1e-5,
+                    rtol=0,
+                )
+            assert attended.attended[layer][index, :, :n, :n].equal(keys.attended[layer][0])
+            assert attended.attended[layer][index].sum() == keys.attended[layer][0].sum()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_recovery_of_padded_batches_equals_single_sequences(side):
+    model = make_token_model().double()
+    sequences = make_sequences() * 4
+    ids, mask = padded(sequences, side)
+    (whole,) = run_probes(model, ids, [RecoveryProbe()], attention_mask=mask, progress=False)
+    (single,) = run_probes(model, sequences, [RecoveryProbe()], batch_size=1, progress=False)
+    with attach(model, RecoveryProbe()) as probes:
+        model(ids, attention_mask=mask)
+    for found in (whole, probes[0].result()):
+        assert found.n_fit == single.n_fit
+        for one, other in zip(found.fvu, single.fvu, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+def test_a_model_that_ignores_the_mask_is_refused():
+    model = make_token_model(attention_dir="bidirectional")
+    ids, mask = padded(make_sequences(), "right")
+    with attach(model, PositionsProbe()), pytest.raises(InfoFlowError, match="attend to padding"):
+        model(ids, attention_mask=mask)
+
+
+def test_where_nothing_may_be_padded_lengths_run_apart():
+    model, sequences = make_token_model(attention_dir="bidirectional"), make_sequences()
+    (found,) = run_probes(model, sequences, [PositionsProbe()], progress=False)
+    for index, result in enumerate(alone(model, sequences, PositionsProbe)):
+        n = LENGTHS[index]
+        assert found.positions[1][index, :, :n].equal(result.positions[1][0])
+
+
+def as_dataset(sequences, with_mask):
+    ids, mask = padded(sequences, "left")
+    rows = {"input_ids": ids.tolist()} | ({"attention_mask": mask.tolist()} if with_mask else {})
+    return datasets.Dataset.from_dict(rows)
+
+
+def loader(sequences):
+    ids, mask = padded(sequences, "left")
+    rows = [{"input_ids": i, "attention_mask": m} for i, m in zip(ids, mask)]
+    return torch.utils.data.DataLoader(rows, batch_size=4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda s: s,
+        lambda s: [row.tolist() for row in s],
+        lambda s: padded(s, "right"),
+        lambda s: as_dataset(s, with_mask=True),
+        lambda s: as_dataset(s, with_mask=True).with_format("torch"),
+        lambda s: datasets.Dataset.from_dict({"tokens": [row.tolist() for row in s]}),
+        loader,
+    ],
+)
+def test_all_kinds_of_inputs_are_the_same_sequences(token_model, make):
+    sequences = make_sequences()
+    (expected,) = run_probes(token_model, sequences, [PositionsProbe()], progress=False)
+    (found,) = run_probes(token_model, make(sequences), [PositionsProbe()], progress=False)
+    for one, other in zip(found.positions, expected.positions, strict=True):
+        assert one.equal(other)
+    assert read_inputs(token_model, make(sequences)).n_sequences == 6
+
+
+def test_vector_tokens_come_from_datasets_and_loaders(model, inputs):
+    (expected,) = run_probes(model, inputs, [PositionsProbe()], progress=False)
+    table = datasets.Dataset.from_dict({"x": inputs.tolist(), "y": [0] * 23})
+    batches = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(inputs, torch.zeros(23)), batch_size=5
+    )
+    for given in (table, batches, iter(inputs.split(4))):
+        (found,) = run_probes(model, given, [PositionsProbe()], progress=False)
+        assert found.positions[1].equal(expected.positions[1])
+
+
+def test_resuming_skips_what_was_seen(token_model):
+    sequences = make_sequences()
+    (expected,) = run_probes(token_model, sequences, [PositionsProbe()], progress=False)
+    for given in (sequences, loader(sequences)):
+        probe, done = PositionsProbe(), []
+        run_probes(token_model, sequences[:3], [probe], progress=False, after_batch=done.append)
+        assert sum(done) == 3
+        (found,) = run_probes(token_model, given, [probe], skip=3, progress=False)
+        assert found.positions[0].equal(expected.positions[0])
+
+
+def test_sequences_may_be_cut(token_model):
+    (found,) = run_probes(
+        token_model, make_sequences(), [PositionsProbe()], max_length=4, progress=False
+    )
+    assert found.lengths.tolist() == [min(n, 4) for n in LENGTHS]
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "message"),
+    [
+        ([], {}, "inputs is empty"),
+        (["a text"], {}, r"inputs\[0\] is a text, but the model has no tokenizer"),
+        ([[1, 2], []], {}, r"inputs\[1\] is"),
+        ([[1, 2], [1.5, 2]], {}, r"inputs\[1\] is"),
+        ([[1, 2, 99]], {}, "token ids from 1 to 99"),
+        ([list(range(10))], {}, "sequences of 10 tokens, the model takes at most n_ctx 9"),
+        ([[1, 2]], {"max_length": 0}, "max_length is 0"),
+        ({"a": 1}, {}, "inputs is dict"),
+        (7, {}, "inputs is int"),
+        (
+            datasets.Dataset.from_dict({"words": ["a"]}),
+            {},
+            "inputs has the columns words, without input_ids or tokens or text or x",
+        ),
+        (datasets.Dataset.from_dict({"text": ["a"]}), {"column": "ids"}, "without ids"),
+        (torch.ones(2, 3).long(), {"attention_mask": torch.ones(2, 2)}, r"shape \(2,\)"),
+        (torch.ones(2, 3).long(), {"attention_mask": torch.zeros(2, 3)}, "0 real tokens"),
+        (torch.ones(2, 3).long(), {"attention_mask": torch.ones(1, 3)}, "1 rows for 2 sequences"),
+    ],
+)
+def test_bad_inputs_are_named(token_model, given, arguments, message):
+    with pytest.raises(InfoFlowError, match=message):
+        run_probes(token_model, given, [PositionsProbe()], progress=False, **arguments)
+
+
+def test_a_batch_too_large_for_memory_is_halved_once(token_model, token_inputs, monkeypatch):
+    """A pass with more than 6 sequences fails, in the model or while a probe takes it in."""
+    (expected,) = run_probes(token_model, token_inputs, [PositionsProbe()], progress=False)
+    for fails_in_probe in (False, True):
+        first, second = PositionsProbe(), PositionsProbe()
+        with monkeypatch.context() as patch:
+            target = second if fails_in_probe else token_model.blocks[1]
+            name = "_update" if fails_in_probe else "forward"
+            original = getattr(target, name)
+
+            def limited(*args, original=original, in_probe=fails_in_probe, **kwargs):
+                batch = args[-1].held_out if in_probe else args[0]
+                if len(batch) > 6:
+                    raise torch.OutOfMemoryError("no memory")
+                return original(*args, **kwargs)
+
+            patch.setattr(target, name, limited)
+            with pytest.warns(InfoFlowWarning, match="batch of 12 sequences: going on with half"):
+                results = run_probes(
+                    token_model, token_inputs, [first, second], batch_size=12, progress=False
+                )
+            for result in results:
+                assert result.positions[1].equal(expected.positions[1])
+            with (
+                pytest.warns(InfoFlowWarning),
+                pytest.raises(InfoFlowError, match="smaller batch_size"),
+            ):
+                run_probes(
+                    token_model, token_inputs, [PositionsProbe(), second], batch_size=19,
+                    progress=False,
+                )  # fmt: skip
