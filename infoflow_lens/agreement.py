@@ -198,6 +198,7 @@ def compare(
     *,
     threshold: float = 0.1,
     active: Bool[Tensor, "batch source"] | None = None,
+    lengths: Int[Tensor, " batch"] | None = None,
 ) -> Agreement:
     """Compare predicted information sets with what was measured on the same inputs.
 
@@ -208,6 +209,8 @@ def compare(
         threshold: a source is in the measured set if its influence is at least this share of the
             largest on that state. It touches precision, recall, jaccard, exact match and sizes.
         active: the target's active index set, for `coverage`.
+        lengths: the tokens of each sequence, where they differ (``InfluenceResult.lengths``): no
+            other state or source takes part, and the last position is each sequence's own.
 
     Raises:
         InfoFlowError: if shapes differ, scores are negative or NaN, or the threshold is not in
@@ -232,26 +235,54 @@ def compare(
     # ranking that puts it last proves nothing
     reachable = ((scores > 0) | predicted.members).flatten(0, 1).any(dim=0)
     is_self = torch.eye(n_pos, n_source, dtype=torch.bool, device=scores.device)
+    states, sources, last = _real(lengths, n_batch, n_pos, n_source, scores.device)
 
-    def at(layer: int, positions: slice, with_self: bool) -> SetAgreement:
-        candidate = reachable[positions] & (with_self | ~is_self[positions])
-        candidate = candidate.expand(n_batch, -1, -1)
+    def at(layer: int, chosen: Bool[Tensor, "batch pos"], with_self: bool) -> SetAgreement:
+        candidate = (reachable & (with_self | ~is_self)) & sources[:, None]
         return _set_agreement(
-            predicted.members[layer, :, positions].flatten(0, 1),
-            measured_sets[layer, :, positions].flatten(0, 1),
-            scores[layer, :, positions].flatten(0, 1),
-            candidate.flatten(0, 1),
+            predicted.members[layer][chosen],
+            measured_sets[layer][chosen],
+            scores[layer][chosen],
+            candidate[chosen],
         )
 
-    tokens, last = slice(0, n_source), slice(n_pos - 1, n_pos)
+    tokens = states & (torch.arange(n_pos, device=scores.device) < n_source)
+    read = predicted.members[-1][last]
     return Agreement(
         threshold=threshold,
         layers=tuple(at(layer, tokens, False) for layer in range(n_layers)),
         layers_with_self=tuple(at(layer, tokens, True) for layer in range(n_layers)),
         cls=at(n_layers - 1, last, False),
-        coverage=None
-        if active is None
-        else coverage(predicted.members[-1, :, -1], active.to(predicted.members.device)),
+        coverage=None if active is None else coverage(read, active.to(read.device)),
+    )
+
+
+def _real(
+    lengths: Int[Tensor, " batch"] | None,
+    n_batch: int,
+    n_pos: int,
+    n_source: int,
+    device: torch.device,
+) -> tuple[Bool[Tensor, "batch pos"], Bool[Tensor, "batch source"], Bool[Tensor, "batch pos"]]:
+    """Which states and sources exist, and which state is the last of its sequence.
+
+    Raises:
+        InfoFlowError: for lengths that do not fit.
+    """
+    if lengths is None:
+        lengths = torch.full((n_batch,), n_source)
+    if lengths.shape != (n_batch,) or not ((lengths >= 1) & (lengths <= n_source)).all():
+        raise InfoFlowError(
+            f"lengths are {lengths.tolist()}: expected {n_batch} numbers of tokens from 1 to "
+            f"{n_source}"
+        )
+    lengths = lengths.to(device)
+    places = torch.arange(n_pos, device=device)
+    n_states = (lengths + n_pos - n_source)[:, None]  # CLS has no source
+    return (
+        places < n_states,
+        torch.arange(n_source, device=device) < lengths[:, None],
+        places == n_states - 1,
     )
 
 
@@ -292,6 +323,7 @@ class CoverageCurve:
 def coverage_curve(
     positions: Sequence[Int[Tensor, "batch _head pos rank"]],
     influence: Float[Tensor, "layer batch pos source"],
+    lengths: Int[Tensor, " batch"] | None = None,
 ) -> CoverageCurve:
     """The share of influence inside the sets when every head passes its k largest positions.
 
@@ -299,6 +331,7 @@ def coverage_curve(
         positions: for every layer the positions of ranks 1, 2, .., in this order, as
             ``PositionsProbe(range(1, K + 1))`` gives them.
         influence: measured on the same inputs, ``InfluenceResult.influence``.
+        lengths: as for :func:`compare`.
 
     Raises:
         InfoFlowError: if shapes do not fit, or influence is negative or not finite.
@@ -314,17 +347,18 @@ def coverage_curve(
             f"{n_layers} layers, with batch {batch} and {n_pos} positions"
         )
     _check_norms(influence)
-    candidate = torch.ones(batch * n_pos, n_source, dtype=torch.bool)
+    states, sources, final = _real(lengths, batch, n_pos, n_source, influence.device)
+    candidate = sources[:, None].expand(-1, n_pos, -1)
     layers, last, size = [], [], []
     for k in range(1, min(layer.shape[-1] for layer in positions) + 1):
         members = propagate([layer[..., :k] for layer in positions], n_source).members
         layers.append(
             tuple(
-                _mean(influence_inside(influence[i].flatten(0, 1), sets.flatten(0, 1), candidate))
+                _mean(influence_inside(influence[i][states], sets[states], candidate[states]))
                 for i, sets in enumerate(members)
             )
         )
-        read = members[-1, :, -1]
-        last.append(_mean(influence_inside(influence[-1, :, -1], read, candidate[:batch])))
+        read = members[-1][final]
+        last.append(_mean(influence_inside(influence[-1][final], read, candidate[final])))
         size.append(_mean(read.sum(dim=1).double()))
     return CoverageCurve(tuple(layers), tuple(last), tuple(size))

@@ -225,3 +225,54 @@ def test_coverage_needs_positions_of_the_same_states(model, inputs):
         coverage_curve(positions.positions[:1], influence.influence)
     with pytest.raises(InfoFlowError, match="negative, infinite or NaN"):
         coverage_curve(positions.positions, -influence.influence)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10**6), st.integers(0, 1))
+def test_padding_takes_no_part(seed, extra):
+    """States and sources beyond a sequence's tokens; its last state is its own."""
+    predicted, scores = case(seed, extra=extra)
+    lengths = torch.randint(2, 7, (4,), generator=torch.Generator().manual_seed(seed))
+    found = compare(predicted, scores, lengths=lengths)
+    for layer in range(2):
+        shares, last = [], []
+        for sequence, n in enumerate(lengths.tolist()):
+            for t in range(n + extra):
+                keep = [s for s in range(n) if s != t]
+                energy = scores[layer, sequence, t, keep].double() ** 2
+                inside = energy[predicted.members[layer, sequence, t, keep]].sum()
+                if energy.sum() > 0:
+                    if t < n:
+                        shares.append(float(inside / energy.sum()))
+                    if t == n + extra - 1:
+                        last.append(float(inside / energy.sum()))
+        assert found.layers[layer].influence_inside == pytest.approx(np.mean(shares))
+        if layer == 1:
+            assert found.cls.influence_inside == pytest.approx(np.mean(last))
+    assert found.cls.n_states == 4
+
+
+def test_a_padded_coverage_curve_is_that_of_the_parts():
+    """Two sequences of one length and one shorter: the mean over all their last states."""
+    generator = torch.Generator().manual_seed(3)
+    positions = [torch.randint(-1, 5, (3, 2, 5, 2), generator=generator) for _ in range(2)]
+    influence = torch.rand(2, 3, 5, 5, generator=generator)
+    short = 3
+    for layer in positions:
+        layer[2] = layer[2].clamp(max=short - 1)
+    curve = coverage_curve(positions, influence, torch.tensor([5, 5, short]))
+    full = coverage_curve([p[:2] for p in positions], influence[:, :2])
+    part = coverage_curve([p[2:, :, :short] for p in positions], influence[:, 2:, :short, :short])
+    for k in range(2):
+        expected = (2 * full.last[k] + part.last[k]) / 3
+        assert curve.last[k] == pytest.approx(expected)
+        for layer in range(2):
+            expected = (10 * full.layers[k][layer] + short * part.layers[k][layer]) / 13
+            assert curve.layers[k][layer] == pytest.approx(expected)
+
+
+def test_lengths_that_do_not_fit_are_named():
+    predicted, scores = case(0)
+    for wrong in (torch.tensor([7, 1, 1, 1]), torch.tensor([1, 1, 1]), torch.tensor([0, 1, 1, 1])):
+        with pytest.raises(InfoFlowError, match="4 numbers of tokens from 1 to 6"):
+            compare(predicted, scores, lengths=wrong)
