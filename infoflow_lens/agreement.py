@@ -235,7 +235,7 @@ def compare(
     # ranking that puts it last proves nothing
     reachable = ((scores > 0) | predicted.members).flatten(0, 1).any(dim=0)
     is_self = torch.eye(n_pos, n_source, dtype=torch.bool, device=scores.device)
-    states, sources, last = _real(lengths, n_batch, n_pos, n_source, scores.device)
+    _, sources, last = _real(lengths, n_batch, n_pos, n_source, scores.device)
 
     def at(layer: int, chosen: Bool[Tensor, "batch pos"], with_self: bool) -> SetAgreement:
         candidate = (reachable & (with_self | ~is_self)) & sources[:, None]
@@ -246,7 +246,7 @@ def compare(
             candidate[chosen],
         )
 
-    tokens = states & (torch.arange(n_pos, device=scores.device) < n_source)
+    tokens = torch.nn.functional.pad(sources, (0, n_pos - n_source))
     read = predicted.members[-1][last]
     return Agreement(
         threshold=threshold,
