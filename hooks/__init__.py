@@ -1,12 +1,14 @@
 """What is measured: probes for any TransformerLens model, through its hook points."""
 
-from infoflow_lens.hooks.attach import AttachedProbes, attach, run_probes
+from infoflow_lens.hooks.attach import AttachedProbes, attach, probe_cache, run_probes
 from infoflow_lens.hooks.attended import AttendedProbe, AttendedResult
-from infoflow_lens.hooks.influence import InfluenceResult, JacobianInfluence, ResampleInfluence
-from infoflow_lens.hooks.inspection import ModelCapabilities, inspect_model
+from infoflow_lens.hooks.influence import InfluenceResult
+from infoflow_lens.hooks.inspection import ModelCapabilities, example_input, inspect_model
+from infoflow_lens.hooks.jacobian import JacobianInfluence
 from infoflow_lens.hooks.positions import PositionsProbe, PositionsResult
 from infoflow_lens.hooks.probe import Probe, Split
 from infoflow_lens.hooks.recovery import RecoveryProbe, RecoveryResult
+from infoflow_lens.hooks.resample import ResampleInfluence
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.substitution import (
     JointReplacement,
@@ -34,8 +36,10 @@ __all__ = [
     "Result",
     "Split",
     "attach",
+    "example_input",
     "inspect_model",
     "measure_mechanisms",
+    "probe_cache",
     "replace_greedily",
     "run_probes",
     "substituted",

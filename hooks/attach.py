@@ -1,7 +1,7 @@
 """Putting probes on a model: in the user's own loop, or over given inputs."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -131,6 +131,55 @@ def attach(model: nn.Module, *probes: Probe[Any], eval_every: int = 5) -> Iterat
             del model.forward  # the instance's; the class has its own
         else:
             model.forward = outer
+
+
+def probe_cache(
+    model: nn.Module,
+    cache: Mapping[str, Tensor],
+    probes: Sequence[Probe[Any]],
+    *,
+    tokens: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    eval_every: int = 5,
+) -> tuple[Any, ...]:
+    """Measure a forward pass that you have already made, from its ActivationCache.
+
+    Call it for every cache to go on with the same probes.
+
+    Args:
+        model: the model that made the cache, with the same weights.
+        cache: activations by hook point, with a batch axis.
+        probes: what to measure.
+        tokens: what the model was run on; some probes need the token ids.
+        attention_mask: which positions are real [batch, pos], if the pass was padded.
+        eval_every: every so many sequences one is held out.
+
+    Returns:
+        The results so far, in the order of `probes`.
+
+    Raises:
+        InfoFlowError: if the cache lacks what a probe needs, or has no batch axis.
+    """
+    layer_count(model)
+    _check_every(eval_every)
+    if not getattr(cache, "has_batch_dim", True):
+        raise InfoFlowError(
+            "the cache has no batch axis: expected one; keep it (remove_batch_dim=False)"
+        )
+    known = model_fingerprint(model)
+    mask = None if attention_mask is None else attention_mask.bool()
+    split = Split(every=eval_every)
+    for probe in probes:
+        names = [name for name, _ in probe._listen(model, probe._collected.clear, known)]
+        missing = [name for name in probe._expected if name not in cache]
+        if missing:
+            raise InfoFlowError(
+                f"the cache lacks {', '.join(missing)}, which {type(probe).__name__} reads: "
+                "expected a cache of all activations, or a names_filter with these"
+            )
+        probe._collected.update({name: cache[name].detach() for name in names if name in cache})
+        probe._take_in(model, split, tokens, None if mask is None or mask.all() else mask)
+    return tuple(probe.result() for probe in probes)
 
 
 def _check_every(eval_every: int) -> None:

@@ -250,9 +250,10 @@ def carries_pattern(
     scores: Float[Tensor, "batch head query key"], pattern: Float[Tensor, "batch head query key"]
 ) -> bool:
     """Whether what fired as scores is the pattern itself, as on some bridges."""
-    if scores.shape != pattern.shape or bool((scores < 0).any()):
+    if scores.shape != pattern.shape:
         return False
-    return bool(torch.allclose(scores.float(), pattern.float(), atol=1e-3))
+    shares = scores.float().masked_fill(scores == -torch.inf, 0)  # of padding
+    return bool(shares.min() >= 0) and bool(torch.allclose(shares, pattern.float(), atol=1e-3))
 
 
 def check_scores(scores: Float[Tensor, "batch head query key"], name: str, sequence: int) -> None:

@@ -1,33 +1,23 @@
-"""Which inputs a state does depend on: Jacobians, resample ablation, and the sets they give."""
+"""Which inputs a state does depend on: the result, the sets it gives, and what its probes share."""
 
 from abc import abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from infoflow_lens.hooks.capabilities import (
-    check_finite,
-    check_inputs,
-    hook_name,
-    layer_count,
-    reads_vectors,
-    starts_at_layers,
-    state_hooks,
-    state_sum,
-    token_hook,
-)
+from infoflow_lens.hooks.capabilities import check_finite, layer_count, state_hooks, state_sum
+from infoflow_lens.hooks.inputs import may_be_padded
 from infoflow_lens.hooks.own import own_pass
-from infoflow_lens.hooks.passes import Pass
+from infoflow_lens.hooks.passes import Pass, padded_together
 from infoflow_lens.hooks.probe import Probe
+from infoflow_lens.hooks.rerun import Rerun, start_point, without_user_hooks
 from infoflow_lens.hooks.result import Result
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.theory.information_sets import InformationSets
 
 if TYPE_CHECKING:
@@ -38,21 +28,6 @@ _RERUN_TOLERANCE = 1e-3
 _RERUN_TOLERANCE_HALF = 5e-2  # bfloat16 has 8 bits, and batched kernels round differently
 
 
-@contextmanager
-def without_user_hooks(model: nn.Module) -> Iterator[None]:
-    """The model with its permanent hooks only (those that belong to it), for the block's length."""
-    points = list(model.hook_dict.values())  # type: ignore[operator]
-    saved = [point._forward_hooks for point in points]
-    for point, hooks in zip(points, saved, strict=True):
-        permanent = [handle.hook.id for handle in point.fwd_hooks if handle.is_permanent]
-        point._forward_hooks = OrderedDict((key, hooks[key]) for key in permanent if key in hooks)
-    try:
-        yield
-    finally:
-        for point, hooks in zip(points, saved, strict=True):
-            point._forward_hooks = hooks
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class InfluenceResult(Result):
     """Influence of every source on every state.
@@ -61,38 +36,75 @@ class InfluenceResult(Result):
         layers: the layers, in the order of the first axis.
         influence: float [layer, batch, pos, source]: the Frobenius norm of d state(layer, pos) /
             d source, or how far the state moves when the source is replaced by another sample's,
-            depending on the probe (``record.config["probe"]``).
+            depending on the probe (``record.config["probe"]``). With chosen positions the axis
+            `pos` holds these only. 0 where a sequence has no such state or source.
+        positions: int [batch, pos], the position of each of these states in its own sequence; -1
+            where the sequence has none.
+        lengths: int [batch], the number of sources of each sequence.
+        n_positions: positions of the longest sequence: as many as sources, and CLS if there is one.
+        relative_error: of an estimate, for each layer, the standard error of the influence over
+            the influence, both as root mean squares over states and sources, as seen in the spread
+            over the directions; None where the influence is exact.
     """
 
     layers: tuple[int, ...]
     influence: Float[Tensor, "layer batch pos source"]
+    positions: Int[Tensor, "batch pos"]
+    lengths: Int[Tensor, " batch"]
+    n_positions: int
+    relative_error: tuple[float, ...] | None = None
+
+    def full(self) -> Float[Tensor, "layer batch position source"]:
+        """The influence on every position, 0 where a position was not asked for."""
+        return self._scattered(self.influence)
 
     def sets(self, threshold: float = 0.1) -> InformationSets:
         """Measured information sets: the sources of at least `threshold` times the largest
-        influence on that state.
+        influence on that state. Sets of positions that were not asked for are empty.
 
         Raises:
             InfoFlowError: unless ``0 < threshold <= 1``.
         """
-        return influence_sets(self.influence, threshold)
+        return InformationSets(self._scattered(_above(self.influence, threshold)))
+
+    def sets_by_share(self, share: float = 0.9) -> InformationSets:
+        """Measured information sets: the fewest sources that hold at least this share of the
+        squared influence on that state. Sets of positions that were not asked for are empty.
+
+        Raises:
+            InfoFlowError: unless ``0 < share <= 1``.
+        """
+        return InformationSets(self._scattered(_holding(self.influence, share)))
+
+    def _scattered(self, values: Tensor) -> Tensor:
+        everything = torch.arange(self.n_positions)
+        exists = self.positions >= 0
+        if self.positions.shape[1] == self.n_positions and bool(
+            ((self.positions == everything) | ~exists).all()
+        ):
+            return values
+        n_layers, _, _, n_source = values.shape
+        full = values.new_zeros(n_layers, len(self.positions), self.n_positions, n_source)
+        sequence, row = exists.nonzero(as_tuple=True)
+        full[:, sequence, self.positions[sequence, row]] = values[:, sequence, row]
+        return full
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each layer, sample, position and source."""
+        """One row for each layer, sample, position and source that exist."""
         import pandas as pd
 
-        layer, sample, position, source = (
-            index.flatten().numpy()
-            for index in torch.unravel_index(
-                torch.arange(self.influence.numel()), self.influence.shape
-            )
-        )
+        real = torch.arange(self.influence.shape[3]) < self.lengths[:, None]
+        exists = (self.positions >= 0)[:, :, None] & real[:, None]
+        layer, sample, row, source = exists.expand_as(self.influence).nonzero(
+            as_tuple=True
+        )  # in the order of the axes
         return pd.DataFrame(
             {
                 "layer": torch.tensor(self.layers)[layer].numpy(),
-                "sample": sample,
-                "position": position,
-                "source": source,
-                "influence": self.influence.flatten().numpy(),
+                "sample": sample.numpy(),
+                "position": self.positions[sample, row].numpy(),
+                "source": source.numpy(),
+                "influence": self.influence[layer, sample, row, source].numpy(),
             }
         )
 
@@ -100,12 +112,18 @@ class InfluenceResult(Result):
         """Heat maps of one sequence, a panel for each layer."""
         import plotly.express as px
 
-        return px.imshow(
-            self.influence[:, sample].numpy(),
+        n_source = int(self.lengths[sample])
+        rows = self.positions[sample] >= 0
+        figure = px.imshow(
+            self.influence[:, sample, rows, :n_source].numpy(),
             facet_col=0,
+            y=[str(position) for position in self.positions[sample, rows].tolist()],
             labels={"x": "source", "y": "position", "color": "influence", "facet_col": "layer"},
             title=f"{self.record.config.get('probe', 'Influence')}, sequence {sample}",
         )
+        for panel, layer in zip(figure.layout.annotations, self.layers, strict=False):
+            panel.text = f"layer {layer}"
+        return figure
 
 
 def check_threshold(threshold: float) -> None:
@@ -130,9 +148,39 @@ def influence_sets(
     Raises:
         InfoFlowError: unless ``0 < threshold <= 1``.
     """
+    return InformationSets(_above(influence, threshold))
+
+
+def share_sets(
+    influence: Float[Tensor, "layer batch pos source"], share: float = 0.9
+) -> InformationSets:
+    """The fewest sources that hold at least `share` of the squared influence on each state.
+
+    Among equals the lowest index comes first. A state without any influence has the empty set.
+
+    Raises:
+        InfoFlowError: unless ``0 < share <= 1``.
+    """
+    return InformationSets(_holding(influence, share))
+
+
+def _above(influence: Float[Tensor, "*state source"], threshold: float) -> Tensor:
     check_threshold(threshold)
     largest = influence.amax(dim=-1, keepdim=True)
-    return InformationSets((influence >= threshold * largest) & (influence > 0))
+    return (influence >= threshold * largest) & (influence > 0)
+
+
+def _holding(influence: Float[Tensor, "*state source"], share: float) -> Tensor:
+    if not 0 < share <= 1:
+        raise InfoFlowError(
+            f"share is {share}: expected a share of the squared influence, 0 < share <= 1"
+        )
+    energy = influence.double().square()
+    energy, order = energy.sort(dim=-1, descending=True, stable=True)
+    held = energy.cumsum(dim=-1)
+    # a source enters while those before it do not hold enough; sums of equals round
+    needed = (held - energy < share * (1 - 1e-9) * held[..., -1:]) & (energy > 0)
+    return torch.zeros_like(needed).scatter(-1, order, needed)
 
 
 class StateInfluence(Probe[InfluenceResult]):
@@ -143,41 +191,73 @@ class StateInfluence(Probe[InfluenceResult]):
     refused, unless `through_hooks` lets your hooks take part. Sequences of a batch run together,
     which is right as long as they do not read one another, and hooks may break that.
 
+    A HookedTransformer starts at the layer where sources enter; other models run whole, with what
+    enters there replaced. Padding has no influence and receives none.
+
     What it keeps grows with the sequences, since every one has its own result.
     """
 
     def __init__(
-        self, state: str, source_layer: int | None, chunk_size: int, through_hooks: bool
+        self,
+        state: str,
+        source_layer: int | None,
+        layers: Sequence[int] | None,
+        positions: Sequence[int] | None,
+        chunk_size: int | None,
+        through_hooks: bool,
     ) -> None:
         super().__init__()
         if state not in ("post_attention", "resid_post"):
             raise InfoFlowError(f"state is {state!r}: expected 'post_attention' or 'resid_post'")
-        self.state = state
+        self._state = state
         self.source_layer = source_layer
-        if chunk_size < 1:
-            raise InfoFlowError(f"chunk_size is {chunk_size}: expected at least 1")
+        self.layers = _different_integers(layers, "layers")
+        self.positions = _different_integers(positions, "positions")
+        if chunk_size is not None and chunk_size < 1:
+            raise InfoFlowError(f"chunk_size is {chunk_size}: expected at least 1, or None")
         self.chunk_size = chunk_size
         self.through_hooks = through_hooks
         self._layers: tuple[int, ...] = ()
-        self._influence: list[Tensor] = []
+        self._influence: list[Tensor] = []  # [batch, layer, pos, source]
+        self._places: list[Tensor] = []
+        self._lengths: list[Tensor] = []
+        self._n_positions = 0
 
     def config(self) -> Mapping[str, Any]:
         """The settings, as JSON-compatible values."""
         return {
-            "state": self.state,
+            "state": self._state,
             "source_layer": self.source_layer,
+            "layers": None if self.layers is None else list(self.layers),
+            "positions": None if self.positions is None else list(self.positions),
             "through_hooks": self.through_hooks,
         }
+
+    def state(self) -> dict[str, Any]:
+        """Everything measured so far, for :meth:`load_state` of a probe with the same settings."""
+        found = super().state()  # lists of its own, as this probe may go on
+        return {k: list(v) if isinstance(v, list) else v for k, v in found.items()}
 
     @abstractmethod
     def _measure(
         self,
         model: nn.Module,
-        states: Callable[[Tensor], tuple[Tensor, ...]],
+        rerun: Rerun,
         start: Float[Tensor, "batch position d_source"],
         expected: list[Float[Tensor, "batch pos d_model"]],
-    ) -> Float[Tensor, "layer batch pos source"]:
-        """The influence of every source on every state of a batch."""
+        place: Int[Tensor, "batch asked"],
+        lengths: Int[Tensor, " batch"],
+    ) -> Float[Tensor, "layer batch asked source"]:
+        """The influence of every source on the asked states of a batch.
+
+        Args:
+            model: the model.
+            rerun: states as a function of `start`.
+            start: what entered at the sources.
+            expected: the states of the pass that was made, for each layer.
+            place: the positions that are asked for, -1 where a sequence has none.
+            lengths: the sources of each sequence.
+        """
 
     def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
         n_layers = layer_count(model)
@@ -185,269 +265,141 @@ class StateInfluence(Probe[InfluenceResult]):
             raise InfoFlowError(
                 f"source_layer is {self.source_layer}: expected 0 to {n_layers - 1}, or None"
             )
-        cfg = getattr(model, "cfg", None)
-        if getattr(cfg, "positional_embedding_type", None) == "shortformer":
+        first = self.source_layer or 0
+        layers = tuple(range(first, n_layers)) if self.layers is None else self.layers
+        if not all(first <= layer < n_layers for layer in layers):
             raise InfoFlowError(
-                "positional_embedding_type is 'shortformer', whose positions enter every layer "
-                "aside of the residual stream: the forward pass cannot be repeated from it; "
-                f"{type(self).__name__} does not support this model"
+                f"layers are {list(layers)}: expected layers from {first} to {n_layers - 1}, which "
+                "the sources reach"
             )
-        if not starts_at_layers(model):
+        n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
+        if n_ctx and self.positions and not all(-n_ctx <= p < n_ctx for p in self.positions):
             raise InfoFlowError(
-                f"{type(model).__name__} cannot start at a layer: expected a HookedTransformer; "
-                f"{type(self).__name__} does not support this model"
+                f"positions are {list(self.positions)}: the model has at most {n_ctx} positions; "
+                "count from 0, or from -1 backwards"
             )
-        self._layers = tuple(range(self.source_layer or 0, n_layers))
-        names = [self._start(model)]
+        self._layers = layers
+        names = [start_point(model, self.source_layer)]
         for layer in self._layers:
-            names += state_hooks(model, layer, self.state)
+            names += state_hooks(model, layer, self._state)
         return tuple(names)
-
-    def _start(self, model: nn.Module) -> str:
-        """The hook point where repeated passes start from."""
-        if self.source_layer is None and reads_vectors(model):
-            return token_hook(model)
-        return hook_name(model, f"blocks.{self.source_layer or 0}.hook_resid_pre")
-
-    def _states(self, model: nn.Module) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """The states of all layers as a function of what flows through the start."""
-        wanted = [state_hooks(model, layer, self.state) for layer in self._layers]
-        from_tokens = self._start(model) == "hook_tokens"
-
-        def states(start: Tensor) -> tuple[Tensor, ...]:
-            caught: dict[str, Tensor] = {}
-
-            def catch(activation: Tensor, hook: Any, *, name: str) -> None:
-                caught[name] = activation
-
-            hooks = [
-                (name, lambda activation, hook, name=name: catch(activation, hook, name=name))
-                for names in wanted
-                for name in names
-            ]
-            with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
-                if from_tokens:
-                    model(start)
-                else:
-                    model(start, start_at_layer=self.source_layer or 0, return_type=None)
-            return tuple(state_sum(caught, names) for names in wanted)
-
-        return states
 
     def _update(self, model: nn.Module, seen: Pass) -> None:
         activations = seen.activations
-        start = activations[self._start(model)]
+        if seen.lengths is not None and not may_be_padded(model):
+            raise InfoFlowError(
+                f"{type(model).__name__} takes no attention_mask into account: expected sequences "
+                "without padding; run those of one length together"
+            )
+        start = activations[start_point(model, self.source_layer)]
         expected = [
-            state_sum(activations, state_hooks(model, layer, self.state)) for layer in self._layers
+            state_sum(activations, state_hooks(model, layer, self._state)) for layer in self._layers
         ]
+        n_source, n_pos = start.shape[1], expected[0].shape[1]
+        lengths = seen.lengths
+        if lengths is None:
+            lengths = torch.full((len(start),), n_source)
+        n_states = lengths + n_pos - n_source  # CLS has no source
+        real = None if seen.lengths is None else torch.arange(n_pos) < n_states[:, None]
         for layer, state in zip(self._layers, expected, strict=True):
-            check_finite(state, f"the {self.state} state of layer {layer}", self.n_sequences)
+            numbers = state if real is None else state[real.to(state.device)]
+            check_finite(numbers, f"the {self._state} state of layer {layer}", seen.first)
+        place = self._place(n_states, n_pos)
+        rerun = Rerun(model, self.source_layer, self._layers, self._state, seen.tokens, real)
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
         with own_pass(), hidden:
-            influence = self._measure(model, self._states(model), start.clone(), expected)
-        self._influence.append(influence.cpu())
+            influence = self._measure(model, rerun, start.clone(), expected, place, lengths).cpu()
+        is_source = torch.arange(n_source) < lengths[:, None]
+        exists = (place >= 0)[:, :, None] & is_source[:, None]
+        self._influence.append(torch.where(exists, influence, 0).transpose(0, 1))
+        self._places.append(place)
+        self._lengths.append(lengths)
+        self._n_positions = max(self._n_positions, n_pos)
 
-    def _check_rerun(self, values: tuple[Tensor, ...], expected: list[Tensor]) -> None:
+    def _place(self, n_states: Int[Tensor, " batch"], n_pos: int) -> Int[Tensor, "batch asked"]:
+        """The positions of the asked states in each sequence; -1 where it has none."""
+        asked = torch.arange(n_pos) if self.positions is None else torch.tensor(self.positions)
+        ends = n_states[:, None]
+        place = torch.where(asked < 0, ends + asked, asked)
+        return torch.where((place >= 0) & (place < ends), place, -1)
+
+    def _check_rerun(
+        self,
+        values: Sequence[Tensor],
+        expected: Sequence[Tensor],
+        real: Bool[Tensor, "batch pos"] | None,
+        first: int = 0,
+    ) -> None:
         """Every state of every sequence must come out again, not only the large ones."""
         for layer, value, state in zip(self._layers, values, expected, strict=True):
-            half = state.dtype in (torch.float16, torch.bfloat16)
             gap = (value - state).float().norm(dim=-1)
-            allowed = (_RERUN_TOLERANCE_HALF if half else _RERUN_TOLERANCE) * state.float().norm(
-                dim=-1
-            ) + torch.finfo(torch.float32).tiny
-            if not (gap <= allowed).all():
-                worst = int((gap / allowed).flatten().argmax())
-                sequence, position = divmod(worst, state.shape[1])
+            allowed = tolerance(state) * state.float().norm(dim=-1) + _TINY
+            fits = gap <= allowed
+            if real is not None:
+                fits |= ~real.to(fits.device)
+            if not fits.all():
+                sequence, position = (~fits).nonzero()[0].tolist()
                 raise InfoFlowError(
                     f"repeating the forward pass changes the state of layer {layer} at position "
-                    f"{position} of sequence {self.n_sequences + sequence}: expected the same "
-                    "states. A hook of yours that changes activations can take part with "
-                    "through_hooks=True; an attention_mask, dropout or a key-value cache cannot: "
-                    "run single unpadded sequences in eval mode"
+                    f"{position} of sequence {self.n_sequences + first + sequence}: expected the "
+                    "same states. A hook of yours that changes activations can take part with "
+                    "through_hooks=True; dropout, a key-value cache, or an attention_mask given to "
+                    "run_with_hooks cannot: run in eval mode, whole sequences, and padded ones "
+                    "with attach or run_probes"
                 )
 
     def _merge(self, other: "StateInfluence") -> None:
         self._layers = other._layers
         self._influence.extend(other._influence)
+        self._places.extend(other._places)
+        self._lengths.extend(other._lengths)
+        self._n_positions = max(self._n_positions, other._n_positions)
 
     def _result(self) -> InfluenceResult:
+        influence = padded_together(self._influence, (2, 3), 0)
         return InfluenceResult(
             layers=self._layers,
-            influence=torch.cat(self._influence, dim=1),
+            influence=influence.transpose(0, 1).contiguous(),
+            positions=padded_together(self._places, (1,), -1),
+            lengths=torch.cat(self._lengths),
+            n_positions=self._n_positions,
+            relative_error=self._relative_error(),
             record=self._run_record(),
             notes=self._notes(),
         )
 
+    def _relative_error(self) -> tuple[float, ...] | None:
+        return None
 
-class JacobianInfluence(StateInfluence):
-    """Influence [layer, batch, pos, source]: the Frobenius norm of d state / d token.
-
-    The state is the post-attention or the outgoing residual stream of each layer; the source is
-    the input vector or, for models over token ids, the token's embedding, and with
-    `source_layer`, what enters that layer at each position. Exact, by forward-mode
-    differentiation of all sequences of the batch and `chunk_size` input directions at a time.
-
-    Its passes are its own; see :class:`StateInfluence`.
-
-    Args:
-        state: "post_attention" (x'_l of eq 1) or "resid_post".
-        source_layer: None for the tokens; l for ``resid_pre`` of layer l, and then layers from l.
-        chunk_size: input directions per pass. More is faster and takes more memory.
-        through_hooks: differentiate through hooks of yours. They then fire in every pass of the
-            probe's, on tensors of torch.func.
-
-    Raises:
-        InfoFlowError: for an unknown state or layer, or a model whose forward pass cannot be
-            repeated from its hooks.
-    """
-
-    def __init__(
-        self,
-        state: str = "post_attention",
-        source_layer: int | None = None,
-        chunk_size: int = 16,
-        through_hooks: bool = False,
-    ) -> None:
-        super().__init__(state, source_layer, chunk_size, through_hooks)
-
-    def _measure(
-        self,
-        model: nn.Module,
-        states: Callable[[Tensor], tuple[Tensor, ...]],
-        start: Float[Tensor, "batch position d_source"],
-        expected: list[Float[Tensor, "batch pos d_model"]],
-    ) -> Float[Tensor, "layer batch pos source"]:
-        batch, n_source, d_source = start.shape
-        directions = torch.eye(n_source * d_source, dtype=start.dtype, device=start.device)
-        squares = start.new_zeros(
-            len(expected), batch, expected[0].shape[1], n_source, dtype=torch.float32
+    def _notes(self) -> tuple[str, ...]:
+        notes = super()._notes()
+        if self.positions is None or not self._places:
+            return notes
+        lacking = (torch.cat(self._places) < 0).sum(dim=0).tolist()
+        return notes + tuple(
+            f"{count} of {self.n_sequences} sequences have no position {position}"
+            for position, count in zip(self.positions, lacking, strict=True)
+            if count
         )
-        if start.dtype == torch.float64:
-            squares = squares.double()
-
-        def derivative(direction: Tensor) -> tuple[Any, Any]:
-            tangent = direction.view(1, n_source, d_source).expand_as(start)
-            values, tangents = torch.func.jvp(states, (start,), (tangent,))[:2]
-            return values, tangents
-
-        column = 0
-        for chunk in directions.split(self.chunk_size):
-            values, tangents = torch.func.vmap(derivative, out_dims=(None, 0))(chunk)  # type: ignore[arg-type]
-            if column == 0:
-                self._check_rerun(values, expected)
-            sources = torch.arange(column, column + len(chunk), device=start.device) // d_source
-            for layer, tangent in enumerate(tangents):  # [direction, batch, pos, d_model]
-                energy = tangent.to(squares.dtype).square().sum(dim=-1).permute(1, 2, 0)
-                squares[layer].index_add_(2, sources, energy)
-            column += len(chunk)
-        return squares.sqrt()
 
 
-class ResampleInfluence(StateInfluence):
-    """Influence [layer, batch, pos, source]: how far a state moves when a token is replaced.
+_TINY = torch.finfo(torch.float32).tiny
 
-    The token of one position is replaced by that of a donor sequence at the same position, for all
-    donors, and the norm of the change of every state is put together over donors. The state is the
-    post-attention or the outgoing residual stream of each layer; the source is the input vector or,
-    for models over token ids, the embedding (with its position), and with `source_layer`, what
-    enters that layer. Unlike a derivative it sees what attention would do with another token.
 
-    A donor's token may itself draw attention, for instance become the largest where the original
-    token did not matter; then every source seems to have influence. The median over donors, or a
-    low quantile, leaves that out; the mean does not, and gets worse with more donors.
+def tolerance(state: Tensor) -> float:
+    """How far a state may differ between two passes, relative to its norm."""
+    half = state.dtype in (torch.float16, torch.bfloat16)
+    return _RERUN_TOLERANCE_HALF if half else _RERUN_TOLERANCE
 
-    Its passes are its own; see :class:`StateInfluence`.
 
-    Args:
-        donors: other inputs of the same length, [donor, pos, d_token] or token ids [donor, pos];
-            the same for every sequence, so that batches do not change the result. aggregate:
-            "median", "mean", or a quantile from 0 to 1. state: "post_attention" (x'_l of eq 1) or
-            "resid_post". source_layer: None for the tokens; l for ``resid_pre`` of layer l, and
-            then layers from l. chunk_size: sequences with a replaced token in a pass.
-            through_hooks: run through hooks of yours.
-
-    Raises:
-        InfoFlowError: for no donors, donors of another shape, an unknown aggregate, state or layer,
-            or a model whose forward pass cannot be repeated from its hooks.
-    """
-
-    def __init__(
-        self,
-        donors: Shaped[Tensor, "donor pos *token"],
-        aggregate: str | float = "median",
-        state: str = "post_attention",
-        source_layer: int | None = None,
-        chunk_size: int = 2048,
-        through_hooks: bool = False,
-    ) -> None:
-        super().__init__(state, source_layer, chunk_size, through_hooks)
-        if not isinstance(donors, Tensor) or donors.ndim < 2 or len(donors) == 0:
-            shape = tuple(donors.shape) if isinstance(donors, Tensor) else type(donors).__name__
-            raise InfoFlowError(
-                f"donors is {shape}: expected at least one sequence, [donor, pos, d_token] or "
-                "token ids [donor, pos]"
-            )
-        if isinstance(aggregate, bool) or not (
-            aggregate in ("median", "mean")
-            or (isinstance(aggregate, (int, float)) and 0 <= aggregate <= 1)
-        ):
-            raise InfoFlowError(
-                f"aggregate is {aggregate!r}: expected 'median', 'mean', or a quantile from 0 to 1"
-            )
-        self.donors = donors
-        self.aggregate = aggregate
-
-    def config(self) -> Mapping[str, Any]:
-        """The settings, as JSON-compatible values."""
-        return {
-            **super().config(),
-            "aggregate": self.aggregate,
-            "n_donors": len(self.donors),
-            "donors": fingerprint({"donors": self.donors}),
-        }
-
-    def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
-        check_inputs(model, self.donors, "donors")
-        return super()._hook_points(model)
-
-    def _donated(self, model: nn.Module) -> Float[Tensor, "donor position d_source"]:
-        """What the donors have in the place of the sources."""
-        device = next(model.parameters()).device
-        name = self._start(model)
-        with torch.no_grad():
-            _, cache = model.run_with_cache(  # type: ignore[operator]
-                self.donors.to(device), names_filter=name, return_cache_object=False
-            )
-        donated: Tensor = cache[name]
-        return donated
-
-    def _measure(
-        self,
-        model: nn.Module,
-        states: Callable[[Tensor], tuple[Tensor, ...]],
-        start: Float[Tensor, "batch position d_source"],
-        expected: list[Float[Tensor, "batch pos d_model"]],
-    ) -> Float[Tensor, "layer batch pos source"]:
-        batch, n_source, _ = start.shape
-        donated = self._donated(model)
-        if donated.shape[1:] != start.shape[1:]:
-            raise InfoFlowError(
-                f"donors have {donated.shape[1]} positions, the sequences {n_source}: expected "
-                "donors of the same length"
-            )
-        self._check_rerun(states(start), expected)
-        n_pos = expected[0].shape[1]
-        moved = torch.empty(len(donated), len(expected), batch, n_pos, n_source)
-        pairs = torch.cartesian_prod(torch.arange(n_source), torch.arange(batch))
-        for donor, tokens in enumerate(donated):
-            for part in pairs.split(self.chunk_size):
-                source, sequence = part.to(start.device).unbind(dim=1)
-                replaced = start[sequence].clone()
-                replaced[torch.arange(len(part)), source] = tokens[source]
-                for layer, state in enumerate(states(replaced)):
-                    change = (state - expected[layer][sequence]).float().norm(dim=-1).cpu()
-                    moved[donor, layer, sequence.cpu(), :, source.cpu()] = change
-        if self.aggregate == "mean":
-            return moved.mean(dim=0)
-        quantile = 0.5 if self.aggregate == "median" else float(self.aggregate)
-        return moved.quantile(quantile, dim=0)
+def _different_integers(values: Sequence[int] | None, name: str) -> tuple[int, ...] | None:
+    if values is None:
+        return None
+    if isinstance(values, (int, str)) or not all(
+        isinstance(value, int) and not isinstance(value, bool) for value in values
+    ):
+        raise InfoFlowError(f"{name} is {values!r}: expected integers, as in (0, 1), or None")
+    chosen = tuple(values)
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise InfoFlowError(f"{name} is {values!r}: expected at least one, each of them once")
+    return chosen

@@ -85,6 +85,28 @@ class Batches:
             self.longest = max(len(sequence) for sequence in sequences)
             self.shortest = min(len(sequence) for sequence in sequences)
 
+    def sequences(self) -> Tensor | Sequence[Tensor]:
+        """All sequences.
+
+        Raises:
+            InfoFlowError: for a loader, which may be read once only.
+        """
+        if self._sequences is None:
+            raise InfoFlowError(
+                f"{self._name} is a loader, which may be read once only: expected a tensor, a list "
+                "or a datasets.Dataset"
+            )
+        return self._sequences
+
+    def first(self, n: int) -> "Batches":
+        """The first `n` sequences."""
+        return Batches(self._model, self.sequences()[:n], name=self._name)
+
+    def whole(self) -> Batch:
+        """All sequences together, whether or not the model may be run on them so."""
+        sequences = self.sequences()
+        return Batch(sequences) if isinstance(sequences, Tensor) else _together(sequences)
+
     def batches(self, batch_size: int, skip: int = 0) -> Iterator[Batch]:
         """The batches, without the first `skip` sequences."""
         if isinstance(self._sequences, Tensor):
@@ -203,6 +225,8 @@ def read_inputs(
         InfoFlowError: for an empty string, no tokenizer, a dataset without the column, sequences
             that are too long, masks of another shape, or what :func:`check_inputs` refuses.
     """
+    if isinstance(inputs, Batches):
+        return inputs
     if max_length is not None and max_length < 1:
         raise InfoFlowError(f"max_length is {max_length}: expected at least 1 token")
     if isinstance(inputs, tuple) and len(inputs) == 2 and attention_mask is None:

@@ -1,12 +1,11 @@
 """Keys in the order of their scores: ties, margins, and ranks that no key has."""
 
-import math
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from infoflow_lens.hooks.capabilities import unmasked
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -34,33 +33,64 @@ def rank_keys(scores: Float[Tensor, "*query key"], ranks: Sequence[int]) -> Rank
     Scores are compared in float32; ties go to the lowest position. Masked keys (-inf, or the
     lowest finite value that some models use instead) are never chosen: a rank beyond the allowed
     keys is undefined. A mask of another value, -1e9 say, cannot be told from a score.
+
+    Several probes rank the same scores: the last ranking is kept for as long as the memory of the
+    scores lives, and used again for the same ranks if nothing has been written there since.
     """
-    scores = scores.detach()
-    may_attend = unmasked(scores)
-    scores = scores.float().masked_fill(~may_attend, -torch.inf)
-    remaining = scores.clone()
-    allowed = may_attend.sum(dim=-1)
-    n_keys = scores.shape[-1]
-    positions, margins, ties = [], [], []
-    value, where = remaining.max(dim=-1)
-    for rank in range(1, max(ranks) + 1):
-        remaining.scatter_(-1, where.unsqueeze(-1), -torch.inf)
-        # max returns the first of equal values, so ties go to the lowest position
-        next_value, next_where = remaining.max(dim=-1)
-        if rank in ranks:
-            defined = allowed >= rank
-            positions.append(where.masked_fill(~defined, -1))
-            margins.append((value - next_value).masked_fill(~defined, math.nan))
-            equal = (scores == value.unsqueeze(-1)).sum(dim=-1) - 1
-            ties.append(equal.masked_fill(~defined, 0))
-        value, where = next_value, next_where
-    order = [sorted(set(ranks)).index(rank) for rank in ranks]
+    ranks = tuple(ranks)
+    if scores.is_inference():  # counts no writes
+        return _rank(scores.detach(), ranks)
+    storage = scores.untyped_storage()
+    view = (scores.shape, scores.stride(), scores.storage_offset(), scores.dtype)
+    wanted = (*view, scores._version, ranks)
+    kept = _last_ranking.get(storage)
+    if kept is None or kept[0] != wanted:
+        kept = (wanted, _rank(scores.detach(), ranks))
+        _last_ranking[storage] = kept
+    return kept[1]
+
+
+_last_ranking: WeakKeyDictionary[torch.UntypedStorage, tuple[Any, Ranked]] = WeakKeyDictionary()
+
+
+def _rank(scores: Float[Tensor, "*query key"], ranks: tuple[int, ...]) -> Ranked:
+    lowest = torch.finfo(scores.dtype).min
+    scores = scores.float()
+    n_keys, deepest = scores.shape[-1], max(ranks)
     dtype = torch.int16 if n_keys < 2**15 else torch.int32
-    return Ranked(
-        torch.stack(positions, dim=-1)[..., order].to(dtype),
-        torch.stack(margins, dim=-1)[..., order],
-        torch.stack(ties, dim=-1)[..., order].to(dtype),
-    )
+    values, places = scores.topk(min(deepest + 1, n_keys), dim=-1)  # one more, for the last margin
+    if values.shape[-1] <= deepest:
+        missing = (0, deepest + 1 - values.shape[-1])
+        values = torch.nn.functional.pad(values, missing, value=-torch.inf)
+        places = torch.nn.functional.pad(places, missing)
+    masked = values[..., :-1] <= lowest
+    positions = places[..., :-1].to(dtype).masked_fill_(masked, -1)
+    margins = values[..., :-1] - values[..., 1:].masked_fill(values[..., 1:] <= lowest, -torch.inf)
+    margins.masked_fill_(masked, torch.nan)
+    ties = torch.zeros_like(positions)
+    equal = margins == 0
+    if equal.any():  # topk breaks ties as it likes
+        tied = equal.any(dim=-1)
+        positions[tied], ties[tied] = _rank_tied(scores[tied], values[tied][:, :-1], lowest, dtype)
+    if ranks != tuple(range(1, deepest + 1)):
+        columns = [rank - 1 for rank in ranks]
+        return Ranked(*(part[..., columns] for part in (positions, margins, ties)))
+    return Ranked(positions, margins, ties)
+
+
+def _rank_tied(
+    scores: Float[Tensor, "row key"],
+    values: Float[Tensor, "row rank"],
+    lowest: float,
+    dtype: torch.dtype,
+) -> tuple[Int[Tensor, "row rank"], Int[Tensor, "row rank"]]:
+    """Positions in the order of their largest values, the lowest first among equals; and ties."""
+    masked = values <= lowest
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[:, : values.shape[1]]
+    missing = (0, values.shape[1] - order.shape[1])
+    positions = torch.nn.functional.pad(order, missing).masked_fill(masked, -1)
+    equal = [(scores == value[:, None]).sum(dim=-1) - 1 for value in values.unbind(dim=1)]
+    return positions.to(dtype), torch.stack(equal, dim=1).masked_fill(masked, 0).to(dtype)
 
 
 def check_ranks(ranks: Sequence[int]) -> tuple[int, ...]:

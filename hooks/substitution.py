@@ -210,12 +210,23 @@ class MechanismsResult(Result):
             chosen: the argmax positions, `PositionsResult.argmax`: for max-position heads.
             threshold: as for :meth:`mechanisms`.
             share: the least share of a row's largest mean weight that is a fixed position.
+
+        Raises:
+            InfoFlowError: if they were measured on shorter ones, whose fixed positions say nothing
+                of the rest.
         """
         layers: list[list[Rule]] = []
+        n_pos = chosen[0].shape[2]
+        longest = self.mean_patterns[0].shape[1]
+        if n_pos > longest:
+            raise InfoFlowError(
+                f"mechanisms were measured on at most {longest} positions, these sequences have "
+                f"{n_pos}: expected sequences at least as long; measure mechanisms on them too"
+            )
         for layer, names in enumerate(self.mechanisms(threshold)):
             rules: list[Rule] = [MaxPosition(torch.full_like(chosen[layer][:, :1], -1))]
             for head, name in enumerate(names):
-                mean = self.mean_patterns[layer][head]
+                mean = self.mean_patterns[layer][head][:n_pos, :n_pos]
                 if name == "max_position":
                     rules.append(MaxPosition(chosen[layer][:, head : head + 1]))
                 elif name == "specific_position":

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from infoflow_lens.hooks import attach as attach
     from infoflow_lens.hooks import inspect_model as inspect_model
     from infoflow_lens.hooks import measure_mechanisms as measure_mechanisms
+    from infoflow_lens.hooks import probe_cache as probe_cache
     from infoflow_lens.hooks import replace_greedily as replace_greedily
     from infoflow_lens.hooks import run_probes as run_probes
     from infoflow_lens.models.architecture import Architecture as Architecture
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from infoflow_lens.models.host import build_model as build_model
     from infoflow_lens.models.host import load_model as load_model
     from infoflow_lens.models.host import save_model as save_model
+    from infoflow_lens.models.loading import load_any as load_any
     from infoflow_lens.tasks import dataset_card as dataset_card
     from infoflow_lens.tasks import list_tasks as list_tasks
     from infoflow_lens.tasks import load_task as load_task
@@ -65,10 +67,12 @@ _HOMES = {
     "learns": "theory",
     "list_constructions": "models.constructions",
     "list_tasks": "tasks",
+    "load_any": "models.loading",
     "load_model": "models.host",
     "load_task": "tasks",
     "measure_mechanisms": "hooks",
     "one_layer_certificate": "theory",
+    "probe_cache": "hooks",
     "propagate": "theory",
     "replace_greedily": "hooks",
     "run_probes": "hooks",

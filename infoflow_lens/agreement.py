@@ -3,18 +3,20 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.influence import influence_sets
+from infoflow_lens.hooks.influence import InfluenceResult, influence_sets
 from infoflow_lens.theory.information_sets import InformationSets, propagate
 
 if TYPE_CHECKING:
     import pandas as pd
+
+Measured: TypeAlias = Float[Tensor, "layer batch pos source"] | InfluenceResult
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ def _check_norms(influence: Tensor) -> None:
 
 def compare(
     predicted: InformationSets,
-    measured: Float[Tensor, "layer batch pos source"] | InformationSets,
+    measured: Measured | InformationSets,
     *,
     threshold: float = 0.1,
     active: Bool[Tensor, "batch source"] | None = None,
@@ -204,19 +206,21 @@ def compare(
 
     Args:
         predicted: sets from theory, as `propagate` gives them.
-        measured: influence scores (``InfluenceResult.influence``), or measured sets, which count
-            as scores 0 and 1.
+        measured: an `InfluenceResult`, whose states alone take part where it holds only some
+            positions; influence scores; or measured sets, which count as scores 0 and 1.
         threshold: a source is in the measured set if its influence is at least this share of the
             largest on that state. It touches precision, recall, jaccard, exact match and sizes.
         active: the target's active index set, for `coverage`.
-        lengths: the tokens of each sequence, where they differ (``InfluenceResult.lengths``): no
-            other state or source takes part, and the last position is each sequence's own.
+        lengths: the tokens of each sequence, where they differ: no other state or source takes
+            part, and the last position is each sequence's own. An `InfluenceResult` knows them.
 
     Raises:
         InfoFlowError: if shapes differ, scores are negative or NaN, or the threshold is not in
             (0, 1].
     """
-    scores = measured.members.float() if isinstance(measured, InformationSets) else measured
+    if isinstance(measured, InformationSets):
+        measured = measured.members.float()
+    scores, lengths, asked = _scores(measured, lengths)
     if scores.shape != predicted.members.shape:
         raise InfoFlowError(
             f"predicted sets have shape {tuple(predicted.members.shape)}, the measured ones "
@@ -235,7 +239,9 @@ def compare(
     # ranking that puts it last proves nothing
     reachable = ((scores > 0) | predicted.members).flatten(0, 1).any(dim=0)
     is_self = torch.eye(n_pos, n_source, dtype=torch.bool, device=scores.device)
-    _, sources, last = _real(lengths, n_batch, n_pos, n_source, scores.device)
+    states, sources, last = _real(lengths, n_batch, n_pos, n_source, scores.device)
+    read = predicted.members[-1][last]
+    states, last = states & asked, last & asked
 
     def at(layer: int, chosen: Bool[Tensor, "batch pos"], with_self: bool) -> SetAgreement:
         candidate = (reachable & (with_self | ~is_self)) & sources[:, None]
@@ -246,8 +252,7 @@ def compare(
             candidate[chosen],
         )
 
-    tokens = torch.nn.functional.pad(sources, (0, n_pos - n_source))
-    read = predicted.members[-1][last]
+    tokens = states & torch.nn.functional.pad(sources, (0, n_pos - n_source))
     return Agreement(
         threshold=threshold,
         layers=tuple(at(layer, tokens, False) for layer in range(n_layers)),
@@ -286,6 +291,20 @@ def _real(
     )
 
 
+def _scores(
+    measured: Measured, lengths: Int[Tensor, " batch"] | None
+) -> tuple[Tensor, Tensor | None, Bool[Tensor, "batch pos"]]:
+    """Influence on all positions, the lengths of the sequences, and which states were measured."""
+    if isinstance(measured, Tensor):
+        asked = torch.ones(measured.shape[1:3], dtype=torch.bool, device=measured.device)
+        return measured, lengths, asked
+    scores = measured.full()
+    asked = torch.zeros(scores.shape[1:3], dtype=torch.bool)
+    sequence, row = (measured.positions >= 0).nonzero(as_tuple=True)
+    asked[sequence, measured.positions[sequence, row]] = True
+    return scores, measured.lengths, asked
+
+
 @dataclass(frozen=True)
 class CoverageCurve:
     """How much of the influence lies inside the predicted sets, as heads pass more positions.
@@ -322,7 +341,7 @@ class CoverageCurve:
 
 def coverage_curve(
     positions: Sequence[Int[Tensor, "batch _head pos rank"]],
-    influence: Float[Tensor, "layer batch pos source"],
+    influence: Measured,
     lengths: Int[Tensor, " batch"] | None = None,
 ) -> CoverageCurve:
     """The share of influence inside the sets when every head passes its k largest positions.
@@ -330,12 +349,13 @@ def coverage_curve(
     Args:
         positions: for every layer the positions of ranks 1, 2, .., in this order, as
             ``PositionsProbe(range(1, K + 1))`` gives them.
-        influence: measured on the same inputs, ``InfluenceResult.influence``.
+        influence: measured on the same inputs: an `InfluenceResult`, or its scores.
         lengths: as for :func:`compare`.
 
     Raises:
         InfoFlowError: if shapes do not fit, or influence is negative or not finite.
     """
+    influence, lengths, asked = _scores(influence, lengths)
     n_layers, batch, n_pos, n_source = influence.shape
     expected = (batch, n_pos)
     if len(positions) != n_layers or any(
@@ -348,6 +368,7 @@ def coverage_curve(
         )
     _check_norms(influence)
     states, sources, final = _real(lengths, batch, n_pos, n_source, influence.device)
+    states, final = states & asked, final & asked
     candidate = sources[:, None].expand(-1, n_pos, -1)
     layers, last, size = [], [], []
     for k in range(1, min(layer.shape[-1] for layer in positions) + 1):

@@ -78,6 +78,200 @@ def demo(
     console.print(f"numbers: {result.out / 'summary.json'}", soft_wrap=True)
 
 
+@app.command("inspect", short_help="What a model is, and what can be measured on it.")
+def inspect_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="An official name such as gpt2, owner/name of the Hugging Face hub, or a folder."
+        ),
+    ],
+    device: Annotated[str, typer.Option(help="Where to run it: cpu, cuda:0, ...")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 (default), bfloat16, float16 or float64.")
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(help="hooked (HookedTransformer), bridge (TransformerBridge) or auto.")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Find out by running a model what it is and what can be measured on it."""
+    import json
+
+    with _reported():
+        from infoflow_lens.hooks.inspection import example_input, inspect_model, local_window
+        from infoflow_lens.models.loading import load_any
+
+        loaded = load_any(model, device=device, dtype=dtype, backend=backend)
+        example = example_input(loaded.model)
+        found = inspect_model(loaded.model, example)
+    if as_json:
+        about = {"source": loaded.source, "description": loaded.description}
+        typer.echo(json.dumps({**about, **found.to_dict()}, indent=2, default=str))
+        return
+    notes = []
+    if loaded.tokenizer is None and not found.reads_vectors:
+        notes.append("it has no tokenizer: give token ids, not text")
+    if local_window(loaded.model) > example.shape[1]:
+        notes.append(
+            f"its window of {local_window(loaded.model)} positions is longer than the "
+            f"{example.shape[1]} tokens that it was run on, and does not show"
+        )
+    if not found.starts_at_layers:
+        notes.append("a pass cannot start at a layer: influence runs all layers, and takes longer")
+    _print_inspection(loaded.description, found, notes)
+
+
+def _print_inspection(description: str, found: Any, notes: list[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(description, markup=False, soft_wrap=True)
+    kinds = found.kinds()
+    table = Table()
+    table.add_column("layers", no_wrap=True)
+    for label in kinds:
+        table.add_column(label)
+    mlp = {True: "beside attention", False: "behind attention", None: "-"}
+    rows = {
+        "heads": [layer.n_heads for layer in kinds.values()],
+        "heads of keys and values": [layer.n_key_value_heads for layer in kinds.values()],
+        "attention": [layer.attends for layer in kinds.values()],
+        "pattern": [layer.pattern for layer in kinds.values()],
+        "hook_attn_scores carries": [
+            "nothing" if layer.scores == "missing" else f"the {layer.scores}"
+            for layer in kinds.values()
+        ],
+        "MLP": [mlp[layer.parallel] for layer in kinds.values()],
+        "hooks that do not fire": ["\n".join(layer.missing) for layer in kinds.values()],
+        "edits lost, or in part": ["\n".join(layer.edits_lost) for layer in kinds.values()],
+    }
+    for label, values in rows.items():
+        table.add_row(label, *("-" if value in (None, "") else str(value) for value in values))
+    console.print(table)
+    problems = found.problems()
+    for heading, lines in (("Problems", problems), ("Mind", notes)):
+        if lines:
+            console.print(f"[bold]{heading}[/bold]")
+        for line in lines:
+            console.print(f"  - {line}", markup=False, soft_wrap=True)
+    if not problems:
+        console.print("No problems found.")
+
+
+@app.command(short_help="Probe any model on any data: measure, predict, compare.")
+def probe(
+    model: Annotated[
+        str, typer.Argument(help="An official name, a Hugging Face folder, or a checkpoint.")
+    ],
+    data: Annotated[
+        str,
+        typer.Option(
+            help="A file (txt, json, jsonl, csv, parquet, pt, npy, safetensors), a saved dataset, "
+            "'repeated' (random tokens twice), a task, or name[:config]:split on the hub."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for results and the report.")],
+    probes: Annotated[
+        str, typer.Option(help="Of positions, recovery, influence, mechanisms, with commas.")
+    ] = "positions,recovery,influence,mechanisms",
+    column: Annotated[
+        str | None, typer.Option(help="Column of texts or ids; default, the one that is known.")
+    ] = None,
+    n: Annotated[int | None, typer.Option("--n", help="At most so many sequences.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Cut sequences to so many tokens.")] = None,
+    ranks: Annotated[str, typer.Option(help="Ranks of attended keys.")] = "1,2,3,4",
+    without: Annotated[
+        str, typer.Option(help="Positions left out as keys, such as 0 for BOS.")
+    ] = "",
+    influence: Annotated[str, typer.Option(help="auto, exact, estimate or resample.")] = "auto",
+    n_detail: Annotated[int, typer.Option(help="Sequences for influence and mechanisms.")] = 32,
+    sketch: Annotated[
+        int | None, typer.Option(help="Project recovery's targets to so many dimensions.")
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Of the mechanisms' damage: nmse, kl or loss.")
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="Damage up to which an ideal is enough.")] = 0.05,
+    batch_size: Annotated[int, typer.Option(help="Sequences in a pass.")] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of all that is drawn.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to run it: cpu, cuda:0, ...")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 (default), bfloat16, float16 or float64.")
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(help="hooked (HookedTransformer), bridge (TransformerBridge) or auto.")
+    ] = "auto",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
+) -> None:
+    """Measure what a model's states depend on, predict it, and compare; run again to go on."""
+    with _reported():
+        from infoflow_lens.experiments.probing import ProbingConfig, run_probing
+
+        config = ProbingConfig(
+            model=model,
+            data=data,
+            probes=tuple(name.strip() for name in probes.split(",")),
+            ranks=_integers(ranks, "--ranks"),
+            without=_integers(without, "--without") if without else (),
+            column=column,
+            n=n,
+            max_length=max_length,
+            batch_size=batch_size,
+            sketch=sketch,
+            influence=cast(Any, influence),
+            n_detail=n_detail,
+            metric=cast(Any, metric),
+            threshold=threshold,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+            backend=backend,
+        )
+        result = run_probing(
+            out, config, progress=not quiet, say=lambda line: typer.echo(line, err=True)
+        )
+    _print_probing(result)
+
+
+def _print_probing(result: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if result.mechanisms is not None:
+        frame = result.mechanisms.to_frame()
+        heads = frame["layer"].astype(str) + "." + frame["head"].astype(str)
+        table = Table("mechanism", "heads (layer.head)", title="What heads need")
+        for name in dict.fromkeys(frame["mechanism"]):
+            table.add_row(str(name), " ".join(heads[frame["mechanism"] == name]))
+        console.print(table)
+    if result.agreement:
+        table = Table(
+            "sets predicted by", "AUROC", "influence inside", "tokens in the set",
+            title="The last state: measured against predicted",
+        )  # fmt: skip
+        for rule, agreement in result.agreement.items():
+            last = agreement.cls
+            table.add_row(
+                rule,
+                f"{last.auroc:.3f}",
+                f"{last.influence_inside:.3f}",
+                f"{last.predicted_size:.1f}",
+            )
+        console.print(table)
+    if result.recovery is not None:
+        frame = result.recovery.to_frame()
+        best = frame.loc[frame["fvu"].idxmin()]
+        console.print(
+            f"recovery: best head {best['layer']:.0f}.{best['head']:.0f} at rank {best['rank']:.0f}"
+            f" leaves {best['fvu']:.1%} of the variance unexplained"
+        )
+    console.print(f"report: {result.out / 'report.html'}", soft_wrap=True)
+    console.print(f"numbers: {result.out}", soft_wrap=True)
+
+
 @app.command(short_help="The tasks, their parameters and sources; or the card of one.")
 def tasks(
     name: Annotated[str | None, typer.Argument(help="A task, for its card.")] = None,

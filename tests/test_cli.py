@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from infoflow_lens.cli import app
+from tests.reference import zoo
 
 PROGRAM = [sys.executable, "-W", "ignore", "-m", "infoflow_lens.cli"]
 
@@ -180,3 +181,89 @@ def test_the_estimate_says_which_tasks_it_is_for():
     result = CliRunner().invoke(app, ["estimate", "memorization", "--heads", "1"])
     assert result.exit_code == 2
     assert "has token ids: the estimate is for tasks over vector tokens" in result.output
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A folder with a small model, and one with a file of texts."""
+    folder = tmp_path_factory.mktemp("model")
+    zoo.save("gpt2", folder)
+    texts = tmp_path_factory.mktemp("data") / "texts.txt"
+    texts.write_text("\n".join(f"w{i} w{i + 1} w{i + 2} w{i}" for i in range(4, 34)))
+    return str(folder), str(texts)
+
+
+def test_inspect_shows_what_a_model_is(small):
+    result = CliRunner().invoke(app, ["inspect", small[0]])
+    assert result.exit_code == 0
+    assert "TransformerBridge" in result.output
+    assert "No problems found." in result.output
+    found = json.loads(CliRunner().invoke(app, ["inspect", small[0], "--json"]).stdout)
+    assert [layer["n_heads"] for layer in found["layers"]] == [4, 4]
+
+
+def test_inspect_of_what_is_no_model(tmp_path):
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+
+
+def probe(small, out, *arguments):
+    return CliRunner().invoke(
+        app,
+        ["probe", small[0], "--data", small[1], "--out", str(out), "--quiet", *arguments],
+    )
+
+
+def test_probe_prints_mechanisms_and_agreement(small, tmp_path):
+    result = probe(small, tmp_path, "--n-detail", "2", "--ranks", "1,2")
+    assert result.exit_code == 0, result.output
+    assert "What heads need" in result.output
+    assert "measured against predicted" in result.output
+    assert "of the variance unexplained" in result.output
+    assert (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--probes", "positions,recoverie"], "did you mean 'recovery'"),
+        (["--ranks", "1,a"], "--ranks is '1,a'"),
+        (["--column", "ids"], "without ids"),
+        (["--influence", "exakt"], "did you mean 'exact'"),
+        (["--ranks", "7"], "rank 7 is beyond the number of keys"),
+        (["--metric", "mse"], "metric is 'mse'"),
+        (["--n", "3"], "expected at least one of each"),
+        (["--max-length", "1", "--ranks", "2"], "rank 2 is beyond"),
+        (["--backend", "bridg"], "did you mean 'bridge'"),
+    ],
+)
+def test_bad_probe_runs_are_one_line(small, tmp_path, arguments, message):
+    result = probe(small, tmp_path, "--n-detail", "1", *arguments)
+    assert result.exit_code == 2
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+    assert not list(tmp_path.glob("*.safetensors")) or message.startswith(("rank", "exp", "metric"))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_a_stopped_probe_run_says_how_to_go_on(small, tmp_path):
+    arguments = ["--data", "repeated", "--n", "4000", "--batch-size", "2", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        [*PROGRAM, "probe", small[0], *arguments, "--probes", "positions", "--quiet"],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stderr is not None
+    seen = ""
+    while "positions" not in seen:
+        seen += process.stderr.readline()
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "run the same again to go on" in stderr
+    assert "Traceback" not in stderr
+    assert (tmp_path / ".states.pt").is_file()

@@ -1,5 +1,6 @@
 """Every script in examples/ and the README's example run alone."""
 
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,12 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 def run(path, tmp_path):
     done = subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=600
+        [sys.executable, str(path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},  # what needs a network must do without
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

@@ -66,7 +66,7 @@ class Report:
     record: RunRecord
 
 
-_METRICS = {
+METRICS = {
     "auroc": ("AUROC", "does influence rank predicted tokens above the others? .5 is chance"),
     "average_precision": ("avg. precision", "the same, as area under precision and recall"),
     "precision": ("precision", "share of the predicted set that is measured"),
@@ -79,19 +79,28 @@ _METRICS = {
 }
 
 
-def _agreement_rows(stages: Sequence[Stage]) -> list[dict[str, Any]]:
+def agreement_rows(
+    agreement: Mapping[str, Agreement], last: str, first_layer: int = 1
+) -> list[dict[str, Any]]:
+    """Rows of the table of agreement: by place, then by what the agreements are called.
+
+    The paper counts layers from 1, TransformerLens from 0.
+    """
     rows = []
-    n_layers = len(stages[0].agreement.layers)
-    places = [f"tokens, layer {layer + 1}" for layer in range(n_layers)] + ["CLS, last layer"]
-    for index, place in enumerate(places):
-        for stage in stages:
-            agreement = stage.agreement
-            values: SetAgreement = agreement.layers[index] if index < n_layers else agreement.cls
+    n_layers = max((len(each.layers) for each in agreement.values()), default=0)
+    for index in range(n_layers + 1):
+        place = (
+            f"tokens, layer {index + first_layer}" if index < n_layers else f"{last}, last layer"
+        )
+        for name, each in agreement.items():
+            values: SetAgreement = each.layers[index] if index < n_layers else each.cls
+            if not values.n_states:
+                continue
             rows.append(
                 {
                     "place": place,
-                    "stage": stage.name,
-                    "values": [_number(getattr(values, name)) for name in _METRICS],
+                    "stage": name,
+                    "values": [_number(getattr(values, metric)) for metric in METRICS],
                 }
             )
     return rows
@@ -101,10 +110,20 @@ def _number(value: float) -> str:
     return "\u2013" if math.isnan(value) else f"{value:.3f}"
 
 
-def _json(figure: go.Figure) -> Any:
+def figure_json(figure: go.Figure) -> Any:
+    """A figure as the page's script draws it."""
     # plotly's default template is long and the same in every figure
     figure.update_layout(template="none")
     return json.loads(figure.to_json(validate=False))
+
+
+def templates() -> jinja2.Environment:
+    """The pages' templates."""
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("infoflow_lens.report", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
 
 
 def render_report(report: Report) -> str:
@@ -117,7 +136,7 @@ def render_report(report: Report) -> str:
             influence = stage.influence[:, shown]
             members = stage.predicted.members[:, shown]
             flows.append(
-                _json(
+                figure_json(
                     figures.information_flow(
                         [chosen[shown] for chosen in stage.positions],
                         [edges[shown].clone() for edges in stage.edges],
@@ -128,7 +147,7 @@ def render_report(report: Report) -> str:
                     )
                 )
             )
-            maps.append(_json(figures.influence_beside_sets(members, influence)))
+            maps.append(figure_json(figures.influence_beside_sets(members, influence)))
         cls_influence = stage.influence[-1, :, -1]
         inside = influence_inside(
             cls_influence,
@@ -136,21 +155,20 @@ def render_report(report: Report) -> str:
             torch.ones_like(cls_influence, dtype=torch.bool),
         )
         stages.append({"name": stage.name, "flow": flows, "maps": maps, "inside": inside.tolist()})
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("infoflow_lens.report", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
     recovery = figures.recovery({stage.name: stage.recovery for stage in report.stages})
-    return environment.get_template("report.html.j2").render(
-        report=report,
-        plotly_js=get_plotlyjs(),
-        stages=stages,
-        recovery=_json(recovery),
-        curve=_json(figures.training_curve(report.history)),
-        metrics=_METRICS,
-        rows=_agreement_rows(report.stages),
-        threshold=report.stages[-1].agreement.threshold,
-        record=json.dumps(report.record.to_dict(), indent=2),
-        active=[row.nonzero().flatten().tolist() for row in report.active],
+    return (
+        templates()
+        .get_template("report.html.j2")
+        .render(
+            report=report,
+            plotly_js=get_plotlyjs(),
+            stages=stages,
+            recovery=figure_json(recovery),
+            curve=figure_json(figures.training_curve(report.history)),
+            metrics=METRICS,
+            rows=agreement_rows({stage.name: stage.agreement for stage in report.stages}, "CLS"),
+            threshold=report.stages[-1].agreement.threshold,
+            record=json.dumps(report.record.to_dict(), indent=2),
+            active=[row.nonzero().flatten().tolist() for row in report.active],
+        )
     )

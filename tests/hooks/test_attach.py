@@ -13,6 +13,7 @@ from infoflow_lens import (
     PositionsProbe,
     RecoveryProbe,
     attach,
+    probe_cache,
     run_probes,
 )
 from infoflow_lens.models.host import build_model
@@ -456,3 +457,24 @@ def test_merging_appends_sequences(model, inputs):
     (whole,) = run_probes(model, inputs, [PositionsProbe()], progress=False)
     assert first.merge(second).result().positions[1].equal(whole.positions[1])
     assert PositionsProbe().merge(first).result().positions[1].equal(whole.positions[1])
+
+
+def test_a_cache_that_one_has_gives_the_same(case):
+    model, inputs = case
+    expected = run_probes(model, inputs, all_probes(), progress=False)
+    model.eval()
+    probes, found = all_probes(), ()
+    for batch in inputs.split(10):
+        _, cache = model.run_with_cache(batch)
+        found = probe_cache(model, cache, probes, tokens=batch)
+    for one, other in zip(found, expected, strict=True):
+        assert one.to_frame().round(5).equals(other.to_frame().round(5))
+
+
+def test_a_cache_that_lacks_something_is_refused(token_model, token_inputs):
+    _, cache = token_model.run_with_cache(token_inputs, names_filter="blocks.0.attn.hook_pattern")
+    with pytest.raises(InfoFlowError, match=r"lacks blocks\.0\.attn\.hook_attn_scores, blocks\.1"):
+        probe_cache(token_model, cache, [PositionsProbe()])
+    _, cache = token_model.run_with_cache(token_inputs[:1], remove_batch_dim=True)
+    with pytest.raises(InfoFlowError, match="has no batch axis"):
+        probe_cache(token_model, cache, [PositionsProbe()])

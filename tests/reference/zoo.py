@@ -71,11 +71,11 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, object]]] = {
         "GPTJForCausalLM",
         {**_GPT2, "n_positions": N_CTX, "rotary_dim": D_HEAD},
     ),
-    # rotary, attention and MLP side by side
+    # rotary in half of the features, attention and MLP side by side
     "gpt_neox": (
         "GPTNeoXConfig",
         "GPTNeoXForCausalLM",
-        {**_LLAMA, "use_parallel_residual": True},
+        {**_LLAMA, "use_parallel_residual": True, "rotary_pct": 0.5},
     ),
     # rotary, RMS norm, grouped queries
     "llama": ("LlamaConfig", "LlamaForCausalLM", _GROUPED),

@@ -1,0 +1,392 @@
+"""Models by name or folder: ours, Hugging Face's, and TransformerLens's official ones."""
+
+import difflib
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.names import nearest
+from infoflow_lens.models.host import load_model
+
+Backend = Literal["auto", "hooked", "bridge"]
+BACKENDS = ("auto", "hooked", "bridge")
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+# Official names of TransformerLens that are not for HookedTransformer: it reads BERT's weights
+# without complaint into blocks of another order, and has other classes for the rest.
+_NOT_HOOKED = ("google-bert/", "google-t5/", "facebook/hubert", "facebook/wav2vec2")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that was loaded, in evaluation mode.
+
+    Attributes:
+        model: a TransformerLens model.
+        tokenizer: its tokenizer, or None where there is none.
+        source: "checkpoint" (a folder of ours), "folder" (of Hugging Face) or "name".
+        description: one line that says what it is.
+    """
+
+    model: nn.Module
+    tokenizer: Any | None
+    source: Literal["checkpoint", "folder", "name"]
+    description: str
+
+
+def load_any(
+    name_or_path: str | os.PathLike[str],
+    *,
+    device: str = "cpu",
+    dtype: str | torch.dtype | None = None,
+    backend: str = "auto",
+) -> LoadedModel:
+    """Load a model by its official name or from a folder.
+
+    A folder with architecture.json is one that ``save_model`` wrote. A folder with config.json, as
+    ``save_pretrained`` writes it, is hosted by TransformerBridge with eager attention, so that its
+    patterns can be seen. A name that TransformerLens calls official, or an alias of one, is loaded
+    as a HookedTransformer where it can host it, which allows every measurement; any other model of
+    the Hugging Face hub, owner/name, by TransformerBridge.
+
+    Weights are left as they were trained. TransformerLens would by default fold layer norms into
+    the weights after them and center what writes to the residual stream: queries, keys and patterns
+    stay, but the states change their basis and lose a dimension, so that what is recovered from
+    them would be about other states than the trained ones.
+
+    Args:
+        name_or_path: a folder, an official name such as "gpt2", or owner/name.
+        device: where to put it, such as "cpu" or "cuda:0".
+        dtype: "float32", "bfloat16", "float16" or "float64"; default, float32, and for a folder of
+            ours what was saved.
+        backend: "hooked" for HookedTransformer, "bridge" for TransformerBridge, or "auto".
+
+    Raises:
+        InfoFlowError: if there is no such model, it cannot be had here, it has no attention over
+            tokens, or an option is unknown.
+    """
+    name = os.fspath(name_or_path)
+    if not name.strip():
+        raise InfoFlowError(
+            "the model's name is empty: expected an official name such as gpt2, or a folder"
+        )
+    if backend not in BACKENDS:
+        raise InfoFlowError(f"backend is {backend!r}{nearest(str(backend), BACKENDS)}")
+    wanted = _dtype(dtype)
+    _check_device(device)
+    folder = Path(name).expanduser()
+    if folder.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+        kind = _kind_of_folder(folder)
+        if kind == "checkpoint":
+            if backend == "bridge":
+                raise InfoFlowError(
+                    f"{name!r} was written by save_model and is hosted as a HookedTransformer: "
+                    "expected backend 'auto' or 'hooked'"
+                )
+            return _checkpoint(folder, device, wanted)
+        if backend == "hooked":
+            raise InfoFlowError(
+                f"{name!r} is a local folder, which HookedTransformer does not load: expected "
+                "backend 'auto' or 'bridge', or an official name"
+            )
+        return _by_bridge(str(folder), device, wanted or torch.float32, "folder")
+    return _by_name(name, device, wanted or torch.float32, backend)
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or dtype in DTYPES.values():
+        return dtype  # type: ignore[return-value]
+    label = str(dtype).removeprefix("torch.")
+    if label not in DTYPES:
+        raise InfoFlowError(f"dtype is {label!r}{nearest(label, DTYPES)}")
+    return DTYPES[label]
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InfoFlowError(
+            f"device {device!r} cannot be used here ({_first_line(error)}): expected cpu, or an "
+            "accelerator that this PyTorch sees, such as cuda:0"
+        ) from error
+    if kind == "meta":
+        raise InfoFlowError("device 'meta' holds no numbers: expected cpu, or an accelerator")
+
+
+def _kind_of_folder(folder: Path) -> Literal["checkpoint", "folder"]:
+    """What a folder holds, by its files."""
+    if not folder.is_dir():
+        what = "a file" if folder.is_file() else "missing"
+        raise InfoFlowError(
+            f"{str(folder)!r} is {what}: expected a folder with a model, or an official name such "
+            "as gpt2"
+        )
+    if (folder / "architecture.json").is_file():
+        return "checkpoint"
+    if not (folder / "config.json").is_file():
+        raise InfoFlowError(
+            f"the folder {str(folder)!r} is no model (config.json missing, architecture.json "
+            "missing): expected a folder written by save_pretrained of Hugging Face or by "
+            "save_model"
+        )
+    if not any((folder / file).is_file() for file in _WEIGHTS):
+        raise InfoFlowError(
+            f"the folder {str(folder)!r} has a config.json but no weights (one of "
+            f"{', '.join(_WEIGHTS)} missing): expected what save_pretrained writes; save or "
+            "download it again"
+        )
+    return "folder"
+
+
+def _checkpoint(folder: Path, device: str, dtype: torch.dtype | None) -> LoadedModel:
+    model = load_model(folder, device)
+    if dtype is not None:
+        model.to(dtype, print_details=False)
+    model.eval()
+    return LoadedModel(model, None, "checkpoint", _description(model, str(folder)))
+
+
+def _by_name(name: str, device: str, dtype: torch.dtype, backend: str) -> LoadedModel:
+    official = _official(name)
+    for_hooked = official is not None and not official.startswith(_NOT_HOOKED)
+    if backend == "hooked" and official is not None and not for_hooked:
+        raise InfoFlowError(
+            f"{official!r} is no model for HookedTransformer (not a decoder of tokens): "
+            "expected backend 'auto' or 'bridge'"
+        )
+    if official is None and (backend == "hooked" or (backend == "auto" and "/" not in name)):
+        raise InfoFlowError(
+            f"{name!r} is no official name of TransformerLens{_meant(name)}; expected an official "
+            "name such as gpt2, owner/name of the Hugging Face hub (backend 'auto' or 'bridge'), "
+            "or a local folder"
+        )
+    if official is not None and for_hooked and backend != "bridge":
+        return _by_hooked(official, device, dtype)
+    return _by_bridge(official or name, device, dtype, "name")
+
+
+def _official(name: str) -> str | None:
+    """The name that an official name or alias stands for."""
+    from transformer_lens.loading_from_pretrained import make_model_alias_map
+
+    return make_model_alias_map().get(name.lower())
+
+
+def _meant(name: str) -> str:
+    """The official names that look most like `name`."""
+    from transformer_lens.loading_from_pretrained import make_model_alias_map
+
+    known = make_model_alias_map()
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    names = list(dict.fromkeys(known[label] for label in near))
+    return f" (did you mean {', '.join(names)}?)" if names else ""
+
+
+def _by_hooked(name: str, device: str, dtype: torch.dtype) -> LoadedModel:
+    from huggingface_hub import errors, hf_hub_download
+    from transformer_lens import HookedTransformer
+
+    with _leaving_no_trace(device), _named(name):
+        try:
+            hf_hub_download(name, "config.json")  # without a network, stop at the first attempt
+        except errors.LocalEntryNotFoundError:
+            raise
+        except errors.EntryNotFoundError:
+            pass  # some official models have a config of another kind
+        found = _has_tokenizer(name)
+        with nullcontext() if found else _no_words() as tokenizer:
+            model = HookedTransformer.from_pretrained_no_processing(
+                name, dtype=dtype, device=device, tokenizer=tokenizer
+            )
+    if not found:
+        model.tokenizer = None
+    return _loaded(model, name, "name")
+
+
+def _by_bridge(
+    name: str, device: str, dtype: torch.dtype, source: Literal["folder", "name"]
+) -> LoadedModel:
+    with _leaving_no_trace(device), _named(name):
+        from transformer_lens.model_bridge import TransformerBridge
+        from transformers import AutoConfig
+
+        if getattr(AutoConfig.from_pretrained(name), "is_encoder_decoder", False):
+            raise InfoFlowError(
+                f"{name!r} is an encoder with a decoder: expected one stack of blocks, a decoder "
+                "such as gpt2 or an encoder such as bert-base-cased"
+            )
+        found = _has_tokenizer(name)
+        with nullcontext() if found else _no_words() as tokenizer:
+            # asks for eager attention by itself
+            model = TransformerBridge.boot_transformers(
+                name, device=device, dtype=dtype, tokenizer=tokenizer
+            )
+    if not found:
+        model.tokenizer = None
+    return _loaded(model, name, source)
+
+
+def _loaded(model: Any, name: str, source: Literal["folder", "name"]) -> LoadedModel:
+    """The model in evaluation mode, if it has attention over tokens in every block."""
+    for flag, read in (("is_audio_model", "sound"), ("is_visual_model", "images")):
+        if getattr(model.cfg, flag, False):
+            raise InfoFlowError(f"{name!r} reads {read}: expected a model over tokens")
+    n_layers = len(getattr(model, "blocks", ()))
+    without = [
+        layer
+        for layer in range(n_layers)
+        if f"blocks.{layer}.attn.hook_pattern" not in model.hook_dict
+    ]
+    if not n_layers or len(without) == n_layers:
+        raise InfoFlowError(
+            f"{name!r} has no blocks with attention: there is nothing to attend by; expected a "
+            "Transformer such as gpt2"
+        )
+    if without:
+        raise InfoFlowError(
+            f"{name!r} has no attention in layers {', '.join(map(str, without))}: expected "
+            "attention in every block"
+        )
+    model.eval()
+    return LoadedModel(model, model.tokenizer, source, _description(model, name))
+
+
+def _description(model: Any, name: str) -> str:
+    weight = next(model.parameters())
+    words = [
+        f"{name}: {type(model).__name__}",
+        f"{len(model.blocks)} layers",
+        f"d_model {model.cfg.d_model}",
+        str(weight.dtype).removeprefix("torch."),
+        str(weight.device),
+    ]
+    if getattr(model, "reads_vectors", False):
+        return ", ".join([*words, "over vector tokens"])
+    return ", ".join(words if model.tokenizer is not None else [*words, "no tokenizer"])
+
+
+@contextmanager
+def _leaving_no_trace(device: str) -> Iterator[None]:
+    """Random state and warning filters are left as found, and nothing is printed to stdout.
+
+    The project hosts on TransformerLens 3 and knows that 4 drops HookedTransformer.
+    """
+    kind = torch.device(device)
+    accelerators = [] if kind.type != "cuda" else [kind.index or 0]
+    with (
+        torch.random.fork_rng(devices=accelerators),
+        warnings.catch_warnings(),
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        redirect_stdout(nowhere),
+    ):
+        warnings.filterwarnings(
+            "ignore",
+            message=r"HookedTransformer(\.from_pretrained)? is deprecated",
+            category=DeprecationWarning,
+        )
+        yield
+
+
+def _has_tokenizer(name: str) -> bool:
+    """Whether there is a tokenizer with words.
+
+    For some architectures transformers makes one of special tokens alone where there is no file.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception:  # of many kinds: no file, no network, a missing package
+        return False
+    return not set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
+
+
+@contextmanager
+def _no_words() -> Iterator[Any]:
+    """Stands in for a tokenizer while TransformerLens loads a model without one."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    special = dict.fromkeys(("unk_token", "pad_token", "bos_token", "eos_token"), "<unk>")
+    with tempfile.TemporaryDirectory() as folder:
+        # TransformerLens copies a tokenizer by the place that it came from
+        PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
+        yield PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Whatever goes wrong while a model loads is said of that model, with what to do."""
+    try:
+        yield
+    except InfoFlowError:
+        raise
+    except Exception as error:  # the loaders raise errors of every kind
+        raise InfoFlowError(_why(name, error)) from error
+
+
+def _why(name: str, error: BaseException) -> str:
+    from huggingface_hub import errors as hub
+
+    causes = list(_causes(error))
+    text = " ".join(str(cause) for cause in causes).lower()
+    if any(isinstance(cause, hub.GatedRepoError) for cause in causes) or "gated repo" in text:
+        return (
+            f"{name!r} is gated on the Hugging Face hub: ask for access there and log in (hf auth "
+            "login, or HF_TOKEN), or give a local folder"
+        )
+    offline = (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError)
+    if any(isinstance(cause, offline) for cause in causes) or "couldn't connect" in text:
+        return (
+            f"{name!r} is not in the local cache of Hugging Face and cannot be downloaded (no "
+            f"network, or HF_HUB_OFFLINE is set){_meant(name) if _official(name) is None else ''}: "
+            "give a local folder with config.json, weights and tokenizer, or load it once where "
+            "there is a network"
+        )
+    missing = (hub.RepositoryNotFoundError, hub.HFValidationError)
+    if any(isinstance(cause, missing) for cause in causes) or "not a valid model id" in text:
+        return (
+            f"{name!r} is no model of the Hugging Face hub{_meant(name)}: expected an official "
+            "name such as gpt2, owner/name, or a local folder"
+        )
+    if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
+        return f"{name!r} does not fit into memory: try dtype bfloat16, or another device"
+    return (
+        f"{name!r} cannot be loaded ({type(error).__name__}: {_first_line(error)}): expected a "
+        "model that TransformerLens supports, with whole files; look at its config.json and "
+        "weights, or try another backend"
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".:")[:300] if lines else "no reason given"

@@ -1,0 +1,264 @@
+"""Models by name or folder, saved in the real formats and loaded by the real code, offline."""
+
+import json
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from infoflow_lens import InfoFlowError
+from infoflow_lens.models.host import build_model, save_model
+from infoflow_lens.models.loading import load_any
+from tests.reference import zoo
+
+TOKENS = zoo.tokens(3, 9)
+# official names that HookedTransformer hosts, and what stands for them in the cache
+OFFICIAL = {
+    "gpt2": "gpt2",
+    "facebook/opt-125m": "opt",
+    "Qwen/Qwen2-0.5B": "qwen2",
+    "EleutherAI/gpt-neo-125M": "gpt_neo",
+    "EleutherAI/pythia-14m": "gpt_neox",
+    "EleutherAI/gpt-j-6B": "gptj",
+    "bigscience/bloom-560m": "bloom",
+    "mistralai/Mistral-7B-v0.1": "mistral",
+    "openai/gpt-oss-20b": "gpt_oss",
+}
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of huggingface_hub with nothing in it, and no network."""
+    import huggingface_hub.constants as constants
+
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: True)
+    return folder
+
+
+def plain(name, **changes):
+    with torch.no_grad():
+        return zoo.build(name, **changes)(TOKENS).logits
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+# What is loaded is what was saved
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_a_folder_of_hugging_face_computes_what_transformers_computes(name, tmp_path):
+    loaded = load_any(zoo.save(name, tmp_path / name))
+    assert (type(loaded.model).__name__, loaded.source) == ("TransformerBridge", "folder")
+    torch.testing.assert_close(logits(loaded.model), plain(name), rtol=1e-4, atol=1e-4)
+    if name not in zoo.WITHOUT_TOKENIZER:
+        assert loaded.tokenizer("w5 w7")["input_ids"][-2:] == [5, 7]
+    assert not loaded.model.training
+
+
+@pytest.mark.parametrize(("official", "name"), OFFICIAL.items())
+def test_an_official_name_computes_what_transformers_computes(official, name, cache):
+    zoo.save_in_cache(name, official, cache)
+    loaded = load_any(official)
+    assert (type(loaded.model).__name__, loaded.source) == ("HookedTransformer", "name")
+    torch.testing.assert_close(logits(loaded.model), plain(name), rtol=1e-4, atol=1e-4)
+    if name not in zoo.WITHOUT_TOKENIZER:
+        assert loaded.tokenizer("w5 w7")["input_ids"][-2:] == [5, 7]
+    assert not loaded.model.training
+
+
+def test_weights_of_official_models_are_as_trained(cache):
+    zoo.save_in_cache("gpt2", "gpt2", cache)
+    block, trained = load_any("gpt2").model.blocks[1], zoo.build("gpt2").transformer.h[1]
+    assert torch.equal(block.ln1.w, trained.ln_1.weight)
+    assert torch.equal(block.mlp.W_out, trained.mlp.c_proj.weight)
+
+
+@pytest.mark.parametrize("backend", ["bridge", "auto"])
+def test_the_backend_decides_who_hosts_a_name(backend, cache):
+    zoo.save_in_cache("gpt2", "gpt2", cache)
+    kind = "TransformerBridge" if backend == "bridge" else "HookedTransformer"
+    assert type(load_any("gpt2", backend=backend).model).__name__ == kind
+
+
+def test_an_alias_stands_for_its_official_name(cache):
+    zoo.save_in_cache("gpt2", "gpt2", cache)
+    torch.testing.assert_close(
+        logits(load_any("gpt2-small").model), plain("gpt2"), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_other_models_of_the_hub_go_to_the_bridge(cache):
+    zoo.save_in_cache("llama", "someone/their-llama", cache)
+    loaded = load_any("someone/their-llama")
+    assert type(loaded.model).__name__ == "TransformerBridge"
+    torch.testing.assert_close(logits(loaded.model), plain("llama"), rtol=1e-4, atol=1e-4)
+
+
+def test_encoders_go_to_the_bridge_although_hooked_transformer_would_take_their_weights(cache):
+    zoo.save_in_cache("bert", "google-bert/bert-base-cased", cache)
+    loaded = load_any("bert-base-cased")
+    torch.testing.assert_close(logits(loaded.model), plain("bert"), rtol=1e-4, atol=1e-4)
+    with pytest.raises(InfoFlowError, match="no model for HookedTransformer"):
+        load_any("bert-base-cased", backend="hooked")
+
+
+def test_a_checkpoint_of_ours(architecture, inputs, tmp_path):
+    model = build_model(architecture, seed=5)
+    save_model(model, tmp_path / "ours")
+    loaded = load_any(tmp_path / "ours")
+    assert (loaded.source, loaded.tokenizer) == ("checkpoint", None)
+    assert torch.equal(loaded.model(inputs), model(inputs))
+    assert "over vector tokens" in loaded.description
+
+
+# Options
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_dtype_of_folders_names_and_checkpoints(dtype, cache, architecture, tmp_path):
+    zoo.save_in_cache("gpt2", "gpt2", cache)
+    save_model(build_model(architecture), tmp_path / "ours")
+    for each in ("gpt2", zoo.save("llama", tmp_path / "llama"), tmp_path / "ours"):
+        model = load_any(each, dtype=dtype).model
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_checkpoint_keeps_the_dtype_that_it_was_saved_in(architecture, tmp_path):
+    model = build_model(architecture).to(torch.float64, print_details=False)
+    save_model(model, tmp_path)
+    assert next(load_any(tmp_path).model.parameters()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_a_missing_tokenizer_is_no_error(name, tmp_path):
+    # of some architectures transformers would make a tokenizer without words
+    loaded = load_any(zoo.save(name, tmp_path / name, with_tokenizer=False))
+    assert loaded.tokenizer is None
+    assert loaded.model.tokenizer is None
+    assert "no tokenizer" in loaded.description
+    torch.testing.assert_close(logits(loaded.model), plain(name), rtol=1e-4, atol=1e-4)
+
+
+def test_a_missing_tokenizer_of_an_official_name_is_no_error(cache):
+    zoo.save_in_cache("gpt2", "gpt2", cache, with_tokenizer=False)
+    loaded = load_any("gpt2")
+    assert loaded.tokenizer is None
+    torch.testing.assert_close(logits(loaded.model), plain("gpt2"), rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_is_left_behind(cache, tmp_path, capsys):
+    zoo.save_in_cache("gpt2", "gpt2", cache)
+    folder = zoo.save("llama", tmp_path / "llama")
+    capsys.readouterr()
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    filters, default = list(warnings.filters), torch.get_default_dtype()
+    gradients = torch.is_grad_enabled()
+    for each in ("gpt2", folder):
+        load_any(each, dtype="bfloat16")
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]  # noqa: NPY002
+    assert warnings.filters == filters
+    assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (default, gradients)
+    assert capsys.readouterr().out == ""  # stdout belongs to the caller
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "name is empty"),
+        ("  ", "name is empty"),
+        ("gtp2", "'gtp2' is no official name .*did you mean gpt2"),
+        ("pythia-70n", "did you mean EleutherAI/pythia-70m"),
+        ("zzzzzzzzzzzzzzzz", "no official name of TransformerLens; expected an official name"),
+        ("./nowhere", "'nowhere' is missing: expected a folder"),
+        ("a/b/c", "'a/b/c' is missing: expected a folder"),
+    ],
+)
+def test_names_that_stand_for_nothing(name, message, cache):
+    with pytest.raises(InfoFlowError, match=message):
+        load_any(name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "google-bert/bert-base-cased", "someone/their-model"])
+def test_without_a_network_and_a_cached_copy_a_local_folder_is_asked_for(name, cache):
+    with pytest.raises(InfoFlowError, match=r"not in the local cache .*give a local folder"):
+        load_any(name)
+
+
+def test_a_misspelt_owner_and_name_is_told_the_nearest_official_one(cache):
+    with pytest.raises(InfoFlowError, match=r"did you mean .*EleutherAI/pythia-70m"):
+        load_any("EleutherAI/pythia-70")
+
+
+def test_folders_that_are_no_models(tmp_path):
+    with pytest.raises(InfoFlowError, match=r"config.json missing, architecture.json missing"):
+        load_any(tmp_path)
+    file = tmp_path / "notes.txt"
+    file.write_text("no model")
+    with pytest.raises(InfoFlowError, match="is a file"):
+        load_any(file)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(InfoFlowError, match=r"no weights .*model.safetensors"):
+        load_any(tmp_path)
+    (tmp_path / "architecture.json").write_text("{}")
+    with pytest.raises(InfoFlowError, match=r"model.safetensors missing"):
+        load_any(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("config.json", "{}", r"cannot be loaded \(ValueError: Unrecognized model"),
+        ("config.json", "{nope", r"cannot be loaded \(OSError: .*not a valid JSON file"),
+        ("config.json", '{"model_type": "vit"}', "cannot be loaded"),
+        ("model.safetensors", "rubbish", r"cannot be loaded \(SafetensorError"),
+    ],
+)
+def test_broken_files_are_said_of_the_model(file, text, message, tmp_path):
+    folder = zoo.save("gpt2", tmp_path / "gpt2")
+    (folder / file).write_text(text)
+    with pytest.raises(InfoFlowError, match=message):
+        load_any(folder)
+
+
+def test_models_of_other_kinds_are_refused(tmp_path):
+    with pytest.raises(InfoFlowError, match="is an encoder with a decoder"):
+        load_any(zoo.save("t5", tmp_path / "t5"))
+    with pytest.raises(InfoFlowError, match="has no blocks with attention"):
+        load_any(zoo.save("mamba", tmp_path / "mamba"))
+
+
+def test_options_that_do_not_exist(tmp_path, architecture):
+    folder = zoo.save("gpt2", tmp_path / "gpt2")
+    save_model(build_model(architecture), tmp_path / "ours")
+    for options, message in [
+        ({"backend": "brigde"}, "backend is 'brigde'.*did you mean 'bridge'"),
+        ({"backend": "hooked"}, "local folder, which HookedTransformer does not load"),
+        ({"dtype": "bfloat"}, "dtype is 'bfloat'.*did you mean 'bfloat16'"),
+        ({"dtype": torch.int8}, "dtype is 'int8': expected one of float32"),
+        ({"device": "gpu"}, "device 'gpu' cannot be used here"),
+        ({"device": "meta"}, "'meta' holds no numbers"),
+    ]:
+        with pytest.raises(InfoFlowError, match=message):
+            load_any(folder, **options)
+    with pytest.raises(InfoFlowError, match="expected backend 'auto' or 'hooked'"):
+        load_any(tmp_path / "ours", backend="bridge")
+
+
+def test_the_zoo_is_saved_in_the_format_of_hugging_face(tmp_path):
+    folder = zoo.save("llama", tmp_path / "llama")
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert {"model.safetensors", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
