@@ -6,7 +6,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from infoflow_lens.hooks.capabilities import key_count, layer_count, starts_at_layers
+from infoflow_lens.hooks.capabilities import (
+    check_one_device,
+    key_count,
+    layer_count,
+    starts_at_layers,
+)
 from infoflow_lens.hooks.inputs import Batch, Batches, Inputs, call_inputs, read_inputs
 from infoflow_lens.hooks.own import inside_own_pass
 from infoflow_lens.hooks.probe import NamedHook, Probe, Split
@@ -82,8 +87,9 @@ def attach(model: nn.Module, *probes: Probe[Any], eval_every: int = 5) -> Iterat
 
     Raises:
         InfoFlowError: if there is no probe, one is attached already, `eval_every` is below 2, or
-            the model lacks a hook point, before anything is attached; and from the model's call for
-            an attention mask that the model ignores, or what a probe refuses.
+            the model lacks a hook point or lies on several devices, before anything is attached;
+            and from the model's call for an attention mask that the model ignores, or what a probe
+            refuses.
     """
     if not probes:
         raise InfoFlowError("no probes to attach: expected at least one, as in attach(model, p)")
@@ -94,6 +100,7 @@ def attach(model: nn.Module, *probes: Probe[Any], eval_every: int = 5) -> Iterat
             "probes; make a new one"
         )
     _check_every(eval_every)
+    check_one_device(model)
     split = Split(every=eval_every)
     attached = AttachedProbes(probes, split)
     known = model_fingerprint(model)  # once, as it reads all weights

@@ -36,6 +36,20 @@ def layer_count(model: nn.Module) -> int:
     return len(blocks)
 
 
+def check_one_device(model: nn.Module) -> None:
+    """Refuse a model whose weights lie on several devices.
+
+    Raises:
+        InfoFlowError: with the devices.
+    """
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise InfoFlowError(
+            f"{type(model).__name__} has weights on several devices: {', '.join(devices)}; "
+            "expected one, where probes put states and tokens together; move it to one"
+        )
+
+
 def hook_name(model: nn.Module, name: str) -> str:
     """`name`, if the model has that hook point.
 

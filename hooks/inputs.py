@@ -13,8 +13,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from infoflow_lens.foundation.errors import InfoFlowError
 
-Inputs: TypeAlias = Tensor | str | Sequence[str] | Sequence[Tensor] | Iterable[Any]
-
 COLUMNS = ("input_ids", "tokens", "text", "x")  # of datasets, in this order
 _MASKS = ("attention_mask", "one_zero_attention_mask")  # HookedEncoder has the second
 
@@ -74,8 +72,10 @@ class Batches:
         loader: Iterable[Any] | None = None,
         name: str = "inputs",
         column: str | None = None,
+        max_length: int | None = None,
     ) -> None:
         self._model, self._name, self._column = model, name, column
+        self._max_length = max_length
         self._sequences, self._loader = sequences, loader
         self.n_sequences: int | None = None
         self.longest: int | None = None
@@ -131,13 +131,23 @@ class Batches:
     def _loaded(self, batch_size: int, skip: int) -> Iterator[Batch]:
         assert self._loader is not None
         for loaded in self._loader:
-            part = read_inputs(self._model, _inputs_of(loaded, self._column), name=self._name)
+            given, mask = _inputs_of(loaded, self._column)
+            part = read_inputs(
+                self._model,
+                given,
+                attention_mask=mask,
+                max_length=self._max_length,
+                name=self._name,
+            )
             assert part.n_sequences is not None
             if skip >= part.n_sequences:
                 skip -= part.n_sequences
                 continue
             yield from part.batches(batch_size, skip)
             skip = 0
+
+
+Inputs: TypeAlias = Tensor | str | Sequence[str] | Sequence[Tensor] | Iterable[Any] | Batches
 
 
 def _together(sequences: Sequence[Tensor]) -> Batch:
@@ -175,20 +185,24 @@ def _masks_by_itself(model: nn.Module) -> bool:
     )
 
 
-def _inputs_of(loaded: Any, column: str | None) -> Any:
-    """The inputs in a loader's batch: (inputs, mask), and the first of a tuple."""
+def _inputs_of(loaded: Any, column: str | None) -> tuple[Any, Any]:
+    """The inputs in a loader's batch, and their mask if there is one."""
     if isinstance(loaded, Mapping):
-        return _rows_of(loaded, column, "the batch")
+        column, has_mask = _column_of(list(loaded), column, "the batch")
+        return loaded[column], loaded["attention_mask"] if has_mask else None
     if isinstance(loaded, (tuple, list)) and loaded and isinstance(loaded[0], Tensor):
         same = len({len(part) for part in loaded if isinstance(part, Tensor)}) == 1
         if isinstance(loaded, tuple) or (same and loaded[0].ndim >= 2):
-            return loaded[0]
-    return loaded
+            return loaded[0], None  # inputs and their targets
+    return loaded, None
 
 
-def _rows_of(table: Mapping[str, Any], column: str | None, what: str) -> Any:
-    """A column of a table, and its mask if there is one."""
-    names = list(table)
+def _column_of(names: Sequence[str], column: str | None, what: str) -> tuple[str, bool]:
+    """The column with the inputs, and whether a mask goes with it.
+
+    Raises:
+        InfoFlowError: if there is none, with the columns.
+    """
     if column is None:
         column = next((name for name in COLUMNS if name in names), None)
     if column is None or column not in names:
@@ -196,8 +210,7 @@ def _rows_of(table: Mapping[str, Any], column: str | None, what: str) -> Any:
             f"{what} has the columns {', '.join(names) or 'none'}, without "
             f"{column or ' or '.join(COLUMNS)}: name the column that holds the texts or token ids"
         )
-    mask = table["attention_mask"] if "attention_mask" in names else None
-    return (table[column], mask) if mask is not None and column != "text" else table[column]
+    return column, "attention_mask" in names and column != "text"
 
 
 def read_inputs(
@@ -229,38 +242,46 @@ def read_inputs(
         return inputs
     if max_length is not None and max_length < 1:
         raise InfoFlowError(f"max_length is {max_length}: expected at least 1 token")
-    if isinstance(inputs, tuple) and len(inputs) == 2 and attention_mask is None:
-        inputs, attention_mask = inputs
-    if isinstance(inputs, Tensor) and attention_mask is None:
-        inputs = inputs[:, :max_length] if inputs.ndim == 2 else inputs
-        check_inputs(model, inputs, name)
-        return Batches(model, inputs)
-    if isinstance(inputs, str):
-        inputs = [inputs]
-    if hasattr(inputs, "column_names") and hasattr(inputs, "__getitem__"):  # datasets.Dataset
-        table = {each: inputs.with_format(None)[each] for each in inputs.column_names}
-        rows = _rows_of(table, column, name)
-        rows, attention_mask = rows if isinstance(rows, tuple) else (rows, attention_mask)
-        inputs = list(rows)
-    if isinstance(inputs, Tensor) or _is_list_of_sequences(inputs):
-        rows = _sequences(model, inputs, attention_mask, name)
-        if isinstance(rows, list) and rows[0].ndim == 1:
-            rows = [row[:max_length] for row in rows]
-            for row in rows:
-                check_inputs(model, row[None], name)
-            if len({len(row) for row in rows}) == 1:
-                rows = torch.stack(rows)
-        elif isinstance(rows, Tensor):
-            check_inputs(model, rows, name)
-        return Batches(model, rows)
-    if not isinstance(inputs, Iterable) or isinstance(inputs, (bytes, Mapping)):
+    given: Any = inputs
+    if isinstance(given, tuple) and len(given) == 2 and attention_mask is None:
+        one, other = given
+        if isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape:
+            given, attention_mask = given
+    if isinstance(given, Tensor) and attention_mask is None:
+        given = given[:, :max_length] if given.ndim == 2 else given
+        check_inputs(model, given, name)
+        return Batches(model, given)
+    if hasattr(given, "column_names") and hasattr(given, "__getitem__"):  # datasets.Dataset
+        column, has_mask = _column_of(given.column_names, column, name)
+        plain = given.with_format(None)
+        given = list(plain[column])
+        attention_mask = plain["attention_mask"] if has_mask else attention_mask
+    if isinstance(given, str):
+        given = [given]
+    if isinstance(given, Tensor) or _is_list_of_sequences(given):
+        return Batches(model, _read_sequences(model, given, attention_mask, max_length, name))
+    if not isinstance(given, Iterable) or isinstance(given, (bytes, Mapping)):
         raise InfoFlowError(
-            f"{name} is {type(inputs).__name__}: expected a tensor, strings, a list of token ids, "
+            f"{name} is {type(given).__name__}: expected a tensor, strings, a list of token ids, "
             "a datasets.Dataset or a DataLoader"
         )
-    batches = Batches(model, None, inputs, name, column)
-    batches.n_sequences = _count(inputs)
+    batches = Batches(model, None, given, name, column, max_length)
+    batches.n_sequences = _count(given)
     return batches
+
+
+def _read_sequences(
+    model: nn.Module, given: Any, attention_mask: Any, max_length: int | None, name: str
+) -> Tensor | list[Tensor]:
+    """Sequences, checked, and as one tensor where they are of one length."""
+    rows = _sequences(model, given, attention_mask, name)
+    if isinstance(rows, Tensor):
+        check_inputs(model, rows, name)
+        return rows
+    rows = [row[:max_length] for row in rows]
+    for row in rows:
+        check_inputs(model, row[None], name)
+    return torch.stack(rows) if len({len(row) for row in rows}) == 1 else rows
 
 
 def _count(loader: Any) -> int | None:
@@ -357,7 +378,7 @@ def call_inputs(
         return given, None if bool(real.all()) else real
     if given.ndim == 2 and not given.is_floating_point() and _masks_by_itself(model):
         pad = model.tokenizer.pad_token_id  # type: ignore[union-attr]
-        leading = (given == pad).long().cumprod(dim=1).sum(dim=1)
+        leading = given.eq(pad).long().cumprod(dim=1).sum(dim=1)
         allowed = int(pad == model.tokenizer.bos_token_id)  # type: ignore[union-attr]
         if int(leading.max()) > allowed:
             raise InfoFlowError(

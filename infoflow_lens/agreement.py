@@ -218,48 +218,105 @@ def compare(
         InfoFlowError: if shapes differ, scores are negative or NaN, or the threshold is not in
             (0, 1].
     """
-    if isinstance(measured, InformationSets):
-        measured = measured.members.float()
-    scores, lengths, asked = _scores(measured, lengths)
-    if scores.shape != predicted.members.shape:
-        raise InfoFlowError(
-            f"predicted sets have shape {tuple(predicted.members.shape)}, the measured ones "
-            f"{tuple(scores.shape)}: expected the same [layer, batch, pos, source]; probe and "
-            "predict the same inputs"
-        )
-    _check_norms(scores)
-    measured_sets = influence_sets(scores, threshold).members
-    n_layers, n_batch, n_pos, n_source = scores.shape
+    states = _States(predicted, measured, threshold, lengths)
+    n_layers, n_batch, _, n_source = states.scores.shape
     if active is not None and (active.shape != (n_batch, n_source) or active.dtype != torch.bool):
         raise InfoFlowError(
             f"active index sets are {active.dtype} of shape {tuple(active.shape)}: expected bool "
             f"{(n_batch, n_source)}, one row for each sequence"
         )
-    # what no sequence reaches in any layer (the future, in a causal model) is no candidate: a
-    # ranking that puts it last proves nothing
-    reachable = ((scores > 0) | predicted.members).flatten(0, 1).any(dim=0)
-    is_self = torch.eye(n_pos, n_source, dtype=torch.bool, device=scores.device)
-    states, sources, last = _real(lengths, n_batch, n_pos, n_source, scores.device)
-    read = predicted.members[-1][last]
-    states, last = states & asked, last & asked
-
-    def at(layer: int, chosen: Bool[Tensor, "batch pos"], with_self: bool) -> SetAgreement:
-        candidate = (reachable & (with_self | ~is_self)) & sources[:, None]
-        return _set_agreement(
-            predicted.members[layer][chosen],
-            measured_sets[layer][chosen],
-            scores[layer][chosen],
-            candidate[chosen],
-        )
-
-    tokens = states & torch.nn.functional.pad(sources, (0, n_pos - n_source))
+    tokens, last = states.is_token & states.asked, states.is_last & states.asked
+    read = predicted.members[-1][states.is_last]
     return Agreement(
         threshold=threshold,
-        layers=tuple(at(layer, tokens, False) for layer in range(n_layers)),
-        layers_with_self=tuple(at(layer, tokens, True) for layer in range(n_layers)),
-        cls=at(n_layers - 1, last, False),
+        layers=tuple(states.agreement(layer, tokens, False) for layer in range(n_layers)),
+        layers_with_self=tuple(states.agreement(layer, tokens, True) for layer in range(n_layers)),
+        cls=states.agreement(n_layers - 1, last, False),
         coverage=None if active is None else coverage(read, active.to(read.device)),
     )
+
+
+def compare_by_position(
+    predicted: InformationSets,
+    measured: Measured | InformationSets,
+    *,
+    threshold: float = 0.1,
+    lengths: Int[Tensor, " batch"] | None = None,
+) -> "pd.DataFrame":
+    """The agreement of every layer and position, a row each, without each position itself.
+
+    Args:
+        predicted, measured, threshold, lengths: as for :func:`compare`. Positions at which nothing
+            was measured have no row.
+
+    Raises:
+        InfoFlowError: as :func:`compare`.
+    """
+    import pandas as pd
+
+    states = _States(predicted, measured, threshold, lengths)
+    n_layers, _, n_pos, _ = states.scores.shape
+    places = torch.arange(n_pos, device=states.scores.device)
+    rows = []
+    for layer in range(n_layers):
+        for position in range(n_pos):
+            chosen = states.exists & states.asked & (places == position)
+            if chosen.any():
+                values = asdict(states.agreement(layer, chosen, False))
+                rows.append({"layer": layer, "position": position, **values})
+    return pd.DataFrame(rows)
+
+
+class _States:
+    """Predicted sets and measured influence of the same states, checked.
+
+    Attributes:
+        scores: influence [layer, batch, pos, source].
+        exists, asked: bool [batch, pos], which states there are, and which were measured.
+        is_token, is_last: bool [batch, pos], states of tokens, and the last of each sequence.
+    """
+
+    def __init__(
+        self,
+        predicted: InformationSets,
+        measured: Measured | InformationSets,
+        threshold: float,
+        lengths: Int[Tensor, " batch"] | None,
+    ) -> None:
+        if isinstance(measured, InformationSets):
+            measured = measured.members.float()
+        self.scores, lengths, self.asked = _scores(measured, lengths)
+        if self.scores.shape != predicted.members.shape:
+            raise InfoFlowError(
+                f"predicted sets have shape {tuple(predicted.members.shape)}, the measured ones "
+                f"{tuple(self.scores.shape)}: expected the same [layer, batch, pos, source]; probe "
+                "and predict the same inputs"
+            )
+        _check_norms(self.scores)
+        self._predicted = predicted.members
+        self._measured = influence_sets(self.scores, threshold).members
+        _, n_batch, n_pos, n_source = self.scores.shape
+        self.exists, self._sources, self.is_last = _real(
+            lengths, n_batch, n_pos, n_source, self.scores.device
+        )
+        self.is_token = torch.nn.functional.pad(self._sources, (0, n_pos - n_source))
+        # what no sequence reaches in any layer (the future, in a causal model) is no candidate: a
+        # ranking that puts it last proves nothing
+        self._reachable = ((self.scores > 0) | self._predicted).flatten(0, 1).any(dim=0)
+
+    def agreement(
+        self, layer: int, chosen: Bool[Tensor, "batch pos"], with_self: bool
+    ) -> SetAgreement:
+        """Over some states of a layer."""
+        n_pos, n_source = self._reachable.shape
+        is_self = torch.eye(n_pos, n_source, dtype=torch.bool, device=chosen.device)
+        candidate = (self._reachable & (with_self | ~is_self)) & self._sources[:, None]
+        return _set_agreement(
+            self._predicted[layer][chosen],
+            self._measured[layer][chosen],
+            self.scores[layer][chosen],
+            candidate[chosen],
+        )
 
 
 def _real(

@@ -22,7 +22,9 @@ from infoflow_lens import (
     PositionsProbe,
     build_construction,
     compare,
+    compare_by_position,
     coverage_curve,
+    propagate,
     run_probes,
 )
 from infoflow_lens.agreement import coverage
@@ -276,3 +278,36 @@ def test_lengths_that_do_not_fit_are_named():
     for wrong in (torch.tensor([7, 1, 1, 1]), torch.tensor([1, 1, 1]), torch.tensor([0, 1, 1, 1])):
         with pytest.raises(InfoFlowError, match="4 numbers of tokens from 1 to 6"):
             compare(predicted, scores, lengths=wrong)
+
+
+def test_positions_together_give_the_layers():
+    """Means over the states of each position, weighed by their number."""
+    predicted, scores = case(5)
+    lengths = torch.tensor([6, 4, 2, 5])
+    table = compare_by_position(predicted, scores, lengths=lengths)
+    whole = compare(predicted, scores, lengths=lengths)
+    for layer in range(2):
+        rows = table[(table["layer"] == layer) & (table["position"] < 6)]
+        expected = {t: int((lengths + 1 > t).sum()) for t in range(6)}  # CLS behind the tokens
+        assert dict(zip(rows["position"], rows["n_states"], strict=True)) == expected
+    # of full sequences, token states are all but the last position
+    table, whole = compare_by_position(predicted, scores), compare(predicted, scores)
+    for layer in range(2):
+        rows = table[(table["layer"] == layer) & (table["position"] < 6)]
+        assert rows["predicted_size"].mean() == pytest.approx(whole.layers[layer].predicted_size)
+    last = table[(table["layer"] == 1) & (table["position"] == 6)]
+    assert float(last["auroc"].iloc[0]) == pytest.approx(whole.cls.auroc)
+
+
+def test_states_that_were_not_measured_take_no_part(token_model, token_inputs):
+    probes = [PositionsProbe(), JacobianInfluence(), JacobianInfluence(positions=(-1, 2))]
+    positions, all_states, some = run_probes(token_model, token_inputs, probes, progress=False)
+    predicted = propagate(positions.argmax)
+    by_position = compare_by_position(predicted, all_states)
+    rows = compare_by_position(predicted, some)
+    assert set(rows["position"]) == {2, 8}
+    expected = by_position[by_position["position"].isin([2, 8])].reset_index(drop=True)
+    np.testing.assert_allclose(rows["influence_inside"], expected["influence_inside"], rtol=1e-4)
+    assert compare(predicted, some).layers[0].n_states == 2 * 19
+    whole, part = compare(predicted, all_states), compare(predicted, some)
+    assert part.cls.auroc == pytest.approx(whole.cls.auroc)

@@ -10,7 +10,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from infoflow_lens.agreement import Agreement, CoverageCurve, compare, coverage_curve
+from infoflow_lens.agreement import (
+    Agreement,
+    CoverageCurve,
+    compare,
+    compare_by_position,
+    coverage_curve,
+)
 from infoflow_lens.experiments.checkpoint import Checkpoint
 from infoflow_lens.experiments.data import read_data
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -538,6 +544,14 @@ def _write_tables(result: ProbingResult) -> None:
             [
                 agreement.to_frame().assign(rule=name)
                 for name, agreement in result.agreement.items()
+            ],
+            ignore_index=True,
+        )
+        tables["agreement_by_position"] = pd.concat(
+            [
+                compare_by_position(sets, result.influence).assign(rule=name)
+                for name, sets in result.predicted.items()
+                if result.influence is not None
             ],
             ignore_index=True,
         )

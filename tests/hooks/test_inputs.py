@@ -3,18 +3,22 @@
 import datasets
 import pytest
 import torch
+import transformers
 from infoflow_lens.hooks.inputs import read_inputs
 
 from infoflow_lens import (
     AttendedProbe,
     InfoFlowError,
     InfoFlowWarning,
+    JacobianInfluence,
     PositionsProbe,
     RecoveryProbe,
     attach,
+    load_any,
     run_probes,
 )
 from tests.conftest import make_token_model
+from tests.reference import zoo
 
 LENGTHS = (9, 4, 6, 1, 9, 2)
 
@@ -235,3 +239,95 @@ def test_a_batch_too_large_for_memory_is_halved_once(token_model, token_inputs, 
                     token_model, token_inputs, [PositionsProbe(), second], batch_size=19,
                     progress=False,
                 )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["bridge", "HookedTransformer"])
+def reader(request, tmp_path_factory):
+    """A model with a tokenizer: one token for each word, and BOS in front."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    zoo.save("gpt2", folder)
+    if request.param == "bridge":
+        return load_any(str(folder)).model
+    model = make_token_model(d_vocab=zoo.N_VOCAB, n_ctx=zoo.N_CTX)
+    model.set_tokenizer(transformers.AutoTokenizer.from_pretrained(folder))
+    return model
+
+
+TEXTS = ["w5 w6 w7 w8", "w9 w10", "w11 w12 w13 w14 w15 w16"]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_are_tokenised_once_and_padding_is_dropped(reader, side, monkeypatch):
+    monkeypatch.setattr(reader.tokenizer, "padding_side", side)
+    ids = [[2, *(int(word[1:]) for word in text.split())] for text in TEXTS]  # 2 is BOS
+    (expected,) = run_probes(reader, ids, [PositionsProbe()], progress=False)
+    assert expected.lengths.tolist() == [5, 3, 7]
+    table = datasets.Dataset.from_dict({"text": TEXTS})
+    batches = torch.utils.data.DataLoader(TEXTS, batch_size=2)
+    for given in (TEXTS, table, batches):
+        (found,) = run_probes(reader, given, [PositionsProbe()], batch_size=2, progress=False)
+        assert all(a.equal(b) for a, b in zip(found.positions, expected.positions, strict=True))
+    (single,) = run_probes(reader, TEXTS[1], [PositionsProbe()], progress=False)
+    assert single.positions[1][0].equal(expected.positions[1][1, :, :3])
+
+
+def test_texts_in_the_users_own_call_are_understood(reader):
+    (expected,) = run_probes(reader, TEXTS, [PositionsProbe()], progress=False)
+    with attach(reader, PositionsProbe()) as probes:
+        reader(TEXTS)
+        reader(TEXTS[0])
+    (found,) = probes.results()
+    assert found.lengths.tolist() == [5, 3, 7, 5]
+    for one, other in zip(found.positions, expected.positions, strict=True):
+        assert one[:3].equal(other)
+        assert one[3].equal(other[0])
+
+
+@pytest.mark.parametrize("given", ["", ["w5", ""]])
+def test_an_empty_text_is_named(reader, given):
+    with pytest.raises(InfoFlowError, match=r"inputs\[.\] is ''"):
+        run_probes(reader, given, [PositionsProbe()], progress=False)
+
+
+def test_leading_padding_that_a_model_masks_unasked_is_refused(reader, monkeypatch):
+    """A HookedTransformer whose tokenizer pads on the left makes a mask of its own."""
+    monkeypatch.setattr(reader.tokenizer, "padding_side", "left")
+    ids = torch.tensor([[0, 0, 2, 5, 6], [2, 5, 6, 7, 8]])
+    with attach(reader, PositionsProbe()) as probes:
+        if hasattr(type(reader), "boot_transformers"):
+            reader(ids)  # a bridge attends to it: then it is a token like others
+            assert probes.results()[0].lengths.tolist() == [5, 5]
+        else:
+            with pytest.raises(InfoFlowError, match="starts with 2 pad tokens"):
+                reader(ids)
+
+
+def test_one_token_is_a_sequence(token_model):
+    ids = torch.randint(17, (20, 1), generator=torch.Generator().manual_seed(0))
+    probes = [PositionsProbe(spread=True), AttendedProbe(), JacobianInfluence()]
+    positions, attended, influence = run_probes(token_model, ids, probes, progress=False)
+    assert (positions.argmax[0] == 0).all()
+    assert (positions.entropy[0] == 0).all()
+    assert attended.attended[0].all()
+    assert (influence.influence > 0).all()
+    with pytest.raises(InfoFlowError, match="rank 2 is beyond the number of keys"):
+        run_probes(token_model, ids, [PositionsProbe((2,))], progress=False)
+
+
+def test_a_model_on_several_devices_is_refused(token_model, token_inputs):
+    token_model.unembed.to("meta")
+    with pytest.raises(InfoFlowError, match="several devices: cpu, meta"):
+        run_probes(token_model, token_inputs, [PositionsProbe()], progress=False)
+
+
+def test_positions_left_out_are_never_chosen(token_model, token_inputs):
+    (found,) = run_probes(
+        token_model, token_inputs, [PositionsProbe((1, 2), without=(0, 3))], progress=False
+    )
+    (plain,) = run_probes(token_model, token_inputs, [PositionsProbe((1, 2, 3))], progress=False)
+    for chosen, ranked in zip(found.positions, plain.positions, strict=True):
+        assert not torch.isin(chosen, torch.tensor([0, 3])).any()
+        assert (chosen[:, :, 0] == -1).all()  # position 0 sees itself alone
+        first = ranked[..., 0]
+        kept = (first != 0) & (first != 3)
+        assert chosen[..., 0][kept].equal(first[kept])

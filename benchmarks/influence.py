@@ -1,0 +1,169 @@
+"""Ratios of the influence probes against what one would write otherwise, in one run.
+
+Run: python -m benchmarks.influence   (about two minutes; medians of paired rounds; times of the
+alternative are 1)
+"""
+
+import warnings
+
+import torch
+from infoflow_lens.hooks.rerun import Rerun
+from rich.console import Console
+from rich.table import Table
+from sklearn.metrics import roc_auc_score
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+from benchmarks.first_light import paired
+from infoflow_lens import (
+    Architecture,
+    JacobianInfluence,
+    ResampleInfluence,
+    build_model,
+    run_probes,
+)
+
+
+def causal(n_layers: int, d_model: int, n_heads: int, n_ctx: int, d_vocab: int = 1000):
+    """A causal model over token ids, with random weights."""
+    cfg = HookedTransformerConfig(
+        n_layers=n_layers,
+        d_model=d_model,
+        n_ctx=n_ctx,
+        d_head=d_model // n_heads,
+        n_heads=n_heads,
+        d_vocab=d_vocab,
+        act_fn="gelu",
+        seed=0,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return HookedTransformer(cfg)
+
+
+def toy_rows(generator: torch.Generator) -> list[tuple[str, str, float]]:
+    """Exact influence of every token on every state of a small model."""
+    small = build_model(Architecture(n_heads=(4, 1), d_model=32, d_token=4, n_tokens=16), seed=0)
+    few = torch.randn(64, 16, 4, generator=generator)
+    donors = torch.randn(8, 16, 4, generator=generator)
+
+    def exact() -> None:
+        run_probes(small, few, [JacobianInfluence()], progress=False)
+
+    def states(sequence: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        caught = []
+        names = [f"blocks.{layer}.hook_resid_mid" for layer in (0, 1)]
+        small.run_with_hooks(
+            sequence[None],
+            fwd_hooks=[
+                (name, lambda activation, hook: caught.append(activation)) for name in names
+            ],
+        )
+        return tuple(state[0] for state in caught)
+
+    def by_jacfwd() -> None:
+        with torch.no_grad():
+            torch.func.vmap(torch.func.jacfwd(states))(few)
+
+    def by_autograd() -> None:
+        for sequence in few[:4]:
+            torch.autograd.functional.jacobian(states, sequence)
+
+    def resampled() -> None:
+        run_probes(small, few, [ResampleInfluence(donors)], progress=False)
+
+    what = "toy, exact, all states"
+    return [
+        (what, "vmap(jacfwd)", paired(exact, by_jacfwd)),
+        (what, "autograd, sample by sample", paired(exact, by_autograd, 3) * 4 / len(few)),
+        ("toy, resample, 8 donors, all states", "vmap(jacfwd)", paired(resampled, by_jacfwd)),
+    ]
+
+
+def token_rows(generator: torch.Generator) -> list[tuple[str, str, float]]:
+    """Models over token ids: the estimate, one position, and shared prefixes."""
+    model = causal(4, 128, 4, 64)
+    ids = torch.randint(1000, (4, 64), generator=generator)
+    donors = torch.randint(1000, (8, 64), generator=generator)
+
+    def measured(**arguments: object) -> torch.Tensor:
+        (result,) = run_probes(model, ids, [JacobianInfluence(**arguments)], progress=False)  # type: ignore[arg-type]
+        return result.influence
+
+    last = {"positions": (-1,), "layers": (3,)}
+    rows = [
+        (
+            "T 64, d 128, last token: estimate, m=8",
+            "exact, last token",
+            paired(lambda: measured(**last, estimate=8), lambda: measured(**last), 3),
+        ),
+        (
+            "T 64, d 128, last token: exact",
+            "exact, all states",
+            paired(lambda: measured(**last), measured, 1),
+        ),
+    ]
+
+    def resampled() -> torch.Tensor:
+        (result,) = run_probes(model, ids, [ResampleInfluence(donors)], progress=False)
+        return result.influence
+
+    def unshared() -> torch.Tensor:
+        recording = Rerun.recording
+        Rerun.recording = lambda self, start: (self(start), None)  # type: ignore[method-assign]
+        try:
+            return resampled()
+        finally:
+            Rerun.recording = recording  # type: ignore[method-assign]
+
+    torch.testing.assert_close(resampled(), unshared(), rtol=1e-4, atol=1e-5)
+    rows.append(
+        ("T 64, resample, 8 donors, shared prefix", "whole passes", paired(resampled, unshared, 3))
+    )
+    return rows
+
+
+def quality(generator: torch.Generator) -> list[tuple[str, str, float]]:
+    """What the estimate costs in truth, where 8 of 32 sources matter most."""
+    model = causal(2, 128, 4, 32)
+    ids = torch.randint(1000, (16, 32), generator=generator)
+    chosen = {"state": "resid_post", "positions": (-1,), "layers": (1,)}
+
+    def row(estimate: int | None) -> tuple[torch.Tensor, float]:
+        (result,) = run_probes(
+            model,
+            ids,
+            [JacobianInfluence(**chosen, estimate=estimate)],  # type: ignore[arg-type]
+            progress=False,
+        )
+        return result.influence[0, :, 0], (result.relative_error or (0.0,))[0]
+
+    exact, _ = row(None)
+    top = exact >= exact.topk(8).values[:, -1:]
+    rows = []
+    for m in (8, 16):
+        found, stated = row(m)
+        error = float((found - exact).norm() / exact.norm())
+        score = sum(roc_auc_score(t, f) for t, f in zip(top, found, strict=True)) / len(found)
+        rows += [
+            (f"estimate, m={m}: AUROC of the 8 largest", "exact", score),
+            (f"estimate, m={m}: relative error", "exact", error),
+            (f"estimate, m={m}: relative error, stated", "exact", stated),
+        ]
+    return rows
+
+
+def main() -> None:
+    """Measure and print."""
+    generator = torch.Generator().manual_seed(0)
+    rows = toy_rows(generator) + token_rows(generator)
+    table = Table("what", "against", "time ratio", title=f"{torch.get_num_threads()} threads")
+    for what, against, ratio in rows:
+        table.add_row(what, against, f"{ratio:.3g}")
+    truth = Table("what", "against", "value")
+    for what, against, value in quality(generator):
+        truth.add_row(what, against, f"{value:.3g}")
+    Console(width=110).print(table, truth)
+
+
+if __name__ == "__main__":
+    main()
