@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infoflow_lens.agreement import Agreement as Agreement
     from infoflow_lens.agreement import compare as compare
+    from infoflow_lens.agreement import compare_by_position as compare_by_position
     from infoflow_lens.agreement import coverage_curve as coverage_curve
     from infoflow_lens.foundation.errors import InfoFlowError as InfoFlowError
     from infoflow_lens.foundation.errors import InfoFlowWarning as InfoFlowWarning
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from infoflow_lens.models.constructions import build_construction as build_construction
     from infoflow_lens.models.constructions import list_constructions as list_constructions
     from infoflow_lens.models.host import build_model as build_model
+    from infoflow_lens.models.host import build_token_model as build_token_model
     from infoflow_lens.models.host import load_model as load_model
     from infoflow_lens.models.host import save_model as save_model
     from infoflow_lens.models.loading import load_any as load_any
@@ -58,7 +60,9 @@ _HOMES = {
     "attach": "hooks",
     "build_construction": "models.constructions",
     "build_model": "models.host",
+    "build_token_model": "models.host",
     "compare": "agreement",
+    "compare_by_position": "agreement",
     "coverage_curve": "agreement",
     "dataset_card": "tasks",
     "dependence": "theory",

@@ -7,24 +7,52 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
-import datasets
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder
-from infoflow_lens.foundation.modules import eval_mode, modes_kept
+from infoflow_lens.foundation.modules import modes_kept
+from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord, fingerprint
 from infoflow_lens.foundation.seeds import check_seed, derived_seed
+from infoflow_lens.objectives import (
+    Data,
+    LabelScores,
+    Objective,
+    evaluate,
+    evaluate_labels,
+    is_finite,
+    nmse,
+    objective_for,
+    outputs_of,
+    tensors_of,
+)
+from infoflow_lens.tasks import Task
+from infoflow_lens.tasks.task import check_count
+
+__all__ = [
+    "Data",
+    "LabelScores",
+    "TrainingConfig",
+    "TrainingDivergedError",
+    "TrainingInterrupted",
+    "TrainingResult",
+    "evaluate",
+    "evaluate_labels",
+    "nmse",
+    "restored",
+    "train",
+]
 
 _CHECKPOINT = "training.pt"
-_CHECKPOINT_FORMAT = 1
+_CHECKPOINT_FORMAT = 2
+_N_TRAIN, _N_VALIDATION = 8192, 2048
 
-Data: TypeAlias = datasets.Dataset | tuple[Tensor, Tensor]
+OptimizerName = Literal["adamw", "sgd"]
 State = dict[str, Tensor]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -66,13 +94,16 @@ class TrainingConfig:
     Attributes:
         epochs: passes over the training data.
         batch_size: sequences in a step.
-        lr: peak learning rate of AdamW; it falls to `lr_end` along a cosine, step by step.
+        lr: peak learning rate; it falls to `lr_end` along a cosine, step by step.
         lr_end: final learning rate.
         warmup_steps: steps in which the learning rate rises linearly from 0.
-        weight_decay: AdamW's.
+        weight_decay: AdamW's; for SGD, the factor of the weights in the gradient (PyTorch's).
         grad_clip: largest gradient norm; None for no clipping.
-        patience: epochs without a better validation NMSE after which to stop; None for never.
-        seed: of the order of the training sequences (the model's own seed is `build_model`'s).
+        patience: epochs without a better validation error after which to stop; None for never.
+        seed: of the order of the training sequences (the model's own seed is `build_model`'s), and
+            of the sequences that are drawn from a task.
+        optimizer: "adamw" or "sgd".
+        momentum: SGD's, at least 0 and below 1.
 
     Raises:
         InfoFlowError: for values out of range.
@@ -87,6 +118,8 @@ class TrainingConfig:
     grad_clip: float | None = 1.0
     patience: int | None = None
     seed: int = 0
+    optimizer: OptimizerName = "adamw"
+    momentum: float = 0.0
 
     def __post_init__(self) -> None:
         least: Mapping[str, float] = {"epochs": 1, "batch_size": 1, "warmup_steps": 0}
@@ -104,6 +137,18 @@ class TrainingConfig:
             raise InfoFlowError(f"grad_clip is {self.grad_clip!r}: expected > 0, or None")
         if self.patience is not None and self.patience < 1:
             raise InfoFlowError(f"patience is {self.patience!r}: expected >= 1, or None")
+        known = get_args(OptimizerName)
+        if self.optimizer not in known:
+            raise InfoFlowError(f"optimizer is {self.optimizer!r}{nearest(self.optimizer, known)}")
+        if not 0 <= self.momentum < 1:
+            raise InfoFlowError(
+                f"momentum is {self.momentum!r}: expected a number of at least 0, below 1"
+            )
+        if self.momentum and self.optimizer != "sgd":
+            raise InfoFlowError(
+                f"momentum is {self.momentum!r} with optimizer {self.optimizer!r}: expected "
+                "optimizer 'sgd', or momentum 0"
+            )
 
     def learning_rate(self, step: int, n_steps: int) -> float:
         """The learning rate at `step` of `n_steps`."""
@@ -119,17 +164,24 @@ class TrainingResult:
 
     Attributes:
         nmse: best validation error, mean squared error over the variance of the targets, so that
-            the best constant predictor scores 1.
-        best_epoch: epoch (from 1) of that error; the model holds its weights.
+            the best constant predictor scores 1; NaN for labels.
+        loss: best validation cross-entropy; NaN for target vectors.
+        accuracy: share of validation labels that the model of the best epoch predicts; NaN for
+            target vectors.
+        best_epoch: epoch (from 1) of the best error; the model holds its weights.
         epochs_run: epochs that were run.
         stopped: "finished", "early" (patience), "interrupted" or "diverged".
-        history: a row an epoch: ``epoch, lr, train_loss, validation_nmse``.
+        history: a row an epoch: ``epoch, lr, train_loss``, and ``validation_nmse`` or, for labels,
+            ``train_accuracy, validation_loss, validation_accuracy``. What is said of training is
+            the mean over the epoch's steps, each before its update.
         initial_state: the weights before training, for init-versus-trained comparisons.
         best_state: the weights at `best_epoch`.
         record: config, seed, versions.
     """
 
     nmse: float
+    loss: float
+    accuracy: float
     best_epoch: int
     epochs_run: int
     stopped: str
@@ -139,130 +191,29 @@ class TrainingResult:
     record: RunRecord = field(repr=False)
 
 
-def nmse(
-    prediction: Float[Tensor, "batch d_output"], target: Float[Tensor, "batch d_output"]
-) -> float:
-    """Mean squared error over the variance of the target; 1 for the best constant (App. C)."""
-    error = (prediction - target).double().square().mean()
-    spread = (target - target.mean(dim=0)).double().square().mean()
-    return float(error / spread)
-
-
-def _tensors(data: Data, name: str) -> tuple[Tensor, Tensor]:
-    """The x and y of a dataset or pair, checked."""
-    if isinstance(data, datasets.Dataset):
-        if missing := {"x", "y"} - set(data.column_names):
-            raise InfoFlowError(
-                f"the {name} dataset has columns {data.column_names}, without "
-                f"{' and '.join(sorted(missing))}: rename its columns to x and y"
-            )
-        if len(data) == 0:
-            raise InfoFlowError(f"the {name} data are empty: expected at least one sequence")
-        rows = data.with_format("torch")[:]
-        x, y = rows["x"], rows["y"]
-    else:
-        if not isinstance(data, (tuple, list)) or not all(isinstance(d, Tensor) for d in data):
-            raise InfoFlowError(
-                f"the {name} data are {type(data).__name__}: expected a datasets.Dataset with "
-                "columns x and y, or a pair of tensors (x, y)"
-            )
-        x, y = data
-    if len(x) == 0:
-        raise InfoFlowError(f"the {name} data are empty: expected at least one sequence")
-    if len(x) != len(y):
-        raise InfoFlowError(f"the {name} data have {len(x)} inputs but {len(y)} targets")
-    if y.ndim != 2:
-        raise InfoFlowError(
-            f"the {name} targets have shape {tuple(y.shape)}: expected [batch, d_output]; for "
-            "scalars add an axis with y[:, None]"
-        )
-    if not y.is_floating_point():
-        raise InfoFlowError(f"the {name} targets are {y.dtype}: convert them with y.float()")
-    for part, values in (("inputs", x), ("targets", y)):
-        if values.is_floating_point() and not values.isfinite().all():
-            raise InfoFlowError(
-                f"the {name} {part} have NaN or infinite values: clean the data first"
-            )
-    return x, y
-
-
 def _copy_state(model: nn.Module) -> State:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def evaluate(model: nn.Module, data: Data, batch_size: int = 2048) -> float:
-    """NMSE of the model on `data`, without touching its mode or gradients.
-
-    Raises:
-        InfoFlowError: for empty data, or targets that are constant (NMSE is undefined).
-    """
-    x, y = _tensors(data, "evaluation")
-    _check_fit(model, x, y, "evaluation")
-    _check_spread(y, "evaluation")
-    return _evaluate(model, x, y, batch_size)
-
-
-def _predict(model: nn.Module) -> Any:
-    """The fastest way to the model's output with the same numbers."""
-    return getattr(model, "forward_readout", model)
-
-
-def _evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 2048) -> float:
-    device = next(model.parameters()).device
-    predict = _predict(model)
-    with eval_mode(model):
-        outputs = [predict(part.to(device)).cpu() for part in x.split(batch_size)]
-    return nmse(torch.cat(outputs), y)
-
-
-def _check_fit(model: nn.Module, x: Tensor, y: Tensor, name: str) -> None:
-    """A wrong shape or dtype shows on one sequence, before any work.
-
-    Raises:
-        InfoFlowError: where output and targets differ in width; and what the model refuses.
-    """
-    with eval_mode(model):
-        output = _predict(model)(x[:1].to(next(model.parameters()).device))
-    if output.shape[1:] != y.shape[1:]:
-        raise InfoFlowError(
-            f"the model's output has shape {tuple(output.shape[1:])} a sequence, the {name} "
-            f"targets {tuple(y.shape[1:])}: build the model with d_output {y.shape[1]}"
-        )
-
-
-def _check_spread(y: Tensor, name: str) -> None:
-    """Refuse targets without variance, for which NMSE is undefined.
-
-    Raises:
-        InfoFlowError: if they do not vary.
-    """
-    if len(y) < 2 or float(y.double().var(dim=0).sum()) == 0:
-        raise InfoFlowError(
-            f"the {name} targets ({len(y)} sequences) do not vary, so NMSE is undefined: expected "
-            "at least two different targets"
-        )
 
 
 class _Run:
     """A training run that can be written to disk and taken up again between epochs."""
 
     def __init__(
-        self, model: nn.Module, config: TrainingConfig, identity: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        config: TrainingConfig,
+        objective: Objective,
+        identity: Mapping[str, Any],
     ) -> None:
         self.model = model
         self.config = config
+        self.objective = objective
         self.identity = dict(identity)
         self.record = RunRecord.of_model(model, self.identity, config.seed)
-        on_cuda = next(model.parameters()).is_cuda
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            fused=on_cuda or None,
-        )
+        self.optimizer = _optimizer(model, config)
         self.initial_state = _copy_state(model)
         self.best_state = self.initial_state
-        self.best_nmse, self.best_epoch = math.inf, 0
+        self.best_score, self.best_epoch = math.inf, 0
         self.history: list[dict[str, float | int]] = []
 
     def save(self, path: Path) -> None:
@@ -273,7 +224,7 @@ class _Run:
             "optimizer": self.optimizer.state_dict(),
             "initial_state": self.initial_state,
             "best_state": self.best_state,
-            "best": (self.best_nmse, self.best_epoch),
+            "best": (self.best_score, self.best_epoch),
             "history": self.history,
         }
         with atomic_path(path) as temporary:
@@ -304,7 +255,7 @@ class _Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.initial_state, self.best_state = state["initial_state"], state["best_state"]
-        self.best_nmse, self.best_epoch = state["best"]
+        self.best_score, self.best_epoch = state["best"]
         self.history = state["history"]
 
     def epoch(self, x: Tensor, y: Tensor) -> None:
@@ -313,34 +264,40 @@ class _Run:
         steps = math.ceil(len(x) / config.batch_size)
         seed = derived_seed("epoch", config.seed, done)
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
-        predict, total, lr = _predict(self.model), torch.zeros((), device=x.device), config.lr
+        predict, lr = self.objective.predict(self.model), config.lr
+        totals: dict[str, Tensor] = {}
         self.model.train()
         for step, rows in enumerate(order.split(config.batch_size)):
             lr = config.learning_rate(done * steps + step, config.epochs * steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            loss = nn.functional.mse_loss(predict(x[rows]), y[rows])
+            measures = self.objective.measures(predict(x[rows]), y[rows])
             self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            measures["train_loss"].backward()
             if config.grad_clip is not None:
                 nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)
             self.optimizer.step()
-            total += loss.detach() * len(rows)
-        train_loss = float(total) / len(x)
-        if not math.isfinite(train_loss):
+            for name, mean in measures.items():
+                part = mean.detach() * len(rows)
+                totals[name] = totals[name] + part if name in totals else part
+        means = {name: float(total) / len(x) for name, total in totals.items()}
+        if not is_finite(means):
             raise TrainingDivergedError(self.finish("diverged"), lr)
-        self.history.append({"epoch": done + 1, "lr": lr, "train_loss": train_loss})
+        self.history.append({"epoch": done + 1, "lr": lr, **means})
 
-    def validate(self, x: Tensor, y: Tensor) -> float:
-        error = _evaluate(self.model, x, y)
-        if not math.isfinite(error):
+    def validate(self, x: Tensor, y: Tensor) -> None:
+        output = outputs_of(self.model, self.objective.predict(self.model), x)
+        errors = self.objective.validation(output, y)
+        if not is_finite(errors):
             lr = self.history.pop()["lr"]
             raise TrainingDivergedError(self.finish("diverged"), lr)
-        self.history[-1]["validation_nmse"] = error
-        if error < self.best_nmse:
-            self.best_nmse, self.best_epoch = error, len(self.history)
+        self.history[-1].update(errors)
+        if errors[self.objective.score] < self.best_score:
+            self.best_score, self.best_epoch = errors[self.objective.score], len(self.history)
             self.best_state = _copy_state(self.model)
-        return error
+
+    def status(self) -> str:
+        return self.objective.status(self.history[-1], self.best_score)
 
     def out_of_patience(self) -> bool:
         patience = self.config.patience
@@ -348,10 +305,13 @@ class _Run:
 
     def finish(self, stopped: str) -> TrainingResult:
         """Put the best weights into the model and report."""
-        complete = [row for row in self.history if "validation_nmse" in row]
+        complete = [row for row in self.history if self.objective.score in row]
+        best = complete[self.best_epoch - 1] if self.best_epoch else {}
         self.model.load_state_dict(self.best_state)
         return TrainingResult(
-            nmse=self.best_nmse if self.best_epoch else math.nan,
+            nmse=best.get("validation_nmse", math.nan),
+            loss=best.get("validation_loss", math.nan),
+            accuracy=best.get("validation_accuracy", math.nan),
             best_epoch=self.best_epoch,
             epochs_run=len(complete),
             stopped=stopped,
@@ -362,34 +322,75 @@ class _Run:
         )
 
 
+def _optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise InfoFlowError(
+            "every parameter of the model is fixed: expected one to train; set its "
+            "requires_grad_(True)"
+        )
+    fused = parameters[0].is_cuda or None
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(
+            parameters,
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            fused=fused,
+        )
+    return torch.optim.AdamW(
+        parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused
+    )
+
+
+def _beside_the_weights(model: nn.Module) -> dict[str, Any]:
+    """What a run depends on that no state_dict holds."""
+    layers = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
+    patterns = [getattr(layer, "hook_pattern", None) for layer in layers]
+    return {
+        "attention": [getattr(pattern, "kind", "softmax") for pattern in patterns],
+        "fixed": [name for name, p in model.named_parameters() if not p.requires_grad],
+    }
+
+
 def train(
     model: nn.Module,
-    train_data: Data,
-    validation_data: Data,
+    train_data: Data | Task,
+    validation_data: Data | TrainingConfig | None = None,
     config: TrainingConfig | None = None,
     *,
+    n_train: int | None = None,
+    n_validation: int | None = None,
     checkpoint_dir: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 1,
     progress: bool = True,
 ) -> TrainingResult:
-    """Train `model` by AdamW on the mean squared error, and leave the best weights in it.
+    """Train `model`, and leave the best weights in it.
 
-    Any module from [batch, ...] to [batch, d_output] can be trained, a hosted model by its faster
-    `forward_readout`; randomness inside a module (dropout) follows the seed of the config, and the
-    global random state is left as it was. With `checkpoint_dir` the run is written there, whole or
-    not at all, every `checkpoint_every` epochs; calling again with the same arguments goes on from
-    there and ends with the numbers of an undisturbed run, also after ``kill -9``.
+    ``train(model, train_data, validation_data, config)``, or ``train(model, task, config)``, which
+    draws from the training and the validation split of the task. Target vectors are learned by mean
+    squared error, by any module from [batch, ...] to [batch, d_output]; labels by cross-entropy, by
+    any HookedTransformer over token ids, read at the last position, or module to [batch, label].
+    Hosted models run by their faster `forward_readout`. Parameters that ask for no gradient stay as
+    they are.
+
+    Randomness inside a module (dropout) follows the seed of the config, and the global random state
+    is left as it was. With `checkpoint_dir` the run is written there, whole or not at all, every
+    `checkpoint_every` epochs; calling again with the same arguments goes on from there and ends
+    with the numbers of an undisturbed run, also after ``kill -9``.
 
     Args:
         model: the module, at its initial weights.
-        train_data: a dataset with columns x and y, or the pair of tensors ([batch, ...],
-            [batch, d_output]).
-        validation_data: the same; it chooses the best epoch, so report numbers on other data if
-            that choice matters.
+        train_data: a dataset with columns x and y; or the pair of tensors ([batch, ...],
+            [batch, d_output]), or ([batch, ...], integers [batch]) for labels; or a task.
+        validation_data: the same, left out for a task; it chooses the best epoch, so report
+            numbers on other data if that choice matters.
         config: settings; default, ``TrainingConfig()``.
+        n_train: sequences to draw from the training split of a task; default, 8192.
+        n_validation: sequences to draw from its validation split; default, 2048.
         checkpoint_dir: folder for the checkpoint; None keeps the run in memory.
         checkpoint_every: epochs between checkpoints.
-        progress: show a bar with loss and validation NMSE.
+        progress: show a bar with loss and validation error.
 
     Returns:
         The result, with the weights before training kept.
@@ -400,18 +401,34 @@ def train(
         TrainingDivergedError: when the loss is no longer finite.
         TrainingInterrupted: on Ctrl-C, with the result so far.
     """
+    if isinstance(validation_data, TrainingConfig) and config is None:
+        validation_data, config = None, validation_data
     config = config or TrainingConfig()
-    x, y = _tensors(train_data, "training")
-    validation_x, validation_y = _tensors(validation_data, "validation")
+    train_data, validation_data = _both(
+        train_data, validation_data, n_train, n_validation, config.seed
+    )
+    x, y = tensors_of(train_data, "training")
+    validation_x, validation_y = tensors_of(validation_data, "validation")
     if not isinstance(checkpoint_every, int) or checkpoint_every < 1:
         raise InfoFlowError(f"checkpoint_every is {checkpoint_every!r}: expected an integer >= 1")
-    _check_spread(validation_y, "validation")
-    _check_fit(model, x, y, "training")
-    _check_fit(model, validation_x, validation_y, "validation")
+    objective = objective_for(y)
+    if type(objective_for(validation_y)) is not type(objective):
+        raise InfoFlowError(
+            f"the training targets are {y.dtype} {tuple(y.shape)}, the validation targets "
+            f"{validation_y.dtype} {tuple(validation_y.shape)}: expected the same kind, vectors "
+            "[batch, d_output] or integer labels [batch]"
+        )
+    objective.check_spread(validation_y, "validation")
+    objective.check_fit(model, x, y, "training")
+    objective.check_fit(model, validation_x, validation_y, "validation")
     device = next(model.parameters()).device
     data = {"x": x, "y": y, "validation_x": validation_x, "validation_y": validation_y}
-    identity = {"training": asdict(config), "data": fingerprint(data)}
-    run = _Run(model, config, identity)
+    identity = {
+        "training": asdict(config),
+        "data": fingerprint(data),
+        "model": _beside_the_weights(model),
+    }
+    run = _Run(model, config, objective, identity)
     checkpoint = None
     if checkpoint_dir is not None:
         checkpoint = writable_folder(checkpoint_dir) / _CHECKPOINT
@@ -422,6 +439,35 @@ def train(
         return _epochs(
             run, x, y, validation_x, validation_y, checkpoint, checkpoint_every, progress
         )
+
+
+def _both(
+    train_data: Data | Task,
+    validation_data: Data | TrainingConfig | None,
+    n_train: int | None,
+    n_validation: int | None,
+    seed: int,
+) -> tuple[Data, Any]:
+    """Training and validation data, drawn where a task was given."""
+    if not isinstance(train_data, Task):
+        if n_train is not None or n_validation is not None:
+            raise InfoFlowError(
+                "n_train and n_validation say how much to draw from a task, but data were given: "
+                "expected a task, or neither"
+            )
+        return train_data, validation_data
+    if validation_data is not None:
+        raise InfoFlowError(
+            f"validation data were given with task {train_data.name!r}, whose validation split is "
+            "used: expected train(model, task, config), or data for both"
+        )
+    sizes = {"n_train": n_train, "n_validation": n_validation}
+    default = {"n_train": _N_TRAIN, "n_validation": _N_VALIDATION}
+    counts = [check_count(default[key] if n is None else n, key) for key, n in sizes.items()]
+    return (
+        train_data.dataset("train", counts[0], seed),
+        train_data.dataset("validation", counts[1], seed),
+    )
 
 
 def _epochs(
@@ -441,9 +487,8 @@ def _epochs(
             while len(run.history) < config.epochs and not run.out_of_patience():
                 with _seeded(derived_seed("noise", config.seed, len(run.history)), x.device):
                     run.epoch(x, y)
-                error = run.validate(validation_x, validation_y)
-                loss = run.history[-1]["train_loss"]
-                advance(status=f"loss {loss:.2e}  NMSE {error:.2e}  best {run.best_nmse:.2e}")
+                run.validate(validation_x, validation_y)
+                advance(status=run.status())
                 last = len(run.history) == config.epochs or run.out_of_patience()
                 if checkpoint and (last or len(run.history) % checkpoint_every == 0):
                     run.save(checkpoint)

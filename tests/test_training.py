@@ -11,12 +11,22 @@ import time
 import pytest
 import torch
 
-from infoflow_lens import Architecture, InfoFlowError, TrainingConfig, build_model, load_task, train
+from infoflow_lens import (
+    Architecture,
+    InfoFlowError,
+    TrainingConfig,
+    build_model,
+    build_token_model,
+    load_task,
+    train,
+)
 from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.models.attention import set_attention
 from infoflow_lens.training import (
     TrainingDivergedError,
     TrainingInterrupted,
     evaluate,
+    evaluate_labels,
     nmse,
     restored,
 )
@@ -244,7 +254,7 @@ def test_randomness_inside_the_model_follows_the_seed(data):
 
 def test_patience_stops_early(data, monkeypatch):
     errors = iter([5.0, 3.0, 4.0, 3.5, 1.0])
-    monkeypatch.setattr("infoflow_lens.training._evaluate", lambda *arguments: next(errors))
+    monkeypatch.setattr("infoflow_lens.objectives.nmse", lambda *arguments: next(errors))
     config = TrainingConfig(epochs=30, batch_size=32, patience=2)
     result = train(new_model(), *data, config, progress=False)
     assert result.stopped == "early"
@@ -361,8 +371,267 @@ def test_an_output_folder_that_cannot_be_written(data, tmp_path):
         ({"patience": 0}, "patience is 0"),
         ({"seed": None}, "seed is None"),
         ({"seed": 2**63}, "expected an integer from 0"),
+        ({"optimizer": "sdg"}, "did you mean 'sgd'"),
+        ({"optimizer": "sgd", "momentum": 1.0}, "momentum is 1.0"),
+        ({"optimizer": "sgd", "momentum": math.nan}, "momentum is nan"),
+        ({"momentum": 0.9}, "expected optimizer 'sgd'"),
     ],
 )
 def test_bad_settings_are_named(settings, message):
     with pytest.raises(InfoFlowError, match=message):
         TrainingConfig(**settings)
+
+
+# Labels over token ids
+
+LABELS = TrainingConfig(epochs=5, batch_size=32, lr=1e-2, seed=3)
+
+
+@pytest.fixture(scope="module")
+def questions():
+    return load_task("in_context_qa", n_questions=6, n_answers=6, n_pairs=2)
+
+
+def new_token_model(task, n_layers=2, seed=0, **changes):
+    settings = {
+        "n_heads": 2,
+        "d_head": 16,
+        "d_model": 32,
+        "n_tokens": task.n_tokens,
+        "d_vocab": task.d_vocab,
+        "d_output": task.n_labels,
+        "attention": "softmax",
+        "seed": seed,
+    }
+    return build_token_model(n_layers=n_layers, **(settings | changes))
+
+
+def train_tokens(model, task, config=LABELS, **options):
+    options = {"n_train": 150, "n_validation": 60, "progress": False} | options
+    return train(model, task, config, **options)
+
+
+def rows(result):
+    return [tuple(row.items()) for row in result.history]
+
+
+def test_one_layer_memorises_a_table():
+    task = load_task("memorization", n_words=12, length=3, n_sequences=40)
+    table = task.all_sequences()
+    model = new_token_model(task, 1, n_heads=4)
+    config = TrainingConfig(epochs=100, batch_size=40, lr=1e-2, weight_decay=0)
+    result = train(model, table, table, config, progress=False)
+    assert result.accuracy == 1
+    assert result.loss < 0.01
+    assert math.isnan(result.nmse)
+    assert model(table[0])[:, -1].argmax(dim=1).equal(table[1])
+
+
+def test_two_layers_answer_in_context_and_one_does_not(questions):
+    """Theorems 2 and 3 of Chen & Zou, on sequences that were never seen."""
+    config = TrainingConfig(epochs=25, batch_size=64, lr=1e-2, weight_decay=0)
+    scores = []
+    for n_layers in (1, 2):
+        model = new_token_model(questions, n_layers, one_hot=True)
+        train_tokens(model, questions, config, n_train=1400, n_validation=180)
+        scores.append(evaluate_labels(model, questions.dataset("test", 180)))
+    assert scores[0].accuracy < 0.7  # one of the two answers of the context, at random: a half
+    assert scores[1].accuracy > 0.95
+    assert scores[1].loss < 0.1 < scores[0].loss
+
+
+def test_history_of_labels_and_the_best_epoch(questions):
+    model = new_token_model(questions)
+    result = train_tokens(model, questions)
+    assert list(result.history[0]) == [
+        "epoch",
+        "lr",
+        "train_loss",
+        "train_accuracy",
+        "validation_loss",
+        "validation_accuracy",
+    ]
+    best = result.history[result.best_epoch - 1]
+    assert (
+        result.loss == best["validation_loss"] == min(r["validation_loss"] for r in result.history)
+    )
+    assert result.accuracy == best["validation_accuracy"]
+    x, y = (questions.dataset("validation", 60, seed=3).with_format("torch")[:][c] for c in "xy")
+    logits = model(x)[:, -1].double()  # the model holds the best weights
+    loss = -logits.log_softmax(dim=1).gather(1, y[:, None]).mean().detach()
+    assert result.loss == pytest.approx(float(loss), rel=1e-5)
+    assert result.accuracy == pytest.approx(float((logits.argmax(dim=1) == y).double().mean()))
+
+
+def test_a_task_trains_on_its_own_splits(questions):
+    """As with its datasets, whose splits share no sequence."""
+    parts = [
+        questions.dataset(split, n, seed=3) for split, n in (("train", 150), ("validation", 60))
+    ]
+    by_hand = train(new_token_model(questions), *parts, LABELS, progress=False)
+    assert rows(by_hand) == rows(train_tokens(new_token_model(questions), questions))
+
+
+def test_a_task_over_vectors_is_trained_on_too(task):
+    parts = task.dataset("train", 200, seed=3), task.dataset("validation", 80, seed=3)
+    expected = numbers(train(new_model(), *parts, CONFIG, progress=False))
+    result = train(new_model(), task, CONFIG, n_train=200, n_validation=80, progress=False)
+    assert numbers(result) == expected
+    assert math.isnan(result.loss)
+    assert math.isnan(result.accuracy)
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9, "weight_decay": 0.1}])
+def test_the_first_steps_are_sgd_on_the_cross_entropy(questions, settings):
+    """Against a loop over the full forward pass, in float64."""
+    data = questions.sample(100, seed=0)
+    config = TrainingConfig(
+        **({"weight_decay": 0.0} | settings),
+        epochs=1, batch_size=32, lr=0.2, optimizer="sgd", grad_clip=None, seed=3,
+    )  # fmt: skip
+    model = new_token_model(questions, attention="relu").to(torch.float64, print_details=False)
+    by_hand = restored(model, model.state_dict())
+    result = train(model, data, data, config, progress=False)
+
+    weights = [p for p in by_hand.parameters() if p.requires_grad]
+    momenta = [torch.zeros_like(p) for p in weights]
+    order = torch.randperm(
+        100, generator=torch.Generator().manual_seed(derived_seed("epoch", 3, 0))
+    )
+    losses, hits = 0.0, 0
+    for step, chosen in enumerate(order.split(32)):
+        x, y = data[0][chosen], data[1][chosen]
+        logits = by_hand(x)[:, -1]
+        loss = -logits.log_softmax(dim=1)[torch.arange(len(y)), y].mean()
+        losses += float(loss.detach()) * len(y)
+        hits += int((logits.argmax(dim=1) == y).sum())
+        gradients = torch.autograd.grad(loss, weights)
+        rate = 0.2 * 0.5 * (1 + math.cos(math.pi * step / 4))
+        with torch.no_grad():
+            for weight, gradient, momentum in zip(weights, gradients, momenta, strict=True):
+                momentum *= settings.get("momentum", 0)
+                momentum += gradient + settings.get("weight_decay", 0) * weight
+                weight -= rate * momentum
+    assert result.history[0]["train_loss"] == pytest.approx(losses / 100, rel=1e-9)
+    assert result.history[0]["train_accuracy"] == pytest.approx(hits / 100)
+    for name, value in by_hand.state_dict().items():
+        torch.testing.assert_close(result.best_state[name], value, rtol=1e-8, atol=1e-10)
+
+
+def test_fixed_parameters_stay_as_they_are(questions):
+    model = new_token_model(questions, one_hot=True)
+    result = train_tokens(model, questions, TrainingConfig(epochs=2, lr=1e-2, weight_decay=0.1))
+    fixed = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert {"embed.W_E", "pos_embed.W_pos", "unembed.b_U"} <= fixed
+    for name, parameter in model.named_parameters():
+        assert parameter.equal(result.initial_state[name]) == (name in fixed), name
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(InfoFlowError, match="every parameter of the model is fixed"):
+        train_tokens(model, questions)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_training_on_labels_resumes_to_the_same_numbers(questions, optimizer, tmp_path):
+    changes = {"optimizer": optimizer, "momentum": 0.9 if optimizer == "sgd" else 0.0}
+    config = TrainingConfig(**(vars(LABELS) | changes))
+    undisturbed = train_tokens(new_token_model(questions), questions, config)
+    model = new_token_model(questions)
+    StopAt(model, 17, KeyboardInterrupt)  # in the middle of epoch 3
+    with pytest.raises(TrainingInterrupted) as stopped:
+        train_tokens(model, questions, config, checkpoint_dir=tmp_path)
+    partial = stopped.value.result
+    assert rows(partial) == rows(undisturbed)[:2]
+    model.reset_hooks()
+    resumed = train_tokens(new_token_model(questions), questions, config, checkpoint_dir=tmp_path)
+    assert rows(resumed) == rows(undisturbed)
+    assert (resumed.loss, resumed.accuracy) == (undisturbed.loss, undisturbed.accuracy)
+    for name, value in undisturbed.best_state.items():
+        assert value.equal(resumed.best_state[name])
+
+
+def test_what_no_state_dict_holds_belongs_to_the_run(questions, tmp_path):
+    train_tokens(new_token_model(questions), questions, checkpoint_dir=tmp_path)
+    other_attention, other_fixed = new_token_model(questions), new_token_model(questions)
+    set_attention(other_attention, "relu")
+    other_fixed.embed.W_E.requires_grad_(False)
+    for model in (other_attention, other_fixed):
+        with pytest.raises(InfoFlowError, match="belongs to a run with other settings"):
+            train_tokens(model, questions, checkpoint_dir=tmp_path)
+
+
+def test_the_record_names_optimizer_and_attention(questions):
+    config = TrainingConfig(**(vars(LABELS) | {"optimizer": "sgd", "momentum": 0.5}))
+    record = train_tokens(new_token_model(questions, attention="relu"), questions, config).record
+    assert record.config["training"]["optimizer"] == "sgd"
+    assert record.config["training"]["momentum"] == 0.5
+    assert record.config["model"]["attention"] == ["relu", "relu"]
+    assert record.seed == 3
+
+
+def test_divergence_on_labels_is_said(questions):
+    config = TrainingConfig(epochs=5, batch_size=8, lr=1e18, grad_clip=None, optimizer="sgd")
+    model = new_token_model(questions, attention="relu")
+    with pytest.raises(TrainingDivergedError, match="no longer finite"):
+        train_tokens(model, questions, config)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_any_hooked_transformer_over_tokens_is_read_at_its_last_position(token_model, token_inputs):
+    """A causal one with feed-forward networks and norms, which has no fast read-out."""
+    y = token_inputs[:, 0]  # to be carried to the end
+    result = train(
+        token_model,
+        (token_inputs, y),
+        (token_inputs, y),
+        TrainingConfig(epochs=30, batch_size=19, lr=1e-2),
+        progress=False,
+    )
+    assert result.accuracy == 1
+    assert token_model(token_inputs)[:, -1].argmax(dim=1).equal(y)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, y: (x, y + 3), "labels from 3 to 8, but the model has 6 outputs"),
+        (lambda x, y: (x, y - 1), "labels from -1 to 4"),
+        (lambda x, y: (x + 1, y), "token ids from 1 to 13, the model has d_vocab 13"),
+        (lambda x, y: (torch.cat([x, x], 1), y), "16 tokens, the model takes 8"),
+        (lambda x, y: (x.float(), y), "expected integer token ids"),
+        (lambda x, y: (x, y[:, None]), "leave out the second axis"),
+        (lambda x, y: (x, y > 2), "labels are integers"),
+        (lambda x, y: (x[:0], y[:0]), "data are empty"),
+    ],
+)
+def test_bad_labels_and_tokens_are_named_before_the_first_step(questions, change, message):
+    model, (x, y) = new_token_model(questions), questions.sample(300, seed=0)
+    before = [p.clone() for p in model.parameters()]
+    for data in ((change(x, y), (x, y)), ((x, y), change(x, y))):
+        with pytest.raises(InfoFlowError, match=message):
+            train(model, *data, progress=False)
+    with pytest.raises(InfoFlowError, match=message):
+        evaluate_labels(model, change(x, y))
+    assert all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_what_is_given_must_belong_together(questions, task):
+    model, data = new_token_model(questions), questions.sample(30, seed=0)
+    vectors = task.sample(30, seed=0)
+    with pytest.raises(InfoFlowError, match="expected the same kind"):
+        train(model, data, vectors, progress=False)
+    with pytest.raises(InfoFlowError, match="whose validation split is used"):
+        train(model, questions, data, LABELS, progress=False)
+    with pytest.raises(InfoFlowError, match="how much to draw from a task"):
+        train(model, data, data, n_train=5, progress=False)
+    with pytest.raises(InfoFlowError, match="n_validation is 0"):
+        train(model, questions, n_validation=0, progress=False)
+    with pytest.raises(InfoFlowError, match="validation data are NoneType"):
+        train(model, data, progress=False)
+    with pytest.raises(InfoFlowError, match="use evaluate_labels"):
+        evaluate(model, data)
+    with pytest.raises(InfoFlowError, match="use evaluate for"):
+        evaluate_labels(new_model(), vectors)
+    # a task of another vocabulary
+    with pytest.raises(InfoFlowError, match="d_vocab"):
+        train(model, load_task("in_context_qa", n_questions=9, n_pairs=2), progress=False)

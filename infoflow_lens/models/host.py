@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -27,9 +27,11 @@ from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATION
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json
+from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.seeds import check_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.attention import AttentionKind, set_attention
+from infoflow_lens.models.token_architecture import TOKEN_INITS, TokenArchitecture, TokenInit
 
 # TransformerLens knows its activations from this table; the theory's own are missing there.
 SUPPORTED_ACTIVATIONS.setdefault("tanh", torch.tanh)
@@ -131,7 +133,39 @@ class ClsQueryAttention(Attention):
         return scores.masked_fill(is_cls, -torch.inf)
 
 
-class VectorTransformer(HookedTransformer):
+class _LayersOfTheirOwn(HookedTransformer):
+    """What the models over vectors and over token ids share: heads per layer, a fast read-out."""
+
+    architecture: Any
+
+    def move_model_modules_to_device(self) -> None:
+        """Move every part to the device of the config."""
+        nn.Module.to(self, torch.device(str(self.cfg.device)))
+
+    def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TransformerLens; with layers of different head counts, a `MixedHeadsCache`."""
+        output, cache = super().run_with_cache(*args, **kwargs)
+        if isinstance(cache, ActivationCache) and len(set(self.architecture.n_heads)) > 1:
+            cache = MixedHeadsCache(cache.cache_dict, self, has_batch_dim=cache.has_batch_dim)
+        return output, cache
+
+    def _read_at_the_last_position(self, x: Tensor) -> Float[Tensor, "batch d_output"]:
+        """The output at the last position, for which the last block runs at that position only."""
+        residual, *_ = self.input_to_embed(x)
+        *blocks, last = self.blocks
+        for block in blocks:
+            residual = block(residual)
+        keys = last.ln1(residual)
+        read = residual[:, -1:]
+        read = read + last.attn(query_input=keys[:, -1:], key_input=keys, value_input=keys)
+        if not self.cfg.attn_only:
+            read = read + last.mlp(last.ln2(read))
+        if self.cfg.normalization_type is not None:
+            read = self.ln_final(read)
+        return self.unembed(read)[:, 0]
+
+
+class VectorTransformer(_LayersOfTheirOwn):
     """A HookedTransformer that reads vector tokens and answers at its CLS token.
 
     ``model(x)`` takes [batch, pos, d_token] with pos = T and returns [batch, d_output]. In hooks
@@ -164,10 +198,6 @@ class VectorTransformer(HookedTransformer):
         self.init_weights()
         self.move_model_modules_to_device()
         set_attention(self, architecture.attention)  # and names the replaced modules' hook points
-
-    def move_model_modules_to_device(self) -> None:
-        """Move every part to the device of the config."""
-        nn.Module.to(self, torch.device(str(self.cfg.device)))
 
     @property
     def n_keys(self) -> int:
@@ -263,13 +293,6 @@ class VectorTransformer(HookedTransformer):
             return output
         return output[:, -1]
 
-    def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """As in TransformerLens; with layers of different head counts, a `MixedHeadsCache`."""
-        output, cache = super().run_with_cache(*args, **kwargs)
-        if isinstance(cache, ActivationCache) and len(set(self.architecture.n_heads)) > 1:
-            cache = MixedHeadsCache(cache.cache_dict, self, has_batch_dim=cache.has_batch_dim)
-        return output, cache
-
     def forward_readout(
         self, x: Float[Tensor, "batch pos d_token"]
     ) -> Float[Tensor, "batch d_output"]:
@@ -278,18 +301,53 @@ class VectorTransformer(HookedTransformer):
         Nothing but CLS is read from the last block (eq 2), so training needs no other row of it.
         Hooks of the last block see a single query here: probe ``model(x)`` instead.
         """
-        residual, *_ = self.input_to_embed(x)
-        *blocks, last = self.blocks
-        for block in blocks:
-            residual = block(residual)
-        keys = last.ln1(residual)
-        cls = residual[:, -1:]
-        cls = cls + last.attn(query_input=keys[:, -1:], key_input=keys, value_input=keys)
-        if not self.cfg.attn_only:
-            cls = cls + last.mlp(last.ln2(cls))
-        if self.cfg.normalization_type is not None:
-            cls = self.ln_final(cls)
-        return self.unembed(cls)[:, 0]
+        return self._read_at_the_last_position(x)
+
+
+class TokenTransformer(_LayersOfTheirOwn):
+    """An attention-only HookedTransformer over token ids, read at its last position.
+
+    ``model(x)`` takes [batch, pos] and returns logits [batch, pos, d_output], of which
+    ``model(x)[:, -1]`` counts. Biases are zero and fixed; the other weights wait to be
+    set. Build one with :func:`build_token_model`.
+    """
+
+    def __init__(self, architecture: TokenArchitecture, device: str = "cpu") -> None:
+        cfg = HookedTransformerConfig(
+            n_layers=architecture.n_layers,
+            # The model's own value; each block has a config with the heads of its layer.
+            n_heads=architecture.n_heads[0],
+            d_head=architecture.d_head,
+            d_model=architecture.d_model,
+            n_ctx=architecture.n_tokens,
+            d_vocab=architecture.d_vocab,
+            d_vocab_out=architecture.d_output,
+            attn_only=True,
+            normalization_type=None,
+            attention_dir="bidirectional",
+            positional_embedding_type="standard",
+            use_attn_scale=False,
+            init_weights=False,
+            device=device,
+        )
+        with _knowing_of_version_4():
+            super().__init__(cfg, move_to_device=False)
+        self.architecture = architecture
+        for layer, heads in enumerate(architecture.n_heads):
+            block_cfg = dataclasses.replace(cfg, n_heads=heads)
+            self.blocks[layer] = TransformerBlock(block_cfg, layer)
+        for name, parameter in self.named_parameters():
+            if "b_" in name:
+                parameter.requires_grad_(False)
+        self.move_model_modules_to_device()
+        set_attention(self, architecture.attention)  # and names the replaced modules' hook points
+
+    def forward_readout(self, x: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch d_output"]:
+        """The numbers of ``model(x)[:, -1]``, computed faster: the last block runs there only.
+
+        Hooks of the last block see a single query here: probe ``model(x)`` instead.
+        """
+        return self._read_at_the_last_position(x)
 
 
 def build_model(
@@ -299,10 +357,16 @@ def build_model(
 
     The global random state is left as it was.
     """
+    with _seeded(seed):
+        return VectorTransformer(architecture, device)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         # the CPU's generator alone: torch.manual_seed would reseed those of accelerators
         torch.default_generator.manual_seed(check_seed(seed))
-        return VectorTransformer(architecture, device)
+        yield
 
 
 def _zero_weights(model: nn.Module) -> None:
@@ -318,6 +382,107 @@ def zero_model(architecture: Architecture) -> VectorTransformer:
     return model
 
 
+def build_token_model(
+    *,
+    n_layers: int,
+    n_heads: int | tuple[int, ...] | list[int],
+    d_head: int,
+    d_model: int,
+    n_tokens: int,
+    d_vocab: int,
+    d_output: int,
+    attention: AttentionKind = "relu",
+    init: TokenInit = "random",
+    one_hot: bool = False,
+    seed: int = 0,
+    device: str = "cpu",
+) -> TokenTransformer:
+    """A freshly initialised attention-only model over token ids, as in eq 2 of Chen & Zou 2024.
+
+    It is bidirectional, without normalization, biases or a factor on the scores, gives logits
+    [batch, pos, d_output] and is read at the last position. The same seed gives the same weights;
+    the global random state is left as it was.
+
+    Args:
+        n_layers: L.
+        n_heads: heads of every layer, or one number for each.
+        d_head: dimension of queries, keys and values; `d_model` in the paper.
+        d_model: d'.
+        n_tokens: n.
+        d_vocab: d.
+        d_output: C, the number of labels.
+        attention: "relu" (the paper's), "softmax" or "hardmax".
+        init: "random" for TransformerLens's own, normal with deviation 0.8 / sqrt(d_model).
+            "chen_zou" for the paper's (Sec. 9.1), which trains W_QK and W_V whole: W_QK and the
+            classifier uniform on [0, 1), W_V the identity [the paper: "a value of 1"]. There W_Q
+            holds W_QK^T, and W_K, the identity, and W_O, the 1 / m of eq 2, are fixed. It needs
+            ``d_head = d_model`` and implies `one_hot`.
+        one_hot: tokens and positions enter as fixed one-hot columns (eq 3), tokens first, as in the
+            constructions; else their embeddings are trained. Needs ``d_model >= d_vocab +
+            n_tokens``.
+        seed: of the weights.
+        device: where to put the model.
+
+    Raises:
+        InfoFlowError: for sizes below 1 or that do not fit each other, or an unknown choice.
+    """
+    architecture = TokenArchitecture.of_layers(
+        n_layers,
+        n_heads,
+        d_head=d_head,
+        d_model=d_model,
+        n_tokens=n_tokens,
+        d_vocab=d_vocab,
+        d_output=d_output,
+        attention=attention,
+    )
+    if init not in TOKEN_INITS:
+        raise InfoFlowError(f"init is {init!r}{nearest(init, TOKEN_INITS)}")
+    if init == "chen_zou" and d_head != d_model:
+        raise InfoFlowError(
+            f"d_head is {d_head} and d_model {d_model} with init 'chen_zou', which has whole "
+            f"matrices W_QK and W_V: expected d_head {d_model}, or init 'random'"
+        )
+    if (one_hot or init == "chen_zou") and d_model < d_vocab + n_tokens:
+        raise InfoFlowError(
+            f"d_model is {d_model}: one-hot tokens and positions need d_vocab + n_tokens = "
+            f"{d_vocab + n_tokens}; raise d_model, or train the embeddings (init 'random' and "
+            "one_hot False)"
+        )
+    with _seeded(seed):
+        model = TokenTransformer(architecture)
+        model.init_weights()
+        if one_hot or init == "chen_zou":
+            _enter_as_one_hot(model)
+        if init == "chen_zou":
+            _initialise_as_chen_zou(model)
+    return model.to(device, print_details=False) if device != "cpu" else model
+
+
+def _fix(parameter: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(value)
+    parameter.requires_grad_(False)
+
+
+def _enter_as_one_hot(model: TokenTransformer) -> None:
+    sizes = model.architecture
+    units = torch.eye(sizes.d_model)
+    _fix(model.embed.W_E, units[: sizes.d_vocab])
+    _fix(model.pos_embed.W_pos, units[sizes.d_vocab : sizes.d_vocab + sizes.n_tokens])
+
+
+def _initialise_as_chen_zou(model: TokenTransformer) -> None:
+    identity = torch.eye(model.architecture.d_model)
+    for block, heads in zip(model.blocks, model.architecture.n_heads, strict=True):
+        nn.init.uniform_(block.attn.W_Q)
+        _fix(block.attn.W_K, identity)
+        with torch.no_grad():
+            block.attn.W_V.copy_(identity)
+        _fix(block.attn.W_O, identity / heads)
+    nn.init.uniform_(model.unembed.W_U)
+
+
 def zero_token_model(
     *,
     n_layers: int,
@@ -328,55 +493,61 @@ def zero_token_model(
     d_vocab: int,
     d_output: int,
     attention: AttentionKind,
-) -> HookedTransformer:
-    """An attention-only HookedTransformer over token ids, whose weights are all zero.
-
-    Bidirectional, without normalization, biases or a factor on the scores, as in eq 2 of Chen & Zou
-    2024; it returns logits [batch, pos, d_output] and is read at the last position.
-    """
-    cfg = HookedTransformerConfig(
-        n_layers=n_layers,
-        n_heads=n_heads,
+) -> TokenTransformer:
+    """An attention-only model over token ids, whose weights are all zero."""
+    architecture = TokenArchitecture.of_layers(
+        n_layers,
+        n_heads,
         d_head=d_head,
         d_model=d_model,
-        n_ctx=n_tokens,
+        n_tokens=n_tokens,
         d_vocab=d_vocab,
-        d_vocab_out=d_output,
-        attn_only=True,
-        normalization_type=None,
-        attention_dir="bidirectional",
-        positional_embedding_type="standard",
-        use_attn_scale=False,
-        init_weights=False,
-        device="cpu",
+        d_output=d_output,
+        attention=attention,
     )
-    with _knowing_of_version_4():
-        model = HookedTransformer(cfg)
+    model = TokenTransformer(architecture)
     _zero_weights(model)
-    set_attention(model, attention)
     return model
 
 
-def save_model(model: VectorTransformer, folder: str | os.PathLike[str]) -> None:
+def save_model(model: VectorTransformer | TokenTransformer, folder: str | os.PathLike[str]) -> None:
     """Write ``architecture.json`` and ``model.safetensors`` to `folder`.
 
+    Of a model over token ids it keeps, too, which parameters are fixed.
+
     Raises:
-        InfoFlowError: if the folder cannot be written, or the model is no VectorTransformer.
+        InfoFlowError: if the folder cannot be written, or the model is none of ours.
     """
-    if not isinstance(model, VectorTransformer):
+    if not isinstance(model, (VectorTransformer, TokenTransformer)):
         raise InfoFlowError(
-            f"model is a {type(model).__name__}: expected a VectorTransformer; a construction over "
-            "token ids is rebuilt by build_construction with the same parameters, others save "
-            "their state_dict"
+            f"model is a {type(model).__name__}: expected one of build_model, build_token_model or "
+            "build_construction; of others save the state_dict"
         )
+    settings = _as_it_is(model).to_dict()
+    if isinstance(model, TokenTransformer):
+        fixed = [name for name, p in model.named_parameters() if not p.requires_grad]
+        settings["fixed"] = fixed
     path = writable_folder(folder)
     state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
     with atomic_path(path / "model.safetensors") as temporary:
         save_file(state, temporary)
-    write_json(path / "architecture.json", model.architecture.to_dict())
+    write_json(path / "architecture.json", settings)
 
 
-def load_model(folder: str | os.PathLike[str], device: str = "cpu") -> VectorTransformer:
+def _as_it_is(model: VectorTransformer | TokenTransformer) -> Architecture | TokenArchitecture:
+    """The architecture, with the attention that `set_attention` may have changed since."""
+    kinds = {getattr(block.attn.hook_pattern, "kind", "softmax") for block in model.blocks}
+    if len(kinds) > 1:
+        raise InfoFlowError(
+            f"the layers have different attention ({', '.join(sorted(kinds))}): expected one kind "
+            "in all; set it with set_attention"
+        )
+    return dataclasses.replace(model.architecture, attention=kinds.pop())
+
+
+def load_model(
+    folder: str | os.PathLike[str], device: str = "cpu"
+) -> VectorTransformer | TokenTransformer:
     """The model that :func:`save_model` wrote to `folder`.
 
     Raises:
@@ -391,16 +562,39 @@ def load_model(folder: str | os.PathLike[str], device: str = "cpu") -> VectorTra
         )
     try:
         settings = json.loads((path / "architecture.json").read_text(encoding="utf-8"))
-        architecture = Architecture.from_dict(settings)
+        model = _model_of(dict(settings), device)
         state = load_file(path / "model.safetensors", device=device)
-    except (TypeError, json.JSONDecodeError, SafetensorError) as error:
+        dtype = state["embed.W_E"].dtype
+        if dtype != torch.float32:
+            model.to(dtype, print_details=False)
+        model.load_state_dict(state)
+    except (
+        TypeError,
+        ValueError,  # of JSON, too
+        KeyError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
+        if isinstance(error, InfoFlowError):
+            raise
         raise InfoFlowError(
             f"the model in {str(folder)!r} cannot be read ({error}): expected a folder written by "
             "save_model"
         ) from error
-    model = build_model(architecture, device=device)
-    dtype = state["embed.W_E"].dtype
-    if dtype != torch.float32:
-        model.to(dtype, print_details=False)
-    model.load_state_dict(state)
+    return model
+
+
+def _model_of(settings: dict[str, Any], device: str) -> VectorTransformer | TokenTransformer:
+    """An untrained model of the sizes that were saved."""
+    kind = settings.get("kind", "vector")
+    if kind == "vector":
+        return build_model(Architecture.from_dict(settings), device=device)
+    if kind != "token":
+        raise InfoFlowError(
+            f"the saved model is of kind {kind!r}: expected 'token', or none for vector tokens"
+        )
+    fixed = set(settings.pop("fixed", ()))
+    model = TokenTransformer(TokenArchitecture.from_dict(settings), device)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in fixed)
     return model

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import random
 
 import pandas as pd
@@ -14,9 +15,12 @@ from infoflow_lens import (
     InfoFlowError,
     build_construction,
     build_model,
+    build_token_model,
     load_model,
     save_model,
 )
+from infoflow_lens.models.attention import set_attention
+from infoflow_lens.models.loading import load_any
 from tests.conftest import D_HEAD, D_MODEL, D_TOKEN, HEADS, N_TOKENS
 from tests.reference import transformer as reference
 
@@ -254,10 +258,9 @@ def test_what_vector_tokens_do_not_have_is_refused(model, inputs):
         model(inputs, attention_mask=torch.ones(23, N_TOKENS))
 
 
-def test_models_over_token_ids_are_not_saved_by_half(tmp_path):
-    model, _ = build_construction("in_context_qa", n_pairs=2)
-    with pytest.raises(InfoFlowError, match="rebuilt by build_construction"):
-        save_model(model, tmp_path / "model")
+def test_models_of_others_are_not_saved_by_half(token_model, tmp_path):
+    with pytest.raises(InfoFlowError, match="of others save the state_dict"):
+        save_model(token_model, tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
@@ -266,3 +269,190 @@ def test_a_construction_over_vectors_is_saved_with_its_attention(tmp_path):
     save_model(model, tmp_path)
     x, _ = task.sample(9, seed=0)
     assert load_model(tmp_path)(x).equal(model(x))
+
+
+# Models over token ids
+
+SIZES = {
+    "n_layers": 3,
+    "n_heads": (2, 1, 3),
+    "d_head": 5,
+    "d_model": 19,
+    "n_tokens": 7,
+    "d_vocab": 11,
+    "d_output": 4,
+}
+TOKEN_VARIANTS = {
+    "relu": {},
+    "softmax": {"attention": "softmax"},
+    "one layer, one-hot": {"n_layers": 1, "n_heads": 2, "one_hot": True},
+    "the paper's start": {"init": "chen_zou", "d_head": 19, "n_layers": 2, "n_heads": 2},
+}
+
+
+def token_variant(name, **changes):
+    return build_token_model(**(SIZES | TOKEN_VARIANTS[name] | changes))
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(11, (13, 7), generator=torch.Generator().manual_seed(6))
+
+
+def paper_forward(model, x):
+    """Eq 2 of Chen & Zou: H += sum_i V_i H sigma(H^T W_QK H), o = W_O H[:, -1]."""
+    softmax = model.architecture.attention == "softmax"
+    outputs = []
+    for row in x:
+        h = (model.embed.W_E[row] + model.pos_embed.W_pos[: len(row)]).T  # [d_model, pos]
+        for block in model.blocks:
+            attn, update = block.attn, 0
+            for head in range(len(attn.W_Q)):
+                w_qk = attn.W_K[head] @ attn.W_Q[head].T  # source by destination
+                w_v = (attn.W_V[head] @ attn.W_O[head]).T
+                scores = h.T @ w_qk @ h
+                pattern = scores.softmax(dim=0) if softmax else scores.clamp(min=0)
+                update = update + w_v @ h @ pattern
+            h = h + update
+        outputs.append(model.unembed.W_U.T @ h[:, -1])
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("name", TOKEN_VARIANTS)
+def test_token_models_are_the_paper_s(name, ids):
+    model = token_variant(name).to(torch.float64, print_details=False)
+    assert isinstance(model, HookedTransformer)
+    expected = paper_forward(model, ids)
+    torch.testing.assert_close(model(ids)[:, -1], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_token_models_have_heads_of_their_own_in_every_layer(ids):
+    _, cache = token_variant("relu").run_with_cache(ids)
+    shapes = [cache[f"blocks.{layer}.attn.hook_pattern"].shape for layer in range(3)]
+    assert shapes == [(13, heads, 7, 7) for heads in (2, 1, 3)]
+    with pytest.raises(InfoFlowError, match="layers have"):
+        cache.stack_head_results(layer=-1)
+
+
+@pytest.mark.parametrize("name", TOKEN_VARIANTS)
+def test_the_fast_read_out_of_tokens_has_the_same_numbers_and_gradients(name, ids):
+    model = token_variant(name).to(torch.float64, print_details=False)
+    full, fast = model(ids)[:, -1], model.forward_readout(ids)
+    torch.testing.assert_close(fast, full, rtol=1e-10, atol=1e-12)
+    labels = torch.arange(13) % 4
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    losses = [torch.nn.functional.cross_entropy(output, labels) for output in (fast, full)]
+    mine, theirs = (torch.autograd.grad(loss, parameters) for loss in losses)
+    assert any(gradient.abs().max() > 1e-6 for gradient in theirs)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-10)
+
+
+def test_the_seed_makes_the_token_model_and_leaves_the_global_state():
+    state = torch.get_rng_state()
+    first, second = token_variant("relu", seed=3), token_variant("relu", seed=3)
+    assert torch.get_rng_state().equal(state)
+    for mine, theirs in zip(first.parameters(), second.parameters(), strict=True):
+        assert mine.equal(theirs)
+    assert not first.embed.W_E.equal(token_variant("relu", seed=4).embed.W_E)
+
+
+def test_what_is_trained_of_a_token_model():
+    def trained(model):
+        names = {name.split(".")[-1] for name, p in model.named_parameters() if p.requires_grad}
+        assert not any(p.any() for n, p in model.named_parameters() if n.split(".")[-1][:2] == "b_")
+        return names
+
+    weights = {"W_Q", "W_K", "W_V", "W_O", "W_U"}
+    assert trained(token_variant("relu")) == weights | {"W_E", "W_pos"}
+    assert trained(token_variant("one layer, one-hot")) == weights
+    assert trained(token_variant("the paper's start")) == {"W_Q", "W_V", "W_U"}
+
+
+def test_the_paper_s_start():
+    """Sec. 9.1: one-hot tokens over one-hot positions, W_QK and W_C in [0, 1), W_V of value 1."""
+    model = token_variant("the paper's start")
+    units = torch.eye(19)
+    assert model.embed.W_E.equal(units[:11])
+    assert model.pos_embed.W_pos.equal(units[11:18])
+    for block in model.blocks:
+        assert block.attn.W_K.equal(units.expand(2, 19, 19))
+        assert (block.attn.W_V @ block.attn.W_O).equal(units.expand(2, 19, 19) / 2)
+    for weights in (model.blocks[0].attn.W_Q, model.blocks[1].attn.W_Q, model.unembed.W_U):
+        assert 0 <= float(weights.detach().min()) < 0.1
+        assert 0.9 < float(weights.detach().max()) < 1
+        assert 0.4 < float(weights.detach().mean()) < 0.6
+
+
+@pytest.mark.parametrize("name", TOKEN_VARIANTS)
+def test_saving_and_loading_token_models(name, ids, tmp_path):
+    model = token_variant(name, seed=2)
+    save_model(model, tmp_path)
+    state = torch.get_rng_state()
+    for loaded in (load_model(tmp_path), load_any(tmp_path).model):
+        assert loaded.architecture == model.architecture
+        assert loaded(ids).equal(model(ids))
+        assert loaded.forward_readout(ids).equal(model.forward_readout(ids))
+        fixed = [p.requires_grad for p in model.parameters()]
+        assert [p.requires_grad for p in loaded.parameters()] == fixed
+    assert torch.get_rng_state().equal(state)
+
+
+def test_saving_keeps_the_precision_of_token_models(ids, tmp_path):
+    model = token_variant("relu").to(torch.float64, print_details=False)
+    save_model(model, tmp_path)
+    assert load_model(tmp_path)(ids).equal(model(ids))
+
+
+def test_saving_keeps_an_attention_that_was_changed(ids, tmp_path):
+    model = token_variant("relu")
+    set_attention(model, "softmax")
+    save_model(model, tmp_path)
+    assert load_model(tmp_path).architecture.attention == "softmax"
+    assert load_model(tmp_path)(ids).equal(model(ids))
+
+
+def test_a_construction_over_token_ids_is_saved_with_its_attention(tmp_path):
+    model, task = build_construction("in_context_qa", n_pairs=2, n_questions=5, n_answers=3)
+    save_model(model, tmp_path)
+    x, y = task.sample(9, seed=0)
+    loaded = load_model(tmp_path)
+    assert loaded(x).equal(model(x))
+    assert loaded(x)[:, -1].argmax(dim=1).equal(y)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "image"}, "of kind 'image'"),
+        ({"depth": 3}, r"unknown architecture fields \['depth'\]"),
+        ({"d_model": 20}, "cannot be read"),
+        ({"d_model": None}, "d_model is None"),
+    ],
+)
+def test_a_saved_token_model_that_was_spoilt(change, message, tmp_path):
+    save_model(token_variant("relu"), tmp_path)
+    file = tmp_path / "architecture.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(InfoFlowError, match=message):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_layers": 0}, "n_layers is 0"),
+        ({"n_heads": (2, 1)}, "2 entries for 3 layers"),
+        ({"n_heads": 0}, r"n_heads is \(0, 0, 0\)"),
+        ({"d_head": 2.5}, "d_head is 2.5"),
+        ({"d_vocab": True}, "d_vocab is True"),
+        ({"attention": "relo"}, "did you mean 'relu'"),
+        ({"init": "chen"}, "did you mean 'chen_zou'"),
+        ({"init": "chen_zou"}, "expected d_head 19"),
+        ({"one_hot": True, "d_model": 17}, r"d_vocab \+ n_tokens = 18"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_bad_sizes_of_token_models_are_named(change, message):
+    with pytest.raises(InfoFlowError, match=message):
+        token_variant("relu", **change)

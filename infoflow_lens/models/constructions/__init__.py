@@ -8,6 +8,7 @@ from infoflow_lens.models.constructions.registry import (
     build_construction,
     list_constructions,
 )
+from infoflow_lens.models.constructions.starts import perturbed_construction, with_scores_of
 
 __all__ = [
     "CONSTRUCTIONS",
@@ -18,4 +19,6 @@ __all__ = [
     "build_construction",
     "certified_model",
     "list_constructions",
+    "perturbed_construction",
+    "with_scores_of",
 ]

@@ -1,0 +1,306 @@
+"""What training minimises: squared error on vectors, cross-entropy on labels."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import datasets
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import eval_mode
+
+Data: TypeAlias = datasets.Dataset | tuple[Tensor, Tensor]
+Predict: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def nmse(
+    prediction: Float[Tensor, "batch d_output"], target: Float[Tensor, "batch d_output"]
+) -> float:
+    """Mean squared error over the variance of the target; 1 for the best constant (App. C)."""
+    error = (prediction - target).double().square().mean()
+    spread = (target - target.mean(dim=0)).double().square().mean()
+    return float(error / spread)
+
+
+class LabelScores(NamedTuple):
+    """How well labels are predicted.
+
+    Attributes:
+        loss: mean cross-entropy, in nats.
+        accuracy: share of sequences whose label has the largest logit.
+    """
+
+    loss: float
+    accuracy: float
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """A loss, what is reported of it, and what it asks of data and model."""
+
+    score: ClassVar[str]  # the entry of a history row that the best epoch has least of
+
+    def predict(self, model: nn.Module) -> Predict:
+        """The fastest way to the model's output, with the same numbers."""
+        ...
+
+    def measures(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """Means over a batch, "train_loss" among them, which is minimised."""
+        ...
+
+    def validation(self, output: Tensor, y: Tensor) -> dict[str, float]:
+        """Entries of a history row."""
+        ...
+
+    def check_fit(self, model: nn.Module, x: Tensor, y: Tensor, name: str) -> None:
+        """Refuse data that are not the model's, before any work."""
+        ...
+
+    def check_spread(self, y: Tensor, name: str) -> None:
+        """Refuse targets for which the score is undefined."""
+        ...
+
+    def status(self, row: Mapping[str, float | int], best: float) -> str:
+        """A history row in short."""
+        ...
+
+
+class SquaredError:
+    """Mean squared error on target vectors [batch, d_output]."""
+
+    score: ClassVar[str] = "validation_nmse"
+
+    def predict(self, model: nn.Module) -> Predict:
+        """`forward_readout` of hosted models, which is faster than the forward pass."""
+        predict: Predict = getattr(model, "forward_readout", model)
+        return predict
+
+    def measures(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """The loss."""
+        return {"train_loss": nn.functional.mse_loss(output, y)}
+
+    def validation(self, output: Tensor, y: Tensor) -> dict[str, float]:
+        """The NMSE."""
+        return {"validation_nmse": nmse(output, y)}
+
+    def check_fit(self, model: nn.Module, x: Tensor, y: Tensor, name: str) -> None:
+        """A wrong shape or dtype shows on one sequence.
+
+        Raises:
+            InfoFlowError: where output and targets differ in width; and what the model refuses.
+        """
+        output = outputs_of(model, self.predict(model), x[:1])
+        if output.shape[1:] != y.shape[1:]:
+            raise InfoFlowError(
+                f"the model's output has shape {tuple(output.shape[1:])} a sequence, the {name} "
+                f"targets {tuple(y.shape[1:])}: build the model with d_output {y.shape[1]}"
+            )
+
+    def check_spread(self, y: Tensor, name: str) -> None:
+        """Refuse targets without variance, for which NMSE is undefined.
+
+        Raises:
+            InfoFlowError: if they do not vary.
+        """
+        if len(y) < 2 or float(y.double().var(dim=0).sum()) == 0:
+            raise InfoFlowError(
+                f"the {name} targets ({len(y)} sequences) do not vary, so NMSE is undefined: "
+                "expected at least two different targets"
+            )
+
+    def status(self, row: Mapping[str, float | int], best: float) -> str:
+        """Loss and NMSE."""
+        error = row["validation_nmse"]
+        return f"loss {row['train_loss']:.2e}  NMSE {error:.2e}  best {best:.2e}"
+
+
+class CrossEntropy:
+    """Cross-entropy on labels [batch], read at the last position."""
+
+    score: ClassVar[str] = "validation_loss"
+
+    def predict(self, model: nn.Module) -> Predict:
+        """Logits [batch, label] at the last position, by `forward_readout` where there is one."""
+        fast: Predict | None = getattr(model, "forward_readout", None)
+        if fast is not None:
+            return fast
+
+        def at_the_last_position(x: Tensor) -> Tensor:
+            logits: Tensor = model(x)
+            return logits[:, -1] if logits.ndim == 3 else logits
+
+        return at_the_last_position
+
+    def measures(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """The loss and the accuracy."""
+        accuracy = (output.detach().argmax(dim=1) == y).to(output.dtype).mean()
+        return {"train_loss": nn.functional.cross_entropy(output, y), "train_accuracy": accuracy}
+
+    def validation(self, output: Tensor, y: Tensor) -> dict[str, float]:
+        """Loss and accuracy."""
+        scores = label_scores(output, y)
+        return {"validation_loss": scores.loss, "validation_accuracy": scores.accuracy}
+
+    def check_fit(self, model: nn.Module, x: Tensor, y: Tensor, name: str) -> None:
+        """Compare token ids, lengths and labels with what the model has.
+
+        Raises:
+            InfoFlowError: naming the first that does not fit.
+        """
+        cfg: Any = getattr(model, "cfg", None)
+        if cfg is not None and not getattr(model, "reads_vectors", False):
+            _check_tokens(x, int(cfg.d_vocab), int(cfg.n_ctx), name)
+        output = outputs_of(model, self.predict(model), x[:1])
+        if output.ndim != 2:
+            raise InfoFlowError(
+                f"the model's output has shape {tuple(output.shape)} for one sequence: expected "
+                "logits [batch, label] or [batch, pos, label]"
+            )
+        low, high, n_labels = int(y.min()), int(y.max()), output.shape[1]
+        if low < 0 or high >= n_labels:
+            raise InfoFlowError(
+                f"the {name} targets are labels from {low} to {high}, but the model has "
+                f"{n_labels} outputs: expected labels from 0 to {n_labels - 1}; build the model "
+                "with d_output, the number of labels"
+            )
+
+    def check_spread(self, y: Tensor, name: str) -> None:
+        """Any labels have a cross-entropy."""
+
+    def status(self, row: Mapping[str, float | int], best: float) -> str:
+        """Losses and accuracy."""
+        return (
+            f"loss {row['train_loss']:.2e}  validation {row['validation_loss']:.2e}  "
+            f"best {best:.2e}  accuracy {row['validation_accuracy']:.1%}"
+        )
+
+
+def _check_tokens(x: Tensor, d_vocab: int, n_ctx: int, name: str) -> None:
+    if x.ndim != 2 or x.is_floating_point():
+        raise InfoFlowError(
+            f"the {name} inputs are {x.dtype} of shape {tuple(x.shape)}: expected integer token "
+            "ids [batch, pos], as the model reads them"
+        )
+    if x.shape[1] > n_ctx:
+        raise InfoFlowError(
+            f"the {name} sequences have {x.shape[1]} tokens, the model takes {n_ctx}: build it "
+            f"with n_tokens {x.shape[1]}"
+        )
+    low, high = int(x.min()), int(x.max())
+    if low < 0 or high >= d_vocab:
+        raise InfoFlowError(
+            f"the {name} inputs have token ids from {low} to {high}, the model has d_vocab "
+            f"{d_vocab}: expected ids from 0 to {d_vocab - 1}; build the model with the d_vocab of "
+            "the task"
+        )
+
+
+def label_scores(
+    logits: Float[Tensor, "batch label"], labels: Int[Tensor, " batch"]
+) -> LabelScores:
+    """Cross-entropy and accuracy of logits; equal largest logits count for the first."""
+    loss = float(nn.functional.cross_entropy(logits.double(), labels))
+    return LabelScores(loss, float((logits.argmax(dim=1) == labels).double().mean()))
+
+
+def objective_for(y: Tensor) -> Objective:
+    """The objective that targets of this kind are for."""
+    return CrossEntropy() if _are_labels(y) else SquaredError()
+
+
+def _are_labels(y: Tensor) -> bool:
+    return y.ndim == 1 and not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
+
+
+def outputs_of(
+    model: nn.Module, predict: Predict, x: Tensor, batch_size: int = 2048
+) -> Float[Tensor, "batch output"]:
+    """What `predict` makes of `x`, on the CPU, with the model's mode and gradients untouched."""
+    device = next(model.parameters()).device
+    with eval_mode(model):
+        return torch.cat([predict(part.to(device)).cpu() for part in x.split(batch_size)])
+
+
+def tensors_of(data: Any, name: str) -> tuple[Tensor, Tensor]:
+    """The x and y of a dataset or pair, checked; labels as int64.
+
+    Raises:
+        InfoFlowError: for what is neither, is empty, or has values that cannot be learned from.
+    """
+    if isinstance(data, datasets.Dataset):
+        if missing := {"x", "y"} - set(data.column_names):
+            raise InfoFlowError(
+                f"the {name} dataset has columns {data.column_names}, without "
+                f"{' and '.join(sorted(missing))}: rename its columns to x and y"
+            )
+        if len(data) == 0:
+            raise InfoFlowError(f"the {name} data are empty: expected at least one sequence")
+        rows = data.with_format("torch")[:]
+        x, y = rows["x"], rows["y"]
+    else:
+        if not isinstance(data, (tuple, list)) or not all(isinstance(d, Tensor) for d in data):
+            raise InfoFlowError(
+                f"the {name} data are {type(data).__name__}: expected a datasets.Dataset with "
+                "columns x and y, or a pair of tensors (x, y)"
+            )
+        x, y = data
+    if len(x) == 0:
+        raise InfoFlowError(f"the {name} data are empty: expected at least one sequence")
+    if len(x) != len(y):
+        raise InfoFlowError(f"the {name} data have {len(x)} inputs but {len(y)} targets")
+    if _are_labels(y):
+        y = y.long()
+    elif y.ndim != 2:
+        raise InfoFlowError(
+            f"the {name} targets have shape {tuple(y.shape)}: expected [batch, d_output]; for "
+            "scalars add an axis with y[:, None]; labels are integers [batch]"
+        )
+    elif not y.is_floating_point():
+        raise InfoFlowError(
+            f"the {name} targets are {y.dtype}: convert them with y.float(), or, if they are "
+            "labels, leave out the second axis"
+        )
+    for part, values in (("inputs", x), ("targets", y)):
+        if values.is_floating_point() and not values.isfinite().all():
+            raise InfoFlowError(
+                f"the {name} {part} have NaN or infinite values: clean the data first"
+            )
+    return x, y
+
+
+def _checked(model: nn.Module, data: Data, wanted: type[Any], other: str) -> tuple[Tensor, Tensor]:
+    x, y = tensors_of(data, "evaluation")
+    objective = objective_for(y)
+    if not isinstance(objective, wanted):
+        raise InfoFlowError(f"the evaluation targets are {y.dtype} {tuple(y.shape)}: use {other}")
+    objective.check_fit(model, x, y, "evaluation")
+    objective.check_spread(y, "evaluation")
+    return x, y
+
+
+def evaluate(model: nn.Module, data: Data, batch_size: int = 2048) -> float:
+    """NMSE of the model on `data`, without touching its mode or gradients.
+
+    Raises:
+        InfoFlowError: for empty data, labels, or targets that are constant (NMSE is undefined).
+    """
+    x, y = _checked(model, data, SquaredError, "evaluate_labels for labels")
+    return nmse(outputs_of(model, SquaredError().predict(model), x, batch_size), y)
+
+
+def evaluate_labels(model: nn.Module, data: Data, batch_size: int = 2048) -> LabelScores:
+    """Cross-entropy and accuracy of the model on labels, read at the last position.
+
+    Raises:
+        InfoFlowError: for empty data, targets that are no labels, or data that are not the model's.
+    """
+    x, y = _checked(model, data, CrossEntropy, "evaluate for target vectors")
+    return label_scores(outputs_of(model, CrossEntropy().predict(model), x, batch_size), y)
+
+
+def is_finite(row: Mapping[str, float | int]) -> bool:
+    """Whether every number of a history row is."""
+    return all(math.isfinite(value) for value in row.values())
