@@ -78,6 +78,54 @@ def demo(
     console.print(f"numbers: {result.out / 'summary.json'}", soft_wrap=True)
 
 
+@app.command(short_help="Reproduce a table or figure of the papers.")
+def experiment(
+    name: Annotated[str | None, typer.Argument(help="A study; see --list.")] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="The studies and their rules.")] = False,
+    preset: Annotated[str, typer.Option(help="smoke, quick or full.")] = "quick",
+    seeds: Annotated[int | None, typer.Option(help="How many; default, the preset's.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes at a time, of one thread each.")] = 1,
+    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda:0, ...")] = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results; default results/NAME-PRESET.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Run only what the folder lacks.")
+    ] = False,
+    scheduler: Annotated[
+        str | None, typer.Option(help="Address of a dask scheduler, to run on its workers.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+) -> None:
+    """Train, probe, compare with the prediction, and print our numbers beside the published."""
+    with _reported():
+        from infoflow_lens.experiments.studies import STUDIES, find_study
+        from infoflow_lens.experiments.sweep import run_study
+        from infoflow_lens.foundation.errors import InfoFlowError
+
+        if list_all:
+            for study in STUDIES.values():
+                typer.echo(f"{study.name}: {study.title}\n  {study.source}\n  {study.acceptance}")
+            return
+        if name is None:
+            raise InfoFlowError(f"no study is named: expected one of {', '.join(STUDIES)}")
+        study = find_study(name)
+        result = run_study(
+            study,
+            out or Path("results") / f"{study.name}-{preset}",
+            preset=preset,
+            seeds=seeds,
+            jobs=jobs,
+            device=device,
+            resume=resume,
+            scheduler=scheduler,
+            progress=not quiet,
+        )
+        table = (result.out / "table.md").read_text(encoding="utf-8")
+    typer.echo(table)
+    typer.echo(f"numbers: {result.out}")
+
+
 @app.command("inspect", short_help="What a model is, and what can be measured on it.")
 def inspect_command(
     model: Annotated[
@@ -188,7 +236,10 @@ def probe(
     influence: Annotated[str, typer.Option(help="auto, exact, estimate or resample.")] = "auto",
     n_detail: Annotated[int, typer.Option(help="Sequences for influence and mechanisms.")] = 32,
     sketch: Annotated[
-        int | None, typer.Option(help="Project recovery's targets to so many dimensions.")
+        int | None,
+        typer.Option(
+            help="Random directions of recovery's targets; 0 for exact; default by width."
+        ),
     ] = None,
     metric: Annotated[
         str | None, typer.Option(help="Of the mechanisms' damage: nmse, kl or loss.")

@@ -52,6 +52,7 @@ from infoflow_lens.theory import InformationSets, propagate
 PROBES = ("positions", "recovery", "influence", "mechanisms")
 InfluenceKind = Literal["auto", "exact", "estimate", "resample"]
 INFLUENCE_KINDS: tuple[InfluenceKind, ...] = ("auto", "exact", "estimate", "resample")
+_WIDE, _SKETCH = 256, 64
 _DIRECTIONS = 16  # of an estimate
 _DONORS = 8
 _EXACT_UP_TO = 2048  # input directions (tokens times width) that are differentiated one by one
@@ -69,7 +70,8 @@ class ProbingConfig:
         without: positions left out as keys, such as (0,) for BOS.
         column, n, max_length: see :func:`~infoflow_lens.experiments.data.read_data`.
         batch_size: sequences in a pass.
-        sketch: dimensions that recovery's targets are projected to; None for all.
+        sketch: random directions in which recovery's targets are looked at; 0 for all of their
+            space; None for 64 where the model is wider than 256, else all.
         influence: "exact" Jacobians; an "estimate" of them by random projections; "resample"
             ablation; "auto": exact where that is affordable, else the estimate.
         n_detail: sequences for influence and mechanisms, the first ones.
@@ -116,6 +118,8 @@ class ProbingConfig:
             )
         if self.metric is not None and self.metric not in METRICS:
             raise InfoFlowError(f"metric is {self.metric!r}{nearest(self.metric, METRICS)}")
+        if self.sketch is not None and self.sketch < 0:
+            raise InfoFlowError(f"sketch is {self.sketch}: expected at least 0, which is exact")
         for name in ("batch_size", "n_detail", "n_shown"):
             if getattr(self, name) < 1:
                 raise InfoFlowError(f"{name} is {getattr(self, name)}: expected at least 1")
@@ -252,8 +256,14 @@ class _Run:
         if "positions" in config.probes:
             wanted["positions"] = PositionsProbe(config.ranks, without=config.without, spread=True)
         if "recovery" in config.probes:
+            wide = self._width() > _WIDE
+            sketch = (_SKETCH if wide else None) if config.sketch is None else config.sketch or None
             wanted["recovery"] = RecoveryProbe(
-                config.ranks, without=config.without, sketch=config.sketch
+                config.ranks,
+                without=config.without,
+                sketch=sketch,
+                maps=not wide,  # of a wide model they would take gigabytes
+                seed=config.seed,
             )
         found = self._probed("states", wanted, self.batches)
         return found.get("positions"), found.get("recovery")
@@ -319,10 +329,14 @@ class _Run:
         kind = config.influence
         if kind == "resample":
             return ResampleInfluence(self._donors(longest), "median", "resid_post")
-        d_model = int(getattr(getattr(self.model, "cfg", None), "d_model", 0))
-        if kind == "exact" or (kind == "auto" and longest * d_model <= _EXACT_UP_TO):
+        if kind == "exact" or (kind == "auto" and longest * self._width() <= _EXACT_UP_TO):
             return JacobianInfluence("resid_post")
-        return JacobianInfluence("resid_post", positions=(-1,), estimate=_DIRECTIONS)
+        return JacobianInfluence(
+            "resid_post", positions=(-1,), estimate=_DIRECTIONS, seed=config.seed
+        )
+
+    def _width(self) -> int:
+        return int(getattr(getattr(self.model, "cfg", None), "d_model", 0))
 
     def _donors(self, length: int) -> Tensor:
         """The last sequences that are long enough."""

@@ -277,6 +277,7 @@ def test_data_that_are_not_there(folder, data, message, monkeypatch):
         ({"ranks": (0,)}, "ranks are"),
         ({"without": (-1,)}, "without is"),
         ({"metric": "mse"}, "did you mean 'nmse'"),
+        ({"sketch": -1}, "sketch is -1"),
     ],
 )
 def test_bad_settings_are_named(config, change, message):

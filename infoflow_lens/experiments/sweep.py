@@ -1,0 +1,289 @@
+"""Running a study: every configuration and seed, in parallel, resumable, with a verdict."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from infoflow_lens.experiments.study import Row, Settings, Study, Verdict
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json, write_text
+from infoflow_lens.foundation.progress import progress_bar
+from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.training import TrainingDivergedError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Run:
+    """One configuration with one seed.
+
+    Attributes:
+        index: its place in the sweep, by which results are ordered.
+        settings: of the study's own.
+        seed: of everything that is drawn.
+    """
+
+    index: int
+    settings: Settings
+    seed: int
+
+    def key(self) -> str:
+        """A name that tells it from every other run of a study."""
+        text = json.dumps([dict(self.settings), self.seed], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """What a study found.
+
+    Attributes:
+        rows: the table of ``results.csv``.
+        verdict: by the study's rule.
+        n_diverged: runs whose training diverged; they have no numbers.
+        out: the folder.
+    """
+
+    rows: "pd.DataFrame"
+    verdict: Verdict
+    n_diverged: int
+    out: Path
+
+
+def run_study(
+    study: Study,
+    out: Path,
+    *,
+    preset: str = "quick",
+    seeds: int | None = None,
+    jobs: int = 1,
+    device: str = "cpu",
+    resume: bool = False,
+    scheduler: str | None = None,
+    progress: bool = True,
+) -> StudyResult:
+    """Run what is missing of a study, and write its results.
+
+    Writes ``results.csv`` as runs finish, in the order of the sweep, then ``table.md``,
+    ``figure.png``, ``figure.svg`` and ``record.json``. Every finished run is a file of its own in
+    ``runs/``, so that nothing is lost whatever stops the sweep. Each run has one thread, so numbers
+    do not depend on `jobs`.
+
+    Args:
+        study: what to run.
+        out: folder.
+        preset: "smoke", "quick" or "full".
+        seeds: how many; default, the preset's.
+        jobs: processes at a time.
+        device: where to train.
+        resume: go on with what the folder holds.
+        scheduler: address of a dask scheduler, whose workers run in place of local processes.
+        progress: show a bar.
+
+    Raises:
+        InfoFlowError: for bad settings, a folder with results of another study or preset, or one
+            that holds results where `resume` was not asked for.
+        KeyboardInterrupt: when it is stopped, with what to do to go on.
+    """
+    if preset not in study.presets:
+        raise InfoFlowError(f"preset is {preset!r}: expected one of {', '.join(study.presets)}")
+    n_seeds = study.presets[preset] if seeds is None else seeds
+    for name, value in (("seeds", n_seeds), ("jobs", jobs)):
+        if value < 1:
+            raise InfoFlowError(f"{name} is {value}: expected at least 1")
+    writable_folder(out)
+    runs = [
+        Run(index, settings, seed)
+        for index, (settings, seed) in enumerate(
+            (settings, seed) for settings in study.cases(preset) for seed in range(n_seeds)
+        )
+    ]
+    _claim(out, study, preset, resume)
+    writable_folder(out / "runs")
+    missing = [run for run in runs if not _path(out, run).is_file()]
+    done = len(runs) - len(missing)
+    try:
+        with (
+            _workers(jobs, scheduler) as start,
+            progress_bar(study.name, len(runs), progress, done=done) as advance,
+        ):
+            for run, rows in start(study, missing, device):
+                write_json(_path(out, run), {"settings": dict(run.settings), "rows": rows})
+                _write_csv(out, _rows(out, runs))
+                advance()
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"finished runs are kept in {str(out)!r}; go on with --resume"
+        ) from None
+    except OSError as error:
+        raise InfoFlowError(
+            f"cannot write to {str(out)!r} ({error.strerror}): expected room for results; finished "
+            "runs are kept: make room, and go on with --resume"
+        ) from error
+    return _finish(study, out, runs, preset)
+
+
+def _finish(study: Study, out: Path, runs: Sequence[Run], preset: str) -> StudyResult:
+    table = _rows(out, runs)
+    _write_csv(out, table)
+    measured = table[table["status"] == "finished"]
+    n_diverged = table[table["status"] == "diverged"]["run"].nunique()
+    if measured.empty:
+        raise InfoFlowError(
+            f"all {len(runs)} runs of {study.name} diverged: expected numbers; see results.csv"
+        )
+    verdict = study.verdict(measured)
+    heading = f"# {study.title}\n\n{study.source}. Preset {preset}, {len(runs)} runs"
+    diverged = f", of which {n_diverged} diverged" if n_diverged else ""
+    reasons = "\n".join(f"- {reason}" for reason in verdict.reasons)
+    write_text(
+        out / "table.md",
+        f"{heading}{diverged}.\n\n{study.table(measured)}\n\n"
+        f"**{'Seen' if verdict.passed else 'Not seen'}**, by the rule: {study.acceptance}\n\n"
+        f"{reasons}\n",
+    )
+    figure = study.figure(measured)
+    for kind in ("png", "svg"):
+        with atomic_path(out / f"figure.{kind}") as temporary:
+            # without the date, the same numbers give the same bytes
+            figure.savefig(
+                temporary, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None
+            )
+    record = RunRecord(
+        config={
+            "study": study.name,
+            "preset": preset,
+            "seeds": sorted({run.seed for run in runs}),
+            "cases": [dict(settings) for settings in study.cases(preset)],
+            "verdict": asdict(verdict),
+        }
+    )
+    write_json(out / "record.json", record.to_dict())
+    return StudyResult(table, verdict, n_diverged, out)
+
+
+# Runs, here or elsewhere
+
+Starter = Callable[[Study, Sequence[Run], str], Iterator[tuple[Run, list[Row]]]]
+
+
+def measure_run(study: Study, run: Run, device: str) -> tuple[Run, list[Row]]:
+    """One run, with one thread; a training that diverges is a row that says so."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = study.measure(run.settings, run.seed, device)
+        status = "finished"
+    except TrainingDivergedError:
+        rows, status = [{}], "diverged"
+    finally:
+        torch.set_num_threads(threads)
+    about: Row = {"run": run.index, "status": status, "seed": run.seed}
+    shown = {key: _plain(value) for key, value in run.settings.items()}
+    return run, [{**about, **shown, **row} for row in rows]
+
+
+def _plain(value: Any) -> Any:
+    """A setting as a cell of a table."""
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+
+
+@contextmanager
+def _workers(jobs: int, scheduler: str | None) -> Iterator[Starter]:
+    if scheduler is None and jobs == 1:
+        yield lambda study, runs, device: (measure_run(study, run, device) for run in runs)
+        return
+    import joblib
+
+    def start(study: Study, runs: Sequence[Run], device: str) -> Iterator[tuple[Run, list[Row]]]:
+        tasks = (joblib.delayed(measure_run)(study, run, device) for run in runs)
+        parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)
+        yield from parallel(tasks)
+
+    if scheduler is None:
+        with joblib.parallel_config("loky", inner_max_num_threads=1):
+            yield start
+        return
+    with _dask(scheduler), joblib.parallel_config("dask"):
+        yield start
+
+
+@contextmanager
+def _dask(scheduler: str) -> Iterator[None]:
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise InfoFlowError(
+            f"scheduler is {scheduler!r}, but dask is not installed: expected it; install "
+            "infoflow-lens[cluster]"
+        ) from error
+    try:
+        client = Client(scheduler, timeout="3s")
+    except OSError as error:
+        raise InfoFlowError(
+            f"there is no dask scheduler at {scheduler!r} ({error}): expected the address of a "
+            "running one, such as tcp://127.0.0.1:8786"
+        ) from error
+    try:
+        yield
+    finally:
+        client.close()
+
+
+# The folder
+
+
+def _path(out: Path, run: Run) -> Path:
+    return out / "runs" / f"{run.key()}.json"
+
+
+def _claim(out: Path, study: Study, preset: str, resume: bool) -> None:
+    """Make the folder this study's, or refuse.
+
+    Raises:
+        InfoFlowError: saying what it holds.
+    """
+    path = out / "study.json"
+    now = json.loads(
+        json.dumps({"study": study.name, "preset": preset, "cases": list(study.cases(preset))})
+    )
+    if path.is_file():
+        before: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        for name in now:
+            if before.get(name) != now[name]:
+                raise InfoFlowError(
+                    f"{str(out)!r} holds results of {before.get('study')}, preset "
+                    f"{before.get('preset')}, with other {name}: expected {study.name}, "
+                    f"{preset}; choose another folder"
+                )
+        if not resume:
+            raise InfoFlowError(
+                f"{str(out)!r} holds results of this study: go on with --resume, or choose another "
+                "folder"
+            )
+    write_json(path, now)
+
+
+def _rows(out: Path, runs: Sequence[Run]) -> "pd.DataFrame":
+    """All finished rows, in the order of the sweep."""
+    import pandas as pd
+
+    rows: list[Row] = []
+    for run in runs:
+        path = _path(out, run)
+        if path.is_file():
+            kept = json.loads(path.read_text(encoding="utf-8"))["rows"]
+            rows += [{**row, "run": run.index} for row in kept]
+    return pd.DataFrame(rows)
+
+
+def _write_csv(out: Path, table: "pd.DataFrame") -> None:
+    write_text(out / "results.csv", table.to_csv(index=False))

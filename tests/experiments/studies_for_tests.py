@@ -1,0 +1,57 @@
+"""Studies that train nothing, for the tests of the sweep; importable in worker processes."""
+
+import os
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from matplotlib.figure import Figure
+
+from infoflow_lens.experiments.study import Study, Verdict
+from infoflow_lens.training import TrainingDivergedError
+
+
+class Squares(Study):
+    """Squares of a number, plus noise of the seed; what a run does is written in its settings."""
+
+    name = "squares"
+    title = "Do squares grow?"
+    source = "the tests"
+    acceptance = "the square of 3 is larger than that of 2"
+    presets = {"smoke": 1, "quick": 2}  # noqa: RUF012
+
+    def __init__(self, folder=None, diverging=(), pause=0.0):
+        self.folder, self.diverging, self.pause = folder, tuple(diverging), pause
+
+    def cases(self, preset):
+        return [{"number": n, "heads": [n, 1]} for n in ((2, 3) if preset == "smoke" else range(5))]
+
+    def measure(self, settings, seed, device):
+        number = settings["number"]
+        if self.folder is not None:
+            name = f"{number}-{seed}-{os.getpid()}-{time.monotonic_ns()}"
+            (Path(self.folder) / name).write_text(str(torch.get_num_threads()))
+        time.sleep(self.pause * random.random())
+        if number in self.diverging:
+            raise TrainingDivergedError(SimpleNamespace(epochs_run=3), 0.1)
+        noise = torch.randn(1, generator=torch.Generator().manual_seed(seed)).item()
+        return [
+            {"square": number**2 + noise * 1e-3, "part": part, "device": device}
+            for part in ("first", "second")
+        ]
+
+    def table(self, results):
+        return "| number | square |\n|---|---|\n" + "\n".join(
+            f"| {row.number} | {row.square:.3f} |" for row in results.itertuples()
+        )
+
+    def figure(self, results):
+        figure = Figure(figsize=(2, 2))
+        figure.subplots().plot(results["number"], results["square"])
+        return figure
+
+    def verdict(self, results):
+        means = results.groupby("number")["square"].mean()
+        return Verdict(bool(means[3] > means[2]), (f"{means[3]:.1f} against {means[2]:.1f}",))

@@ -1,0 +1,173 @@
+"""Sweeps: the same numbers however they are run, nothing lost, nothing mixed."""
+
+import json
+import threading
+import time
+
+import pandas as pd
+import pytest
+
+from infoflow_lens import InfoFlowError
+from infoflow_lens.experiments.studies import STUDIES, find_study
+from infoflow_lens.experiments.sweep import run_study
+from tests.experiments.studies_for_tests import Squares
+
+
+def run(study, out, **arguments):
+    return run_study(study, out, progress=False, **arguments)
+
+
+def test_a_sweep_writes_rows_table_figure_and_record(tmp_path):
+    result = run(Squares(), tmp_path, preset="smoke", seeds=2)
+    rows = pd.read_csv(tmp_path / "results.csv")
+    assert rows["run"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert rows["number"].tolist() == [2, 2, 2, 2, 3, 3, 3, 3]
+    assert rows["seed"].tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert set(rows["heads"]) == {"2 1", "3 1"}
+    assert result.verdict.passed
+    table = (tmp_path / "table.md").read_text()
+    assert "Preset smoke, 4 runs." in table
+    assert "**Seen**, by the rule: the square of 3 is larger" in table
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["config"]["verdict"]["passed"] is True
+    assert record["versions"]["torch"]
+    for kind in ("png", "svg"):
+        assert (tmp_path / f"figure.{kind}").stat().st_size > 500
+
+
+def test_jobs_change_nothing_but_the_time(tmp_path):
+    for jobs in (1, 2):
+        run(Squares(pause=0.05), tmp_path / str(jobs), jobs=jobs)
+    one, two = ((tmp_path / str(jobs) / "results.csv").read_bytes() for jobs in (1, 2))
+    assert one == two
+    figures = [(tmp_path / str(jobs) / "figure.svg").stat().st_size for jobs in (1, 2)]
+    assert figures[0] == figures[1]
+
+
+def test_every_run_has_one_thread(tmp_path):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    run(Squares(seen), tmp_path / "out", preset="smoke", jobs=2)
+    assert {path.read_text() for path in seen.iterdir()} == {"1"}
+
+
+def test_resuming_runs_only_what_is_missing(tmp_path):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    run(Squares(), tmp_path / "out", seeds=1)
+    whole = (tmp_path / "out" / "results.csv").read_bytes()
+    kept = sorted((tmp_path / "out" / "runs").iterdir())
+    kept[0].unlink()
+    run(Squares(seen), tmp_path / "out", seeds=1, resume=True)
+    assert len(list(seen.iterdir())) == 1
+    assert (tmp_path / "out" / "results.csv").read_bytes() == whole
+    run(Squares(seen), tmp_path / "out", seeds=2, resume=True)  # more seeds may be added
+    assert len(list(seen.iterdir())) == 1 + 5
+
+
+def test_ctrl_c_keeps_finished_runs(tmp_path):
+    class Interrupted(Squares):
+        def measure(self, settings, seed, device):
+            if settings["number"] == 3:
+                raise KeyboardInterrupt
+            return super().measure(settings, seed, device)
+
+    with pytest.raises(KeyboardInterrupt, match="go on with --resume"):
+        run(Interrupted(), tmp_path, seeds=1)
+    assert len(pd.read_csv(tmp_path / "results.csv")) == 2 * 3
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    result = run(Squares(seen), tmp_path, seeds=1, resume=True)
+    assert len(list(seen.iterdir())) == 2
+    assert result.rows["number"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_a_diverging_run_is_recorded_and_the_sweep_goes_on(tmp_path):
+    result = run(Squares(diverging=(4,)), tmp_path)
+    assert result.n_diverged == 2
+    rows = pd.read_csv(tmp_path / "results.csv")
+    assert rows[rows["number"] == 4]["status"].tolist() == ["diverged", "diverged"]
+    assert rows[rows["number"] == 4]["square"].isna().all()
+    assert "of which 2 diverged" in (tmp_path / "table.md").read_text()
+    with pytest.raises(InfoFlowError, match="all 2 runs of squares diverged"):
+        run(Squares(diverging=(2, 3)), tmp_path / "all", preset="smoke")
+
+
+def test_results_are_never_mixed(tmp_path):
+    class Others(Squares):
+        name = "others"
+
+    run(Squares(), tmp_path, preset="smoke")
+    with pytest.raises(InfoFlowError, match="go on with --resume, or choose another folder"):
+        run(Squares(), tmp_path, preset="smoke")
+    with pytest.raises(InfoFlowError, match="holds results of squares, preset smoke, with other"):
+        run(Squares(), tmp_path, preset="quick", resume=True)
+    with pytest.raises(InfoFlowError, match="expected others, smoke"):
+        run(Others(), tmp_path, preset="smoke", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"preset": "quik"}, "preset is 'quik'"),
+        ({"seeds": 0}, "seeds is 0"),
+        ({"jobs": 0}, "jobs is 0"),
+        ({"scheduler": "tcp://127.0.0.1:1"}, "no dask scheduler at"),
+    ],
+)
+def test_bad_settings_are_named(tmp_path, arguments, message):
+    with pytest.raises(InfoFlowError, match=message):
+        run(Squares(), tmp_path, **arguments)
+
+
+def test_a_full_disk_is_one_error(tmp_path, monkeypatch):
+    from infoflow_lens.experiments import sweep
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sweep, "_write_csv", full)
+    with pytest.raises(InfoFlowError, match=r"No space left on device.*go on with --resume"):
+        run(Squares(), tmp_path)
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+@pytest.mark.filterwarnings("ignore")  # of the cluster's own
+def test_a_killed_worker_loses_nothing(tmp_path):
+    """A scheduler and two workers on loopback; one is killed in the middle."""
+    distributed = pytest.importorskip("distributed")
+    run(Squares(), tmp_path / "alone")
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None
+    ) as cluster:
+        killed = []
+
+        def kill():
+            out = tmp_path / "spread" / "runs"
+            while not (out.is_dir() and any(out.iterdir())):
+                time.sleep(0.02)
+            worker = next(iter(cluster.workers.values()))
+            worker.process.process._process.kill()
+            killed.append(worker)
+
+        thread = threading.Thread(target=kill, daemon=True)
+        thread.start()
+        run(Squares(pause=0.3), tmp_path / "spread", scheduler=cluster.scheduler_address)
+        thread.join(timeout=10)
+    assert killed
+    files = [tmp_path / name / "results.csv" for name in ("alone", "spread")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_studies_are_found_by_name_and_state_their_rule():
+    for name, study in STUDIES.items():
+        assert find_study(name) is study
+        assert study.title
+        assert study.acceptance
+        assert set(study.presets) == {"smoke", "quick", "full"}
+        for preset in study.presets:
+            cases = study.cases(preset)
+            assert cases
+            assert json.loads(json.dumps(list(cases))) == list(cases)
+    with pytest.raises(InfoFlowError, match="did you mean 'head_count'"):
+        find_study("headcount")
