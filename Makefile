@@ -32,6 +32,8 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.first_light
+	$(BIN)/python -m benchmarks.probes
+	$(BIN)/python -m benchmarks.influence
 
 constraints:  ## pin the environment anew (needs uv)
 	mkdir -p build

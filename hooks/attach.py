@@ -24,6 +24,10 @@ from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import model_fingerprint
 
 
+class _AllSeenError(Exception):
+    """Nothing that comes later in the pass is read."""
+
+
 class AttachedProbes(Sequence[Probe[Any]]):
     """The probes on a model, in the order in which they were given."""
 
@@ -32,6 +36,7 @@ class AttachedProbes(Sequence[Probe[Any]]):
         self._split = split
         self._done: list[Probe[Any]] = []  # probes that took the last pass in
         self._only: Sequence[Probe[Any]] = probes  # probes that take passes in
+        self._stops_early = False  # as soon as every probe has seen all that it reads
 
     def __getitem__(self, index: Any) -> Any:
         return self._probes[index]
@@ -54,6 +59,11 @@ class AttachedProbes(Sequence[Probe[Any]]):
         """Sequences of this block are held out: for evaluation only."""
         with self._mode("evaluate"):
             yield
+
+    def _seen(self) -> None:
+        """Called when a probe has seen all that it reads in a pass."""
+        if self._stops_early and all(probe._has_seen_all() for probe in self._probes):
+            raise _AllSeenError
 
     @contextmanager
     def _mode(self, mode: Any) -> Iterator[None]:
@@ -105,7 +115,7 @@ def attach(model: nn.Module, *probes: Probe[Any], eval_every: int = 5) -> Iterat
     attached = AttachedProbes(probes, split)
     known = model_fingerprint(model)  # once, as it reads all weights
     hooks: list[NamedHook] = [
-        pair for probe in probes for pair in probe._listen(model, lambda: None, known)
+        pair for probe in probes for pair in probe._listen(model, attached._seen, known)
     ]
     forward, outer = model.forward, model.__dict__.get("forward")
 
@@ -117,7 +127,10 @@ def attach(model: nn.Module, *probes: Probe[Any], eval_every: int = 5) -> Iterat
         for probe in probes:
             probe._collected.clear()
         try:
-            output = forward(*args, **kwargs)
+            try:
+                output = forward(*args, **kwargs)
+            except _AllSeenError:
+                output = None
             for probe in attached._only:
                 probe._take_in(model, split, tokens, mask)
                 attached._done.append(probe)
@@ -213,8 +226,9 @@ def run_probes(
 ) -> tuple[Any, ...]:
     """Run `model` over `inputs` with `probes` on it, and return their results.
 
-    The model runs in eval mode and without gradients, up to its last layer, and is left as it was
-    found: its mode, hooks, gradients and the random state. If you stop it (Ctrl-C), or something
+    The model runs in eval mode and without gradients, only as far as probes and hooks of yours look
+    where it can be stopped, and is left as it was found: its mode, hooks, gradients and the random
+    state. If you stop it (Ctrl-C), or something
     fails, the probes keep every finished batch: call their ``result()``. If memory runs out, the
     batch is halved once, with a warning.
 
@@ -268,11 +282,14 @@ def run_probes(
             probe.check(n_fit, n_evaluate, key_count(model, max(longest)))
     counts = [part.n_sequences for _, part in parts]
     total = None if None in counts else sum(count or 0 for count in counts)
+    # hooks of the user's may stand where no probe looks
+    has_other_hooks = any(point.fwd_hooks for point in model.hook_dict.values())  # type: ignore[operator]
     with (
         eval_mode(model),
         attach(model, *probes, eval_every=eval_every) as attached,
         progress_bar("probing", total, progress, done=skip) as advance,
     ):
+        attached._stops_early = starts_at_layers(model) and not has_other_hooks
         halved = False
         for mode, part in parts:
             with attached._mode(mode):
@@ -287,10 +304,8 @@ def run_probes(
 
 def _run(model: nn.Module, batch: Batch, attached: AttachedProbes, halved: bool) -> bool:
     """Run a batch; where memory runs out, in two halves. Whether it had to be halved."""
-    # no probe looks at the logits, so where a pass can stop early it does
-    stop = {"stop_at_layer": layer_count(model)} if starts_at_layers(model) else {}
     try:
-        batch.run(model, **stop)
+        batch.run(model)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise

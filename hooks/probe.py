@@ -162,6 +162,9 @@ class Probe(ABC, Generic[ResultT]):
 
         return [(name, listen(name)) for name in names]
 
+    def _has_seen_all(self) -> bool:
+        return len(self._collected) == len(self._names)
+
     def _take_in(
         self,
         model: nn.Module,

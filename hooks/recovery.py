@@ -47,7 +47,8 @@ class RecoveryProbe(Probe[RecoveryResult]):
 
     Memory, for each layer with h heads, r ranks, d features and targets of t dimensions:
     8 d (d + h r t) bytes for the fit, and as much for each block of held-out sequences, besides
-    `buffer_rows` rows of each. A sketch makes t small; `controls` make h r larger by h r + 2.
+    about `buffer_rows` rows that wait for each of the two. A sketch makes t small; `controls` add
+    h r + 2 to h r.
 
     Args:
         ranks: which ranks; 1 is the argmax.
@@ -174,7 +175,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
             values = (values.double() @ matrix).to(torch.promote_types(values.dtype, torch.float32))
         n_source = values.shape[1]
         maker = RowMaker(self.ranks, self.source, self.without, self.controls, self.seed)
-        before = self._last or [None] * layer_count(model)
+        before: Sequence[Tensor | None] = self._last or [None] * layer_count(model)
         layers = [
             maker.layer(model, seen, layer, n_source, last) for layer, last in enumerate(before)
         ]
@@ -213,11 +214,15 @@ class RecoveryProbe(Probe[RecoveryResult]):
         of_a_block = sum(8 * d * (d + n_groups * n_targets) for d, n_groups in sizes)
         n_blocks = self.blocks or (_BLOCKS if _BLOCKS * of_a_block <= _BLOCK_BYTES else 1)
 
-        def buffer() -> RowBuffer:
-            return RowBuffer(self.buffer_rows, n_classes)
-
+        few = max(1, self.buffer_rows // n_blocks)  # all blocks wait for as many as the fit does
         return [
-            [Maps(buffer(), [buffer() for _ in range(n_blocks)]) for _ in layer.features]
+            [
+                Maps(
+                    RowBuffer(self.buffer_rows, n_classes),
+                    [RowBuffer(few, n_classes) for _ in range(n_blocks)],
+                )
+                for _ in layer.features
+            ]
             for layer in layers
         ]
 

@@ -82,9 +82,9 @@ class Measured:
     second_moment: Ratio
     fvu: Ratio
     ridge: Float[Tensor, " group"]
-    weight: Float[Tensor, "group feature target"]
-    bias: Float[Tensor, "group target"]
-    accuracy: Float[Tensor, " group"]
+    weight: Float[Tensor, "_kept _feature _target"]
+    bias: Float[Tensor, "_kept _target"]
+    accuracy: Float[Tensor, " _main"]
 
 
 def measure_maps(maps: Maps, ridge: Ridge, d_target: int, n_main: int, keep_maps: bool) -> Measured:

@@ -127,10 +127,11 @@ class RegressionStatistics:
     def _add_gathered(self, x: Tensor, values: Tensor, chosen: Tensor) -> None:
         n_groups = chosen.shape[1]
         step = max(1, _GATHERED // (len(x) * values.shape[1]))
+        transposed = x.T.contiguous()
         for first in range(self._groups_done, n_groups, step):
             some = chosen[:, first : first + step].reshape(-1)
             targets = values.index_select(0, some).view(len(x), -1)
-            product = x.T @ targets
+            product = transposed @ targets
             part = self.cross[:, first : first + step]
             part += product.view(part.shape)
             self._groups_done = min(first + step, n_groups)

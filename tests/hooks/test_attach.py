@@ -478,3 +478,25 @@ def test_a_cache_that_lacks_something_is_refused(token_model, token_inputs):
     _, cache = token_model.run_with_cache(token_inputs[:1], remove_batch_dim=True)
     with pytest.raises(InfoFlowError, match="has no batch axis"):
         probe_cache(token_model, cache, [PositionsProbe()])
+
+
+def test_a_pass_ends_when_all_is_seen(model, inputs, monkeypatch):
+    """The MLP of the last layer is never run, unless a hook of the user's could look at it."""
+    ran = []
+    original = model.blocks[1].mlp.forward
+    monkeypatch.setattr(
+        model.blocks[1].mlp, "forward", lambda x: (ran.append(len(x)), original(x))[1]
+    )
+    probes = [PositionsProbe(), RecoveryProbe()]
+    expected = run_probes(model, inputs, probes, batch_size=10, progress=False)
+    assert ran == []
+    seen = []
+    with model.hooks(fwd_hooks=[("blocks.1.hook_resid_post", lambda a, hook: seen.append(1))]):
+        found = run_probes(
+            model, inputs, [PositionsProbe(), RecoveryProbe()], batch_size=10, progress=False
+        )
+    assert len(ran) == len(seen) == 3
+    for one, other in zip(found, expected, strict=True):
+        assert one.to_frame().equals(other.to_frame())
+    with attach(model, PositionsProbe()):
+        assert model(inputs).shape == (23, 1)  # the user's own call is never cut short

@@ -3,12 +3,20 @@
 from collections.abc import Mapping
 
 from infoflow_lens.experiments.studies.head_count import HeadCount
+from infoflow_lens.experiments.studies.kth_largest import KthLargestStudy
+from infoflow_lens.experiments.studies.max_position_recovery import MaxPositionRecovery
 from infoflow_lens.experiments.studies.specific_position import SpecificPosition
 from infoflow_lens.experiments.study import Study
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 
-STUDIES: Mapping[str, Study] = {study.name: study for study in (SpecificPosition(), HeadCount())}
+_ALL: tuple[Study, ...] = (
+    MaxPositionRecovery(),
+    SpecificPosition(),
+    HeadCount(),
+    KthLargestStudy(),
+)
+STUDIES: Mapping[str, Study] = {study.name: study for study in _ALL}
 
 
 def find_study(name: str) -> Study:

@@ -1,0 +1,296 @@
+"""What probes cost, as ratios in one run: to a bare forward pass, to a cache with scikit-learn.
+
+Run: python -m benchmarks.probes [--only NAME ...] [--memory [TOKENS]]
+
+Times are medians of paired rounds. What is solved for when a result is asked for is no part of the
+cost per batch, except against scikit-learn, where both sides fit. Memory is the peak of a process
+of its own. `--memory` runs a GPT-2-small-sized model over 100,000 tokens, which takes long.
+"""
+
+import argparse
+import copy
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from sklearn.linear_model import LinearRegression, Ridge
+from torch import Tensor
+
+from benchmarks.first_light import paired
+from infoflow_lens import (
+    Architecture,
+    PositionsProbe,
+    RecoveryProbe,
+    attach,
+    build_model,
+    run_probes,
+)
+
+RANKS = (1, 2, 3, 4)
+
+
+class Row(NamedTuple):
+    """One comparison."""
+
+    what: str
+    against: str
+    ratio: float
+    target: float | None
+
+
+def gpt2_sized(n_ctx: int = 128) -> Any:
+    """Random weights in the sizes of GPT-2 small."""
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.manual_seed(0)
+        config = HookedTransformerConfig(
+            n_layers=12,
+            d_model=768,
+            n_ctx=n_ctx,
+            d_head=64,
+            n_heads=12,
+            d_vocab=50257,
+            act_fn="gelu_new",
+        )
+        return HookedTransformer(config).eval()
+
+
+def forward(model: Any, batches: tuple[Tensor, ...]) -> Callable[[], None]:
+    """The bare model, logits and all."""
+
+    def run() -> None:
+        with torch.no_grad():
+            for batch in batches:
+                model(batch)
+
+    return run
+
+
+def ratio_of(
+    model: Any, batches: tuple[Tensor, ...], make: Callable[[], list[Any]], rounds: int
+) -> float:
+    """Time of the probes over the batches, over that of the bare model.
+
+    The probes are attached once: their record, which reads all weights, is no cost of a batch. What
+    waits in them at the end of a round is taken in, and no maps are solved for.
+    """
+    bare = copy.deepcopy(model)
+    probes = make()
+
+    def probed() -> None:
+        with torch.no_grad():
+            for batch in batches:
+                model(batch)
+            for probe in probes:
+                probe.state()  # takes in what waits
+
+    with attach(model, *probes) as attached:
+        attached._stops_early = True  # as run_probes does
+        return paired(probed, forward(bare, batches), rounds)
+
+
+def positions_and_recovery(**settings: Any) -> list[Any]:
+    """Both probes, for ranks 1 to 4."""
+    return [PositionsProbe(RANKS), RecoveryProbe(RANKS, **settings)]
+
+
+def gpt2_rows() -> Iterator[Row]:
+    """A GPT-2-small-sized model, ten batches of 4 x 128 tokens."""
+    model = gpt2_sized()
+    generator = torch.Generator().manual_seed(0)
+    batches = torch.randint(50257, (40, 128), generator=generator).split(4)
+    size = "GPT-2-small-sized, 10 x 4 x 128 tokens: "
+    for label, make, target, rounds in (
+        ("positions, ranks 1-4", lambda: [PositionsProbe(RANKS)], 0.65, 3),
+        ("and recovery, sketched to 64", lambda: positions_and_recovery(sketch=64), 0.9, 3),
+        ("and recovery, exact", positions_and_recovery, 2.5, 2),
+    ):  # fmt: skip
+        yield Row(size + label, "bare forward", ratio_of(model, batches, make, rounds), target)
+
+
+def toy() -> tuple[Any, tuple[Tensor, ...]]:
+    """Two layers of eight heads over 64 vector tokens, and sixteen batches of 64 sequences."""
+    model = build_model(
+        Architecture(n_heads=(8, 8), d_model=128, d_token=16, n_tokens=64, d_mlp=512), seed=0
+    )
+    x = torch.randn(1024, 64, 16, generator=torch.Generator().manual_seed(0))
+    return model, x.split(64)
+
+
+def toy_rows() -> Iterator[Row]:
+    """The toy model."""
+    model, batches = toy()
+    for label, make, target in (
+        ("positions, ranks 1-4", lambda: [PositionsProbe(RANKS)], None),
+        ("and recovery, exact", positions_and_recovery, 2.0),
+    ):
+        ratio = ratio_of(model, batches, make, rounds=5)
+        yield Row("toy, 16 x 64 x 64 tokens: " + label, "bare forward", ratio, target)
+
+
+def small(n: int) -> tuple[Any, Tensor]:
+    """One layer of eight heads and d_model 128 over 16 vector tokens, and n sequences."""
+    model = build_model(
+        Architecture(n_heads=(8,), d_model=128, d_token=8, n_tokens=16, d_mlp=512), seed=0
+    )
+    return model, torch.randn(n, 16, 8, generator=torch.Generator().manual_seed(0))
+
+
+def by_probe(model: Any, x: Tensor) -> Tensor:
+    """Errors of all heads and ranks, streaming; [head, rank]."""
+    probe = RecoveryProbe(RANKS)
+    return run_probes(model, x, [probe], batch_size=256, progress=False)[0].fvu[0]
+
+
+def by_scikit_learn(model: Any, x: Tensor, make: Callable[[], Any] = LinearRegression) -> Tensor:
+    """The same from a cache of all activations, a regression for each head and rank."""
+    state_name, scores_name = "blocks.0.hook_resid_mid", "blocks.0.attn.hook_attn_scores"
+    caches = []
+    with torch.no_grad():
+        for batch in x.split(256):
+            _, cache = model.run_with_cache(batch, names_filter=[state_name, scores_name])
+            caches.append((cache[state_name], cache[scores_name]))
+    state = torch.cat([state for state, _ in caches])[:, :16].double()
+    keys = torch.cat([scores for _, scores in caches])[:, :, :16].topk(4, dim=-1).indices
+    held_out = torch.arange(len(x)) % 5 == 4
+    fit_x, test_x = (state[rows].flatten(0, 1).numpy() for rows in (~held_out, held_out))
+    errors = torch.zeros(8, 4, dtype=torch.float64)
+    for head in range(8):
+        for rank in range(4):
+            chosen = keys[:, head, :, rank, None].expand(-1, -1, x.shape[-1])
+            target = torch.gather(x, 1, chosen).double()
+            wanted = target[held_out].flatten(0, 1).numpy()
+            fitted = make().fit(fit_x, target[~held_out].flatten(0, 1).numpy())
+            error = ((fitted.predict(test_x) - wanted) ** 2).sum()
+            errors[head, rank] = error / ((wanted - wanted.mean(0)) ** 2).sum()
+    return errors
+
+
+def scikit_learn_rows() -> Iterator[Row]:
+    """Time and peak memory, a layer of eight heads and four ranks."""
+    for n, rounds in ((4000, 3), (64000, 1)):
+        model, x = small(n)
+        torch.testing.assert_close(by_probe(model, x), by_scikit_learn(model, x), rtol=1e-4, atol=0)
+        label = f"recovery of 8 heads x 4 ranks, {n} sequences of 16: "
+        for make in (LinearRegression, lambda: Ridge(1e-9)):
+            ratio = paired(
+                partial(by_probe, model, x), partial(by_scikit_learn, model, x, make), rounds
+            )
+            kind = type(make()).__name__
+            yield Row(label + "time", f"cache + scikit-learn {kind}", ratio, 1 / 6)
+        ours, theirs = (in_own_process("small", who, n)["peak"] for who in ("probe", "sklearn"))
+        yield Row(label + "memory", "cache + scikit-learn", ours / theirs, 1 / 50)
+
+
+# Memory, each measurement in a process of its own
+
+
+def in_own_process(*what: Any) -> dict[str, float]:
+    """What :func:`measure` finds, in MiB."""
+    command = [sys.executable, "-m", "benchmarks.probes", "--measure", *map(str, what)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found: dict[str, float] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def resident(which: str = "VmRSS") -> float:
+    """Resident memory of this process in MiB, now or (VmHWM) at its peak."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(which):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError("no /proc/self/status: memory is measured on Linux only")
+
+
+def forget_peak() -> float:
+    """Start the peak anew; resident memory now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident()
+
+
+def size_of(value: Any) -> float:
+    """MiB of the tensors in a nested state, each once."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size() / 2**20
+    if isinstance(value, dict):
+        return sum(size_of(part) for part in value.values())
+    return sum(size_of(part) for part in value) if isinstance(value, (list, tuple)) else 0.0
+
+
+def measure(what: str, who: str, n: int, sketch: int = 0) -> dict[str, float]:
+    """Peak memory: above what the model and the inputs take ("small"), or all of it ("gpt2")."""
+    if what == "small":
+        model, x = small(n)
+        run = by_probe if who == "probe" else by_scikit_learn
+        run(model, x[:300])  # loads what is loaded on first use
+        before = forget_peak()
+        run(model, x)
+        return {"peak": resident("VmHWM") - before}
+    model = gpt2_sized()
+    x = torch.randint(50257, (n // 128, 128), generator=torch.Generator().manual_seed(0))
+    if who == "bare":
+        forward(model, x.split(4))()
+        return {"peak": resident("VmHWM")}
+    probes = positions_and_recovery(sketch=sketch or None, maps=False)
+    results = run_probes(model, x, probes, batch_size=4, progress=False)
+    own = sum(size_of(probe.state()) for probe in probes)
+    held = sum(size_of(list(vars(result).values())) for result in results[:1])
+    return {"peak": resident("VmHWM"), "own": own + held}
+
+
+def memory_rows(n_tokens: int) -> Iterator[Row]:
+    """Positions and recovery on a GPT-2-small-sized model."""
+    bare = in_own_process("gpt2", "bare", min(n_tokens, 5120))["peak"]
+    for sketch in (64, 0):
+        probed = in_own_process("gpt2", "probe", n_tokens, sketch)
+        label = f"sketched to {sketch}" if sketch else "exact"
+        yield Row(
+            f"GPT-2-small-sized, {n_tokens} tokens, {label}: peak of {probed['peak']:.0f} MiB",
+            f"bare {bare:.0f} + statistics and positions {probed['own']:.0f} MiB",
+            probed["peak"] / (bare + probed["own"]),
+            1.3,
+        )
+
+
+PARTS: dict[str, Callable[[], Iterator[Row]]] = {
+    "toy": toy_rows,
+    "scikit-learn": scikit_learn_rows,
+    "gpt2": gpt2_rows,
+}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--memory", nargs="?", type=int, const=100_000, metavar="TOKENS")
+    parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.measure:
+        what, who, *numbers = chosen.measure
+        sys.stdout.write(json.dumps(measure(what, who, *map(int, numbers))) + "\n")
+        return
+    parts = [PARTS[name] for name in chosen.only]
+    if chosen.memory:
+        parts = [lambda: memory_rows(chosen.memory)]
+    console = Console(width=120)
+    table = Table("what", "against", "ratio", "at most", title=f"{torch.get_num_threads()} threads")
+    for part in parts:
+        for row in part():
+            target = "" if row.target is None else f"{row.target:.2g}"
+            table.add_row(row.what, row.against, f"{row.ratio:.3g}", target)
+            console.log(f"{row.what}: {row.ratio:.3g}")  # some rows take minutes
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

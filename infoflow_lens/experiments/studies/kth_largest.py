@@ -1,0 +1,119 @@
+"""One attention layer and the k-th largest number: only the extremes are easy (Theorem 2)."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from infoflow_lens.experiments.study import Row, Settings, Study, Verdict, spread
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.hooks import PositionsProbe, run_probes
+from infoflow_lens.models.architecture import Architecture
+from infoflow_lens.models.host import build_model
+from infoflow_lens.tasks import KthLargest
+from infoflow_lens.training import TrainingConfig, train
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+class KthLargestStudy(Study):
+    """NMSE against k for one head and one layer, and the rank of the number that CLS attends to."""
+
+    name: ClassVar[str] = "kth_largest"
+    title: ClassVar[str] = "Which of T numbers can one attention layer pick by its rank?"
+    source: ClassVar[str] = "InfoFlow 2026, Theorem 2 (Sec. 4.1)"
+    acceptance: ClassVar[str] = (
+        "the least NMSE over seeds of every k in between is at least 5 times that of k = 1 and of "
+        "k = T, and the head of k = 1 attends to the largest number in 95% of the samples"
+    )
+    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
+
+    def cases(self, preset: str) -> Sequence[Settings]:
+        """By k."""
+        sizes: Mapping[str, Mapping[str, int]] = {
+            "smoke": {"n_tokens": 4, "n_train": 2000, "epochs": 4},
+            "quick": {"n_tokens": 16, "n_train": 16000, "epochs": 60},
+            "full": {"n_tokens": 64, "n_train": 100000, "epochs": 200},
+        }
+        n_tokens = sizes[preset]["n_tokens"]
+        ranks = [2**i for i in range(n_tokens.bit_length())]
+        return [{"k": k, **sizes[preset]} for k in ranks]
+
+    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
+        """The error, and how often the head's first choice is the largest, k-th, smallest."""
+        task = KthLargest(n_tokens=settings["n_tokens"], k=settings["k"])
+        model = build_model(
+            Architecture(
+                n_heads=(1,), d_model=32, d_token=1, n_tokens=task.n_tokens, d_mlp=64, act_fn="gelu"
+            ),
+            seed=seed,
+            device=device,
+        )
+
+        def drawn(part: str, n: int) -> tuple:  # type: ignore[type-arg]
+            return task.sample(n, seed=derived_seed("kth_largest", part, seed))
+
+        training = train(
+            model,
+            drawn("train", settings["n_train"]),
+            drawn("validation", 2000),
+            TrainingConfig(epochs=settings["epochs"], batch_size=256, lr=4e-3, seed=seed),
+            progress=False,
+        )
+        x = drawn("test", 2000)[0]
+        (positions,) = run_probes(model, x, [PositionsProbe()], progress=False)
+        chosen = positions.argmax[0][:, 0, -1].long()  # of CLS
+        rank = x[..., 0].argsort(dim=1, descending=True).argsort(dim=1).gather(1, chosen[:, None])
+        return [
+            {
+                "nmse": training.nmse,
+                "chooses_largest": float((rank == 0).double().mean()),
+                "chooses_kth": float((rank == settings["k"] - 1).double().mean()),
+                "chooses_smallest": float((rank == task.n_tokens - 1).double().mean()),
+            }
+        ]
+
+    def table(self, results: "pd.DataFrame") -> str:
+        """Errors and choices by k."""
+        lines = [
+            "| T | k | NMSE | attends to the largest | to the k-th | to the smallest |",
+            "|---|---|---|---|---|---|",
+        ]
+        for (n_tokens, k), rows in results.groupby(["n_tokens", "k"]):
+            cells = [spread(rows[c]) for c in ("nmse", "chooses_largest", "chooses_kth")]
+            lines.append(
+                f"| {n_tokens} | {k} | {' | '.join(cells)} | {spread(rows['chooses_smallest'])} |"
+            )
+        return "\n".join([*lines, "", "The paper states exponents and prints no experiment."])
+
+    def figure(self, results: "pd.DataFrame") -> "Figure":
+        """NMSE over k."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 3.4), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(results["k"], results["nmse"], "o", alpha=0.5, label="each seed")
+        least = results.groupby("k")["nmse"].min()
+        axes.plot(least.index, least, "-", label="least over seeds")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("k")
+        axes.set_ylabel("validation NMSE")
+        axes.legend(frameon=False)
+        return figure
+
+    def verdict(self, results: "pd.DataFrame") -> Verdict:
+        """By the errors between the extremes, and by what the head of k = 1 attends to."""
+        least = results.groupby("k")["nmse"].min()
+        extremes = max(float(least.iloc[0]), float(least.iloc[-1]))
+        between = least.iloc[1:-1]
+        best = results[results["k"] == 1].sort_values("nmse").iloc[0]
+        picks = float(best["chooses_largest"])
+        reasons = [f"k = 1: {least.iloc[0]:.2e}, k = T: {least.iloc[-1]:.2e}"]
+        reasons.append(
+            f"between: {between.min():.2e} to {between.max():.2e}, at least "
+            f"{between.min() / extremes:.1f} times the extremes"
+        )
+        reasons.append(f"the best model of k = 1 attends to the largest in {picks:.1%}")
+        passed = picks >= 0.95 and bool((between >= 5 * extremes).all())
+        return Verdict(passed, tuple(reasons))
