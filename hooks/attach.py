@@ -186,6 +186,8 @@ def probe_cache(
         raise InfoFlowError(
             "the cache has no batch axis: expected one; keep it (remove_batch_dim=False)"
         )
+    _check_fits_cache(cache, tokens, "tokens")
+    _check_fits_cache(cache, attention_mask, "attention_mask")
     known = model_fingerprint(model)
     mask = None if attention_mask is None else attention_mask.bool()
     split = Split(every=eval_every)
@@ -200,6 +202,16 @@ def probe_cache(
         probe._collected.update({name: cache[name].detach() for name in names if name in cache})
         probe._take_in(model, split, tokens, None if mask is None or mask.all() else mask)
     return tuple(probe.result() for probe in probes)
+
+
+def _check_fits_cache(cache: Mapping[str, Tensor], given: Tensor | None, what: str) -> None:
+    names = ("hook_tokens", "hook_embed", "blocks.0.hook_resid_pre")
+    shown = next((cache[name] for name in names if name in cache), None)
+    if given is not None and shown is not None and given.shape[:2] != shown.shape[:2]:
+        raise InfoFlowError(
+            f"{what} has shape {tuple(given.shape)}, the cache is of {tuple(shown.shape[:2])} "
+            "sequences and positions: expected those of the same pass"
+        )
 
 
 def _check_every(eval_every: int) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from infoflow_lens.hooks.capabilities import check_finite, layer_count, pattern_hook
+from infoflow_lens.hooks.capabilities import check_finite, check_whole, layer_count, pattern_hook
 from infoflow_lens.hooks.passes import Pass, padded_together
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
@@ -106,6 +106,7 @@ class AttendedProbe(Probe[AttendedResult]):
         layers = []
         for name in self._hook_points(model):
             pattern = seen.activations[name]
+            check_whole(pattern, name)
             check_finite(pattern, name, seen.first)
             largest = pattern.amax(dim=-1, keepdim=True)
             layers.append(((pattern > 0) & (pattern >= self.share * largest)).cpu())

@@ -252,6 +252,7 @@ def attention_scores(
             f"neither {name} nor {by_weight} fired: expected a model that shows its attention; "
             "load it with eager attention (attn_implementation='eager')"
         )
+    check_whole(pattern if scores is None else scores, name)
     if pattern is not None and (scores is None or carries_pattern(scores, pattern)):
         check_finite(pattern, by_weight, sequence)
         return pattern.float().log()
@@ -295,16 +296,16 @@ def check_finite(activation: Float[Tensor, "..."], name: str, sequence: int) -> 
         )
 
 
-def check_keys(scores: Tensor, state: Tensor, name: str) -> None:
-    """Refuse scores over other keys than the positions of this pass (a key-value cache).
+def check_whole(attention: Tensor | None, name: str) -> None:
+    """Refuse attention over other keys than the positions of this pass (a key-value cache).
 
     Raises:
         InfoFlowError: with both numbers.
     """
-    if scores.shape[-1] != state.shape[1]:
+    if attention is not None and attention.shape[-1] != attention.shape[-2]:
         raise InfoFlowError(
-            f"{name} has {scores.shape[-1]} keys for {state.shape[1]} positions: expected one pass "
-            "over whole sequences; run without past_kv_cache"
+            f"{name} has {attention.shape[-1]} keys for {attention.shape[-2]} positions: expected "
+            "one pass over whole sequences; run without past_kv_cache"
         )
 
 
@@ -349,5 +350,5 @@ def check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
         if n_ctx is not None and inputs.shape[1] > n_ctx:
             raise InfoFlowError(
                 f"{name} has sequences of {inputs.shape[1]} tokens, the model takes at most n_ctx "
-                f"{n_ctx}: cut or split them"
+                f"{n_ctx}: cut them with max_length, or split them"
             )

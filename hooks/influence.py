@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from infoflow_lens.hooks.capabilities import check_finite, layer_count, state_hooks, state_sum
-from infoflow_lens.hooks.inputs import may_be_padded
+from infoflow_lens.hooks.capabilities import (
+    check_finite,
+    layer_count,
+    run_catching,
+    state_hooks,
+    state_sum,
+)
+from infoflow_lens.hooks.inputs import Batch, may_be_padded
 from infoflow_lens.hooks.own import own_pass
 from infoflow_lens.hooks.passes import Pass, padded_together
 from infoflow_lens.hooks.probe import Probe
@@ -222,6 +228,7 @@ class StateInfluence(Probe[InfluenceResult]):
         self._places: list[Tensor] = []
         self._lengths: list[Tensor] = []
         self._n_positions = 0
+        self._may_be_edited = False  # where the sources enter
 
     def config(self) -> Mapping[str, Any]:
         """The settings, as JSON-compatible values."""
@@ -280,6 +287,8 @@ class StateInfluence(Probe[InfluenceResult]):
             )
         self._layers = layers
         names = [start_point(model, self.source_layer)]
+        at_start = model.hook_dict[names[0]].fwd_hooks  # type: ignore[index, operator]
+        self._may_be_edited = any(not handle.is_permanent for handle in at_start)
         for layer in self._layers:
             names += state_hooks(model, layer, self._state)
         return tuple(names)
@@ -304,6 +313,8 @@ class StateInfluence(Probe[InfluenceResult]):
         for layer, state in zip(self._layers, expected, strict=True):
             numbers = state if real is None else state[real.to(state.device)]
             check_finite(numbers, f"the {self._state} state of layer {layer}", seen.first)
+        if self._may_be_edited and not self.through_hooks:
+            self._check_start(model, seen, start)
         place = self._place(n_states, n_pos)
         rerun = Rerun(model, self.source_layer, self._layers, self._state, seen.tokens, real)
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
@@ -315,6 +326,28 @@ class StateInfluence(Probe[InfluenceResult]):
         self._places.append(place)
         self._lengths.append(lengths)
         self._n_positions = max(self._n_positions, n_pos)
+
+    def _check_start(self, model: nn.Module, seen: Pass, start: Tensor) -> None:
+        """Repeated passes begin with what was seen at the start, so they would hide an edit there.
+
+        Raises:
+            InfoFlowError: naming the hook point.
+        """
+        point = start_point(model, self.source_layer)
+        same = False
+        if seen.tokens is not None:
+            with own_pass(), without_user_hooks(model):
+                plain = run_catching(model, Batch(seen.tokens, seen.lengths), [point])[1][point]
+            real = seen.is_real(start.shape[1]).to(start.device)
+            gap = (plain[:, : start.shape[1]] - start)[real].float().norm(dim=-1)
+            same = bool((gap <= tolerance(start) * start[real].float().norm(dim=-1) + _TINY).all())
+        if not same:
+            raise InfoFlowError(
+                f"a hook of yours stands at {point}, where the sources enter, and changes what "
+                "enters: influence would be that of the changed sources. Take it off and make the "
+                "change in the inputs; one that does nothing when repeated can take part with "
+                "through_hooks=True"
+            )
 
     def _place(self, n_states: Int[Tensor, " batch"], n_pos: int) -> Int[Tensor, "batch asked"]:
         """The positions of the asked states in each sequence; -1 where it has none."""

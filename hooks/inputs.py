@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from infoflow_lens.hooks.capabilities import check_inputs, starts_at_layers
 from jaxtyping import Bool, Int
@@ -132,6 +133,12 @@ class Batches:
         assert self._loader is not None
         for loaded in self._loader:
             given, mask = _inputs_of(loaded, self._column)
+            if _is_transposed(self._loader, given):
+                raise InfoFlowError(
+                    f"{self._name} gave {len(given)} tensors of {len(given[0])} ids, one for each "
+                    "position: torch collates rows that are lists so; expected a tensor [batch, "
+                    "pos]; put .with_format('torch') on the dataset, or give a collate_fn"
+                )
             part = read_inputs(
                 self._model,
                 given,
@@ -139,7 +146,12 @@ class Batches:
                 max_length=self._max_length,
                 name=self._name,
             )
-            assert part.n_sequences is not None
+            if part.n_sequences is None:
+                raise InfoFlowError(
+                    f"{self._name} gave {_described(loaded)}: expected batches, each a tensor "
+                    "[batch, pos], a list of sequences or of texts, or a mapping with a column of "
+                    "these; collate rows into batches"
+                )
             if skip >= part.n_sequences:
                 skip -= part.n_sequences
                 continue
@@ -193,8 +205,39 @@ def _inputs_of(loaded: Any, column: str | None) -> tuple[Any, Any]:
     if isinstance(loaded, (tuple, list)) and loaded and isinstance(loaded[0], Tensor):
         same = len({len(part) for part in loaded if isinstance(part, Tensor)}) == 1
         if isinstance(loaded, tuple) or (same and loaded[0].ndim >= 2):
-            return loaded[0], None  # inputs and their targets
+            # inputs, and a mask or their targets
+            mask = next((part for part in loaded[1:] if _is_mask(part, loaded[0])), None)
+            return loaded[0], mask
     return loaded, None
+
+
+def _as_tensors(inputs: Any) -> Any:
+    """Arrays of numpy as tensors; integers of every kind as int64, which embeddings read."""
+    if isinstance(inputs, np.ndarray) and inputs.dtype != object:
+        inputs = torch.from_numpy(inputs)
+    if isinstance(inputs, (list, tuple)) and any(isinstance(part, np.ndarray) for part in inputs):
+        return type(inputs)(_as_tensors(part) for part in inputs)
+    small = isinstance(inputs, Tensor) and not inputs.is_floating_point()
+    return inputs.long() if small and inputs.dtype != torch.bool else inputs
+
+
+def _described(loaded: Any) -> str:
+    of = type(loaded[0]).__name__ if isinstance(loaded, (list, tuple)) and loaded else ""
+    return type(loaded).__name__ + (f" of {of}" if of else "")
+
+
+def _is_transposed(loader: Any, given: Any) -> bool:
+    """Whether these are a tensor [batch] for each position, as torch collates rows of lists."""
+    by_default = getattr(loader, "collate_fn", None) is torch.utils.data.default_collate
+    rows = isinstance(given, (list, tuple)) and len(given) > 0
+    return by_default and rows and all(isinstance(p, Tensor) and p.ndim == 1 for p in given)
+
+
+def _is_mask(other: Any, ids: Tensor) -> bool:
+    """Whether a tensor beside token ids is their mask, and not labels."""
+    if not isinstance(other, Tensor) or other.shape != ids.shape or ids.is_floating_point():
+        return False
+    return bool(((other == 0) | (other == 1)).all()) and bool((other == 1).any())
 
 
 def _column_of(names: Sequence[str], column: str | None, what: str) -> tuple[str, bool]:
@@ -242,11 +285,11 @@ def read_inputs(
         return inputs
     if max_length is not None and max_length < 1:
         raise InfoFlowError(f"max_length is {max_length}: expected at least 1 token")
-    given: Any = inputs
+    given: Any = _as_tensors(inputs)
     if isinstance(given, tuple) and len(given) == 2 and attention_mask is None:
         one, other = given
-        if isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape:
-            given, attention_mask = given
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            given, attention_mask = one, other if _is_mask(other, one) else None
     if isinstance(given, Tensor) and attention_mask is None:
         given = given[:, :max_length] if given.ndim == 2 else given
         check_inputs(model, given, name)
@@ -255,6 +298,11 @@ def read_inputs(
         column, has_mask = _column_of(given.column_names, column, name)
         plain = given.with_format(None)
         given = list(plain[column])
+        if given and not isinstance(given[0], (str, list, tuple)):
+            raise InfoFlowError(
+                f"column {column!r} of {name} holds {type(given[0]).__name__}: expected texts or "
+                "lists of token ids; name another column"
+            )
         attention_mask = plain["attention_mask"] if has_mask else attention_mask
     if isinstance(given, str):
         given = [given]

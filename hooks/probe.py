@@ -138,7 +138,7 @@ class Probe(ABC, Generic[ResultT]):
         names = tuple(dict.fromkeys((*required, *self._optional_points(model))))
         record = RunRecord.of_model(
             model,
-            {"probe": type(self).__name__, **self.config()},
+            self._settings(),
             fingerprint_of_model=model_fingerprint,
         )
         self._same_model(record)
@@ -235,7 +235,7 @@ class Probe(ABC, Generic[ResultT]):
         for state in states:
             probe = object.__new__(type(self))
             Probe.__init__(probe)
-            probe.load_state(state)
+            probe._restore(state)
             probes.append(probe)
         first, *rest = probes
         for probe in rest:
@@ -247,11 +247,27 @@ class Probe(ABC, Generic[ResultT]):
         """Everything measured so far, for :meth:`load_state` of a probe with the same settings."""
         if self._collected:
             self._finish()
-        return {k: v for k, v in self.__dict__.items() if k not in ("_finish", "_collected")}
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("_finish", "_collected")}
+        return {**kept, "settings": self._settings()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what another probe had measured."""
-        self.__dict__.update(state)
+        """Go on from what another probe had measured.
+
+        Raises:
+            InfoFlowError: if that had other settings.
+        """
+        if state.get("settings") != self._settings():
+            raise InfoFlowError(
+                f"cannot go on from a state of {state.get('settings')} with {self._settings()}: "
+                "expected the same settings"
+            )
+        self._restore(state)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update({k: v for k, v in state.items() if k != "settings"})
+
+    def _settings(self) -> dict[str, Any]:
+        return {"probe": type(self).__name__, **self.config()}
 
     def result(self) -> ResultT:
         """What was measured so far; the probe may go on afterwards.

@@ -247,10 +247,9 @@ class RecoveryProbe(Probe[RecoveryResult]):
         state["_layers"] = [[maps.state() for maps in sets] for sets in self._layers]
         return state
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what another probe had measured."""
+    def _restore(self, state: Mapping[str, Any]) -> None:
         layers = [[Maps.from_state(maps) for maps in sets] for sets in state["_layers"]]
-        super().load_state({**state, "_layers": layers})
+        super()._restore({**state, "_layers": layers})
 
     def _result(self) -> RecoveryResult:
         notes = list(self._notes())

@@ -8,7 +8,6 @@ from einops import rearrange
 from infoflow_lens.hooks.capabilities import (
     attention_scores,
     check_finite,
-    check_keys,
     state_sum,
     unmasked,
 )
@@ -84,7 +83,6 @@ class RowMaker:
         """
         scores = attention_scores(seen.activations, layer, seen.first)
         state = state_sum(seen.activations, source_hooks(model, layer, self.source))
-        check_keys(scores, state, f"layer {layer}")
         check_finite(state, f"the {self.source} state of layer {layer}", seen.first)
         scores = leaving_out(scores, self.without)
         positions = rank_keys(scores, self.ranks).positions[:, :, :n_source]

@@ -79,14 +79,20 @@ def _load(model: nn.Module, data: str, n: int, max_length: int | None, seed: int
 def _table(path: Path) -> Any:
     import datasets
 
+    if not path.stat().st_size:
+        raise InfoFlowError(f"{str(path)!r} is empty: expected at least one text or row")
     try:
         table = datasets.load_dataset(
             _TABLES[path.suffix], data_files=str(path), split="train", keep_in_memory=True
         )
     except Exception as error:  # the readers of five formats raise their own errors
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = (str(cause) or type(cause).__name__).splitlines()[0]
         raise InfoFlowError(
-            f"{str(path)!r} cannot be read ({type(error).__name__}: {error}): expected "
-            f"{_TABLES[path.suffix]} rows"
+            f"{str(path)!r} cannot be read ({type(cause).__name__}: {reason}): expected rows of "
+            f"{_TABLES[path.suffix]} in UTF-8"
         ) from error
     if path.suffix == ".txt":  # blank lines part paragraphs
         table = table.select([i for i, text in enumerate(table["text"]) if text.strip()])

@@ -103,7 +103,11 @@ class ProbingConfig:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        check_ranks(self.ranks)
+        if check_ranks(self.ranks) != tuple(range(1, len(self.ranks) + 1)):
+            raise InfoFlowError(
+                f"ranks are {self.ranks}: expected 1 to some K, such as (1, 2, 3), from which "
+                "predictions and the coverage curve are made; for others use PositionsProbe"
+            )
         check_positions(self.without)
         for name in self.probes:
             if name not in PROBES:
@@ -206,6 +210,7 @@ def run_probing(
     with atomic_path(out / "inputs.safetensors") as temporary:
         save_file(contents, temporary)
     run = _Run(out, config, model, batches, progress, say)
+    run.check()
     try:
         positions, recovery = run.states()
         attended, chosen, influence = run.influences()
@@ -248,6 +253,11 @@ class _Run:
     ) -> None:
         self.out, self.config, self.model = out, config, model
         self.batches, self.progress, self.say = batches, progress, say
+
+    def check(self) -> None:
+        """Refuse what a later part could not do, before the first begins."""
+        if "influence" in self.config.probes:
+            self._influence_probe(self.batches.first(self.config.n_detail))
 
     def states(self) -> tuple[PositionsResult | None, RecoveryResult | None]:
         """Positions and recovery share their passes over all sequences."""
@@ -339,9 +349,28 @@ class _Run:
         return int(getattr(getattr(self.model, "cfg", None), "d_model", 0))
 
     def _donors(self, length: int) -> Tensor:
-        """The last sequences that are long enough."""
-        long = [row[:length] for row in self.batches.sequences() if len(row) >= length]
-        return torch.stack(long[-_DONORS:])
+        """Tokens that take the place of others: of sequences that are not measured, if possible.
+
+        Where sequences differ in length, a donor's later tokens come from other sequences than its
+        first: what enters at a position is its token alone.
+
+        Raises:
+            InfoFlowError: if some position has no other sequence's token.
+        """
+        rows = list(self.batches.sequences())
+        donors = []
+        for position in range(length):
+            long = [row[position] for row in rows if len(row) > position]
+            rest = [row[position] for row in rows[self.config.n_detail :] if len(row) > position]
+            found = (rest if len(rest) > 1 else long)[-_DONORS:]
+            if len(found) < 2:
+                raise InfoFlowError(
+                    "influence 'resample' replaces tokens by those of other sequences, and only "
+                    f"one has a token {position}: expected at least 2; give more sequences, cut "
+                    "them with max_length, or choose influence 'estimate'"
+                )
+            donors.append(torch.stack([found[i % len(found)] for i in range(_DONORS)]))
+        return torch.stack(donors, dim=1)
 
     def _probed(
         self, part: str, wanted: Mapping[str, Probe[Any]], batches: Batches

@@ -275,6 +275,7 @@ def test_data_that_are_not_there(folder, data, message, monkeypatch):
         ({"influence": "exactly"}, "did you mean 'exact'"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"ranks": (0,)}, "ranks are"),
+        ({"ranks": (2, 3)}, "expected 1 to some K"),
         ({"without": (-1,)}, "without is"),
         ({"metric": "mse"}, "did you mean 'nmse'"),
         ({"sketch": -1}, "sketch is -1"),
@@ -295,3 +296,37 @@ def test_what_a_model_cannot_give_is_refused_before_work_starts(tmp_path, config
     found = run(tmp_path / "out", rest)  # ranks come from the pattern
     assert found.mechanisms is None
     assert found.agreement["argmax"].cls.influence_inside > 0
+
+
+def test_donors_are_other_sequences_where_there_are_any(tmp_path, config):
+    """Of texts of different lengths, tokens come from those that are not measured."""
+    asked = ProbingConfig(
+        **{**vars(config), "probes": ("influence",), "influence": "resample", "n_detail": 2}
+    )
+    found = run(tmp_path / "out", asked)
+    assert found.influence.record.config["n_donors"] == 8
+    last = found.influence.influence[-1, 0, -2, : int(found.influence.lengths[0])]
+    assert (last[:-1] > 0).any()
+
+
+def test_one_sequence_has_no_donor(tmp_path, config):
+    data = tmp_path / "one.txt"
+    data.write_text("w5 w6 w7")
+    asked = ProbingConfig(
+        **{**vars(config), "probes": ("positions", "influence"), "influence": "resample",
+           "data": str(data)}
+    )  # fmt: skip
+    with pytest.raises(InfoFlowError, match="only one has a token 0"):
+        run(tmp_path / "out", asked)
+    assert not list((tmp_path / "out").glob("positions*"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "is empty"), (b"\xff\xfe\x00w", "cannot be read .*UTF-8"), (b"\n\n", "holds no rows")],
+)
+def test_files_that_cannot_be_read(tmp_path, folder, content, message):
+    path = tmp_path / "data.txt"
+    path.write_bytes(content)
+    with pytest.raises(InfoFlowError, match=message):
+        read_data(load_any(str(folder)).model, str(path))

@@ -8,6 +8,7 @@ import torch
 from infoflow_lens.hooks.probe import Split
 
 from infoflow_lens import (
+    AttendedProbe,
     InfoFlowError,
     JacobianInfluence,
     PositionsProbe,
@@ -149,11 +150,13 @@ def test_an_intervention_is_refused_unless_it_takes_part(model, inputs):
         run_probes(model, inputs, [JacobianInfluence()], progress=False)
 
 
-def test_an_intervention_at_the_tokens_is_applied_once(model, inputs):
-    with model.hooks(fwd_hooks=[("hook_tokens", lambda tokens, hook: tokens * 2)]):
-        (result,) = run_probes(model, inputs, [JacobianInfluence()], progress=False)
-    (expected,) = run_probes(model, inputs * 2, [JacobianInfluence()], progress=False)
-    torch.testing.assert_close(result.influence, expected.influence)
+def test_an_intervention_at_the_tokens_is_refused(model, inputs):
+    """Influence would be that of the changed tokens, not of the input."""
+    with (
+        model.hooks(fwd_hooks=[("hook_tokens", lambda tokens, hook: tokens * 2)]),
+        pytest.raises(InfoFlowError, match="make the change in the inputs"),
+    ):
+        run_probes(model, inputs, [JacobianInfluence()], progress=False)
 
 
 def test_what_the_user_stores_keeps_its_gradient(model, inputs):
@@ -500,3 +503,58 @@ def test_a_pass_ends_when_all_is_seen(model, inputs, monkeypatch):
         assert one.to_frame().equals(other.to_frame())
     with attach(model, PositionsProbe()):
         assert model(inputs).shape == (23, 1)  # the user's own call is never cut short
+
+
+@pytest.mark.parametrize("make", [PositionsProbe, AttendedProbe])
+def test_generation_with_a_cache_is_refused(token_model, token_inputs, make):
+    with attach(token_model, make()), pytest.raises(InfoFlowError, match="without past_kv_cache"):
+        token_model.generate(
+            token_inputs[:2, :4], max_new_tokens=3, verbose=False, stop_at_eos=False
+        )
+
+
+@pytest.mark.parametrize("source_layer", [None, 1])
+def test_an_edit_where_sources_enter_is_refused_and_looking_is_not(
+    token_model, token_inputs, source_layer
+):
+    point = f"blocks.{source_layer or 0}.hook_resid_pre"
+    make = lambda **more: JacobianInfluence(source_layer=source_layer, **more)  # noqa: E731
+    (plain,) = run_probes(token_model, token_inputs[:3], [make()], progress=False)
+
+    def cut(activation, hook):
+        activation = activation.clone()
+        activation[:, 3] = 0
+        return activation
+
+    with (
+        token_model.hooks(fwd_hooks=[(point, cut)]),
+        pytest.raises(InfoFlowError, match="where the sources enter"),
+    ):
+        run_probes(token_model, token_inputs[:3], [make()], progress=False)
+    with token_model.hooks(fwd_hooks=[(point, cut)]):
+        (through,) = run_probes(
+            token_model, token_inputs[:3], [make(through_hooks=True)], progress=False
+        )
+    assert (through.influence[..., 3] == 0).all()
+    with token_model.hooks(fwd_hooks=[(point, lambda activation, hook: None)]):
+        (looked_at,) = run_probes(token_model, token_inputs[:3], [make()], progress=False)
+    assert looked_at.influence.equal(plain.influence)
+
+
+def test_a_state_of_other_settings_is_refused(token_model, token_inputs):
+    probe = PositionsProbe((2,))
+    run_probes(token_model, token_inputs, [probe], progress=False)
+    with pytest.raises(InfoFlowError, match=r"cannot go on from a state of .*'ranks': \[2\]"):
+        PositionsProbe((1,)).load_state(probe.state())
+    again = PositionsProbe((2,))
+    again.load_state(probe.state())
+    assert again.n_sequences == 19
+
+
+def test_tokens_and_masks_must_be_those_of_the_cache(token_model, token_inputs):
+    _, cache = token_model.run_with_cache(token_inputs)
+    for wrong in (token_inputs[:, :5], token_inputs[:5]):
+        with pytest.raises(InfoFlowError, match="tokens has shape"):
+            probe_cache(token_model, cache, [PositionsProbe()], tokens=wrong)
+    with pytest.raises(InfoFlowError, match="attention_mask has shape"):
+        probe_cache(token_model, cache, [PositionsProbe()], attention_mask=torch.ones(19, 8))

@@ -331,3 +331,54 @@ def test_positions_left_out_are_never_chosen(token_model, token_inputs):
         first = ranked[..., 0]
         kept = (first != 0) & (first != 3)
         assert chosen[..., 0][kept].equal(first[kept])
+
+
+def test_loaders_of_rows_are_not_read_transposed(token_model, token_inputs):
+    """torch collates rows that are lists into one tensor for each position."""
+    table = datasets.Dataset.from_dict({"input_ids": token_inputs.tolist()})
+    with pytest.raises(InfoFlowError, match=r"one for each position.*with_format\('torch'\)"):
+        run_probes(
+            token_model,
+            torch.utils.data.DataLoader(table, batch_size=6),
+            [PositionsProbe()],
+            progress=False,
+        )
+    loader = torch.utils.data.DataLoader(table.with_format("torch"), batch_size=6)
+    (found,) = run_probes(token_model, loader, [PositionsProbe()], progress=False)
+    assert found.lengths.tolist() == [9] * 19
+
+
+def test_masks_and_labels_beside_ids_are_told_apart(token_model):
+    ids, mask = padded(make_sequences(), "left")
+    labels = ids.clone()
+    labels[:, 3] = 0
+    together = torch.utils.data.TensorDataset
+    for second, lengths in ((mask, list(LENGTHS)), (labels, [9] * 6)):
+        loader = torch.utils.data.DataLoader(together(ids, second), batch_size=4)
+        for given in ((ids, second), loader):
+            (found,) = run_probes(token_model, given, [PositionsProbe()], progress=False)
+            assert found.lengths.tolist() == lengths
+
+
+def test_arrays_and_small_integers_are_read(token_model, token_inputs):
+    (expected,) = run_probes(token_model, token_inputs, [PositionsProbe()], progress=False)
+    for given in (
+        token_inputs.numpy(),
+        list(token_inputs.numpy()),
+        token_inputs.to(torch.uint8),
+        token_inputs.to(torch.int32),
+    ):
+        (found,) = run_probes(token_model, given, [PositionsProbe()], progress=False)
+        assert found.positions[1].equal(expected.positions[1])
+
+
+def test_a_generator_of_rows_is_refused(token_model, token_inputs):
+    rows = (row.tolist() for row in token_inputs)
+    with pytest.raises(InfoFlowError, match="gave list of int: expected batches"):
+        run_probes(token_model, rows, [PositionsProbe()], progress=False)
+
+
+def test_a_column_of_numbers_is_refused(token_model):
+    table = datasets.Dataset.from_dict({"label": [1, 2, 3]})
+    with pytest.raises(InfoFlowError, match="'label' of inputs holds int"):
+        run_probes(token_model, table, [PositionsProbe()], column="label", progress=False)
