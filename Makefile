@@ -31,7 +31,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.first_light
+	$(BIN)/python -m benchmarks.theory_and_training
 	$(BIN)/python -m benchmarks.probes
 	$(BIN)/python -m benchmarks.influence
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from sklearn.metrics import roc_auc_score
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-from benchmarks.first_light import paired
+from benchmarks.timing import paired
 from infoflow_lens import (
     Architecture,
     JacobianInfluence,

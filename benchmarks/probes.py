@@ -24,7 +24,7 @@ from rich.table import Table
 from sklearn.linear_model import LinearRegression, Ridge
 from torch import Tensor
 
-from benchmarks.first_light import paired
+from benchmarks.timing import paired
 from infoflow_lens import (
     Architecture,
     PositionsProbe,
