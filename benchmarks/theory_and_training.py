@@ -1,6 +1,6 @@
 """Ratios of propagation and training against what one would write otherwise, in one run.
 
-Run: python -m benchmarks.theory_and_training   (medians of paired rounds, times of the alternative are 1)
+Run: python -m benchmarks.theory_and_training   (medians of paired rounds; the alternative takes 1)
 """
 
 from collections.abc import Callable

@@ -3,7 +3,12 @@
 from infoflow_lens.hooks.attach import AttachedProbes, attach, probe_cache, run_probes
 from infoflow_lens.hooks.attended import AttendedProbe, AttendedResult
 from infoflow_lens.hooks.influence import InfluenceResult
-from infoflow_lens.hooks.inspection import ModelCapabilities, example_input, inspect_model
+from infoflow_lens.hooks.inspection import (
+    LayerCapabilities,
+    ModelCapabilities,
+    example_input,
+    inspect_model,
+)
 from infoflow_lens.hooks.jacobian import JacobianInfluence
 from infoflow_lens.hooks.positions import PositionsProbe, PositionsResult
 from infoflow_lens.hooks.probe import Probe, Split
@@ -25,6 +30,7 @@ __all__ = [
     "InfluenceResult",
     "JacobianInfluence",
     "JointReplacement",
+    "LayerCapabilities",
     "MechanismsResult",
     "ModelCapabilities",
     "PositionsProbe",

@@ -274,6 +274,8 @@ def run_probes(
     _check_every(eval_every)
     if batch_size < 1:
         raise InfoFlowError(f"batch_size is {batch_size}: expected at least 1")
+    if skip < 0:
+        raise InfoFlowError(f"skip is {skip}: expected the number of sequences that are done")
     if isinstance(probes, Probe) or not all(isinstance(probe, Probe) for probe in probes):
         raise InfoFlowError(f"probes is {probes!r}: expected a list of probes, as in [p] or [p, q]")
     read = read_inputs(

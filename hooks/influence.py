@@ -287,8 +287,9 @@ class StateInfluence(Probe[InfluenceResult]):
             )
         self._layers = layers
         names = [start_point(model, self.source_layer)]
-        at_start = model.hook_dict[names[0]].fwd_hooks  # type: ignore[index, operator]
-        self._may_be_edited = any(not handle.is_permanent for handle in at_start)
+        points: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
+        hooks = points[names[0]].fwd_hooks
+        self._may_be_edited = any(not hook.is_permanent for hook in hooks)
         for layer in self._layers:
             names += state_hooks(model, layer, self._state)
         return tuple(names)

@@ -131,7 +131,7 @@ class Batches:
 
     def _loaded(self, batch_size: int, skip: int) -> Iterator[Batch]:
         assert self._loader is not None
-        for loaded in self._loader:
+        for loaded in _rows_in_batches(self._loader, self._column, batch_size):
             given, mask = _inputs_of(loaded, self._column)
             if _is_transposed(self._loader, given):
                 raise InfoFlowError(
@@ -211,6 +211,28 @@ def _inputs_of(loaded: Any, column: str | None) -> tuple[Any, Any]:
     return loaded, None
 
 
+def _rows_in_batches(loader: Iterable[Any], column: str | None, batch_size: int) -> Iterator[Any]:
+    """What a loader gives; single rows, as streamed datasets give them, are put together."""
+    rows: list[Mapping[str, Any]] = []
+    for loaded in loader:
+        if isinstance(loaded, Mapping) and _is_row(_inputs_of(loaded, column)[0]):
+            rows.append(loaded)
+            if len(rows) == batch_size:
+                yield {name: [row[name] for row in rows] for name in rows[0]}
+                rows = []
+        else:
+            yield loaded
+    if rows:
+        yield {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _is_row(given: Any) -> bool:
+    """Whether this is one text or one sequence of ids."""
+    if isinstance(given, (list, tuple)):
+        return len(given) > 0 and isinstance(given[0], int)
+    return isinstance(given, str) or (isinstance(given, Tensor) and given.ndim == 1)
+
+
 def _as_tensors(inputs: Any) -> Any:
     """Arrays of numpy as tensors; integers of every kind as int64, which embeddings read."""
     if isinstance(inputs, np.ndarray) and inputs.dtype != object:
@@ -285,7 +307,16 @@ def read_inputs(
         return inputs
     if max_length is not None and max_length < 1:
         raise InfoFlowError(f"max_length is {max_length}: expected at least 1 token")
-    given: Any = _as_tensors(inputs)
+    given: Any = inputs
+    if isinstance(given, Mapping):
+        if any(hasattr(part, "column_names") for part in given.values()):
+            raise InfoFlowError(
+                f"{name} is a {type(given).__name__} with {', '.join(given)}: expected one split, "
+                f"such as {name}[{next(iter(given))!r}]"
+            )
+        given, mask = _inputs_of(given, column)
+        attention_mask = mask if attention_mask is None else attention_mask
+    given = _as_tensors(given)
     if isinstance(given, tuple) and len(given) == 2 and attention_mask is None:
         one, other = given
         if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -425,7 +456,7 @@ def call_inputs(
         real = mask.bool()
         return given, None if bool(real.all()) else real
     if given.ndim == 2 and not given.is_floating_point() and _masks_by_itself(model):
-        pad = model.tokenizer.pad_token_id  # type: ignore[union-attr]
+        pad = int(model.tokenizer.pad_token_id)  # type: ignore[arg-type, union-attr]
         leading = given.eq(pad).long().cumprod(dim=1).sum(dim=1)
         allowed = int(pad == model.tokenizer.bos_token_id)  # type: ignore[union-attr]
         if int(leading.max()) > allowed:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from infoflow_lens.hooks.influence import StateInfluence
-from infoflow_lens.hooks.rerun import Rerun, rows_at_once
+from infoflow_lens.hooks.rerun import Rerun, at_places, rows_at_once
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -148,7 +148,7 @@ class JacobianInfluence(StateInfluence):
                 # [direction, batch, pos, d_model]
                 energy = _energy(tangent, total.dtype).permute(1, 2, 0)
                 total.index_add_(2, (index // d_source).to(total.device), energy)
-        return torch.stack([_at(total, here.place).cpu() for total in squares])
+        return torch.stack([at_places(total, here.place).cpu() for total in squares])
 
     def _reverse(
         self, here: "_Some", expected: list[Tensor], chunk: int, errors: Tensor
@@ -267,14 +267,6 @@ def _towards(
     else:
         towards[pair, sequence, position] = drawn[index[:, row].T, direction[:, None]].to(towards)
     return towards
-
-
-def _at(
-    values: Float[Tensor, "batch pos source"], place: Int[Tensor, "batch asked"]
-) -> Float[Tensor, "batch asked source"]:
-    """What stands at these positions; anything where they are -1."""
-    index = place.clamp(min=0).to(values.device)[:, :, None]
-    return values.gather(1, index.expand(-1, -1, values.shape[2]))
 
 
 def _orthogonal(

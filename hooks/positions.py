@@ -1,7 +1,7 @@
 """Which key positions each head attends to most."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -262,14 +262,6 @@ class PositionsProbe(Probe[PositionsResult]):
             )
             for part, fill in enumerate((-1, math.nan, 0))
         )
-        for layer in positions:
-            supported = int((layer >= 0).flatten(0, 2).any(dim=0).sum())
-            if supported < len(self.ranks):
-                n_keys = int(self._lengths[0].max())
-                raise InfoFlowError(
-                    f"no query has a key of rank {max(self.ranks)}: the longest row of attention "
-                    f"has fewer (of {n_keys} positions); ask for smaller ranks"
-                )
         entropy, concentration = (
             tuple(
                 padded_together([spread[layer][part] for spread in self._spread], (2,), math.nan)
@@ -286,8 +278,17 @@ class PositionsProbe(Probe[PositionsResult]):
             entropy=entropy,
             concentration=concentration,
             record=self._run_record(),
-            notes=(*self._notes(), *((_RELU_NOTE,) if self._is_relu else ())),
+            notes=(*self._notes(), *self._lacking(positions)),
         )
+
+    def _lacking(self, positions: Sequence[Tensor]) -> Iterator[str]:
+        """What a reader must know: ranks without keys, and attention that has no argmax."""
+        if self._is_relu:
+            yield _RELU_NOTE
+        for layer, chosen in enumerate(positions):
+            for column, rank in enumerate(self.ranks):
+                if not (chosen[..., column] >= 0).any():
+                    yield f"layer {layer}: no query has a key of rank {rank}"
 
 
 def _spread(pattern: Float[Tensor, "batch head query key"]) -> tuple[Tensor, Tensor]:

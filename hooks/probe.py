@@ -244,7 +244,10 @@ class Probe(ABC, Generic[ResultT]):
         return self
 
     def state(self) -> dict[str, Any]:
-        """Everything measured so far, for :meth:`load_state` of a probe with the same settings."""
+        """Everything measured so far, for :meth:`load_state` of a probe with the same settings.
+
+        It may be pickled; `torch.load` needs ``weights_only=False`` for its records.
+        """
         if self._collected:
             self._finish()
         kept = {k: v for k, v in self.__dict__.items() if k not in ("_finish", "_collected")}

@@ -231,3 +231,11 @@ def is_shortformer(model: nn.Module) -> bool:
     """Whether positions enter every layer aside of the residual stream."""
     cfg = getattr(model, "cfg", None)
     return getattr(cfg, "positional_embedding_type", None) == "shortformer"
+
+
+def at_places(
+    values: Float[Tensor, "batch pos d"], place: Int[Tensor, "batch asked"]
+) -> Float[Tensor, "batch asked d"]:
+    """What stands at these positions; anything where they are negative."""
+    index = place.clamp(min=0).to(values.device)[:, :, None]
+    return values.gather(1, index.expand(-1, -1, values.shape[2]))

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from infoflow_lens.hooks.capabilities import check_inputs, run_catching
 from infoflow_lens.hooks.influence import StateInfluence, tolerance
-from infoflow_lens.hooks.rerun import KeysAndValues, Rerun, rows_at_once, start_point
+from infoflow_lens.hooks.rerun import KeysAndValues, Rerun, at_places, rows_at_once, start_point
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
@@ -167,8 +167,10 @@ class ResampleInfluence(StateInfluence):
                 before = None if cache is None else cache.before(which, first)
                 values = rerun(changed, which, before)
                 for layer, value in enumerate(values):
-                    now = _at(value, here[each[part, 2]])
-                    then = _at(plain[layer][which.to(value.device), first:end], here[each[part, 2]])
+                    now = at_places(value, here[each[part, 2]])
+                    then = at_places(
+                        plain[layer][which.to(value.device), first:end], here[each[part, 2]]
+                    )
                     moved[layer, part] = (now - then).float().norm(dim=-1).cpu()
             moved = moved.view(n_layers, len(sources), n_donors, len(sequences), -1)
             joined = self._joined(moved)  # [layer, source, sequence, asked]
@@ -238,11 +240,3 @@ def _shares(
         if not (gap <= strict * tolerance(state) * target.float().norm(dim=-1) + 1e-12).all():
             return False
     return True
-
-
-def _at(
-    values: Float[Tensor, "row pos d_model"], place: Int[Tensor, "row asked"]
-) -> Float[Tensor, "row asked d_model"]:
-    """The states at these positions; anything where they are negative."""
-    index = place.clamp(min=0).to(values.device)[:, :, None]
-    return values.gather(1, index.expand(-1, -1, values.shape[2]))

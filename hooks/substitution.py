@@ -223,6 +223,8 @@ class MechanismsResult(Result):
                 f"mechanisms were measured on at most {longest} positions, these sequences have "
                 f"{n_pos}: expected sequences at least as long; measure mechanisms on them too"
             )
+        # a real query attends to something; beyond a sequence's end there is nothing to pass on
+        real = (attended[0] >= 0).any(dim=3).any(dim=1)
         for layer, names in enumerate(self.mechanisms(threshold)):
             rules: list[Rule] = [MaxPosition(torch.full_like(chosen[layer][:, :1], -1))]
             for head, name in enumerate(names):
@@ -231,9 +233,9 @@ class MechanismsResult(Result):
                     rules.append(MaxPosition(chosen[layer][:, head : head + 1]))
                 elif name == "specific_position":
                     least = share * mean.amax(dim=-1, keepdim=True)
-                    rules.append(SpecificPositions((mean >= least) & (mean > 0)))
+                    rules.append(_by_position((mean >= least) & (mean > 0), real))
                 elif name == "global":
-                    rules.append(SpecificPositions(mean > 0))  # every key that is allowed
+                    rules.append(_by_position(mean > 0, real))  # every key that is allowed
                 elif name != "own_position":
                     rules.append(MaxPosition(attended[layer][:, head : head + 1]))
             layers.append(rules)
@@ -282,6 +284,24 @@ class MechanismsProgress:
     seen: dict[str, Any]
 
 
+def check_damage(threshold: float) -> None:
+    """Refuse thresholds that are no damage.
+
+    Raises:
+        InfoFlowError: unless it is at least 0.
+    """
+    if not threshold >= 0:  # also NaN
+        raise InfoFlowError(f"threshold is {threshold}: expected a damage of at least 0")
+
+
+def _by_position(reads: Bool[Tensor, "pos key"], real: Bool[Tensor, "batch pos"]) -> Rule:
+    """Fixed keys, of those that each sequence has."""
+    if real.all():
+        return SpecificPositions(reads)
+    keys = torch.arange(reads.shape[1])
+    return MaxPosition(torch.where(reads & real[:, None, None, : len(keys)], keys, -1))
+
+
 def measure_mechanisms(
     model: nn.Module,
     inputs: Inputs,
@@ -324,8 +344,7 @@ def measure_mechanisms(
     n_layers = layer_count(model)
     batches = _read(model, inputs, attention_mask, column, max_length)
     measure = _metric_of(model, metric, read, batches)
-    if threshold < 0:
-        raise InfoFlowError(f"threshold is {threshold}: expected a damage of at least 0")
+    check_damage(threshold)
     if k < 1 or batch_size < 1:
         raise InfoFlowError(f"k is {k} and batch_size {batch_size}: expected at least 1 each")
     counts = _head_counts(model)

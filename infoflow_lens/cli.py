@@ -222,8 +222,12 @@ def probe(
     ],
     out: Annotated[Path, typer.Option(help="Folder for results and the report.")],
     probes: Annotated[
-        str, typer.Option(help="Of positions, recovery, influence, mechanisms, with commas.")
-    ] = "positions,recovery,influence,mechanisms",
+        str | None,
+        typer.Option(
+            help="Of positions, recovery, influence, mechanisms, with commas; default, all that "
+            "the model can give."
+        ),
+    ] = None,
     column: Annotated[
         str | None, typer.Option(help="Column of texts or ids; default, the one that is known.")
     ] = None,
@@ -263,7 +267,7 @@ def probe(
         config = ProbingConfig(
             model=model,
             data=data,
-            probes=tuple(name.strip() for name in probes.split(",")),
+            probes=None if probes is None else tuple(p.strip() for p in probes.split(",")),
             ranks=_integers(ranks, "--ranks"),
             without=_integers(without, "--without") if without else (),
             column=column,
@@ -313,12 +317,15 @@ def _print_probing(result: Any) -> None:
             )
         console.print(table)
     if result.recovery is not None:
-        frame = result.recovery.to_frame()
-        best = frame.loc[frame["fvu"].idxmin()]
-        console.print(
-            f"recovery: best head {best['layer']:.0f}.{best['head']:.0f} at rank {best['rank']:.0f}"
-            f" leaves {best['fvu']:.1%} of the variance unexplained"
-        )
+        frame = result.recovery.to_frame().dropna(subset="fvu").sort_values("fvu")
+        if frame.empty or frame["fvu"].iloc[0] >= 1:
+            console.print("recovery: no head gives its token back better than the mean does")
+        else:
+            best = frame.iloc[0]
+            console.print(
+                f"recovery: best head {best['layer']:.0f}.{best['head']:.0f} at rank "
+                f"{best['rank']:.0f} leaves {best['fvu']:.1%} of the variance unexplained"
+            )
     console.print(f"report: {result.out / 'report.html'}", soft_wrap=True)
     console.print(f"numbers: {result.out}", soft_wrap=True)
 

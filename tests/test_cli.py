@@ -231,10 +231,10 @@ def test_probe_prints_mechanisms_and_agreement(small, tmp_path):
         (["--ranks", "1,a"], "--ranks is '1,a'"),
         (["--column", "ids"], "without ids"),
         (["--influence", "exakt"], "did you mean 'exact'"),
-        (["--ranks", "7"], "rank 7 is beyond the number of keys"),
+        (["--ranks", "1,2,3,4,5,6,7"], "rank 7 is beyond the number of keys"),
         (["--metric", "mse"], "metric is 'mse'"),
         (["--n", "3"], "expected at least one of each"),
-        (["--max-length", "1", "--ranks", "2"], "rank 2 is beyond"),
+        (["--max-length", "1", "--ranks", "1,2"], "rank 2 is beyond"),
         (["--backend", "bridg"], "did you mean 'bridge'"),
     ],
 )

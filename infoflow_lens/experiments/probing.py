@@ -1,8 +1,9 @@
 """Probe any model on any data: measure, predict, compare; finished parts stay on disk."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from infoflow_lens.agreement import (
 )
 from infoflow_lens.experiments.checkpoint import Checkpoint
 from infoflow_lens.experiments.data import read_data
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json, write_text
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.record import RunRecord, fingerprint, model_fingerprint
@@ -29,6 +30,7 @@ from infoflow_lens.hooks import (
     AttendedResult,
     InfluenceResult,
     JacobianInfluence,
+    LayerCapabilities,
     MechanismsResult,
     ModelCapabilities,
     PositionsProbe,
@@ -44,7 +46,7 @@ from infoflow_lens.hooks import (
 )
 from infoflow_lens.hooks.inputs import Batches
 from infoflow_lens.hooks.ranking import check_positions, check_ranks
-from infoflow_lens.hooks.substitution import METRICS
+from infoflow_lens.hooks.substitution import METRICS, check_damage
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.report.probing import ProbingReport, ShownSequence, render_probing
 from infoflow_lens.theory import InformationSets, propagate
@@ -65,7 +67,8 @@ class ProbingConfig:
     Attributes:
         model: an official name, a local folder in the Hugging Face format, or a checkpoint of ours.
         data: see :func:`infoflow_lens.experiments.data.read_data`.
-        probes: of "positions", "recovery", "influence", "mechanisms".
+        probes: of "positions", "recovery", "influence", "mechanisms"; None for all that the model
+            can give.
         ranks: of positions and recovery.
         without: positions left out as keys, such as (0,) for BOS.
         column, n, max_length: see :func:`~infoflow_lens.experiments.data.read_data`.
@@ -83,7 +86,7 @@ class ProbingConfig:
 
     model: str
     data: str
-    probes: tuple[str, ...] = PROBES
+    probes: tuple[str, ...] | None = None
     ranks: tuple[int, ...] = (1, 2, 3, 4)
     without: tuple[int, ...] = ()
     column: str | None = None
@@ -109,10 +112,10 @@ class ProbingConfig:
                 "predictions and the coverage curve are made; for others use PositionsProbe"
             )
         check_positions(self.without)
-        for name in self.probes:
+        for name in self.probes or ():
             if name not in PROBES:
                 raise InfoFlowError(f"there is no probe {name!r}{nearest(name, PROBES)}")
-        if not self.probes or len(set(self.probes)) < len(self.probes):
+        if self.probes is not None and not 0 < len(set(self.probes)) == len(self.probes):
             raise InfoFlowError(
                 f"probes are {self.probes!r}: expected different ones of {', '.join(PROBES)}"
             )
@@ -122,8 +125,11 @@ class ProbingConfig:
             )
         if self.metric is not None and self.metric not in METRICS:
             raise InfoFlowError(f"metric is {self.metric!r}{nearest(self.metric, METRICS)}")
-        if self.sketch is not None and self.sketch < 0:
-            raise InfoFlowError(f"sketch is {self.sketch}: expected at least 0, which is exact")
+        check_damage(self.threshold)
+        if self.sketch is not None and (self.sketch < 0 or self.sketch == 1):
+            raise InfoFlowError(
+                f"sketch is {self.sketch}: expected 0, which is exact, or at least 2 directions"
+            )
         for name in ("batch_size", "n_detail", "n_shown"):
             if getattr(self, name) < 1:
                 raise InfoFlowError(f"{name} is {getattr(self, name)}: expected at least 1")
@@ -183,22 +189,23 @@ def run_probing(
     """
     writable_folder(out)
     _check_folder(out, config)
-    loaded = load_any(
-        config.model, device=config.device, dtype=config.dtype, backend=config.backend
-    )
-    model = loaded.model
-    batches = read_data(
-        model,
-        config.data,
-        column=config.column,
-        n=config.n,
-        max_length=config.max_length,
-        seed=config.seed,
-    )
+    with nullcontext() if progress else _no_bars_of_libraries():
+        loaded = load_any(
+            config.model, device=config.device, dtype=config.dtype, backend=config.backend
+        )
+        model = loaded.model
+        batches = read_data(
+            model,
+            config.data,
+            column=config.column,
+            n=config.n,
+            max_length=config.max_length,
+            seed=config.seed,
+        )
     contents = _contents(batches)
     first = next(batches.batches(1)).tokens
     capabilities = inspect_model(model, first)
-    _check_possible(capabilities, config)
+    asked = replace(config, probes=_possible(capabilities, config, say))
     say(f"{loaded.description}; {batches.n_sequences} sequences")
     record = RunRecord(
         config={**asdict(config), "inputs": fingerprint(contents)},
@@ -209,7 +216,7 @@ def run_probing(
     _claim_folder(out, record)
     with atomic_path(out / "inputs.safetensors") as temporary:
         save_file(contents, temporary)
-    run = _Run(out, config, model, batches, progress, say)
+    run = _Run(out, asked, model, batches, progress, say)
     run.check()
     try:
         positions, recovery = run.states()
@@ -239,6 +246,23 @@ def run_probing(
     return result
 
 
+@contextmanager
+def _no_bars_of_libraries() -> Iterator[None]:
+    import datasets
+    from transformers.utils import logging
+
+    shown = datasets.are_progress_bars_disabled(), logging.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if not shown[0]:
+            datasets.enable_progress_bars()
+        if shown[1]:
+            logging.enable_progress_bar()
+
+
 class _Run:
     """The parts of a run, each read from disk if it is there."""
 
@@ -256,16 +280,16 @@ class _Run:
 
     def check(self) -> None:
         """Refuse what a later part could not do, before the first begins."""
-        if "influence" in self.config.probes:
+        if "influence" in (self.config.probes or ()):
             self._influence_probe(self.batches.first(self.config.n_detail))
 
     def states(self) -> tuple[PositionsResult | None, RecoveryResult | None]:
         """Positions and recovery share their passes over all sequences."""
         config = self.config
         wanted: dict[str, Probe[Any]] = {}
-        if "positions" in config.probes:
+        if "positions" in (config.probes or ()):
             wanted["positions"] = PositionsProbe(config.ranks, without=config.without, spread=True)
-        if "recovery" in config.probes:
+        if "recovery" in (config.probes or ()):
             wide = self._width() > _WIDE
             sketch = (_SKETCH if wide else None) if config.sketch is None else config.sketch or None
             wanted["recovery"] = RecoveryProbe(
@@ -282,7 +306,7 @@ class _Run:
         self,
     ) -> tuple[AttendedResult | None, PositionsResult | None, InfluenceResult | None]:
         """Influence, and what predictions for the same sequences need."""
-        if "influence" not in self.config.probes:
+        if "influence" not in (self.config.probes or ()):
             return None, None, None
         some = self.batches.first(self.config.n_detail)
         wanted: dict[str, Probe[Any]] = {
@@ -299,7 +323,7 @@ class _Run:
 
     def mechanisms(self) -> MechanismsResult | None:
         """The mechanism of every head."""
-        if "mechanisms" not in self.config.probes:
+        if "mechanisms" not in (self.config.probes or ()):
             return None
         finished = self._finished("mechanisms")
         if isinstance(finished, MechanismsResult):
@@ -394,7 +418,7 @@ class _Run:
             return {name: probe.state() for name, probe in wanted.items()}
 
         try:
-            results = run_probes(
+            run_probes(
                 self.model,
                 batches,
                 probes,
@@ -403,14 +427,24 @@ class _Run:
                 after_batch=lambda n: checkpoint.keep(now),
                 progress=self.progress,
             )
+        except NothingMeasuredError:
+            pass  # of one probe, as its own result says below; the others have theirs
         except BaseException:
             counts = {probe.n_sequences for probe in probes}
             if len(counts) == 1 and counts != {0}:
                 checkpoint.save(now())
             raise
-        found = dict(zip(wanted, results, strict=True))
-        for name, result in found.items():
-            result.save(self.out / name)
+        found, failed = {}, []
+        for name, probe in wanted.items():
+            try:
+                found[name] = probe.result()
+            except NothingMeasuredError as error:
+                failed.append(f"{name}: {error}")
+                continue
+            found[name].save(self.out / name)
+        if failed:
+            checkpoint.save(now())
+            raise InfoFlowError("; ".join(failed))
         checkpoint.remove()
         return found
 
@@ -455,10 +489,13 @@ def _report_of(result: ProbingResult) -> ProbingReport:
     rule = "mechanisms" if "mechanisms" in result.agreement else "argmax"
     if result.agreement:
         last = result.agreement[rule].cls
+        others = float((result.influence.lengths.double() - 1).mean()) if result.influence else 0.0
         headline += (
-            f" {last.influence_inside:.0%} of the influence on the last state lies inside the set "
-            f"that theory allows it ({last.predicted_size:.1f} tokens on average)."
+            f" {last.influence_inside:.0%} of the influence of other tokens on the last state lies "
+            f"inside the set that theory allows it ({last.predicted_size:.1f} of {others:.1f})."
         )
+        if last.predicted_size > 0.95 * others:
+            headline += " That set holds nearly every token, so the prediction excludes nothing."
     shown = []
     if result.influence is not None:
         members, full = result.predicted[rule].members[-1], result.influence.full()
@@ -496,25 +533,44 @@ def _report_of(result: ProbingResult) -> ProbingReport:
 # Before work starts
 
 
-def _check_possible(capabilities: ModelCapabilities, config: ProbingConfig) -> None:
-    """Refuse probes that the model cannot give.
+def _possible(
+    capabilities: ModelCapabilities, config: ProbingConfig, say: Callable[[str], None]
+) -> tuple[str, ...]:
+    """The probes that are asked for, or all that the model can give.
 
     Raises:
-        InfoFlowError: naming the probe, the layers, and what to do.
+        InfoFlowError: for one that is asked for and that the model cannot give, with the reason.
     """
-    for probe, needs in (
-        ("mechanisms", lambda layer: "attn.hook_pattern" in layer.edits_reach),
-        ("influence", lambda layer: "hook_resid_pre" in layer.edits_reach),
-        ("positions", lambda layer: layer.scores != "missing" or layer.n_heads is not None),
-        ("recovery", lambda layer: layer.scores != "missing" or layer.n_heads is not None),
-    ):
-        lacking = [i for i, layer in enumerate(capabilities.layers) if not needs(layer)]
-        if probe in config.probes and lacking:
-            rest = ",".join(name for name in config.probes if name != probe) or "others"
-            raise InfoFlowError(
-                f"{probe} cannot be measured in layers {', '.join(map(str, lacking))} of this "
-                f"{capabilities.kind}: {'; '.join(capabilities.problems())}. Ask for {rest}"
-            )
+    shows = "it shows neither scores nor pattern; load it with eager attention"
+    needs: dict[str, tuple[Callable[[LayerCapabilities], bool], str]] = {
+        "positions": (lambda layer: layer.n_heads is not None, shows),
+        "recovery": (lambda layer: layer.n_heads is not None, shows),
+        "influence": (
+            lambda layer: "hook_resid_pre" in layer.edits_reach,
+            "edits of hook_resid_pre do not reach its output",
+        ),
+        "mechanisms": (
+            lambda layer: "attn.hook_pattern" in layer.edits_reach,
+            "edits of hook_pattern do not reach its output; an official name can be loaded as a "
+            "HookedTransformer (backend 'hooked')",
+        ),
+    }
+    possible = []
+    for probe in config.probes or PROBES:
+        can, reason = needs[probe]
+        lacking = [str(i) for i, layer in enumerate(capabilities.layers) if not can(layer)]
+        if not lacking:
+            possible.append(probe)
+            continue
+        why = (
+            f"{probe} cannot be measured in layers {', '.join(lacking)} of this "
+            f"{capabilities.kind}: {reason}"
+        )
+        if config.probes is not None:
+            rest = ",".join(name for name in config.probes if name != probe) or "other probes"
+            raise InfoFlowError(f"{why}. Ask for {rest}")
+        say(f"left out: {why}")
+    return tuple(possible)
 
 
 # The folder
@@ -613,7 +669,14 @@ def _texts(loaded: LoadedModel, batches: Batches, n: int) -> tuple[tuple[str, ..
         if row.ndim > 1:
             texts.append(tuple(str(index) for index in range(len(row))))
         elif loaded.tokenizer is not None:
-            texts.append(tuple(loaded.tokenizer.decode([i]) for i in row.tolist()))
+            texts.append(tuple(_readable(loaded.tokenizer.decode([i])) for i in row.tolist()))
         else:
             texts.append(tuple(str(i) for i in row.tolist()))
     return tuple(texts)
+
+
+def _readable(token: str) -> str:
+    """A token whose blanks and line breaks can be seen."""
+    if token.isprintable() and token.strip():
+        return token
+    return repr(token)[1:-1].replace(" ", "\u00b7")

@@ -143,8 +143,11 @@ def _grid(frame: "pd.DataFrame", column: str) -> list[list[float | None]]:
     return grid
 
 
-def _axes(figure: go.Figure, n_layers: int) -> go.Figure:
-    figure.update_xaxes(title="head", dtick=1, constrain="domain", showgrid=False, zeroline=False)
+def _axes(figure: go.Figure, n_layers: int, n_heads: int) -> go.Figure:
+    step = max(1, n_heads // 6)
+    figure.update_xaxes(
+        title="head", dtick=step, constrain="domain", showgrid=False, zeroline=False
+    )
     figure.update_yaxes(
         title="layer", dtick=1, autorange="reversed", showgrid=False, zeroline=False
     )
@@ -154,8 +157,10 @@ def _axes(figure: go.Figure, n_layers: int) -> go.Figure:
     return figure
 
 
-def by_head(frame: "pd.DataFrame", columns: Mapping[str, str]) -> go.Figure:
-    """Heat maps over layers and heads, one for each column."""
+def by_head(
+    frame: "pd.DataFrame", columns: Mapping[str, str], most: float | None = None
+) -> go.Figure:
+    """Heat maps over layers and heads, one for each column, up to `most` or the largest value."""
     figure = make_subplots(cols=len(columns), subplot_titles=list(columns.values()))
     width = 1 / len(columns)
     for place, column in enumerate(columns):
@@ -164,7 +169,7 @@ def by_head(frame: "pd.DataFrame", columns: Mapping[str, str]) -> go.Figure:
                 z=_grid(frame, column),
                 colorscale="Blues",
                 zmin=0,
-                zmax=max(float(frame[column].max()), 1e-9),
+                zmax=most or max(float(frame[column].max()), 1e-9),
                 colorbar={"x": (place + 1) * width - 0.12, "len": 1.0, "thickness": 10},
                 hovertemplate="layer %{y}, head %{x}: %{z:.3f}<extra></extra>",
             ),
@@ -175,18 +180,18 @@ def by_head(frame: "pd.DataFrame", columns: Mapping[str, str]) -> go.Figure:
         domain = [place * width, (place + 1) * width - 0.13]  # room for the colour bar
         figure.layout[axis].domain = domain
         figure.layout.annotations[place].x = sum(domain) / 2
-    return _axes(figure, int(frame["layer"].max()) + 1)
+    return _axes(figure, int(frame["layer"].max()) + 1, int(frame["head"].max()) + 1)
 
 
 def recovery_by_head(result: RecoveryResult) -> go.Figure:
     """Fraction of variance unexplained over layers and heads, a panel for each rank."""
     frame = result.to_frame()
-    frame["fvu"] = frame["fvu"].clip(upper=1.5)
     ranks = list(result.ranks)
     wide = frame.pivot_table(index=["layer", "head"], columns="rank", values="fvu", dropna=False)
     shown = ranks[:4]
     wide = wide.reset_index().rename(columns={rank: f"rank {rank}" for rank in ranks})
-    return by_head(wide, {f"rank {rank}": f"rank {rank}" for rank in shown})
+    labels = {f"rank {rank}": f"rank {rank}" for rank in shown}
+    return by_head(wide, labels, most=1.0)
 
 
 def mechanisms_by_head(result: MechanismsResult) -> go.Figure:
@@ -218,7 +223,7 @@ def mechanisms_by_head(result: MechanismsResult) -> go.Figure:
             colorbar={"tickvals": list(range(n)), "ticktext": names, "len": 1.0},
         )
     )
-    return _axes(figure, len(grid))
+    return _axes(figure, len(grid), len(grid[0]))
 
 
 def coverage(curve: CoverageCurve) -> go.Figure:

@@ -279,6 +279,7 @@ def test_data_that_are_not_there(folder, data, message, monkeypatch):
         ({"without": (-1,)}, "without is"),
         ({"metric": "mse"}, "did you mean 'nmse'"),
         ({"sketch": -1}, "sketch is -1"),
+        ({"threshold": float("nan")}, "threshold is nan"),
     ],
 )
 def test_bad_settings_are_named(config, change, message):
@@ -289,11 +290,13 @@ def test_bad_settings_are_named(config, change, message):
 def test_what_a_model_cannot_give_is_refused_before_work_starts(tmp_path, config):
     zoo.save("opt", tmp_path / "opt")
     asked = ProbingConfig(**{**vars(config), "model": str(tmp_path / "opt")})
+    everything = ProbingConfig(**{**vars(asked), "probes": probing.PROBES})
     with pytest.raises(InfoFlowError, match=r"mechanisms cannot be measured in layers 0, 1"):
-        run(tmp_path / "out", asked)
+        run(tmp_path / "out", everything)
     assert list((tmp_path / "out").iterdir()) == []
-    rest = ProbingConfig(**{**vars(asked), "probes": ("positions", "recovery", "influence")})
-    found = run(tmp_path / "out", rest)  # ranks come from the pattern
+    said = []
+    found = run(tmp_path / "out", asked, say=said.append)  # all that it can give
+    assert any(line.startswith("left out: mechanisms cannot be measured") for line in said)
     assert found.mechanisms is None
     assert found.agreement["argmax"].cls.influence_inside > 0
 

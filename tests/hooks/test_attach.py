@@ -386,7 +386,7 @@ def test_nan_inside_the_model_is_named(model, inputs):
         (lambda x: x[:, :5], "sequences have 5 tokens"),
         (lambda x: x.double(), r"convert with x\.to\(torch\.float32\)"),
         (lambda x: x[0, 0], "expected a tensor, vector tokens"),
-        (lambda x: {"x": x}, "inputs is dict"),
+        (lambda x: 7, "inputs is int"),
         (lambda x: x.masked_fill(x == x[7, 1, 2], torch.nan), "first in sequence 7"),
         (lambda x: x.masked_fill(x == x[7, 1, 2], torch.inf), "NaN or infinite tokens"),
     ],
@@ -415,12 +415,13 @@ def test_bad_token_ids_are_named(token_model, token_inputs):
         run_probes(token_model, long, [PositionsProbe()], progress=False)
 
 
-def test_ranks_that_no_query_has_are_refused(model, inputs):
+def test_ranks_that_no_query_has_are_undefined_and_said(model, inputs):
     """CLS is a position but no key, so one rank fewer than positions is defined."""
-    with attach(model, PositionsProbe((8,))) as probes:
+    with attach(model, PositionsProbe((1, 8))) as probes:
         model(inputs)
-    with pytest.raises(InfoFlowError, match="no query has a key of rank 8"):
-        probes.results()
+    (found,) = probes.results()
+    assert (found.positions[0][..., 1] == -1).all()
+    assert found.notes == tuple(f"layer {i}: no query has a key of rank 8" for i in (0, 1))
     with pytest.raises(InfoFlowError, match="rank 8 is beyond the number of keys"):
         run_probes(model, inputs, [PositionsProbe((8,))], progress=False)
 

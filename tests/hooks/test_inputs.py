@@ -190,7 +190,7 @@ def test_sequences_may_be_cut(token_model):
         ([[1, 2, 99]], {}, "token ids from 1 to 99"),
         ([list(range(10))], {}, "sequences of 10 tokens, the model takes at most n_ctx 9"),
         ([[1, 2]], {"max_length": 0}, "max_length is 0"),
-        ({"a": 1}, {}, "inputs is dict"),
+        ({"a": 1}, {}, "the batch has the columns a"),
         (7, {}, "inputs is int"),
         (
             datasets.Dataset.from_dict({"words": ["a"]}),
@@ -382,3 +382,21 @@ def test_a_column_of_numbers_is_refused(token_model):
     table = datasets.Dataset.from_dict({"label": [1, 2, 3]})
     with pytest.raises(InfoFlowError, match="'label' of inputs holds int"):
         run_probes(token_model, table, [PositionsProbe()], column="label", progress=False)
+
+
+def test_streamed_datasets_and_mappings_are_read(token_model):
+    sequences = make_sequences()
+    rows = datasets.Dataset.from_dict({"input_ids": [row.tolist() for row in sequences]})
+    (expected,) = run_probes(token_model, sequences, [PositionsProbe()], progress=False)
+    ids, mask = padded(sequences, "left")
+    for given in (
+        rows.to_iterable_dataset(),
+        {"input_ids": ids, "attention_mask": mask},
+    ):
+        (found,) = run_probes(token_model, given, [PositionsProbe()], batch_size=4, progress=False)
+        assert found.positions[1].equal(expected.positions[1])
+    splits = datasets.DatasetDict({"train": rows, "test": rows})
+    with pytest.raises(InfoFlowError, match=r"with train, test: expected one split"):
+        run_probes(token_model, splits, [PositionsProbe()], progress=False)
+    with pytest.raises(InfoFlowError, match="skip is -1"):
+        run_probes(token_model, rows, [PositionsProbe()], skip=-1, progress=False)

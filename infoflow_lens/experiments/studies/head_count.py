@@ -1,7 +1,7 @@
 """Fewer heads than retrieved tokens cost accuracy (Yu et al. 2026, ICLR, Tables 2, 3 and 5)."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from infoflow_lens.experiments.study import Row, Settings, Study, Verdict, spread
 from infoflow_lens.foundation.seeds import derived_seed
@@ -83,7 +83,8 @@ class HeadCount(Study):
             "| T | heads | least NMSE over seeds | all seeds | Table 3 |",
             "|---|---|---|---|---|",
         ]
-        for (length, heads), rows in results.groupby(["n_tokens", "heads"]):
+        groups: Any = results.groupby(["n_tokens", "heads"])
+        for (length, heads), rows in groups:
             published = _PUBLISHED[int(heads)][_LENGTHS.index(int(length))]
             lines.append(
                 f"| {length} | {heads} | {rows['nmse'].min():.2e} | {spread(rows['nmse'])} | "

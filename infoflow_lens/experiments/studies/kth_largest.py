@@ -1,7 +1,7 @@
 """One attention layer and the k-th largest number: only the extremes are easy (Theorem 2)."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from infoflow_lens.experiments.study import Row, Settings, Study, Verdict, spread
 from infoflow_lens.foundation.seeds import derived_seed
@@ -79,7 +79,8 @@ class KthLargestStudy(Study):
             "| T | k | NMSE | attends to the largest | to the k-th | to the smallest |",
             "|---|---|---|---|---|---|",
         ]
-        for (n_tokens, k), rows in results.groupby(["n_tokens", "k"]):
+        groups: Any = results.groupby(["n_tokens", "k"])
+        for (n_tokens, k), rows in groups:
             cells = [spread(rows[c]) for c in ("nmse", "chooses_largest", "chooses_kth")]
             lines.append(
                 f"| {n_tokens} | {k} | {' | '.join(cells)} | {spread(rows['chooses_smallest'])} |"

@@ -1,7 +1,7 @@
 """Training makes the attended token recoverable, and no other (InfoFlow 2026, App. C.1 and C.2)."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from infoflow_lens.experiments.study import Row, Settings, Study, Verdict, spread
 from infoflow_lens.foundation.seeds import derived_seed
@@ -119,7 +119,8 @@ class MaxPositionRecovery(Study):
             "unexplained: trained | random key | own token | NMSE |",
             "|---|---|---|---|---|---|---|---|---|---|",
         ]
-        for (heads, rank), rows in results.groupby(["heads", "rank"]):
+        groups: Any = results.groupby(["heads", "rank"])
+        for (heads, rank), rows in groups:
             lines.append(
                 f"| {heads} | {rank} | {spread(rows['initial_second_moment'])} | "
                 f"{spread(rows['trained_second_moment'])} | "

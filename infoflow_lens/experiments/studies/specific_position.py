@@ -1,7 +1,7 @@
 """One head with positional encoding sums three fixed tokens (InfoFlow 2026, C.3, Fig. 4)."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from infoflow_lens.experiments.study import Row, Settings, Study, Verdict, spread
 from infoflow_lens.foundation.seeds import derived_seed
@@ -88,7 +88,8 @@ class SpecificPosition(Study):
             "| position | weight of CLS, over seeds | deviation between samples | published |",
             "|---|---|---|---|",
         ]
-        for position, rows in results.groupby("position"):
+        groups: Any = results.groupby("position")
+        for position, rows in groups:
             published = "1/3" if int(position) <= _N_SUMMED else "0"
             lines.append(
                 f"| {position} | {spread(rows['weight'])} | {spread(rows['weight_deviation'])} | "
