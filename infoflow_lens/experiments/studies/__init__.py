@@ -6,6 +6,7 @@ from infoflow_lens.experiments.studies.head_count import HeadCount
 from infoflow_lens.experiments.studies.kth_largest import KthLargestStudy
 from infoflow_lens.experiments.studies.max_position_recovery import MaxPositionRecovery
 from infoflow_lens.experiments.studies.specific_position import SpecificPosition
+from infoflow_lens.experiments.studies.varying_depth import VaryingDepth
 from infoflow_lens.experiments.study import Study
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
@@ -15,6 +16,7 @@ _ALL: tuple[Study, ...] = (
     SpecificPosition(),
     HeadCount(),
     KthLargestStudy(),
+    VaryingDepth(),
 )
 STUDIES: Mapping[str, Study] = {study.name: study for study in _ALL}
 
