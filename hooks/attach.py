@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from infoflow_lens.hooks.capabilities import (
     starts_at_layers,
 )
 from infoflow_lens.hooks.inputs import Batch, Batches, Inputs, call_inputs, read_inputs
-from infoflow_lens.hooks.own import inside_own_pass
+from infoflow_lens.hooks.own import AllSeenError, inside_own_pass
 from infoflow_lens.hooks.probe import NamedHook, Probe, Split
 from infoflow_lens.hooks.result import Result
 from torch import Tensor, nn
@@ -22,10 +22,6 @@ from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import model_fingerprint
-
-
-class _AllSeenError(Exception):
-    """Nothing that comes later in the pass is read."""
 
 
 class AttachedProbes(Sequence[Probe[Any]]):
@@ -63,7 +59,7 @@ class AttachedProbes(Sequence[Probe[Any]]):
     def _seen(self) -> None:
         """Called when a probe has seen all that it reads in a pass."""
         if self._stops_early and all(probe._has_seen_all() for probe in self._probes):
-            raise _AllSeenError
+            raise AllSeenError
 
     @contextmanager
     def _mode(self, mode: Any) -> Iterator[None]:
@@ -127,10 +123,9 @@ def attach(model: nn.Module, *probes: Probe[Any], eval_every: int = 5) -> Iterat
         for probe in probes:
             probe._collected.clear()
         try:
-            try:
+            output = None
+            with suppress(AllSeenError):
                 output = forward(*args, **kwargs)
-            except _AllSeenError:
-                output = None
             for probe in attached._only:
                 probe._take_in(model, split, tokens, mask)
                 attached._done.append(probe)
@@ -240,9 +235,8 @@ def run_probes(
 
     The model runs in eval mode and without gradients, only as far as probes and hooks of yours look
     where it can be stopped, and is left as it was found: its mode, hooks, gradients and the random
-    state. If you stop it (Ctrl-C), or something
-    fails, the probes keep every finished batch: call their ``result()``. If memory runs out, the
-    batch is halved once, with a warning.
+    state. If you stop it (Ctrl-C), or something fails, the probes keep every finished batch: call
+    their ``result()``. If memory runs out, the batch is halved once, with a warning.
 
     Args:
         model: a TransformerLens model.

@@ -36,13 +36,18 @@ def layer_count(model: nn.Module) -> int:
     return len(blocks)
 
 
+def devices_of(model: nn.Module) -> list[str]:
+    """The devices that a model's weights lie on."""
+    return sorted({str(parameter.device) for parameter in model.parameters()})
+
+
 def check_one_device(model: nn.Module) -> None:
     """Refuse a model whose weights lie on several devices.
 
     Raises:
         InfoFlowError: with the devices.
     """
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    devices = devices_of(model)
     if len(devices) > 1:
         raise InfoFlowError(
             f"{type(model).__name__} has weights on several devices: {', '.join(devices)}; "

@@ -41,12 +41,13 @@ class Batch:
     def _part(self, rows: slice) -> "Batch":
         return Batch(self.tokens[rows], None if self.lengths is None else self.lengths[rows])
 
-    def run(self, model: nn.Module, **kwargs: Any) -> Any:
+    def run(self, model: nn.Module) -> Any:
         """The model on these sequences, on its device, with a mask where they are padded."""
         device = next(model.parameters()).device
+        mask = {}
         if self.lengths is not None or _masks_by_itself(model):
-            kwargs[mask_argument(model)] = self.mask().to(device=device, dtype=torch.long)
-        return model(self.tokens.to(device), **kwargs)
+            mask[mask_argument(model)] = self.mask().to(device=device, dtype=torch.long)
+        return model(self.tokens.to(device), **mask)
 
     def mask(self) -> Bool[Tensor, "batch pos"]:
         """Which positions are real tokens."""
@@ -191,7 +192,6 @@ def _masks_by_itself(model: nn.Module) -> bool:
     tokenizer = getattr(model, "tokenizer", None)
     return (
         starts_at_layers(model)
-        and not hasattr(model, "check_input")
         and may_be_padded(model)
         and getattr(tokenizer, "padding_side", "right") == "left"
     )
@@ -339,7 +339,7 @@ def read_inputs(
         given = [given]
     if isinstance(given, Tensor) or _is_list_of_sequences(given):
         return Batches(model, _read_sequences(model, given, attention_mask, max_length, name))
-    if not isinstance(given, Iterable) or isinstance(given, (bytes, Mapping)):
+    if not isinstance(given, Iterable) or isinstance(given, bytes):
         raise InfoFlowError(
             f"{name} is {type(given).__name__}: expected a tensor, strings, a list of token ids, "
             "a datasets.Dataset or a DataLoader"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from infoflow_lens.hooks.capabilities import (
     check_inputs,
+    devices_of,
     layer_count,
     reads_vectors,
     run_catching,
@@ -263,7 +264,7 @@ def inspect_model(model: nn.Module, example_input: Tensor) -> ModelCapabilities:
     """
     n_layers = layer_count(model)
     check_inputs(model, example_input, "example_input")
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    devices = devices_of(model)
     first = next(model.parameters())
     training = model.training
     inputs = example_input.to(first.device)

@@ -4,6 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+
+class AllSeenError(Exception):
+    """All that is wanted of a forward pass has been seen: the rest of it need not be run."""
+
+
 _inside_own_pass: ContextVar[bool] = ContextVar("inside_own_pass", default=False)
 
 

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from infoflow_lens.hooks.linear_fit import LinearFit
-from infoflow_lens.hooks.statistics import RegressionStatistics
+from infoflow_lens.hooks.statistics import CONSTANT, RegressionStatistics
 from jaxtyping import Float
 from torch import Tensor
-
-_CONSTANT = 1e-12  # a variance below this share of the second moment is rounding
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ def held_out_errors(
         second = pick(moment)
         variance = pick(square) - pick(sum_y).square() / pick(n)
         # the difference of two sums of that size is rounding, and no variance at all
-        constant = variance.sum(-1) <= _CONSTANT * second.sum(-1)
+        constant = variance.sum(-1) <= CONSTANT * second.sum(-1)
         return second, variance.masked_fill(constant[..., None], 0)
 
     ratios = []

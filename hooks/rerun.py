@@ -20,6 +20,7 @@ from infoflow_lens.hooks.capabilities import (
     unmasked,
 )
 from infoflow_lens.hooks.inputs import mask_argument
+from infoflow_lens.hooks.own import AllSeenError
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -47,10 +48,6 @@ def rows_at_once(model: nn.Module, n_pos: int, d_model: int, device: torch.devic
     heads = getattr(getattr(model, "cfg", None), "n_heads", None) or 8
     room = _ROOM_CPU if device.type == "cpu" else _ROOM_GPU
     return max(1, room // (n_pos * max(4 * d_model, int(heads) * n_pos)))
-
-
-class _StopError(Exception):
-    """Every state that is wanted has been seen."""
 
 
 class KeysAndValues:
@@ -161,7 +158,7 @@ class Rerun:
                 caught[name] = activation
                 missing.discard(name)
                 if stops and not missing:
-                    raise _StopError
+                    raise AllSeenError
 
             return hook_fn
 
@@ -171,7 +168,7 @@ class Rerun:
                 (start_point(self.model, self.source_layer), lambda activation, hook: start)
             )
         hooks += [(name, catch(name)) for name in tuple(missing)]
-        with self.model.hooks(fwd_hooks=[*hooks, *also]), suppress(_StopError):  # type: ignore[operator]
+        with self.model.hooks(fwd_hooks=[*hooks, *also]), suppress(AllSeenError):  # type: ignore[operator]
             self._run(start, sequences, cache)
         return tuple(state_sum(caught, names) for names in wanted)
 

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-_CONSTANT = 1e-12  # a variance below this share of the second moment is rounding
+CONSTANT = 1e-12  # a variance below this share of the second moment is rounding
 _WIDE = 128  # targets of so many entries: adding up features first is cheaper than copying targets
 _GATHERED = 2**21  # entries of targets that are copied at a time
 _SMALL = 2**14  # entries of the accumulator: float64 products of so few cost next to nothing
@@ -262,7 +262,7 @@ class RegressionStatistics:
         second_moment = self.second_moment()
         variance = (self.squares / self.n - (self.sum_y / self.n).square()).sum(dim=1)
         # the difference of two sums of that size is rounding, and no variance at all
-        return torch.where(variance > _CONSTANT * second_moment, variance, 0)
+        return torch.where(variance > CONSTANT * second_moment, variance, 0)
 
     @property
     def n_features(self) -> int:

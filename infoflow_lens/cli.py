@@ -17,6 +17,16 @@ app = typer.Typer(
 )
 
 
+# Options that several commands have.
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
+Device = Annotated[str, typer.Option(help="Where to run it: cpu, cuda:0, ...")]
+Dtype = Annotated[str | None, typer.Option(help="float32 (default), bfloat16, float16 or float64.")]
+Backend = Annotated[
+    str, typer.Option(help="hooked (HookedTransformer), bridge (TransformerBridge) or auto.")
+]
+
+
 @contextmanager
 def _reported() -> Iterator[None]:
     """Errors as one line and exit status 2; Ctrl-C as a clean stop and exit status 130."""
@@ -55,7 +65,7 @@ def _common(
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the report and the numbers.")],
     seed: Annotated[int, typer.Option(help="Seed of target, weights and data.")] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train a small model, probe it, predict it, and show where the two agree (a few minutes)."""
     from rich.console import Console
@@ -85,7 +95,7 @@ def experiment(
     preset: Annotated[str, typer.Option(help="smoke, quick or full.")] = "quick",
     seeds: Annotated[int | None, typer.Option(help="How many; default, the preset's.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes at a time, of one thread each.")] = 1,
-    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda:0, ...")] = "cpu",
+    device: Device = "cpu",
     out: Annotated[
         Path | None, typer.Option(help="Folder for results; default results/NAME-PRESET.")
     ] = None,
@@ -95,7 +105,7 @@ def experiment(
     scheduler: Annotated[
         str | None, typer.Option(help="Address of a dask scheduler, to run on its workers.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train, probe, compare with the prediction, and print our numbers beside the published."""
     with _reported():
@@ -134,14 +144,10 @@ def inspect_command(
             help="An official name such as gpt2, owner/name of the Hugging Face hub, or a folder."
         ),
     ],
-    device: Annotated[str, typer.Option(help="Where to run it: cpu, cuda:0, ...")] = "cpu",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 (default), bfloat16, float16 or float64.")
-    ] = None,
-    backend: Annotated[
-        str, typer.Option(help="hooked (HookedTransformer), bridge (TransformerBridge) or auto.")
-    ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    backend: Backend = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Find out by running a model what it is and what can be measured on it."""
     import json
@@ -251,14 +257,10 @@ def probe(
     threshold: Annotated[float, typer.Option(help="Damage up to which an ideal is enough.")] = 0.05,
     batch_size: Annotated[int, typer.Option(help="Sequences in a pass.")] = 8,
     seed: Annotated[int, typer.Option(help="Seed of all that is drawn.")] = 0,
-    device: Annotated[str, typer.Option(help="Where to run it: cpu, cuda:0, ...")] = "cpu",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 (default), bfloat16, float16 or float64.")
-    ] = None,
-    backend: Annotated[
-        str, typer.Option(help="hooked (HookedTransformer), bridge (TransformerBridge) or auto.")
-    ] = "auto",
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    backend: Backend = "auto",
+    quiet: Quiet = False,
 ) -> None:
     """Measure what a model's states depend on, predict it, and compare; run again to go on."""
     with _reported():
@@ -333,7 +335,7 @@ def _print_probing(result: Any) -> None:
 @app.command(short_help="The tasks, their parameters and sources; or the card of one.")
 def tasks(
     name: Annotated[str | None, typer.Argument(help="A task, for its card.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the tasks, or print the dataset card of one."""
     import json
@@ -427,7 +429,7 @@ def estimate(
     ] = "paper",
     trees: Annotated[int, typer.Option(help="K in eq (5).")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the task and of the check.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: AsJson = False,
     sweep: Annotated[
         str | None,
         typer.Option(

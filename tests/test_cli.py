@@ -267,3 +267,38 @@ def test_a_stopped_probe_run_says_how_to_go_on(small, tmp_path):
     assert "run the same again to go on" in stderr
     assert "Traceback" not in stderr
     assert (tmp_path / ".states.pt").is_file()
+
+
+def test_experiment_lists_the_studies_with_their_rules():
+    from infoflow_lens.experiments.studies import STUDIES
+
+    listed = CliRunner().invoke(app, ["experiment", "--list"]).output
+    for name, study in STUDIES.items():
+        assert f"{name}: {study.title}" in listed
+        assert study.acceptance in listed
+
+
+def test_experiment_runs_a_study_and_prints_its_verdict(tmp_path):
+    arguments = ["experiment", "specific_position", "--preset", "smoke", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, [*arguments, "--quiet"])
+    assert result.exit_code == 0, result.output
+    assert "**Seen**, by the rule" in result.output
+    assert (tmp_path / "results.csv").is_file()
+    again = CliRunner().invoke(app, [*arguments, "--quiet"])
+    assert again.exit_code == 2
+    assert "go on with --resume" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["specific_positions"], "did you mean 'specific_position'"),
+        ([], "no study is named"),
+        (["head_count", "--preset", "fast"], "preset is 'fast'"),
+    ],
+)
+def test_bad_experiments_are_one_line(tmp_path, arguments, message):
+    result = CliRunner().invoke(app, ["experiment", *arguments, "--out", str(tmp_path), "--quiet"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr

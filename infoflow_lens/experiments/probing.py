@@ -1,9 +1,10 @@
 """Probe any model on any data: measure, predict, compare; finished parts stay on disk."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -205,7 +206,7 @@ def run_probing(
     contents = _contents(batches)
     first = next(batches.batches(1)).tokens
     capabilities = inspect_model(model, first)
-    asked = replace(config, probes=_possible(capabilities, config, say))
+    probes = _possible(capabilities, config, say)
     say(f"{loaded.description}; {batches.n_sequences} sequences")
     record = RunRecord(
         config={**asdict(config), "inputs": fingerprint(contents)},
@@ -216,7 +217,7 @@ def run_probing(
     _claim_folder(out, record)
     with atomic_path(out / "inputs.safetensors") as temporary:
         save_file(contents, temporary)
-    run = _Run(out, asked, model, batches, progress, say)
+    run = _Run(out, config, probes, model, batches, progress, say)
     run.check()
     try:
         positions, recovery = run.states()
@@ -270,26 +271,27 @@ class _Run:
         self,
         out: Path,
         config: ProbingConfig,
+        probes: tuple[str, ...],
         model: nn.Module,
         batches: Batches,
         progress: bool,
         say: Callable[[str], None],
     ) -> None:
-        self.out, self.config, self.model = out, config, model
+        self.out, self.config, self.probes, self.model = out, config, probes, model
         self.batches, self.progress, self.say = batches, progress, say
 
     def check(self) -> None:
         """Refuse what a later part could not do, before the first begins."""
-        if "influence" in (self.config.probes or ()):
+        if "influence" in self.probes:
             self._influence_probe(self.batches.first(self.config.n_detail))
 
     def states(self) -> tuple[PositionsResult | None, RecoveryResult | None]:
         """Positions and recovery share their passes over all sequences."""
         config = self.config
         wanted: dict[str, Probe[Any]] = {}
-        if "positions" in (config.probes or ()):
+        if "positions" in self.probes:
             wanted["positions"] = PositionsProbe(config.ranks, without=config.without, spread=True)
-        if "recovery" in (config.probes or ()):
+        if "recovery" in self.probes:
             wide = self._width() > _WIDE
             sketch = (_SKETCH if wide else None) if config.sketch is None else config.sketch or None
             wanted["recovery"] = RecoveryProbe(
@@ -306,7 +308,7 @@ class _Run:
         self,
     ) -> tuple[AttendedResult | None, PositionsResult | None, InfluenceResult | None]:
         """Influence, and what predictions for the same sequences need."""
-        if "influence" not in (self.config.probes or ()):
+        if "influence" not in self.probes:
             return None, None, None
         some = self.batches.first(self.config.n_detail)
         wanted: dict[str, Probe[Any]] = {
@@ -323,7 +325,7 @@ class _Run:
 
     def mechanisms(self) -> MechanismsResult | None:
         """The mechanism of every head."""
-        if "mechanisms" not in (self.config.probes or ()):
+        if "mechanisms" not in self.probes:
             return None
         finished = self._finished("mechanisms")
         if isinstance(finished, MechanismsResult):
@@ -384,9 +386,9 @@ class _Run:
         rows = list(self.batches.sequences())
         donors = []
         for position in range(length):
-            long = [row[position] for row in rows if len(row) > position]
-            rest = [row[position] for row in rows[self.config.n_detail :] if len(row) > position]
-            found = (rest if len(rest) > 1 else long)[-_DONORS:]
+            found = _last_at(position, rows[self.config.n_detail :])
+            if len(found) < 2:
+                found = _last_at(position, rows)
             if len(found) < 2:
                 raise InfoFlowError(
                     "influence 'resample' replaces tokens by those of other sequences, and only "
@@ -452,6 +454,12 @@ class _Run:
         if not (self.out / f"{name}.json").is_file():
             return None
         return Result.load(self.out / name)
+
+
+def _last_at(position: int, rows: Sequence[Tensor]) -> list[Tensor]:
+    """The tokens at a position of the last sequences that have it."""
+    long = (row[position] for row in reversed(rows) if len(row) > position)
+    return list(islice(long, _DONORS))[::-1]
 
 
 # Predicted against measured

@@ -5,6 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from torch import Tensor
+
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.tasks import VectorTask
+
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
@@ -53,6 +58,10 @@ class Study(ABC):
     @abstractmethod
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """Train and measure one configuration: one row, or one for each head or position."""
+
+    def drawn(self, task: VectorTask, part: str, n: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Sequences and targets for a part of a run; different parts and seeds share nothing."""
+        return task.sample(n, seed=derived_seed(self.name, part, seed))
 
     @abstractmethod
     def table(self, results: "pd.DataFrame") -> str:

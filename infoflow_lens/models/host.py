@@ -483,28 +483,8 @@ def _initialise_as_chen_zou(model: TokenTransformer) -> None:
     nn.init.uniform_(model.unembed.W_U)
 
 
-def zero_token_model(
-    *,
-    n_layers: int,
-    n_heads: int,
-    d_head: int,
-    d_model: int,
-    n_tokens: int,
-    d_vocab: int,
-    d_output: int,
-    attention: AttentionKind,
-) -> TokenTransformer:
+def zero_token_model(architecture: TokenArchitecture) -> TokenTransformer:
     """An attention-only model over token ids, whose weights are all zero."""
-    architecture = TokenArchitecture.of_layers(
-        n_layers,
-        n_heads,
-        d_head=d_head,
-        d_model=d_model,
-        n_tokens=n_tokens,
-        d_vocab=d_vocab,
-        d_output=d_output,
-        attention=attention,
-    )
     model = TokenTransformer(architecture)
     _zero_weights(model)
     return model

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from infoflow_lens.experiments.study import Row, Settings, Study, Verdict, spread
-from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
 from infoflow_lens.tasks import DRetrieval
@@ -69,8 +68,8 @@ class HeadCount(Study):
             act_fn="gelu",
         )
         model = build_model(architecture, seed=seed, device=device)
-        train_data = task.sample(8000, seed=derived_seed("head_count", "train", seed))
-        validation = task.sample(2000, seed=derived_seed("head_count", "validation", seed))
+        train_data = self.drawn(task, "train", 8000, seed)
+        validation = self.drawn(task, "validation", 2000, seed)
         config = TrainingConfig(
             epochs=settings["epochs"], batch_size=256, lr=settings["lr"], seed=seed
         )

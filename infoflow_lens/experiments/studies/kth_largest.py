@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from infoflow_lens.experiments.study import Row, Settings, Study, Verdict, spread
-from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks import PositionsProbe, run_probes
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
@@ -50,17 +49,14 @@ class KthLargestStudy(Study):
             device=device,
         )
 
-        def drawn(part: str, n: int) -> tuple:  # type: ignore[type-arg]
-            return task.sample(n, seed=derived_seed("kth_largest", part, seed))
-
         training = train(
             model,
-            drawn("train", settings["n_train"]),
-            drawn("validation", 2000),
+            self.drawn(task, "train", settings["n_train"], seed),
+            self.drawn(task, "validation", 2000, seed),
             TrainingConfig(epochs=settings["epochs"], batch_size=256, lr=4e-3, seed=seed),
             progress=False,
         )
-        x = drawn("test", 2000)[0]
+        x = self.drawn(task, "test", 2000, seed)[0]
         (positions,) = run_probes(model, x, [PositionsProbe()], progress=False)
         chosen = positions.argmax[0][:, 0, -1].long()  # of CLS
         rank = x[..., 0].argsort(dim=1, descending=True).argsort(dim=1).gather(1, chosen[:, None])

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from infoflow_lens.experiments.study import Row, Settings, Study, Verdict, spread
-from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks import RecoveryProbe, RecoveryResult, run_probes
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
@@ -74,19 +73,16 @@ class MaxPositionRecovery(Study):
         )
         model = build_model(architecture, seed=seed, device=device)
 
-        def drawn(part: str, n: int) -> tuple:  # type: ignore[type-arg]
-            return task.sample(n, seed=derived_seed("max_position_recovery", part, seed))
-
         training = train(
             model,
-            drawn("train", settings["n_train"]),
-            drawn("validation", 2000),
+            self.drawn(task, "train", settings["n_train"], seed),
+            self.drawn(task, "validation", 2000, seed),
             TrainingConfig(
                 epochs=settings["epochs"], batch_size=256, lr=8e-3, weight_decay=0.0, seed=seed
             ),
             progress=False,
         )
-        x = drawn("test", 4000)[0]
+        x = self.drawn(task, "test", 4000, seed)[0]
         found: dict[str, RecoveryResult] = {}
         for stage, state in (
             ("initial", training.initial_state),

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from infoflow_lens.experiments.study import Row, Settings, Study, Verdict, spread
-from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.capabilities import run_catching
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
@@ -57,7 +56,7 @@ class SpecificPosition(Study):
         )
         model = build_model(architecture, seed=seed, device=device)
         data = [
-            task.sample(n, seed=derived_seed("specific_position", part, seed))
+            self.drawn(task, part, n, seed)
             for part, n in (("train", settings["n_train"]), ("validation", 2000), ("test", 1000))
         ]
         training = train(

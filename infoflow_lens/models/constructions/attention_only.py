@@ -20,6 +20,7 @@ from torch import Tensor
 
 from infoflow_lens.models.attention import AttentionKind
 from infoflow_lens.models.host import HookedTransformer, zero_token_model
+from infoflow_lens.models.token_architecture import TokenArchitecture
 
 _LARGEST_IN_FLOAT32 = 2.0**22  # sums of a few such integers are exact
 
@@ -142,9 +143,9 @@ class AttentionOnly:
         """
         heads = [head for layer in self.layers for head in layer]
         d_head = max(max(head.key.shape[1], head.read.shape[1]) for head in heads)
-        model = zero_token_model(
-            n_layers=len(self.layers),
-            n_heads=max(map(len, self.layers)),
+        architecture = TokenArchitecture.of_layers(
+            len(self.layers),
+            max(map(len, self.layers)),
             d_head=d_head,
             d_model=self.rows.d_model,
             n_tokens=self.rows.n_tokens,
@@ -152,6 +153,7 @@ class AttentionOnly:
             d_output=len(self.classifier),
             attention=self.attention,
         )
+        model = zero_token_model(architecture)
         entries = [self.classifier, *(part for head in heads for part in (head.read, head.write))]
         if max(float(part.abs().max()) for part in entries) >= _LARGEST_IN_FLOAT32:
             model.to(torch.float64, print_details=False)
