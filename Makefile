@@ -31,7 +31,8 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.theory_and_training
+	$(BIN)/python -m benchmarks.theory
+	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.probes
 	$(BIN)/python -m benchmarks.influence
 

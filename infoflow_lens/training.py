@@ -3,7 +3,7 @@
 import copy
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -363,6 +363,7 @@ def train(
     n_validation: int | None = None,
     checkpoint_dir: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 1,
+    after_epoch: Callable[[int, nn.Module], None] | None = None,
     progress: bool = True,
 ) -> TrainingResult:
     """Train `model`, and leave the best weights in it.
@@ -390,6 +391,10 @@ def train(
         n_validation: sequences to draw from its validation split; default, 2048.
         checkpoint_dir: folder for the checkpoint; None keeps the run in memory.
         checkpoint_every: epochs between checkpoints.
+        after_epoch: called with the number of each epoch (from 1) and a copy of the model as it is
+            then, in eval mode, so that whatever it does leaves the training as it was. A resumed
+            run calls it for the epochs that it runs, those that were lost with the interruption
+            once more.
         progress: show a bar with loss and validation error.
 
     Returns:
@@ -437,7 +442,15 @@ def train(
     x, y = x.to(device), y.to(device)
     with modes_kept(model):
         return _epochs(
-            run, x, y, validation_x, validation_y, checkpoint, checkpoint_every, progress
+            run,
+            x,
+            y,
+            validation_x,
+            validation_y,
+            checkpoint,
+            checkpoint_every,
+            after_epoch,
+            progress,
         )
 
 
@@ -478,6 +491,7 @@ def _epochs(
     validation_y: Tensor,
     checkpoint: Path | None,
     checkpoint_every: int,
+    after_epoch: Callable[[int, nn.Module], None] | None,
     progress: bool,
 ) -> TrainingResult:
     config = run.config
@@ -489,6 +503,10 @@ def _epochs(
                     run.epoch(x, y)
                 run.validate(validation_x, validation_y)
                 advance(status=run.status())
+                if (
+                    after_epoch is not None
+                ):  # before the checkpoint, so that no epoch is passed over
+                    after_epoch(len(run.history), copy.deepcopy(run.model).eval())
                 last = len(run.history) == config.epochs or run.out_of_patience()
                 if checkpoint and (last or len(run.history) % checkpoint_every == 0):
                     run.save(checkpoint)

@@ -235,6 +235,56 @@ def test_calling_again_with_the_interrupted_model_goes_on(data, tmp_path):
     assert numbers(resumed) == numbers(train(new_model(), *data, CONFIG, progress=False))
 
 
+def test_after_each_epoch_a_copy_of_the_model_is_shown(data):
+    """Whatever is done to it, and to the random state, the training does not notice."""
+    undisturbed = train(new_model(), *data, CONFIG, progress=False)
+    model, errors = new_model(), []
+
+    def vandal(epoch, shown):
+        assert not shown.training
+        errors.append((epoch, evaluate(shown, data[1])))
+        torch.manual_seed(epoch)
+        shown(data[1].with_format("torch")[:2]["x"]).sum().backward()
+        shown.train()
+        with torch.no_grad():
+            for parameter in shown.parameters():
+                parameter.requires_grad_(False).zero_()
+
+    result = train(model, *data, CONFIG, after_epoch=vandal, progress=False)
+    assert numbers(result) == numbers(undisturbed)
+    for name, value in undisturbed.best_state.items():
+        assert value.equal(result.best_state[name])
+        assert value.equal(model.state_dict()[name])
+    assert errors == [
+        (row["epoch"], pytest.approx(row["validation_nmse"], rel=1e-6))
+        for row in undisturbed.history
+    ]
+
+
+def test_no_epoch_is_passed_over_when_a_run_is_resumed(data, tmp_path):
+    seen, options = [], {"checkpoint_dir": tmp_path, "checkpoint_every": 2, "progress": False}
+
+    def look(epoch, model):
+        seen.append(epoch)
+
+    def stop(epoch, model):
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+    undisturbed = train(new_model(), *data, CONFIG, progress=False)
+    with pytest.raises(TrainingInterrupted) as stopped:  # before epoch 2 was kept
+        train(new_model(), *data, CONFIG, after_epoch=stop, **options)
+    assert numbers(stopped.value.result) == numbers(undisturbed)[:2]
+    model = new_model()
+    StopAt(model, 30, KeyboardInterrupt)  # in the middle of epoch 4
+    with pytest.raises(TrainingInterrupted):
+        train(model, *data, CONFIG, after_epoch=look, **options)
+    assert seen == [1, 2, 3]
+    resumed = train(new_model(), *data, CONFIG, after_epoch=look, **options)
+    assert seen == [1, 2, 3, 3, 4, 5, 6]
+    assert numbers(resumed) == numbers(undisturbed)
+
+
 def test_randomness_inside_the_model_follows_the_seed(data):
     x, y = (data[0].with_format("torch")[:][c] for c in ("x", "y"))
 

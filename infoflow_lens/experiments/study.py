@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
+from infoflow_lens.experiments.memory import run_bytes
 from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.tasks import VectorTask
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 Settings: TypeAlias = Mapping[str, Any]
 Row: TypeAlias = dict[str, float | int | str | None]
+Pair: TypeAlias = tuple[Tensor, Tensor]  # sequences and targets
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Study(ABC):
     """A table or figure of a paper: what to train, what to measure, what to compare it with.
 
     A study holds no state. `measure` is a function of its settings and seed alone, so that runs can
-    go to other processes and machines, and the same seed gives the same rows.
+    go to other processes and machines, and the same seed gives the same rows. What makes a run slow
+    or large stands in the settings.
 
     Attributes:
         name: as on the command line.
@@ -59,9 +63,9 @@ class Study(ABC):
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """Train and measure one configuration: one row, or one for each head or position."""
 
-    def drawn(self, task: VectorTask, part: str, n: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Sequences and targets for a part of a run; different parts and seeds share nothing."""
-        return task.sample(n, seed=derived_seed(self.name, part, seed))
+    def memory(self, settings: Settings) -> int:
+        """Bytes that a run takes at its peak, about; 0 where that is not known."""
+        return 0
 
     @abstractmethod
     def table(self, results: "pd.DataFrame") -> str:
@@ -74,6 +78,41 @@ class Study(ABC):
     @abstractmethod
     def verdict(self, results: "pd.DataFrame") -> Verdict:
         """Whether the effect was seen, by the stated rule."""
+
+
+class VectorStudy(Study):
+    """A study that trains models over vector tokens, on ``n_train`` sequences."""
+
+    @abstractmethod
+    def architecture(self, settings: Settings) -> Architecture:
+        """The models of a configuration."""
+
+    def memory(self, settings: Settings) -> int:
+        """Bytes that a run takes at its peak, about: its data, and a step or an evaluation."""
+        architecture = self.architecture(settings)
+        return run_bytes(
+            n_train=settings["n_train"],
+            n_tokens=architecture.n_tokens,
+            d_token=architecture.d_token,
+            batch_size=256,
+            d_model=architecture.d_model,
+            heads=architecture.n_heads,
+            d_head=max(architecture.head_dimensions),
+            d_mlp=architecture.d_mlp,
+        )
+
+    def drawn(self, task: VectorTask, part: str, n: int, seed: int) -> Pair:
+        """Sequences and targets for a part of a run; different parts and seeds share nothing."""
+        return task.sample(n, seed=derived_seed(self.name, part, seed))
+
+
+def standardised(train: Pair, validation: Pair) -> tuple[Pair, Pair]:
+    """Both with the targets' mean and deviation in training taken out; NMSE stays what it is."""
+    mean, deviation = train[1].mean(), train[1].std()
+    return (train[0], (train[1] - mean) / deviation), (
+        validation[0],
+        (validation[1] - mean) / deviation,
+    )
 
 
 def spread(values: "pd.Series[float]") -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from infoflow_lens.experiments.memory import check_memory
 from infoflow_lens.experiments.study import Row, Settings, Study, Verdict
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json, write_text
@@ -89,8 +90,8 @@ def run_study(
         progress: show a bar.
 
     Raises:
-        InfoFlowError: for bad settings, a folder with results of another study or preset, or one
-            that holds results where `resume` was not asked for.
+        InfoFlowError: for bad settings, runs that do not fit in memory, a folder with results of
+            another study or preset, or one that holds results where `resume` was not asked for.
         KeyboardInterrupt: when it is stopped, with what to do to go on.
     """
     if preset not in study.presets:
@@ -106,6 +107,8 @@ def run_study(
             (settings, seed) for settings in study.cases(preset) for seed in range(n_seeds)
         )
     ]
+    if scheduler is None:  # else runs take the memory of other machines
+        check_memory(max(study.memory(run.settings) for run in runs), device, jobs)
     _claim(out, study, preset, resume)
     writable_folder(out / "runs")
     missing = [run for run in runs if not _path(out, run).is_file()]

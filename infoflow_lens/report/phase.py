@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -31,40 +32,54 @@ def check_picture_path(path: str | os.PathLike[str]) -> Path:
     return target
 
 
+def phase_panel(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Verdicts over h_1 and T, for one choice of the other layers' heads.
+
+    Rows are those of `infoflow_lens.theory.estimate.phase_diagram`.
+    """
+    first = sorted({row["heads"][0] for row in rows})
+    tokens = sorted({row["n_tokens"] for row in rows})
+    names = list(COLOURS)
+    found = {(row["heads"][0], row["n_tokens"]): names.index(row["verdict"]) for row in rows}
+    axes.pcolormesh(
+        [[found[h, t] for t in tokens] for h in first],
+        cmap=ListedColormap(list(COLOURS.values())),
+        vmin=-0.5,
+        vmax=2.5,
+        edgecolors="white",
+    )
+    axes.set_xticks([i + 0.5 for i in range(len(tokens))], [str(t) for t in tokens], fontsize=7)
+    axes.set_yticks([i + 0.5 for i in range(len(first))], [str(h) for h in first])
+    axes.set_xlabel("tokens T")
+    axes.set_ylabel("first-layer heads $h_1$")
+
+
+def phase_key(figure: Figure) -> None:
+    """What the colours of phase panels say, below the figure."""
+    patches = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)
+
+
 def phase_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
     """Verdicts over h_1 and T, a panel for each choice of the other layers' heads.
 
     Rows are those of `infoflow_lens.theory.estimate.phase_diagram`.
     """
-    panels = sorted({tuple(row["heads"][1:]) for row in rows})
-    first = sorted({row["heads"][0] for row in rows})
-    tokens = sorted({row["n_tokens"] for row in rows})
-    names = list(COLOURS)
-    found = {
-        (row["heads"][0], tuple(row["heads"][1:]), row["n_tokens"]): names.index(row["verdict"])
-        for row in rows
-    }
+    panels: dict[tuple[int, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        panels.setdefault(tuple(row["heads"][1:]), []).append(row)
+    first, tokens = {row["heads"][0] for row in rows}, {row["n_tokens"] for row in rows}
     width = len(panels) * (0.9 + 0.5 * len(tokens))
     figure = Figure(figsize=(max(4.5, width), 2.2 + 0.35 * len(first)), layout="constrained")
-    for column, others in enumerate(panels):
+    for column, others in enumerate(sorted(panels)):
         axes = figure.add_subplot(1, len(panels), column + 1)
-        axes.pcolormesh(
-            [[found[h, others, t] for t in tokens] for h in first],
-            cmap=ListedColormap(list(COLOURS.values())),
-            vmin=-0.5,
-            vmax=2.5,
-            edgecolors="white",
-        )
-        axes.set_xticks([i + 0.5 for i in range(len(tokens))], [str(t) for t in tokens], fontsize=7)
-        axes.set_yticks([i + 0.5 for i in range(len(first))], [str(h) for h in first])
-        axes.set_xlabel("tokens T")
+        phase_panel(axes, panels[others])
         if others:
             axes.set_title("$h_2, ..$ = " + ", ".join(map(str, others)), fontsize=9)
-        if column == 0:
-            axes.set_ylabel("first-layer heads $h_1$")
+        if column > 0:
+            axes.set_ylabel("")
     figure.suptitle(title, fontsize=10)
-    patches = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
-    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)
+    phase_key(figure)
     return figure
 
 

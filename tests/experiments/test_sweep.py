@@ -120,6 +120,40 @@ def test_bad_settings_are_named(tmp_path, arguments, message):
         run(Squares(), tmp_path, **arguments)
 
 
+class Huge(Squares):
+    """Runs that no machine has the memory for."""
+
+    def memory(self, settings):
+        return settings["number"] * 2**60
+
+
+def test_runs_that_do_not_fit_in_memory_are_refused_before_any_starts(tmp_path):
+    with pytest.raises(InfoFlowError, match=r"a run needs about .* GiB of memory on cpu, but .*"):
+        run(Huge(tmp_path / "seen"), tmp_path / "out", preset="smoke")
+    assert not (tmp_path / "seen").exists()
+    assert not (tmp_path / "out" / "study.json").exists()
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_runs_hold_at_least_their_training_data(name):
+    study = find_study(name)
+    for preset in study.presets:
+        for settings in study.cases(preset):
+            data = settings.get("n_train", 0) * settings.get("n_tokens", 1) * 4
+            assert study.memory(settings) >= 2 * data
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_smoke_preset_of_every_study_runs_to_its_verdict(name, tmp_path):
+    study = find_study(name)
+    result = run(study, tmp_path, preset="smoke")
+    assert result.n_diverged == 0
+    assert result.verdict.reasons
+    assert study.acceptance in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+    assert result.rows["run"].nunique() == len(study.cases("smoke"))
+
+
 def test_a_full_disk_is_one_error(tmp_path, monkeypatch):
     from infoflow_lens.experiments import sweep
 

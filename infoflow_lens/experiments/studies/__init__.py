@@ -2,21 +2,35 @@
 
 from collections.abc import Mapping
 
+from infoflow_lens.experiments.studies.agreement_over_training import AgreementOverTraining
+from infoflow_lens.experiments.studies.attention_maps import AttentionMaps
+from infoflow_lens.experiments.studies.depth_separation import DepthSeparationStudy
 from infoflow_lens.experiments.studies.head_count import HeadCount
+from infoflow_lens.experiments.studies.intrinsic_dimension import IntrinsicDimensionStudy
 from infoflow_lens.experiments.studies.kth_largest import KthLargestStudy
 from infoflow_lens.experiments.studies.max_position_recovery import MaxPositionRecovery
+from infoflow_lens.experiments.studies.nested_qa import NestedQuestions
 from infoflow_lens.experiments.studies.specific_position import SpecificPosition
+from infoflow_lens.experiments.studies.triangle_center import TriangleCenterStudy
 from infoflow_lens.experiments.studies.varying_depth import VaryingDepth
+from infoflow_lens.experiments.studies.varying_heads import VaryingHeads
 from infoflow_lens.experiments.study import Study
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 
-_ALL: tuple[Study, ...] = (
+_ALL: tuple[Study, ...] = (  # the order of the papers
     MaxPositionRecovery(),
     SpecificPosition(),
+    IntrinsicDimensionStudy(),
+    TriangleCenterStudy(),
     HeadCount(),
+    DepthSeparationStudy(),
     KthLargestStudy(),
     VaryingDepth(),
+    VaryingHeads(),
+    AttentionMaps(),
+    NestedQuestions(),
+    AgreementOverTraining(),
 )
 STUDIES: Mapping[str, Study] = {study.name: study for study in _ALL}
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infoflow_lens.experiments.study import Row, Settings, Study, Verdict, spread
+from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict, spread
 from infoflow_lens.hooks import PositionsProbe, run_probes
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class KthLargestStudy(Study):
+class KthLargestStudy(VectorStudy):
     """NMSE against k for one head and one layer, and the rank of the number that CLS attends to."""
 
     name: ClassVar[str] = "kth_largest"
@@ -38,17 +38,21 @@ class KthLargestStudy(Study):
         ranks = [2**i for i in range(n_tokens.bit_length())]
         return [{"k": k, **sizes[preset]} for k in ranks]
 
+    def architecture(self, settings: Settings) -> Architecture:
+        """One head, one layer."""
+        return Architecture(
+            n_heads=(1,),
+            d_model=32,
+            d_token=1,
+            n_tokens=settings["n_tokens"],
+            d_mlp=64,
+            act_fn="gelu",
+        )
+
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """The error, and how often the head's first choice is the largest, k-th, smallest."""
         task = KthLargest(n_tokens=settings["n_tokens"], k=settings["k"])
-        model = build_model(
-            Architecture(
-                n_heads=(1,), d_model=32, d_token=1, n_tokens=task.n_tokens, d_mlp=64, act_fn="gelu"
-            ),
-            seed=seed,
-            device=device,
-        )
-
+        model = build_model(self.architecture(settings), seed=seed, device=device)
         training = train(
             model,
             self.drawn(task, "train", settings["n_train"], seed),

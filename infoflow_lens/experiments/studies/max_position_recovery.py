@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infoflow_lens.experiments.study import Row, Settings, Study, Verdict, spread
+from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict, spread
 from infoflow_lens.hooks import RecoveryProbe, RecoveryResult, run_probes
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
@@ -26,7 +26,7 @@ _PUBLISHED = {
 }
 
 
-class MaxPositionRecovery(Study):
+class MaxPositionRecovery(VectorStudy):
     """Errors of recovery maps at the first layer of two-layer models, initial and trained."""
 
     name: ClassVar[str] = "max_position_recovery"
@@ -53,6 +53,18 @@ class MaxPositionRecovery(Study):
         }
         return [{"heads": list(pair), **sizes[preset], "d_model": 60} for pair in heads[preset]]
 
+    def architecture(self, settings: Settings) -> Architecture:
+        """Two layers, eight dimensions a head."""
+        return Architecture(
+            n_heads=tuple(settings["heads"]),
+            d_head=(8, 8),
+            d_model=settings["d_model"],
+            d_token=_D,
+            n_tokens=settings["n_tokens"],
+            d_mlp=64,
+            act_fn="relu",
+        )
+
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """A row for each head of the first layer and rank."""
         task = DRetrieval(
@@ -62,17 +74,7 @@ class MaxPositionRecovery(Study):
             directions="orthonormal",  # else two heads may be asked for nearly the same token
             seed=seed,
         )
-        architecture = Architecture(
-            n_heads=tuple(settings["heads"]),
-            d_head=(8, 8),
-            d_model=settings["d_model"],
-            d_token=_D,
-            n_tokens=task.n_tokens,
-            d_mlp=64,
-            act_fn="relu",
-        )
-        model = build_model(architecture, seed=seed, device=device)
-
+        model = build_model(self.architecture(settings), seed=seed, device=device)
         training = train(
             model,
             self.drawn(task, "train", settings["n_train"], seed),

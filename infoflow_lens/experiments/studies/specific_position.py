@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infoflow_lens.experiments.study import Row, Settings, Study, Verdict, spread
+from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict, spread
 from infoflow_lens.hooks.capabilities import run_catching
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _N_SUMMED = 3
 
 
-class SpecificPosition(Study):
+class SpecificPosition(VectorStudy):
     """Where CLS attends, on average over samples, and how much that varies between them.
 
     Published: validation error near zero; weights 1/3 on positions 1 to 3 and 0 elsewhere, the same
@@ -42,19 +42,22 @@ class SpecificPosition(Study):
         """One configuration."""
         return [{**self._SIZES[preset], "d_token": 4, "d_model": 32, "d_mlp": 64}]
 
+    def architecture(self, settings: Settings) -> Architecture:
+        """One layer, one head, learned positions."""
+        return Architecture(
+            n_heads=(1,),
+            d_model=settings["d_model"],
+            d_token=settings["d_token"],
+            n_tokens=settings["n_tokens"],
+            d_mlp=settings["d_mlp"],
+            d_output=settings["d_token"],
+            positional_embedding="learned",
+        )
+
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """A row for each position: its weight over samples."""
         task = PositionSum(n_tokens=settings["n_tokens"], d_token=settings["d_token"])
-        architecture = Architecture(
-            n_heads=(1,),
-            d_model=settings["d_model"],
-            d_token=task.d_token,
-            n_tokens=task.n_tokens,
-            d_mlp=settings["d_mlp"],
-            d_output=task.d_output,
-            positional_embedding="learned",
-        )
-        model = build_model(architecture, seed=seed, device=device)
+        model = build_model(self.architecture(settings), seed=seed, device=device)
         data = [
             self.drawn(task, part, n, seed)
             for part, n in (("train", settings["n_train"]), ("validation", 2000), ("test", 1000))

@@ -1,0 +1,80 @@
+"""A study of a target of your own: configurations, seeds, a table, a figure and a verdict.
+
+Run: python examples/study_of_your_own.py   (about half a minute)
+"""
+
+import tempfile
+from pathlib import Path
+from typing import ClassVar
+
+from matplotlib.figure import Figure
+
+from infoflow_lens import Architecture, TrainingConfig, build_model, load_task, train
+from infoflow_lens.experiments.study import VectorStudy, Verdict, spread
+from infoflow_lens.experiments.sweep import run_study
+
+
+class Span(VectorStudy):
+    """The largest number minus the smallest: two tokens are retrieved, so two heads should do."""
+
+    name = "span"
+    title = "Does the span of T numbers need two heads?"
+    source = "our own"
+    acceptance = "the mean error of two heads is below a fifth of that of one"
+    presets: ClassVar = {"quick": 2}  # how many seeds
+
+    def cases(self, preset):
+        """What to run, without seeds."""
+        return [{"heads": heads, "n_tokens": 8, "n_train": 4000, "epochs": 30} for heads in (1, 2)]
+
+    def architecture(self, settings):
+        """The model: what it takes of memory follows."""
+        return Architecture(
+            n_heads=(settings["heads"],),
+            d_model=16,
+            d_token=1,
+            n_tokens=settings["n_tokens"],
+            d_mlp=16,
+        )
+
+    def measure(self, settings, seed, device):
+        """One run: its rows of results.csv."""
+        task = load_task(
+            "d_retrieval",
+            n_tokens=settings["n_tokens"],
+            d_token=1,
+            n_components=2,
+            extremum=("max", "min"),
+        )
+        training = train(
+            build_model(self.architecture(settings), seed=seed, device=device),
+            self.drawn(task, "train", settings["n_train"], seed),
+            self.drawn(task, "validation", 1000, seed),
+            TrainingConfig(epochs=settings["epochs"], batch_size=128, lr=8e-3, seed=seed),
+            progress=False,
+        )
+        return [{"nmse": training.nmse}]
+
+    def table(self, results):
+        """What table.md shows."""
+        rows = [f"| {n} | {spread(group.nmse)} |" for n, group in results.groupby("heads")]
+        return "\n".join(["| heads | NMSE |", "|---|---|", *rows])
+
+    def figure(self, results):
+        """What figure.png shows."""
+        figure = Figure(figsize=(4, 3), layout="constrained")
+        figure.subplots().semilogy(results["heads"], results["nmse"], "o")
+        return figure
+
+    def verdict(self, results):
+        """The rule, and the numbers behind it."""
+        means = results.groupby("heads")["nmse"].mean()
+        return Verdict(
+            bool(means[2] < means[1] / 5), (f"{means[1]:.2g} and {means[2]:.2g} by heads",)
+        )
+
+
+with tempfile.TemporaryDirectory() as folder:
+    # jobs=2 runs them in two processes; resume=True goes on with what a folder holds
+    found = run_study(Span(), Path(folder) / "span", progress=False)
+    print((found.out / "table.md").read_text())

@@ -1,0 +1,164 @@
+"""Whether runs fit in memory: an estimate, and what is free."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from infoflow_lens.foundation.errors import InfoFlowError
+
+_WORKER_BYTES = 5 * 2**27  # of a process that has imported everything and trained nothing
+_FLOAT = 4
+_EVALUATED_AT_ONCE = 2048  # sequences, without gradients
+
+
+def check_memory(needed_bytes: int, device: str, jobs: int = 1) -> None:
+    """Refuse runs that do not fit in what is free, before work starts.
+
+    Where nothing is known of the memory, nothing is refused.
+
+    Args:
+        needed_bytes: what one run takes, as :func:`run_bytes` estimates it.
+        device: where runs train, as PyTorch names it; the memory of others than CUDA's is the
+            machine's.
+        jobs: runs at a time, each in a process of its own if there are several.
+
+    Raises:
+        InfoFlowError: with what is needed and what is free; or for a device that is not there.
+    """
+    needed = needed_bytes * jobs
+    if jobs > 1:
+        needed += _WORKER_BYTES * jobs
+    free = _free_on_cuda(device) if torch.device(device).type == "cuda" else free_memory()
+    if free is None or needed <= free:
+        return
+    runs = f"{jobs} runs at a time need" if jobs > 1 else "a run needs"
+    fewer = "fewer jobs, or " if jobs > 1 else ""
+    raise InfoFlowError(
+        f"{runs} about {_shown(needed)} of memory on {device}, but {_shown(free)} is free: "
+        f"expected it to fit; choose {fewer}a smaller preset"
+    )
+
+
+def run_bytes(
+    *,
+    n_train: int,
+    n_tokens: int,
+    d_token: int,
+    batch_size: int,
+    d_model: int,
+    heads: Sequence[int],
+    d_head: int | None = None,
+    d_mlp: int = 0,
+) -> int:
+    """What a training run of a hosted model takes at its peak, about (seen: .7 to 1.1 of it).
+
+    The training sequences in three copies (drawn, converted, on the device), weights with
+    gradients, moments and kept states, and the larger of what a step keeps for its gradient and
+    what the largest layer takes when it is evaluated. Data that a task computes on the way to its
+    targets, and probes, are not in it.
+
+    Args:
+        n_train: training sequences.
+        n_tokens: their length, T.
+        d_token: numbers in a token; 2 for token ids, which are long integers.
+        batch_size: sequences in a step.
+        d_model: width of the residual stream.
+        heads: of every layer.
+        d_head: dimension of a head; default, heads share `d_model`.
+        d_mlp: width of the feed-forward networks; 0 for none.
+    """
+    n_pos = n_tokens + 1
+    widths = [max(d_model, h * d_head) if d_head else d_model for h in heads]
+    # numbers for each sequence: states, queries, keys, values and outputs, and the scores
+    layers = [
+        n_pos * (3 * d_model + 4 * width + 2 * d_mlp + 4 * h * n_pos)
+        for h, width in zip(heads, widths, strict=True)
+    ]
+    step = batch_size * (sum(layers) + max(layers))
+    evaluation = _EVALUATED_AT_ONCE * max(layers)
+    data = 3 * n_train * (n_tokens * d_token + 1)
+    weights = 6 * sum(d_model * (4 * width + 2 * d_mlp) for width in widths)
+    return _FLOAT * (data + weights + max(step, evaluation))
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that this process may still take, by the machine and by its control groups.
+
+    None where the system tells nothing. What files occupy in caches counts as free.
+
+    Args:
+        root: where the system's files are.
+    """
+    free = [_free_on_machine(root), *_free_in_groups(root)]
+    known = [value for value in free if value is not None]
+    return max(0, min(known)) if known else None
+
+
+def _free_on_machine(root: Path) -> int | None:
+    for line in _lines(root / "proc/meminfo"):
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    try:  # without such a list, all that there is
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _free_in_groups(root: Path) -> Iterator[int]:
+    """What the control groups of this process leave, and those that they are in; both versions."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mounted = root / "sys/fs/cgroup"
+            limit, usage, cache = "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            mounted = root / "sys/fs/cgroup/memory"
+            limit, usage, cache = (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        else:
+            continue
+        group = mounted / path.strip("/")
+        # in a container the path may be the host's: only its root is to be seen
+        for folder in (group, *group.parents):
+            allowed, used = (_number(folder / name) for name in (limit, usage))
+            if allowed is not None and used is not None:
+                stat = dict(row.split(" ", 1) for row in _lines(folder / "memory.stat"))
+                yield allowed - used + int(stat.get(cache, 0))
+            if folder == mounted:
+                break
+
+
+def _free_on_cuda(device: str) -> int:
+    try:
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    except (RuntimeError, AssertionError, ValueError) as error:  # AssertionError: built without
+        raise InfoFlowError(
+            f"device is {device!r}, which does not answer ({str(error).splitlines()[0]}): expected "
+            "a CUDA device; choose another, or cpu"
+        ) from error
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of one of the system's files; none where there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    """What the file holds, if it is a number ("max" is none)."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _shown(n_bytes: int) -> str:
+    if n_bytes < 2**30:
+        return f"{n_bytes / 2**20:.0f} MiB"
+    return f"{n_bytes / 2**30:.1f} GiB"

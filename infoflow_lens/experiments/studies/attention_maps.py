@@ -1,0 +1,410 @@
+"""What the heads of trained two-layer models do (Chen & Zou 2024, Sec. 6.2, Fig. 3)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from infoflow_lens.experiments.studies.token_models import (
+    ADAMW,
+    PAPER,
+    RANDOM,
+    SOLVED,
+    STARTS,
+    TASKS,
+    TokenRun,
+    TokenStudy,
+    paper_training,
+    train_run,
+)
+from infoflow_lens.experiments.study import Row, Settings, Verdict, spread
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.hooks import (
+    AttendedProbe,
+    PositionsProbe,
+    measure_mechanisms,
+    run_probes,
+)
+from infoflow_lens.hooks.capabilities import run_catching
+from infoflow_lens.models.constructions import build_construction
+from infoflow_lens.models.host import TokenTransformer
+from infoflow_lens.tasks.question_answering import InContextQA
+from infoflow_lens.tasks.templates import TemplateMatching
+from infoflow_lens.tasks.tokens import TokenTask
+from infoflow_lens.training import evaluate_labels, restored
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_QA, _TEMPLATES = "in_context_qa", "template_matching"
+_DRAWS = 0.1  # the least share of a row's largest weight that moves a value [chosen]
+_OFTEN = 0.9
+_N_MECHANISMS = 256  # sequences
+_OPERATIONS: Mapping[str, str] = {
+    "copying": "layer 1: some position of the context holds the asked pair, the last the query",
+    "matching": "layer 2: the last position attends most, in the context, to such a position",
+    "parsing": "layer 1: of the other words, each repeated word attends most to one equal to it",
+    "strict parsing": "layer 1: each word draws from the words equal to it, and from no others",
+}
+_JUDGED = ("copying", "matching", "parsing")
+_SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
+    "smoke": {
+        _QA: {"n_questions": 6, "n_answers": 6, "n_pairs": 2},
+        _TEMPLATES: {"n_words": 10, "length": 3},
+    },
+    "quick": {  # two pairs and three words, as in the paper's figures
+        _QA: {"n_questions": 10, "n_answers": 10, "n_pairs": 2},
+        _TEMPLATES: {"n_words": 100, "length": 3},
+    },
+    "full": {
+        _QA: {"n_questions": 100, "n_answers": 100, "n_pairs": 2},
+        _TEMPLATES: {"n_words": 210, "length": 3},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Operations:
+    """In which sequences operations happen.
+
+    Attributes:
+        happens: by name, bool [sample], over the sequences that the operation is about.
+        chance: by name, how often it would happen with keys drawn at random.
+    """
+
+    happens: Mapping[str, Bool[Tensor, " sample"]]
+    chance: Mapping[str, float]
+
+
+class AttentionMaps(TokenStudy):
+    """Copying, matching and parsing, identified by probes in every test sequence.
+
+    The paper shows the maps of single sequences. Here `AttendedProbe` gives the keys that each
+    position of layer 1 draws from (at least .1 of the row's largest weight [chosen]), and a
+    position holds, after it, its own token and theirs. `PositionsProbe` gives the position of the
+    context with the largest score of the last position in layer 2; its weight must be above 0.
+
+    - copying: some position of the context holds the asked question and its answer, and the last
+      position holds the query;
+    - matching: the last position attends most to such a position;
+    - parsing, in sequences in which a word is repeated: of all other words, every such word attends
+      most to one that is equal, with a weight above 0;
+    - strict parsing, which is not judged: in the whole sequence the words that each word draws from
+      are exactly those equal to it.
+
+    Each is measured in the trained model, in the same model before training, in the construction
+    of the theorem, and with the keys of each row of layer 1 (for matching, the position that is
+    attended to) drawn at random. The paper's start scores in layer 1 as the construction does, so
+    copying and parsing are there before training; random starts, which are not judged, show whether
+    training finds them. Two rows more say what the answer owes to each head: its mechanism by
+    `measure_mechanisms`, and the divergence when the head attends to its own position alone.
+    """
+
+    name: ClassVar[str] = "attention_maps"
+    title: ClassVar[str] = "Do trained models copy, match and parse as the constructions do?"
+    source: ClassVar[str] = "Chen & Zou 2024, Sec. 6.2, Fig. 3"
+    acceptance: ClassVar[str] = (
+        "from the paper's start, in every model with a test accuracy of .95 or more, of which each "
+        "task has one: copying, matching and parsing happen in at least .9 of the test sequences, "
+        "and in more than before training, unless the start already does it in .9"
+    )
+    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 5, "full": 5}
+
+    def cases(self, preset: str) -> Sequence[Settings]:
+        """By start and task."""
+        starts: Mapping[str, Mapping[str, Any]] = {PAPER: {}, RANDOM: ADAMW}
+        return [
+            {"start": start, "task": task, "layers": 2, **sizes, **_training(preset, task), **more}
+            for start, more in starts.items()
+            for task, sizes in _SIZES[preset].items()
+        ]
+
+    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
+        """A row for each operation and model, for each head, and for each cell of two mean maps."""
+        run = train_run(self.name, settings, seed, device)
+        about: Row = {"test_accuracy": evaluate_labels(run.model, (run.x, run.y)).accuracy}
+        models: dict[str, TokenTransformer] = {
+            "trained": run.model,
+            "initial": restored(run.model, run.training.initial_state),
+        }
+        if settings["start"] == PAPER:
+            models["construction"] = _construction(run.task).to(device, print_details=False)
+        rows: list[Row] = []
+        for name, model in models.items():
+            found = find_operations(model, run.task, run.x, derived_seed(self.name, "keys", seed))
+            for operation, happens in found.happens.items():
+                rows.append(
+                    {
+                        "kind": "operation",
+                        "operation": operation,
+                        "model": name,
+                        "share": float(happens.double().mean()),
+                        "chance": found.chance[operation],
+                    }
+                )
+        rows += _mechanisms(run)
+        rows += _mean_maps(run)
+        return [{**about, **row} for row in rows]
+
+    def table(self, results: "pd.DataFrame") -> str:
+        """Shares by operation and model."""
+        lines = [
+            "| start | task | operation | trained | before training | construction | by chance | "
+            "test accuracy |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        operations: Any = results[results["kind"] == "operation"].groupby(
+            ["start", "task", "operation"], sort=False
+        )
+        for (start, task, operation), rows in operations:
+            of = {name: rows[rows["model"] == name] for name in ("trained", "initial")}
+            built = rows.loc[rows["model"] == "construction", "share"]
+            lines.append(
+                f"| {STARTS[start]} | {TASKS[task]} | {operation} | "
+                f"{spread(of['trained']['share'])} | {spread(of['initial']['share'])} | "
+                f"{spread(built)} | {spread(of['trained']['chance'])} | "
+                f"{spread(of['trained']['test_accuracy'])} |"
+            )
+        lines += [
+            "",
+            *(f"- {operation}, {what}" for operation, what in _OPERATIONS.items()),
+            "",
+            "| start | task | layer | mechanism of the head, a seed each | KL if it attends to its "
+            "own position alone |",
+            "|---|---|---|---|---|",
+        ]
+        heads: Any = results[results["kind"] == "head"].groupby(
+            ["start", "task", "layer"], sort=False
+        )
+        for (start, task, layer), rows in heads:
+            lines.append(
+                f"| {STARTS[start]} | {TASKS[task]} | {int(layer) + 1} | "
+                f"{', '.join(rows['mechanism'])} | {spread(rows['own_position_kl'])} |"
+            )
+        return "\n".join(
+            [
+                *lines,
+                "",
+                "Shares of test sequences, over seeds, mean (least to largest). The paper shows "
+                "maps of single sequences, without numbers.",
+            ]
+        )
+
+    def figure(self, results: "pd.DataFrame") -> "Figure":
+        """Mean maps of the first seed from the paper's start, a row for each task.
+
+        Queries downwards, keys to the right; weights as shares of the largest of each map.
+        """
+        from matplotlib.figure import Figure
+
+        maps = results[(results["kind"] == "map") & (results["start"] == PAPER)]
+        tasks = list(dict.fromkeys(maps["task"]))
+        figure = Figure(figsize=(11, 2.9 * max(1, len(tasks))), layout="constrained")
+        panels = figure.subplots(max(1, len(tasks)), 4, squeeze=False)
+        for row, task in zip(panels, tasks, strict=False):
+            of_task = maps[maps["task"] == task]
+            of_task = of_task[of_task["run"] == of_task["run"].min()]
+            groups: Any = of_task.groupby(["example", "layer"], sort=False)
+            for panel, ((example, layer), cells) in zip(row, groups, strict=False):
+                grid = cells.pivot(index="query", columns="key", values="weight")
+                panel.imshow(grid / max(float(grid.max().max()), 1e-30), cmap="Blues", vmin=0)
+                tokens = str(example).split()
+                panel.set_xticks(range(len(tokens)), tokens)
+                panel.set_yticks(range(len(tokens)), tokens)
+                panel.set_title(f"{TASKS[task]}, layer {int(layer) + 1}", fontsize="small")
+        return figure
+
+    def verdict(self, results: "pd.DataFrame") -> Verdict:
+        """By the shares in the models that solve their task."""
+        rows = results[(results["kind"] == "operation") & (results["start"] == PAPER)]
+        passed, reasons = not rows.empty, []
+        for task in dict.fromkeys(rows["task"]):
+            of_task = rows[rows["task"] == task]
+            solving = of_task[of_task["test_accuracy"] >= SOLVED]
+            n_solve, n = solving["run"].nunique(), of_task["run"].nunique()
+            if not n_solve:
+                passed = False
+                reasons.append(f"{TASKS[task]}: none of {n} models reaches {SOLVED}")
+            for operation in dict.fromkeys(solving["operation"]):
+                if operation not in _JUDGED:
+                    continue
+                cells = solving[solving["operation"] == operation].pivot(
+                    index="run", columns="model", values="share"
+                )
+                least = cells.loc[cells["trained"].idxmin()]
+                there = bool((cells["initial"] >= _OFTEN).all())
+                more = bool(
+                    ((cells["trained"] > cells["initial"]) | (cells["initial"] >= _OFTEN)).all()
+                )
+                seen = float(least["trained"]) >= _OFTEN and more
+                passed &= seen
+                reasons.append(
+                    f"{TASKS[task]}, {operation}, {n_solve} of {n} models solve the task: least "
+                    f"share {least['trained']:.3f}, before training {least['initial']:.3f}"
+                    f"{' (the start already does it)' if there else ''}: "
+                    f"{'as' if seen else 'not as'} published"
+                )
+        return Verdict(passed, tuple(reasons))
+
+
+# Operations
+
+
+def find_operations(model: TokenTransformer, task: TokenTask, x: Tensor, seed: int) -> Operations:
+    """Which of its task's operations a two-layer model with one head a layer does, where.
+
+    Args:
+        model: the model.
+        task: in-context question answering or template matching.
+        x: sequences of the task.
+        seed: of the random keys.
+    """
+    n = task.n_tokens
+    without = (n - 2, n - 1) if isinstance(task, InContextQA) else (n - 1,)
+    draws, weighs, positions = run_probes(
+        model,
+        x,
+        [AttendedProbe(_DRAWS), AttendedProbe(0.0), PositionsProbe((1, 2), without=without)],
+        progress=False,
+    )
+    first = draws.attended[0][:, 0]
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(task, InContextQA):
+        pair = task.active_index_set(x)
+        pair[:, n - 2] = False  # the query
+        has_pair, copied = _copied(first, pair)
+        at_random = _copied(_shuffled(first, generator), pair)[1]
+        chosen = positions.argmax[1][:, 0, -1:].long()
+        weight = weighs.attended[1][:, 0, -1].gather(1, chosen)
+        matched = (has_pair.gather(1, chosen) & weight)[:, 0]
+        return Operations(
+            {"copying": copied, "matching": matched},
+            {"copying": _share(at_random), "matching": _share(has_pair)},
+        )
+    assert isinstance(task, TemplateMatching)
+    words = x[:, : task.length]
+    own = torch.arange(task.length)[:, None]
+    ranked = positions.positions[0][:, 0, : task.length].long()
+    best = torch.where(ranked[:, :, :1] == own, ranked[:, :, 1:], ranked[:, :, :1])
+    weight = weighs.attended[0][:, 0, : task.length].gather(2, best)
+    anywhere = torch.randint(task.length - 1, best.shape, generator=generator)
+    anywhere += anywhere >= own  # another word
+    return Operations(
+        {"parsing": _paired(best, words, weight), "strict parsing": _parsed(first, words)},
+        {
+            "parsing": _share(_paired(anywhere, words, torch.ones_like(weight))),
+            "strict parsing": _share(_parsed(_shuffled(first, generator), words)),
+        },
+    )
+
+
+def _copied(
+    draws: Bool[Tensor, "sample query key"], pair: Bool[Tensor, "sample key"]
+) -> tuple[Bool[Tensor, "sample context"], Bool[Tensor, " sample"]]:
+    """Which positions of the context hold all of the pair, and whether copying happened."""
+    query = draws.shape[1] - 2
+    holds = draws | torch.eye(draws.shape[1], dtype=torch.bool)
+    has_pair = (holds | ~pair[:, None]).all(dim=2)[:, :query]
+    return has_pair, has_pair.any(dim=1) & holds[:, -1, query]
+
+
+def _paired(
+    chosen: Int[Tensor, "sample word 1"],
+    words: Int[Tensor, "sample word"],
+    weight: Bool[Tensor, "sample word 1"],
+) -> Bool[Tensor, " sample"]:
+    """Whether all repeated words choose, with weight, an equal word, where there are any."""
+    repeated = (words[:, :, None] == words[:, None]).sum(dim=2) > 1
+    equal = (words.gather(1, chosen[:, :, 0]) == words) & weight[:, :, 0]
+    return (equal | ~repeated).all(dim=1)[repeated.any(dim=1)]
+
+
+def _parsed(draws: Bool[Tensor, "sample query key"], words: Tensor) -> Bool[Tensor, " sample"]:
+    """Whether each word draws from the other words that are equal, and from no others."""
+    length = words.shape[1]
+    others = ~torch.eye(length, dtype=torch.bool)
+    equal = words[:, :, None] == words[:, None]
+    return ((draws[:, :length, :length] == equal) | ~others).all(dim=(1, 2))
+
+
+def _shuffled(
+    draws: Bool[Tensor, "sample query key"], generator: torch.Generator
+) -> Bool[Tensor, "sample query key"]:
+    """As many keys in every row, at random among the other positions."""
+    n = draws.shape[1]
+    own = torch.eye(n, dtype=torch.bool)
+    noise = torch.rand(draws.shape, generator=generator).masked_fill(own, 2.0)
+    counts = (draws & ~own).sum(dim=2, keepdim=True)
+    return noise.argsort(dim=2).argsort(dim=2) < counts
+
+
+def _share(happens: Tensor) -> float:
+    return float(happens.double().mean())
+
+
+def _construction(task: TokenTask) -> TokenTransformer:
+    parameters = {key: value for key, value in task.parameters().items() if key != "seed"}
+    model: Any = build_construction(task.name, **parameters)[0]
+    return model
+
+
+def _mechanisms(run: TokenRun) -> list[Row]:
+    """What the answer owes to each head of the trained model."""
+    found = measure_mechanisms(run.model, run.x[:_N_MECHANISMS], read=(-1,), progress=False)
+    own = found.ideals.index("own_position")
+    return [
+        {
+            "kind": "head",
+            "layer": layer,
+            "mechanism": found.mechanisms()[layer][0],
+            "own_position_kl": float(found.damage[layer][0, own]),
+        }
+        for layer in range(len(found.damage))
+    ]
+
+
+def _mean_maps(run: TokenRun) -> list[Row]:
+    """Mean patterns over the test sequences of the paper's two examples of each task."""
+    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(2)]
+    device = next(run.model.parameters()).device
+    rows: list[Row] = []
+    for example, which in _examples(run.task, run.x).items():
+        caught = run_catching(run.model, run.x[which].to(device), names)[1]
+        for layer, name in enumerate(names):
+            mean = caught[name][:, 0].double().mean(dim=0).cpu()
+            rows += [
+                {
+                    "kind": "map",
+                    "example": example,
+                    "layer": layer,
+                    "query": query,
+                    "key": key,
+                    "weight": float(mean[query, key]),
+                }
+                for query in range(len(mean))
+                for key in range(len(mean))
+            ]
+    return rows
+
+
+def _examples(task: TokenTask, x: Tensor) -> dict[str, Bool[Tensor, " sample"]]:
+    """The first and the second pair asked about; templates aab and abb."""
+    if isinstance(task, InContextQA):
+        asked = (x[:, 0:-2:3] == x[:, -2:-1]).to(torch.int64).argmax(dim=1)
+        context = " ".join(f"{chr(65 + i)} = {i + 1}" for i in range(task.n_pairs))
+        return {f"{context} {chr(65 + i)} =": asked == i for i in range(2)}
+    label, names = task.target(x), list(task.label_names)
+    return {f"{' '.join(name.upper())} =": label == names.index(name) for name in ("aab", "abb")}
+
+
+def _training(preset: str, task: str) -> dict[str, Any]:
+    settings = {"preset": preset, **paper_training(task)}
+    changes: Mapping[str, Mapping[str, Any]] = {
+        "smoke": {"n_test": 200, "epochs": 2, "n_train": 512},
+        "full": {"epochs": 10 * settings["epochs"], "n_train": 16384},
+    }
+    return {**settings, **changes.get(preset, {})}

@@ -1,0 +1,248 @@
+"""One attention layer against two on the closest pair (InfoFlow 2026, Theorem 1)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+
+from infoflow_lens.experiments.study import (
+    Row,
+    Settings,
+    VectorStudy,
+    Verdict,
+    spread,
+    standardised,
+)
+from infoflow_lens.models.architecture import Architecture
+from infoflow_lens.models.constructions import build_construction
+from infoflow_lens.models.host import build_model
+from infoflow_lens.objectives import nmse, outputs_of
+from infoflow_lens.tasks import DepthSeparation
+from infoflow_lens.theory.bounds import depth_separation_bound
+from infoflow_lens.training import TrainingConfig, train
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_BATCH = 256
+_D_HEAD = 3  # of the single head of every layer; scores x.y of tokens of R^3 need as many
+_ONE, _TWO, _BUILT = "one layer", "two layers", "two layers, built"
+_CAVEAT = (
+    "The theorem speaks of the smallest uniform error that some weights of size at most 1 reach, "
+    "up to constants; here stands the mean squared error of the weights that training found. "
+    "So no slope here proves or disproves an exponent: training may stop above what a model can "
+    "do, and a mean may be small where the largest error is not. The weights that are set by hand "
+    "show what two layers can do: their scores have a factor beta of order log(T) / eps, which "
+    "costs no parameters."
+)
+
+
+class DepthSeparationStudy(VectorStudy):
+    """NMSE over the number of parameters, for one layer, two layers and weights set by hand.
+
+    The paper proves the separation and prints no experiment, so all settings are [chosen]: a head a
+    layer with three dimensions, in both depths, tokens on the unit sphere of R^3, E = 16, GELU. The
+    encoder has a hidden layer, since the theorem lets the one layer encode tokens as it likes;
+    encoder and MLPs have the same width, which grows. Targets are standardised for training. The
+    longer the sequences, the longer two layers stay near NMSE 1 before they learn anything
+    (pilots: hundreds of steps at T = 8, thousands at 12 and 16), so preset quick has T = 8, where
+    the bound on one layer is weak, and full has T = 16, where it is not.
+
+    Exponents: for error eps one layer needs eps^-k parameters (see `depth_separation_bound`), two
+    layers need O(1 / eps). With NMSE like eps^2, NMSE falls no faster than parameters^(-2 / k) for
+    one layer, and like parameters^-2 for the best two layers.
+    """
+
+    name: ClassVar[str] = "depth_separation"
+    title: ClassVar[str] = "What do two layers do that no width of one layer does?"
+    source: ClassVar[str] = "InfoFlow 2026, Theorem 1 (eq 8); App. A.1"
+    acceptance: ClassVar[str] = (
+        "the least NMSE over seeds of the largest two-layer model is at least 5 times below that "
+        "of every one-layer model, one of which has at least as many parameters, and the slope "
+        "fitted to the least NMSE over parameters (log-log) is steeper for two layers than for one"
+    )
+    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
+
+    def cases(self, preset: str) -> Sequence[Settings]:
+        """By depth and width; and the construction by its precision."""
+        widths: Mapping[str, Mapping[str, Sequence[int]]] = {
+            "smoke": {_ONE: (4, 32), _TWO: (4, 8)},
+            "quick": {_ONE: (8, 16, 32, 64, 128, 256), _TWO: (8, 16, 32, 64, 128)},
+            "full": {
+                _ONE: (8, 16, 32, 64, 128, 256, 512, 1024),
+                _TWO: (8, 16, 32, 64, 128, 256, 512),
+            },
+        }
+        sizes: Mapping[str, Mapping[str, int]] = {
+            "smoke": {"n_tokens": 4, "n_train": 1000, "epochs": 4},
+            "quick": {"n_tokens": 8, "n_train": 32000, "epochs": 35},
+            "full": {"n_tokens": 16, "n_train": 200000, "epochs": 60},
+        }
+        trained = [
+            {"model": model, "width": width, **sizes[preset]}
+            for model, some in widths[preset].items()
+            for width in some
+        ]
+        n_tokens = sizes[preset]["n_tokens"]
+        built = [
+            {"model": _BUILT, "eps": eps, "n_tokens": n_tokens}
+            for eps in (0.2, 0.1, 0.05, 0.02, 0.01)
+        ]
+        return [*trained, *built]
+
+    def architecture(self, settings: Settings) -> Architecture:
+        """The trained models; the built ones have one of their own."""
+        n_layers = 1 if settings["model"] == _ONE else 2
+        return Architecture(
+            n_heads=(1,) * n_layers,
+            d_head=(_D_HEAD,) * n_layers,
+            d_model=16,
+            d_token=3,
+            n_tokens=settings["n_tokens"],
+            d_encoder=settings["width"],
+            d_mlp=settings["width"],
+            act_fn="gelu",
+        )
+
+    def memory(self, settings: Settings) -> int:
+        """As for any study over vectors; little for the built models, which are not trained."""
+        return 0 if settings["model"] == _BUILT else super().memory(settings)
+
+    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
+        """The error of one model, and its number of parameters."""
+        task = DepthSeparation(n_tokens=settings["n_tokens"], d_token=3)
+        validation = self.drawn(task, "validation", 2000, seed)
+        if settings["model"] == _BUILT:
+            return [_built(settings["n_tokens"], settings["eps"], validation)]
+        model = build_model(self.architecture(settings), seed=seed, device=device)
+        data = standardised(self.drawn(task, "train", settings["n_train"], seed), validation)
+        config = TrainingConfig(
+            epochs=settings["epochs"],
+            batch_size=_BATCH,
+            lr=4e-3,
+            warmup_steps=2 * math.ceil(settings["n_train"] / _BATCH),
+            seed=seed,
+        )
+        training = train(model, *data, config, progress=False)
+        n_parameters = sum(weights.numel() for weights in model.parameters())
+        return [
+            {
+                "nmse": training.nmse,
+                "parameters": n_parameters,
+                "best_epoch": training.best_epoch,
+                "max_error": None,
+            }
+        ]
+
+    def table(self, results: "pd.DataFrame") -> str:
+        """Errors by parameters, then slopes beside the exponents of the theorem."""
+        lines = ["| model | parameters | NMSE | least NMSE |", "|---|---|---|---|"]
+        groups: Any = results.groupby(["model", "parameters"])
+        for (model, parameters), rows in groups:
+            lines.append(
+                f"| {model} | {parameters} | {spread(rows['nmse'])} | {rows['nmse'].min():.2e} |"
+            )
+        n_tokens = int(results["n_tokens"].iloc[0])
+        lines += [
+            "",
+            "| model | fitted slope of log NMSE | exponent of the theorem | "
+            "slope that it stands for |",
+            "|---|---|---|---|",
+        ]
+        least = _least(results)
+        for model in least.index.unique(level="model"):
+            cells = _stated(n_tokens) if model == _ONE else ("at most 1", "-2 can be reached")
+            lines.append(f"| {model} | {_slope(least[model]):.2f} | {cells[0]} | {cells[1]} |")
+        built = results[results["model"] == _BUILT]
+        if len(built):
+            worst = ", ".join(
+                f"{rows['max_error'].max():.2g} (eps = {eps:g})"
+                for eps, rows in built.groupby("eps")
+            )
+            lines += ["", f"Largest errors of the built models: {worst}; parameters are those set."]
+        return "\n".join([*lines, "", f"The paper prints no experiment. {_CAVEAT}"])
+
+    def figure(self, results: "pd.DataFrame") -> "Figure":
+        """NMSE over parameters, log-log, with the fitted lines."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6.5, 4), layout="constrained")
+        axes = figure.subplots()
+        least = _least(results)
+        for index, model in enumerate(least.index.unique(level="model")):
+            rows, best = results[results["model"] == model], least[model]
+            axes.plot(rows["parameters"], rows["nmse"], "o", color=f"C{index}", alpha=0.5)
+            slope = _slope(best)
+            logs = np.log(best.to_numpy())
+            at = np.log(best.index.to_numpy(dtype=float))
+            line = np.exp(logs.mean() + slope * (at - at.mean()))
+            axes.plot(
+                best.index, line, "--", color=f"C{index}", label=f"{model}, slope {slope:.2f}"
+            )
+        axes.axhline(1, color="#444444", linewidth=0.8, linestyle=":")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("parameters (built: those set)")
+        axes.set_ylabel("validation NMSE (dotted: a constant)")
+        axes.legend(frameon=False)
+        return figure
+
+    def verdict(self, results: "pd.DataFrame") -> Verdict:
+        """By the largest two-layer model against every one-layer model, and by the slopes."""
+        least = _least(results)
+        if not {_ONE, _TWO} <= set(least.index.unique(level="model")):
+            return Verdict(False, ("one of the two depths has no numbers",))
+        one: Any = least[_ONE]
+        two: Any = least[_TWO]
+        size, error = int(two.index.max()), float(two.loc[two.index.max()])
+        largest, best = int(one.index.max()), float(one.min())
+        slopes = _slope(one), _slope(two)
+        reasons = (
+            f"two layers with {size} parameters: {error:.2e}; the best of one layer, up to "
+            f"{largest} parameters: {best:.2e}, {best / error:.1f} times",
+            f"slopes: {slopes[0]:.2f} for one layer, {slopes[1]:.2f} for two",
+        )
+        passed = largest >= size and best >= 5 * error and slopes[1] < slopes[0]
+        return Verdict(passed, reasons)
+
+
+def _built(n_tokens: int, eps: float, data: tuple[torch.Tensor, torch.Tensor]) -> Row:
+    """The construction of Theorem 1, its errors and the number of weights that it sets."""
+    model: Any = build_construction("depth_separation", n_tokens=n_tokens, eps=eps)[0]
+    output = outputs_of(model, model.forward_readout, data[0])
+    return {
+        "nmse": nmse(output, data[1]),
+        "parameters": sum(int((weights != 0).sum()) for weights in model.parameters()),
+        "best_epoch": None,
+        "max_error": float((output - data[1]).abs().max()),
+    }
+
+
+def _stated(n_tokens: int) -> tuple[str, str]:
+    """The exponent of one layer, by the theorem and by the sharper count, and its slope."""
+    bound, sharp = (
+        depth_separation_bound(n_tokens, 1, _D_HEAD, sharp=sharp) for sharp in (False, True)
+    )
+    if sharp.vacuous:
+        return "vacuous at this T", "any"
+    exponents = "vacuous" if bound.vacuous else f"at least {bound.exponent:.3g}"
+    return (
+        f"{exponents} ({sharp.exponent:.3g} by the sharper count)",
+        f"not below {-2 / sharp.exponent:.3g}",
+    )
+
+
+def _least(results: "pd.DataFrame") -> "pd.Series[float]":
+    """The least NMSE over seeds, by model and number of parameters."""
+    return results.groupby(["model", "parameters"])["nmse"].min()
+
+
+def _slope(errors: "pd.Series[float]") -> float:
+    """The slope of log NMSE over log parameters; NaN for fewer than two sizes."""
+    if len(errors) < 2:
+        return math.nan
+    x, y = np.log(errors.index.to_numpy(dtype=float)), np.log(errors.to_numpy())
+    return float(np.polyfit(x, y, 1)[0])

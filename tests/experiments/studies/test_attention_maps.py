@@ -1,0 +1,233 @@
+"""What heads do: operations found where they are, the rule, and a small run."""
+
+import pandas as pd
+import pytest
+import torch
+
+from infoflow_lens import build_construction
+from infoflow_lens.experiments.studies.attention_maps import (
+    AttentionMaps,
+    _copied,
+    _paired,
+    _parsed,
+    _shuffled,
+    find_operations,
+)
+from infoflow_lens.experiments.studies.token_models import start_model
+from infoflow_lens.experiments.sweep import Run, measure_run
+from infoflow_lens.models.host import zero_token_model
+
+STUDY = AttentionMaps()
+QA = {"n_questions": 6, "n_answers": 6, "n_pairs": 3}
+TEMPLATES = {"n_words": 10, "length": 3}
+
+
+# Operations
+
+
+def test_the_construction_copies_and_matches():
+    model, task = build_construction("in_context_qa", **QA)
+    found = find_operations(model, task, task.sample(100, seed=0)[0], seed=0)
+    assert all(bool(happens.all()) for happens in found.happens.values())
+    assert found.chance["matching"] == pytest.approx(1 / 3)  # one pair of three holds it
+    assert found.chance["copying"] < 0.2
+
+
+def test_the_construction_parses():
+    model, task = build_construction("template_matching", **TEMPLATES)
+    found = find_operations(model, task, task.sample(100, seed=0)[0], seed=0)
+    assert list(found.happens) == ["parsing", "strict parsing"]
+    assert all(bool(happens.all()) for happens in found.happens.values())
+    # of two other words one is equal in aab, aba and abb, and both in aaa: (3/4 + 1) / 4
+    assert found.chance["parsing"] == pytest.approx(7 / 16, abs=0.15)
+
+
+def test_a_model_that_attends_to_nothing_does_nothing():
+    for name, sizes in (("in_context_qa", QA), ("template_matching", TEMPLATES)):
+        built, task = build_construction(name, **sizes)
+        x, _ = task.sample(200, seed=0)
+        found = find_operations(zero_token_model(built.architecture), task, x, seed=0)
+        if name == "in_context_qa":
+            assert not found.happens["copying"].any()
+            assert not found.happens["matching"].any()
+        else:  # without attention, sequences of different words are parsed
+            different = torch.tensor([len({*row[:3]}) == 3 for row in x.tolist()])
+            assert torch.equal(found.happens["strict parsing"], different)
+            assert len(found.happens["parsing"]) == int((~different).sum()) > 0
+            assert not found.happens["parsing"].any()
+
+
+def test_another_match_is_no_match():
+    # W_QK of layer 2 that prefers what does not hold the query
+    model, task = build_construction("in_context_qa", **QA)
+    attention = model.blocks[1].attn
+    with torch.no_grad():
+        attention.W_Q[0, : task.n_questions] = 1 - attention.W_Q[0, : task.n_questions]
+    found = find_operations(model, task, task.sample(100, seed=0)[0], seed=0)
+    assert bool(found.happens["copying"].all())
+    assert not found.happens["matching"].any()
+
+
+def test_copying_by_hand():
+    # positions: question, answer, query, sign
+    pair = torch.tensor([[True, True, False, False]])
+    draws = torch.zeros(3, 4, 4, dtype=torch.bool)
+    draws[0, 1, 0] = draws[0, 3, 2] = True  # the answer's position holds the pair, the sign a
+    draws[1, 1, 0] = True  # the sign holds nothing
+    draws[2, 0, 2] = draws[2, 3, 2] = True  # the pair is nowhere together
+    has_pair, copied = _copied(draws, pair.expand(3, -1))
+    assert copied.tolist() == [True, False, False]
+    assert has_pair.tolist() == [[False, True], [False, True], [False, False]]
+
+
+def test_parsing_by_hand():
+    words = torch.tensor([[5, 5, 2]]).expand(4, -1)
+    draws = torch.eye(4, dtype=torch.bool).repeat(4, 1, 1)  # a word may draw from itself, or not
+    draws[0, 0, 1] = draws[0, 1, 0] = True
+    draws[1, 0, 1] = True  # one way alone
+    draws[2] = draws[0]
+    draws[2, 2, 0] = True  # and from a word that is another
+    draws[3] = draws[0]
+    draws[3, :, 3] = True  # the sign is no word
+    assert _parsed(draws, words).tolist() == [True, False, False, True]
+
+
+def test_repeated_words_choose_equal_ones_by_hand():
+    words = torch.tensor([[5, 5, 2], [5, 5, 2], [7, 3, 7], [1, 2, 3]])
+    chosen = torch.tensor([[1, 0, 0], [1, 2, 0], [2, 0, 0], [1, 0, 0]])[:, :, None]
+    weight = torch.ones_like(chosen, dtype=torch.bool)
+    # the last has no repeated word; in the second, the second word chooses another
+    assert _paired(chosen, words, weight).tolist() == [True, False, True]
+    weight[2, 0] = False
+    assert _paired(chosen, words, weight).tolist() == [True, False, False]
+
+
+def test_random_keys_are_as_many_and_never_ones_own():
+    draws = torch.rand(50, 6, 6, generator=torch.Generator().manual_seed(1)) < 0.4
+    shuffled = _shuffled(draws, torch.Generator().manual_seed(0))
+    own = torch.eye(6, dtype=torch.bool)
+    assert torch.equal(shuffled.sum(dim=2), (draws & ~own).sum(dim=2))
+    assert not (shuffled & own).any()
+    assert not torch.equal(shuffled, draws & ~own)
+
+
+# Results
+
+
+def frame(shares, accuracy=0.99, initial=None, start="paper"):
+    before = {"copying": 1.0, "matching": 0.5, "parsing": 1.0} | (initial or {})
+    rows = []
+    for operation, trained in shares.items():
+        task = "template_matching" if operation == "parsing" else "in_context_qa"
+        for seed, share in enumerate(trained):
+            for model, value in (
+                ("trained", share),
+                ("initial", before[operation]),
+                ("construction", 1.0),
+            ):
+                rows.append(
+                    {
+                        "run": seed + 2 * (task == "template_matching"),
+                        "seed": seed,
+                        "start": start,
+                        "task": task,
+                        "kind": "operation",
+                        "operation": operation,
+                        "model": model,
+                        "share": value,
+                        "chance": 0.25,
+                        "test_accuracy": accuracy if seed == 0 else 0.97,
+                    }
+                )
+    about = {
+        "run": 0,
+        "seed": 0,
+        "start": start,
+        "task": "in_context_qa",
+        "test_accuracy": accuracy,
+    }
+    head = {"kind": "head", "layer": 1, "mechanism": "soft", "own_position_kl": 2.0}
+    return pd.DataFrame([*rows, {**about, **head}])
+
+
+SEEN = {"copying": (1.0, 0.98), "matching": (0.95, 0.97), "parsing": (0.93, 1.0)}
+
+
+def test_operations_that_happen_pass_and_the_start_is_named():
+    verdict = STUDY.verdict(frame(SEEN))
+    assert verdict.passed
+    assert len(verdict.reasons) == 3
+    copying, matching, parsing = verdict.reasons
+    assert "the start already does it" in copying
+    assert "the start already does it" in parsing
+    assert "the start already does it" not in matching
+
+
+@pytest.mark.parametrize(
+    ("operation", "shares"),
+    [("copying", (1.0, 0.85)), ("matching", (0.89, 0.97)), ("parsing", (0.0, 1.0))],
+)
+def test_an_operation_that_does_not_happen_fails(operation, shares):
+    verdict = STUDY.verdict(frame(SEEN | {operation: shares}))
+    assert not verdict.passed
+    [failed] = [reason for reason in verdict.reasons if "not as published" in reason]
+    assert operation in failed
+
+
+def test_models_that_do_not_solve_the_task_are_not_asked():
+    unsolved = frame(SEEN | {"matching": (0.1, 0.95)}, accuracy=0.3)  # of seed 0
+    assert STUDY.verdict(unsolved).passed
+    unsolved["test_accuracy"] = 0.3
+    verdict = STUDY.verdict(unsolved)
+    assert not verdict.passed
+    assert "reasoning: none of 2 models reaches 0.95" in verdict.reasons
+
+
+def test_random_starts_are_shown_and_not_judged():
+    random = frame({"matching": (0.1, 0.1)}, start="random")
+    random["run"] += 10
+    results = pd.concat([frame(SEEN), random], ignore_index=True)
+    assert STUDY.verdict(results).passed
+    table = STUDY.table(results)
+    assert "| random start | reasoning | matching | 0.1 (0.1 to 0.1) | 0.5 (0.5 to 0.5) |" in table
+    assert "| random start | reasoning | 2 | soft | 2 |" in table
+    assert (
+        "| the paper's start | reasoning | matching | 0.96 (0.95 to 0.97) | 0.5 (0.5 to 0.5) | "
+        "1 (1 to 1) | 0.25 (0.25 to 0.25) | 0.98 (0.97 to 0.99) |"
+    ) in table
+
+
+@pytest.mark.parametrize("task", ["in_context_qa", "template_matching"])
+def test_a_run_finds_what_the_start_does(task):
+    [case] = [c for c in STUDY.cases("smoke") if (c["task"], c["start"]) == (task, "paper")]
+    # next to no learning: the trained model is the initial one
+    case = {**case, "epochs": 1, "lr": 1e-9}
+    _, rows = measure_run(STUDY, Run(0, case, 0), "cpu")
+    results = pd.DataFrame(rows)
+    shares = results[results["kind"] == "operation"].pivot(
+        index="operation", columns="model", values="share"
+    )
+    assert list(shares["trained"]) == list(shares["initial"])
+    first = "copying" if task == "in_context_qa" else "parsing"
+    assert shares.loc[first, "initial"] == 1
+    assert (shares["construction"] == 1).all()
+    assert list(results.loc[results["kind"] == "head", "layer"]) == [0, 1]
+    maps = results[results["kind"] == "map"]
+    n = start_model(case, 0)[1].n_tokens
+    assert len(maps) == 2 * 2 * n * n
+    grid = maps[maps["layer"] == 0].pivot_table(
+        index=["example", "query"], columns="key", values="weight"
+    )
+    if task == "in_context_qa":  # copies within pairs, whatever the tokens
+        fact = torch.arange(n) // 3
+        expected = ((fact[:, None] == fact) & ~torch.eye(n, dtype=torch.bool)).float()
+        for example in ("A = 1 B = 2 A =", "A = 1 B = 2 B ="):
+            weights = torch.tensor(grid.loc[example].to_numpy())
+            torch.testing.assert_close(weights, expected.double(), rtol=0, atol=1e-5)
+    else:
+        assert grid.loc[("A A B =", 0), 1] == pytest.approx(1, abs=1e-5)
+        assert grid.loc[("A A B =", 0), 2] == pytest.approx(0, abs=1e-5)
+        assert grid.loc[("A B B =", 1), 2] == pytest.approx(1, abs=1e-5)
+    assert len(STUDY.figure(results).axes) == 4
+    assert "| the paper's start |" in STUDY.table(results)
+    assert not STUDY.verdict(results).passed  # nothing is solved

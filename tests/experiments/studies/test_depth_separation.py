@@ -1,0 +1,103 @@
+"""The study of Theorem 1: its rule, its slopes, and small runs of it."""
+
+import pandas as pd
+import pytest
+
+from infoflow_lens.experiments.studies.depth_separation import DepthSeparationStudy
+
+STUDY = DepthSeparationStudy()
+SIZES = {"one layer": (1000, 4000, 16000), "two layers": (1000, 3000, 9000)}
+
+
+def frame(slopes, at_1000, sizes=SIZES):
+    """Power laws of the least NMSE; a second seed is three times worse."""
+    trained = [
+        {"model": model, "width": 8, "n_tokens": 16, "eps": None, "seed": seed,
+         "parameters": parameters, "max_error": None,
+         "nmse": at_1000[model] * (parameters / 1000) ** slopes[model] * (1 + 2 * seed)}
+        for model in slopes
+        for parameters in sizes[model]
+        for seed in (0, 1)
+    ]  # fmt: skip
+    built = [
+        {"model": "two layers, built", "width": None, "n_tokens": 16, "eps": eps, "seed": 0,
+         "parameters": parameters, "max_error": eps / 4, "nmse": 10 * eps**2}
+        for eps, parameters in ((0.1, 200), (0.01, 2000))
+    ]  # fmt: skip
+    return pd.DataFrame([*trained, *built])
+
+
+def depths(one, two):
+    return {"one layer": one, "two layers": two}
+
+
+@pytest.mark.parametrize(
+    ("slopes", "at_1000", "sizes", "passed"),
+    [
+        (depths(-0.02, -2), depths(0.95, 0.5), SIZES, True),
+        (depths(-0.02, -0.5), depths(0.95, 0.9), SIZES, False),  # a factor of 3 only
+        (depths(-0.02, 0.0), depths(0.95, 0.01), SIZES, False),  # better, but width does nothing
+        (depths(-0.02, -2), depths(0.95, 0.5), {**SIZES, "two layers": (1000, 20000)}, False),
+    ],
+)
+def test_the_rule(slopes, at_1000, sizes, passed):
+    assert STUDY.verdict(frame(slopes, at_1000, sizes)).passed is passed
+
+
+def test_the_rule_needs_both_depths():
+    verdict = STUDY.verdict(frame({"one layer": -0.02}, {"one layer": 0.95}))
+    assert not verdict.passed
+    assert verdict.reasons == ("one of the two depths has no numbers",)
+
+
+def test_slopes_stand_beside_the_exponents():
+    rows = frame(depths(-0.02, -1.5), depths(0.95, 0.5))
+    table = STUDY.table(rows)
+    # (T - h - 1) / ((n + 1) h + 1) - 1 at T = 16, h = 1, n = 3; by the sharper count 14 / 4 - 1
+    assert (
+        "| one layer | -0.02 | at least 1.8 (2.5 by the sharper count) | not below -0.8 |" in table
+    )
+    assert "| two layers | -1.50 | at most 1 | -2 can be reached |" in table
+    assert "| two layers, built | -2.00 |" in table
+    assert "0.0025 (eps = 0.01)" in table
+    assert "no slope here proves or disproves an exponent" in table
+    short = STUDY.table(rows.assign(n_tokens=4))
+    assert "| vacuous at this T | any |" in short
+    (axes,) = STUDY.figure(rows).axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "one layer, slope -0.02",
+        "two layers, slope -1.50",
+        "two layers, built, slope -2.00",
+    ]
+
+
+@pytest.mark.parametrize("n_layers", [1, 2])
+def test_parameters_are_counted(n_layers):
+    model = ("one layer", "two layers")[n_layers - 1]
+    settings = {"model": model, "width": 8, "n_tokens": 4, "n_train": 300, "epochs": 1}
+    (row,), (again,) = (STUDY.measure(settings, 5, "cpu") for _ in range(2))
+    assert row == again
+    encoder = 3 * 8 + 8 + 8 * 16 + 16 + 16  # and CLS
+    attention = 4 * 16 * 3 + 3 * 3 + 16
+    mlp = 2 * 8 * 16 + 8 + 16
+    assert row["parameters"] == encoder + n_layers * (attention + mlp) + 16 + 1
+    assert 0.5 < row["nmse"] < 2  # targets of training and validation have the same scale
+
+
+def test_the_construction_keeps_its_precision():
+    for eps in (0.2, 0.05):
+        (row,) = STUDY.measure({"model": "two layers, built", "eps": eps, "n_tokens": 6}, 5, "cpu")
+        assert 0 < row["max_error"] < eps
+    # 96 units with two inputs, a bias and an output each, and 24 entries besides
+    assert row["parameters"] == 96 * 4 + 24
+    assert row["nmse"] < 0.01
+
+
+def test_the_largest_one_layer_model_has_more_parameters():
+    for preset in STUDY.presets:
+        assert all(STUDY.memory(case) >= 0 for case in STUDY.cases(preset))
+        widths = {
+            model: max(c["width"] for c in STUDY.cases(preset) if c["model"] == model)
+            for model in SIZES
+        }
+        assert widths["one layer"] >= 2 * widths["two layers"]
