@@ -503,9 +503,8 @@ def _epochs(
                     run.epoch(x, y)
                 run.validate(validation_x, validation_y)
                 advance(status=run.status())
-                if (
-                    after_epoch is not None
-                ):  # before the checkpoint, so that no epoch is passed over
+                if after_epoch is not None:
+                    # before the checkpoint, so that no epoch is passed over
                     after_epoch(len(run.history), copy.deepcopy(run.model).eval())
                 last = len(run.history) == config.epochs or run.out_of_patience()
                 if checkpoint and (last or len(run.history) % checkpoint_every == 0):

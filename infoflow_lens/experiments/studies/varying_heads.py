@@ -150,8 +150,8 @@ class VaryingHeads(TokenStudy):
             one, most = min(of_memory, key=int), max(of_memory, key=int)
             means = [_mean_epochs(of_memory[heads]) for heads in (one, most)]
             reasons.append(
-                f"not judged, memorization, {STARTS[start]}: {means[0]:.3g} with "
-                f"{counted(int(one), 'head')}, {means[1]:.3g} with {most}"
+                f"not judged, memorization, {STARTS[start]}: {_shown(means[0])} with "
+                f"{counted(int(one), 'head')}, {_shown(means[1])} with {most}"
             )
         return Verdict(passed, tuple(reasons))
 
@@ -179,14 +179,18 @@ def _mean_epochs(runs: "pd.DataFrame") -> float:
     return math.inf if runs["until"].isna().any() else float(runs["until"].mean())
 
 
+def _shown(epochs: float) -> str:
+    return "never" if math.isinf(epochs) else f"{epochs:.3g}"
+
+
 def _more_is_faster(runs: Runs) -> list[tuple[bool, str]]:
     by_count = sorted(runs, key=int)
     one, most = (_mean_epochs(runs[heads]) for heads in (by_count[0], by_count[-1]))
     return [
         (
             by_count[0] == "1" and len(by_count) > 1 and most <= _FASTER * one < math.inf,
-            f"mean epochs to .95: {one:.3g} with {counted(int(by_count[0]), 'head')}, {most:.3g} "
-            f"with {by_count[-1]}",
+            f"mean epochs to .95: {_shown(one)} with {counted(int(by_count[0]), 'head')}, "
+            f"{_shown(most)} with {by_count[-1]}",
         )
     ]
 
@@ -203,7 +207,8 @@ def _like_one_head(runs: Runs) -> list[tuple[bool, str]]:
         checks.append(
             (
                 alike and accuracy >= SOLVED,
-                f"heads {heads}: fastest seed {fastest:.3g} epochs to .95 (one head: {one:.3g}), "
+                f"heads {heads}: epochs to .95 of the fastest seed {_shown(fastest)} (one head: "
+                f"{_shown(one)}), "
                 f"test accuracy {accuracy:.3f} of the seed that validation chooses",
             )
         )
@@ -213,11 +218,11 @@ def _like_one_head(runs: Runs) -> list[tuple[bool, str]]:
 def _deeper_is_faster(runs: Runs) -> list[tuple[bool, str]]:
     three = {heads: _fastest(rows) for heads, rows in runs.items() if len(heads.split()) == 3}
     four = _fastest(runs["1 1 1 1"]) if "1 1 1 1" in runs else math.inf
-    shown = ", ".join(f"{least:.3g} with heads {heads}" for heads, least in three.items())
+    shown = ", ".join(f"{_shown(least)} with heads {heads}" for heads, least in three.items())
     return [
         (
             bool(three) and four < min(three.values()) < math.inf,
-            f"fastest seed, epochs to .95: three layers {shown or '-'}; four layers {four:.3g}",
+            f"fastest seed, epochs to .95: three layers {shown or '-'}; four layers {_shown(four)}",
         )
     ]
 
