@@ -13,6 +13,21 @@ _FLOAT = 4
 _EVALUATED_AT_ONCE = 2048  # sequences, without gradients
 
 
+def check_device(device: str) -> None:
+    """Refuse a device that does not answer, before work starts.
+
+    Raises:
+        InfoFlowError: with what it answered.
+    """
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InfoFlowError(
+            f"device is {device!r}, which does not answer ({str(error).splitlines()[0]}): expected "
+            "cpu, or a device that is there, such as cuda"
+        ) from error
+
+
 def check_memory(needed_bytes: int, device: str, jobs: int = 1) -> None:
     """Refuse runs that do not fit in what is free, before work starts.
 
@@ -51,13 +66,14 @@ def run_bytes(
     heads: Sequence[int],
     d_head: int | None = None,
     d_mlp: int = 0,
+    d_encoder: int = 0,
 ) -> int:
-    """What a training run of a hosted model takes at its peak, about (seen: .7 to 1.1 of it).
+    """What a training run of a hosted model takes at its peak, about; rather too much.
 
     The training sequences in three copies (drawn, converted, on the device), weights with
     gradients, moments and kept states, and the larger of what a step keeps for its gradient and
-    what the largest layer takes when it is evaluated. Data that a task computes on the way to its
-    targets, and probes, are not in it.
+    what the largest layer takes when it is evaluated; the last layer queries at one position only.
+    Data that a task computes on the way to its targets, and probes, are not in it.
 
     Args:
         n_train: training sequences.
@@ -68,6 +84,7 @@ def run_bytes(
         heads: of every layer.
         d_head: dimension of a head; default, heads share `d_model`.
         d_mlp: width of the feed-forward networks; 0 for none.
+        d_encoder: hidden width of the encoder; 0 for a linear one.
     """
     n_pos = n_tokens + 1
     widths = [max(d_model, h * d_head) if d_head else d_model for h in heads]
@@ -76,6 +93,8 @@ def run_bytes(
         n_pos * (3 * d_model + 4 * width + 2 * d_mlp + 4 * h * n_pos)
         for h, width in zip(heads, widths, strict=True)
     ]
+    layers[-1] = n_pos * (3 * d_model + 2 * widths[-1] + 4 * heads[-1])
+    layers.append(n_pos * (2 * d_encoder + d_model))
     step = batch_size * (sum(layers) + max(layers))
     evaluation = _EVALUATED_AT_ONCE * max(layers)
     data = 3 * n_train * (n_tokens * d_token + 1)

@@ -47,6 +47,7 @@ class Study(ABC):
         source: paper, section, table.
         acceptance: the rule of the verdict, in words.
         presets: for each preset, how many seeds it runs by default.
+        judges_every_run: whether the rule is about every run, so that one that diverged breaks it.
     """
 
     name: ClassVar[str]
@@ -54,6 +55,7 @@ class Study(ABC):
     source: ClassVar[str]
     acceptance: ClassVar[str]
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
+    judges_every_run: ClassVar[bool] = False
 
     @abstractmethod
     def cases(self, preset: str) -> Sequence[Settings]:
@@ -99,6 +101,7 @@ class VectorStudy(Study):
             heads=architecture.n_heads,
             d_head=max(architecture.head_dimensions),
             d_mlp=architecture.d_mlp,
+            d_encoder=architecture.d_encoder or 0,
         )
 
     def drawn(self, task: VectorTask, part: str, n: int, seed: int) -> Pair:
@@ -107,7 +110,10 @@ class VectorStudy(Study):
 
 
 def standardised(train: Pair, validation: Pair) -> tuple[Pair, Pair]:
-    """Both with the targets' mean and deviation in training taken out; NMSE stays what it is."""
+    """Both with the targets' mean and deviation in training taken out; NMSE stays what it is.
+
+    Sequences [sample, ...] and targets [sample, d_output], which must not be constant.
+    """
     mean, deviation = train[1].mean(), train[1].std()
     return (train[0], (train[1] - mean) / deviation), (
         validation[0],

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from infoflow_lens.experiments.memory import check_memory
+from infoflow_lens.experiments.memory import check_device, check_memory
 from infoflow_lens.experiments.study import Row, Settings, Study, Verdict
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json, write_text
+from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.training import TrainingDivergedError
@@ -95,23 +96,24 @@ def run_study(
         KeyboardInterrupt: when it is stopped, with what to do to go on.
     """
     if preset not in study.presets:
-        raise InfoFlowError(f"preset is {preset!r}: expected one of {', '.join(study.presets)}")
+        raise InfoFlowError(f"preset is {preset!r}{nearest(preset, study.presets)}")
     n_seeds = study.presets[preset] if seeds is None else seeds
     for name, value in (("seeds", n_seeds), ("jobs", jobs)):
         if value < 1:
             raise InfoFlowError(f"{name} is {value}: expected at least 1")
-    writable_folder(out)
     runs = [
         Run(index, settings, seed)
         for index, (settings, seed) in enumerate(
             (settings, seed) for settings in study.cases(preset) for seed in range(n_seeds)
         )
     ]
-    if scheduler is None:  # else runs take the memory of other machines
-        check_memory(max(study.memory(run.settings) for run in runs), device, jobs)
-    _claim(out, study, preset, resume)
-    writable_folder(out / "runs")
+    claim = _claim(out, study, preset, resume)
     missing = [run for run in runs if not _path(out, run).is_file()]
+    if scheduler is None and missing:  # else runs take the memory of other machines
+        check_device(device)
+        check_memory(max(study.memory(run.settings) for run in missing), device, jobs)
+    writable_folder(out / "runs")
+    write_json(out / "study.json", claim)
     done = len(runs) - len(missing)
     try:
         with (
@@ -137,13 +139,13 @@ def run_study(
 def _finish(study: Study, out: Path, runs: Sequence[Run], preset: str) -> StudyResult:
     table = _rows(out, runs)
     _write_csv(out, table)
-    measured = table[table["status"] == "finished"]
+    measured = _rows(out, runs, "finished")
     n_diverged = table[table["status"] == "diverged"]["run"].nunique()
     if measured.empty:
         raise InfoFlowError(
             f"all {len(runs)} runs of {study.name} diverged: expected numbers; see results.csv"
         )
-    verdict = study.verdict(measured)
+    verdict = _verdict(study, runs, measured, n_diverged)
     heading = f"# {study.title}\n\n{study.source}. Preset {preset}, {len(runs)} runs"
     diverged = f", of which {n_diverged} diverged" if n_diverged else ""
     reasons = "\n".join(f"- {reason}" for reason in verdict.reasons)
@@ -171,6 +173,25 @@ def _finish(study: Study, out: Path, runs: Sequence[Run], preset: str) -> StudyR
     )
     write_json(out / "record.json", record.to_dict())
     return StudyResult(table, verdict, n_diverged, out)
+
+
+def _verdict(
+    study: Study, runs: Sequence[Run], measured: "pd.DataFrame", n_diverged: int
+) -> Verdict:
+    """The study's; what has no numbers is not seen, and what diverged is told."""
+    kept = set(measured["run"])
+    cases = {json.dumps(dict(run.settings)): run.index in kept for run in runs}
+    for run in runs:
+        cases[json.dumps(dict(run.settings))] |= run.index in kept
+    if without := [case for case, has_numbers in cases.items() if not has_numbers]:
+        return Verdict(False, tuple(f"every run diverged with {case}" for case in without))
+    verdict = study.verdict(measured)
+    if not n_diverged:
+        return verdict
+    reason = f"{n_diverged} of {len(runs)} runs diverged and have no numbers"
+    if study.judges_every_run:
+        return Verdict(False, (*verdict.reasons, f"{reason}: the rule is about every run"))
+    return Verdict(verdict.passed, (*verdict.reasons, f"{reason}: the rule is about the others"))
 
 
 # Runs, here or elsewhere
@@ -248,14 +269,14 @@ def _path(out: Path, run: Run) -> Path:
     return out / "runs" / f"{run.key()}.json"
 
 
-def _claim(out: Path, study: Study, preset: str, resume: bool) -> None:
-    """Make the folder this study's, or refuse.
+def _claim(out: Path, study: Study, preset: str, resume: bool) -> dict[str, Any]:
+    """What makes the folder this study's; refuses one that is another's.
 
     Raises:
         InfoFlowError: saying what it holds.
     """
     path = out / "study.json"
-    now = json.loads(
+    now: dict[str, Any] = json.loads(
         json.dumps({"study": study.name, "preset": preset, "cases": list(study.cases(preset))})
     )
     if path.is_file():
@@ -272,11 +293,15 @@ def _claim(out: Path, study: Study, preset: str, resume: bool) -> None:
                 f"{str(out)!r} holds results of this study: go on with --resume, or choose another "
                 "folder"
             )
-    write_json(path, now)
+    return now
 
 
-def _rows(out: Path, runs: Sequence[Run]) -> "pd.DataFrame":
-    """All finished rows, in the order of the sweep."""
+def _rows(out: Path, runs: Sequence[Run], status: str | None = None) -> "pd.DataFrame":
+    """All rows, in the order of the sweep; with a status, those of such runs alone.
+
+    Rows without numbers would make floats of integers, so they are left out before there is a
+    table.
+    """
     import pandas as pd
 
     rows: list[Row] = []
@@ -285,7 +310,7 @@ def _rows(out: Path, runs: Sequence[Run]) -> "pd.DataFrame":
         if path.is_file():
             kept = json.loads(path.read_text(encoding="utf-8"))["rows"]
             rows += [{**row, "run": run.index} for row in kept]
-    return pd.DataFrame(rows)
+    return pd.DataFrame([row for row in rows if status in (None, row["status"])])
 
 
 def _write_csv(out: Path, table: "pd.DataFrame") -> None:

@@ -5,7 +5,7 @@ import torch
 
 from infoflow_lens import Architecture, InfoFlowError, build_model
 from infoflow_lens.experiments import memory
-from infoflow_lens.experiments.memory import check_memory, free_memory, run_bytes
+from infoflow_lens.experiments.memory import check_device, check_memory, free_memory, run_bytes
 
 GIB = 2**30
 
@@ -106,6 +106,13 @@ def test_a_cuda_device_has_memory_of_its_own(monkeypatch):
         check_memory(GIB, "cuda:0")
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "meta:y"])
+def test_a_device_that_does_not_answer_is_named(device):
+    with pytest.raises(InfoFlowError, match=f"device is '{device}', which does not answer"):
+        check_device(device)
+    check_device("cpu")
+
+
 def test_a_cuda_device_that_is_not_there_is_named():
     if torch.cuda.is_available():
         pytest.skip("there is one")
@@ -131,7 +138,9 @@ def test_the_estimate_against_what_a_step_keeps(n_tokens, heads, d_mlp):
 
     x = torch.randn(64, n_tokens, 4)
     with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
-        loss = model(x).square().mean()  # keeps its graph, so that no storage is given away
+        loss = (
+            model.forward_readout(x).square().mean()
+        )  # keeps its graph, so that no storage is given away
     kept = sum(sizes.values()) * batch / len(x)
     assert loss.requires_grad
     estimate = run_bytes(

@@ -23,7 +23,8 @@ class KthLargestStudy(VectorStudy):
     source: ClassVar[str] = "InfoFlow 2026, Theorem 2 (Sec. 4.1)"
     acceptance: ClassVar[str] = (
         "the least NMSE over seeds of every k in between is at least 5 times that of k = 1 and of "
-        "k = T, and the head of k = 1 attends to the largest number in 95% of the samples"
+        "k = T, and the head of the best model of k = 1 attends to the largest number in 95% of "
+        "the samples"
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
 

@@ -38,6 +38,7 @@ class MaxPositionRecovery(VectorStudy):
         "choice stays within .75 and 1.15"
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
+    judges_every_run: ClassVar[bool] = True
 
     def cases(self, preset: str) -> Sequence[Settings]:
         """Heads of both layers, around D."""

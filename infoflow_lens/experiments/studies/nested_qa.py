@@ -54,9 +54,11 @@ class NestedQuestions(TokenStudy):
         "by test accuracy: with fewer than ceil(log2(2 hops + 1)) layers (2, 3, 3 for one to three "
         "hops) no seed of any start is more than .1 above chance; and the least number of layers "
         "with which, from some start, the seed of the least validation loss reaches .95 is two for "
-        "one hop, three or four for two hops, and does not fall from two to three hops"
+        "one hop, three or four for two hops, and does not fall from two to three "
+        "hops, which no depth that was run may solve"
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
+    judges_every_run: ClassVar[bool] = True
 
     def cases(self, preset: str) -> Sequence[Settings]:
         """By start, hops and layers."""

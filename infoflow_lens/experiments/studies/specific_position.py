@@ -28,7 +28,7 @@ class SpecificPosition(VectorStudy):
     title: ClassVar[str] = "Does one head with positional encoding learn to aggregate by position?"
     source: ClassVar[str] = "InfoFlow 2026, App. C.3, Fig. 4"
     acceptance: ClassVar[str] = (
-        "in every run a validation MSE below 1e-3, mean weights of CLS within .03 of 1/3 on "
+        "in every run a test MSE below 1e-3, mean weights of CLS within .03 of 1/3 on "
         "positions 1 to 3, and below .02 elsewhere"
     )
 

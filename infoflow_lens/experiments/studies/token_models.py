@@ -36,7 +36,7 @@ STARTS: Mapping[str, str] = {
     PAPER: "the paper's start",
     SUMMED: "the paper's start, heads summed",
     RANDOM: "random start",
-    SOFTMAX: "softmax, many heads, random start",
+    SOFTMAX: "softmax, random start",
 }
 # What replaces the paper's SGD for random starts [chosen].
 ADAMW: Mapping[str, Any] = {"optimizer": "adamw", "lr": 3e-3, "scale": None}

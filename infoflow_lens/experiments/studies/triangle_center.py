@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SIZES = ((2, 16), (4, 32), (8, 64))  # heads of either layer, E
-_NOISE = 0.01  # by which NMSE near its ceiling of 1 may fall from one T to the next
+_NOISE, _CEILING = 0.01, 0.9  # by which NMSE above the second may fall from one T to the next
 _APART = 1.2
 
 
@@ -35,9 +35,9 @@ class TriangleCenterStudy(VectorStudy):
     title: ClassVar[str] = "Does a target over triples defeat two layers of every size as T grows?"
     source: ClassVar[str] = "InfoFlow 2026, App. C.5, Table 12, Fig. 1b"
     acceptance: ClassVar[str] = (
-        "the mean NMSE over seeds rises with T for every size (it may fall by .01 where it is near "
-        "1), is above .8 at the largest T for every size, and at every T the largest mean of the "
-        "sizes is at most 1.2 times the smallest"
+        "the mean NMSE over seeds rises with T for every size (it may fall by .01 where it was "
+        "above .9), is above .8 at the largest T for every size, and at every T the largest mean "
+        "of the sizes is at most 1.2 times the smallest"
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
 
@@ -156,7 +156,8 @@ class TriangleCenterStudy(VectorStudy):
         """By the means over seeds of every T and size."""
         means = results.groupby(["n_tokens", "d_model"])["nmse"].mean().unstack()
         # comparisons with a missing mean are false
-        rises = bool((means.diff().iloc[1:] >= -_NOISE).all(axis=None))
+        slack = _NOISE * (means.shift() > _CEILING)
+        rises = bool((means.diff() >= -slack).iloc[1:].all(axis=None))
         last = means.iloc[-1]
         hard = bool((last > 0.8).all())
         apart = means.max(axis=1, skipna=False) / means.min(axis=1, skipna=False)

@@ -45,7 +45,7 @@ class VaryingDepth(TokenStudy):
 
     "paper" starts as Sec. 9.1 does, with one head a layer, and trains by SGD (see
     :func:`~infoflow_lens.experiments.studies.token_models.start_model`). "random" starts from
-    Gaussian weights, "softmax" the same with softmax attention and many heads, for which the
+    Gaussian weights, "softmax" the same with softmax attention and one or many heads, for which the
     theorems on one layer are not stated; both train by AdamW.
 
     Learning rates, epochs, `scale` and the number of examples were chosen on validation sequences;
@@ -71,6 +71,7 @@ class VaryingDepth(TokenStudy):
         "validation loss reaches .95. Random starts and softmax are reported, not judged"
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
+    judges_every_run: ClassVar[bool] = True
 
     def cases(self, preset: str) -> Sequence[Settings]:
         """By start, task and layers."""
@@ -174,7 +175,9 @@ class VaryingDepth(TokenStudy):
                 reasons.append(f"{label}: {reason}: {'as' if seen else 'not as'} published")
             if not (of_task["layers"] == _ENOUGH[task]).any():
                 passed = False
-                reasons.append(f"{TASKS[task]}: no finished run with {_ENOUGH[task]} layers")
+                reasons.append(
+                    f"{TASKS[task]}: no finished run with {counted(_ENOUGH[task], 'layer')}"
+                )
         return Verdict(passed and bool(reasons), tuple(reasons))
 
 

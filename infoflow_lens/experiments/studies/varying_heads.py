@@ -53,8 +53,8 @@ class VaryingHeads(TokenStudy):
     Runs start and train as in `varying_depth` from the paper's start. The heads of a layer are
     averaged (eq 2), and in the first layer they start alike, from the one head of the construction
     (for memorization, each from scores of its own). Of each task, all head counts have the same
-    learning rate and schedule [chosen]. Memorization runs by a random start and AdamW, too, where
-    the output of every head is trained whole.
+    learning rate and schedule [chosen]. Memorization runs with its heads summed, too, and from a
+    random start by AdamW, where the output of every head is trained whole.
 
     Fig. 4 to 7 are curves without numbers, and the head counts in them are not readable; those here
     are [chosen].
@@ -75,7 +75,7 @@ class VaryingHeads(TokenStudy):
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """By task and heads; memorization from two starts."""
+        """By task and heads; memorization from three starts."""
         sizes_of = {"smoke": _SMOKE, "quick": _QUICK}.get(preset, SIZES["full"])
         cases: list[Settings] = []
         for task, sizes in sizes_of.items():
@@ -103,7 +103,7 @@ class VaryingHeads(TokenStudy):
             _MEMORY: "more heads, faster",
             "in_context_qa": "no significant effect",
             "template_matching": "no significant effect",
-            _CONTEXTUAL: "four layers faster than three; one head in the last no slower",
+            _CONTEXTUAL: "four layers faster than three; one head in the last faster (4 pairs)",
         }
         for (start, task, heads), runs in _groups(results):
             reached = runs["until"].dropna()

@@ -95,7 +95,6 @@ def test_the_construction_keeps_its_precision():
 
 def test_the_largest_one_layer_model_has_more_parameters():
     for preset in STUDY.presets:
-        assert all(STUDY.memory(case) >= 0 for case in STUDY.cases(preset))
         widths = {
             model: max(c["width"] for c in STUDY.cases(preset) if c["model"] == model)
             for model in SIZES
