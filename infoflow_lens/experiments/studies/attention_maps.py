@@ -21,6 +21,7 @@ from infoflow_lens.experiments.studies.token_models import (
     train_run,
 )
 from infoflow_lens.experiments.study import Row, Settings, Verdict, spread
+from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks import (
     AttendedProbe,
@@ -260,9 +261,17 @@ def find_operations(model: TokenTransformer, task: TokenTask, x: Tensor, seed: i
     Args:
         model: the model.
         task: in-context question answering or template matching.
-        x: sequences of the task.
+        x: sequences of the task, [sample, pos].
         seed: of the random keys.
+
+    Raises:
+        InfoFlowError: for another task.
     """
+    if not isinstance(task, (InContextQA, TemplateMatching)):
+        raise InfoFlowError(
+            f"task is {task.name!r}: expected in_context_qa or template_matching, whose operations "
+            "are known"
+        )
     n = task.n_tokens
     without = (n - 2, n - 1) if isinstance(task, InContextQA) else (n - 1,)
     draws, weighs, positions = run_probes(
@@ -285,7 +294,6 @@ def find_operations(model: TokenTransformer, task: TokenTask, x: Tensor, seed: i
             {"copying": copied, "matching": matched},
             {"copying": _share(at_random), "matching": _share(has_pair)},
         )
-    assert isinstance(task, TemplateMatching)
     words = x[:, : task.length]
     own = torch.arange(task.length)[:, None]
     ranked = positions.positions[0][:, 0, : task.length].long()

@@ -206,8 +206,8 @@ class TokenRun:
         model: with the weights of the least validation loss.
         task: the task.
         training: what training gave; it holds the initial weights.
-        x: test sequences, that neither training nor choice has seen.
-        y: their labels.
+        x: test sequences [sample, pos], that neither training nor choice has seen.
+        y: their labels [sample].
     """
 
     model: TokenTransformer

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 import torch
 
-from infoflow_lens import build_construction
+from infoflow_lens import InfoFlowError, build_construction
 from infoflow_lens.experiments.studies.attention_maps import (
     AttentionMaps,
     _copied,
@@ -40,6 +40,12 @@ def test_the_construction_parses():
     assert all(bool(happens.all()) for happens in found.happens.values())
     # of two other words one is equal in aab, aba and abb, and both in aaa: (3/4 + 1) / 4
     assert found.chance["parsing"] == pytest.approx(7 / 16, abs=0.15)
+
+
+def test_other_tasks_are_refused_by_name():
+    model, task = build_construction("memorization", n_words=6, length=2, n_sequences=3)
+    with pytest.raises(InfoFlowError, match="task is 'memorization': expected in_context_qa or"):
+        find_operations(model, task, task.sample(3, seed=0)[0], seed=0)
 
 
 def test_a_model_that_attends_to_nothing_does_nothing():
