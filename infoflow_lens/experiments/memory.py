@@ -42,10 +42,12 @@ def check_memory(needed_bytes: int, device: str, jobs: int = 1) -> None:
     Raises:
         InfoFlowError: with what is needed and what is free; or for a device that is not there.
     """
+    check_device(device)
     needed = needed_bytes * jobs
     if jobs > 1:
         needed += _WORKER_BYTES * jobs
-    free = _free_on_cuda(device) if torch.device(device).type == "cuda" else free_memory()
+    on_cuda = torch.device(device).type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_cuda else free_memory()
     if free is None or needed <= free:
         return
     runs = f"{jobs} runs at a time need" if jobs > 1 else "a run needs"
@@ -151,16 +153,6 @@ def _free_in_groups(root: Path) -> Iterator[int]:
                 yield allowed - used + int(stat.get(cache, 0))
             if folder == mounted:
                 break
-
-
-def _free_on_cuda(device: str) -> int:
-    try:
-        return torch.cuda.mem_get_info(torch.device(device))[0]
-    except (RuntimeError, AssertionError, ValueError) as error:  # AssertionError: built without
-        raise InfoFlowError(
-            f"device is {device!r}, which does not answer ({str(error).splitlines()[0]}): expected "
-            "a CUDA device; choose another, or cpu"
-        ) from error
 
 
 def _lines(path: Path) -> list[str]:

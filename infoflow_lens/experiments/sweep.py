@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from infoflow_lens.experiments.memory import check_device, check_memory
+from infoflow_lens.experiments.memory import check_memory
 from infoflow_lens.experiments.study import Row, Settings, Study, Verdict
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json, write_text
@@ -110,7 +110,6 @@ def run_study(
     claim = _claim(out, study, preset, resume)
     missing = [run for run in runs if not _path(out, run).is_file()]
     if scheduler is None and missing:  # else runs take the memory of other machines
-        check_device(device)
         check_memory(max(study.memory(run.settings) for run in missing), device, jobs)
     writable_folder(out / "runs")
     write_json(out / "study.json", claim)
@@ -180,10 +179,9 @@ def _verdict(
 ) -> Verdict:
     """The study's; what has no numbers is not seen, and what diverged is told."""
     kept = set(measured["run"])
-    cases = {json.dumps(dict(run.settings)): run.index in kept for run in runs}
-    for run in runs:
-        cases[json.dumps(dict(run.settings))] |= run.index in kept
-    if without := [case for case, has_numbers in cases.items() if not has_numbers]:
+    cases = {run.index: json.dumps(dict(run.settings)) for run in runs}
+    with_numbers = {case for index, case in cases.items() if index in kept}
+    if without := [case for case in dict.fromkeys(cases.values()) if case not in with_numbers]:
         return Verdict(False, tuple(f"every run diverged with {case}" for case in without))
     verdict = study.verdict(measured)
     if not n_diverged:

@@ -93,6 +93,10 @@ class MaxPositionRecovery(VectorStudy):
         ):
             probe = RecoveryProbe(_RANKS, controls=_CONTROLS, maps=False)
             (found[stage],) = run_probes(restored(model, state), x, [probe], progress=False)
+        frames = {
+            stage: result.to_frame().set_index(["layer", "head", "rank"])
+            for stage, result in found.items()
+        }
         rows: list[Row] = []
         for head in range(settings["heads"][0]):
             for column, rank in enumerate(_RANKS):
@@ -100,10 +104,9 @@ class MaxPositionRecovery(VectorStudy):
                 for stage, result in found.items():
                     row[f"{stage}_second_moment"] = float(result.second_moment[0][head, column])
                     row[f"{stage}_fvu"] = float(result.fvu[0][head, column])
-                    of_head = result.to_frame().set_index(["layer", "head", "rank"])
                     for control in _CONTROLS:
                         row[f"{stage}_fvu_{control}"] = float(
-                            of_head.loc[(0, head, rank), f"fvu_{control}"]
+                            frames[stage].loc[(0, head, rank), f"fvu_{control}"]
                         )
                 for error in ("second_moment", "fvu"):
                     initial, trained = row[f"initial_{error}"], row[f"trained_{error}"]

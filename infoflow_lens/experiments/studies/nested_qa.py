@@ -13,11 +13,10 @@ from infoflow_lens.experiments.studies.token_models import (
     TokenStudy,
     chosen_accuracy,
     counted,
-    curve_rows,
     last_epochs,
     paper_training,
 )
-from infoflow_lens.experiments.study import Row, Settings, Verdict, spread
+from infoflow_lens.experiments.study import Settings, Verdict, spread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,10 +80,6 @@ class NestedQuestions(TokenStudy):
             for h in hops
             for n in layers
         ]
-
-    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """A row for each epoch, with the test scores of the run."""
-        return curve_rows(self.name, settings, seed, device)
 
     def table(self, results: "pd.DataFrame") -> str:
         """Test accuracies by hops and layers, beside the layers that are enough by construction."""

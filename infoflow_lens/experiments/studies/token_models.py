@@ -103,6 +103,20 @@ def paper_training(task: str) -> dict[str, Any]:
 class TokenStudy(Study):
     """A study that trains models over token ids, on ``n_train`` sequences."""
 
+    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
+        """A row for each epoch, with the run's test scores and what to compare them with."""
+        run = train_run(self.name, settings, seed, device)
+        test = evaluate_labels(run.model, (run.x, run.y))
+        whole: Row = {
+            "chance": chance_of(run.task, run.y),
+            "floor": 1 / run.task.n_labels,
+            "best_epoch": run.training.best_epoch,
+            "best_validation_loss": run.training.loss,
+            "test_accuracy": test.accuracy,
+            "test_loss": test.loss,
+        }
+        return [{**whole, **epoch} for epoch in run.training.history]
+
     def memory(self, settings: Settings) -> int:
         """Bytes that a run takes at its peak, about: its data, and a step or an evaluation."""
         task = load_settings_task(settings)
@@ -248,21 +262,6 @@ def train_run(study: str, settings: Settings, seed: int, device: str) -> TokenRu
     held_out = task.dataset("test", settings["n_test"], derived_seed(study, "held out", seed))
     rows = held_out.with_format("torch")[:]
     return TokenRun(model, task, training, rows["x"], rows["y"])
-
-
-def curve_rows(study: str, settings: Settings, seed: int, device: str) -> list[Row]:
-    """A row for each epoch of a run, with its test scores and what they are to be compared with."""
-    run = train_run(study, settings, seed, device)
-    test = evaluate_labels(run.model, (run.x, run.y))
-    whole: Row = {
-        "chance": chance_of(run.task, run.y),
-        "floor": 1 / run.task.n_labels,
-        "best_epoch": run.training.best_epoch,
-        "best_validation_loss": run.training.loss,
-        "test_accuracy": test.accuracy,
-        "test_loss": test.loss,
-    }
-    return [{**whole, **epoch} for epoch in run.training.history]
 
 
 # Results

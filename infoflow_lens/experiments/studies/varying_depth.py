@@ -16,12 +16,11 @@ from infoflow_lens.experiments.studies.token_models import (
     TokenStudy,
     chosen_accuracy,
     counted,
-    curve_rows,
     curves_figure,
     last_epochs,
     paper_training,
 )
-from infoflow_lens.experiments.study import Row, Settings, Verdict, spread
+from infoflow_lens.experiments.study import Settings, Verdict, spread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -97,10 +96,6 @@ class VaryingDepth(TokenStudy):
                 case = {"start": SOFTMAX, "task": "in_context_qa", "layers": n}
                 cases.append({**case, **settings, "heads": heads, "attention": "softmax"})
         return cases
-
-    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """A row for each epoch, with the test scores of the run."""
-        return curve_rows(self.name, settings, seed, device)
 
     def table(self, results: "pd.DataFrame") -> str:
         """Test accuracies by task and layers, beside what Fig. 2 shows."""

@@ -16,13 +16,12 @@ from infoflow_lens.experiments.studies.token_models import (
     TokenStudy,
     chosen_accuracy,
     counted,
-    curve_rows,
     curves_figure,
     epochs_until,
     last_epochs,
     paper_training,
 )
-from infoflow_lens.experiments.study import Row, Settings, Verdict, spread
+from infoflow_lens.experiments.study import Settings, Verdict, spread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,10 +86,6 @@ class VaryingHeads(TokenStudy):
                     cases.append({"start": SUMMED, **about, **settings})
                     cases.append({"start": RANDOM, **about, **settings, **ADAMW})
         return cases
-
-    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """A row for each epoch, with the test scores of the run."""
-        return curve_rows(self.name, settings, seed, device)
 
     def table(self, results: "pd.DataFrame") -> str:
         """Epochs to .95 and test accuracies by heads."""
