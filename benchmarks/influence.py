@@ -7,7 +7,6 @@ alternative are 1)
 import warnings
 
 import torch
-from infoflow_lens.hooks.rerun import Rerun
 from rich.console import Console
 from rich.table import Table
 from sklearn.metrics import roc_auc_score
@@ -21,6 +20,7 @@ from infoflow_lens import (
     build_model,
     run_probes,
 )
+from infoflow_lens.hooks.influence.rerun import Rerun
 
 
 def causal(n_layers: int, d_model: int, n_heads: int, n_ctx: int, d_vocab: int = 1000):

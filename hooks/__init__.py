@@ -1,27 +1,27 @@
 """What is measured: probes for any TransformerLens model, through its hook points."""
 
-from infoflow_lens.hooks.attach import AttachedProbes, attach, probe_cache, run_probes
 from infoflow_lens.hooks.attended import AttendedProbe, AttendedResult
-from infoflow_lens.hooks.influence import InfluenceResult
-from infoflow_lens.hooks.inspection import (
-    LayerCapabilities,
-    ModelCapabilities,
-    example_input,
-    inspect_model,
-)
-from infoflow_lens.hooks.jacobian import JacobianInfluence
-from infoflow_lens.hooks.positions import PositionsProbe, PositionsResult
-from infoflow_lens.hooks.probe import Probe, Split
-from infoflow_lens.hooks.recovery import RecoveryProbe, RecoveryResult
-from infoflow_lens.hooks.resample import ResampleInfluence
-from infoflow_lens.hooks.result import Result
-from infoflow_lens.hooks.substitution import (
+from infoflow_lens.hooks.influence.base import InfluenceResult
+from infoflow_lens.hooks.influence.jacobian import JacobianInfluence
+from infoflow_lens.hooks.influence.resample import ResampleInfluence
+from infoflow_lens.hooks.mechanisms.measure import (
     JointReplacement,
     MechanismsResult,
     measure_mechanisms,
     replace_greedily,
     substituted,
 )
+from infoflow_lens.hooks.model.capabilities import (
+    LayerCapabilities,
+    ModelCapabilities,
+    example_input,
+    inspect_model,
+)
+from infoflow_lens.hooks.passes.attach import AttachedProbes, attach, probe_cache, run_probes
+from infoflow_lens.hooks.positions import PositionsProbe, PositionsResult
+from infoflow_lens.hooks.probe import Probe, Split
+from infoflow_lens.hooks.recovery.probe import RecoveryProbe, RecoveryResult
+from infoflow_lens.hooks.result import Result
 
 __all__ = [
     "AttachedProbes",

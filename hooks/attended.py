@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from infoflow_lens.hooks.capabilities import check_finite, check_whole, layer_count, pattern_hook
-from infoflow_lens.hooks.passes import Pass, padded_together
-from infoflow_lens.hooks.probe import Probe
-from infoflow_lens.hooks.result import Result
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.model.points import check_finite, check_whole, layer_count, pattern_hook
+from infoflow_lens.hooks.passes.view import Pass, padded_together
+from infoflow_lens.hooks.probe import Probe
+from infoflow_lens.hooks.result import Result
 
 if TYPE_CHECKING:
     import pandas as pd

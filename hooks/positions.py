@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from infoflow_lens.hooks.capabilities import (
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.model.points import (
     attention_hooks,
     attention_kind,
     attention_scores,
@@ -14,9 +18,7 @@ from infoflow_lens.hooks.capabilities import (
     layer_count,
     pattern_hook,
 )
-from infoflow_lens.hooks.passes import Pass, padded_together
-from infoflow_lens.hooks.probe import Probe
-from infoflow_lens.hooks.ranking import (
+from infoflow_lens.hooks.passes.ranking import (
     Ranked,
     check_positions,
     check_rank_support,
@@ -24,11 +26,9 @@ from infoflow_lens.hooks.ranking import (
     leaving_out,
     rank_keys,
 )
+from infoflow_lens.hooks.passes.view import Pass, padded_together
+from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
-from jaxtyping import Float, Int
-from torch import Tensor, nn
-
-from infoflow_lens.foundation.errors import InfoFlowError
 
 if TYPE_CHECKING:
     import pandas as pd

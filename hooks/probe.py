@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
-from infoflow_lens.hooks.own import inside_own_pass
-from infoflow_lens.hooks.passes import Pass, check_mask_took_effect, unpadded
-from infoflow_lens.hooks.result import Result
 from jaxtyping import Bool
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.hooks.passes.own import inside_own_pass
+from infoflow_lens.hooks.passes.view import Pass, check_mask_took_effect, unpadded
+from infoflow_lens.hooks.result import Result
 
 ResultT = TypeVar("ResultT", bound=Result)
 ProbeT = TypeVar("ProbeT", bound="Probe[Any]")
@@ -55,7 +55,7 @@ class Probe(ABC, Generic[ResultT]):
     """Measures something of every sequence that passes through a model.
 
     A probe collects the activations that it needs during a forward pass and takes them in when
-    the pass is complete. Use it with :func:`~infoflow_lens.hooks.attach` or
+    the pass is complete. Use it with :func:`~infoflow_lens.hooks.passes.attach` or
     :func:`~infoflow_lens.hooks.run_probes`, which tie it to whole calls of the model, so that a
     pass that fails leaves nothing behind; or as plain hooks,
     ``model.run_with_hooks(x, fwd_hooks=probe.fwd_hooks(model))``, where a pass counts as complete

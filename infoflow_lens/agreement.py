@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.influence import InfluenceResult, influence_sets
+from infoflow_lens.hooks.influence.base import InfluenceResult, influence_sets
 from infoflow_lens.theory.information_sets import InformationSets, propagate
 
 if TYPE_CHECKING:

@@ -153,7 +153,11 @@ def inspect_command(
     import json
 
     with _reported():
-        from infoflow_lens.hooks.inspection import example_input, inspect_model, local_window
+        from infoflow_lens.hooks.model.capabilities import (
+            example_input,
+            inspect_model,
+            local_window,
+        )
         from infoflow_lens.models.loading import load_any
 
         loaded = load_any(model, device=device, dtype=dtype, backend=backend)
@@ -264,7 +268,7 @@ def probe(
 ) -> None:
     """Measure what a model's states depend on, predict it, and compare; run again to go on."""
     with _reported():
-        from infoflow_lens.experiments.probing import ProbingConfig, run_probing
+        from infoflow_lens.probing.run import ProbingConfig, run_probing
 
         config = ProbingConfig(
             model=model,

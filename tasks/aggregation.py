@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from infoflow_lens.tasks.task import VectorTask, check_positions
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from infoflow_lens.tasks.task import VectorTask, check_positions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 import inspect
 
 from huggingface_hub import DatasetCard, DatasetCardData
+
 from infoflow_lens.tasks.task import Task, VectorTask
 from infoflow_lens.tasks.tokens import SHARES, TokenTask
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from infoflow_lens.tasks.task import VectorTask, check_count, check_positions
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.tasks.task import VectorTask, check_count, check_positions
 from infoflow_lens.theory.comparison import (
     ComparisonProfile,
     Component,

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from infoflow_lens.tasks.task import VectorTask, check_count
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.tasks.task import VectorTask, check_count
 from infoflow_lens.theory.comparison import (
     ComparisonProfile,
     Component,

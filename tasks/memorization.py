@@ -7,13 +7,13 @@ from functools import lru_cache
 from typing import ClassVar
 
 import torch
-from infoflow_lens.tasks.task import Split
-from infoflow_lens.tasks.tokens import SIGN, TokenTask, check_sizes, letters, numbers
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.tasks.task import Split
+from infoflow_lens.tasks.tokens import SIGN, TokenTask, check_sizes, letters, numbers
 
 _MOST_SEQUENCES = 1_000_000
 

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.tasks.task import Split
 from infoflow_lens.tasks.tokens import (
     SIGN,
@@ -17,10 +21,6 @@ from infoflow_lens.tasks.tokens import (
     letters,
     numbers,
 )
-from jaxtyping import Bool, Int
-from torch import Tensor
-
-from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.theory.comparison import ComparisonProfile, in_context_profile
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.names import nearest
 from infoflow_lens.tasks.aggregation import GlobalMean, PositionSum
 from infoflow_lens.tasks.d_retrieval import DRetrieval
 from infoflow_lens.tasks.kth_largest import KthLargest
@@ -13,9 +15,6 @@ from infoflow_lens.tasks.question_answering import InContextQA, NestedQA
 from infoflow_lens.tasks.task import Task
 from infoflow_lens.tasks.templates import InContextTemplateMatching, TemplateMatching
 from infoflow_lens.tasks.tuples import DepthSeparation, IntrinsicDimension, TriangleCenter
-
-from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.names import nearest
 
 _TASKS: dict[str, type[Task]] = {
     task.name: task

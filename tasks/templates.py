@@ -9,6 +9,11 @@ from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.tasks.task import SPLITS, Split
 from infoflow_lens.tasks.tokens import (
     SIGN,
@@ -20,11 +25,6 @@ from infoflow_lens.tasks.tokens import (
     numbers,
     split_sizes,
 )
-from jaxtyping import Bool, Int
-from torch import Tensor
-
-from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.theory.comparison import ComparisonProfile, in_context_profile
 
 Pattern = tuple[int, ...]

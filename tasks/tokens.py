@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import datasets
 import numpy as np
 import torch
-from infoflow_lens.tasks.task import Split, Task, check_count
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.tasks.task import Split, Task, check_count
 
 SIGN = "->"
 SHARES: dict[Split, float] = {"train": 0.8, "validation": 0.1, "test": 0.1}

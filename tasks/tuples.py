@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from infoflow_lens.tasks.task import Split, VectorTask, check_count
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.tasks.task import Split, VectorTask, check_count
 from infoflow_lens.theory.comparison import (
     ComparisonProfile,
     Component,

@@ -15,7 +15,7 @@ with install_import_hook("infoflow_lens", "beartype.beartype"):
     import infoflow_lens.cli
     from infoflow_lens import *
     from infoflow_lens.experiments.demo import DemoConfig, run_demo
-    from infoflow_lens.hooks.ranking import rank_keys
+    from infoflow_lens.hooks.passes.ranking import rank_keys
     from infoflow_lens.models.constructions import CONSTRUCTIONS
 
 import torch

@@ -20,7 +20,7 @@ from infoflow_lens.hooks import (
     RecoveryResult,
     run_probes,
 )
-from infoflow_lens.hooks.influence import check_threshold
+from infoflow_lens.hooks.influence.base import check_threshold
 from infoflow_lens.models.architecture import ActivationName, Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model, save_model
 from infoflow_lens.report import Report, Stage, render_report

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from infoflow_lens.hooks import AttendedResult
 
 from infoflow_lens import AttendedProbe, InfoFlowError, propagate, run_probes
+from infoflow_lens.hooks import AttendedResult
 
 
 def test_attended_keys_have_their_share_of_the_largest_weight(model, inputs):

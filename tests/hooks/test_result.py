@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from infoflow_lens.hooks import PositionsResult, RecoveryResult, Result
 
 from infoflow_lens import (
     InfoFlowError,
@@ -14,6 +13,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.foundation.record import model_fingerprint
+from infoflow_lens.hooks import PositionsResult, RecoveryResult, Result
 
 
 @pytest.fixture

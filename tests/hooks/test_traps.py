@@ -9,10 +9,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from infoflow_lens.hooks import AttendedProbe
-from infoflow_lens.hooks.capabilities import post_attention_hooks, run_catching, state_sum
 
 from infoflow_lens import InfoFlowError, PositionsProbe, RecoveryProbe, attach, run_probes
+from infoflow_lens.hooks import AttendedProbe
+from infoflow_lens.hooks.model.points import post_attention_hooks, run_catching, state_sum
 from infoflow_lens.models.loading import load_any
 from tests.conftest import make_token_model
 from tests.reference import zoo

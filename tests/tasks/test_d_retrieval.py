@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from infoflow_lens.tasks import DRetrieval
 
 from infoflow_lens import InfoFlowError, load_task
+from infoflow_lens.tasks import DRetrieval
 
 
 def by_loops(task, x):

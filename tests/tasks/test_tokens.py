@@ -10,10 +10,10 @@ from collections import Counter
 import datasets
 import pytest
 import torch
-from infoflow_lens.tasks.templates import all_patterns, patterns_of
 from scipy.stats import chisquare
 
 from infoflow_lens import InfoFlowError, list_tasks, load_task
+from infoflow_lens.tasks.templates import all_patterns, patterns_of
 
 SMALL = {
     "memorization": {"n_words": 3, "length": 4, "n_sequences": 13},

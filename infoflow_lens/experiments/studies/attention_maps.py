@@ -29,7 +29,7 @@ from infoflow_lens.hooks import (
     measure_mechanisms,
     run_probes,
 )
-from infoflow_lens.hooks.capabilities import run_catching
+from infoflow_lens.hooks.model.points import run_catching
 from infoflow_lens.models.constructions import build_construction
 from infoflow_lens.models.host import TokenTransformer
 from infoflow_lens.tasks.question_answering import InContextQA

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict, spread
-from infoflow_lens.hooks.capabilities import run_catching
+from infoflow_lens.hooks.model.points import run_catching
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
 from infoflow_lens.tasks import PositionSum

@@ -2,9 +2,9 @@
 
 import pandas as pd
 import pytest
-from infoflow_lens.tasks import IntrinsicDimension
 
 from infoflow_lens.experiments.studies.intrinsic_dimension import IntrinsicDimensionStudy
+from infoflow_lens.tasks import IntrinsicDimension
 from infoflow_lens.theory.estimate import min_heads
 
 STUDY = IntrinsicDimensionStudy()

@@ -3,7 +3,6 @@
 import pandas as pd
 import pytest
 import torch
-from infoflow_lens.tasks import load_task
 
 from infoflow_lens import build_construction
 from infoflow_lens.experiments.studies.token_models import (
@@ -20,6 +19,7 @@ from infoflow_lens.experiments.studies.token_models import (
     train_run,
 )
 from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.tasks import load_task
 from infoflow_lens.training import evaluate_labels
 
 QA = {"n_questions": 6, "n_answers": 5, "n_pairs": 2}

@@ -3,11 +3,11 @@
 import pandas as pd
 import pytest
 import torch
-from infoflow_lens.tasks import TriangleCenter
 
 from infoflow_lens.experiments.studies.triangle_center import TriangleCenterStudy
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
+from infoflow_lens.tasks import TriangleCenter
 
 STUDY = TriangleCenterStudy()
 

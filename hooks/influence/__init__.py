@@ -1,0 +1,1 @@
+"""Which inputs a state depends on: derivatives, and tokens replaced by others."""

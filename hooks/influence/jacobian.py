@@ -1,0 +1,279 @@
+"""Influence by derivatives: exact Jacobian norms, and an estimate of them by random directions."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.influence.base import StateInfluence
+from infoflow_lens.hooks.influence.rerun import Rerun, at_places, rows_at_once
+
+_DIRECTIONS_AT_ONCE = 16  # fewer sequences at a time before fewer directions than these
+
+
+class JacobianInfluence(StateInfluence):
+    """Influence [layer, batch, pos, source]: the Frobenius norm of d state / d token.
+
+    The state is the post-attention or the outgoing residual stream of each layer; the source is
+    the input vector or, for models over token ids, the token's embedding (with its position), and
+    with `source_layer`, what enters that layer at each position.
+
+    Exact by default: by forward-mode differentiation in every input direction or, where this takes
+    fewer passes (few `positions`) or the model has no forward mode, by reverse mode in every
+    direction of the asked states.
+
+    With `estimate` = m: by reverse mode in m random orthogonal directions of each asked state,
+    ``|J|^2 ~ mean_i d |J^T u_i|^2``. The relative standard error of one norm is at most
+    ``sqrt((1 - m / d_model) / (2 m))``, for a Jacobian of rank one, and smaller the more of the
+    state a source moves; ``result.relative_error`` is what was seen. Directions depend on the seed,
+    the layer and the position only.
+
+    Its passes are its own; see :class:`StateInfluence`.
+
+    Args:
+        state: "post_attention" (x'_l of eq 1) or "resid_post".
+        source_layer: None for the tokens; l for ``resid_pre`` of layer l, and then layers from l.
+        layers: whose states; default all that the sources reach.
+        positions: whose states; default all. Negative ones count from the end of each sequence, so
+            (-1,) is the last token, or CLS.
+        estimate: random directions for each state, at least 2; None for exact norms.
+        seed: of the random directions.
+        chunk_size: directions per pass; default, by the sizes of the model and the batch.
+        through_hooks: differentiate through hooks of yours. They then fire in every pass of the
+            probe's, on tensors of torch.func.
+
+    Raises:
+        InfoFlowError: for settings that make no sense, an unknown state, layer or position, or a
+            model whose forward pass cannot be repeated from its hooks.
+    """
+
+    def __init__(
+        self,
+        state: str = "post_attention",
+        source_layer: int | None = None,
+        chunk_size: int | None = None,
+        through_hooks: bool = False,
+        *,
+        layers: Sequence[int] | None = None,
+        positions: Sequence[int] | None = None,
+        estimate: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(state, source_layer, layers, positions, chunk_size, through_hooks)
+        if estimate is not None and (
+            isinstance(estimate, bool) or not isinstance(estimate, int) or estimate < 2
+        ):
+            raise InfoFlowError(
+                f"estimate is {estimate!r}: expected at least 2 random directions, whose spread "
+                "tells the error, or None for exact norms"
+            )
+        self.estimate = estimate
+        self.seed = seed
+        self._lacks_forward_mode = ""
+        self._errors: list[Tensor] = []  # for each batch, [layer, 2]: squared errors and energies
+
+    def config(self) -> Mapping[str, Any]:
+        """The settings, as JSON-compatible values."""
+        return {**super().config(), "estimate": self.estimate, "seed": self.seed}
+
+    def _measure(
+        self,
+        model: nn.Module,
+        rerun: Rerun,
+        start: Float[Tensor, "batch position d_source"],
+        expected: list[Float[Tensor, "batch pos d_model"]],
+        place: Int[Tensor, "batch asked"],
+        lengths: Int[Tensor, " batch"],
+    ) -> Float[Tensor, "layer batch asked source"]:
+        batch, n_source, d_source = start.shape
+        n_pos, d_model = expected[0].shape[1:]
+        rows = rows_at_once(model, n_pos, d_model, start.device)
+        by_forward = n_source * d_source <= len(expected) * place.shape[1] * d_model
+        together = max(1, min(batch, rows // _DIRECTIONS_AT_ONCE))
+        if self.chunk_size is not None:
+            together = batch
+        errors = torch.zeros(len(expected), 2, dtype=torch.float64)
+        parts = []
+        for first in range(0, batch, together):
+            some = torch.arange(first, min(first + together, batch))
+            chunk = self.chunk_size or max(1, rows // len(some))
+            here = _Some(rerun, start[some.to(start.device)], place[some], some)
+            targets = [state[some.to(state.device)] for state in expected]
+            energy = None
+            if self.estimate is None and by_forward and not self._lacks_forward_mode:
+                energy = self._forward(here, targets, chunk)
+            if energy is None:
+                energy = self._reverse(here, targets, chunk, errors)
+            parts.append(energy)
+        self._errors.append(errors)
+        return torch.cat(parts, dim=1).sqrt().float()
+
+    def _forward(
+        self, here: "_Some", expected: list[Tensor], chunk: int
+    ) -> Float[Tensor, "layer batch asked source"] | None:
+        """Squared norms by all input directions; None if the model has no forward mode."""
+        start = here.start
+        batch, n_source, d_source = start.shape
+        n = n_source * d_source
+        chunk = -(-n // -(-n // chunk))  # of equal sizes
+        squares = [
+            torch.zeros(batch, state.shape[1], n_source, dtype=_sums(state), device=state.device)
+            for state in expected
+        ]
+
+        def derivative(direction: Tensor) -> tuple[Any, Any]:
+            tangent = direction.view(1, n_source, d_source).expand_as(start)
+            values, tangents = torch.func.jvp(here.states, (start,), (tangent,))[:2]
+            return values, tangents
+
+        for column in range(0, n, chunk):
+            index = torch.arange(column, min(column + chunk, n), device=start.device)
+            directions = torch.zeros(len(index), n, dtype=start.dtype, device=start.device)
+            directions[torch.arange(len(index)), index] = 1
+            try:
+                values, tangents = torch.func.vmap(derivative, out_dims=(None, 0))(directions)  # type: ignore[arg-type]
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # also NotImplementedError
+                if column or "memory" in str(error):
+                    raise
+                self._lacks_forward_mode = str(error).splitlines()[0][:120]
+                return None
+            if column == 0:
+                self._check_rerun(values, expected, here.real, here.first)
+            for total, tangent in zip(squares, tangents, strict=True):
+                # [direction, batch, pos, d_model]
+                energy = _energy(tangent, total.dtype).permute(1, 2, 0)
+                total.index_add_(2, (index // d_source).to(total.device), energy)
+        return torch.stack([at_places(total, here.place).cpu() for total in squares])
+
+    def _reverse(
+        self, here: "_Some", expected: list[Tensor], chunk: int, errors: Tensor
+    ) -> Float[Tensor, "layer batch asked source"]:
+        """Squared norms by directions of the asked states, all of them or random ones."""
+        start = here.start.detach().requires_grad_()
+        batch, n_source, _ = start.shape
+        n_asked, d_model = here.place.shape[1], expected[0].shape[2]
+        with torch.enable_grad():
+            values = here.states(start)
+        self._check_rerun([value.detach() for value in values], expected, here.real, here.first)
+        m = d_model if self.estimate is None else min(self.estimate, d_model)
+        squares = torch.zeros(len(values), batch, n_asked, n_source, dtype=torch.float64)
+        for i, (layer, value) in enumerate(zip(self._layers, values, strict=True)):
+            for rows in torch.arange(n_asked).split(max(1, chunk // m)):
+                place = here.place[:, rows]
+                energies = torch.empty(len(rows) * m, batch, n_source)
+                drawn, index = self._drawn(layer, place, d_model, m)
+                for pairs in torch.arange(len(energies)).split(chunk):
+                    towards = _towards(value, place, pairs // m, pairs % m, drawn, index)
+                    (found,) = torch.autograd.grad(
+                        value, start, towards, retain_graph=True, is_grads_batched=True
+                    )
+                    energies[pairs] = _energy(found, torch.float32).cpu()
+                energy = energies.view(len(rows), m, batch, n_source).transpose(0, 2).double()
+                squares[i, :, rows] = energy.sum(dim=1)
+                if self.estimate is None:
+                    continue
+                energy = energy * d_model  # each of them estimates the squared norm
+                squares[i, :, rows] = mean = energy.mean(dim=1)
+                # without replacement, as it were: d orthogonal directions leave no error
+                variance = energy.var(dim=1) / m * (1 - m / d_model)
+                known = (mean > 0) & (place >= 0)[:, :, None]
+                errors[i, 0] += (variance[known] / (4 * mean[known])).sum()  # of the root
+                errors[i, 1] += mean[known].sum()
+        return squares
+
+    def _drawn(
+        self, layer: int, place: Int[Tensor, "batch row"], d_model: int, m: int
+    ) -> tuple[Float[Tensor, "position direction d_model"] | None, Int[Tensor, "batch row"]]:
+        """Random directions for each position that occurs, and which are whose; None for all."""
+        different, index = place.clamp(min=0).unique(return_inverse=True)
+        if self.estimate is None or m == d_model:
+            return None, index
+        drawn = [_orthogonal(self.seed, layer, int(position), m, d_model) for position in different]
+        return torch.stack(drawn), index
+
+    def _relative_error(self) -> tuple[float, ...] | None:
+        if self.estimate is None:
+            return None
+        error, energy = torch.stack(self._errors).sum(dim=0).unbind(dim=1)
+        return tuple((error / energy.clamp(min=1e-300)).sqrt().tolist())
+
+    def _merge(self, other: "StateInfluence") -> None:
+        assert isinstance(other, JacobianInfluence)
+        super()._merge(other)
+        self._errors.extend(other._errors)
+        self._lacks_forward_mode = self._lacks_forward_mode or other._lacks_forward_mode
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = super()._notes()
+        if self._lacks_forward_mode:
+            notes += (
+                "exact by reverse mode, slowly: the model has no forward mode "
+                f"({self._lacks_forward_mode})",
+            )
+        if self.estimate is not None and self._errors:
+            found = max(self._relative_error() or (0.0,))
+            notes += (
+                f"estimated by {self.estimate} random directions for each state: relative "
+                f"standard error {found:.1%} in the worst layer, as seen in their spread; a single "
+                f"norm's is at most {(1 / (2 * self.estimate)) ** 0.5:.0%}",
+            )
+        return notes
+
+
+class _Some:
+    """Some sequences of a batch."""
+
+    def __init__(
+        self, rerun: Rerun, start: Tensor, place: Int[Tensor, "batch asked"], chosen: Tensor
+    ) -> None:
+        self.start, self.place, self.first = start, place, int(chosen[0])
+        self.real = None if rerun.real is None else rerun.real[chosen]
+        self._rerun, self._chosen = rerun, chosen.to(start.device)
+
+    def states(self, start: Tensor) -> tuple[Tensor, ...]:
+        """The states as a function of the sources."""
+        return self._rerun(start, self._chosen)
+
+
+def _sums(state: Tensor) -> torch.dtype:
+    return torch.float64 if state.dtype == torch.float64 else torch.float32
+
+
+def _energy(vectors: Float[Tensor, "*shape d"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    """Squared norms of the last axis."""
+    return vectors.to(dtype).square().sum(dim=-1)
+
+
+def _towards(
+    value: Float[Tensor, "batch pos d_model"],
+    place: Int[Tensor, "batch row"],
+    row: Int[Tensor, " pair"],
+    direction: Int[Tensor, " pair"],
+    drawn: Float[Tensor, "position direction d_model"] | None,
+    index: Int[Tensor, "batch row"],
+) -> Float[Tensor, "pair batch pos d_model"]:
+    """For each (row, direction) that direction at that state of every sequence, 0 elsewhere."""
+    towards = torch.zeros(len(row), *value.shape, dtype=value.dtype, device=value.device)
+    pair = torch.arange(len(row), device=value.device)[:, None]
+    sequence = torch.arange(len(value), device=value.device)
+    position = place[:, row].T.clamp(min=0).to(value.device)  # [pair, sequence]
+    if drawn is None:
+        towards[pair, sequence, position, direction.to(value.device)[:, None]] = 1
+    else:
+        towards[pair, sequence, position] = drawn[index[:, row].T, direction[:, None]].to(towards)
+    return towards
+
+
+def _orthogonal(
+    seed: int, layer: int, position: int, m: int, d_model: int
+) -> Float[Tensor, "direction d_model"]:
+    """Random orthonormal directions, the same for every sequence and batch."""
+    key = (seed * 1_000_003 + layer) * 1_000_003 + position
+    generator = torch.Generator().manual_seed(key % 2**63)
+    columns = torch.randn(d_model, m, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(columns).Q.T.float()

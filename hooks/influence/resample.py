@@ -1,0 +1,248 @@
+"""Influence by resample ablation: how far a state moves when a token is replaced by another's."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.record import fingerprint
+from infoflow_lens.hooks.influence.base import StateInfluence, tolerance
+from infoflow_lens.hooks.influence.rerun import (
+    KeysAndValues,
+    Rerun,
+    at_places,
+    rows_at_once,
+    start_point,
+)
+from infoflow_lens.hooks.model.points import check_inputs, run_catching
+
+
+class ResampleInfluence(StateInfluence):
+    """Influence [layer, batch, pos, source]: how far a state moves when a token is replaced.
+
+    The token of one position is replaced by that of a donor sequence at the same position, for all
+    donors, and the norm of the change of every state is put together over donors. The state is the
+    post-attention or the outgoing residual stream of each layer; the source is the input vector or,
+    for models over token ids, the embedding (with its position), and with `source_layer`, what
+    enters that layer. Unlike a derivative it sees what attention would do with another token.
+
+    A donor's token may itself draw attention, for instance become the largest where the original
+    token did not matter; then every source seems to have influence. The median over donors, a low
+    quantile, or the donors' mean token leave that out; the mean over donors does not, and gets
+    worse with more donors.
+
+    In a causal HookedTransformer the positions before the replaced one are not computed again.
+
+    Its passes are its own; see :class:`StateInfluence`.
+
+    Args:
+        donors: other inputs, at least as long, [donor, pos, d_token] or token ids [donor, pos]; the
+            same for every sequence, so that batches do not change the result.
+        aggregate: over donors: "median", "mean", or a quantile from 0 to 1.
+        state: "post_attention" (x'_l of eq 1) or "resid_post".
+        source_layer: None for the tokens; l for ``resid_pre`` of layer l, and then layers from l.
+        chunk_size: sequences with a replaced token in a pass; default, by the size of the model.
+        through_hooks: run through hooks of yours.
+        layers: whose states; default all that the sources reach.
+        positions: whose states; default all. Negative ones count from the end of each sequence, so
+            (-1,) is the last token, or CLS.
+        replacement: "each" donor in turn, or their "mean" token at each position, once.
+
+    Raises:
+        InfoFlowError: for no donors, donors of another shape, an unknown aggregate, state or layer,
+            or a model whose forward pass cannot be repeated from its hooks.
+    """
+
+    def __init__(
+        self,
+        donors: Shaped[Tensor, "donor pos *token"],
+        aggregate: str | float = "median",
+        state: str = "post_attention",
+        source_layer: int | None = None,
+        chunk_size: int | None = None,
+        through_hooks: bool = False,
+        *,
+        layers: Sequence[int] | None = None,
+        positions: Sequence[int] | None = None,
+        replacement: Literal["each", "mean"] = "each",
+    ) -> None:
+        super().__init__(state, source_layer, layers, positions, chunk_size, through_hooks)
+        if not isinstance(donors, Tensor) or donors.ndim < 2 or len(donors) == 0:
+            shape = tuple(donors.shape) if isinstance(donors, Tensor) else type(donors).__name__
+            raise InfoFlowError(
+                f"donors is {shape}: expected at least one sequence, [donor, pos, d_token] or "
+                "token ids [donor, pos]"
+            )
+        if isinstance(aggregate, bool) or not (
+            aggregate in ("median", "mean")
+            or (isinstance(aggregate, (int, float)) and 0 <= aggregate <= 1)
+        ):
+            raise InfoFlowError(
+                f"aggregate is {aggregate!r}: expected 'median', 'mean', or a quantile from 0 to 1"
+            )
+        if replacement not in ("each", "mean"):
+            raise InfoFlowError(
+                f"replacement is {replacement!r}: expected 'each' (donor) or 'mean' (their mean)"
+            )
+        self.donors = donors
+        self.aggregate = aggregate
+        self.replacement = replacement
+        self._donated: Tensor | None = None
+
+    def config(self) -> Mapping[str, Any]:
+        """The settings, as JSON-compatible values."""
+        return {
+            **super().config(),
+            "aggregate": self.aggregate,
+            "replacement": self.replacement,
+            "n_donors": len(self.donors),
+            "donors": fingerprint({"donors": self.donors}),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Everything measured so far, for :meth:`load_state` of a probe with the same settings."""
+        return {**super().state(), "_donated": None}
+
+    def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
+        check_inputs(model, self.donors, "donors")
+        self._donated = None  # what they have in this model
+        return super()._hook_points(model)
+
+    def _donation(
+        self, model: nn.Module, start: Float[Tensor, "batch position d_source"]
+    ) -> Float[Tensor, "donor position d_source"]:
+        """What the donors have in the place of the sources."""
+        donated = self._donated
+        if donated is None:
+            device = next(model.parameters()).device
+            name = start_point(model, self.source_layer)
+            donated = run_catching(model, self.donors.to(device), [name])[1][name]
+            if self.replacement == "mean":
+                donated = donated.float().mean(dim=0, keepdim=True).to(donated.dtype)
+            # hooks of the user's may do another thing in every pass
+            self._donated = None if self.through_hooks else donated
+        n_source = start.shape[1]
+        if donated.shape[1] < n_source or donated.shape[2:] != start.shape[2:]:
+            raise InfoFlowError(
+                f"donors have {donated.shape[1]} positions, the sequences {n_source}: expected "
+                "donors that are at least as long"
+            )
+        return donated[:, :n_source]
+
+    def _measure(
+        self,
+        model: nn.Module,
+        rerun: Rerun,
+        start: Float[Tensor, "batch position d_source"],
+        expected: list[Float[Tensor, "batch pos d_model"]],
+        place: Int[Tensor, "batch asked"],
+        lengths: Int[Tensor, " batch"],
+    ) -> Float[Tensor, "layer batch asked source"]:
+        donated = self._donation(model, start)
+        cache = None
+        if self.through_hooks:
+            plain = rerun(start)
+        else:
+            plain, cache = rerun.recording(start)
+        self._check_rerun(plain, expected, rerun.real)
+        if cache is not None and not _shares(rerun, start, plain, cache):
+            cache = None
+        n_layers, (batch, n_pos, d_model) = len(plain), plain[0].shape
+        n_source, n_donors = start.shape[1], len(donated)
+        influence = torch.zeros(n_layers, batch, place.shape[1], n_source)
+        rows = self.chunk_size or rows_at_once(model, n_pos, d_model, start.device)
+        for sources, sequences, end in self._groups(lengths, place, n_donors, rows, cache):
+            first = sources[0] if cache is not None else 0
+            here = place[sequences] - first
+            moved = torch.empty(
+                n_layers, len(sources), n_donors, len(sequences), place.shape[1]
+            ).flatten(1, 3)
+            each = torch.cartesian_prod(
+                torch.tensor(sources), torch.arange(n_donors), torch.arange(len(sequences))
+            ).view(-1, 3)
+            for part in torch.arange(len(each)).split(rows):
+                source, donor, among = (index.to(start.device) for index in each[part].unbind(1))
+                which = sequences.to(start.device)[among]
+                changed = start[which, first:end]
+                changed[torch.arange(len(part), device=start.device), source - first] = donated[
+                    donor, source
+                ]
+                before = None if cache is None else cache.before(which, first)
+                values = rerun(changed, which, before)
+                for layer, value in enumerate(values):
+                    now = at_places(value, here[each[part, 2]])
+                    then = at_places(
+                        plain[layer][which.to(value.device), first:end], here[each[part, 2]]
+                    )
+                    moved[layer, part] = (now - then).float().norm(dim=-1).cpu()
+            moved = moved.view(n_layers, len(sources), n_donors, len(sequences), -1)
+            joined = self._joined(moved)  # [layer, source, sequence, asked]
+            reached = (here >= 0).float()  # earlier positions were not computed: they are the same
+            for index, replaced in enumerate(sources):
+                influence[:, sequences, :, replaced] = joined[:, index] * reached
+        return influence
+
+    def _groups(
+        self,
+        lengths: Int[Tensor, " batch"],
+        place: Int[Tensor, "batch asked"],
+        n_donors: int,
+        rows: int,
+        cache: KeysAndValues | None,
+    ) -> Iterator[tuple[list[int], Int[Tensor, " sequence"], int | None]]:
+        """Sources that are replaced together, in which sequences, and where passes end.
+
+        With a cache it is one source, positions after the last that is asked for are left out, and
+        so are sequences that end before the source.
+        """
+        n_source = int(lengths.max())
+        if cache is None:
+            together = max(1, rows // (n_donors * len(lengths)))
+            everyone = torch.arange(len(lengths))
+            for part in torch.arange(n_source).split(together):
+                yield part.tolist(), everyone, None
+            return
+        end = int(place.max()) + 1
+        for source in range(min(n_source, end)):
+            sequences = (lengths > source).nonzero().flatten()
+            yield [source], sequences, end
+
+    def _joined(
+        self, moved: Float[Tensor, "layer source donor sequence asked"]
+    ) -> Float[Tensor, "layer source sequence asked"]:
+        """Over donors; torch.quantile takes no large tensors."""
+        if self.aggregate == "mean":
+            return moved.mean(dim=2)
+        quantile = 0.5 if self.aggregate == "median" else float(self.aggregate)
+        ranked = moved.sort(dim=2).values
+        at = quantile * (moved.shape[2] - 1)
+        low = int(at)
+        high = min(low + 1, moved.shape[2] - 1)
+        return ranked[:, :, low].lerp(ranked[:, :, high], at - low)
+
+
+def _shares(
+    rerun: Rerun,
+    start: Float[Tensor, "batch position d_source"],
+    plain: Sequence[Float[Tensor, "batch pos d_model"]],
+    cache: KeysAndValues,
+) -> bool:
+    """Whether a pass from the middle, with what was recorded before it, gives the same states."""
+    middle = start.shape[1] // 2
+    everyone = torch.arange(len(start), device=start.device)
+    try:
+        values = rerun(start[:, middle:], everyone, cache.before(everyone, middle))
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError):  # an attention that knows no cache
+        return False
+    for value, state in zip(values, plain, strict=True):
+        target = state[:, middle:]
+        strict = 0.01 if state.dtype in (torch.float32, torch.float64) else 1
+        gap = (value - target).float().norm(dim=-1)
+        if not (gap <= strict * tolerance(state) * target.float().norm(dim=-1) + 1e-12).all():
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""Which mechanism a head needs: its pattern replaced by an ideal one."""

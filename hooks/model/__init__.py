@@ -1,0 +1,1 @@
+"""What a model shows and what it can be asked: hook points, capabilities, inputs."""

@@ -1,0 +1,441 @@
+"""What a model can be asked, found out by running it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.foundation.record import weight_processing
+from infoflow_lens.hooks.model.points import (
+    check_inputs,
+    devices_of,
+    layer_count,
+    reads_vectors,
+    run_catching,
+    starts_at_layers,
+    unmasked,
+)
+from infoflow_lens.hooks.passes.own import own_pass
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_SCORES, _PATTERN = "attn.hook_attn_scores", "attn.hook_pattern"
+_POINTS = (
+    "hook_resid_pre",
+    _SCORES,
+    _PATTERN,
+    "attn.hook_z",
+    "hook_attn_out",
+    "hook_resid_mid",
+    "hook_mlp_out",
+    "hook_resid_post",
+)
+_EDITED = (
+    _SCORES,
+    _PATTERN,
+    "attn.hook_z",
+    "hook_resid_pre",
+    "hook_attn_out",
+    "hook_resid_mid",
+    "hook_resid_post",
+)
+_LONGEST = 256  # of the example input; a longer window does not show
+_CONSEQUENCES = ("hook_resid_mid", "hook_mlp_out", "hook_resid_post")
+
+
+@dataclass(frozen=True)
+class LayerCapabilities:
+    """One layer.
+
+    Attributes:
+        n_heads: heads, from the pattern; None where there is no pattern.
+        n_key_value_heads: heads of keys and values; fewer with grouped queries.
+        attends: "causal", "local(w)" (causal within w positions), "bidirectional", or
+            "bidirectional, last position is no key", for this input.
+        pattern: what the pattern is of the scores: "softmax", "softmax with sinks" (rows sum to
+            less than 1), "relu", "hardmax", or "unknown".
+        scores: whether ``hook_attn_scores`` carries "scores" before the softmax, the "pattern" in
+            their place, or is "missing".
+        parallel: whether the MLP stands beside attention, that is, does not read what attention
+            adds; None where there is no MLP, or one that reads nothing.
+        fires: the hook points that fire, of those that probes use.
+        edits_reach: the hook points whose edits change the output; ``hook_resid_mid`` only where an
+            edit also stays in the residual stream (on bridges it is what the MLP reads, a copy).
+    """
+
+    n_heads: int | None
+    n_key_value_heads: int | None
+    attends: str
+    pattern: str
+    scores: str
+    parallel: bool | None
+    fires: tuple[str, ...]
+    edits_reach: tuple[str, ...]
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The hook points that do not fire, of those that probes use."""
+        return tuple(point for point in _POINTS if point not in self.fires)
+
+    @property
+    def edits_lost(self) -> tuple[str, ...]:
+        """The hook points that fire, and whose edits have no effect."""
+        return tuple(p for p in _EDITED if p in self.fires and p not in self.edits_reach)
+
+
+@dataclass(frozen=True)
+class ModelCapabilities:
+    """What a model is and what can be measured on it.
+
+    Attributes:
+        kind: the class, such as "HookedTransformer" or "TransformerBridge".
+        layers: its attention layers.
+        reads_vectors: whether it reads vector tokens in place of ids.
+        starts_at_layers: whether a pass can start at a layer; where not, every pass that measures
+            influence runs through all layers, and takes longer.
+        dtype, device: of its weights; several devices are joined by commas.
+        training: whether it was in training mode.
+        dropout: whether it has dropout that training would switch on.
+        normalization: what the config calls it, and whether it is folded.
+    """
+
+    kind: str
+    layers: tuple[LayerCapabilities, ...]
+    reads_vectors: bool
+    starts_at_layers: bool
+    dtype: str
+    device: str
+    training: bool
+    dropout: bool
+    normalization: Mapping[str, Any]
+
+    def problems(self) -> tuple[str, ...]:
+        """What cannot be asked of this model, why, and what to do."""
+        by_text: dict[str, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            for text in _problems_of(layer):
+                by_text.setdefault(text, []).append(index)
+        found = [
+            f"layer{'s' if len(indices) > 1 else ''} {_numbers(indices)}: {text}"
+            for text, indices in by_text.items()
+        ]
+        if "," in self.device:
+            found.append(f"its weights lie on several devices ({self.device}); move it to one")
+        return tuple(found)
+
+    def kinds(self) -> dict[str, LayerCapabilities]:
+        """Layers that are alike together, such as {"0-11": ...} or {"0, 2": ..., "1, 3": ...}."""
+        alike: dict[LayerCapabilities, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            alike.setdefault(layer, []).append(index)
+        return {_numbers(indices): layer for layer, indices in alike.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-compatible values, problems included."""
+        return {**asdict(self), "problems": list(self.problems())}
+
+    def to_frame(self) -> "pd.DataFrame":
+        """One row for each layer."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            [
+                {
+                    "layer": index,
+                    "heads": layer.n_heads,
+                    "kv_heads": layer.n_key_value_heads,
+                    "attends": layer.attends,
+                    "pattern": layer.pattern,
+                    "scores": layer.scores,
+                    "parallel": layer.parallel,
+                    "missing": ", ".join(layer.missing),
+                    "edits_lost": ", ".join(layer.edits_lost),
+                }
+                for index, layer in enumerate(self.layers)
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        problems = "".join(f"<li>{problem}</li>" for problem in self.problems())
+        head = f"<b>{self.kind}</b>, {self.dtype}, {self.device}<ul>{problems}</ul>"
+        return head + str(self.to_frame().to_html(index=False))
+
+
+def _problems_of(layer: LayerCapabilities) -> list[str]:
+    found = []
+    if _PATTERN not in layer.fires:
+        found.append(
+            "hook_pattern does not fire, so there is no attention to measure; load the model with "
+            "eager attention (attn_implementation='eager')"
+        )
+    elif layer.scores != "scores":
+        lack = "does not fire" if layer.scores == "missing" else "carries the pattern"
+        found.append(
+            f"hook_attn_scores {lack}, so ranks and margins come from the pattern: keys whose "
+            "weight underflows to 0 cannot be told from masked ones; where that matters, load the "
+            "model as a HookedTransformer"
+        )
+    if _PATTERN in layer.fires and _PATTERN not in layer.edits_reach:
+        found.append(
+            "edits of hook_pattern do not reach the output, so patterns cannot be substituted and "
+            "heads have no measurable mechanism; load the model as a HookedTransformer"
+        )
+    if "hook_resid_pre" not in layer.edits_reach:
+        found.append(
+            "edits of hook_resid_pre do not reach the output, so influence cannot be measured; "
+            "load the model as a HookedTransformer"
+        )
+    return found
+
+
+def _numbers(indices: list[int]) -> str:
+    """Such as "3", "0-11" or "0, 2-4"."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][-1] == index - 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def example_input(model: nn.Module, n_sequences: int = 4, seed: int = 0) -> Tensor:
+    """Random tokens for :func:`inspect_model`, always the same for a seed.
+
+    They are 16 positions long, or two more than a local window, where the model takes as many;
+    a window of more than 254 positions does not show.
+
+    Args:
+        model: a TransformerLens model.
+        n_sequences: how many.
+        seed: of their generator; the global random state is left alone.
+
+    Returns:
+        Token ids [n_sequences, pos] or vector tokens [n_sequences, pos, d_token].
+    """
+    layer_count(model)
+    generator = torch.Generator().manual_seed(seed)
+    first = next(model.parameters())
+    if reads_vectors(model):
+        architecture: Any = model.architecture
+        shape = (n_sequences, architecture.n_tokens, architecture.d_token)
+        return torch.randn(shape, generator=generator).to(first.dtype)
+    cfg: Any = model.cfg
+    length = min(max(16, local_window(model) + 2), _LONGEST, cfg.n_ctx)
+    return torch.randint(cfg.d_vocab, (n_sequences, length), generator=generator)
+
+
+def local_window(model: nn.Module) -> int:
+    """How many positions the local layers see, as the config says; 0 where it names no window."""
+    cfg: Any = getattr(model, "cfg", None)
+    if getattr(cfg, "use_local_attn", False):
+        return int(getattr(cfg, "window_size", None) or 0)
+    # the config of a bridge is silent; that of the model behind it is not
+    behind: Any = getattr(getattr(model, "original_model", None), "config", None)
+    if not getattr(behind, "use_sliding_window", True):
+        return 0
+    for name in ("sliding_window", "window_size"):
+        window = getattr(behind, name, None)
+        if isinstance(window, int):
+            return window
+    return 0
+
+
+def inspect_model(model: nn.Module, example_input: Tensor) -> ModelCapabilities:
+    """Find out by running a model what it is and what it can be asked.
+
+    It is run once to see which hook points fire and what they carry, and once for each hook point
+    and layer with an edit there, to see whether the edit reaches the output. The model is left as
+    it was found.
+
+    Args:
+        model: a TransformerLens model.
+        example_input: a few sequences, vector tokens [batch, pos, d_token] or ids [batch, pos]; the
+            longer, the more a local window shows.
+
+    Raises:
+        InfoFlowError: if it is no TransformerLens model, or the input is none for it.
+    """
+    n_layers = layer_count(model)
+    check_inputs(model, example_input, "example_input")
+    devices = devices_of(model)
+    first = next(model.parameters())
+    training = model.training
+    inputs = example_input.to(first.device)
+    known: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
+    wanted = [
+        f"blocks.{layer}.{point}"
+        for layer in range(n_layers)
+        for point in (*_POINTS, "attn.hook_k")
+        if f"blocks.{layer}.{point}" in known
+    ]
+    with eval_mode(model), own_pass():
+        output, caught = run_catching(model, inputs, wanted)
+        if not output.isfinite().all():
+            raise InfoFlowError(
+                "the output holds NaN or infinity on the example input: expected numbers; look for "
+                "bad weights, or run in float32"
+            )
+        layers = []
+        for layer in range(n_layers):
+            found = {
+                point: caught[f"blocks.{layer}.{point}"]
+                for point in (*_POINTS, "attn.hook_k")
+                if f"blocks.{layer}.{point}" in caught
+            }
+            edits = {
+                point: _edited(model, inputs, layer, point) for point in _EDITED if point in found
+            }
+            layers.append(_layer(found, edits, output))
+    return ModelCapabilities(
+        kind=type(model).__name__,
+        layers=tuple(layers),
+        reads_vectors=reads_vectors(model),
+        starts_at_layers=starts_at_layers(model),
+        dtype=str(first.dtype).removeprefix("torch."),
+        device=", ".join(devices),
+        training=training,
+        dropout=any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()),
+        normalization=weight_processing(model),
+    )
+
+
+@dataclass(frozen=True)
+class _Edited:
+    """A pass with an edit: the output, and what fired behind the edit."""
+
+    output: Tensor
+    caught: Mapping[str, Tensor]
+
+
+def _edited(model: nn.Module, inputs: Tensor, layer: int, point: str) -> _Edited:
+    """A pass with random numbers, as large as the activation's, added to an activation."""
+    generator = torch.Generator().manual_seed(0)
+
+    def edit(activation: Tensor, hook: Any) -> Tensor:
+        noise = torch.randn(activation.shape, generator=generator).to(activation)
+        moved = unmasked(activation)
+        return activation + noise * (activation[moved].abs().max() + 1) * moved
+
+    block = f"blocks.{layer}."
+    known: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
+    behind = [block + other for other in _CONSEQUENCES if block + other in known]
+    with model.hooks(fwd_hooks=[(block + point, edit)]):  # type: ignore[operator]
+        output, caught = run_catching(model, inputs, behind)
+    return _Edited(output, {name.removeprefix(block): value for name, value in caught.items()})
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return bool(torch.allclose(one.float(), other.float(), rtol=1e-6, atol=0))
+
+
+def _layer(
+    found: Mapping[str, Tensor], edits: Mapping[str, _Edited], output: Tensor
+) -> LayerCapabilities:
+    pattern, scores = found.get(_PATTERN), found.get(_SCORES)
+    carries = "missing"
+    if scores is not None:
+        same = pattern is not None and torch.allclose(scores.float(), pattern.float())
+        # scores that are not negative are their own ReLU, but no shares
+        shares = bool(((scores.float().sum(dim=-1) - 1).abs() < 2e-2).all())
+        carries = "pattern" if same and shares else "scores"
+    reached = [point for point, edited in edits.items() if not _same(edited.output, output)]
+    if "hook_resid_mid" in reached and not _stays(found, edits["hook_resid_mid"]):
+        reached.remove("hook_resid_mid")
+    return LayerCapabilities(
+        n_heads=None if pattern is None else pattern.shape[1],
+        n_key_value_heads=_key_value_heads(found),
+        attends="unknown" if pattern is None else _attends(_allowed(pattern, scores, carries)),
+        pattern="unknown" if pattern is None else _kind_of(pattern, scores, carries),
+        scores=carries,
+        parallel=_parallel(found, edits),
+        fires=tuple(point for point in _POINTS if point in found),
+        edits_reach=tuple(reached),
+    )
+
+
+def _key_value_heads(found: Mapping[str, Tensor]) -> int | None:
+    """From the keys [batch, pos, head, d_head], or flat ones and the size of a head."""
+    keys, z, pattern = (found.get(point) for point in ("attn.hook_k", "attn.hook_z", _PATTERN))
+    if keys is None or keys.ndim == 4:
+        return None if keys is None else keys.shape[2]
+    if z is None or (z.ndim == 3 and pattern is None):
+        return None
+    d_head = z.shape[-1] if pattern is None or z.ndim == 4 else z.shape[-1] // pattern.shape[1]
+    return keys.shape[-1] // d_head
+
+
+def _parallel(found: Mapping[str, Tensor], edits: Mapping[str, _Edited]) -> bool | None:
+    """Whether the MLP reads the residual stream, but not what attention adds to it."""
+    points = ("hook_resid_pre", "hook_attn_out")
+    moved = [
+        not _same(edits[point].caught["hook_mlp_out"], found["hook_mlp_out"])
+        for point in points
+        if point in edits and "hook_mlp_out" in found
+    ]
+    return None if len(moved) < 2 or not moved[0] else not moved[1]
+
+
+def _stays(found: Mapping[str, Tensor], edited: _Edited) -> bool:
+    """Whether an edit of hook_resid_mid is in the stream behind the block, beside the MLP's answer.
+
+    Bridges call by that name what their MLP reads: an edit moves the MLP's answer alone.
+    """
+    moved = [
+        edited.caught[point].float() - found[point].float()
+        for point in _CONSEQUENCES
+        if point in edited.caught and point in found
+    ]
+    if len(moved) < len(_CONSEQUENCES):
+        return True
+    edit, answer, behind = moved
+    return bool((behind - answer - edit).norm() <= 0.1 * edit.norm())
+
+
+def _allowed(
+    pattern: Float[Tensor, "batch head query key"],
+    scores: Float[Tensor, "batch head query key"] | None,
+    carries: str,
+) -> Bool[Tensor, "query key"]:
+    """The keys that some query of some sequence may attend to."""
+    if scores is not None and carries == "scores":
+        return unmasked(scores).flatten(0, 1).any(dim=0)
+    return (pattern > 0).flatten(0, 1).any(dim=0)
+
+
+def _attends(allowed: Bool[Tensor, "query key"]) -> str:
+    query, key = allowed.nonzero(as_tuple=True)
+    distance = query - key
+    if len(distance) and int(distance.min()) >= 0:
+        window = int(distance.max()) + 1
+        return "causal" if window == len(allowed) else f"local({window})"
+    no_key = not allowed[:, -1].any() and bool(allowed[:, :-1].all())
+    return "bidirectional, last position is no key" if no_key else "bidirectional"
+
+
+def _kind_of(
+    pattern: Float[Tensor, "batch head query key"],
+    scores: Float[Tensor, "batch head query key"] | None,
+    carries: str,
+) -> str:
+    total = pattern.float().sum(dim=-1)
+    tolerance = 1e-4 if pattern.dtype in (torch.float32, torch.float64) else 2e-2
+    if scores is not None and carries == "scores":
+        expected = {
+            "softmax": scores.float().softmax(dim=-1).nan_to_num(),
+            "relu": scores.float().relu(),
+        }
+        for kind, made in expected.items():
+            if torch.allclose(pattern.float(), made, atol=tolerance):
+                return kind
+        if bool(((pattern == 0) | (pattern == 1)).all()) and bool((total <= 1).all()):
+            return "hardmax"
+    if bool((total < 1 - tolerance).any()) and bool((total <= 1 + tolerance).all()):
+        return "softmax with sinks"
+    return "softmax" if bool(((total - 1).abs() <= tolerance).all()) else "unknown"

@@ -1,0 +1,485 @@
+"""What users have, as batches that a model reads: strings, ids, masks, datasets, loaders."""
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.model.points import check_inputs, starts_at_layers
+
+COLUMNS = ("input_ids", "tokens", "text", "x")  # of datasets, in this order
+_MASKS = ("attention_mask", "one_zero_attention_mask")  # HookedEncoder has the second
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some sequences, padded on the right.
+
+    Attributes:
+        tokens: vector tokens [batch, pos, d_token] or token ids [batch, pos].
+        lengths: int [batch], the real tokens of each; None if nothing is padded.
+    """
+
+    tokens: Tensor
+    lengths: Int[Tensor, " batch"] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def halves(self) -> tuple["Batch", "Batch"]:
+        """The first and the second half."""
+        middle = len(self) // 2
+        return self._part(slice(0, middle)), self._part(slice(middle, None))
+
+    def _part(self, rows: slice) -> "Batch":
+        return Batch(self.tokens[rows], None if self.lengths is None else self.lengths[rows])
+
+    def run(self, model: nn.Module) -> Any:
+        """The model on these sequences, on its device, with a mask where they are padded."""
+        device = next(model.parameters()).device
+        mask = {}
+        if self.lengths is not None or _masks_by_itself(model):
+            mask[mask_argument(model)] = self.mask().to(device=device, dtype=torch.long)
+        return model(self.tokens.to(device), **mask)
+
+    def mask(self) -> Bool[Tensor, "batch pos"]:
+        """Which positions are real tokens."""
+        places = torch.arange(self.tokens.shape[1])
+        lengths = self.lengths
+        if lengths is None:
+            lengths = torch.full((len(self.tokens),), self.tokens.shape[1])
+        return places < lengths[:, None]
+
+
+class Batches:
+    """Sequences in their own order, in batches of at most so many.
+
+    Attributes:
+        n_sequences: how many; None for a loader whose end nobody knows.
+        longest: tokens of the longest; None where nobody knows.
+        shortest: tokens of the shortest; 1 where nobody knows.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sequences: Tensor | Sequence[Tensor] | None,
+        loader: Iterable[Any] | None = None,
+        name: str = "inputs",
+        column: str | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        self._model, self._name, self._column = model, name, column
+        self._max_length = max_length
+        self._sequences, self._loader = sequences, loader
+        self.n_sequences: int | None = None
+        self.longest: int | None = None
+        self.shortest = 1
+        if sequences is not None:
+            self.n_sequences = len(sequences)
+            self.longest = max(len(sequence) for sequence in sequences)
+            self.shortest = min(len(sequence) for sequence in sequences)
+
+    def sequences(self) -> Tensor | Sequence[Tensor]:
+        """All sequences.
+
+        Raises:
+            InfoFlowError: for a loader, which may be read once only.
+        """
+        if self._sequences is None:
+            raise InfoFlowError(
+                f"{self._name} is a loader, which may be read once only: expected a tensor, a list "
+                "or a datasets.Dataset"
+            )
+        return self._sequences
+
+    def first(self, n: int) -> "Batches":
+        """The first `n` sequences."""
+        return Batches(self._model, self.sequences()[:n], name=self._name)
+
+    def whole(self) -> Batch:
+        """All sequences together, whether or not the model may be run on them so."""
+        sequences = self.sequences()
+        return Batch(sequences) if isinstance(sequences, Tensor) else _together(sequences)
+
+    def batches(self, batch_size: int, skip: int = 0) -> Iterator[Batch]:
+        """The batches, without the first `skip` sequences."""
+        if isinstance(self._sequences, Tensor):
+            for part in self._sequences[skip:].split(batch_size):
+                yield Batch(part)
+        elif self._sequences is not None:
+            yield from self._padded(self._sequences[skip:], batch_size)
+        else:
+            yield from self._loaded(batch_size, skip)
+
+    def _padded(self, sequences: Sequence[Tensor], batch_size: int) -> Iterator[Batch]:
+        together: list[Tensor] = []
+        for sequence in sequences:
+            fits = not together or may_be_padded(self._model) or len(sequence) == len(together[0])
+            if len(together) == batch_size or not fits:
+                yield _together(together)
+                together = []
+            together.append(sequence)
+        if together:
+            yield _together(together)
+
+    def _loaded(self, batch_size: int, skip: int) -> Iterator[Batch]:
+        assert self._loader is not None
+        for loaded in _rows_in_batches(self._loader, self._column, batch_size):
+            given, mask = _inputs_of(loaded, self._column)
+            if _is_transposed(self._loader, given):
+                raise InfoFlowError(
+                    f"{self._name} gave {len(given)} tensors of {len(given[0])} ids, one for each "
+                    "position: torch collates rows that are lists so; expected a tensor [batch, "
+                    "pos]; put .with_format('torch') on the dataset, or give a collate_fn"
+                )
+            part = read_inputs(
+                self._model,
+                given,
+                attention_mask=mask,
+                max_length=self._max_length,
+                name=self._name,
+            )
+            if part.n_sequences is None:
+                raise InfoFlowError(
+                    f"{self._name} gave {_described(loaded)}: expected batches, each a tensor "
+                    "[batch, pos], a list of sequences or of texts, or a mapping with a column of "
+                    "these; collate rows into batches"
+                )
+            if skip >= part.n_sequences:
+                skip -= part.n_sequences
+                continue
+            yield from part.batches(batch_size, skip)
+            skip = 0
+
+
+Inputs: TypeAlias = Tensor | str | Sequence[str] | Sequence[Tensor] | Iterable[Any] | Batches
+
+
+def _together(sequences: Sequence[Tensor]) -> Batch:
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    if (lengths == lengths[0]).all():
+        return Batch(torch.stack(list(sequences)))
+    return Batch(pad_sequence(list(sequences), batch_first=True), lengths)
+
+
+def mask_argument(model: nn.Module) -> str:
+    """What the model's forward calls the attention mask."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return next((name for name in _MASKS if name in parameters), _MASKS[0])
+
+
+def may_be_padded(model: nn.Module) -> bool:
+    """Whether sequences of different lengths may share a batch.
+
+    A bidirectional HookedTransformer ignores the mask, and vector tokens take none.
+    """
+    if hasattr(model, "check_input"):
+        return False
+    direction = getattr(getattr(model, "cfg", None), "attention_dir", "causal")
+    return not (starts_at_layers(model) and direction == "bidirectional")
+
+
+def _masks_by_itself(model: nn.Module) -> bool:
+    """Whether the model would take leading tokens that equal its pad token for padding."""
+    tokenizer = getattr(model, "tokenizer", None)
+    return (
+        starts_at_layers(model)
+        and may_be_padded(model)
+        and getattr(tokenizer, "padding_side", "right") == "left"
+    )
+
+
+def _inputs_of(loaded: Any, column: str | None) -> tuple[Any, Any]:
+    """The inputs in a loader's batch, and their mask if there is one."""
+    if isinstance(loaded, Mapping):
+        column, has_mask = _column_of(list(loaded), column, "the batch")
+        return loaded[column], loaded["attention_mask"] if has_mask else None
+    if isinstance(loaded, (tuple, list)) and loaded and isinstance(loaded[0], Tensor):
+        same = len({len(part) for part in loaded if isinstance(part, Tensor)}) == 1
+        if isinstance(loaded, tuple) or (same and loaded[0].ndim >= 2):
+            # inputs, and a mask or their targets
+            mask = next((part for part in loaded[1:] if _is_mask(part, loaded[0])), None)
+            return loaded[0], mask
+    return loaded, None
+
+
+def _rows_in_batches(loader: Iterable[Any], column: str | None, batch_size: int) -> Iterator[Any]:
+    """What a loader gives; single rows, as streamed datasets give them, are put together."""
+    rows: list[Mapping[str, Any]] = []
+    for loaded in loader:
+        if isinstance(loaded, Mapping) and _is_row(_inputs_of(loaded, column)[0]):
+            rows.append(loaded)
+            if len(rows) == batch_size:
+                yield {name: [row[name] for row in rows] for name in rows[0]}
+                rows = []
+        else:
+            yield loaded
+    if rows:
+        yield {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _is_row(given: Any) -> bool:
+    """Whether this is one text or one sequence of ids."""
+    if isinstance(given, (list, tuple)):
+        return len(given) > 0 and isinstance(given[0], int)
+    return isinstance(given, str) or (isinstance(given, Tensor) and given.ndim == 1)
+
+
+def _as_tensors(inputs: Any) -> Any:
+    """Arrays of numpy as tensors; integers of every kind as int64, which embeddings read."""
+    if isinstance(inputs, np.ndarray) and inputs.dtype != object:
+        inputs = torch.from_numpy(inputs)
+    if isinstance(inputs, (list, tuple)) and any(isinstance(part, np.ndarray) for part in inputs):
+        return type(inputs)(_as_tensors(part) for part in inputs)
+    small = isinstance(inputs, Tensor) and not inputs.is_floating_point()
+    return inputs.long() if small and inputs.dtype != torch.bool else inputs
+
+
+def _described(loaded: Any) -> str:
+    of = type(loaded[0]).__name__ if isinstance(loaded, (list, tuple)) and loaded else ""
+    return type(loaded).__name__ + (f" of {of}" if of else "")
+
+
+def _is_transposed(loader: Any, given: Any) -> bool:
+    """Whether these are a tensor [batch] for each position, as torch collates rows of lists."""
+    by_default = getattr(loader, "collate_fn", None) is torch.utils.data.default_collate
+    rows = isinstance(given, (list, tuple)) and len(given) > 0
+    return by_default and rows and all(isinstance(p, Tensor) and p.ndim == 1 for p in given)
+
+
+def _is_mask(other: Any, ids: Tensor) -> bool:
+    """Whether a tensor beside token ids is their mask, and not labels."""
+    if not isinstance(other, Tensor) or other.shape != ids.shape or ids.is_floating_point():
+        return False
+    return bool(((other == 0) | (other == 1)).all()) and bool((other == 1).any())
+
+
+def _column_of(names: Sequence[str], column: str | None, what: str) -> tuple[str, bool]:
+    """The column with the inputs, and whether a mask goes with it.
+
+    Raises:
+        InfoFlowError: if there is none, with the columns.
+    """
+    if column is None:
+        column = next((name for name in COLUMNS if name in names), None)
+    if column is None or column not in names:
+        raise InfoFlowError(
+            f"{what} has the columns {', '.join(names) or 'none'}, without "
+            f"{column or ' or '.join(COLUMNS)}: name the column that holds the texts or token ids"
+        )
+    return column, "attention_mask" in names and column != "text"
+
+
+def read_inputs(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    attention_mask: Tensor | None = None,
+    column: str | None = None,
+    max_length: int | None = None,
+    name: str = "inputs",
+) -> Batches:
+    """Whatever a user has, as :class:`Batches`: checked, tokenised once, padding taken off.
+
+    Args:
+        model: the model that will read them.
+        inputs: vector tokens [n, pos, d_token] or token ids [n, pos]; a text or a list of texts; a
+            list of sequences of ids; a ``datasets.Dataset``; or a loader of batches of these.
+        attention_mask: which positions of token ids are real, [n, pos]; padding may stand on
+            either side.
+        column: of a dataset; default, the first of input_ids, tokens, text, x.
+        max_length: longer sequences of ids are cut to it.
+        name: what errors call them.
+
+    Raises:
+        InfoFlowError: for an empty string, no tokenizer, a dataset without the column, sequences
+            that are too long, masks of another shape, or what :func:`check_inputs` refuses.
+    """
+    if isinstance(inputs, Batches):
+        return inputs
+    if max_length is not None and max_length < 1:
+        raise InfoFlowError(f"max_length is {max_length}: expected at least 1 token")
+    given: Any = inputs
+    if isinstance(given, Mapping):
+        if any(hasattr(part, "column_names") for part in given.values()):
+            raise InfoFlowError(
+                f"{name} is a {type(given).__name__} with {', '.join(given)}: expected one split, "
+                f"such as {name}[{next(iter(given))!r}]"
+            )
+        given, mask = _inputs_of(given, column)
+        attention_mask = mask if attention_mask is None else attention_mask
+    given = _as_tensors(given)
+    if isinstance(given, tuple) and len(given) == 2 and attention_mask is None:
+        one, other = given
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            given, attention_mask = one, other if _is_mask(other, one) else None
+    if isinstance(given, Tensor) and attention_mask is None:
+        given = given[:, :max_length] if given.ndim == 2 else given
+        check_inputs(model, given, name)
+        return Batches(model, given)
+    if hasattr(given, "column_names") and hasattr(given, "__getitem__"):  # datasets.Dataset
+        column, has_mask = _column_of(given.column_names, column, name)
+        plain = given.with_format(None)
+        given = list(plain[column])
+        if given and not isinstance(given[0], (str, list, tuple)):
+            raise InfoFlowError(
+                f"column {column!r} of {name} holds {type(given[0]).__name__}: expected texts or "
+                "lists of token ids; name another column"
+            )
+        attention_mask = plain["attention_mask"] if has_mask else attention_mask
+    if isinstance(given, str):
+        given = [given]
+    if isinstance(given, Tensor) or _is_list_of_sequences(given):
+        return Batches(model, _read_sequences(model, given, attention_mask, max_length, name))
+    if not isinstance(given, Iterable) or isinstance(given, bytes):
+        raise InfoFlowError(
+            f"{name} is {type(given).__name__}: expected a tensor, strings, a list of token ids, "
+            "a datasets.Dataset or a DataLoader"
+        )
+    batches = Batches(model, None, given, name, column, max_length)
+    batches.n_sequences = _count(given)
+    return batches
+
+
+def _read_sequences(
+    model: nn.Module, given: Any, attention_mask: Any, max_length: int | None, name: str
+) -> Tensor | list[Tensor]:
+    """Sequences, checked, and as one tensor where they are of one length."""
+    rows = _sequences(model, given, attention_mask, name)
+    if isinstance(rows, Tensor):
+        check_inputs(model, rows, name)
+        return rows
+    rows = [row[:max_length] for row in rows]
+    for row in rows:
+        check_inputs(model, row[None], name)
+    return torch.stack(rows) if len({len(row) for row in rows}) == 1 else rows
+
+
+def _count(loader: Any) -> int | None:
+    """The sequences of a loader, if its dataset knows them."""
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError):
+        return None
+
+
+def _is_list_of_sequences(inputs: Any) -> bool:
+    if not isinstance(inputs, (list, tuple)):
+        return False
+    first = inputs[0] if len(inputs) else ""
+    return isinstance(first, (str, list, tuple)) or (isinstance(first, Tensor) and first.ndim == 1)
+
+
+def _sequences(
+    model: nn.Module, inputs: Any, attention_mask: Any, name: str
+) -> Tensor | list[Tensor]:
+    """Sequences of ids, each as long as it is, or one tensor of vectors."""
+    if not len(inputs):
+        raise InfoFlowError(f"{name} is empty: expected at least one sequence")
+    if isinstance(inputs[0], str):
+        return [tokenized(model, text, f"{name}[{i}]") for i, text in enumerate(inputs)]
+    try:
+        rows = [torch.as_tensor(row) for row in inputs]
+    except (TypeError, ValueError) as error:
+        raise InfoFlowError(
+            f"{name} cannot be read as token ids ({error}): expected integers or strings"
+        ) from error
+    if rows[0].ndim == 2:  # vector tokens, all of one length
+        return torch.stack(rows)
+    for index, row in enumerate(rows):
+        if row.ndim != 1 or not len(row) or row.is_floating_point():
+            raise InfoFlowError(
+                f"{name}[{index}] is {row.dtype} of shape {tuple(row.shape)}: expected a row of at "
+                "least one token id"
+            )
+    if attention_mask is None:
+        return rows
+    masks = [torch.as_tensor(mask).bool() for mask in attention_mask]
+    for index, (row, mask) in enumerate(zip(rows, masks)):
+        if mask.shape != row.shape or not mask.any():
+            raise InfoFlowError(
+                f"the attention_mask of {name}[{index}] has shape {tuple(mask.shape)} and "
+                f"{int(mask.sum())} real tokens, the ids {tuple(row.shape)}: expected one entry "
+                "for each id, at least one of them real"
+            )
+    if len(masks) != len(rows):
+        raise InfoFlowError(
+            f"the attention_mask has {len(masks)} rows for {len(rows)} sequences: expected as many"
+        )
+    return [row[mask] for row, mask in zip(rows, masks)]
+
+
+def tokenized(model: nn.Module, text: str, name: str) -> Int[Tensor, " pos"]:
+    """The ids of a text, as the model itself tokenises it, with BOS where that is its default.
+
+    Raises:
+        InfoFlowError: for an empty text, or a model without a tokenizer.
+    """
+    if getattr(model, "tokenizer", None) is None:
+        raise InfoFlowError(
+            f"{name} is a text, but the model has no tokenizer: expected token ids; tokenise "
+            "first, or load the model with its tokenizer"
+        )
+    if not isinstance(text, str) or not text:
+        raise InfoFlowError(f"{name} is {text!r}: expected a text that is not empty")
+    tokens: Tensor = model.to_tokens(text, truncate=False)  # type: ignore[operator]
+    return tokens[0].cpu()
+
+
+def call_inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Tensor | None, Bool[Tensor, "batch pos"] | None]:
+    """The token ids of a call of the model, and which of them are real (None: all).
+
+    Raises:
+        InfoFlowError: for leading padding that the model masks without being told.
+    """
+    given = args[0] if args else kwargs.get("input", kwargs.get("input_ids"))
+    mask = next((kwargs[name] for name in _MASKS if kwargs.get(name) is not None), None)
+    if isinstance(given, str) or (
+        isinstance(given, (list, tuple)) and given and isinstance(given[0], str)
+    ):
+        return _call_of_texts(model, given, kwargs)
+    if not isinstance(given, Tensor):
+        return None, None
+    if kwargs.get("start_at_layer") is not None:
+        return None, None
+    if isinstance(mask, Tensor):
+        real = mask.bool()
+        return given, None if bool(real.all()) else real
+    if given.ndim == 2 and not given.is_floating_point() and _masks_by_itself(model):
+        pad = int(model.tokenizer.pad_token_id)  # type: ignore[arg-type, union-attr]
+        leading = given.eq(pad).long().cumprod(dim=1).sum(dim=1)
+        allowed = int(pad == model.tokenizer.bos_token_id)  # type: ignore[union-attr]
+        if int(leading.max()) > allowed:
+            raise InfoFlowError(
+                f"sequence {int(leading.argmax())} starts with {int(leading.max())} pad tokens, "
+                "which this model masks by itself, as its tokenizer pads on the left: give the "
+                "attention_mask, so that probes know what is masked"
+            )
+    return given, None
+
+
+def _call_of_texts(
+    model: nn.Module, texts: Any, kwargs: Mapping[str, Any]
+) -> tuple[Tensor, Bool[Tensor, "batch pos"] | None]:
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    chosen = {key: kwargs[key] for key in ("prepend_bos", "padding_side") if key in kwargs}
+    tokens: Tensor = model.to_tokens(texts, **chosen)  # type: ignore[operator]
+    bos = {key: value for key, value in chosen.items() if key == "prepend_bos"}
+    lengths = torch.tensor([model.to_tokens(text, **bos).shape[1] for text in texts])  # type: ignore[operator]
+    if bool((lengths == tokens.shape[1]).all()):
+        return tokens, None
+    side = chosen.get("padding_side") or getattr(model.tokenizer, "padding_side", "right")
+    places = torch.arange(tokens.shape[1])
+    if side == "left":
+        places = tokens.shape[1] - 1 - places
+    return tokens, places < lengths[:, None]

@@ -1,0 +1,359 @@
+"""What a model can be asked: hook points resolved by name, states put together from what exists.
+
+TransformerLens ignores some hook names that never fire and omits others by architecture, so the
+names are resolved here, before work starts.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.hooks.passes.own import own_pass
+
+TOKENS = "hook_tokens"
+
+
+def layer_count(model: nn.Module) -> int:
+    """The number of attention layers.
+
+    Raises:
+        InfoFlowError: if the model has no `blocks` and no hook points, that is, does not come from
+            TransformerLens.
+    """
+    blocks = getattr(model, "blocks", None)
+    if blocks is None or not hasattr(model, "hook_dict") or len(blocks) == 0:
+        raise InfoFlowError(
+            f"{type(model).__name__} has no transformer blocks with hook points: expected a "
+            "TransformerLens model such as HookedTransformer"
+        )
+    return len(blocks)
+
+
+def devices_of(model: nn.Module) -> list[str]:
+    """The devices that a model's weights lie on."""
+    return sorted({str(parameter.device) for parameter in model.parameters()})
+
+
+def check_one_device(model: nn.Module) -> None:
+    """Refuse a model whose weights lie on several devices.
+
+    Raises:
+        InfoFlowError: with the devices.
+    """
+    devices = devices_of(model)
+    if len(devices) > 1:
+        raise InfoFlowError(
+            f"{type(model).__name__} has weights on several devices: {', '.join(devices)}; "
+            "expected one, where probes put states and tokens together; move it to one"
+        )
+
+
+def hook_name(model: nn.Module, name: str) -> str:
+    """`name`, if the model has that hook point.
+
+    Raises:
+        InfoFlowError: if not, with the hook points that this layer does have.
+    """
+    known: Mapping[str, Any] = getattr(model, "hook_dict", {})
+    if name in known:
+        return name
+    block = name.rsplit(".hook_", 1)[0]
+    siblings = sorted(other for other in known if other.startswith(block + "."))
+    raise InfoFlowError(
+        f"the model has no hook point {name!r}: expected a TransformerLens model with that "
+        f"activation; it has {', '.join(siblings) or 'no hook point there'}"
+    )
+
+
+def scores_hook(model: nn.Module, layer: int) -> str:
+    """The hook point of the attention scores [batch, head, query, key] of a layer."""
+    return hook_name(model, f"blocks.{layer}.attn.hook_attn_scores")
+
+
+def attention_kind(model: nn.Module) -> str:
+    """How scores become a pattern: "softmax", unless the model's pattern hook says otherwise."""
+    point = getattr(model, "hook_dict", {}).get("blocks.0.attn.hook_pattern")
+    return str(getattr(point, "kind", "softmax"))
+
+
+def pattern_hook(model: nn.Module, layer: int) -> str:
+    """The hook point of the attention pattern [batch, head, query, key] of a layer."""
+    return hook_name(model, f"blocks.{layer}.attn.hook_pattern")
+
+
+def post_attention_hooks(model: nn.Module, layer: int) -> tuple[str, ...]:
+    """Hook points whose sum is the post-attention state x'_l (eq 1) of a layer.
+
+    Attention-only and parallel blocks have no ``hook_resid_mid``; there the state is the sum of
+    what enters the block and what attention adds. On bridges ``hook_resid_mid`` is the input of
+    the second norm, which is another state where norms come after the sums, as in BERT; there
+    ``hook_attn_out`` is the state itself.
+    """
+    known: Mapping[str, Any] = getattr(model, "hook_dict", {})
+    middle = f"blocks.{layer}.hook_resid_mid"
+    if not is_bridge(model) and middle in known:
+        return (middle,)
+    attention = hook_name(model, f"blocks.{layer}.hook_attn_out")
+    if is_bridge(model) and not _attention_adds(model):
+        return (attention,)
+    return (hook_name(model, f"blocks.{layer}.hook_resid_pre"), attention)
+
+
+_adding: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def _attention_adds(model: nn.Module) -> bool:
+    """Whether resid_post is the sum of what enters a block and its two parts, found by running."""
+    if model not in _adding:
+        names = [
+            f"blocks.0.{point}"
+            for point in ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
+        ]
+        ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+        with eval_mode(model), own_pass():
+            caught = run_catching(model, ids, names)[1]
+        if len(caught) < len(names):
+            missing = ", ".join(name for name in names if name not in caught)
+            raise InfoFlowError(
+                f"{missing} did not fire: expected a transformer block that adds attention and MLP "
+                "to a residual stream; this architecture cannot be probed"
+            )
+        entering, attention, mlp, leaving = (caught[name].float() for name in names)
+        gap = (entering + attention + mlp - leaving).norm()
+        _adding[model] = bool(gap <= 0.05 * leaving.norm())  # bfloat16 rounds every part
+    return _adding[model]
+
+
+def state_hooks(model: nn.Module, layer: int, state: str) -> tuple[str, ...]:
+    """Hook points whose sum is a layer's state: "post_attention" or "resid_post".
+
+    Raises:
+        InfoFlowError: for another name, or a model without the hook points.
+    """
+    if state == "post_attention":
+        return post_attention_hooks(model, layer)
+    if state == "resid_post":
+        return (hook_name(model, f"blocks.{layer}.hook_resid_post"),)
+    raise InfoFlowError(f"state is {state!r}: expected 'post_attention' or 'resid_post'")
+
+
+def state_sum(activations: Mapping[str, Tensor], names: tuple[str, ...]) -> Tensor:
+    """The state that :func:`state_hooks` resolved, from the activations of a forward pass."""
+    state = activations[names[0]]
+    for name in names[1:]:
+        state = state + activations[name]
+    return state
+
+
+def reads_vectors(model: nn.Module) -> bool:
+    """Whether the model reads real vectors, which ``hook_tokens`` shows, instead of token ids."""
+    return bool(getattr(model, "reads_vectors", False))
+
+
+def is_bridge(model: nn.Module) -> bool:
+    """Whether the model is a TransformerBridge, around a model of another library."""
+    return hasattr(type(model), "boot_transformers")
+
+
+def starts_at_layers(model: nn.Module) -> bool:
+    """Whether a forward pass of the model can start at a layer, from its residual stream.
+
+    Bridges take the argument, and raise.
+    """
+    return (
+        not is_bridge(model)
+        and "start_at_layer" in inspect.signature(type(model).forward).parameters
+    )
+
+
+def key_count(model: nn.Module, n_tokens: int) -> int:
+    """How many keys a query of a sequence of `n_tokens` has at most."""
+    return int(getattr(model, "n_keys", n_tokens))
+
+
+def token_hook(model: nn.Module) -> str:
+    """The hook point that carries the tokens as vectors.
+
+    For a model over vector tokens these are the tokens themselves, [batch, pos, d_token]; for a
+    model over token ids, their embeddings [batch, pos, d_model].
+    """
+    return hook_name(model, TOKENS if reads_vectors(model) else "hook_embed")
+
+
+def unmasked(scores: Float[Tensor, "*query key"]) -> Bool[Tensor, "*query key"]:
+    """The keys that may be attended to: not -inf, nor the lowest finite value used in its place."""
+    return scores > torch.finfo(scores.dtype).min
+
+
+@runtime_checkable
+class Runnable(Protocol):
+    """Inputs that know how to be run, such as a padded batch with its mask."""
+
+    def run(self, model: nn.Module) -> Tensor:
+        """The model's output on them."""
+        ...
+
+
+def run_catching(
+    model: nn.Module, inputs: Tensor | Runnable, names: Iterable[str]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of a forward pass, and what fired at hook points, by the names that were asked."""
+    caught: dict[str, Tensor] = {}
+
+    def catch(name: str) -> Callable[..., None]:
+        def hook_fn(activation: Tensor, hook: Any) -> None:
+            caught[name] = activation.detach()
+
+        return hook_fn
+
+    with model.hooks(fwd_hooks=[(name, catch(name)) for name in names]):  # type: ignore[operator]
+        output: Tensor = model(inputs) if isinstance(inputs, Tensor) else inputs.run(model)
+    return output, caught
+
+
+def attention_hooks(model: nn.Module, layer: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The hook points that :func:`attention_scores` reads: required ones, and optional ones.
+
+    A HookedTransformer shows the scores before the softmax. Bridges may show the pattern in their
+    place, or only one of the two, so both are listened to.
+
+    Raises:
+        InfoFlowError: if the model has neither.
+    """
+    if starts_at_layers(model):
+        return (scores_hook(model, layer),), ()
+    known: Mapping[str, Any] = getattr(model, "hook_dict", {})
+    names = [f"blocks.{layer}.attn.{point}" for point in ("hook_attn_scores", "hook_pattern")]
+    found = tuple(name for name in names if name in known)
+    return ((), found) if found else ((scores_hook(model, layer),), ())
+
+
+def attention_scores(
+    activations: Mapping[str, Tensor], layer: int, sequence: int
+) -> Float[Tensor, "batch head query key"]:
+    """The scores of a layer, checked: from the pattern where the model does not show them.
+
+    A softmax keeps the order, and the logarithm of its weights differs from the scores by a
+    constant in each row: so ranks and margins are those of the scores. Keys whose weight is 0
+    cannot be told from masked ones there, and count as masked.
+
+    Raises:
+        InfoFlowError: if neither fired, or for NaN or infinity, naming the hook point and the first
+            sequence of the batch.
+    """
+    name, by_weight = (
+        f"blocks.{layer}.attn.{point}" for point in ("hook_attn_scores", "hook_pattern")
+    )
+    scores, pattern = activations.get(name), activations.get(by_weight)
+    if scores is None and pattern is None:
+        raise InfoFlowError(
+            f"neither {name} nor {by_weight} fired: expected a model that shows its attention; "
+            "load it with eager attention (attn_implementation='eager')"
+        )
+    check_whole(pattern if scores is None else scores, name)
+    if pattern is not None and (scores is None or carries_pattern(scores, pattern)):
+        check_finite(pattern, by_weight, sequence)
+        return pattern.float().log()
+    assert scores is not None
+    check_scores(scores, name, sequence)
+    return scores
+
+
+def carries_pattern(
+    scores: Float[Tensor, "batch head query key"], pattern: Float[Tensor, "batch head query key"]
+) -> bool:
+    """Whether what fired as scores is the pattern itself, as on some bridges."""
+    if scores.shape != pattern.shape:
+        return False
+    shares = scores.float().masked_fill(scores == -torch.inf, 0)  # of padding
+    return bool(shares.min() >= 0) and bool(torch.allclose(shares, pattern.float(), atol=1e-3))
+
+
+def check_scores(scores: Float[Tensor, "batch head query key"], name: str, sequence: int) -> None:
+    """Refuse what cannot be attention scores: NaN or positive infinity.
+
+    Raises:
+        InfoFlowError: naming the hook point and the first sequence of the batch.
+    """
+    highest = scores.amax()  # carries NaN; masked keys are -inf
+    if highest.isnan() or highest == torch.inf:
+        check_finite(highest, name, sequence)
+
+
+def check_finite(activation: Float[Tensor, "..."], name: str, sequence: int) -> None:
+    """Refuse NaN and infinity in an activation.
+
+    Raises:
+        InfoFlowError: naming the hook point and the first sequence of the batch.
+    """
+    if not activation.isfinite().all():
+        what = "NaN" if activation.isnan().any() else "infinity"
+        raise InfoFlowError(
+            f"{name} holds {what} in the batch that starts at sequence {sequence}: expected "
+            "numbers; look for bad weights or inputs, or run in float32"
+        )
+
+
+def check_whole(attention: Tensor | None, name: str) -> None:
+    """Refuse attention over other keys than the positions of this pass (a key-value cache).
+
+    Raises:
+        InfoFlowError: with both numbers.
+    """
+    if attention is not None and attention.shape[-1] != attention.shape[-2]:
+        raise InfoFlowError(
+            f"{name} has {attention.shape[-1]} keys for {attention.shape[-2]} positions: expected "
+            "one pass over whole sequences; run without past_kv_cache"
+        )
+
+
+def check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
+    """Refuse what this model cannot read.
+
+    Raises:
+        InfoFlowError: naming the argument, its shape, dtype or values.
+    """
+    if not isinstance(inputs, Tensor) or inputs.ndim < 2:
+        shape = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
+        raise InfoFlowError(
+            f"{name} is {shape}: expected a tensor, vector tokens [batch, pos, d_token] or token "
+            "ids [batch, pos]"
+        )
+    if inputs.shape[0] == 0 or inputs.shape[1] == 0:
+        raise InfoFlowError(
+            f"{name} has shape {tuple(inputs.shape)}: expected at least one sequence and one token"
+        )
+    if inputs.is_floating_point() and not inputs.isfinite().all():
+        bad = (~inputs.isfinite()).flatten(1).any(dim=1).nonzero().flatten().tolist()
+        raise InfoFlowError(
+            f"{name} holds NaN or infinite tokens, first in sequence {bad[0]} ({len(bad)} "
+            "sequences): expected finite tokens; drop or repair them"
+        )
+    check = getattr(model, "check_input", None)
+    if check is not None:
+        check(inputs)
+    elif inputs.is_floating_point() or inputs.dtype == torch.bool or inputs.ndim != 2:
+        raise InfoFlowError(
+            f"{name} is {inputs.dtype} of shape {tuple(inputs.shape)}, but {type(model).__name__} "
+            "reads token ids: expected integers [batch, pos]"
+        )
+    else:
+        vocabulary = getattr(getattr(model, "cfg", None), "d_vocab", None)
+        if inputs.min() < 0 or (vocabulary is not None and inputs.max() >= vocabulary):
+            raise InfoFlowError(
+                f"{name} has token ids from {int(inputs.min())} to {int(inputs.max())}: expected 0 "
+                f"to d_vocab - 1 ({(vocabulary or 0) - 1}); replace labels such as -100"
+            )
+        n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
+        if n_ctx is not None and inputs.shape[1] > n_ctx:
+            raise InfoFlowError(
+                f"{name} has sequences of {inputs.shape[1]} tokens, the model takes at most n_ctx "
+                f"{n_ctx}: cut them with max_length, or split them"
+            )

@@ -1,0 +1,1 @@
+"""One forward pass, seen once, however many probes look at it."""

@@ -1,0 +1,114 @@
+"""Rows that wait until there are enough of them for one product."""
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infoflow_lens.hooks.recovery.statistics import RegressionStatistics
+
+
+@dataclass
+class Rows:
+    """Rows of whole sequences, with the values that they chose among.
+
+    Attributes:
+        features: [row, feature].
+        chosen: indices of values.
+        values: [value, target]; or int [value], classes of one-hot targets.
+        ends: after each sequence, the number of rows so far.
+    """
+
+    features: Float[Tensor, "row feature"]
+    chosen: Int[Tensor, "row group"]
+    values: Tensor
+    ends: list[int]
+
+
+@dataclass
+class RowBuffer:
+    """Statistics that take rows in when about `capacity` of them have come together.
+
+    Accumulators of maps are large, so adding to them is what costs. Rows are taken in by whole
+    sequences, as soon as these have `capacity` rows, so what is added at a time does not depend on
+    the batches in which they came.
+
+    Attributes:
+        capacity: rows.
+        n_classes: of one-hot targets; 0 for others.
+    """
+
+    capacity: int
+    n_classes: int = 0
+    statistics: RegressionStatistics = field(default_factory=RegressionStatistics)
+    waiting: list[Rows] = field(default_factory=list)
+
+    @property
+    def n(self) -> int:
+        """The number of rows, those that wait included."""
+        return self.statistics.n + sum(len(rows.features) for rows in self.waiting)
+
+    def append(self, rows: Rows) -> None:
+        """Let rows wait."""
+        if len(rows.features):
+            self.waiting.append(rows)
+
+    def settle(self, everything: bool = False) -> None:
+        """Take in what is enough, or everything. What memory runs out on still waits."""
+        while self.waiting:
+            taken, count = [], 0
+            for rows in self.waiting:
+                enough = next((end for end in rows.ends if count + end >= self.capacity), None)
+                if enough is not None:
+                    taken.append((rows, enough))
+                    count += enough
+                    break
+                taken.append((rows, len(rows.features)))
+                count += len(rows.features)
+            if count < self.capacity and not everything:
+                return
+            self._take_in(taken)
+            last, used = taken[-1]
+            rest = [_after(last, used)] if used < len(last.features) else []
+            self.waiting = rest + self.waiting[len(taken) :]
+
+    def _take_in(self, taken: list[tuple[Rows, int]]) -> None:
+        features = torch.cat([rows.features[:n] for rows, n in taken])
+        first = [0, *accumulate(len(rows.values) for rows, _ in taken)]
+        chosen = torch.cat(
+            [rows.chosen[:n] + start for (rows, n), start in zip(taken, first, strict=False)]
+        )
+        values = torch.cat([rows.values for rows, _ in taken])
+        if self.n_classes:
+            self.statistics.update_classes(features, values, chosen, self.n_classes)
+        else:
+            self.statistics.update_chosen(features, values, chosen)
+
+    def merge(self, other: "RowBuffer") -> None:
+        """Add the rows of another buffer."""
+        self.settle(everything=True)
+        other.settle(everything=True)
+        self.statistics.merge(other.statistics)
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as numbers and tensors."""
+        self.settle(everything=True)
+        return {
+            "capacity": self.capacity,
+            "n_classes": self.n_classes,
+            "statistics": self.statistics.state(),
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "RowBuffer":
+        """What :meth:`state` gave."""
+        statistics = RegressionStatistics.from_state(state["statistics"])
+        return cls(state["capacity"], state["n_classes"], statistics)
+
+
+def _after(rows: Rows, used: int) -> Rows:
+    ends = [end - used for end in rows.ends if end > used]
+    return Rows(rows.features[used:], rows.chosen[used:], rows.values, ends)

@@ -1,0 +1,123 @@
+"""Errors of fitted maps on held-out rows: how large, and how far to be trusted."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infoflow_lens.hooks.recovery.regression import LinearFit
+from infoflow_lens.hooks.recovery.statistics import CONSTANT, RegressionStatistics
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """An error over a scale, for some groups; NaN where the scale is 0.
+
+    Attributes:
+        value: over all held-out rows.
+        half_width: of the 95% interval; NaN with fewer than two blocks.
+        sketch_error: standard error that comes from looking at some directions of the target.
+    """
+
+    value: Float[Tensor, " group"]
+    half_width: Float[Tensor, " group"]
+    sketch_error: Float[Tensor, " group"]
+
+
+def held_out_errors(
+    blocks: Sequence[RegressionStatistics], fit: LinearFit, groups: slice, d_target: int
+) -> tuple[Ratio, Ratio]:
+    """Squared error over the second moment of the targets, and over their variance.
+
+    Args:
+        blocks: statistics of the held-out rows, of different sequences in each block.
+        fit: the maps of these groups.
+        groups: which groups.
+        d_target: dimensions of the targets before they were sketched.
+    """
+    present = [block for block in blocks if block.n]
+    n = torch.tensor([float(block.n) for block in present], dtype=torch.float64)[:, None, None]
+    error = torch.stack([block.error_sums(fit, groups).cpu() for block in present])
+    moment = torch.stack([block.moment_sums(groups).cpu() for block in present])
+    # sums about one point: that of the first block
+    point = present[0].shift_y.cpu()
+    sums, squares = [], []
+    for block in present:
+        move = block.shift_y.cpu() - point
+        sum_y = block.sum_y[groups].cpu()
+        sums.append(sum_y + block.n * move)
+        squares.append(block.squares[groups].cpu() + move * (2 * sum_y + block.n * move))
+    sum_y, square = torch.stack(sums), torch.stack(squares)
+
+    def scales(pick: "Picked") -> tuple[Tensor, Tensor]:
+        second = pick(moment)
+        variance = pick(square) - pick(sum_y).square() / pick(n)
+        # the difference of two sums of that size is rounding, and no variance at all
+        constant = variance.sum(-1) <= CONSTANT * second.sum(-1)
+        return second, variance.masked_fill(constant[..., None], 0)
+
+    ratios = []
+    for which in (0, 1):
+        whole = scales(_whole)[which]
+        value = _over(_whole(error), whole)
+        without_one = _over(_without_each(error), scales(_without_each)[which])
+        ratios.append(
+            Ratio(
+                value,
+                _half_width(without_one) if len(present) > 1 else torch.full_like(value, math.nan),
+                _sketch_error(_whole(error), whole, value, d_target),
+            )
+        )
+    return ratios[0], ratios[1]
+
+
+class Picked:
+    """Sums over blocks: all of them, or all but each."""
+
+    def __init__(self, each: bool) -> None:
+        self.each = each
+
+    def __call__(self, blocks: Float[Tensor, "block group target"]) -> Tensor:
+        """The sums, [group, target] or [block, group, target]."""
+        total = blocks.sum(dim=0)
+        return total - blocks if self.each else total
+
+
+_whole, _without_each = Picked(each=False), Picked(each=True)
+
+
+def _over(error: Tensor, scale: Tensor) -> Tensor:
+    total = scale.sum(dim=-1)
+    return torch.where(total > 0, error.sum(dim=-1) / total, math.nan)
+
+
+def _half_width(without_one: Float[Tensor, "block group"]) -> Float[Tensor, " group"]:
+    """Delete-one-block jackknife."""
+    from scipy.stats import t
+
+    n_blocks = len(without_one)
+    spread = (without_one - without_one.mean(dim=0)).square().sum(dim=0)
+    return float(t.ppf(0.975, n_blocks - 1)) * ((n_blocks - 1) / n_blocks * spread).sqrt()
+
+
+def _sketch_error(
+    error: Float[Tensor, "group target"],
+    scale: Float[Tensor, "group target"],
+    ratio: Float[Tensor, " group"],
+    d_target: int,
+) -> Float[Tensor, " group"]:
+    """Of a ratio of sums over some random directions, as an estimate of the ratio over all.
+
+    The directions are orthonormal, like a sample without replacement, which is exact when it is
+    whole.
+    """
+    seen = error.shape[-1]
+    if seen >= d_target:
+        return torch.zeros_like(ratio)
+    off = (error - ratio[..., None] * scale).square().sum(dim=-1)
+    whole = scale.sum(dim=-1)
+    share = seen / (seen - 1) * (1 - seen / d_target) if seen > 1 else math.inf
+    return torch.where(whole > 0, (share * off).sqrt() / whole, math.nan)

@@ -1,0 +1,147 @@
+"""The maps of one set of features: what they have seen, and what follows."""
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infoflow_lens.hooks.recovery.buffer import RowBuffer, Rows
+from infoflow_lens.hooks.recovery.errors import Ratio, held_out_errors
+from infoflow_lens.hooks.recovery.regression import LinearFit, Ridge
+
+Shown: TypeAlias = list[tuple[Tensor, Tensor]]
+
+ACCURACY_ROWS = 4096  # held-out rows of a layer that accuracy is measured on
+
+
+@dataclass
+class Maps:
+    """What the maps of one set of features have seen: a layer's state, or a head's own output.
+
+    Attributes:
+        fit: rows to fit on.
+        blocks: held-out rows, by blocks of sequences.
+        shown: with one-hot targets, the first held-out rows: features [row, feature], and classes
+            of the targets [row, group].
+    """
+
+    fit: RowBuffer
+    blocks: list[RowBuffer]
+    shown: Shown = field(default_factory=list)
+
+    def buffers(self) -> list[RowBuffer]:
+        """All of them."""
+        return [self.fit, *self.blocks]
+
+    def first_shown(
+        self, added: list[tuple[int, Rows]], order: Int[Tensor, " row"], n_groups: int
+    ) -> Shown:
+        """Of rows for the buffers, those held-out ones that are still wanted for `shown`.
+
+        Args:
+            added: with the index of the buffer; 0 is for fitting.
+            order: of the held-out ones.
+            n_groups: groups before those of controls.
+        """
+        room = ACCURACY_ROWS - sum(len(x) for x, _ in self.shown)
+        if not self.fit.n_classes or room <= 0 or not len(order):
+            return []
+        parts = [rows for buffer, rows in added if buffer]
+        features = torch.cat([rows.features for rows in parts])
+        classes = torch.cat([rows.values[rows.chosen[:, :n_groups].long()] for rows in parts])
+        return [(features[order[:room]], classes[order[:room]])]
+
+    def empty(self) -> "Maps":
+        """Maps of the same kind that have seen nothing."""
+        made = [RowBuffer(b.capacity, b.n_classes) for b in self.buffers()]
+        return Maps(made[0], made[1:])
+
+    def merge(self, other: "Maps") -> None:
+        """Add what others have seen."""
+        for mine, theirs in zip(self.buffers(), other.buffers(), strict=True):
+            mine.merge(theirs)
+        self.shown.extend(other.shown)
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as numbers and tensors."""
+        return {"buffers": [b.state() for b in self.buffers()], "shown": list(self.shown)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Maps":
+        """What :meth:`state` gave."""
+        fit, *blocks = (RowBuffer.from_state(buffer) for buffer in state["buffers"])
+        return cls(fit, blocks, list(state["shown"]))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Errors of all groups, controls included; maps and accuracy of the first groups."""
+
+    gram_rank: int
+    second_moment: Ratio
+    fvu: Ratio
+    ridge: Float[Tensor, " group"]
+    weight: Float[Tensor, "_kept _feature _target"]
+    bias: Float[Tensor, "_kept _target"]
+    accuracy: Float[Tensor, " _main"]
+
+
+def measure_maps(maps: Maps, ridge: Ridge, d_target: int, n_main: int, keep_maps: bool) -> Measured:
+    """Fit the maps, and measure their errors on the held-out rows.
+
+    Args:
+        maps: whose buffers are settled.
+        ridge: see :class:`~infoflow_lens.hooks.recovery.regression.NormalEquations`.
+        d_target: dimensions of the targets before they were sketched.
+        n_main: groups before those of controls.
+        keep_maps: give the maps, too.
+    """
+    statistics = maps.fit.statistics
+    equations = statistics.normal_equations(ridge)
+    blocks = [block.statistics for block in maps.blocks]
+    fits, second_moments, fvus, accuracies = [], [], [], []
+    for groups in statistics.parts():
+        fit = statistics.fit_groups(equations, groups)
+        second_moment, fvu = held_out_errors(blocks, fit, groups, d_target)
+        second_moments.append(second_moment)
+        fvus.append(fvu)
+        n_kept = min(groups.stop, n_main) - groups.start
+        if n_kept > 0 and maps.fit.n_classes:
+            accuracies.append(
+                _accuracy(maps.shown, fit, slice(groups.start, groups.start + n_kept))
+            )
+        kept = slice(max(0, n_kept) if keep_maps else 0)
+        fits.append((fit.weight[kept].cpu(), fit.bias[kept].cpu(), fit.ridge.cpu()))
+    weights, biases, penalties = zip(*fits, strict=True)
+    return Measured(
+        equations.rank,
+        _joined(second_moments),
+        _joined(fvus),
+        torch.cat(penalties),
+        torch.cat(weights),
+        torch.cat(biases),
+        torch.cat(accuracies) if accuracies else torch.zeros(0),
+    )
+
+
+def _joined(parts: list[Ratio]) -> Ratio:
+    return Ratio(
+        torch.cat([part.value for part in parts]),
+        torch.cat([part.half_width for part in parts]),
+        torch.cat([part.sketch_error for part in parts]),
+    )
+
+
+def _accuracy(shown: Shown, fit: LinearFit, groups: slice) -> Float[Tensor, " group"]:
+    """Share of rows, of those whose token is in the vocabulary, in which it is predicted."""
+    device = fit.weight.device
+    x = torch.cat([x.to(device) for x, _ in shown])[:ACCURACY_ROWS].double()
+    labels = torch.cat([y.to(device) for _, y in shown])[:ACCURACY_ROWS, groups].T
+    weight, bias = fit.weight[: len(labels)], fit.bias[: len(labels)]
+    predicted = torch.stack(
+        [(x @ w + b).argmax(dim=1) for w, b in zip(weight, bias, strict=True)]
+    )  # [group, row]
+    known = labels >= 0
+    return (((predicted == labels) & known).sum(dim=1) / known.sum(dim=1)).double().cpu()

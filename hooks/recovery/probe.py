@@ -1,0 +1,385 @@
+"""How well the attended token can be read off the state: linear recovery maps (eq 56)."""
+
+import operator
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning, NothingMeasuredError
+from infoflow_lens.hooks.model.points import attention_hooks, check_finite, layer_count
+from infoflow_lens.hooks.passes.ranking import check_positions, check_rank_support, check_ranks
+from infoflow_lens.hooks.passes.view import Pass
+from infoflow_lens.hooks.probe import Probe
+from infoflow_lens.hooks.recovery.buffer import RowBuffer, Rows
+from infoflow_lens.hooks.recovery.errors import Ratio
+from infoflow_lens.hooks.recovery.maps import ACCURACY_ROWS, Maps, Measured, Shown, measure_maps
+from infoflow_lens.hooks.recovery.regression import Ridge, check_ridge
+from infoflow_lens.hooks.recovery.result import RecoveryResult
+from infoflow_lens.hooks.recovery.rows import LayerRows, RowMaker, parts_of, rows_of
+from infoflow_lens.hooks.recovery.targets import (
+    Target,
+    TargetOfMaps,
+    check_controls,
+    check_source,
+    sketch_matrix,
+    source_hooks,
+)
+
+_BLOCKS, _BLOCK_BYTES = 8, 2**28  # intervals by default where they take at most so much memory
+
+
+class RecoveryProbe(Probe[RecoveryResult]):
+    """Linear maps, with intercept, from the post-attention state to the token attended at rank k.
+
+    For every layer, head i and rank k, over token positions t: x'(t) -> x(s_i(t)), where s_i(t)
+    is the key of the k-th largest score (Yu, Jiang, Bao, Li 2026, App. C.1, eq 56). Tokens are the
+    input vectors, or for models over token ids their embeddings. Positions beyond the tokens (CLS)
+    take no part. Maps are fitted on some sequences and their errors measured on others; both are
+    computed from sums, so memory does not grow with the data. Queries for which a requested rank
+    of some head is undefined (masks) or falls on CLS (where that is a key) are left out for all
+    heads and ranks of the layer, which then share one Gram matrix; the notes count them.
+
+    The paper says "linear map" and normalises by the second moment; the intercept and the second
+    error, `fvu`, are our choice (a map without information scores 1 there).
+
+    Memory, for each layer with h heads, r ranks, d features and targets of t dimensions:
+    8 d (d + h r t) bytes for the fit, and as much for each block of held-out sequences, besides
+    about `buffer_rows` rows that wait for each of the two. A sketch makes t small; `controls` add
+    h r + 2 to h r.
+
+    Args:
+        ranks: which ranks; 1 is the argmax.
+        target: what to give back: "embedding", the token's vector; ("resid_pre", layer), its
+            residual stream before a layer; "identity", its id, one-hot, with the accuracy of the
+            largest entry; a table [d_vocab, d]; or a function from tokens to [batch, pos, d].
+        source: what to read: "post_attention", "resid_post", or "head", each head's own output
+            before W_O.
+        vocabulary: with "identity", the token ids that are told apart, if not all; another token
+            has no entry.
+        without: positions left out as keys and as queries, such as (0,) for a BOS token.
+        controls: maps of the same kind to other tokens, for comparison: "random", a random allowed
+            key; "shuffled", the position that the head chose at this rank in the sequence before
+            (where there is none, a random key); "self", the query's own token. True for all.
+        ridge: None for least squares; a penalty on the squared weights; or "gcv", for each map the
+            penalty of least generalized cross-validation error.
+        blocks: held-out sequences are dealt to so many blocks in turn, for 95% intervals by
+            leaving out each; 1 for no intervals. Default, 8 where they take at most 256 MiB.
+        sketch: look at the targets in so many random orthonormal directions; the standard error of
+            this stands beside the errors.
+        maps: keep the maps in the result.
+        seed: of the sketch and of the random keys.
+        buffer_rows: rows that come together before they are added to the sums.
+
+    Raises:
+        InfoFlowError: for ranks below 1 or beyond the number of keys, settings that are none of
+            these, or without sequences to fit and to evaluate on.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int] = (1,),
+        *,
+        target: Target = "embedding",
+        source: str = "post_attention",
+        vocabulary: Sequence[int] | None = None,
+        without: Sequence[int] = (),
+        controls: bool | Sequence[str] = False,
+        ridge: Ridge = None,
+        blocks: int | None = None,
+        sketch: int | None = None,
+        maps: bool = True,
+        seed: int = 0,
+        buffer_rows: int = 4096,
+    ) -> None:
+        super().__init__()
+        self.ranks = check_ranks(ranks)
+        self._targets = TargetOfMaps(target, vocabulary)
+        self.source = check_source(source)
+        self.without = check_positions(without)
+        self.controls = check_controls(controls)
+        self.ridge = check_ridge(ridge)
+        self.blocks = None if blocks is None else _at_least(1, blocks, "blocks")
+        self.sketch = None if sketch is None else _at_least(2, sketch, "sketch")
+        self.keeps_maps = maps
+        self.seed = _at_least(0, seed, "seed")
+        self.buffer_rows = _at_least(1, buffer_rows, "buffer_rows")
+        if self.sketch and self._targets.is_identity:
+            raise InfoFlowError(
+                "target is 'identity' with a sketch: expected one of them; sketched classes have "
+                "no accuracy, so state a smaller vocabulary instead"
+            )
+        self._described = self._targets.config()
+        self._vocabulary = self._targets.vocabulary
+        self._layers: list[list[Maps]] = []  # for each layer, its sets of features
+        self._n_heads: list[int] = []
+        self._left_out: list[int] = []
+        self._last: list[Tensor] = []
+        self._n_held_out = 0
+        self._d_target = 0
+
+    def config(self) -> Mapping[str, Any]:
+        """The settings, as JSON-compatible values."""
+        return {
+            "ranks": list(self.ranks),
+            "target": self._described,
+            "source": self.source,
+            "vocabulary": None if self._vocabulary is None else list(self._vocabulary),
+            "without": list(self.without),
+            "controls": list(self.controls),
+            "ridge": self.ridge,
+            "blocks": self.blocks,
+            "sketch": self.sketch,
+            "maps": self.keeps_maps,
+            "seed": self.seed,
+            "buffer_rows": self.buffer_rows,
+        }
+
+    def check(self, n_fit: int | None, n_evaluate: int | None, n_keys: int) -> None:
+        """Refuse ranks and splits that the data do not allow; see :meth:`Probe.check`."""
+        check_rank_support(self.ranks, n_keys - len([k for k in self.without if k < n_keys]))
+        if n_fit is not None and n_evaluate is not None and min(n_fit, n_evaluate) < 1:
+            raise InfoFlowError(
+                f"RecoveryProbe has {n_fit} sequences to fit on and {n_evaluate} held out: "
+                "expected at least one of each; pass more inputs, eval_inputs, or a smaller "
+                "eval_every"
+            )
+
+    def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
+        names = list(self._targets.hooks(model))
+        if self._targets.is_identity:
+            self._targets.classes(model)
+        for layer in range(layer_count(model)):
+            names += attention_hooks(model, layer)[0]
+            names += source_hooks(model, layer, self.source)
+        return tuple(names)
+
+    def _optional_points(self, model: nn.Module) -> tuple[str, ...]:
+        layers = range(layer_count(model))
+        return tuple(name for layer in layers for name in attention_hooks(model, layer)[1])
+
+    # Taking a pass in: what waits is settled first, since that alone can run out of memory
+
+    def _update(self, model: nn.Module, seen: Pass) -> None:
+        for buffer in self._buffers():
+            buffer.settle()
+        classes = self._targets.classes(model) if self._targets.is_identity else ()
+        values = self._targets.values(model, seen, classes)
+        if values.is_floating_point():
+            check_finite(values, f"target {self._described!r}", seen.first)
+        d_target = len(classes) or values.shape[-1]
+        if self.sketch:
+            matrix = sketch_matrix(d_target, self.sketch, self.seed, values.device)
+            values = (values.double() @ matrix).to(torch.promote_types(values.dtype, torch.float32))
+        n_source = values.shape[1]
+        maker = RowMaker(self.ranks, self.source, self.without, self.controls, self.seed)
+        before: Sequence[Tensor | None] = self._last or [None] * layer_count(model)
+        layers = [
+            maker.layer(model, seen, layer, n_source, last) for layer, last in enumerate(before)
+        ]
+        real = seen.is_real(n_source)
+        real[:, [query for query in self.without if query < n_source]] = False
+        left_out = [int((~layer.valid.cpu() & real).sum()) for layer in layers]
+        if not self._layers:
+            self._d_target = d_target
+            self._layers = self._make_layers(layers, len(classes) or values.shape[-1], len(classes))
+            self._n_heads = [layer.n_heads for layer in layers]
+            self._left_out = [0 for _ in layers]
+        n_blocks = len(self._layers[0][0].blocks)
+        parts = parts_of(values, seen.held_out, n_blocks, self._n_held_out)
+        taken: list[tuple[Maps, list[tuple[int, Rows]], Shown]] = []
+        for layer, sets in zip(layers, self._layers, strict=True):
+            rows, order = rows_of(layer, parts)
+            for maps, added in zip(sets, rows, strict=True):
+                n_groups = layer.n_heads // len(sets) * len(self.ranks)
+                taken.append((maps, added, maps.first_shown(added, order, n_groups)))
+        for maps, added, shown in taken:  # from here on nothing fails
+            for index, some in added:
+                maps.buffers()[index].append(some)
+            maps.shown.extend(shown)
+        self._left_out = [a + b for a, b in zip(self._left_out, left_out, strict=True)]
+        self._last = [layer.keys[-1].clone() for layer in layers]
+        self._n_held_out += int(seen.held_out.sum())
+
+    def _make_layers(
+        self, layers: Sequence[LayerRows], n_targets: int, n_classes: int
+    ) -> list[list[Maps]]:
+        sizes = [
+            (features.shape[-1], chosen.shape[-1])
+            for layer in layers
+            for features, chosen in zip(layer.features, layer.chosen, strict=True)
+        ]
+        of_a_block = sum(8 * d * (d + n_groups * n_targets) for d, n_groups in sizes)
+        n_blocks = self.blocks or (_BLOCKS if _BLOCKS * of_a_block <= _BLOCK_BYTES else 1)
+
+        few = max(1, self.buffer_rows // n_blocks)  # all blocks wait for as many as the fit does
+        return [
+            [
+                Maps(
+                    RowBuffer(self.buffer_rows, n_classes),
+                    [RowBuffer(few, n_classes) for _ in range(n_blocks)],
+                )
+                for _ in layer.features
+            ]
+            for layer in layers
+        ]
+
+    def _buffers(self) -> list[RowBuffer]:
+        return [b for sets in self._layers for maps in sets for b in maps.buffers()]
+
+    def _merge(self, other: "RecoveryProbe") -> None:
+        if not self._layers:
+            self._layers = [[maps.empty() for maps in sets] for sets in other._layers]
+            self._n_heads, self._d_target = list(other._n_heads), other._d_target
+            self._left_out = [0 for _ in other._left_out]
+        self._left_out = [a + b for a, b in zip(self._left_out, other._left_out, strict=True)]
+        for ours, theirs in zip(self._layers, other._layers, strict=True):
+            for maps, more in zip(ours, theirs, strict=True):
+                maps.merge(more)
+        self._n_held_out += other._n_held_out
+
+    def state(self) -> dict[str, Any]:
+        """Everything measured so far, without a target that is a function."""
+        state = super().state()
+        del state["_targets"]
+        state["_layers"] = [[maps.state() for maps in sets] for sets in self._layers]
+        return state
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        layers = [[Maps.from_state(maps) for maps in sets] for sets in state["_layers"]]
+        super()._restore({**state, "_layers": layers})
+
+    def _result(self) -> RecoveryResult:
+        notes = list(self._notes())
+        columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        n_fit, n_eval, gram_rank = [], [], []
+        for layer, sets in enumerate(self._layers):
+            for buffer in (buffer for maps in sets for buffer in maps.buffers()):
+                buffer.settle(everything=True)
+            fitted, evaluated = sets[0].fit.n, sum(block.n for block in sets[0].blocks)
+            if not fitted or not evaluated:
+                raise NothingMeasuredError(
+                    f"layer {layer} has {fitted} rows to fit on and {evaluated} held out "
+                    f"(of {self.n_sequences} sequences): expected both; run more sequences, a "
+                    "smaller eval_every, or lower ranks"
+                )
+            if self._left_out[layer]:
+                notes.append(
+                    f"layer {layer}: {self._left_out[layer]} rows left out, where a requested rank "
+                    "of some head is undefined or falls on a position that is no token"
+                )
+            n_main = len(self.ranks) * self._n_heads[layer] // len(sets)
+            measured = [
+                measure_maps(maps, self.ridge, self._d_target, n_main, self.keeps_maps)
+                for maps in sets
+            ]
+            n_features = sets[0].fit.statistics.n_features
+            rank = min(m.gram_rank for m in measured)
+            if rank < n_features and self.ridge is None:
+                note = (
+                    f"layer {layer}: rank-deficient fit, rank {rank} of "
+                    f"{n_features} features from {fitted} rows; the map of least norm "
+                    "was taken"
+                )
+                notes.append(note)
+                if fitted <= n_features:  # too few rows, not a property of the model
+                    warnings.warn(note, InfoFlowWarning, stacklevel=3)
+            n_fit.append(fitted)
+            n_eval.append(evaluated)
+            gram_rank.append(rank)
+            self._append_columns(columns, measured, (self._n_heads[layer], len(self.ranks)))
+        notes += self._notes_of_settings()
+        return RecoveryResult(
+            ranks=self.ranks,
+            n_fit=tuple(n_fit),
+            n_eval=tuple(n_eval),
+            gram_rank=tuple(gram_rank),
+            controls=self.controls,
+            record=self._run_record(),
+            notes=tuple(notes),
+            **{name: tuple(values) for name, values in columns.items()},
+        )
+
+    def _append_columns(
+        self, columns: dict[str, list[Any]], measured: list[Measured], shape: tuple[int, int]
+    ) -> None:
+        """Add a layer, [head, rank] everywhere."""
+        n_main = shape[0] * shape[1] // len(measured)
+
+        def whole(parts: list[Tensor]) -> Tensor:
+            return torch.cat(parts).view(*shape, *parts[0].shape[1:])
+
+        for name in ("second_moment", "fvu"):
+            ratios: list[Ratio] = [getattr(m, name) for m in measured]
+            value = whole([ratio.value[:n_main] for ratio in ratios])
+            columns[name].append(value)
+            if len(self._layers[0][0].blocks) > 1:
+                half_width = whole([ratio.half_width[:n_main] for ratio in ratios])
+                columns[f"{name}_low"].append((value - half_width).clamp(min=0))
+                columns[f"{name}_high"].append(value + half_width)
+            if self.sketch:
+                parts = [ratio.sketch_error[:n_main] for ratio in ratios]
+                columns[f"{name}_sketch_error"].append(whole(parts))
+            first, controls = n_main, []
+            for control in self.controls:
+                size = n_main if control == "shuffled" else 1
+                some = [ratio.value[first : first + size].expand(n_main) for ratio in ratios]
+                controls.append(whole(some))
+                first += size
+            if controls:
+                columns[f"control_{name}"].append(torch.stack(controls))
+        if self.ridge is not None:
+            columns["ridge"].append(whole([m.ridge[:n_main] for m in measured]))
+        if self.keeps_maps:
+            columns["weight"].append(whole([m.weight for m in measured]))
+            columns["bias"].append(whole([m.bias for m in measured]))
+        if self._layers[0][0].fit.n_classes:
+            columns["accuracy"].append(whole([m.accuracy for m in measured]))
+
+    def _notes_of_settings(self) -> list[str]:
+        notes = []
+        if self.sketch:
+            notes.append(
+                f"targets were looked at in {self.sketch} random directions of {self._d_target}; "
+                "the standard errors of this stand in second_moment_sketch_error and "
+                "fvu_sketch_error"
+            )
+        if self._layers[0][0].fit.n_classes:
+            rows = min(ACCURACY_ROWS, sum(len(x) for x, _ in self._layers[0][0].shown))
+            notes.append(f"accuracy is measured on the first {rows} held-out rows of a layer")
+        if len(self._layers[0][0].blocks) == 1 and self.blocks is None:
+            notes.append(
+                "no intervals: statistics by blocks of sequences would take more than "
+                f"{_BLOCK_BYTES // 2**20} MiB; ask for them by blocks={_BLOCKS}"
+            )
+        return notes
+
+
+_COLUMNS = (
+    "second_moment",
+    "second_moment_low",
+    "second_moment_high",
+    "second_moment_sketch_error",
+    "fvu",
+    "fvu_low",
+    "fvu_high",
+    "fvu_sketch_error",
+    "control_second_moment",
+    "control_fvu",
+    "ridge",
+    "weight",
+    "bias",
+    "accuracy",
+)
+
+
+def _at_least(least: int, value: Any, name: str) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise InfoFlowError(f"{name} is {value!r}: expected an integer of at least {least}")
+    return number

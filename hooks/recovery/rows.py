@@ -1,0 +1,207 @@
+"""Rows of a forward pass for recovery maps: what is read, and which keys are to be given back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from infoflow_lens.hooks.model.points import (
+    attention_scores,
+    check_finite,
+    state_sum,
+    unmasked,
+)
+from infoflow_lens.hooks.passes.ranking import leaving_out, rank_keys
+from infoflow_lens.hooks.passes.view import Pass
+from infoflow_lens.hooks.recovery.buffer import Rows
+from infoflow_lens.hooks.recovery.targets import random_keys, source_hooks
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """The queries of a pass in one layer.
+
+    Attributes:
+        features: [batch, pos, feature] for each set of features: one, or one for each head.
+        chosen: int [batch, query, group] for each set: keys of its heads by rank, then those of the
+            controls.
+        valid: which queries take part.
+        keys: int [batch, query, group], of all heads and ranks.
+        n_heads: heads of the layer.
+    """
+
+    features: list[Float[Tensor, "batch _pos _feature"]]
+    chosen: list[Int[Tensor, "batch query _group"]]
+    valid: Bool[Tensor, "batch query"]
+    keys: Int[Tensor, "batch query _key"]
+    n_heads: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some sequences of a pass, for one buffer.
+
+    Attributes:
+        buffer: its index; 0 is for fitting.
+        sequences: which.
+        values: the targets of all their tokens, or the classes of these.
+    """
+
+    buffer: int
+    sequences: Int[Tensor, " sequence"]
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class RowMaker:
+    """Makes rows of passes, by the settings of a RecoveryProbe."""
+
+    ranks: tuple[int, ...]
+    source: str
+    without: tuple[int, ...]
+    controls: tuple[str, ...]
+    seed: int
+
+    def layer(
+        self,
+        model: nn.Module,
+        seen: Pass,
+        layer: int,
+        n_source: int,
+        before: Int[Tensor, "_query _key"] | None,
+    ) -> LayerRows:
+        """Features, chosen keys and defined queries of a layer.
+
+        Args:
+            model: that made the pass.
+            seen: the pass.
+            layer: the layer.
+            n_source: tokens of each sequence.
+            before: the keys of the last sequence before this pass.
+        """
+        scores = attention_scores(seen.activations, layer, seen.first)
+        state = state_sum(seen.activations, source_hooks(model, layer, self.source))
+        check_finite(state, f"the {self.source} state of layer {layer}", seen.first)
+        scores = leaving_out(scores, self.without)
+        positions = rank_keys(scores, self.ranks).positions[:, :, :n_source]
+        n_heads = positions.shape[1]
+        keys = rearrange(positions, "batch head query rank -> batch query (head rank)").int()
+        keys = keys.to(state.device)
+        valid = ((keys >= 0) & (keys < n_source)).all(dim=-1)
+        valid[:, [query for query in self.without if query < n_source]] = False
+        groups = [keys]
+        if self.controls:
+            allowed = unmasked(scores[:, :, :n_source, :n_source]).any(dim=1).to(state.device)
+            groups += self._control_keys(seen, keys, allowed, before)
+        if self.source != "head":
+            return LayerRows([state], [torch.cat(groups, dim=-1)], valid, keys, n_heads)
+        # what has an entry for each (head, rank) is split, what is common to all is not
+        by_head = [
+            torch.cat(
+                [
+                    group.unflatten(-1, (n_heads, -1))[:, :, head]
+                    if group.shape == keys.shape
+                    else group
+                    for group in groups
+                ],
+                dim=-1,
+            )
+            for head in range(n_heads)
+        ]
+        return LayerRows(list(state.unbind(dim=2)), by_head, valid, keys, n_heads)
+
+    def _control_keys(
+        self,
+        seen: Pass,
+        keys: Int[Tensor, "batch query key"],
+        allowed: Bool[Tensor, "batch query source"],
+        before: Int[Tensor, "_query _key"] | None,
+    ) -> list[Int[Tensor, "batch query _group"]]:
+        n_query = keys.shape[1]
+        lengths = [n_query] * len(keys) if seen.lengths is None else seen.lengths.tolist()
+        groups = {}
+        if "random" in self.controls or "shuffled" in self.controls:
+            random = random_keys(allowed, lengths, self.seed, seen.first)[..., None].int()
+            groups["random"] = random
+            earlier = torch.full_like(keys, -1)
+            earlier[1:] = keys[:-1]
+            if before is not None:
+                n_before = min(n_query, len(before))
+                earlier[0, :n_before] = before[:n_before].to(keys.device)
+            within = earlier < torch.tensor(lengths, device=keys.device)[:, None, None]
+            groups["shuffled"] = torch.where((earlier >= 0) & within, earlier, random)
+        itself = torch.arange(n_query, device=keys.device, dtype=keys.dtype)
+        groups["self"] = itself[None, :, None].expand(len(keys), -1, 1)
+        return [groups[name] for name in self.controls]
+
+
+def parts_of(
+    values: Tensor, held_out: Bool[Tensor, " batch"], n_blocks: int, n_before: int
+) -> list[Part]:
+    """The sequences that go to each buffer: those to fit on, and held-out ones dealt in turn.
+
+    Args:
+        values: targets [batch, source, d_target], or classes.
+        held_out: which sequences are.
+        n_blocks: how many buffers of held-out sequences there are.
+        n_before: how many sequences were held out before.
+    """
+    block = (n_before + held_out.long().cumsum(0) - 1) % n_blocks
+    index = torch.where(held_out, 1 + block, 0)
+    parts = []
+    for buffer in index.unique().tolist():
+        sequences = (index == buffer).nonzero().flatten()
+        # a copy: the user may write to the tokens later
+        chosen = values.index_select(0, sequences.to(values.device))
+        parts.append(Part(buffer, sequences, chosen.flatten(0, 1)))
+    return parts
+
+
+def rows_of(
+    layer: LayerRows, parts: Sequence[Part]
+) -> tuple[list[list[tuple[int, Rows]]], Int[Tensor, " row"]]:
+    """For each set of features the rows of each buffer; and the order of the held-out rows.
+
+    The order is that of the sequences, whatever the buffers that they are in.
+    """
+    device, n_query = layer.valid.device, layer.valid.shape[1]
+    queries = torch.arange(n_query, device=device)
+    picked = []
+    for part in parts:
+        sequences = part.sequences.to(device)
+        valid = layer.valid[sequences]
+        start = torch.arange(len(sequences), device=device)[:, None] * n_query
+        picked.append(
+            (
+                part.buffer,
+                part.values.to(device),
+                valid.sum(dim=1).cumsum(0).tolist(),
+                sequences[:, None].expand_as(valid)[valid],
+                queries.expand_as(valid)[valid],
+                start.expand_as(valid)[valid],  # of the sequence's values
+            )
+        )
+    sets = []
+    for features, chosen in zip(layer.features, layer.chosen, strict=True):
+        n_pos = features.shape[1]
+        flat, keys = features.reshape(-1, features.shape[2]), chosen.flatten(0, 1)
+        sets.append(
+            [
+                (
+                    buffer,
+                    Rows(
+                        flat.index_select(0, sequence * n_pos + query),
+                        keys.index_select(0, sequence * n_query + query) + start[:, None],
+                        values,
+                        ends,
+                    ),
+                )
+                for buffer, values, ends, sequence, query, start in picked
+            ]
+        )
+    held_out = [sequence for buffer, _, _, sequence, _, _ in picked if buffer]
+    order = torch.cat(held_out) if held_out else queries[:0]
+    return sets, order.argsort(stable=True)

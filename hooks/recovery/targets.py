@@ -1,0 +1,228 @@
+"""What recovery maps read, what they should give back, and what to compare them with."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.record import fingerprint
+from infoflow_lens.hooks.model.points import hook_name, reads_vectors, state_hooks, token_hook
+from infoflow_lens.hooks.passes.ranking import check_positions
+from infoflow_lens.hooks.passes.view import Pass
+
+Target: TypeAlias = str | tuple[str, int] | Tensor | Callable[[Tensor], Tensor]
+
+SOURCES = ("post_attention", "resid_post", "head")
+CONTROLS = ("random", "shuffled", "self")
+_MOST_CLASSES = 4096  # of a vocabulary that nobody stated
+
+
+def check_source(source: str) -> str:
+    """`source`, if there is such a source.
+
+    Raises:
+        InfoFlowError: with the sources.
+    """
+    if source not in SOURCES:
+        raise InfoFlowError(f"source is {source!r}: expected one of {', '.join(SOURCES)}")
+    return source
+
+
+def check_controls(controls: bool | Sequence[str]) -> tuple[str, ...]:
+    """The names of the controls, in their own order.
+
+    Raises:
+        InfoFlowError: for an unknown one.
+    """
+    if isinstance(controls, bool):
+        return CONTROLS if controls else ()
+    if isinstance(controls, str) or any(name not in CONTROLS for name in controls):
+        raise InfoFlowError(
+            f"controls is {controls!r}: expected True, False or some of {', '.join(CONTROLS)}"
+        )
+    return tuple(name for name in CONTROLS if name in controls)
+
+
+def source_hooks(model: nn.Module, layer: int, source: str) -> tuple[str, ...]:
+    """Hook points whose sum is what the maps of a layer read."""
+    if source == "head":
+        return (hook_name(model, f"blocks.{layer}.attn.hook_z"),)
+    return state_hooks(model, layer, source)
+
+
+class TargetOfMaps:
+    """The vectors, or the classes, that recovery maps should give back.
+
+    Args:
+        target: "embedding", ("resid_pre", layer), "identity", a table [d_vocab, d], or a function
+            from tokens [batch, pos] (or vector tokens) to [batch, pos, d].
+        vocabulary: with "identity", the token ids that are told apart.
+
+    Raises:
+        InfoFlowError: for anything else.
+    """
+
+    def __init__(self, target: Target, vocabulary: Sequence[int] | None = None) -> None:
+        self.target = target
+        self.vocabulary = check_positions(vocabulary) if vocabulary is not None else None
+        known = target in ("embedding", "identity") if isinstance(target, str) else True
+        if isinstance(target, tuple):
+            known = (
+                len(target) == 2
+                and target[0] == "resid_pre"
+                and isinstance(target[1], int)
+                and target[1] >= 0
+            )
+        elif isinstance(target, Tensor):
+            known = target.ndim == 2 and target.is_floating_point()
+        elif not isinstance(target, str):
+            known = callable(target)
+        if not known:
+            shown = tuple(target.shape) if isinstance(target, Tensor) else repr(target)
+            raise InfoFlowError(
+                f"target is {shown}: expected 'embedding', 'identity', ('resid_pre', layer), a "
+                "table [d_vocab, d] of numbers, or a function from tokens to [batch, pos, d]"
+            )
+        if vocabulary is not None and (not self.is_identity or not self.vocabulary):
+            raise InfoFlowError(
+                f"vocabulary is {vocabulary!r}: expected token ids, with target='identity' only"
+            )
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether targets are one-hot."""
+        return isinstance(self.target, str) and self.target == "identity"
+
+    def config(self) -> Any:
+        """The setting, as a JSON-compatible value."""
+        if isinstance(self.target, str):
+            return self.target
+        if isinstance(self.target, tuple):
+            return list(self.target)
+        if isinstance(self.target, Tensor):
+            return {"table": fingerprint({"table": self.target})}
+        name = getattr(self.target, "__qualname__", type(self.target).__name__)
+        return {"function": f"{getattr(self.target, '__module__', '')}.{name}"}
+
+    def hooks(self, model: nn.Module) -> tuple[str, ...]:
+        """Hook points to listen to; the first shows how many tokens there are."""
+        if self.is_identity and reads_vectors(model):
+            raise InfoFlowError(
+                "target is 'identity', but the model reads vectors: expected token ids; use "
+                "target='embedding', the vector itself"
+            )
+        names = (token_hook(model),)
+        if isinstance(self.target, tuple):
+            return (*names, hook_name(model, f"blocks.{self.target[1]}.hook_resid_pre"))
+        return names
+
+    def classes(self, model: nn.Module) -> tuple[int, ...]:
+        """The token ids of the vocabulary.
+
+        Raises:
+            InfoFlowError: if nobody stated it and the model's is large or unknown.
+        """
+        if self.vocabulary is not None:
+            return self.vocabulary
+        size = getattr(getattr(model, "cfg", None), "d_vocab", None)
+        if size is None or size > _MOST_CLASSES:
+            raise InfoFlowError(
+                f"target is 'identity' and the model has {size or 'an unknown number of'} tokens: "
+                f"expected a vocabulary of at most about {_MOST_CLASSES}, since maps have a column "
+                "for each; say which tokens to tell apart, RecoveryProbe(vocabulary=ids)"
+            )
+        return tuple(range(size))
+
+    def values(
+        self, model: nn.Module, seen: Pass, classes: Sequence[int]
+    ) -> Float[Tensor, "batch source d_target"] | Int[Tensor, "batch source"]:
+        """Targets of every token; with "identity" places in `classes`, -1 for other tokens."""
+        shown = seen.activations[token_hook(model)]
+        n_source = shown.shape[1]
+        if isinstance(self.target, tuple):
+            return seen.activations[self.hooks(model)[1]][:, :n_source]
+        if self.target == "embedding" if isinstance(self.target, str) else False:
+            return shown
+        tokens = seen.tokens
+        if tokens is None:
+            raise InfoFlowError(
+                f"target is {self.config()!r}, but hooks alone do not see the tokens: use attach() "
+                "or run_probes(), or target='embedding'"
+            )
+        if self.is_identity:
+            return _places(tokens, classes)
+        if isinstance(self.target, Tensor):
+            return self._from_table(self.target, tokens)
+        assert callable(self.target)
+        made: Any = self.target(tokens)
+        if not isinstance(made, Tensor) or made.ndim != 3 or made.shape[:2] != shown.shape[:2]:
+            shape = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+            raise InfoFlowError(
+                f"target gave {shape} for tokens of shape {tuple(tokens.shape)}: expected a "
+                f"tensor [{shown.shape[0]}, {n_source}, d]"
+            )
+        return made.detach()
+
+    def _from_table(
+        self, table: Float[Tensor, "d_vocab d_target"], tokens: Tensor
+    ) -> Float[Tensor, "batch source d_target"]:
+        if tokens.is_floating_point() or int(tokens.max()) >= len(table):
+            raise InfoFlowError(
+                f"target is a table of {len(table)} rows, and tokens are {tokens.dtype} up to "
+                f"{float(tokens.max()):g}: expected a row for each token id"
+            )
+        return table.detach()[tokens.to(table.device).long()]
+
+
+def _places(
+    tokens: Int[Tensor, "batch source"], classes: Sequence[int]
+) -> Int[Tensor, "batch source"]:
+    ids = torch.tensor(classes, device=tokens.device)
+    ordered, order = ids.sort()
+    found = torch.searchsorted(ordered, tokens.contiguous()).clamp(max=len(ids) - 1)
+    return torch.where(ordered[found] == tokens, order[found], -1)
+
+
+def sketch_matrix(
+    d_target: int, sketch: int, seed: int, device: torch.device
+) -> Float[Tensor, "d_target sketch"]:
+    """Orthonormal random directions of the targets' space, the same for a seed.
+
+    Raises:
+        InfoFlowError: if they would be no fewer than the dimensions.
+    """
+    if sketch >= d_target:
+        raise InfoFlowError(
+            f"sketch is {sketch} for targets of {d_target} dimensions: expected fewer; leave it "
+            "out, and targets are exact"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(d_target, sketch, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(drawn)[0].to(device)
+
+
+def random_keys(
+    allowed: Bool[Tensor, "batch query key"], lengths: Sequence[int], seed: int, first: int
+) -> Int[Tensor, "batch query"]:
+    """A random allowed key for each query, -1 where there is none.
+
+    Args:
+        allowed: the keys that may be attended to.
+        lengths: real tokens of each sequence.
+        seed: with the sequence's index, the seed of what is drawn for it.
+        first: the index of the first sequence.
+    """
+    batch, n_query, _ = allowed.shape
+    drawn = torch.zeros(batch, n_query, dtype=torch.float64)
+    for row, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed((seed << 32) + first + row)
+        length = min(length, n_query)
+        drawn[row, :length] = torch.rand(length, generator=generator, dtype=torch.float64)
+    count = allowed.sum(dim=-1)
+    wanted = (drawn.to(allowed.device) * count).long().clamp(max=(count - 1).clamp(min=0))
+    # the wanted-th allowed key is the first with so many allowed keys before it
+    place = (allowed.cumsum(dim=-1) == (wanted + 1)[..., None]).to(torch.uint8).argmax(dim=-1)
+    return place.masked_fill(count == 0, -1)

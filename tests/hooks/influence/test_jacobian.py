@@ -1,0 +1,548 @@
+"""Jacobian influence equals PyTorch's own Jacobian, and finds what the model reads."""
+
+import math
+
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+
+from infoflow_lens import InfoFlowError, JacobianInfluence, attach, run_probes
+from infoflow_lens.hooks import InfluenceResult
+from infoflow_lens.hooks.influence.base import share_sets
+from tests.conftest import N_TOKENS, make_token_model
+from tests.reference import transformer as reference
+from tests.reference import zoo
+
+
+def norms(jacobian):
+    """[pos, d_model, source, d_source] -> [pos, source]."""
+    return jacobian.square().sum(dim=(1, 3)).sqrt()
+
+
+def caught(model, names, *args, **kwargs):
+    """The sum of activations of one run, with gradients (a cache has none)."""
+    found = {}
+
+    def catch(activation, hook):
+        found[hook.name] = activation
+
+    model.run_with_hooks(*args, fwd_hooks=[(name, catch) for name in names], **kwargs)
+    return sum(found[name] for name in names)
+
+
+@pytest.mark.parametrize("chunk_size", [5, None])
+@pytest.mark.parametrize("state", ["post_attention", "resid_post"])
+def test_equals_autograd_over_vector_tokens(model, inputs, state, chunk_size):
+    probe = JacobianInfluence(state=state, chunk_size=chunk_size)
+    (result,) = run_probes(model, inputs[:4], [probe], batch_size=3, progress=False)
+    assert result.influence.shape == (2, 4, N_TOKENS + 1, N_TOKENS)
+    weights = model.state_dict()
+    for layer in (0, 1):
+        for sample in range(4):
+
+            def states(x, layer=layer):
+                return reference.forward(model.architecture, weights, x[None])[f"{state}.{layer}"][
+                    0
+                ]
+
+            jacobian = torch.autograd.functional.jacobian(states, inputs[sample])
+            torch.testing.assert_close(
+                result.influence[layer, sample], norms(jacobian), rtol=1e-5, atol=1e-6
+            )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attn_only": True},
+        {"parallel_attn_mlp": True},
+        {"n_key_value_heads": 2},
+        {"positional_embedding_type": "rotary", "d_head": 6},
+        {"positional_embedding_type": "alibi"},
+        {"normalization_type": None},
+    ],
+)
+def test_equals_autograd_over_embeddings(token_inputs, changes):
+    model = make_token_model(**changes)
+    (result,) = run_probes(model, token_inputs[:3], [JacobianInfluence()], progress=False)
+
+    def states(resid):
+        names = ["blocks.1.hook_resid_pre", "blocks.1.hook_attn_out"]
+        return caught(model, names, resid[None], start_at_layer=0)[0]
+
+    for sample in range(3):
+        start = model(token_inputs[sample : sample + 1], stop_at_layer=0)[0].detach()
+        jacobian = torch.autograd.functional.jacobian(states, start)
+        torch.testing.assert_close(
+            result.influence[1, sample], norms(jacobian), rtol=1e-4, atol=1e-6
+        )
+
+
+def test_a_causal_model_has_no_influence_from_the_future(token_model, token_inputs):
+    (result,) = run_probes(token_model, token_inputs, [JacobianInfluence()], progress=False)
+    assert result.influence.triu(1).eq(0).all()
+    assert result.influence.diagonal(dim1=-2, dim2=-1).gt(0).all()
+
+
+def test_influence_between_layers(model, inputs):
+    """From resid_pre of layer 1, CLS included, to the state after it."""
+    probe = JacobianInfluence(state="resid_post", source_layer=1)
+    (result,) = run_probes(model, inputs[:2], [probe], progress=False)
+    assert result.layers == (1,)
+    start = model(inputs[:2], stop_at_layer=1).detach()
+
+    def states(resid):
+        return model(resid[None], start_at_layer=1, stop_at_layer=2)[0]
+
+    for sample in range(2):
+        jacobian = torch.autograd.functional.jacobian(states, start[sample])
+        torch.testing.assert_close(
+            result.influence[0, sample], norms(jacobian), rtol=1e-5, atol=1e-6
+        )
+    assert result.influence[0, :, :N_TOKENS, N_TOKENS].eq(0).all()  # CLS is no key
+
+
+def test_sets_hold_the_sources_above_a_share_of_the_largest(model, inputs):
+    (result,) = run_probes(model, inputs, [JacobianInfluence()], progress=False)
+    members = result.sets(0.4).members
+    row = result.influence[1, 5, 2]
+    expected = {s for s in range(N_TOKENS) if row[s] >= 0.4 * row.max()}
+    assert result.sets(0.4).of(1, 5, 2) == expected
+    assert (result.sets(0.7).members <= members).all()
+    for threshold in (0.0, 1.5):
+        with pytest.raises(InfoFlowError, match="threshold is"):
+            result.sets(threshold)
+
+
+def test_works_inside_the_users_inference_mode(model, inputs):
+    with torch.inference_mode(), attach(model, JacobianInfluence()) as probes:
+        model(inputs[:3])
+    (outside,) = run_probes(model, inputs[:3], [JacobianInfluence()], progress=False)
+    torch.testing.assert_close(probes[0].result().influence, outside.influence)
+
+
+def test_a_pass_that_cannot_be_repeated_is_refused(token_model, token_inputs):
+    """A mask is no part of what plain hooks see; one huge activation must not hide the others."""
+    with torch.no_grad():
+        token_model.embed.W_E[0, 0] = 3000.0
+    token_inputs[:, 0] = 0
+    mask = torch.ones_like(token_inputs)
+    mask[:, :3] = 0
+    probe = JacobianInfluence()
+    with pytest.raises(InfoFlowError, match="attention_mask"):
+        token_model.run_with_hooks(
+            token_inputs, attention_mask=mask, fwd_hooks=probe.fwd_hooks(token_model)
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"state": "resid_mid"}, "state is 'resid_mid'"),
+        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"estimate": 1}, "estimate is 1"),
+        ({"positions": ()}, r"positions is \(\)"),
+        ({"positions": 3}, "positions is 3"),
+        ({"layers": (1, 1)}, r"layers is \(1, 1\)"),
+        ({"layers": (0.5,)}, r"layers is \(0.5,\)"),
+    ],
+)
+def test_bad_settings_are_named(arguments, message):
+    with pytest.raises(InfoFlowError, match=message):
+        JacobianInfluence(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"source_layer": 2}, "source_layer is 2"),
+        ({"layers": (0, 2)}, r"layers are \[0, 2\]"),
+        ({"source_layer": 1, "layers": (0,)}, r"layers are \[0\]: expected layers from 1"),
+        ({"positions": (9,)}, r"positions are \[9\]: the model has at most 9 positions"),
+    ],
+)
+def test_what_is_not_there_is_named(token_model, token_inputs, arguments, message):
+    with pytest.raises(InfoFlowError, match=message):
+        run_probes(token_model, token_inputs, [JacobianInfluence(**arguments)], progress=False)
+
+
+def probed(model, data, **arguments):
+    (result,) = run_probes(model, data, [JacobianInfluence(**arguments)], progress=False)
+    return result
+
+
+def embedding_jacobian(model, sequence, layer, position):
+    """[source]: norms by one backward pass for every feature of a state."""
+    start = model(sequence[None], stop_at_layer=0).detach().requires_grad_()
+    name = f"blocks.{layer}.hook_resid_post"
+    state = caught(model, [name], start, start_at_layer=0)[0, position]
+    rows = [torch.autograd.grad(value, start, retain_graph=True)[0][0] for value in state]
+    return torch.stack(rows).square().sum(dim=(0, 2)).sqrt()
+
+
+def test_chosen_positions_and_layers(token_model, token_inputs):
+    """Few states are differentiated backwards, all of them forwards: the same numbers."""
+    chosen = {"positions": (-1, 2), "layers": (1,), "state": "resid_post"}
+    result = probed(token_model, token_inputs[:4], **chosen)
+    assert result.layers == (1,)
+    assert result.influence.shape == (1, 4, 2, 9)
+    assert result.positions.tolist() == [[8, 2]] * 4
+    for sample in range(4):
+        for row, position in enumerate((8, 2)):
+            expected = embedding_jacobian(token_model, token_inputs[sample], 1, position)
+            torch.testing.assert_close(
+                result.influence[0, sample, row], expected, rtol=1e-4, atol=1e-6
+            )
+    full = result.full()
+    assert full.shape == (1, 4, 9, 9)
+    torch.testing.assert_close(full[:, :, 2], result.influence[:, :, 1])
+    assert full[:, :, [0, 1, 3, 4, 5, 6, 7]].eq(0).all()
+    sets = result.sets(0.3)
+    assert sets.sizes()[:, :, [8, 2]].gt(0).all()
+    assert sets.sizes().sum() == sets.sizes()[:, :, [8, 2]].sum()
+    every = probed(token_model, token_inputs[:4], state="resid_post")
+    assert (every.sets(0.3).members[1, :, [8, 2]] == sets.members[0, :, [8, 2]]).all()
+
+
+def test_from_any_layer_to_any_layer():
+    """Three layers: from what enters layer 1 to what leaves layers 2 and 1, in this order."""
+    model = make_token_model(n_layers=3)
+    ids = torch.arange(9)[None] % 17
+    result = probed(model, ids, state="resid_post", source_layer=1, layers=(2, 1))
+    start = model(ids, stop_at_layer=1)[0].detach()
+    for row, layer in enumerate((2, 1)):
+
+        def states(resid, after=layer + 1):
+            if after == 3:
+                return caught(model, ["blocks.2.hook_resid_post"], resid[None], start_at_layer=1)[0]
+            return model(resid[None], start_at_layer=1, stop_at_layer=after)[0]
+
+        jacobian = torch.autograd.functional.jacobian(states, start)
+        torch.testing.assert_close(result.influence[row, 0], norms(jacobian), rtol=1e-4, atol=1e-6)
+
+
+def test_cls_can_be_asked_for_alone(model, inputs):
+    last = probed(model, inputs[:5], positions=(-1,))
+    every = probed(model, inputs[:5])
+    assert last.positions.tolist() == [[N_TOKENS]] * 5
+    assert last.full().shape == every.influence.shape
+    torch.testing.assert_close(last.influence, every.influence[:, :, -1:], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("data", ["vectors", "tokens"])
+def test_half_precision_agrees_with_single(model, inputs, token_model, token_inputs, data):
+    subject, some = (model, inputs[:4]) if data == "vectors" else (token_model, token_inputs[:4])
+    exact = probed(subject, some).influence
+    subject.to(torch.bfloat16)
+    rounded = some.bfloat16() if data == "vectors" else some
+    for arguments in ({}, {"positions": (0, -1), "layers": (1,)}):
+        result = probed(subject, rounded, **arguments)
+        target = exact if not arguments else exact[1:, :, [0, -1]]
+        assert result.influence.dtype == torch.float32
+        assert (result.influence - target).norm() < 0.05 * target.norm()
+
+
+# An estimate by random directions
+
+
+def small_model():
+    return make_token_model(d_model=32, d_head=8, n_ctx=12, d_vocab=40), torch.randint(
+        40, (12, 12), generator=torch.Generator().manual_seed(0)
+    )
+
+
+def relative(estimated, exact):
+    return float((estimated - exact).norm() / exact.norm())
+
+
+def test_the_estimate_finds_the_exact_norms_and_says_how_closely():
+    model, ids = small_model()
+    exact = probed(model, ids).influence
+    stated, found = [], []
+    for m in (2, 8):
+        results = [probed(model, ids, estimate=m, seed=seed) for seed in range(4)]
+        error = [relative(result.influence, exact) for result in results]
+        assert all(len(result.relative_error) == 2 for result in results)
+        stated.append(sum(sum(result.relative_error) / 2 for result in results) / 4)
+        found.append(sum(error) / 4)
+        assert found[-1] < (1 / (2 * m)) ** 0.5
+        assert any(f"estimated by {m} random directions" in note for note in results[0].notes)
+    for ours, theirs in zip(stated, found, strict=True):
+        assert 0.7 < ours / theirs < 1.4
+    # sqrt(m), and a little more as the directions are orthogonal
+    expected = math.sqrt(8 / 2 * (1 - 2 / 32) / (1 - 8 / 32))
+    assert 0.8 * expected < found[0] / found[1] < 1.25 * expected
+
+
+def test_the_estimate_ranks_sources_as_the_exact_norms_do():
+    model, ids = small_model()
+    exact = probed(model, ids, positions=(-1,)).influence[1, :, 0]
+    estimated = probed(model, ids, positions=(-1,), estimate=8).influence[1, :, 0]
+    top = exact >= exact.topk(3).values[:, -1:]
+    aurocs = [roc_auc_score(t, e) for t, e in zip(top, estimated, strict=True)]
+    assert sum(aurocs) / len(aurocs) >= 0.98
+
+
+def test_all_directions_of_a_state_leave_no_error():
+    model, ids = small_model()
+    result = probed(model, ids[:3], estimate=100)
+    torch.testing.assert_close(
+        result.influence, probed(model, ids[:3]).influence, rtol=1e-4, atol=1e-6
+    )
+    assert result.relative_error == (0.0, 0.0)
+
+
+def test_directions_depend_on_seed_layer_and_position_only():
+    model, ids = small_model()
+    together = probed(model, ids, estimate=3).influence
+    (apart,) = run_probes(
+        model, ids, [JacobianInfluence(estimate=3, chunk_size=2)], batch_size=5, progress=False
+    )
+    torch.testing.assert_close(apart.influence, together, rtol=1e-5, atol=1e-7)
+    last = probed(model, ids, estimate=3, positions=(-1,)).influence
+    torch.testing.assert_close(last, together[:, :, -1:], rtol=1e-5, atol=1e-7)
+    other = probed(model, ids, estimate=3, seed=1).influence
+    assert relative(other, together) > 0.02
+
+
+def test_the_stated_error_covers_all_batches(tmp_path):
+    model, ids = small_model()
+    whole = probed(model, ids, estimate=4)
+    (parts,) = run_probes(model, ids, [JacobianInfluence(estimate=4)], batch_size=5, progress=False)
+    assert parts.relative_error == pytest.approx(whole.relative_error, rel=1e-4)
+    whole.save(tmp_path / "estimate")
+    assert InfluenceResult.load(tmp_path / "estimate").relative_error == whole.relative_error
+
+
+# Sequences of different lengths, and other models
+
+
+def ragged(tokens, lengths):
+    return [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+
+
+def check_each_is_as_alone(model, sequences, make, tolerance=1e-5):
+    """What a padded batch shows of a sequence is what the sequence alone shows."""
+    (together,) = run_probes(model, sequences, [make()], batch_size=3, progress=False)
+    assert together.lengths.tolist() == [len(sequence) for sequence in sequences]
+    n_positions = max(len(sequence) for sequence in sequences)
+    assert together.n_positions == n_positions
+    for index, sequence in enumerate(sequences):
+        (alone,) = run_probes(model, sequence[None], [make()], progress=False)
+        n_rows, n_source = alone.influence.shape[2:]
+        padded = torch.zeros_like(together.influence[:, index])
+        padded[:, :n_rows, :n_source] = alone.influence[:, 0]
+        assert alone.influence.gt(0).any(dim=-1).all()
+        largest = float(alone.influence.max())
+        torch.testing.assert_close(
+            together.influence[:, index], padded, rtol=tolerance, atol=tolerance * largest
+        )
+        assert together.positions[index, :n_rows].tolist() == alone.positions[0].tolist()
+        assert together.positions[index, n_rows:].eq(-1).all()
+    return together
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"state": "resid_post", "positions": (-1, 0), "estimate": 3},
+        {"state": "resid_post", "positions": (-2,), "layers": (1,), "source_layer": 1},
+    ],
+)
+def test_padded_sequences_are_as_alone(token_model, token_inputs, arguments):
+    sequences = ragged(token_inputs[:5], (9, 4, 6, 5, 3))
+    together = check_each_is_as_alone(
+        token_model, sequences, lambda: JacobianInfluence(**arguments)
+    )
+    frame = together.to_frame()
+    rows = len(arguments.get("positions", ())) or None
+    expected = sum((rows or length) * length for length in (9, 4, 6, 5, 3))
+    assert len(frame) == expected * len(together.layers)
+    assert (frame["influence"] >= 0).all()
+    assert set(frame["layer"]) == set(together.layers)
+
+
+def test_padding_on_the_left_is_left_out_too(token_model, token_inputs):
+    (right,) = run_probes(
+        token_model, ragged(token_inputs[:3], (9, 4, 6)), [JacobianInfluence()], progress=False
+    )
+    ids, mask = torch.zeros(3, 9, dtype=torch.long), torch.zeros(3, 9, dtype=torch.long)
+    for row, length in enumerate((9, 4, 6)):
+        ids[row, -length:] = token_inputs[row, :length]
+        mask[row, -length:] = 1
+    with attach(token_model, JacobianInfluence()) as probes:
+        token_model(ids, attention_mask=mask)
+    left = probes[0].result()
+    torch.testing.assert_close(left.influence, right.influence, rtol=1e-4, atol=1e-5)
+    assert left.lengths.tolist() == [9, 4, 6]
+
+
+def test_a_position_that_some_sequences_lack(token_model, token_inputs):
+    (result,) = run_probes(
+        token_model,
+        ragged(token_inputs[:3], (9, 4, 6)),
+        [JacobianInfluence(positions=(5, 0))],
+        progress=False,
+    )
+    assert result.positions.tolist() == [[5, 0], [-1, 0], [5, 0]]
+    assert result.influence[:, 1, 0].eq(0).all()
+    assert result.influence[:, [0, 2]].gt(0).any(dim=-1).all()
+    assert "1 of 3 sequences have no position 5" in result.notes
+    assert result.sets().members.shape == (2, 3, 9, 9)
+    assert len(result.plot(sample=1).layout.annotations) == 2
+
+
+def test_a_model_that_ignores_masks_takes_no_padding(token_inputs):
+    model = make_token_model(attention_dir="bidirectional")
+    mask = torch.ones_like(token_inputs)
+    mask[0, :3] = 0
+    with (
+        attach(model, JacobianInfluence()),
+        pytest.raises(InfoFlowError, match="without padding"),
+    ):
+        model(token_inputs, attention_mask=mask)
+
+
+def test_shortformer_runs_whole(token_inputs):
+    """Its positions enter every layer aside of the residual stream, so no pass starts at one."""
+    model = make_token_model(positional_embedding_type="shortformer")
+    result = probed(model, token_inputs[:2], state="resid_post")
+    for sample in range(2):
+        start = model.embed(token_inputs[sample])
+        positions = model.pos_embed(token_inputs[sample][None])
+
+        def states(resid, positions=positions):
+            resid = resid[None]
+            for block in model.blocks:
+                resid = block(resid, shortformer_pos_embed=positions)
+            return resid[0]
+
+        jacobian = torch.autograd.functional.jacobian(states, start.detach())
+        torch.testing.assert_close(
+            result.influence[1, sample], norms(jacobian), rtol=1e-4, atol=1e-6
+        )
+
+
+BRIDGES = ("gpt2", "llama", "bloom", "gpt_oss", "bert")  # bloom, gpt_oss: no forward mode
+
+
+@pytest.fixture(scope="module")
+def bridge_of(tmp_path_factory):
+    from transformer_lens.model_bridge import TransformerBridge
+
+    loaded = {}
+
+    def get(name):
+        if name not in loaded:
+            folder = zoo.save(name, tmp_path_factory.mktemp(name))
+            loaded[name] = TransformerBridge.boot_transformers(
+                str(folder), device="cpu", dtype=torch.float32
+            )
+        return loaded[name]
+
+    return get
+
+
+def jacobian_of_plain_layer(name, ids):
+    """[pos, source] of the first layer, from the model of transformers alone."""
+    model = zoo.build(name)
+    layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    seen = {}
+
+    def enter(module, args, kwargs):
+        if "start" not in seen:
+            seen["start"] = (args[0] if args else kwargs["hidden_states"]).detach()
+            seen["start"].requires_grad_()
+        if args:
+            return (seen["start"], *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": seen["start"]}
+
+    def leave(module, args, output):
+        seen["end"] = output[0] if isinstance(output, tuple) else output
+
+    layers[0].register_forward_pre_hook(enter, with_kwargs=True)
+    layers[0].register_forward_hook(leave)
+    model(ids[None])
+    rows = [
+        torch.autograd.grad(value, seen["start"], retain_graph=True)[0][0].square().sum(dim=1)
+        for value in seen["end"][0].flatten()
+    ]
+    return torch.stack(rows).view(len(ids), -1, len(ids)).sum(dim=1).sqrt()
+
+
+@pytest.mark.parametrize("name", BRIDGES)
+def test_bridges_equal_autograd_through_the_plain_model(bridge_of, name):
+    ids = zoo.tokens(1, 6)
+    result = probed(bridge_of(name), ids, state="resid_post", layers=(0,))
+    expected = jacobian_of_plain_layer(name, ids[0])
+    torch.testing.assert_close(result.influence[0, 0], expected, rtol=1e-4, atol=1e-5)
+    backward = any("no forward mode" in note for note in result.notes)
+    assert backward == (name in ("bloom", "gpt_oss"))
+
+
+@pytest.mark.parametrize("name", BRIDGES)
+def test_padded_bridges_are_as_alone(bridge_of, name):
+    sequences = ragged(zoo.tokens(3, 8), (8, 4, 6))
+    for arguments in ({}, {"positions": (-1,), "estimate": 3, "source_layer": 1}):
+        check_each_is_as_alone(
+            bridge_of(name), sequences, lambda given=arguments: JacobianInfluence(**given)
+        )
+
+
+def test_a_probe_goes_on_from_what_another_had_measured(token_model, token_inputs):
+    sequences = ragged(token_inputs[:4], (9, 4, 6, 3))
+    for arguments in ({}, {"estimate": 2, "positions": (-1,)}):
+        whole = probed(token_model, sequences, **arguments)
+        first, second = JacobianInfluence(**arguments), JacobianInfluence(**arguments)
+        run_probes(token_model, sequences[:3], [first], progress=False)
+        second.load_state(first.state())
+        (resumed,) = run_probes(token_model, sequences, [second], skip=3, progress=False)
+        torch.testing.assert_close(resumed.influence, whole.influence, rtol=1e-4, atol=1e-6)
+        assert resumed.lengths.tolist() == whole.lengths.tolist() == [9, 4, 6, 3]
+        if arguments:
+            assert resumed.relative_error == pytest.approx(whole.relative_error, rel=1e-4)
+
+
+# Sets by the share of influence that they hold
+
+
+def fewest(row, share):
+    """By adding the largest until they hold enough."""
+    energy = [value**2 for value in row]
+    order = sorted(range(len(row)), key=lambda source: (-energy[source], source))
+    members, held = set(), 0.0
+    for source in order:
+        if energy[source] == 0 or held >= share * sum(energy) * (1 - 1e-12):
+            break
+        members.add(source)
+        held += energy[source]
+    return members
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9, 1.0])
+def test_the_fewest_sources_that_hold_a_share(token_model, token_inputs, share):
+    result = probed(token_model, token_inputs[:4])
+    sets = result.sets_by_share(share)
+    for layer in range(2):
+        for sample in range(4):
+            for position in range(9):
+                row = result.influence[layer, sample, position].double().tolist()
+                assert sets.of(layer, sample, position) == fewest(row, share)
+
+
+def test_shares_of_equals_and_of_nothing():
+    influence = torch.zeros(1, 1, 5, 5)
+    influence[0, 0, 0] = 1.0
+    influence[0, 0, 1, 3] = 7.0
+    influence[0, 0, 2] = torch.tensor([1.0, 2.0, 2.0, 0.0, 1.0])
+    assert share_sets(influence, 0.8).of(0, 0, 0) == {0, 1, 2, 3}
+    assert share_sets(influence, 0.8).of(0, 0, 1) == {3}
+    assert share_sets(influence, 0.4).of(0, 0, 2) == {1}
+    assert share_sets(influence, 0.8).of(0, 0, 2) == {1, 2}
+    assert share_sets(influence, 0.9).of(0, 0, 2) == {0, 1, 2}
+    assert share_sets(influence, 0.8).of(0, 0, 3) == set()
+    for share in (0.0, 1.1):
+        with pytest.raises(InfoFlowError, match="share is"):
+            share_sets(influence, share)

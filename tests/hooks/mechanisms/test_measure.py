@@ -1,0 +1,356 @@
+"""Patterns idealised: definitions, damage by hand, and heads whose mechanism is known."""
+
+import copy
+
+import pytest
+import torch
+
+from infoflow_lens import AttendedProbe, InfoFlowError, PositionsProbe, propagate, run_probes
+from infoflow_lens.hooks.mechanisms.measure import (
+    IDEALS,
+    ideal_pattern,
+    measure_mechanisms,
+    replace_greedily,
+    substituted,
+)
+from infoflow_lens.models.constructions import build_construction
+from infoflow_lens.theory.information_sets import MaxPosition
+from tests.conftest import make_token_model
+from tests.reference import zoo
+from tests.reference.induction import induction_model, repeated_segments
+
+
+def test_ideal_patterns_by_hand():
+    pattern = torch.tensor([[[0.5, 0.2, 0.3], [0.1, 0.9, 0.0]]])
+    allowed = torch.tensor([[[True, True, True], [True, True, False]]])
+    mean = torch.tensor([[0.0, 1.0, 0.0], [0.4, 0.5, 0.1]])
+    expected = {
+        "own_position": [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]],
+        "global": [[1 / 3, 1 / 3, 1 / 3], [0.5, 0.5, 0.0]],
+        "specific_position": [[0.0, 1.0, 0.0], [0.4, 0.5, 0.0]],
+        "max_position": [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]],
+        "top_k": [[0.625, 0.0, 0.375], [0.1, 0.9, 0.0]],
+    }
+    assert set(expected) == set(IDEALS)
+    for ideal, rows in expected.items():
+        made = ideal_pattern(pattern, allowed, ideal, mean, k=2)
+        torch.testing.assert_close(made, torch.tensor([rows]))
+
+
+@pytest.mark.parametrize("ideal", [i for i in IDEALS if i != "specific_position"])
+def test_rows_keep_their_sums(ideal):
+    pattern = torch.rand(2, 4, 5, generator=torch.Generator().manual_seed(0))
+    made = ideal_pattern(pattern, torch.ones(2, 4, 5, dtype=torch.bool), ideal, k=3)
+    torch.testing.assert_close(made.sum(-1), pattern.sum(-1))
+
+
+def test_a_substituted_head_is_replaced_and_the_others_are_not(token_model, token_inputs):
+    model = token_model
+    _, plain = model.run_with_cache(token_inputs)
+    with substituted(model, {(0, 2): "max_position", (1, 1): "global"}):
+        _, changed = model.run_with_cache(token_inputs)
+    pattern, before = changed["pattern", 0], plain["pattern", 0]
+    assert pattern[:, [0, 1, 3]].equal(before[:, [0, 1, 3]])
+    assert pattern[:, 2].argmax(-1).equal(before[:, 2].argmax(-1))
+    torch.testing.assert_close(pattern[:, 2].amax(-1), torch.ones(19, 9))
+    evenly = torch.ones(9, 9).tril() / torch.arange(1, 10)[:, None]  # no future
+    torch.testing.assert_close(changed["pattern", 1][:, 1], evenly.expand(19, -1, -1))
+    assert not any(point.fwd_hooks for point in model.hook_dict.values())
+
+
+def test_damage_is_the_change_of_the_output_over_its_variance(model, inputs):
+    result = measure_mechanisms(model, inputs, batch_size=5, progress=False)
+    with torch.no_grad():
+        output = model(inputs)
+        for layer, head, ideal in ((0, 1, "global"), (1, 4, "max_position"), (1, 0, "top_k")):
+            with substituted(model, {(layer, head): ideal}, k=4):
+                changed = model(inputs)
+            expected = (changed - output).square().sum() / (
+                (output - output.mean(dim=0)).square().sum()
+            )
+            measured = result.damage[layer][head, IDEALS.index(ideal)]
+            torch.testing.assert_close(measured, expected, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("metric", ["kl", "loss"])
+def test_damage_of_logits_is_measured_in_nats(token_model, token_inputs, metric):
+    result = measure_mechanisms(token_model, token_inputs, metric=metric, progress=False)
+    with torch.no_grad():
+        logits = token_model(token_inputs)
+        with substituted(token_model, {(0, 3): "own_position"}):
+            changed = token_model(token_inputs)
+    if metric == "kl":
+        p, q = logits.log_softmax(-1), changed.log_softmax(-1)
+        expected = (p.exp() * (p - q)).sum(-1).mean()
+    else:
+        following = token_inputs[:, 1:, None]
+        losses = [-x.log_softmax(-1)[:, :-1].gather(-1, following).sum() for x in (changed, logits)]
+        expected = (losses[0] - losses[1]) / following.numel()
+    measured = result.damage[0][3, IDEALS.index("own_position")]
+    torch.testing.assert_close(measured, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_batch_size_changes_nothing(model, inputs):
+    model.to(torch.float64, print_details=False)  # in float32 kernels round by the batch's size
+    small, large = (
+        measure_mechanisms(model, inputs.double(), batch_size=size, progress=False)
+        for size in (4, 23)
+    )
+    for a, b in zip(small.damage, large.damage, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+BUILT = [
+    ("d_retrieval", {}, {}, "max_position"),
+    ("intrinsic_dimension", {}, {}, "max_position"),
+    ("depth_separation", {"eps": 0.02}, {}, "max_position"),
+    ("kth_largest", {"n_tokens": 8, "k": 3}, {}, "max_position"),
+    ("position_sum", {}, {}, "specific_position"),
+    ("global_mean", {}, {}, "global"),
+]
+
+
+@pytest.mark.parametrize(("name", "parameters", "settings", "mechanism"), BUILT)
+def test_every_head_has_the_mechanism_that_it_was_built_for(name, parameters, settings, mechanism):
+    model, task = build_construction(name, **parameters)
+    result = measure_mechanisms(model, task.sample(100, seed=0)[0], progress=False, **settings)
+    assert {name for layer in result.mechanisms() for name in layer} == {mechanism}
+    joint = replace_greedily(
+        model, task.sample(100, seed=1)[0], result, budget=0.05, progress=False
+    )
+    assert joint.share == 1
+    assert joint.damage <= 0.05
+
+
+def test_copying_is_by_position_and_matching_by_content():
+    model, task = build_construction("in_context_qa_softmax", n_questions=6, n_answers=6, n_pairs=3)
+    result = measure_mechanisms(
+        model, task.sample(100, seed=0)[0], metric="nmse", read=(-1,), progress=False
+    )
+    assert result.mechanisms() == (("specific_position",), ("max_position",))
+
+
+def test_an_induction_circuit_is_a_previous_token_head_and_a_matching_head():
+    model = induction_model(n_vocab=11, n_ctx=9)
+    tokens, _ = repeated_segments(11, 80)
+    known = (6, 7)  # positions whose next token has been seen
+    assert model(tokens)[:, known].argmax(-1).equal(tokens[:, 7:9])
+    result = measure_mechanisms(model, tokens, read=known, progress=False)
+    assert result.mechanisms() == (("specific_position",), ("max_position",))
+    assert float(result.damage[1][0, IDEALS.index("specific_position")]) > 1  # nats
+
+
+def test_rules_follow_the_mechanisms():
+    """The previous token, then what follows its match: sets that are right by construction."""
+    model = induction_model(n_vocab=11, n_ctx=9)
+    tokens, starts = repeated_segments(11, 80)
+    result = measure_mechanisms(model, tokens, read=(6, 7), progress=False)
+    positions, attended = run_probes(
+        model, tokens, [PositionsProbe(), AttendedProbe()], progress=False
+    )
+    sets = propagate(result.rules(attended.positions, positions.argmax))
+    for row, start in enumerate(starts.tolist()):
+        assert sets.of(0, row, 7) == {6, 7}
+        for t in (6, 7):
+            match = start + t - 6
+            assert sets.of(1, row, t) == {t - 1, t, match, match + 1}
+
+
+def test_rules_of_heads_by_position_hold_what_they_read():
+    for name, size in (("global_mean", 16), ("position_sum", 3)):
+        model, task = build_construction(name)
+        x, _ = task.sample(40, seed=0)
+        result = measure_mechanisms(model, x, progress=False)
+        positions, attended = run_probes(
+            model, x, [PositionsProbe(), AttendedProbe()], progress=False
+        )
+        sets = propagate(result.rules(attended.positions, positions.argmax), 16)
+        assert sets.members[0, :, -1].sum(dim=1).eq(size).all()
+
+
+def test_heads_without_a_mechanism_stay_soft(model, inputs):
+    result = measure_mechanisms(model, inputs, threshold=0.0, progress=False)
+    assert {name for layer in result.mechanisms(0.0) for name in layer} == {"soft"}
+    assert replace_greedily(model, inputs, result, budget=1.0, progress=False).share == 0
+    assert {name for layer in result.mechanisms(1e9) for name in layer} == {"own_position"}
+    rules = result.rules(
+        [torch.zeros(23, h, 8, 8, dtype=torch.int64) for h in (2, 5)],
+        [torch.zeros(23, h, 8, dtype=torch.int64) for h in (2, 5)],
+    )
+    assert [len(layer) for layer in rules] == [1 + 2, 1 + 5]
+    assert all(isinstance(rule, MaxPosition) for layer in rules for rule in layer)
+
+
+def test_a_greedy_replacement_stays_within_its_budget(token_model, token_inputs):
+    result = measure_mechanisms(token_model, token_inputs, threshold=1e9, progress=False)
+    free = replace_greedily(token_model, token_inputs, result, budget=1e9, progress=False)
+    assert free.share == 1
+    half = replace_greedily(
+        token_model, token_inputs, result, budget=free.damage / 2, progress=False
+    )
+    assert half.damage <= free.damage / 2
+    assert 0 < half.share < 1
+
+
+def test_the_model_is_left_as_it_was_found(token_model, token_inputs):
+    model = token_model.train()
+    seen = []
+    model.add_hook("blocks.0.attn.hook_pattern", lambda pattern, hook: seen.append(0))
+    before = copy.deepcopy(model.state_dict())
+    measure_mechanisms(model, token_inputs, progress=False)
+    assert model.training
+    assert len(model.hook_dict["blocks.0.attn.hook_pattern"].fwd_hooks) == 1
+    assert all(before[name].equal(value) for name, value in model.state_dict().items())
+
+
+def test_the_result_is_saved_and_shown(model, inputs, tmp_path):
+    result = measure_mechanisms(model, inputs, progress=False)
+    result.save(tmp_path / "mechanisms")
+    loaded = type(result).load(tmp_path / "mechanisms")
+    assert loaded.mechanisms() == result.mechanisms()
+    frame = loaded.to_frame()
+    assert len(frame) == 7
+    assert list(frame.columns) == ["layer", "head", "mechanism", *IDEALS]
+    assert len(result.plot().data) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"metric": "mse"}, "metric is 'mse'"),
+        ({"metric": "loss", "read": (1,)}, "metric 'loss' is over all next tokens"),
+        ({"read": (9,)}, "read has position 9"),
+        ({"threshold": -1}, "threshold is -1"),
+        ({"k": 0}, "k is 0"),
+        ({"batch_size": 0}, "batch_size 0"),
+    ],
+)
+def test_bad_settings_are_named(token_model, token_inputs, settings, message):
+    with pytest.raises(InfoFlowError, match=message):
+        measure_mechanisms(token_model, token_inputs, progress=False, **settings)
+
+
+def test_bad_substitutions_are_named(token_model, model, inputs):
+    for heads, message in (
+        ({(2, 0): "global"}, "no head 0 in layer 2"),
+        ({(0, 4): "global"}, "no head 4 in layer 0"),
+        ({(0, 0): "hard"}, "ideal is 'hard'"),
+        ({(0, 0): "specific_position"}, "needs the mean patterns"),
+    ):
+        with pytest.raises(InfoFlowError, match=message), substituted(token_model, heads):
+            pass
+    with pytest.raises(InfoFlowError, match="compares distributions over tokens"):
+        measure_mechanisms(model, inputs, metric="kl", progress=False)
+    with pytest.raises(InfoFlowError, match="the same for all inputs"):
+        measure_mechanisms(model, inputs[:1].expand(4, -1, -1), progress=False)
+    with pytest.raises(InfoFlowError, match="no transformer blocks"):
+        measure_mechanisms(torch.nn.Linear(2, 2), inputs, progress=False)
+    with pytest.raises(InfoFlowError, match="budget is -1"):
+        replace_greedily(model, inputs, None, budget=-1)
+
+
+def test_bfloat16_models_can_be_asked(token_inputs):
+    model = make_token_model().to(torch.bfloat16, print_details=False)
+    result = measure_mechanisms(model, token_inputs, progress=False)
+    assert all(layer.isfinite().all() for layer in result.damage)
+
+
+@pytest.mark.parametrize("metric", ["kl", "loss"])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_padding_changes_nothing(batch_size, metric):
+    """The damage is the mean over tokens, so one run of each sequence adds up to it."""
+    model, lengths = make_token_model(), (9, 4, 6, 2)
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(17, (n,), generator=generator) for n in lengths]
+    found = measure_mechanisms(
+        model, sequences, metric=metric, batch_size=batch_size, progress=False
+    )
+    places = (2, 1, IDEALS.index("max_position"))
+    expected = n = 0.0
+    for sequence in sequences:
+        alone = measure_mechanisms(model, sequence[None], metric=metric, progress=False)
+        weight = len(sequence) - (metric == "loss")
+        expected += float(alone.damage[1][places[1], places[2]]) * weight
+        n += weight
+    assert float(found.damage[1][places[1], places[2]]) == pytest.approx(expected / n, rel=1e-4)
+    patterns = [
+        model.run_with_cache(sequence[None])[1]["blocks.1.attn.hook_pattern"][0, 2]
+        for sequence in sequences
+    ]
+    for query in range(9):
+        rows = [pattern[query] for pattern in patterns if len(pattern) > query]
+        mean = torch.stack([torch.nn.functional.pad(r, (0, 9 - len(r))) for r in rows]).mean(0)
+        torch.testing.assert_close(found.mean_patterns[1][2, query], mean, atol=1e-6, rtol=0)
+
+
+def test_the_last_token_of_each_sequence_can_be_read():
+    model = make_token_model()
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(17, (n,), generator=generator) for n in (9, 4, 6)]
+    found = measure_mechanisms(model, sequences, read=(-1,), progress=False)
+    alone = [
+        measure_mechanisms(model, s[None], read=(-1,), progress=False).damage[0][:, 1]
+        for s in sequences
+    ]
+    torch.testing.assert_close(found.damage[0][:, 1], torch.stack(alone).mean(0))
+
+
+def test_an_interrupted_measurement_goes_on(token_model, token_inputs):
+    whole = measure_mechanisms(token_model, token_inputs, batch_size=5, progress=False)
+    reached = []
+
+    def stop(progress):
+        reached.append(progress)
+        if len(reached) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_mechanisms(
+            token_model, token_inputs, batch_size=5, after_batch=stop, progress=False
+        )
+    assert reached[-1].n_done == 10
+    runs = []
+    token_model.add_hook("hook_embed", lambda activation, hook: runs.append(len(activation)))
+    resumed = measure_mechanisms(
+        token_model, token_inputs, batch_size=5, resume=reached[-1], progress=False
+    )
+    assert sum(runs) == 9  # each of the sequences that were missing, once; then from its layer on
+    for one, other in zip(resumed.damage, whole.damage, strict=True):
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gpt_neox", "gpt_oss"])
+def test_bridges_whose_patterns_can_be_edited(tmp_path, name):
+    """The damage of one replacement, by plain hooks on the bridge."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    zoo.save(name, tmp_path)
+    model = TransformerBridge.boot_transformers(str(tmp_path), device="cpu", dtype=torch.float32)
+    ids = torch.randint(20, (5, 8), generator=torch.Generator().manual_seed(0))
+    found = measure_mechanisms(model, ids, progress=False)
+    with torch.no_grad():
+        before = model(ids).double().log_softmax(-1)
+
+        def argmax(pattern, hook):
+            pattern = pattern.clone()
+            rows = pattern[:, 1]
+            one = torch.nn.functional.one_hot(rows.argmax(-1), rows.shape[-1])
+            pattern[:, 1] = one * rows.sum(-1, keepdim=True)
+            return pattern
+
+        with model.hooks(fwd_hooks=[("blocks.0.attn.hook_pattern", argmax)]):
+            after = model(ids).double().log_softmax(-1)
+    expected = float((before.exp() * (before - after)).sum(-1).mean())
+    place = IDEALS.index("max_position")
+    assert float(found.damage[0][1, place]) == pytest.approx(expected, rel=1e-3, abs=1e-9)
+    assert expected > 1e-9
+
+
+@pytest.mark.parametrize("name", ["opt", "bert", "gptj", "gpt_neo"])
+def test_bridges_whose_patterns_cannot_be_edited_are_refused(tmp_path, name):
+    from transformer_lens.model_bridge import TransformerBridge
+
+    zoo.save(name, tmp_path)
+    model = TransformerBridge.boot_transformers(str(tmp_path), device="cpu", dtype=torch.float32)
+    with pytest.raises(InfoFlowError, match="pattern of layer 0 do not reach the output"):
+        measure_mechanisms(model, torch.randint(20, (5, 8)), progress=False)

@@ -1,0 +1,561 @@
+"""Probes leave a model as they found it, and see exactly the passes that are complete."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from infoflow_lens import (
+    AttendedProbe,
+    InfoFlowError,
+    JacobianInfluence,
+    PositionsProbe,
+    RecoveryProbe,
+    attach,
+    probe_cache,
+    run_probes,
+)
+from infoflow_lens.hooks.probe import Split
+from infoflow_lens.models.host import build_model
+
+
+def all_probes():
+    return [PositionsProbe((1, 2)), RecoveryProbe((1, 2)), JacobianInfluence()]
+
+
+def snapshot(model):
+    return {
+        "hooks": {name: list(point.fwd_hooks) for name, point in model.hook_dict.items()},
+        "raw hooks": {name: len(point._forward_hooks) for name, point in model.hook_dict.items()},
+        "training": [module.training for module in model.modules()],
+        "requires_grad": [p.requires_grad for p in model.parameters()],
+        "grads": [p.grad if p.grad is None else p.grad.tolist() for p in model.parameters()],
+        "weights": [p.detach().clone() for p in model.parameters()],
+        "torch rng": torch.get_rng_state(),
+        "numpy rng": np.random.get_state()[1].tolist(),  # noqa: NPY002
+        "python rng": random.getstate(),
+        "grad mode": torch.is_grad_enabled(),
+        "context": model.context_level,
+    }
+
+
+def assert_same(before, after):
+    for name, value in before.items():
+        if name in ("weights", "torch rng"):
+            assert all(
+                a.equal(b) for a, b in zip(torch.atleast_1d(*value), torch.atleast_1d(*after[name]))
+            ), name
+        else:
+            assert value == after[name], name
+
+
+@pytest.fixture(params=["vector tokens", "token ids"])
+def case(request, model, inputs, token_model, token_inputs):
+    return (model, inputs) if request.param == "vector tokens" else (token_model, token_inputs)
+
+
+@pytest.mark.parametrize("training", [True, False])  # of the first block alone
+@pytest.mark.parametrize("make", [PositionsProbe, RecoveryProbe, JacobianInfluence])
+def test_the_model_is_left_as_it_was(case, make, training):
+    model, inputs = case
+    model.train(not training)
+    model.blocks[0].train(training)
+    model(inputs).square().mean().backward()
+    model.add_hook("blocks.0.hook_resid_post", lambda activation, hook: None)
+    model.blocks[0].attn.W_K.requires_grad_(False)
+    before = snapshot(model)
+    run_probes(model, inputs, [make()], progress=False)
+    assert_same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("make", [PositionsProbe, RecoveryProbe, JacobianInfluence])
+def test_the_model_is_left_as_it_was_when_the_probe_raises(case, make, monkeypatch):
+    model, inputs = case
+    probe = make()
+    before = snapshot(model)
+
+    def fail(*args):
+        raise RuntimeError("inside the probe")
+
+    monkeypatch.setattr(probe, "_update", fail)
+    with pytest.raises(RuntimeError, match="inside the probe"):
+        run_probes(model, inputs, [probe], progress=False)
+    assert_same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("make", [PositionsProbe, RecoveryProbe, JacobianInfluence])
+def test_the_model_is_left_as_it_was_when_the_model_raises(case, make, monkeypatch):
+    model, inputs = case
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("inside the model")
+
+    before = snapshot(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.blocks[1].attn, "forward", fail)
+        with pytest.raises(RuntimeError, match="inside the model"):
+            run_probes(model, inputs, [make()], progress=False)
+    assert_same(before, snapshot(model))
+
+
+def test_outputs_are_unchanged_while_probes_are_attached(case):
+    model, inputs = case
+    alone = model(inputs)
+    with attach(model, *all_probes()):
+        observed = model(inputs)
+    assert observed.equal(alone)
+
+
+def test_gradients_flow_through_a_probed_pass(model, inputs):
+    with attach(model, *all_probes()):
+        model(inputs).square().mean().backward()
+    probed = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    model(inputs).square().mean().backward()
+    alone = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(a.equal(b) for a, b in zip(probed, alone, strict=True))
+
+
+def test_hooks_of_the_user_run_once_a_pass_and_survive(model, inputs):
+    seen = []
+    model.add_hook("blocks.0.hook_resid_post", lambda activation, hook: seen.append(1))
+    run_probes(model, inputs, [PositionsProbe(), RecoveryProbe()], batch_size=10, progress=False)
+    assert len(seen) == 3
+    model(inputs)
+    assert len(seen) == 4
+
+
+def test_an_intervention_of_the_user_is_part_of_what_is_probed(model, inputs):
+    """Zeroing what layer 0 attends to leaves the sources only their own residual stream."""
+
+    def ablate(activation, hook):
+        return torch.zeros_like(activation)
+
+    hooks = [("blocks.0.attn.hook_z", ablate)]
+    probe = JacobianInfluence(through_hooks=True)
+    with model.hooks(fwd_hooks=hooks):
+        (result,) = run_probes(model, inputs[:3], [probe], progress=False)
+    off_diagonal = result.influence[0, :, :7] * (1 - torch.eye(7))
+    assert off_diagonal.abs().max() == 0
+
+
+def test_an_intervention_is_refused_unless_it_takes_part(model, inputs):
+    """Positions see it; a derivative that leaves it out would be of another model."""
+    hooks = [("blocks.0.attn.hook_z", lambda activation, hook: activation * 2)]
+    with (
+        model.hooks(fwd_hooks=hooks),
+        pytest.raises(InfoFlowError, match="through_hooks=True"),
+    ):
+        run_probes(model, inputs, [JacobianInfluence()], progress=False)
+
+
+def test_an_intervention_at_the_tokens_is_refused(model, inputs):
+    """Influence would be that of the changed tokens, not of the input."""
+    with (
+        model.hooks(fwd_hooks=[("hook_tokens", lambda tokens, hook: tokens * 2)]),
+        pytest.raises(InfoFlowError, match="make the change in the inputs"),
+    ):
+        run_probes(model, inputs, [JacobianInfluence()], progress=False)
+
+
+def test_what_the_user_stores_keeps_its_gradient(model, inputs):
+    """Passes of the probe's own must not overwrite what a user's hook has stashed."""
+
+    def loss():
+        stored, calls = {}, []
+
+        def stash(activation, hook):
+            stored["state"] = activation
+            calls.append(1)
+
+        with model.hooks(fwd_hooks=[("blocks.0.hook_resid_post", stash)]):
+            output = model(inputs[:4])
+        return output.square().mean() + stored["state"].square().mean(), calls
+
+    expected, _ = loss()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(expected, parameters, allow_unused=True)
+    with attach(model, JacobianInfluence()):
+        probed, calls = loss()
+    assert calls == [1]
+    for mine, theirs in zip(
+        torch.autograd.grad(probed, parameters, allow_unused=True), gradients, strict=True
+    ):
+        assert (mine is None and theirs is None) or mine.equal(theirs)
+
+
+def test_a_cache_made_under_a_probe_is_an_ordinary_one(model, inputs):
+    with attach(model, JacobianInfluence()):
+        _, cache = model.run_with_cache(inputs)
+    _, expected = model.run_with_cache(inputs)
+    for name, value in expected.items():
+        assert cache[name].cpu().numpy().tobytes() == value.numpy().tobytes(), name
+
+
+def test_own_loop_equals_run_probes(model, inputs):
+    positions, recovery, influence = all_probes()
+    with attach(model, positions, recovery, influence) as probes:
+        for batch in inputs.split(4):
+            model(batch)
+    by_loop = probes.results()
+    by_call = run_probes(model, inputs, all_probes(), batch_size=9, progress=False)
+    assert by_loop[0].positions[1].equal(by_call[0].positions[1])
+    torch.testing.assert_close(by_loop[1].fvu[1], by_call[1].fvu[1], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(by_loop[2].influence, by_call[2].influence)
+
+
+def test_plain_hooks_for_run_with_hooks(model, inputs):
+    probe = PositionsProbe()
+    model.run_with_hooks(inputs, fwd_hooks=probe.fwd_hooks(model))
+    (expected,) = run_probes(model, inputs, [PositionsProbe()], progress=False)
+    assert probe.result().positions[0].equal(expected.positions[0])
+
+
+def test_fitting_and_evaluating_by_hand(model, inputs):
+    with attach(model, RecoveryProbe()) as probes:
+        with probes.fitting():
+            model(inputs[:15])
+        with probes.evaluating():
+            model(inputs[15:])
+    (expected,) = run_probes(
+        model, inputs[:15], [RecoveryProbe()], eval_inputs=inputs[15:], progress=False
+    )
+    assert probes[0].result().n_fit == expected.n_fit == (15 * 7, 15 * 7)
+    assert probes[0].result().fvu[0].equal(expected.fvu[0])
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 3, 4), (10,), (5, 5)])
+def test_the_split_depends_on_the_index_alone(sizes):
+    split, first, parts = Split(every=3), 0, []
+    for size in sizes:
+        parts.append(split.held_out(first, size))
+        first += size
+    assert torch.cat(parts).nonzero().flatten().tolist() == [2, 5, 8]
+
+
+def test_a_pass_that_ends_early_is_left_out_and_said(model, inputs):
+    with attach(model, PositionsProbe()) as probes:
+        model(inputs[:3], stop_at_layer=1)
+        model(inputs[3:7])
+    result = probes[0].result()
+    assert len(result.positions[0]) == 4
+    assert "1 incomplete forward pass" in result.notes[0]
+    assert "blocks.1.attn.hook_attn_scores" in result.notes[0]
+
+
+def test_only_partial_passes_name_the_hook_that_never_fired(model, inputs):
+    with attach(model, PositionsProbe()) as probes:
+        model(inputs, stop_at_layer=1)
+        model(inputs, stop_at_layer=1)
+    with pytest.raises(InfoFlowError, match=r"blocks\.1\.attn\.hook_attn_scores never fired"):
+        probes[0].result()
+
+
+def test_one_partial_pass_is_no_silence(model, inputs):
+    with attach(model, PositionsProbe()) as probes:
+        model(inputs, stop_at_layer=1)
+    with pytest.raises(InfoFlowError, match=r"blocks\.1\.attn\.hook_attn_scores never fired"):
+        probes[0].result()
+
+
+def test_no_pass_at_all(model):
+    with attach(model, PositionsProbe()) as probes:
+        pass
+    with pytest.raises(InfoFlowError, match="has measured nothing"):
+        probes.results()
+
+
+@pytest.mark.parametrize("name", ["blocks.0.hook_resid_pre", "blocks.1.hook_resid_post"])
+def test_interrupted_probing_keeps_the_finished_batches(model, inputs, name):
+    """Wherever in the third batch it happens, all probes have the same two."""
+    calls = []
+
+    def interrupt(activation, hook):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    model.add_hook(name, interrupt)
+    probes = [PositionsProbe(), RecoveryProbe()]
+    with pytest.raises(KeyboardInterrupt):
+        run_probes(model, inputs, probes, batch_size=5, progress=False)
+    model.reset_hooks()
+    (expected,) = run_probes(model, inputs[:10], [RecoveryProbe()], progress=False)
+    assert len(probes[0].result().positions[0]) == 10
+    torch.testing.assert_close(probes[1].result().fvu[0], expected.fvu[0])
+
+
+def test_parts_of_different_passes_are_not_stitched_together(model, inputs):
+    middle = model(inputs[10:], stop_at_layer=1)
+    with attach(model, PositionsProbe()) as probes:
+        model(inputs[:10], stop_at_layer=1)
+        model(middle, start_at_layer=1)
+    with pytest.raises(InfoFlowError, match="never fired"):
+        probes.results()
+
+
+def test_a_probe_counts_every_sequence_once(model, inputs):
+    probe = PositionsProbe()
+    with pytest.raises(InfoFlowError, match="attached twice"):
+        run_probes(model, inputs, [probe, probe], progress=False)
+    with (
+        attach(model, probe),
+        pytest.raises(InfoFlowError, match="attached twice"),
+        attach(model, probe),
+    ):
+        pass
+    run_probes(model, inputs, [probe], progress=False)
+    with pytest.raises(InfoFlowError, match="into itself"):
+        probe.merge(probe)
+    with pytest.raises(InfoFlowError, match="expected a list of probes"):
+        run_probes(model, inputs, probe, progress=False)
+
+
+def test_attaching_inside_attaching(model, inputs):
+    with attach(model, PositionsProbe()) as outer:
+        model(inputs[:5])
+        with attach(model, PositionsProbe(), JacobianInfluence()) as inner:
+            model(inputs[5:9])
+        model(inputs[9:])
+    assert "forward" not in model.__dict__
+    assert [probe.n_sequences for probe in (*outer, *inner)] == [23, 4, 4]
+    (expected,) = run_probes(model, inputs, [PositionsProbe()], progress=False)
+    assert outer[0].result().positions[1].equal(expected.positions[1])
+
+
+def test_hooks_that_the_user_took_away_are_missed(model, inputs):
+    with attach(model, PositionsProbe()) as probes:
+        model(inputs[:5])
+        model.reset_hooks(level=model.context_level)
+        model(inputs[5:])
+    assert "1 incomplete forward pass" in probes[0].result().notes[0]
+
+
+def test_inference_mode_and_ordinary_passes_add_up(model, inputs):
+    with attach(model, RecoveryProbe(), PositionsProbe()) as probes:
+        with torch.inference_mode():
+            model(inputs[:10])
+        model(inputs[10:])
+    expected, _ = run_probes(model, inputs, [RecoveryProbe(), PositionsProbe()], progress=False)
+    torch.testing.assert_close(probes[0].result().fvu[1], expected.fvu[1])
+
+
+def test_an_empty_batch_is_no_pass(model, inputs, token_model, token_inputs):
+    with attach(token_model, *all_probes()) as probes, torch.no_grad():
+        token_model(token_inputs[:0])
+        token_model(token_inputs)
+    assert all(probe.n_sequences == 19 for probe in probes)
+
+
+def test_cached_keys_are_refused(token_model, token_inputs):
+    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+    cache = TransformerLensKeyValueCache.init_cache(token_model.cfg, "cpu", 19)
+    with attach(token_model, RecoveryProbe()):
+        whole = torch.ones_like(token_inputs)
+        token_model(token_inputs[:, :4], past_kv_cache=cache, attention_mask=whole[:, :4])
+        with pytest.raises(InfoFlowError, match="without past_kv_cache"):
+            token_model(token_inputs[:, 4:], past_kv_cache=cache, attention_mask=whole[:, 4:])
+
+
+def test_a_model_without_the_needed_hook(model, inputs):
+    del model.hook_dict["blocks.1.attn.hook_attn_scores"]
+    with pytest.raises(InfoFlowError, match=r"no hook point 'blocks\.1\.attn\.hook_attn_scores'"):
+        run_probes(model, inputs, [PositionsProbe()], progress=False)
+
+
+def test_a_model_from_elsewhere(inputs):
+    with pytest.raises(InfoFlowError, match="expected a TransformerLens model"):
+        run_probes(torch.nn.Linear(3, 3), inputs, [PositionsProbe()], progress=False)
+
+
+def test_nan_inside_the_model_is_named(model, inputs):
+    with torch.no_grad():
+        model.blocks[1].attn.W_Q[0, 0, 0] = torch.nan
+    for probe in (PositionsProbe(), RecoveryProbe()):
+        with pytest.raises(InfoFlowError, match=r"blocks\.1\.attn\.hook_attn_scores holds NaN"):
+            run_probes(model, inputs, [probe], progress=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x[:0], "at least one sequence"),
+        (lambda x: x[..., :2], "dimension 2, the model expects d_token 3"),
+        (lambda x: x[:, :5], "sequences have 5 tokens"),
+        (lambda x: x.double(), r"convert with x\.to\(torch\.float32\)"),
+        (lambda x: x[0, 0], "expected a tensor, vector tokens"),
+        (lambda x: 7, "inputs is int"),
+        (lambda x: x.masked_fill(x == x[7, 1, 2], torch.nan), "first in sequence 7"),
+        (lambda x: x.masked_fill(x == x[7, 1, 2], torch.inf), "NaN or infinite tokens"),
+    ],
+)
+def test_bad_inputs_are_named_before_the_model_runs(model, inputs, change, message):
+    probe = PositionsProbe()
+    with pytest.raises(InfoFlowError, match=message):
+        run_probes(model, change(inputs), [probe], progress=False)
+    with pytest.raises(InfoFlowError, match=message.replace("inputs is", "eval_inputs is")):
+        run_probes(model, inputs, [probe], eval_inputs=change(inputs), progress=False)
+    assert probe.n_sequences == 0
+
+
+def test_bad_token_ids_are_named(token_model, token_inputs):
+    with pytest.raises(InfoFlowError, match="reads token ids"):
+        run_probes(token_model, token_inputs.float(), [PositionsProbe()], progress=False)
+    with pytest.raises(InfoFlowError, match="reads token ids"):
+        run_probes(token_model, token_inputs[:, :, None], [PositionsProbe()], progress=False)
+    for wrong in (-100, 17):
+        ids = token_inputs.clone()
+        ids[3, 3] = wrong
+        with pytest.raises(InfoFlowError, match=r"expected 0 to d_vocab - 1 \(16\)"):
+            run_probes(token_model, ids, [PositionsProbe()], progress=False)
+    long = token_inputs.repeat(1, 2)
+    with pytest.raises(InfoFlowError, match="at most n_ctx 9"):
+        run_probes(token_model, long, [PositionsProbe()], progress=False)
+
+
+def test_ranks_that_no_query_has_are_undefined_and_said(model, inputs):
+    """CLS is a position but no key, so one rank fewer than positions is defined."""
+    with attach(model, PositionsProbe((1, 8))) as probes:
+        model(inputs)
+    (found,) = probes.results()
+    assert (found.positions[0][..., 1] == -1).all()
+    assert found.notes == tuple(f"layer {i}: no query has a key of rank 8" for i in (0, 1))
+    with pytest.raises(InfoFlowError, match="rank 8 is beyond the number of keys"):
+        run_probes(model, inputs, [PositionsProbe((8,))], progress=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"batch_size": 0}, "batch_size is 0"), ({"eval_every": 1}, "eval_every is 1")],
+)
+def test_bad_settings_are_named(model, inputs, arguments, message):
+    with pytest.raises(InfoFlowError, match=message):
+        run_probes(model, inputs, [PositionsProbe()], progress=False, **arguments)
+
+
+def test_no_probes(model):
+    with pytest.raises(InfoFlowError, match="no probes"), attach(model):
+        pass
+
+
+def test_a_probe_belongs_to_one_model(architecture, model, inputs):
+    probe = PositionsProbe()
+    run_probes(model, inputs, [probe], progress=False)
+    other = build_model(architecture, seed=6)
+    with pytest.raises(InfoFlowError, match="use a new probe for each model"):
+        run_probes(other, inputs, [probe], progress=False)
+
+
+def test_only_like_probes_merge(model, inputs):
+    first, second = PositionsProbe((1,)), PositionsProbe((2,))
+    with pytest.raises(InfoFlowError, match="cannot merge"):
+        first.merge(second)
+
+
+def test_merging_appends_sequences(model, inputs):
+    first, second = PositionsProbe(), PositionsProbe()
+    run_probes(model, inputs[:9], [first], progress=False)
+    run_probes(model, inputs[9:], [second], progress=False)
+    (whole,) = run_probes(model, inputs, [PositionsProbe()], progress=False)
+    assert first.merge(second).result().positions[1].equal(whole.positions[1])
+    assert PositionsProbe().merge(first).result().positions[1].equal(whole.positions[1])
+
+
+def test_a_cache_that_one_has_gives_the_same(case):
+    model, inputs = case
+    expected = run_probes(model, inputs, all_probes(), progress=False)
+    model.eval()
+    probes, found = all_probes(), ()
+    for batch in inputs.split(10):
+        _, cache = model.run_with_cache(batch)
+        found = probe_cache(model, cache, probes, tokens=batch)
+    for one, other in zip(found, expected, strict=True):
+        assert one.to_frame().round(5).equals(other.to_frame().round(5))
+
+
+def test_a_cache_that_lacks_something_is_refused(token_model, token_inputs):
+    _, cache = token_model.run_with_cache(token_inputs, names_filter="blocks.0.attn.hook_pattern")
+    with pytest.raises(InfoFlowError, match=r"lacks blocks\.0\.attn\.hook_attn_scores, blocks\.1"):
+        probe_cache(token_model, cache, [PositionsProbe()])
+    _, cache = token_model.run_with_cache(token_inputs[:1], remove_batch_dim=True)
+    with pytest.raises(InfoFlowError, match="has no batch axis"):
+        probe_cache(token_model, cache, [PositionsProbe()])
+
+
+def test_a_pass_ends_when_all_is_seen(model, inputs, monkeypatch):
+    """The MLP of the last layer is never run, unless a hook of the user's could look at it."""
+    ran = []
+    original = model.blocks[1].mlp.forward
+    monkeypatch.setattr(
+        model.blocks[1].mlp, "forward", lambda x: (ran.append(len(x)), original(x))[1]
+    )
+    probes = [PositionsProbe(), RecoveryProbe()]
+    expected = run_probes(model, inputs, probes, batch_size=10, progress=False)
+    assert ran == []
+    seen = []
+    with model.hooks(fwd_hooks=[("blocks.1.hook_resid_post", lambda a, hook: seen.append(1))]):
+        found = run_probes(
+            model, inputs, [PositionsProbe(), RecoveryProbe()], batch_size=10, progress=False
+        )
+    assert len(ran) == len(seen) == 3
+    for one, other in zip(found, expected, strict=True):
+        assert one.to_frame().equals(other.to_frame())
+    with attach(model, PositionsProbe()):
+        assert model(inputs).shape == (23, 1)  # the user's own call is never cut short
+
+
+@pytest.mark.parametrize("make", [PositionsProbe, AttendedProbe])
+def test_generation_with_a_cache_is_refused(token_model, token_inputs, make):
+    with attach(token_model, make()), pytest.raises(InfoFlowError, match="without past_kv_cache"):
+        token_model.generate(
+            token_inputs[:2, :4], max_new_tokens=3, verbose=False, stop_at_eos=False
+        )
+
+
+@pytest.mark.parametrize("source_layer", [None, 1])
+def test_an_edit_where_sources_enter_is_refused_and_looking_is_not(
+    token_model, token_inputs, source_layer
+):
+    point = f"blocks.{source_layer or 0}.hook_resid_pre"
+    make = lambda **more: JacobianInfluence(source_layer=source_layer, **more)  # noqa: E731
+    (plain,) = run_probes(token_model, token_inputs[:3], [make()], progress=False)
+
+    def cut(activation, hook):
+        activation = activation.clone()
+        activation[:, 3] = 0
+        return activation
+
+    with (
+        token_model.hooks(fwd_hooks=[(point, cut)]),
+        pytest.raises(InfoFlowError, match="where the sources enter"),
+    ):
+        run_probes(token_model, token_inputs[:3], [make()], progress=False)
+    with token_model.hooks(fwd_hooks=[(point, cut)]):
+        (through,) = run_probes(
+            token_model, token_inputs[:3], [make(through_hooks=True)], progress=False
+        )
+    assert (through.influence[..., 3] == 0).all()
+    with token_model.hooks(fwd_hooks=[(point, lambda activation, hook: None)]):
+        (looked_at,) = run_probes(token_model, token_inputs[:3], [make()], progress=False)
+    assert looked_at.influence.equal(plain.influence)
+
+
+def test_a_state_of_other_settings_is_refused(token_model, token_inputs):
+    probe = PositionsProbe((2,))
+    run_probes(token_model, token_inputs, [probe], progress=False)
+    with pytest.raises(InfoFlowError, match=r"cannot go on from a state of .*'ranks': \[2\]"):
+        PositionsProbe((1,)).load_state(probe.state())
+    again = PositionsProbe((2,))
+    again.load_state(probe.state())
+    assert again.n_sequences == 19
+
+
+def test_tokens_and_masks_must_be_those_of_the_cache(token_model, token_inputs):
+    _, cache = token_model.run_with_cache(token_inputs)
+    for wrong in (token_inputs[:, :5], token_inputs[:5]):
+        with pytest.raises(InfoFlowError, match="tokens has shape"):
+            probe_cache(token_model, cache, [PositionsProbe()], tokens=wrong)
+    with pytest.raises(InfoFlowError, match="attention_mask has shape"):
+        probe_cache(token_model, cache, [PositionsProbe()], attention_mask=torch.ones(19, 8))

@@ -1,0 +1,335 @@
+"""A probe run on any model: whole, resumed, refused, and the same as the probes alone."""
+
+import json
+import warnings
+
+import datasets
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infoflow_lens import (
+    InfoFlowError,
+    JacobianInfluence,
+    PositionsProbe,
+    RecoveryProbe,
+    build_construction,
+    compare,
+    load_any,
+    measure_mechanisms,
+    propagate,
+    run_probes,
+    save_model,
+)
+from infoflow_lens.foundation.errors import InfoFlowWarning
+from infoflow_lens.probing import run as probing
+from infoflow_lens.probing.data import read_data
+from infoflow_lens.probing.run import ProbingConfig, run_probing
+from tests.reference import zoo
+
+TEXTS = [" ".join(f"w{(7 * i + j) % 30 + 4}" for j in range(4 + i % 5)) for i in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def few_rows():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InfoFlowWarning)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gpt2")
+    zoo.save("gpt2", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "texts.txt"
+    path.write_text("\n\n".join(TEXTS))
+    return path
+
+
+@pytest.fixture
+def config(folder, texts):
+    return ProbingConfig(str(folder), str(texts), ranks=(1, 2), batch_size=4, n_detail=3)
+
+
+def run(out, config, **arguments):
+    return run_probing(out, config, progress=False, **arguments)
+
+
+def test_a_run_gives_what_the_probes_give(tmp_path, config, folder):
+    found = run(tmp_path / "out", config)
+    model = load_any(str(folder)).model
+    ids = [model.to_tokens(text)[0] for text in TEXTS]
+    positions, recovery = run_probes(
+        model, ids, [PositionsProbe((1, 2), spread=True), RecoveryProbe((1, 2))], progress=False
+    )
+    mechanisms = measure_mechanisms(model, ids[:3], progress=False)
+    chosen, influence = run_probes(
+        model, ids[:3], [PositionsProbe((1, 2)), JacobianInfluence("resid_post")], progress=False
+    )
+    assert found.positions.to_frame().round(4).equals(positions.to_frame().round(4))
+    pd.testing.assert_frame_equal(found.recovery.to_frame(), recovery.to_frame(), rtol=1e-3)
+    pd.testing.assert_frame_equal(
+        found.mechanisms.to_frame(), mechanisms.to_frame(), rtol=1e-3, atol=1e-6
+    )
+    expected = compare(propagate(chosen.argmax), influence)
+    assert found.agreement["argmax"].cls.auroc == pytest.approx(expected.cls.auroc)
+    assert set(found.agreement) == {"argmax", "mechanisms"}
+
+
+def test_a_run_writes_tables_tensors_record_and_report(tmp_path, config):
+    found = run(tmp_path, config)
+    for name in ("positions", "recovery", "influence", "mechanisms"):
+        assert (tmp_path / f"{name}.safetensors").is_file()
+        assert len(pd.read_csv(tmp_path / f"{name}.csv")) > 0
+    table = pd.read_csv(tmp_path / "agreement.csv")
+    last = table[(table["states"] == "cls") & (table["rule"] == "argmax")]
+    assert float(last["influence_inside"].iloc[0]) == pytest.approx(
+        found.agreement["argmax"].cls.influence_inside
+    )
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["config"]["ranks"] == [1, 2]
+    assert record["model_fingerprint"] == found.record.model_fingerprint
+    saved = load_file(tmp_path / "inputs.safetensors")
+    assert saved["lengths"].tolist() == [5 + i % 5 for i in range(20)]  # with BOS
+    page = (tmp_path / "report.html").read_text()
+    assert (
+        "http://"
+        not in page.replace("http://www.w3.org", "").split("<main>")[1].split("<script>")[0]
+    )
+    assert "max_position" in page
+    assert "w11" in page
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("part", ["states", "mechanisms"])
+def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypatch, part):
+    whole = run(tmp_path / "whole", config)
+    model = load_any(config.model).model
+    seen, original = [], type(model).forward
+
+    def counted(stop_after):
+        def forward(self, given, *args, **kwargs):
+            if len(given) == 4 or part == "mechanisms":
+                seen.append(len(given))
+                if stop_after is not None and len(seen) > stop_after:
+                    raise KeyboardInterrupt
+            return original(self, given, *args, **kwargs)
+
+        return forward
+
+    changes = {"probes": ("positions", "recovery")}
+    if part == "mechanisms":
+        changes = {"probes": (part,), "batch_size": 1}
+    only = ProbingConfig(**{**vars(config), **changes})
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", counted(2 if part == "states" else 80))
+        with pytest.raises(KeyboardInterrupt):
+            run(out, only)
+        done = len(seen)
+        patch.setattr(type(model), "forward", counted(None))
+        seen.clear()
+        found = run(out, only)
+    if part == "states":
+        assert done == 3
+        assert len(seen) == 3  # of five batches, two were finished
+        assert found.positions.to_frame().equals(whole.positions.to_frame())
+        pd.testing.assert_frame_equal(
+            found.recovery.to_frame(), whole.recovery.to_frame(), rtol=1e-6
+        )
+    else:
+        assert 80 < len(seen) < 120  # of three sequences with 40 replacements, one was finished
+        pd.testing.assert_frame_equal(
+            found.mechanisms.to_frame(), whole.mechanisms.to_frame(), rtol=1e-3, atol=1e-7
+        )
+    with monkeypatch.context() as patch:  # all is finished: nothing is run but the inspection
+        patch.setattr(probing, "run_probes", None)
+        patch.setattr(probing, "measure_mechanisms", None)
+        run(out, only)
+
+
+def test_a_folder_of_other_settings_is_refused(tmp_path, config, texts):
+    only = ProbingConfig(**{**vars(config), "probes": ("positions",)})
+    run(tmp_path, only)
+    with pytest.raises(InfoFlowError, match=r"other settings \(ranks \[1, 2\] -> \[1\]\)"):
+        run(tmp_path, ProbingConfig(**{**vars(only), "ranks": (1,)}))
+
+
+def test_changed_data_are_refused(tmp_path, config):
+    data = tmp_path / "data.txt"
+    data.write_text("w5 w6 w7\nw8 w9\n")
+    only = ProbingConfig(**{**vars(config), "probes": ("positions",), "data": str(data)})
+    run(tmp_path / "out", only)
+    data.write_text("w5 w6 w7\nw8 w10\n")
+    with pytest.raises(InfoFlowError, match="the data have changed"):
+        run(tmp_path / "out", only)
+
+
+def test_finished_parts_stay_when_a_later_one_fails(tmp_path, config, monkeypatch):
+    def fail(*args, **kwargs):
+        raise InfoFlowError("mechanisms fail")
+
+    monkeypatch.setattr(probing, "measure_mechanisms", fail)
+    with pytest.raises(InfoFlowError, match="mechanisms fail"):
+        run(tmp_path, config)
+    assert (tmp_path / "positions.safetensors").is_file()
+    assert (tmp_path / "influence.json").is_file()
+
+
+def test_a_model_of_ours_on_its_task(tmp_path):
+    model, _ = build_construction("d_retrieval", n_tokens=6)
+    save_model(model, tmp_path / "model")
+    found = run(
+        tmp_path / "out",
+        ProbingConfig(str(tmp_path / "model"), "d_retrieval", n=40, n_detail=20, ranks=(1, 2)),
+    )
+    assert found.agreement["argmax"].cls.influence_inside > 0.95
+    assert found.mechanisms.metric == "nmse"
+    assert found.texts[0] == tuple("012345")
+
+
+@pytest.mark.parametrize("kind", ["exact", "estimate", "resample"])
+def test_every_kind_of_influence(tmp_path, config, kind):
+    found = run(
+        tmp_path, ProbingConfig(**{**vars(config), "probes": ("influence",), "influence": kind})
+    )
+    rows = (found.influence.positions >= 0).sum(dim=1).tolist()
+    assert rows == ([1, 1, 1] if kind == "estimate" else [5, 6, 7])
+    assert 0 <= found.agreement["argmax"].cls.influence_inside <= 1
+
+
+def rows(path):
+    ids = [[5, 6, 7], [8, 9]]
+    return pd.DataFrame({"input_ids": ids, "text": ["w5 w6 w7", "w8 w9"]})
+
+
+def write(path, kind):
+    table = rows(path)
+    if kind == "jsonl":
+        table.to_json(path, orient="records", lines=True)
+    elif kind == "json":
+        table.to_json(path, orient="records")
+    elif kind == "csv":
+        table[["text"]].to_csv(path, index=False)
+    elif kind == "parquet":
+        table.to_parquet(path)
+    elif kind == "txt":
+        path.write_text("w5 w6 w7\n\nw8 w9\n")
+    elif kind == "pt":
+        torch.save(torch.tensor([[5, 6, 7], [8, 9, 9]]), path)
+    elif kind == "safetensors":
+        save_file({"ids": torch.tensor([[5, 6, 7], [8, 9, 9]])}, path)
+    else:
+        datasets.Dataset.from_pandas(table).save_to_disk(path)
+
+
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "json", "csv", "parquet", "txt", "pt", "safetensors", "folder"]
+)
+def test_data_of_every_kind(tmp_path, folder, kind):
+    path = tmp_path / (kind if kind == "folder" else f"data.{kind}")
+    write(path, kind)
+    model = load_any(str(folder)).model
+    found = read_data(model, str(path)).whole()
+    bos = [model.tokenizer.bos_token_id] if kind in ("csv", "txt") else []
+    assert found.tokens[0].tolist()[: 3 + len(bos)] == [*bos, 5, 6, 7]
+    assert read_data(model, str(path), n=1).n_sequences == 1
+
+
+def test_repeated_random_tokens(folder):
+    model = load_any(str(folder)).model
+    ids = read_data(model, "repeated", n=5, max_length=11).whole().tokens
+    assert ids.shape == (5, 11)
+    assert (ids[:, 0] == model.tokenizer.bos_token_id).all()
+    assert ids[:, 1:6].equal(ids[:, 6:])
+    assert all(len(set(row.tolist())) == 5 for row in ids[:, 1:6])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("", "data is empty"),
+        ("missing.txt", "there is no file"),
+        ("repeatd", "did you mean 'repeated'"),
+        ("d_retrieval", "has vector tokens"),
+    ],
+)
+def test_data_that_are_not_there(folder, data, message, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InfoFlowError, match=message):
+        read_data(load_any(str(folder)).model, data)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"probes": ("position",)}, "did you mean 'positions'"),
+        ({"probes": ()}, "expected different ones"),
+        ({"influence": "exactly"}, "did you mean 'exact'"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"ranks": (0,)}, "ranks are"),
+        ({"ranks": (2, 3)}, "expected 1 to some K"),
+        ({"without": (-1,)}, "without is"),
+        ({"metric": "mse"}, "did you mean 'nmse'"),
+        ({"sketch": -1}, "sketch is -1"),
+        ({"threshold": float("nan")}, "threshold is nan"),
+    ],
+)
+def test_bad_settings_are_named(config, change, message):
+    with pytest.raises(InfoFlowError, match=message):
+        ProbingConfig(**{**vars(config), **change})
+
+
+def test_what_a_model_cannot_give_is_refused_before_work_starts(tmp_path, config):
+    zoo.save("opt", tmp_path / "opt")
+    asked = ProbingConfig(**{**vars(config), "model": str(tmp_path / "opt")})
+    everything = ProbingConfig(**{**vars(asked), "probes": probing.PROBES})
+    with pytest.raises(InfoFlowError, match=r"mechanisms cannot be measured in layers 0, 1"):
+        run(tmp_path / "out", everything)
+    assert list((tmp_path / "out").iterdir()) == []
+    said = []
+    found = run(tmp_path / "out", asked, say=said.append)  # all that it can give
+    assert any(line.startswith("left out: mechanisms cannot be measured") for line in said)
+    assert found.mechanisms is None
+    assert found.agreement["argmax"].cls.influence_inside > 0
+
+
+def test_donors_are_other_sequences_where_there_are_any(tmp_path, config):
+    """Of texts of different lengths, tokens come from those that are not measured."""
+    asked = ProbingConfig(
+        **{**vars(config), "probes": ("influence",), "influence": "resample", "n_detail": 2}
+    )
+    found = run(tmp_path / "out", asked)
+    assert found.influence.record.config["n_donors"] == 8
+    last = found.influence.influence[-1, 0, -2, : int(found.influence.lengths[0])]
+    assert (last[:-1] > 0).any()
+
+
+def test_one_sequence_has_no_donor(tmp_path, config):
+    data = tmp_path / "one.txt"
+    data.write_text("w5 w6 w7")
+    asked = ProbingConfig(
+        **{**vars(config), "probes": ("positions", "influence"), "influence": "resample",
+           "data": str(data)}
+    )  # fmt: skip
+    with pytest.raises(InfoFlowError, match="only one has a token 0"):
+        run(tmp_path / "out", asked)
+    assert not list((tmp_path / "out").glob("positions*"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "is empty"), (b"\xff\xfe\x00w", "cannot be read .*UTF-8"), (b"\n\n", "holds no rows")],
+)
+def test_files_that_cannot_be_read(tmp_path, folder, content, message):
+    path = tmp_path / "data.txt"
+    path.write_bytes(content)
+    with pytest.raises(InfoFlowError, match=message):
+        read_data(load_any(str(folder)).model, str(path))
