@@ -14,10 +14,11 @@ from infoflow_lens.hooks.mechanisms.measure import (
 from infoflow_lens.hooks.model.capabilities import (
     LayerCapabilities,
     ModelCapabilities,
-    example_input,
     inspect_model,
 )
+from infoflow_lens.hooks.model.inputs import example_input
 from infoflow_lens.hooks.passes.attach import AttachedProbes, attach, probe_cache, run_probes
+from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.positions import PositionsProbe, PositionsResult
 from infoflow_lens.hooks.probe import Probe, Split
 from infoflow_lens.hooks.recovery.probe import RecoveryProbe, RecoveryResult
@@ -33,6 +34,8 @@ __all__ = [
     "LayerCapabilities",
     "MechanismsResult",
     "ModelCapabilities",
+    "Needs",
+    "Pass",
     "PositionsProbe",
     "PositionsResult",
     "Probe",

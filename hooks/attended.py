@@ -9,8 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.model.points import check_finite, check_whole, layer_count, pattern_hook
-from infoflow_lens.hooks.passes.view import Pass, padded_together
+from infoflow_lens.hooks.passes.view import Needs, Pass, padded_together
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
 
@@ -88,40 +87,50 @@ class AttendedProbe(Probe[AttendedResult]):
 
     def __init__(self, share: float = 0.01) -> None:
         super().__init__()
-        if not 0 <= share <= 1:
+        if isinstance(share, bool) or not 0 <= share <= 1:
             raise InfoFlowError(
                 f"share is {share}: expected a share of the row's largest weight, 0 to 1"
             )
         self.share = share
-        self._attended: list[list[Tensor]] = []
+        self._batches: list[list[Tensor]] = []
 
     def config(self) -> Mapping[str, Any]:
         """The settings, as JSON-compatible values."""
         return {"share": self.share}
 
-    def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
-        return tuple(pattern_hook(model, layer) for layer in range(layer_count(model)))
+    def needs(self, model: nn.Module) -> Needs:
+        """Patterns."""
+        return Needs.of(model, pattern=True)
 
-    def _update(self, model: nn.Module, seen: Pass) -> None:
+    def update(self, seen: Pass) -> None:
+        """Mark the keys of a pass."""
         layers = []
-        for name in self._hook_points(model):
-            pattern = seen.activations[name]
-            check_whole(pattern, name)
-            check_finite(pattern, name, seen.first)
+        for layer in range(seen.n_layers):
+            pattern = seen.pattern(layer)
             largest = pattern.amax(dim=-1, keepdim=True)
             layers.append(((pattern > 0) & (pattern >= self.share * largest)).cpu())
-        self._attended.append(layers)
+        self._batches.append(layers)
 
-    def _merge(self, other: "AttendedProbe") -> None:
-        self._attended.extend(other._attended)
+    def add(self, other: "AttendedProbe") -> None:
+        """Append the sequences of another probe."""
+        self._batches = [*self._batches, *other._batches]
 
-    def _result(self) -> AttendedResult:
+    def snapshot(self) -> dict[str, Any]:
+        """All batches."""
+        return {"batches": self._batches}
+
+    def restore(self, measured: Mapping[str, Any]) -> None:
+        """Take over the batches."""
+        self._batches = measured["batches"]
+
+    def compute(self) -> AttendedResult:
+        """All batches together."""
         return AttendedResult(
             share=self.share,
             attended=tuple(
                 padded_together(list(parts), (2, 3), False)
-                for parts in zip(*self._attended, strict=True)
+                for parts in zip(*self._batches, strict=True)
             ),
-            record=self._run_record(),
-            notes=self._notes(),
+            record=self.run_record(),
+            notes=self.notes(),
         )

@@ -10,23 +10,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.model.points import (
-    attention_hooks,
-    attention_kind,
-    attention_scores,
-    check_finite,
-    layer_count,
-    pattern_hook,
-)
+from infoflow_lens.hooks.model.points import attention_kind
 from infoflow_lens.hooks.passes.ranking import (
     Ranked,
-    check_positions,
     check_rank_support,
     check_ranks,
-    leaving_out,
-    rank_keys,
+    check_without,
 )
-from infoflow_lens.hooks.passes.view import Pass, padded_together
+from infoflow_lens.hooks.passes.view import Needs, Pass, padded_together
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
 
@@ -84,6 +75,9 @@ class PositionsResult(Result):
           each query. No rule that looks at positions only explains more.
         - ``by_content``, the rest: what must come from the tokens, over these inputs.
 
+        ``tied`` is the share of all pairs in which another key has exactly the largest score: these
+        have no choice, and do not count in the others.
+
         With spread also the means of ``entropy`` and ``concentration`` over these queries.
 
         Args:
@@ -100,7 +94,10 @@ class PositionsResult(Result):
         rows = []
         for layer, chosen in enumerate(self.argmax):
             for head, keys in enumerate(chosen[:, :, skip:].long().unbind(dim=1)):
-                row = {"layer": layer, "head": head, **_explained(keys, skip)}
+                tied = self.ties[layer][:, head, skip:, self.ranks.index(1)] > 0
+                row: dict[str, Any] = {"layer": layer, "head": head}
+                row |= _explained(keys.masked_fill(tied, -1), skip)
+                row["tied"] = float(tied.sum() / (keys >= 0).sum())
                 if self.entropy:
                     row["entropy"] = float(self.entropy[layer][:, head, skip:].nanmean())
                     row["concentration"] = float(
@@ -202,11 +199,9 @@ class PositionsProbe(Probe[PositionsResult]):
     ) -> None:
         super().__init__()
         self.ranks = check_ranks(ranks)
-        self.without = check_positions(without)
+        self.without = check_without(without)
         self.spread = spread
-        self._ranked: list[list[Ranked]] = []
-        self._spread: list[list[tuple[Tensor, Tensor]]] = []
-        self._lengths: list[Tensor] = []
+        self._batches: list[dict[str, Any]] = []
         self._is_relu = False
 
     def config(self) -> Mapping[str, Any]:
@@ -214,72 +209,64 @@ class PositionsProbe(Probe[PositionsResult]):
         return {"ranks": list(self.ranks), "without": list(self.without), "spread": self.spread}
 
     def check(self, n_fit: int | None, n_evaluate: int | None, n_keys: int) -> None:
-        """Refuse ranks and splits that the data do not allow; see :meth:`Probe.check`."""
-        check_rank_support(self.ranks, n_keys - len([k for k in self.without if k < n_keys]))
+        """Refuse ranks that the data do not allow; see :meth:`Probe.check`."""
+        check_rank_support(self.ranks, self.without, n_keys)
 
-    def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
-        self._is_relu = attention_kind(model) == "relu"
-        names: list[str] = []
-        for layer in range(layer_count(model)):
-            names += attention_hooks(model, layer)[0]
-            if self.spread:
-                names.append(pattern_hook(model, layer))
-        return tuple(names)
+    def needs(self, model: nn.Module) -> Needs:
+        """Scores to rank; with spread, the pattern."""
+        return Needs.of(model, ranks=self.ranks, without=self.without, pattern=self.spread)
 
-    def _optional_points(self, model: nn.Module) -> tuple[str, ...]:
-        layers = range(layer_count(model))
-        return tuple(name for layer in layers for name in attention_hooks(model, layer)[1])
-
-    def _update(self, model: nn.Module, seen: Pass) -> None:
-        ranked, spreads = [], []
-        for layer in range(layer_count(model)):
-            scores = attention_scores(seen.activations, layer, seen.first)
-            keys = rank_keys(leaving_out(scores, self.without), self.ranks)
-            ranked.append(Ranked(*(part.cpu() for part in keys)))
-            if self.spread:
-                name = pattern_hook(model, layer)
-                check_finite(seen.activations[name], name, seen.first)
-                spreads.append(_spread(seen.activations[name]))
+    def update(self, seen: Pass) -> None:
+        """Rank the keys of a pass."""
+        layers = range(seen.n_layers)
+        ranked = [seen.ranked(layer, self.ranks, self.without) for layer in layers]
         n_query = ranked[0].positions.shape[2]
-        lengths = seen.lengths
-        if lengths is None:
-            lengths = torch.full((len(ranked[0].positions),), n_query)
-        self._ranked.append(ranked)
-        self._spread.append(spreads)
-        self._lengths.append(lengths)
+        full = torch.full((len(seen),), n_query)
+        batch = {
+            "lengths": full if seen.lengths is None else seen.lengths,
+            "spread": [_spread(seen.pattern(layer)) for layer in layers] if self.spread else [],
+        }
+        for name, part in zip(Ranked._fields, zip(*ranked, strict=True), strict=True):
+            batch[name] = [tensor.cpu() for tensor in part]
+        self._is_relu = attention_kind(seen.model) == "relu"
+        self._batches.append(batch)
 
-    def _merge(self, other: "PositionsProbe") -> None:
-        self._ranked.extend(other._ranked)
-        self._spread.extend(other._spread)
-        self._lengths.extend(other._lengths)
+    def add(self, other: "PositionsProbe") -> None:
+        """Append the sequences of another probe."""
+        self._batches = [*self._batches, *other._batches]
         self._is_relu = other._is_relu
 
-    def _result(self) -> PositionsResult:
-        positions, margins, ties = (
-            tuple(
-                padded_together([ranked[layer][part] for ranked in self._ranked], (2,), fill)
-                for layer in range(len(self._ranked[0]))
-            )
-            for part, fill in enumerate((-1, math.nan, 0))
-        )
-        entropy, concentration = (
-            tuple(
-                padded_together([spread[layer][part] for spread in self._spread], (2,), math.nan)
-                for layer in range(len(self._spread[0]))
-            )
-            for part in (0, 1)
-        )
+    def snapshot(self) -> dict[str, Any]:
+        """All batches."""
+        return {"batches": self._batches, "is_relu": self._is_relu}
+
+    def restore(self, measured: Mapping[str, Any]) -> None:
+        """Take over the batches."""
+        self._batches, self._is_relu = measured["batches"], measured["is_relu"]
+
+    def compute(self) -> PositionsResult:
+        """All batches together."""
+        positions = self._together("positions", -1)
+        spread = [
+            padded_together([batch["spread"][layer] for batch in self._batches], (3,), math.nan)
+            for layer in range(len(self._batches[0]["spread"]))
+        ]
         return PositionsResult(
             ranks=self.ranks,
             positions=positions,
-            margins=margins,
-            ties=ties,
-            lengths=torch.cat(self._lengths),
-            entropy=entropy,
-            concentration=concentration,
-            record=self._run_record(),
-            notes=(*self._notes(), *self._lacking(positions)),
+            margins=self._together("margins", math.nan),
+            ties=self._together("ties", 0),
+            lengths=torch.cat([batch["lengths"] for batch in self._batches]),
+            entropy=tuple(layer[:, 0].contiguous() for layer in spread),
+            concentration=tuple(layer[:, 1].contiguous() for layer in spread),
+            record=self.run_record(),
+            notes=(*self.notes(), *self._lacking(positions)),
         )
+
+    def _together(self, name: str, fill: float | int) -> tuple[Tensor, ...]:
+        """For every layer the tensors of all batches, filled up at the end of shorter ones."""
+        layers = zip(*(batch[name] for batch in self._batches), strict=True)
+        return tuple(padded_together(list(parts), (2,), fill) for parts in layers)
 
     def _lacking(self, positions: Sequence[Tensor]) -> Iterator[str]:
         """What a reader must know: ranks without keys, and attention that has no argmax."""
@@ -291,9 +278,11 @@ class PositionsProbe(Probe[PositionsResult]):
                     yield f"layer {layer}: no query has a key of rank {rank}"
 
 
-def _spread(pattern: Float[Tensor, "batch head query key"]) -> tuple[Tensor, Tensor]:
-    """Entropy and largest share of every row [batch, head, query]; NaN for rows without weight."""
+def _spread(
+    pattern: Float[Tensor, "batch head query key"],
+) -> Float[Tensor, "batch measure head query"]:
+    """Entropy and largest share of every row; NaN for rows without weight."""
     pattern = pattern.float()
     shares = pattern / pattern.sum(dim=-1, keepdim=True)
     entropy = torch.special.entr(shares).sum(dim=-1)
-    return entropy.cpu(), shares.amax(dim=-1).cpu()
+    return torch.stack([entropy, shares.amax(dim=-1)], dim=1).cpu()

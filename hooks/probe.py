@@ -1,102 +1,123 @@
-"""What all probes share: collecting activations over a forward pass, splitting, merging."""
+"""What a probe is: settings, what it reads of a pass, what it keeps, what comes of it."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.hooks.passes.own import inside_own_pass
-from infoflow_lens.hooks.passes.view import Pass, check_mask_took_effect, unpadded
+from infoflow_lens.hooks.passes.collector import HookFunction as HookFunction
+from infoflow_lens.hooks.passes.collector import NamedHook, hooks_of
+from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.result import Result
 
 ResultT = TypeVar("ResultT", bound=Result)
 ProbeT = TypeVar("ProbeT", bound="Probe[Any]")
 
 
-@runtime_checkable
-class HookFunction(Protocol):
-    """A TransformerLens forward hook."""
-
-    def __call__(self, activation: Tensor, hook: Any) -> Tensor | None:
-        """Look at an activation; return another to replace it."""
-        ...
-
-
-NamedHook = tuple[str, HookFunction]
-
-
 @dataclass
 class Split:
-    """Which sequences are held out for evaluation.
+    """Which sequences are held out for evaluation, and how sequences are counted.
 
     Attributes:
-        every: with mode "by_index", each `every`-th sequence a probe sees is held out, so that the
-            split does not depend on the batch size.
+        every: with mode "by_index", each `every`-th sequence is held out, so that the split does
+            not depend on the batch size.
         mode: "by_index", or "fit" / "evaluate" for all sequences until it changes.
+        first, step: sequence n of a probe is sequence ``first + step * n`` of all, where several
+            processes share them, so that the split does not depend on how they do.
+
+    Raises:
+        InfoFlowError: for `every` below 2, a negative `first`, or `step` below 1.
     """
 
     every: int = 5
     mode: Literal["by_index", "fit", "evaluate"] = "by_index"
+    first: int = 0
+    step: int = 1
 
-    def held_out(self, first: int, n: int) -> Bool[Tensor, " n"]:
-        """Whether sequences `first` .. `first + n - 1` are held out."""
+    def __post_init__(self) -> None:
+        hint = ", so that some sequences are fitted"
+        self.every = check_integer(self.every, "eval_every", 2, hint)
+        self.first = check_integer(self.first, "first_index")
+        self.step = check_integer(self.step, "index_step", 1)
+
+    def indices(self, n_before: int, n: int) -> Int[Tensor, " n"]:
+        """Which sequences of all the next `n` are."""
+        return self.first + self.step * torch.arange(n_before, n_before + n)
+
+    def held_out(self, indices: Int[Tensor, " n"]) -> Bool[Tensor, " n"]:
+        """Whether these sequences are held out."""
         if self.mode == "by_index":
-            return torch.arange(first, first + n) % self.every == self.every - 1
-        return torch.full((n,), self.mode == "evaluate")
+            return indices % self.every == self.every - 1
+        return torch.full(indices.shape, self.mode == "evaluate")
+
+    def turns(self, indices: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+        """Numbers by which held-out sequences are dealt to blocks in turn."""
+        return indices // self.every if self.mode == "by_index" else indices
 
 
 class Probe(ABC, Generic[ResultT]):
     """Measures something of every sequence that passes through a model.
 
-    A probe collects the activations that it needs during a forward pass and takes them in when
-    the pass is complete. Use it with :func:`~infoflow_lens.hooks.passes.attach` or
-    :func:`~infoflow_lens.hooks.run_probes`, which tie it to whole calls of the model, so that a
-    pass that fails leaves nothing behind; or as plain hooks,
+    A probe says which settings it has, what it needs of a pass, and what it does with one. Use it
+    with :func:`~infoflow_lens.hooks.attach` or :func:`~infoflow_lens.hooks.run_probes`, which give
+    it whole calls of the model, so that a pass that fails leaves nothing behind; or as plain hooks,
     ``model.run_with_hooks(x, fwd_hooks=probe.fwd_hooks(model))``, where a pass counts as complete
-    when the last activation has arrived. It never changes an activation, and it sees activations
-    as hooks registered before it have left them.
+    when the last activation has arrived. It never changes an activation.
+
+    A probe of one's own writes `config`, `needs`, `update`, `add`, `snapshot`, `restore` and
+    `compute`.
+
+    Attributes:
+        n_sequences: how many it has measured.
+        pending: takes in what plain hooks have collected so far.
     """
 
     def __init__(self) -> None:
         self.n_sequences = 0
+        self.pending: Callable[[], None] | None = None
+        self._points: tuple[str, ...] = ()
+        self._record: RunRecord | None = None
         self._n_partial = 0
         self._missing: tuple[str, ...] = ()
-        self._expected: tuple[str, ...] = ()
-        self._names: tuple[str, ...] = ()
-        self._collected: dict[str, Tensor] = {}
-        self._record: RunRecord | None = None
-        self._finish: Callable[[], None] = self._collected.clear
+        self._is_reduced = False
+        self._refused = ""
 
-    # What a probe is
+    # What a probe writes
 
     @abstractmethod
     def config(self) -> Mapping[str, Any]:
         """The settings, as JSON-compatible values."""
 
     @abstractmethod
-    def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
-        """The hook points to listen to; raises InfoFlowError where the model lacks one."""
-
-    def _optional_points(self, model: nn.Module) -> tuple[str, ...]:
-        """Hook points that may never fire, without which a pass is complete all the same."""
-        return ()
+    def needs(self, model: nn.Module) -> Needs:
+        """What it reads of every pass; raises InfoFlowError where the model cannot give it."""
 
     @abstractmethod
-    def _update(self, model: nn.Module, seen: Pass) -> None:
+    def update(self, seen: Pass) -> None:
         """Take in one complete forward pass, whole or (if it raises) not at all."""
 
     @abstractmethod
-    def _merge(self, other: Any) -> None:
-        """Take in what `other` measured."""
+    def add(self, other: Any) -> None:
+        """Take in what `other`, a probe with the same settings, has measured."""
 
     @abstractmethod
-    def _result(self) -> ResultT:
+    def snapshot(self) -> dict[str, Any]:
+        """What it has measured, or nothing yet: tensors and plain values in dicts and lists."""
+
+    @abstractmethod
+    def restore(self, measured: Mapping[str, Any]) -> None:
+        """Take over what :meth:`snapshot` gave, in the place of all that was measured."""
+
+    @abstractmethod
+    def compute(self) -> ResultT:
         """The result of at least one forward pass."""
 
     def check(self, n_fit: int | None, n_evaluate: int | None, n_keys: int) -> None:
@@ -113,8 +134,56 @@ class Probe(ABC, Generic[ResultT]):
 
     # How it is used
 
+    def prepare(self, model: nn.Module, fingerprint: str | None = None) -> Needs:
+        """Get ready for passes of `model`.
+
+        Args:
+            model: a TransformerLens model.
+            fingerprint: of its weights, if it is known.
+
+        Returns:
+            What the probe needs of every pass.
+
+        Raises:
+            InfoFlowError: if the model cannot give it, or the probe has measured another model.
+        """
+        needs = self.needs(model)
+        record = RunRecord.of_model(model, self._settings(), fingerprint_of_model=fingerprint)
+        self._same_model(record)
+        self._finish_pending()
+        self.pending = None
+        self._record, self._points = record, needs.points
+        return needs
+
+    def take(self, seen: Pass, split: Split) -> None:
+        """Measure a pass, or count it as incomplete if something that is needed did not fire.
+
+        Raises:
+            InfoFlowError: for what the probe refuses; then it has taken in nothing of the pass.
+        """
+        missing = seen.lacks(self._points)
+        if missing or not self._points:
+            self._n_partial, self._missing = self._n_partial + 1, missing
+            return
+        if not len(seen):
+            return
+        if self._is_reduced:
+            raise InfoFlowError(
+                f"this {type(self).__name__} holds what all processes have measured, so another "
+                "pass would count beside theirs: expected all_reduce_() after the last pass; go on "
+                "with a new probe, and merge them"
+            )
+        indices = split.indices(self.n_sequences, len(seen))
+        # a user's inference mode would make tensors that cannot be added to later
+        with torch.inference_mode(False), torch.no_grad():
+            self.update(seen.counted(indices, split.held_out(indices), split.turns(indices)))
+        self.n_sequences += len(seen)
+
     def fwd_hooks(self, model: nn.Module, split: Split | None = None) -> list[NamedHook]:
         """The hooks of this probe, for ``run_with_hooks(fwd_hooks=...)`` or ``model.hooks(...)``.
+
+        Hooks do not see the arguments of a call, so padded sequences are refused: for these use
+        :func:`~infoflow_lens.hooks.attach`.
 
         Args:
             model: the model that they will be put on.
@@ -122,78 +191,10 @@ class Probe(ABC, Generic[ResultT]):
 
         Raises:
             InfoFlowError: if the model lacks a hook point, or the probe has measured another
-                model before.
+                model before; and from the model's call for padding, for weights that change
+                between two passes, and for calls from two threads at once.
         """
-        split = split or Split()
-        return self._listen(model, lambda: self._take_in(model, split))
-
-    def _listen(
-        self,
-        model: nn.Module,
-        when_complete: Callable[[], None],
-        model_fingerprint: str | None = None,
-    ) -> list[NamedHook]:
-        """Hooks that collect the activations of a pass."""
-        required = tuple(dict.fromkeys(self._hook_points(model)))
-        names = tuple(dict.fromkeys((*required, *self._optional_points(model))))
-        record = RunRecord.of_model(
-            model,
-            self._settings(),
-            fingerprint_of_model=model_fingerprint,
-        )
-        self._same_model(record)
-        self._record = record
-        if self._collected:
-            self._finish()
-        self._expected, self._names = required, names
-        self._finish = when_complete
-
-        def listen(name: str) -> HookFunction:
-            def hook_fn(activation: Tensor, hook: Any) -> None:
-                if inside_own_pass():
-                    return
-                if name in self._collected:  # the pass before has ended
-                    self._finish()
-                self._collected[name] = activation.detach()
-                if len(self._collected) == len(names):
-                    self._finish()
-
-            return hook_fn
-
-        return [(name, listen(name)) for name in names]
-
-    def _has_seen_all(self) -> bool:
-        return len(self._collected) == len(self._names)
-
-    def _take_in(
-        self,
-        model: nn.Module,
-        split: Split,
-        tokens: Tensor | None = None,
-        mask: Bool[Tensor, "batch pos"] | None = None,
-    ) -> None:
-        """Measure the collected pass, or leave it out if something is missing."""
-        if not self._collected or any(name not in self._collected for name in self._expected):
-            self._leave_out_partial_pass()
-            return
-        activations: Mapping[str, Tensor] = dict(self._collected)
-        self._collected.clear()
-        n = next(iter(activations.values())).shape[0]
-        if not n:
-            return
-        lengths = None
-        # a user's inference mode would make tensors that cannot be added to later
-        with torch.inference_mode(False), torch.no_grad():
-            if mask is not None:
-                check_mask_took_effect(activations, mask)
-                if tokens is not None:
-                    activations = {**activations, "": tokens}
-                moved, lengths = unpadded(activations, mask)
-                tokens = moved.pop("", None)
-                activations = moved
-            held_out = split.held_out(self.n_sequences, n)
-            self._update(model, Pass(activations, held_out, lengths, tokens, self.n_sequences))
-        self.n_sequences += n
+        return hooks_of(self, model, split or Split())
 
     def merge(self: ProbeT, other: ProbeT) -> ProbeT:
         """Add what `other`, a probe with the same settings on the same model, has measured.
@@ -210,11 +211,13 @@ class Probe(ABC, Generic[ResultT]):
                 f"cannot merge {type(other).__name__}({dict(other.config())}) into "
                 f"{type(self).__name__}({dict(self.config())}): expected the same settings"
             )
+        for probe in (self, other):
+            probe._check_good()
         if other._record is not None:
             self._same_model(other._record)
             self._record = other._record
         if other.n_sequences:
-            self._merge(other)
+            self.add(other)
         self.n_sequences += other.n_sequences
         self._n_partial += other._n_partial
         self._missing = self._missing or other._missing
@@ -223,35 +226,38 @@ class Probe(ABC, Generic[ResultT]):
     def all_reduce_(self: ProbeT) -> ProbeT:
         """Merge the probes of all processes of ``torch.distributed``, in the order of ranks.
 
-        Every process ends with the same probe. Without an initialised process group nothing
-        happens.
+        Every process ends with the same probe, which takes no further passes; calling it again
+        changes nothing. Without an initialised process group nothing happens.
         """
         distributed = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized()):
+        if not (distributed.is_available() and distributed.is_initialized()) or self._is_reduced:
             return self
         states: list[dict[str, Any]] = [{}] * distributed.get_world_size()
         distributed.all_gather_object(states, self.state())
-        probes = []
-        for state in states:
-            probe = object.__new__(type(self))
-            Probe.__init__(probe)
-            probe._restore(state)
-            probes.append(probe)
-        first, *rest = probes
-        for probe in rest:
-            first.merge(probe)
-        self.__dict__.update(first.__dict__)
+        of_ranks = [copy.copy(self) for _ in states]
+        for probe, state in zip(of_ranks, states, strict=True):
+            probe.load_state(state)
+        for probe in of_ranks[1:]:
+            of_ranks[0].merge(probe)
+        self.load_state(of_ranks[0].state())
+        self._is_reduced = True
         return self
 
     def state(self) -> dict[str, Any]:
         """Everything measured so far, for :meth:`load_state` of a probe with the same settings.
 
-        It may be pickled; `torch.load` needs ``weights_only=False`` for its records.
+        A copy, which later passes leave alone: tensors and plain values in dicts and lists.
         """
-        if self._collected:
-            self._finish()
-        kept = {k: v for k, v in self.__dict__.items() if k not in ("_finish", "_collected")}
-        return {**kept, "settings": self._settings()}
+        self._check_good()
+        return {
+            "settings": self._settings(),
+            "n_sequences": self.n_sequences,
+            "n_partial": self._n_partial,
+            "missing": list(self._missing),
+            "record": None if self._record is None else self._record.to_dict(),
+            "is_reduced": self._is_reduced,
+            "measured": copied(self.snapshot()),
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what another probe had measured.
@@ -264,42 +270,64 @@ class Probe(ABC, Generic[ResultT]):
                 f"cannot go on from a state of {state.get('settings')} with {self._settings()}: "
                 "expected the same settings"
             )
-        self._restore(state)
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update({k: v for k, v in state.items() if k != "settings"})
-
-    def _settings(self) -> dict[str, Any]:
-        return {"probe": type(self).__name__, **self.config()}
+        record = state["record"]
+        self._record = None if record is None else RunRecord(**record)
+        self.n_sequences, self._n_partial = state["n_sequences"], state["n_partial"]
+        self._missing, self._is_reduced = tuple(state["missing"]), state["is_reduced"]
+        self.restore(copied(state["measured"]))
 
     def result(self) -> ResultT:
         """What was measured so far; the probe may go on afterwards.
 
         Raises:
             NothingMeasuredError: if no forward pass was complete.
+            InfoFlowError: if the weights were changed in between.
         """
-        if self._collected:
-            self._finish()
+        self._check_good()
+        name = type(self).__name__
         if self._n_partial and not self.n_sequences:
             raise NothingMeasuredError(
-                f"{type(self).__name__} saw {self._n_partial} forward passes, but "
-                f"{', '.join(self._missing)} never fired: expected full forward passes; run the "
-                "model without stop_at_layer"
+                f"{name} saw {self._n_partial} forward passes, but {', '.join(self._missing)} "
+                "never fired: expected full forward passes; run the model without stop_at_layer"
             )
         if not self.n_sequences:
             raise NothingMeasuredError(
-                f"{type(self).__name__} has measured nothing: run the model on at least one batch "
-                "while the probe is attached"
+                f"{name} has measured nothing: run the model on at least one batch while the probe "
+                "is attached"
             )
-        return self._result()
+        return self.compute()
+
+    def refuse(self, reason: str) -> None:
+        """From now on there is no result, for this reason."""
+        self._refused = reason
 
     # Helpers for probes
 
-    def _leave_out_partial_pass(self) -> None:
-        self._n_partial += 1
-        wanted = self._expected or self._names
-        self._missing = tuple(name for name in wanted if name not in self._collected)
-        self._collected.clear()
+    def run_record(self) -> RunRecord:
+        """The record of the run, for the result."""
+        assert self._record is not None
+        return self._record
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the result must know."""
+        if not self._n_partial:
+            return ()
+        return (
+            f"{self._n_partial} incomplete forward pass(es) left out "
+            f"({', '.join(self._missing)} had not fired)",
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        return {"probe": type(self).__name__, **self.config()}
+
+    def _finish_pending(self) -> None:
+        if self.pending is not None:
+            self.pending()
+
+    def _check_good(self) -> None:
+        self._finish_pending()
+        if self._refused:
+            raise InfoFlowError(self._refused)
 
     def _same_model(self, record: RunRecord) -> None:
         if self._record and self._record.model_fingerprint != record.model_fingerprint:
@@ -308,14 +336,13 @@ class Probe(ABC, Generic[ResultT]):
                 f"is {record.model_fingerprint} (other weights): use a new probe for each model"
             )
 
-    def _run_record(self) -> RunRecord:
-        assert self._record is not None
-        return self._record
 
-    def _notes(self) -> tuple[str, ...]:
-        if not self._n_partial:
-            return ()
-        return (
-            f"{self._n_partial} incomplete forward pass(es) left out "
-            f"({', '.join(self._missing)} had not fired)",
-        )
+def copied(value: Any) -> Any:
+    """Nested tensors and plain values, copied."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: copied(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [copied(part) for part in value]
+    return value

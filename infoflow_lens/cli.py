@@ -153,11 +153,8 @@ def inspect_command(
     import json
 
     with _reported():
-        from infoflow_lens.hooks.model.capabilities import (
-            example_input,
-            inspect_model,
-            local_window,
-        )
+        from infoflow_lens.hooks.model.capabilities import inspect_model
+        from infoflow_lens.hooks.model.inputs import example_input, local_window
         from infoflow_lens.models.loading import load_any
 
         loaded = load_any(model, device=device, dtype=dtype, backend=backend)

@@ -1,27 +1,24 @@
 """Which inputs a state does depend on: the result, the sets it gives, and what its probes share."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.checks import check_choice, check_integer, check_integers
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.influence.rerun import Rerun, start_point, without_user_hooks
+from infoflow_lens.hooks.influence.rerun import Rerun, start_point
 from infoflow_lens.hooks.model.inputs import Batch, may_be_padded
-from infoflow_lens.hooks.model.points import (
-    check_finite,
-    layer_count,
-    run_catching,
-    state_hooks,
-    state_sum,
-)
-from infoflow_lens.hooks.passes.own import own_pass
-from infoflow_lens.hooks.passes.view import Pass, padded_together
+from infoflow_lens.hooks.model.points import layer_count, run_catching
+from infoflow_lens.hooks.model.shown import STATES, state_hooks
+from infoflow_lens.hooks.passes.own import own_pass, without_user_hooks
+from infoflow_lens.hooks.passes.view import Needs, Pass, padded_together
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.theory.information_sets import InformationSets
@@ -32,6 +29,7 @@ if TYPE_CHECKING:
 
 _RERUN_TOLERANCE = 1e-3
 _RERUN_TOLERANCE_HALF = 5e-2  # bfloat16 has 8 bits, and batched kernels round differently
+_ROUNDING = 4.0  # influence below so many times the type's precision is rounding [chosen]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -213,42 +211,29 @@ class StateInfluence(Probe[InfluenceResult]):
         through_hooks: bool,
     ) -> None:
         super().__init__()
-        if state not in ("post_attention", "resid_post"):
-            raise InfoFlowError(f"state is {state!r}: expected 'post_attention' or 'resid_post'")
-        self._state = state
-        self.source_layer = source_layer
-        self.layers = _different_integers(layers, "layers")
-        self.positions = _different_integers(positions, "positions")
-        if chunk_size is not None and chunk_size < 1:
-            raise InfoFlowError(f"chunk_size is {chunk_size}: expected at least 1, or None")
-        self.chunk_size = chunk_size
+        self.of_state = check_choice(state, "state", STATES)
+        self.source_layer = _optional(check_integer, source_layer, "source_layer")
+        self.layers = _optional(check_integers, layers, "layers")
+        self.positions = _optional(partial(check_integers, least=None), positions, "positions")
+        self.chunk_size = _optional(partial(check_integer, least=1), chunk_size, "chunk_size")
         self.through_hooks = through_hooks
+        self._batches: list[dict[str, Tensor]] = []
         self._layers: tuple[int, ...] = ()
-        self._influence: list[Tensor] = []  # [batch, layer, pos, source]
-        self._places: list[Tensor] = []
-        self._lengths: list[Tensor] = []
         self._n_positions = 0
-        self._may_be_edited = False  # where the sources enter
 
     def config(self) -> Mapping[str, Any]:
         """The settings, as JSON-compatible values."""
         return {
-            "state": self._state,
+            "state": self.of_state,
             "source_layer": self.source_layer,
             "layers": None if self.layers is None else list(self.layers),
             "positions": None if self.positions is None else list(self.positions),
             "through_hooks": self.through_hooks,
         }
 
-    def state(self) -> dict[str, Any]:
-        """Everything measured so far, for :meth:`load_state` of a probe with the same settings."""
-        found = super().state()  # lists of its own, as this probe may go on
-        return {k: list(v) if isinstance(v, list) else v for k, v in found.items()}
-
     @abstractmethod
     def _measure(
         self,
-        model: nn.Module,
         rerun: Rerun,
         start: Float[Tensor, "batch position d_source"],
         expected: list[Float[Tensor, "batch pos d_model"]],
@@ -258,7 +243,6 @@ class StateInfluence(Probe[InfluenceResult]):
         """The influence of every source on the asked states of a batch.
 
         Args:
-            model: the model.
             rerun: states as a function of `start`.
             start: what entered at the sources.
             expected: the states of the pass that was made, for each layer.
@@ -266,75 +250,78 @@ class StateInfluence(Probe[InfluenceResult]):
             lengths: the sources of each sequence.
         """
 
-    def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
-        n_layers = layer_count(model)
-        if self.source_layer is not None and not 0 <= self.source_layer < n_layers:
-            raise InfoFlowError(
-                f"source_layer is {self.source_layer}: expected 0 to {n_layers - 1}, or None"
-            )
-        first = self.source_layer or 0
-        layers = tuple(range(first, n_layers)) if self.layers is None else self.layers
-        if not all(first <= layer < n_layers for layer in layers):
-            raise InfoFlowError(
-                f"layers are {list(layers)}: expected layers from {first} to {n_layers - 1}, which "
-                "the sources reach"
-            )
+    def needs(self, model: nn.Module) -> Needs:
+        """What enters at the sources, and the states.
+
+        Raises:
+            InfoFlowError: for layers and positions that the model does not have.
+        """
+        layers = self._reached(model)
+        names = [start_point(model, self.source_layer)]
         n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
         if n_ctx and self.positions and not all(-n_ctx <= p < n_ctx for p in self.positions):
             raise InfoFlowError(
                 f"positions are {list(self.positions)}: the model has at most {n_ctx} positions; "
                 "count from 0, or from -1 backwards"
             )
-        self._layers = layers
-        names = [start_point(model, self.source_layer)]
-        points: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
-        hooks = points[names[0]].fwd_hooks
-        self._may_be_edited = any(not hook.is_permanent for hook in hooks)
-        for layer in self._layers:
-            names += state_hooks(model, layer, self._state)
-        return tuple(names)
+        for layer in layers:
+            names += state_hooks(model, layer, self.of_state)
+        return Needs.of(model, points=names)
 
-    def _update(self, model: nn.Module, seen: Pass) -> None:
-        activations = seen.activations
+    def _reached(self, model: nn.Module) -> tuple[int, ...]:
+        """The layers whose states are asked for."""
+        first, n_layers = self.source_layer or 0, layer_count(model)
+        if first >= n_layers:
+            raise InfoFlowError(f"source_layer is {first}: expected 0 to {n_layers - 1}, or None")
+        layers = tuple(range(first, n_layers)) if self.layers is None else self.layers
+        if not all(first <= layer < n_layers for layer in layers):
+            raise InfoFlowError(
+                f"layers are {list(layers)}: expected layers from {first} to {n_layers - 1}, which "
+                "the sources reach"
+            )
+        return layers
+
+    def update(self, seen: Pass) -> None:
+        """Measure the influence of every source of a pass."""
+        model = seen.model
         if seen.lengths is not None and not may_be_padded(model):
             raise InfoFlowError(
                 f"{type(model).__name__} takes no attention_mask into account: expected sequences "
                 "without padding; run those of one length together"
             )
-        start = activations[start_point(model, self.source_layer)]
-        expected = [
-            state_sum(activations, state_hooks(model, layer, self._state)) for layer in self._layers
-        ]
+        layers = self._reached(model)
+        start = seen.activation(start_point(model, self.source_layer))
+        expected = [seen.state(layer, self.of_state) for layer in layers]
         n_source, n_pos = start.shape[1], expected[0].shape[1]
-        lengths = seen.lengths
-        if lengths is None:
-            lengths = torch.full((len(start),), n_source)
+        lengths = torch.full((len(seen),), n_source) if seen.lengths is None else seen.lengths
         n_states = lengths + n_pos - n_source  # CLS has no source
         real = None if seen.lengths is None else torch.arange(n_pos) < n_states[:, None]
-        for layer, state in zip(self._layers, expected, strict=True):
-            numbers = state if real is None else state[real.to(state.device)]
-            check_finite(numbers, f"the {self._state} state of layer {layer}", seen.first)
-        if self._may_be_edited and not self.through_hooks:
-            self._check_start(model, seen, start)
+        if not self.through_hooks:
+            self._check_start(seen, start)
         place = self._place(n_states, n_pos)
-        rerun = Rerun(model, self.source_layer, self._layers, self._state, seen.tokens, real)
+        rerun = Rerun(model, self.source_layer, layers, self.of_state, seen.tokens, real)
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
         with own_pass(), hidden:
-            influence = self._measure(model, rerun, start.clone(), expected, place, lengths).cpu()
+            influence = self._measure(rerun, start.clone(), expected, place, lengths).cpu()
         is_source = torch.arange(n_source) < lengths[:, None]
         exists = (place >= 0)[:, :, None] & is_source[:, None]
-        self._influence.append(torch.where(exists, influence, 0).transpose(0, 1))
-        self._places.append(place)
-        self._lengths.append(lengths)
+        influence = _above_rounding(torch.where(exists, influence, 0), expected)
+        batch = {"influence": influence.transpose(0, 1), "places": place, "lengths": lengths}
+        self._batches.append(batch)
+        self._layers = layers
         self._n_positions = max(self._n_positions, n_pos)
 
-    def _check_start(self, model: nn.Module, seen: Pass, start: Tensor) -> None:
+    def _check_start(self, seen: Pass, start: Tensor) -> None:
         """Repeated passes begin with what was seen at the start, so they would hide an edit there.
 
         Raises:
             InfoFlowError: naming the hook point.
         """
-        point = start_point(model, self.source_layer)
+        model, point = seen.model, start_point(seen.model, self.source_layer)
+        points: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
+        hooks = [hook for hook in points[point].fwd_hooks if not hook.is_permanent]
+        if all(getattr(getattr(hook, "user_hook", None), "only_looks", False) for hook in hooks):
+            return
         same = False
         if seen.tokens is not None:
             with own_pass(), without_user_hooks(model):
@@ -359,13 +346,14 @@ class StateInfluence(Probe[InfluenceResult]):
 
     def _check_rerun(
         self,
+        layers: Sequence[int],
         values: Sequence[Tensor],
         expected: Sequence[Tensor],
         real: Bool[Tensor, "batch pos"] | None,
         first: int = 0,
     ) -> None:
         """Every state of every sequence must come out again, not only the large ones."""
-        for layer, value, state in zip(self._layers, values, expected, strict=True):
+        for layer, value, state in zip(layers, values, expected, strict=True):
             gap = (value - state).float().norm(dim=-1)
             allowed = tolerance(state) * state.float().norm(dim=-1) + _TINY
             fits = gap <= allowed
@@ -382,34 +370,51 @@ class StateInfluence(Probe[InfluenceResult]):
                     "with attach or run_probes"
                 )
 
-    def _merge(self, other: "StateInfluence") -> None:
+    def add(self, other: "StateInfluence") -> None:
+        """Append the sequences of another probe."""
         self._layers = other._layers
-        self._influence.extend(other._influence)
-        self._places.extend(other._places)
-        self._lengths.extend(other._lengths)
+        self._batches = [*self._batches, *other._batches]
         self._n_positions = max(self._n_positions, other._n_positions)
 
-    def _result(self) -> InfluenceResult:
-        influence = padded_together(self._influence, (2, 3), 0)
+    def snapshot(self) -> dict[str, Any]:
+        """All batches."""
+        return {
+            "batches": self._batches,
+            "layers": list(self._layers),
+            "n_positions": self._n_positions,
+        }
+
+    def restore(self, measured: Mapping[str, Any]) -> None:
+        """Take over the batches."""
+        self._batches, self._layers = measured["batches"], tuple(measured["layers"])
+        self._n_positions = measured["n_positions"]
+
+    def compute(self) -> InfluenceResult:
+        """All batches together."""
+        influence, places, lengths = (
+            [batch[name] for batch in self._batches] for name in ("influence", "places", "lengths")
+        )
         return InfluenceResult(
             layers=self._layers,
-            influence=influence.transpose(0, 1).contiguous(),
-            positions=padded_together(self._places, (1,), -1),
-            lengths=torch.cat(self._lengths),
+            influence=padded_together(influence, (2, 3), 0).transpose(0, 1).contiguous(),
+            positions=padded_together(places, (1,), -1),
+            lengths=torch.cat(lengths),
             n_positions=self._n_positions,
             relative_error=self._relative_error(),
-            record=self._run_record(),
-            notes=self._notes(),
+            record=self.run_record(),
+            notes=self.notes(),
         )
 
     def _relative_error(self) -> tuple[float, ...] | None:
         return None
 
-    def _notes(self) -> tuple[str, ...]:
-        notes = super()._notes()
-        if self.positions is None or not self._places:
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the result must know."""
+        notes = super().notes()
+        if self.positions is None or not self._batches:
             return notes
-        lacking = (torch.cat(self._places) < 0).sum(dim=0).tolist()
+        places = torch.cat([batch["places"] for batch in self._batches])
+        lacking = (places < 0).sum(dim=0).tolist()
         return notes + tuple(
             f"{count} of {self.n_sequences} sequences have no position {position}"
             for position, count in zip(self.positions, lacking, strict=True)
@@ -426,14 +431,14 @@ def tolerance(state: Tensor) -> float:
     return _RERUN_TOLERANCE_HALF if half else _RERUN_TOLERANCE
 
 
-def _different_integers(values: Sequence[int] | None, name: str) -> tuple[int, ...] | None:
-    if values is None:
-        return None
-    if isinstance(values, (int, str)) or not all(
-        isinstance(value, int) and not isinstance(value, bool) for value in values
-    ):
-        raise InfoFlowError(f"{name} is {values!r}: expected integers, as in (0, 1), or None")
-    chosen = tuple(values)
-    if not chosen or len(set(chosen)) < len(chosen):
-        raise InfoFlowError(f"{name} is {values!r}: expected at least one, each of them once")
-    return chosen
+def _above_rounding(
+    influence: Float[Tensor, "layer batch asked source"], states: Sequence[Tensor]
+) -> Float[Tensor, "layer batch asked source"]:
+    """Influence without what is rounding beside the largest on the same state."""
+    floors = torch.tensor([_ROUNDING * torch.finfo(state.dtype).eps for state in states])
+    largest = influence.amax(dim=-1, keepdim=True)
+    return influence.masked_fill(influence <= floors[:, None, None, None] * largest, 0)
+
+
+def _optional(check: Callable[..., Any], value: Any, name: str) -> Any:
+    return None if value is None else check(value, name)

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.checks import check_integer, check_seed
 from infoflow_lens.hooks.influence.base import StateInfluence
 from infoflow_lens.hooks.influence.rerun import Rerun, at_places, rows_at_once
 
@@ -63,15 +63,9 @@ class JacobianInfluence(StateInfluence):
         seed: int = 0,
     ) -> None:
         super().__init__(state, source_layer, layers, positions, chunk_size, through_hooks)
-        if estimate is not None and (
-            isinstance(estimate, bool) or not isinstance(estimate, int) or estimate < 2
-        ):
-            raise InfoFlowError(
-                f"estimate is {estimate!r}: expected at least 2 random directions, whose spread "
-                "tells the error, or None for exact norms"
-            )
-        self.estimate = estimate
-        self.seed = seed
+        hint = " random directions, whose spread tells the error, or None for exact norms"
+        self.estimate = None if estimate is None else check_integer(estimate, "estimate", 2, hint)
+        self.seed = check_seed(seed)
         self._lacks_forward_mode = ""
         self._errors: list[Tensor] = []  # for each batch, [layer, 2]: squared errors and energies
 
@@ -81,7 +75,6 @@ class JacobianInfluence(StateInfluence):
 
     def _measure(
         self,
-        model: nn.Module,
         rerun: Rerun,
         start: Float[Tensor, "batch position d_source"],
         expected: list[Float[Tensor, "batch pos d_model"]],
@@ -90,7 +83,7 @@ class JacobianInfluence(StateInfluence):
     ) -> Float[Tensor, "layer batch asked source"]:
         batch, n_source, d_source = start.shape
         n_pos, d_model = expected[0].shape[1:]
-        rows = rows_at_once(model, n_pos, d_model, start.device)
+        rows = rows_at_once(rerun.model, n_pos, d_model, start.device)
         by_forward = n_source * d_source <= len(expected) * place.shape[1] * d_model
         together = max(1, min(batch, rows // _DIRECTIONS_AT_ONCE))
         if self.chunk_size is not None:
@@ -143,7 +136,7 @@ class JacobianInfluence(StateInfluence):
                 self._lacks_forward_mode = str(error).splitlines()[0][:120]
                 return None
             if column == 0:
-                self._check_rerun(values, expected, here.real, here.first)
+                self._check_rerun(here.layers, values, expected, here.real, here.first)
             for total, tangent in zip(squares, tangents, strict=True):
                 # [direction, batch, pos, d_model]
                 energy = _energy(tangent, total.dtype).permute(1, 2, 0)
@@ -159,10 +152,12 @@ class JacobianInfluence(StateInfluence):
         n_asked, d_model = here.place.shape[1], expected[0].shape[2]
         with torch.enable_grad():
             values = here.states(start)
-        self._check_rerun([value.detach() for value in values], expected, here.real, here.first)
+        self._check_rerun(
+            here.layers, [value.detach() for value in values], expected, here.real, here.first
+        )
         m = d_model if self.estimate is None else min(self.estimate, d_model)
         squares = torch.zeros(len(values), batch, n_asked, n_source, dtype=torch.float64)
-        for i, (layer, value) in enumerate(zip(self._layers, values, strict=True)):
+        for i, (layer, value) in enumerate(zip(here.layers, values, strict=True)):
             for rows in torch.arange(n_asked).split(max(1, chunk // m)):
                 place = here.place[:, rows]
                 energies = torch.empty(len(rows) * m, batch, n_source)
@@ -202,14 +197,27 @@ class JacobianInfluence(StateInfluence):
         error, energy = torch.stack(self._errors).sum(dim=0).unbind(dim=1)
         return tuple((error / energy.clamp(min=1e-300)).sqrt().tolist())
 
-    def _merge(self, other: "StateInfluence") -> None:
+    def add(self, other: "StateInfluence") -> None:
+        """Append the sequences of another probe."""
         assert isinstance(other, JacobianInfluence)
-        super()._merge(other)
-        self._errors.extend(other._errors)
+        super().add(other)
+        self._errors = [*self._errors, *other._errors]
         self._lacks_forward_mode = self._lacks_forward_mode or other._lacks_forward_mode
 
-    def _notes(self) -> tuple[str, ...]:
-        notes = super()._notes()
+    def snapshot(self) -> dict[str, Any]:
+        """All batches, and their errors."""
+        own = {"errors": self._errors, "lacks_forward_mode": self._lacks_forward_mode}
+        return {**super().snapshot(), **own}
+
+    def restore(self, measured: Mapping[str, Any]) -> None:
+        """Take over the batches, and their errors."""
+        super().restore(measured)
+        self._errors = measured["errors"]
+        self._lacks_forward_mode = measured["lacks_forward_mode"]
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the result must know."""
+        notes = super().notes()
         if self._lacks_forward_mode:
             notes += (
                 "exact by reverse mode, slowly: the model has no forward mode "
@@ -233,6 +241,7 @@ class _Some:
     ) -> None:
         self.start, self.place, self.first = start, place, int(chosen[0])
         self.real = None if rerun.real is None else rerun.real[chosen]
+        self.layers = rerun.layers
         self._rerun, self._chosen = rerun, chosen.to(start.device)
 
     def states(self, start: Tensor) -> tuple[Tensor, ...]:

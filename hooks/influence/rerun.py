@@ -1,8 +1,7 @@
 """A forward pass again, from where sources enter: on changed sources, and only as far as needed."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,30 +17,14 @@ from infoflow_lens.hooks.model.points import (
     layer_count,
     reads_vectors,
     starts_at_layers,
-    state_hooks,
-    state_sum,
     token_hook,
     unmasked,
 )
+from infoflow_lens.hooks.model.shown import state_hooks, state_sum
 from infoflow_lens.hooks.passes.own import AllSeenError
 
 # the largest tensor of a pass, in numbers: more rows at once are slower on a CPU (caches)
 _ROOM_CPU, _ROOM_GPU = 2**22, 2**26
-
-
-@contextmanager
-def without_user_hooks(model: nn.Module) -> Iterator[None]:
-    """The model with its permanent hooks only (those that belong to it), for the block's length."""
-    points = list(model.hook_dict.values())  # type: ignore[operator]
-    saved = [point._forward_hooks for point in points]
-    for point, hooks in zip(points, saved, strict=True):
-        permanent = [handle.hook.id for handle in point.fwd_hooks if handle.is_permanent]
-        point._forward_hooks = OrderedDict((key, hooks[key]) for key in permanent if key in hooks)
-    try:
-        yield
-    finally:
-        for point, hooks in zip(points, saved, strict=True):
-            point._forward_hooks = hooks
 
 
 def rows_at_once(model: nn.Module, n_pos: int, d_model: int, device: torch.device) -> int:

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.checks import check_choice
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.hooks.influence.base import StateInfluence, tolerance
@@ -18,6 +19,9 @@ from infoflow_lens.hooks.influence.rerun import (
     start_point,
 )
 from infoflow_lens.hooks.model.points import check_inputs, run_catching
+from infoflow_lens.hooks.passes.view import Needs
+
+_ROUNDING = 8.0  # a state that moves by fewer of its last digits has not moved [chosen]
 
 
 class ResampleInfluence(StateInfluence):
@@ -83,13 +87,9 @@ class ResampleInfluence(StateInfluence):
             raise InfoFlowError(
                 f"aggregate is {aggregate!r}: expected 'median', 'mean', or a quantile from 0 to 1"
             )
-        if replacement not in ("each", "mean"):
-            raise InfoFlowError(
-                f"replacement is {replacement!r}: expected 'each' (donor) or 'mean' (their mean)"
-            )
         self.donors = donors
         self.aggregate = aggregate
-        self.replacement = replacement
+        self.replacement = check_choice(replacement, "replacement", ("each", "mean"))
         self._donated: Tensor | None = None
 
     def config(self) -> Mapping[str, Any]:
@@ -102,14 +102,15 @@ class ResampleInfluence(StateInfluence):
             "donors": fingerprint({"donors": self.donors}),
         }
 
-    def state(self) -> dict[str, Any]:
-        """Everything measured so far, for :meth:`load_state` of a probe with the same settings."""
-        return {**super().state(), "_donated": None}
-
-    def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
+    def needs(self, model: nn.Module) -> Needs:
+        """As for every influence; the donors must be inputs of the model, too."""
         check_inputs(model, self.donors, "donors")
-        self._donated = None  # what they have in this model
-        return super()._hook_points(model)
+        return super().needs(model)
+
+    def prepare(self, model: nn.Module, fingerprint: str | None = None) -> Needs:
+        """Get ready; what the donors have in another model is forgotten."""
+        self._donated = None
+        return super().prepare(model, fingerprint)
 
     def _donation(
         self, model: nn.Module, start: Float[Tensor, "batch position d_source"]
@@ -134,26 +135,25 @@ class ResampleInfluence(StateInfluence):
 
     def _measure(
         self,
-        model: nn.Module,
         rerun: Rerun,
         start: Float[Tensor, "batch position d_source"],
         expected: list[Float[Tensor, "batch pos d_model"]],
         place: Int[Tensor, "batch asked"],
         lengths: Int[Tensor, " batch"],
     ) -> Float[Tensor, "layer batch asked source"]:
-        donated = self._donation(model, start)
+        donated = self._donation(rerun.model, start)
         cache = None
         if self.through_hooks:
             plain = rerun(start)
         else:
             plain, cache = rerun.recording(start)
-        self._check_rerun(plain, expected, rerun.real)
+        self._check_rerun(rerun.layers, plain, expected, rerun.real)
         if cache is not None and not _shares(rerun, start, plain, cache):
             cache = None
         n_layers, (batch, n_pos, d_model) = len(plain), plain[0].shape
         n_source, n_donors = start.shape[1], len(donated)
         influence = torch.zeros(n_layers, batch, place.shape[1], n_source)
-        rows = self.chunk_size or rows_at_once(model, n_pos, d_model, start.device)
+        rows = self.chunk_size or rows_at_once(rerun.model, n_pos, d_model, start.device)
         for sources, sequences, end in self._groups(lengths, place, n_donors, rows, cache):
             first = sources[0] if cache is not None else 0
             here = place[sequences] - first
@@ -177,7 +177,9 @@ class ResampleInfluence(StateInfluence):
                     then = at_places(
                         plain[layer][which.to(value.device), first:end], here[each[part, 2]]
                     )
-                    moved[layer, part] = (now - then).float().norm(dim=-1).cpu()
+                    gap, size = ((now - then).float().norm(dim=-1), then.float().norm(dim=-1))
+                    rounding = _ROUNDING * torch.finfo(value.dtype).eps * size
+                    moved[layer, part] = gap.masked_fill(gap <= rounding, 0).cpu()
             moved = moved.view(n_layers, len(sources), n_donors, len(sequences), -1)
             joined = self._joined(moved)  # [layer, source, sequence, asked]
             reached = (here >= 0).float()  # earlier positions were not computed: they are the same

@@ -20,6 +20,7 @@ from infoflow_lens.hooks.model.points import (
     starts_at_layers,
     unmasked,
 )
+from infoflow_lens.hooks.model.shown import Carried, shown
 from infoflow_lens.hooks.passes.own import own_pass
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ _EDITED = (
     "hook_resid_mid",
     "hook_resid_post",
 )
-_LONGEST = 256  # of the example input; a longer window does not show
 _CONSEQUENCES = ("hook_resid_mid", "hook_mlp_out", "hook_resid_post")
 
 
@@ -205,48 +205,6 @@ def _numbers(indices: list[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def example_input(model: nn.Module, n_sequences: int = 4, seed: int = 0) -> Tensor:
-    """Random tokens for :func:`inspect_model`, always the same for a seed.
-
-    They are 16 positions long, or two more than a local window, where the model takes as many;
-    a window of more than 254 positions does not show.
-
-    Args:
-        model: a TransformerLens model.
-        n_sequences: how many.
-        seed: of their generator; the global random state is left alone.
-
-    Returns:
-        Token ids [n_sequences, pos] or vector tokens [n_sequences, pos, d_token].
-    """
-    layer_count(model)
-    generator = torch.Generator().manual_seed(seed)
-    first = next(model.parameters())
-    if reads_vectors(model):
-        architecture: Any = model.architecture
-        shape = (n_sequences, architecture.n_tokens, architecture.d_token)
-        return torch.randn(shape, generator=generator).to(first.dtype)
-    cfg: Any = model.cfg
-    length = min(max(16, local_window(model) + 2), _LONGEST, cfg.n_ctx)
-    return torch.randint(cfg.d_vocab, (n_sequences, length), generator=generator)
-
-
-def local_window(model: nn.Module) -> int:
-    """How many positions the local layers see, as the config says; 0 where it names no window."""
-    cfg: Any = getattr(model, "cfg", None)
-    if getattr(cfg, "use_local_attn", False):
-        return int(getattr(cfg, "window_size", None) or 0)
-    # the config of a bridge is silent; that of the model behind it is not
-    behind: Any = getattr(getattr(model, "original_model", None), "config", None)
-    if not getattr(behind, "use_sliding_window", True):
-        return 0
-    for name in ("sliding_window", "window_size"):
-        window = getattr(behind, name, None)
-        if isinstance(window, int):
-            return window
-    return 0
-
-
 def inspect_model(model: nn.Module, example_input: Tensor) -> ModelCapabilities:
     """Find out by running a model what it is and what it can be asked.
 
@@ -275,6 +233,7 @@ def inspect_model(model: nn.Module, example_input: Tensor) -> ModelCapabilities:
         for point in (*_POINTS, "attn.hook_k")
         if f"blocks.{layer}.{point}" in known
     ]
+    carried = shown(model).scores
     with eval_mode(model), own_pass():
         output, caught = run_catching(model, inputs, wanted)
         if not output.isfinite().all():
@@ -292,7 +251,7 @@ def inspect_model(model: nn.Module, example_input: Tensor) -> ModelCapabilities:
             edits = {
                 point: _edited(model, inputs, layer, point) for point in _EDITED if point in found
             }
-            layers.append(_layer(found, edits, output))
+            layers.append(_layer(found, edits, output, carried[layer]))
     return ModelCapabilities(
         kind=type(model).__name__,
         layers=tuple(layers),
@@ -336,15 +295,9 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _layer(
-    found: Mapping[str, Tensor], edits: Mapping[str, _Edited], output: Tensor
+    found: Mapping[str, Tensor], edits: Mapping[str, _Edited], output: Tensor, carries: Carried
 ) -> LayerCapabilities:
     pattern, scores = found.get(_PATTERN), found.get(_SCORES)
-    carries = "missing"
-    if scores is not None:
-        same = pattern is not None and torch.allclose(scores.float(), pattern.float())
-        # scores that are not negative are their own ReLU, but no shares
-        shares = bool(((scores.float().sum(dim=-1) - 1).abs() < 2e-2).all())
-        carries = "pattern" if same and shares else "scores"
     reached = [point for point, edited in edits.items() if not _same(edited.output, output)]
     if "hook_resid_mid" in reached and not _stays(found, edits["hook_resid_mid"]):
         reached.remove("hook_resid_mid")

@@ -11,10 +11,17 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.model.points import check_inputs, starts_at_layers
+from infoflow_lens.hooks.model.points import (
+    check_inputs,
+    layer_count,
+    reads_vectors,
+    starts_at_layers,
+)
 
 COLUMNS = ("input_ids", "tokens", "text", "x")  # of datasets, in this order
+_LONGEST_EXAMPLE = 256  # a longer window does not show in it
 _MASKS = ("attention_mask", "one_zero_attention_mask")  # HookedEncoder has the second
 
 
@@ -187,28 +194,49 @@ def may_be_padded(model: nn.Module) -> bool:
     return not (starts_at_layers(model) and direction == "bidirectional")
 
 
-def _masks_by_itself(model: nn.Module) -> bool:
-    """Whether the model would take leading tokens that equal its pad token for padding."""
+def _masks_by_itself(model: nn.Module, padding_side: Any = None) -> bool:
+    """Whether the model would take leading tokens that equal its pad token for padding.
+
+    Args:
+        model: the model.
+        padding_side: what the call says, in place of the tokenizer's own side.
+    """
     tokenizer = getattr(model, "tokenizer", None)
+    side = padding_side if padding_side in ("left", "right") else None
     return (
         starts_at_layers(model)
         and may_be_padded(model)
-        and getattr(tokenizer, "padding_side", "right") == "left"
+        and tokenizer is not None
+        and (side or getattr(tokenizer, "padding_side", "right")) == "left"
     )
 
 
 def _inputs_of(loaded: Any, column: str | None) -> tuple[Any, Any]:
-    """The inputs in a loader's batch, and their mask if there is one."""
+    """The inputs in a loader's batch, and their mask if it is named."""
     if isinstance(loaded, Mapping):
         column, has_mask = _column_of(list(loaded), column, "the batch")
         return loaded[column], loaded["attention_mask"] if has_mask else None
     if isinstance(loaded, (tuple, list)) and loaded and isinstance(loaded[0], Tensor):
         same = len({len(part) for part in loaded if isinstance(part, Tensor)}) == 1
         if isinstance(loaded, tuple) or (same and loaded[0].ndim >= 2):
-            # inputs, and a mask or their targets
-            mask = next((part for part in loaded[1:] if _is_mask(part, loaded[0])), None)
-            return loaded[0], mask
+            return _first_of(loaded), None
     return loaded, None
+
+
+def _first_of(loaded: Sequence[Any]) -> Any:
+    """The inputs of a batch (inputs, targets).
+
+    Raises:
+        InfoFlowError: if what stands beside them may as well be their mask.
+    """
+    for other in loaded[1:]:
+        if _may_be_mask(other, loaded[0]):
+            raise InfoFlowError(
+                f"beside the token ids stands a tensor {tuple(other.shape)} of 0 and 1 that may be "
+                "their attention_mask or their targets: expected a mask to be named; give "
+                "{'input_ids': ids, 'attention_mask': mask}, or the ids alone"
+            )
+    return loaded[0]
 
 
 def _rows_in_batches(loader: Iterable[Any], column: str | None, batch_size: int) -> Iterator[Any]:
@@ -255,11 +283,48 @@ def _is_transposed(loader: Any, given: Any) -> bool:
     return by_default and rows and all(isinstance(p, Tensor) and p.ndim == 1 for p in given)
 
 
-def _is_mask(other: Any, ids: Tensor) -> bool:
-    """Whether a tensor beside token ids is their mask, and not labels."""
+def _may_be_mask(other: Any, ids: Tensor) -> bool:
+    """Whether a tensor beside token ids looks like their mask: ones, and zeros at one end."""
     if not isinstance(other, Tensor) or other.shape != ids.shape or ids.is_floating_point():
         return False
-    return bool(((other == 0) | (other == 1)).all()) and bool((other == 1).any())
+    return _is_binary(other) and not bool((other != 0).all()) and not len(_with_holes(other != 0))
+
+
+def _is_binary(mask: Tensor) -> bool:
+    return not mask.is_complex() and bool(((mask == 0) | (mask == 1)).all())
+
+
+def _with_holes(real: Bool[Tensor, "batch pos"]) -> Int[Tensor, " row"]:
+    """The rows whose real positions are not one stretch, or are none."""
+    begins = real[:, 1:] & ~real[:, :-1]
+    return (begins.sum(dim=1) + real[:, 0] != 1).nonzero().flatten()
+
+
+def check_mask(mask: Any, name: str) -> Bool[Tensor, "batch pos"]:
+    """A mask as booleans, True where positions are real.
+
+    Raises:
+        InfoFlowError: for other values than 0 and 1, and for sequences without real tokens or whose
+            real tokens are not one stretch.
+    """
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or not _is_binary(mask):
+        shown = type(mask).__name__
+        if isinstance(mask, Tensor):
+            values = mask.unique()[:4].tolist() if not mask.is_complex() else ["complex"]
+            shown = f"{mask.dtype} {tuple(mask.shape)} with values such as {values}"
+        raise InfoFlowError(
+            f"{name} is {shown}: expected a tensor [batch, pos] of 1 for real tokens and 0 for "
+            "padding"
+        )
+    real = mask.bool()
+    bad = _with_holes(real)
+    if len(bad):
+        places = real[bad[0]].nonzero()[:, 0].tolist()
+        raise InfoFlowError(
+            f"{name} has the real tokens of sequence {int(bad[0])} at {places}: "
+            "expected one stretch of at least one, with padding before or behind it"
+        )
+    return real
 
 
 def _column_of(names: Sequence[str], column: str | None, what: str) -> tuple[str, bool]:
@@ -276,6 +341,48 @@ def _column_of(names: Sequence[str], column: str | None, what: str) -> tuple[str
             f"{column or ' or '.join(COLUMNS)}: name the column that holds the texts or token ids"
         )
     return column, "attention_mask" in names and column != "text"
+
+
+def example_input(model: nn.Module, n_sequences: int = 4, seed: int = 0) -> Tensor:
+    """Random tokens for :func:`inspect_model`, always the same for a seed.
+
+    They are 16 positions long, or two more than a local window, where the model takes as many;
+    a window of more than 254 positions does not show.
+
+    Args:
+        model: a TransformerLens model.
+        n_sequences: how many.
+        seed: of their generator; the global random state is left alone.
+
+    Returns:
+        Token ids [n_sequences, pos] or vector tokens [n_sequences, pos, d_token].
+    """
+    layer_count(model)
+    generator = torch.Generator().manual_seed(seed)
+    first = next(model.parameters())
+    if reads_vectors(model):
+        architecture: Any = model.architecture
+        shape = (n_sequences, architecture.n_tokens, architecture.d_token)
+        return torch.randn(shape, generator=generator).to(first.dtype)
+    cfg: Any = model.cfg
+    length = min(max(16, local_window(model) + 2), _LONGEST_EXAMPLE, cfg.n_ctx)
+    return torch.randint(cfg.d_vocab, (n_sequences, length), generator=generator)
+
+
+def local_window(model: nn.Module) -> int:
+    """How many positions the local layers see, as the config says; 0 where it names no window."""
+    cfg: Any = getattr(model, "cfg", None)
+    if getattr(cfg, "use_local_attn", False):
+        return int(getattr(cfg, "window_size", None) or 0)
+    # the config of a bridge is silent; that of the model behind it is not
+    behind: Any = getattr(getattr(model, "original_model", None), "config", None)
+    if not getattr(behind, "use_sliding_window", True):
+        return 0
+    for name in ("sliding_window", "window_size"):
+        window = getattr(behind, name, None)
+        if isinstance(window, int):
+            return window
+    return 0
 
 
 def read_inputs(
@@ -305,8 +412,8 @@ def read_inputs(
     """
     if isinstance(inputs, Batches):
         return inputs
-    if max_length is not None and max_length < 1:
-        raise InfoFlowError(f"max_length is {max_length}: expected at least 1 token")
+    if max_length is not None:
+        max_length = check_integer(max_length, "max_length", 1, " token")
     given: Any = inputs
     if isinstance(given, Mapping):
         if any(hasattr(part, "column_names") for part in given.values()):
@@ -317,10 +424,9 @@ def read_inputs(
         given, mask = _inputs_of(given, column)
         attention_mask = mask if attention_mask is None else attention_mask
     given = _as_tensors(given)
-    if isinstance(given, tuple) and len(given) == 2 and attention_mask is None:
-        one, other = given
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            given, attention_mask = one, other if _is_mask(other, one) else None
+    pair = isinstance(given, tuple) and len(given) == 2 and attention_mask is None
+    if pair and all(isinstance(part, Tensor) for part in given):
+        given = _first_of(given)
     if isinstance(given, Tensor) and attention_mask is None:
         given = given[:, :max_length] if given.ndim == 2 else given
         check_inputs(model, given, name)
@@ -402,17 +508,25 @@ def _sequences(
             )
     if attention_mask is None:
         return rows
-    masks = [torch.as_tensor(mask).bool() for mask in attention_mask]
-    for index, (row, mask) in enumerate(zip(rows, masks)):
-        if mask.shape != row.shape or not mask.any():
+    masks = []
+    for index, (row, given) in enumerate(zip(rows, attention_mask)):
+        label = f"the attention_mask of {name}[{index}]"
+        try:
+            (mask,) = check_mask(torch.as_tensor(given)[None], label)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, InfoFlowError):
+                raise
+            raise InfoFlowError(f"{label} is {given!r}: expected 0 and 1") from error
+        if mask.shape != row.shape:
             raise InfoFlowError(
-                f"the attention_mask of {name}[{index}] has shape {tuple(mask.shape)} and "
-                f"{int(mask.sum())} real tokens, the ids {tuple(row.shape)}: expected one entry "
-                "for each id, at least one of them real"
+                f"{label} has shape {tuple(mask.shape)}, the ids {tuple(row.shape)}: expected one "
+                "entry for each id"
             )
-    if len(masks) != len(rows):
+        masks.append(mask)
+    if len(attention_mask) != len(rows):
         raise InfoFlowError(
-            f"the attention_mask has {len(masks)} rows for {len(rows)} sequences: expected as many"
+            f"the attention_mask has {len(attention_mask)} rows for {len(rows)} sequences: "
+            "expected as many"
         )
     return [row[mask] for row, mask in zip(rows, masks)]
 
@@ -453,9 +567,10 @@ def call_inputs(
     if kwargs.get("start_at_layer") is not None:
         return None, None
     if isinstance(mask, Tensor):
-        real = mask.bool()
+        real = check_mask(mask, "attention_mask")
         return given, None if bool(real.all()) else real
-    if given.ndim == 2 and not given.is_floating_point() and _masks_by_itself(model):
+    side = kwargs.get("padding_side")
+    if given.ndim == 2 and not given.is_floating_point() and _masks_by_itself(model, side):
         pad = int(model.tokenizer.pad_token_id)  # type: ignore[arg-type, union-attr]
         leading = given.eq(pad).long().cumprod(dim=1).sum(dim=1)
         allowed = int(pad == model.tokenizer.bos_token_id)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""What a model can be asked: hook points resolved by name, states put together from what exists.
+"""Hook points by name, and what can be read off a model without running it.
 
 TransformerLens ignores some hook names that never fire and omits others by architecture, so the
 names are resolved here, before work starts.
@@ -7,15 +7,12 @@ names are resolved here, before work starts.
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import eval_mode
-from infoflow_lens.hooks.passes.own import own_pass
 
 TOKENS = "hook_tokens"
 
@@ -88,70 +85,6 @@ def pattern_hook(model: nn.Module, layer: int) -> str:
     return hook_name(model, f"blocks.{layer}.attn.hook_pattern")
 
 
-def post_attention_hooks(model: nn.Module, layer: int) -> tuple[str, ...]:
-    """Hook points whose sum is the post-attention state x'_l (eq 1) of a layer.
-
-    Attention-only and parallel blocks have no ``hook_resid_mid``; there the state is the sum of
-    what enters the block and what attention adds. On bridges ``hook_resid_mid`` is the input of
-    the second norm, which is another state where norms come after the sums, as in BERT; there
-    ``hook_attn_out`` is the state itself.
-    """
-    known: Mapping[str, Any] = getattr(model, "hook_dict", {})
-    middle = f"blocks.{layer}.hook_resid_mid"
-    if not is_bridge(model) and middle in known:
-        return (middle,)
-    attention = hook_name(model, f"blocks.{layer}.hook_attn_out")
-    if is_bridge(model) and not _attention_adds(model):
-        return (attention,)
-    return (hook_name(model, f"blocks.{layer}.hook_resid_pre"), attention)
-
-
-_adding: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-
-
-def _attention_adds(model: nn.Module) -> bool:
-    """Whether resid_post is the sum of what enters a block and its two parts, found by running."""
-    if model not in _adding:
-        names = [
-            f"blocks.0.{point}"
-            for point in ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
-        ]
-        ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
-        with eval_mode(model), own_pass():
-            caught = run_catching(model, ids, names)[1]
-        if len(caught) < len(names):
-            missing = ", ".join(name for name in names if name not in caught)
-            raise InfoFlowError(
-                f"{missing} did not fire: expected a transformer block that adds attention and MLP "
-                "to a residual stream; this architecture cannot be probed"
-            )
-        entering, attention, mlp, leaving = (caught[name].float() for name in names)
-        gap = (entering + attention + mlp - leaving).norm()
-        _adding[model] = bool(gap <= 0.05 * leaving.norm())  # bfloat16 rounds every part
-    return _adding[model]
-
-
-def state_hooks(model: nn.Module, layer: int, state: str) -> tuple[str, ...]:
-    """Hook points whose sum is a layer's state: "post_attention" or "resid_post".
-
-    Raises:
-        InfoFlowError: for another name, or a model without the hook points.
-    """
-    if state == "post_attention":
-        return post_attention_hooks(model, layer)
-    if state == "resid_post":
-        return (hook_name(model, f"blocks.{layer}.hook_resid_post"),)
-    raise InfoFlowError(f"state is {state!r}: expected 'post_attention' or 'resid_post'")
-
-
-def state_sum(activations: Mapping[str, Tensor], names: tuple[str, ...]) -> Tensor:
-    """The state that :func:`state_hooks` resolved, from the activations of a forward pass."""
-    state = activations[names[0]]
-    for name in names[1:]:
-        state = state + activations[name]
-    return state
-
-
 def reads_vectors(model: nn.Module) -> bool:
     """Whether the model reads real vectors, which ``hook_tokens`` shows, instead of token ids."""
     return bool(getattr(model, "reads_vectors", False))
@@ -218,75 +151,6 @@ def run_catching(
     return output, caught
 
 
-def attention_hooks(model: nn.Module, layer: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The hook points that :func:`attention_scores` reads: required ones, and optional ones.
-
-    A HookedTransformer shows the scores before the softmax. Bridges may show the pattern in their
-    place, or only one of the two, so both are listened to.
-
-    Raises:
-        InfoFlowError: if the model has neither.
-    """
-    if starts_at_layers(model):
-        return (scores_hook(model, layer),), ()
-    known: Mapping[str, Any] = getattr(model, "hook_dict", {})
-    names = [f"blocks.{layer}.attn.{point}" for point in ("hook_attn_scores", "hook_pattern")]
-    found = tuple(name for name in names if name in known)
-    return ((), found) if found else ((scores_hook(model, layer),), ())
-
-
-def attention_scores(
-    activations: Mapping[str, Tensor], layer: int, sequence: int
-) -> Float[Tensor, "batch head query key"]:
-    """The scores of a layer, checked: from the pattern where the model does not show them.
-
-    A softmax keeps the order, and the logarithm of its weights differs from the scores by a
-    constant in each row: so ranks and margins are those of the scores. Keys whose weight is 0
-    cannot be told from masked ones there, and count as masked.
-
-    Raises:
-        InfoFlowError: if neither fired, or for NaN or infinity, naming the hook point and the first
-            sequence of the batch.
-    """
-    name, by_weight = (
-        f"blocks.{layer}.attn.{point}" for point in ("hook_attn_scores", "hook_pattern")
-    )
-    scores, pattern = activations.get(name), activations.get(by_weight)
-    if scores is None and pattern is None:
-        raise InfoFlowError(
-            f"neither {name} nor {by_weight} fired: expected a model that shows its attention; "
-            "load it with eager attention (attn_implementation='eager')"
-        )
-    check_whole(pattern if scores is None else scores, name)
-    if pattern is not None and (scores is None or carries_pattern(scores, pattern)):
-        check_finite(pattern, by_weight, sequence)
-        return pattern.float().log()
-    assert scores is not None
-    check_scores(scores, name, sequence)
-    return scores
-
-
-def carries_pattern(
-    scores: Float[Tensor, "batch head query key"], pattern: Float[Tensor, "batch head query key"]
-) -> bool:
-    """Whether what fired as scores is the pattern itself, as on some bridges."""
-    if scores.shape != pattern.shape:
-        return False
-    shares = scores.float().masked_fill(scores == -torch.inf, 0)  # of padding
-    return bool(shares.min() >= 0) and bool(torch.allclose(shares, pattern.float(), atol=1e-3))
-
-
-def check_scores(scores: Float[Tensor, "batch head query key"], name: str, sequence: int) -> None:
-    """Refuse what cannot be attention scores: NaN or positive infinity.
-
-    Raises:
-        InfoFlowError: naming the hook point and the first sequence of the batch.
-    """
-    highest = scores.amax()  # carries NaN; masked keys are -inf
-    if highest.isnan() or highest == torch.inf:
-        check_finite(highest, name, sequence)
-
-
 def check_finite(activation: Float[Tensor, "..."], name: str, sequence: int) -> None:
     """Refuse NaN and infinity in an activation.
 
@@ -329,6 +193,10 @@ def check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
     if inputs.shape[0] == 0 or inputs.shape[1] == 0:
         raise InfoFlowError(
             f"{name} has shape {tuple(inputs.shape)}: expected at least one sequence and one token"
+        )
+    if inputs.is_complex():
+        raise InfoFlowError(
+            f"{name} is {inputs.dtype}: expected real vector tokens, or integers as token ids"
         )
     if inputs.is_floating_point() and not inputs.isfinite().all():
         bad = (~inputs.isfinite()).flatten(1).any(dim=1).nonzero().flatten().tolist()

@@ -2,87 +2,84 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import model_fingerprint
-from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs, call_inputs, read_inputs
+from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs, check_mask, read_inputs
 from infoflow_lens.hooks.model.points import (
     check_one_device,
     key_count,
     layer_count,
     starts_at_layers,
 )
-from infoflow_lens.hooks.passes.own import AllSeenError, inside_own_pass
-from infoflow_lens.hooks.probe import NamedHook, Probe, Split
+from infoflow_lens.hooks.passes.collector import Session, Weights, check_apart, join, leave
+from infoflow_lens.hooks.passes.view import Needs, Pass
+from infoflow_lens.hooks.probe import Probe, Split
 from infoflow_lens.hooks.result import Result
 
 
 class AttachedProbes(Sequence[Probe[Any]]):
     """The probes on a model, in the order in which they were given."""
 
-    def __init__(self, probes: tuple[Probe[Any], ...], split: Split) -> None:
-        self._probes = probes
-        self._split = split
-        self._done: list[Probe[Any]] = []  # probes that took the last pass in
-        self._only: Sequence[Probe[Any]] = probes  # probes that take passes in
-        self._stops_early = False  # as soon as every probe has seen all that it reads
+    def __init__(self, session: Session) -> None:
+        self.session = session
 
     def __getitem__(self, index: Any) -> Any:
-        return self._probes[index]
+        return self.session.probes[index]
 
     def __len__(self) -> int:
-        return len(self._probes)
+        return len(self.session.probes)
 
     def results(self) -> tuple[Result, ...]:
         """Every probe's result."""
-        return tuple(probe.result() for probe in self._probes)
+        return tuple(probe.result() for probe in self)
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
         """Sequences of this block are for fitting only."""
-        with self._mode("fit"):
+        with self.mode("fit"):
             yield
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Sequences of this block are held out: for evaluation only."""
-        with self._mode("evaluate"):
+        with self.mode("evaluate"):
             yield
 
-    def _seen(self) -> None:
-        """Called when a probe has seen all that it reads in a pass."""
-        if self._stops_early and all(probe._has_seen_all() for probe in self._probes):
-            raise AllSeenError
-
     @contextmanager
-    def _mode(self, mode: Any) -> Iterator[None]:
-        before = self._split.mode
-        self._split.mode = mode
+    def mode(self, mode: Any) -> Iterator[None]:
+        """Sequences of this block are split in this mode; see :class:`Split`."""
+        split = self.session.split
+        before, split.mode = split.mode, mode
         try:
             yield
         finally:
-            self._split.mode = before
-
-
-_attached: set[int] = set()  # probes that are on a model now, by id
+            split.mode = before
 
 
 @contextmanager
-def attach(model: nn.Module, *probes: Probe[Any], eval_every: int = 5) -> Iterator[AttachedProbes]:
+def attach(
+    model: nn.Module,
+    *probes: Probe[Any],
+    eval_every: int = 5,
+    first_index: int = 0,
+    index_step: int = 1,
+) -> Iterator[AttachedProbes]:
     """Probes on `model` for the length of a block; your own loop runs the model.
 
     Whole calls of the model are measured, when they have returned: a call that raises, or stops
-    before the layers that a probe needs, is left out. Hooks of your own stay where they are, and
-    ours are gone after the block, whatever happens in it. Probes that fit something keep every
-    `eval_every`-th sequence for evaluation, unless ``fitting()`` and ``evaluating()`` say what is
-    what.
+    before the layers that a probe needs, is left out. Between calls nothing stands on the model,
+    so it may be copied, pickled and saved; blocks may end in any order; threads take turns. Probes
+    that fit something keep every `eval_every`-th sequence for evaluation, unless ``fitting()`` and
+    ``evaluating()`` say what is what.
 
     Example::
 
@@ -91,61 +88,48 @@ def attach(model: nn.Module, *probes: Probe[Any], eval_every: int = 5) -> Iterat
                 model(batch)
         positions, recovery = probes.results()
 
+    Args:
+        model: a TransformerLens model.
+        probes: what to measure.
+        eval_every: every so many sequences one is held out.
+        first_index, index_step: where several processes share the sequences, sequence n of this one
+            is sequence ``first_index + index_step * n`` of all: which are held out, and what is
+            drawn for each, goes by that.
+
     Raises:
         InfoFlowError: if there is no probe, one is attached already, `eval_every` is below 2, or
             the model lacks a hook point or lies on several devices, before anything is attached;
-            and from the model's call for an attention mask that the model ignores, or what a probe
-            refuses.
+            and from the model's call for an attention mask that the model ignores, weights that
+            have changed since the pass before, or what a probe refuses.
     """
     if not probes:
         raise InfoFlowError("no probes to attach: expected at least one, as in attach(model, p)")
-    ids = [id(probe) for probe in probes]
-    if len(set(ids)) < len(ids) or _attached & set(ids):
-        raise InfoFlowError(
-            "a probe is attached twice, so every sequence would count twice: expected different "
-            "probes; make a new one"
-        )
-    _check_every(eval_every)
+    _check_probes(probes)
+    check_apart(probes)
+    split = Split(eval_every, first=first_index, step=index_step)
+    layer_count(model)
     check_one_device(model)
-    split = Split(every=eval_every)
-    attached = AttachedProbes(probes, split)
-    known = model_fingerprint(model)  # once, as it reads all weights
-    hooks: list[NamedHook] = [
-        pair for probe in probes for pair in probe._listen(model, attached._seen, known)
-    ]
-    forward, outer = model.forward, model.__dict__.get("forward")
-
-    def measured_forward(*args: Any, **kwargs: Any) -> Any:
-        if inside_own_pass():
-            return forward(*args, **kwargs)
-        tokens, mask = call_inputs(model, args, kwargs)
-        attached._done.clear()
-        for probe in probes:
-            probe._collected.clear()
-        try:
-            output = None
-            with suppress(AllSeenError):
-                output = forward(*args, **kwargs)
-            for probe in attached._only:
-                probe._take_in(model, split, tokens, mask)
-                attached._done.append(probe)
-        finally:
-            for probe in probes:
-                probe._collected.clear()
-        return output
-
-    # run_with_hooks calls model.forward itself, so module hooks would not see every call
-    model.forward = measured_forward
-    _attached.update(ids)
+    weights = Weights(model)
+    needs = _prepared(model, probes, weights.fingerprint)
+    session = Session(probes, split, needs, weights)
+    join(model, session)
     try:
-        with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
-            yield attached
+        yield AttachedProbes(session)
     finally:
-        _attached.difference_update(ids)
-        if outer is None:
-            del model.forward  # the instance's; the class has its own
-        else:
-            model.forward = outer
+        leave(model, session)
+
+
+def _check_probes(probes: Any) -> None:
+    if isinstance(probes, Probe) or not all(isinstance(probe, Probe) for probe in probes):
+        raise InfoFlowError(f"probes is {probes!r}: expected a list of probes, as in [p] or [p, q]")
+
+
+def _prepared(model: nn.Module, probes: Sequence[Probe[Any]], fingerprint: str) -> Needs:
+    """What probes need together, all of them ready."""
+    needs = Needs(())
+    for probe in probes:
+        needs |= probe.prepare(model, fingerprint)
+    return needs
 
 
 def probe_cache(
@@ -176,26 +160,29 @@ def probe_cache(
         InfoFlowError: if the cache lacks what a probe needs, or has no batch axis.
     """
     layer_count(model)
-    _check_every(eval_every)
+    _check_probes(probes)
+    check_apart(probes)
+    split = Split(eval_every)
     if not getattr(cache, "has_batch_dim", True):
         raise InfoFlowError(
             "the cache has no batch axis: expected one; keep it (remove_batch_dim=False)"
         )
     _check_fits_cache(cache, tokens, "tokens")
     _check_fits_cache(cache, attention_mask, "attention_mask")
-    known = model_fingerprint(model)
-    mask = None if attention_mask is None else attention_mask.bool()
-    split = Split(every=eval_every)
+    mask = None if attention_mask is None else check_mask(attention_mask, "attention_mask")
+    needs = _prepared(model, probes, model_fingerprint(model))
+    missing = [name for name in needs.points if name not in cache]
+    if missing:
+        names = ", ".join(type(probe).__name__ for probe in probes)
+        raise InfoFlowError(
+            f"the cache lacks {', '.join(missing)}, which {names} read: expected a cache of all "
+            "activations, or a names_filter with these"
+        )
+    activations = {name: cache[name].detach() for name in needs.points}
+    real = None if mask is None or mask.all() else mask
+    seen = Pass(model, activations, tokens=tokens, mask=real, needs=needs)
     for probe in probes:
-        names = [name for name, _ in probe._listen(model, probe._collected.clear, known)]
-        missing = [name for name in probe._expected if name not in cache]
-        if missing:
-            raise InfoFlowError(
-                f"the cache lacks {', '.join(missing)}, which {type(probe).__name__} reads: "
-                "expected a cache of all activations, or a names_filter with these"
-            )
-        probe._collected.update({name: cache[name].detach() for name in names if name in cache})
-        probe._take_in(model, split, tokens, None if mask is None or mask.all() else mask)
+        probe.take(seen, split)
     return tuple(probe.result() for probe in probes)
 
 
@@ -206,13 +193,6 @@ def _check_fits_cache(cache: Mapping[str, Tensor], given: Tensor | None, what: s
         raise InfoFlowError(
             f"{what} has shape {tuple(given.shape)}, the cache is of {tuple(shown.shape[:2])} "
             "sequences and positions: expected those of the same pass"
-        )
-
-
-def _check_every(eval_every: int) -> None:
-    if eval_every < 2:
-        raise InfoFlowError(
-            f"eval_every is {eval_every}: expected at least 2, so that some sequences are fitted"
         )
 
 
@@ -227,6 +207,8 @@ def run_probes(
     max_length: int | None = None,
     batch_size: int = 256,
     eval_every: int = 5,
+    first_index: int = 0,
+    index_step: int = 1,
     skip: int = 0,
     after_batch: Callable[[int], None] | None = None,
     progress: bool = True,
@@ -253,6 +235,7 @@ def run_probes(
         max_length: cut longer sequences of ids to so many tokens.
         batch_size: sequences in a forward pass.
         eval_every: see `eval_inputs`.
+        first_index, index_step: as for :func:`attach`.
         skip: sequences of `inputs` that the probes have seen already, to resume.
         after_batch: called after every batch with the number of its sequences.
         progress: show a bar.
@@ -265,19 +248,18 @@ def run_probes(
             pass; for NaN in activations, and for too little memory even for half a batch.
     """
     layer_count(model)  # is it a model at all?
-    _check_every(eval_every)
-    if batch_size < 1:
-        raise InfoFlowError(f"batch_size is {batch_size}: expected at least 1")
-    if skip < 0:
-        raise InfoFlowError(f"skip is {skip}: expected the number of sequences that are done")
-    if isinstance(probes, Probe) or not all(isinstance(probe, Probe) for probe in probes):
-        raise InfoFlowError(f"probes is {probes!r}: expected a list of probes, as in [p] or [p, q]")
+    _check_probes(probes)
+    split = Split(eval_every, first=first_index, step=index_step)
+    batch_size = check_integer(batch_size, "batch_size", 1)
+    skip = check_integer(skip, "skip", 0, ", the number of sequences that are done")
     read = read_inputs(
         model, inputs, attention_mask=attention_mask, column=column, max_length=max_length
     )
     parts: list[tuple[str, Batches]] = [("by_index" if eval_inputs is None else "fit", read)]
-    n_evaluate = None if read.n_sequences is None else read.n_sequences // eval_every
-    n_fit = None if read.n_sequences is None else read.n_sequences - (n_evaluate or 0)
+    n_fit = n_evaluate = None
+    if read.n_sequences is not None:
+        n_evaluate = int(split.held_out(split.indices(0, read.n_sequences)).sum())
+        n_fit = read.n_sequences - n_evaluate
     if eval_inputs is not None:
         held_out = read_inputs(
             model, eval_inputs, column=column, max_length=max_length, name="eval_inputs"
@@ -291,26 +273,32 @@ def run_probes(
     counts = [part.n_sequences for _, part in parts]
     total = None if None in counts else sum(count or 0 for count in counts)
     # hooks of the user's may stand where no probe looks
-    has_other_hooks = any(point.fwd_hooks for point in model.hook_dict.values())  # type: ignore[operator]
+    has_other_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     with (
         eval_mode(model),
-        attach(model, *probes, eval_every=eval_every) as attached,
+        attach(
+            model,
+            *probes,
+            eval_every=eval_every,
+            first_index=first_index,
+            index_step=index_step,
+        ) as attached,
         progress_bar("probing", total, progress, done=skip) as advance,
     ):
-        attached._stops_early = starts_at_layers(model) and not has_other_hooks
+        attached.session.stops_early = starts_at_layers(model) and not has_other_hooks
         halved = False
         for mode, part in parts:
-            with attached._mode(mode):
+            with attached.mode(mode):
                 for batch in part.batches(batch_size, skip if part is read else 0):
                     for piece in batch.halves() if halved and len(batch) > 1 else (batch,):
-                        halved = _run(model, piece, attached, halved) or halved
+                        halved = _run(model, piece, attached.session, halved) or halved
                     advance(len(batch))
                     if after_batch is not None:
                         after_batch(len(batch))
     return attached.results()
 
 
-def _run(model: nn.Module, batch: Batch, attached: AttachedProbes, halved: bool) -> bool:
+def _run(model: nn.Module, batch: Batch, session: Session, halved: bool) -> bool:
     """Run a batch; where memory runs out, in two halves. Whether it had to be halved."""
     try:
         batch.run(model)
@@ -333,12 +321,12 @@ def _run(model: nn.Module, batch: Batch, attached: AttachedProbes, halved: bool)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     # a probe that took the batch in before memory ran out must not see it twice
-    attached._only = [probe for probe in attached if probe not in attached._done]
+    session.only = [probe for probe in session.probes if probe not in session.done]
     try:
         for half in batch.halves():
-            _run(model, half, attached, halved=True)
+            _run(model, half, session, halved=True)
     finally:
-        attached._only = attached._probes
+        session.only = None
     return True
 
 

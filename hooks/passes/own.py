@@ -1,12 +1,15 @@
 """Forward passes that a probe makes for itself, and that no probe looks at."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from torch import nn
+
 
 class AllSeenError(Exception):
-    """All that is wanted of a forward pass has been seen: the rest of it need not be run."""
+    """Raised to end a forward pass once every probe has the activations that it reads."""
 
 
 _inside_own_pass: ContextVar[bool] = ContextVar("inside_own_pass", default=False)
@@ -25,3 +28,18 @@ def own_pass() -> Iterator[None]:
 def inside_own_pass() -> bool:
     """Whether a probe runs a forward pass of its own."""
     return _inside_own_pass.get()
+
+
+@contextmanager
+def without_user_hooks(model: nn.Module) -> Iterator[None]:
+    """The model with its permanent hooks only (those that belong to it), for the block's length."""
+    points = list(model.hook_dict.values())  # type: ignore[operator]
+    saved = [point._forward_hooks for point in points]
+    for point, hooks in zip(points, saved, strict=True):
+        permanent = [handle.hook.id for handle in point.fwd_hooks if handle.is_permanent]
+        point._forward_hooks = OrderedDict((key, hooks[key]) for key in permanent if key in hooks)
+    try:
+        yield
+    finally:
+        for point, hooks in zip(points, saved, strict=True):
+            point._forward_hooks = hooks

@@ -1,14 +1,13 @@
 """Keys in the order of their scores: ties, margins, and ranks that no key has."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from infoflow_lens.foundation.checks import check_integers
 from infoflow_lens.foundation.errors import InfoFlowError
 
 
@@ -33,27 +32,8 @@ def rank_keys(scores: Float[Tensor, "*query key"], ranks: Sequence[int]) -> Rank
     Scores are compared in float32; ties go to the lowest position. Masked keys (-inf, or the
     lowest finite value that some models use instead) are never chosen: a rank beyond the allowed
     keys is undefined. A mask of another value, -1e9 say, cannot be told from a score.
-
-    Several probes rank the same scores: the last ranking is kept for as long as the memory of the
-    scores lives, and used again for the same ranks if nothing has been written there since.
     """
-    ranks = tuple(ranks)
-    if scores.is_inference():  # counts no writes
-        return _rank(scores.detach(), ranks)
-    storage = scores.untyped_storage()
-    view = (scores.shape, scores.stride(), scores.storage_offset(), scores.dtype)
-    wanted = (*view, scores._version, ranks)
-    kept = _last_ranking.get(storage)
-    if kept is None or kept[0] != wanted:
-        kept = (wanted, _rank(scores.detach(), ranks))
-        _last_ranking[storage] = kept
-    return kept[1]
-
-
-_last_ranking: WeakKeyDictionary[torch.UntypedStorage, tuple[Any, Ranked]] = WeakKeyDictionary()
-
-
-def _rank(scores: Float[Tensor, "*query key"], ranks: tuple[int, ...]) -> Ranked:
+    ranks, scores = tuple(ranks), scores.detach()
     lowest = torch.finfo(scores.dtype).min
     scores = scores.float()
     n_keys, deepest = scores.shape[-1], max(ranks)
@@ -93,52 +73,36 @@ def _rank_tied(
     return positions.to(dtype), torch.stack(equal, dim=1).masked_fill(masked, 0).to(dtype)
 
 
-def check_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
+def check_ranks(ranks: Any) -> tuple[int, ...]:
     """`ranks` as a tuple.
 
     Raises:
         InfoFlowError: unless they are different integers from 1 on.
     """
-    try:
-        chosen = tuple(operator.index(rank) for rank in ranks)
-    except TypeError:
-        chosen = ()
-    if not chosen or min(chosen) < 1 or len(set(chosen)) != len(chosen):
-        raise InfoFlowError(
-            f"ranks are {ranks!r}: expected different integers of at least 1, such as (1, 2); "
-            "rank 1 is the argmax"
-        )
-    return chosen
+    return check_integers(ranks, "ranks", 1, ", such as (1, 2); rank 1 is the argmax")
 
 
-def check_rank_support(ranks: Sequence[int], n_keys: int) -> None:
-    """Refuse ranks that no query can have.
-
-    Raises:
-        InfoFlowError: if a rank exceeds the number of keys.
-    """
-    if max(ranks) > n_keys:
-        raise InfoFlowError(
-            f"rank {max(ranks)} is beyond the number of keys: the longest row of attention has "
-            f"{n_keys} keys; ask for ranks up to {n_keys}"
-        )
-
-
-def check_positions(positions: Sequence[int]) -> tuple[int, ...]:
-    """`positions` as a tuple.
+def check_without(positions: Any) -> tuple[int, ...]:
+    """Positions that are left out, as a tuple.
 
     Raises:
         InfoFlowError: unless they are different integers from 0 on.
     """
-    try:
-        chosen = tuple(operator.index(position) for position in positions)
-    except TypeError:
-        chosen = (-1,)
-    if any(position < 0 for position in chosen) or len(set(chosen)) != len(chosen):
+    return check_integers(positions, "without", 0, ", positions such as (0,)", empty=True)
+
+
+def check_rank_support(ranks: Sequence[int], without: Sequence[int], n_keys: int) -> None:
+    """Refuse ranks that no query can have.
+
+    Raises:
+        InfoFlowError: if a rank exceeds the number of keys that are not left out.
+    """
+    left = n_keys - len([position for position in without if position < n_keys])
+    if max(ranks) > left:
         raise InfoFlowError(
-            f"without is {positions!r}: expected different positions from 0 on, such as (0,)"
+            f"rank {max(ranks)} is beyond the number of keys: the longest row of attention has "
+            f"{left} keys; ask for ranks up to {left}"
         )
-    return chosen
 
 
 def leaving_out(

@@ -1,100 +1,311 @@
-"""One forward pass as probes see it: activations by name, with padding moved out of the way."""
+"""One forward pass as probes see it: checked, padding moved away, everything worked out once."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.model.points import (
+    check_finite,
+    hook_name,
+    layer_count,
+    pattern_hook,
+    reads_vectors,
+    scores_hook,
+    token_hook,
+)
+from infoflow_lens.hooks.model.shown import attention_hook, shown, state_hooks, state_sum
+from infoflow_lens.hooks.passes.ranking import Ranked, leaving_out, rank_keys
 
 _QUERY_BY_KEY = ("hook_attn_scores", "hook_pattern")  # [batch, head, query, key]
 
 
 @dataclass(frozen=True)
+class Needs:
+    """What a probe reads of every pass.
+
+    Attributes:
+        points: hook points.
+        ranks: the deepest rank that it asks for, by the positions that it leaves out.
+    """
+
+    points: tuple[str, ...]
+    ranks: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        *,
+        scores: bool = False,
+        pattern: bool = False,
+        states: Sequence[str] = (),
+        tokens: bool = False,
+        ranks: Sequence[int] = (),
+        without: Sequence[int] = (),
+        points: Sequence[str] = (),
+    ) -> "Needs":
+        """What :class:`Pass` needs to answer these questions, in every layer.
+
+        Args:
+            model: a TransformerLens model.
+            scores, pattern: for ``Pass.scores`` and ``Pass.pattern``.
+            states: for ``Pass.state``: "post_attention", "resid_post", "resid_pre", "head".
+            tokens: for ``Pass.embedding``.
+            ranks, without: for ``Pass.ranked``.
+            points: further hook points, for ``Pass.activation``.
+
+        Raises:
+            InfoFlowError: if the model lacks a hook point.
+        """
+        names = [token_hook(model)] if tokens else []
+        for layer in range(layer_count(model)):
+            names += [attention_hook(model, layer)] if scores or ranks else []
+            names += [pattern_hook(model, layer)] if pattern else []
+            for state in states:
+                names += _state_points(model, layer, state)
+        names += [hook_name(model, point) for point in points]
+        depths = {tuple(without): max(ranks)} if ranks else {}
+        return cls(tuple(dict.fromkeys(names)), depths)
+
+    def __or__(self, other: "Needs") -> "Needs":
+        """The needs of both."""
+        keys = {**self.ranks, **other.ranks}
+        depths = {k: max(self.ranks.get(k, 0), other.ranks.get(k, 0)) for k in keys}
+        return Needs(tuple(dict.fromkeys((*self.points, *other.points))), depths)
+
+
+def _state_points(model: nn.Module, layer: int, state: str) -> tuple[str, ...]:
+    """Hook points whose sum is a state of a layer."""
+    if state == "head":
+        return (hook_name(model, f"blocks.{layer}.attn.hook_z"),)
+    if state == "resid_pre":
+        return (hook_name(model, f"blocks.{layer}.hook_resid_pre"),)
+    return state_hooks(model, layer, state)
+
+
 class Pass:
     """One complete forward pass.
 
     Positions count the real tokens of each sequence from 0, wherever padding stood: what a padded
-    batch shows of a sequence is what the sequence alone would.
+    batch shows of a sequence is what the sequence alone would. Everything is worked out when it is
+    first asked for, and once, however many probes ask: padding is moved away, activations are
+    checked for NaN and infinity, keys are ranked.
 
     Attributes:
-        activations: by hook point.
-        held_out: bool [batch], which sequences are for evaluation.
-        lengths: int [batch], real tokens of each sequence; None if nothing is padded. Beyond them
-            scores are -inf and patterns 0; other activations hold what the model made of padding.
-        tokens: the token ids [batch, pos], or vector tokens; None where the pass was made by hooks
-            alone, which do not see them.
-        first: the number of sequences seen before this pass.
+        model: the model that made it.
+        indices: int [batch], which sequences of all these are, counted from 0.
+        held_out: bool [batch], which are for evaluation.
+        turns: int [batch], by which held-out sequences are dealt to blocks in turn.
+        lengths: int [batch], real tokens of each sequence; None if nothing is padded.
+        tokens: token ids [batch, pos] or vector tokens; None where hooks alone saw the pass.
     """
 
-    activations: Mapping[str, Tensor]
-    held_out: Bool[Tensor, " batch"]
-    lengths: Int[Tensor, " batch"] | None = None
-    tokens: Tensor | None = None
-    first: int = 0
+    def __init__(
+        self,
+        model: nn.Module,
+        activations: Mapping[str, Tensor],
+        *,
+        tokens: Tensor | None = None,
+        mask: Bool[Tensor, "batch pos"] | None = None,
+        needs: Needs | None = None,
+    ) -> None:
+        """Look at a pass.
+
+        Args:
+            model: the model that made it.
+            activations: by hook point.
+            tokens: what the model read.
+            mask: which positions are real; None for all.
+            needs: of all probes that will look, so that keys are ranked once and deep enough.
+
+        Raises:
+            InfoFlowError: if tokens attend to what the mask calls padding.
+        """
+        self.model, self._raw = model, activations
+        n = next(iter(activations.values())).shape[0] if activations else 0
+        self.indices = self.turns = torch.arange(n)
+        self.held_out = torch.zeros(n, dtype=torch.bool)
+        self._depths = {} if needs is None else needs.ranks
+        self._made: dict[Any, Any] = {}
+        self.lengths: Int[Tensor, " batch"] | None = None
+        self._order: Int[Tensor, "batch pos"] | None = None
+        self._size = 0 if mask is None else mask.shape[1]
+        if mask is not None:
+            _check_mask_took_effect(model, activations, mask)
+            self.lengths = mask.sum(dim=1).cpu()
+            self._order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
+            self._order = self._order[:, : int(self.lengths.max())]
+            self._in_place = bool((self._order.cpu() == torch.arange(self._order.shape[1])).all())
+        self.tokens = None if tokens is None else self._moved(tokens)
+
+    def __len__(self) -> int:
+        return len(self.held_out)
+
+    def counted(
+        self,
+        indices: Int[Tensor, " batch"],
+        held_out: Bool[Tensor, " batch"],
+        turns: Int[Tensor, " batch"],
+    ) -> "Pass":
+        """The same pass as a probe counts its sequences; what is worked out is shared."""
+        counted = copy.copy(self)
+        counted.indices, counted.held_out, counted.turns = indices, held_out, turns
+        return counted
+
+    def lacks(self, points: Sequence[str]) -> tuple[str, ...]:
+        """The hook points among these that did not fire."""
+        return tuple(name for name in points if name not in self._raw)
+
+    @property
+    def first(self) -> int:
+        """The index of its first sequence, for errors."""
+        return int(self.indices[0])
+
+    @property
+    def n_layers(self) -> int:
+        """The number of attention layers."""
+        return layer_count(self.model)
 
     def is_real(self, n_pos: int) -> Bool[Tensor, "batch pos"]:
-        """Which of the first `n_pos` positions are real tokens."""
+        """Which of the first `n_pos` positions are no padding."""
         if self.lengths is None:
-            return torch.ones(len(self.held_out), n_pos, dtype=torch.bool)
+            return torch.ones(len(self), n_pos, dtype=torch.bool)
         return torch.arange(n_pos) < self.lengths[:, None]
 
+    def activation(self, name: str) -> Tensor:
+        """What fired at a hook point, positions on axis 1; padding holds anything.
 
-def check_mask_took_effect(
-    activations: Mapping[str, Tensor], mask: Bool[Tensor, "batch pos"]
-) -> None:
-    """Refuse passes in which real queries attended to padding.
+        Raises:
+            InfoFlowError: if it did not fire, or no probe said that it needs it.
+        """
+        return self._once(("activation", name), lambda: self._moved(self._fired(name)))
 
-    Raises:
-        InfoFlowError: naming the hook point.
-    """
-    for name, activation in activations.items():
-        if not name.endswith(_QUERY_BY_KEY) or activation.shape[-1] != mask.shape[1]:
-            continue
-        if name.endswith("hook_pattern"):
-            attended = activation > 0
-        else:
-            attended = activation > torch.finfo(activation.dtype).min
-        mask = mask.to(activation.device)
-        if (attended & mask[:, None, :, None] & ~mask[:, None, None, :]).any():
-            if name.endswith("hook_attn_scores") and _is_pattern(activation):
-                continue
+    def embedding(self) -> Float[Tensor, "batch pos d_token"]:
+        """The tokens as vectors: vector tokens themselves, or the embeddings of ids."""
+        return self.activation(token_hook(self.model))
+
+    def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
+        """The attention pattern, 0 for padding.
+
+        Raises:
+            InfoFlowError: for NaN or infinity, or attention over other keys than this pass has.
+        """
+        return self._once(("pattern", layer), lambda: self._pattern(layer))
+
+    def scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
+        """The attention scores, -inf for padding.
+
+        Where a model shows the pattern in their place they are its logarithm: a softmax keeps the
+        order, and the logarithm of its weights differs from the scores by a constant in each row.
+        Keys whose weight is 0 cannot be told from masked ones there, and count as masked.
+
+        Raises:
+            InfoFlowError: for NaN or infinity, or attention over other keys than this pass has.
+        """
+        return self._once(("scores", layer), lambda: self._scores(layer))
+
+    def ranked(self, layer: int, ranks: Sequence[int], without: Sequence[int] = ()) -> Ranked:
+        """The keys of the k-th largest scores [batch, head, query, rank]; see :func:`rank_keys`.
+
+        Args:
+            layer: the layer.
+            ranks: which k; 1 is the argmax.
+            without: key positions that are never ranked.
+        """
+        chosen, left_out = tuple(ranks), tuple(without)
+        deepest = max(self._depths.get(left_out, 0), *chosen)
+        every = self._once(
+            ("ranked", layer, left_out, deepest),
+            lambda: rank_keys(leaving_out(self.scores(layer), left_out), range(1, deepest + 1)),
+        )
+        if chosen == tuple(range(1, deepest + 1)):
+            return every
+        columns = [rank - 1 for rank in chosen]
+        return Ranked(*(part[..., columns] for part in every))
+
+    def state(self, layer: int, point: str = "post_attention") -> Float[Tensor, "batch pos *d"]:
+        """A state of a layer, checked at real positions.
+
+        Args:
+            layer: the layer.
+            point: "post_attention" (x'_l of eq 1), "resid_post", "resid_pre", or "head", every
+                head's own output [batch, pos, head, d_head].
+
+        Raises:
+            InfoFlowError: for NaN or infinity.
+        """
+        return self._once(("state", layer, point), lambda: self._state(layer, point))
+
+    # How it is made
+
+    def _once(self, key: Any, make: Any) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _fired(self, name: str) -> Tensor:
+        if name not in self._raw:
             raise InfoFlowError(
-                f"{name}: tokens attend to padding, so the model ignores the attention_mask (a "
-                "bidirectional HookedTransformer does): expected masked keys; run sequences of one "
-                "length together, without padding"
+                f"{name} was not collected: expected a hook point that the probe's needs() names"
             )
+        return self._raw[name]
 
+    def _moved(self, activation: Tensor) -> Tensor:
+        """With the real tokens of each sequence first."""
+        if self._order is None or activation.ndim < 2 or activation.shape[1] != self._size:
+            return activation
+        if self._in_place:
+            return activation[:, : self._order.shape[1]]
+        return _along(activation, self._order.to(activation.device), 1)
 
-def _is_pattern(scores: Tensor) -> bool:
-    return bool(scores.min() >= 0)
-
-
-def unpadded(
-    activations: Mapping[str, Tensor], mask: Bool[Tensor, "batch pos"]
-) -> tuple[dict[str, Tensor], Int[Tensor, " batch"]]:
-    """Activations with the real tokens of each sequence first, and how many these are.
-
-    Args:
-        activations: by hook point; positions on axis 1, for scores and patterns on axes 2 and 3.
-        mask: which positions are real.
-    """
-    lengths = mask.sum(dim=1)
-    longest = int(lengths.max())
-    order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, :longest]
-    in_place = bool((order == torch.arange(longest, device=order.device)).all())
-    moved = {}
-    for name, activation in activations.items():
-        index = order.to(activation.device)
-        if name.endswith(_QUERY_BY_KEY):
-            moved[name] = _unpadded_attention(name, activation, index, lengths, in_place)
-        elif activation.ndim >= 2 and activation.shape[1] == mask.shape[1]:
-            moved[name] = activation[:, :longest] if in_place else _along(activation, index, 1)
+    def _attention(self, name: str, fill: float) -> Float[Tensor, "batch head query key"]:
+        activation = self._fired(name)
+        if activation.shape[-1] != activation.shape[-2]:
+            raise InfoFlowError(
+                f"{name} has {activation.shape[-1]} keys for {activation.shape[-2]} positions: "
+                "expected one pass over whole sequences; run without past_kv_cache"
+            )
+        if self._order is None:
+            return activation
+        order, longest = self._order.to(activation.device), self._order.shape[1]
+        if self._in_place:
+            activation = activation[:, :, :longest, :longest]
         else:
-            moved[name] = activation
-    return moved, lengths.cpu()
+            activation = _along(_along(activation, order, 2), order, 3)
+        real = self.is_real(longest).to(activation.device)
+        both = real[:, None, :, None] & real[:, None, None, :]
+        return activation.masked_fill(~both, fill)
+
+    def _pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
+        name = pattern_hook(self.model, layer)
+        pattern = self._attention(name, 0)
+        check_finite(pattern, name, self.first)
+        return pattern
+
+    def _scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
+        if shown(self.model).scores[layer] != "scores":
+            return self.pattern(layer).float().log()
+        name = scores_hook(self.model, layer)
+        scores = self._attention(name, -torch.inf)
+        highest = scores.amax()  # NaN stays NaN, and masked keys are -inf
+        if highest.isnan() or highest == torch.inf:
+            check_finite(highest, name, self.first)
+        return scores
+
+    def _state(self, layer: int, point: str) -> Tensor:
+        names = _state_points(self.model, layer, point)
+        state = state_sum({name: self.activation(name) for name in names}, names)
+        whole = state
+        if self.lengths is not None:
+            whole = state[self.is_real(state.shape[1]).to(state.device)]
+        check_finite(whole, f"the {point} state of layer {layer}", self.first)
+        return state
 
 
 def _along(activation: Tensor, index: Tensor, axis: int) -> Tensor:
@@ -106,21 +317,54 @@ def _along(activation: Tensor, index: Tensor, axis: int) -> Tensor:
     return activation.gather(axis, index.view(shape).expand(size))
 
 
-def _unpadded_attention(
-    name: str,
-    activation: Float[Tensor, "batch head query key"],
-    index: Int[Tensor, "batch pos"],
-    lengths: Int[Tensor, " batch"],
-    in_place: bool,
-) -> Float[Tensor, "batch head query key"]:
-    longest = index.shape[1]
-    if in_place:
-        activation = activation[:, :, :longest, :longest]
-    else:
-        activation = _along(_along(activation, index, 2), index, 3)
-    real = torch.arange(longest, device=activation.device) < lengths.to(activation.device)[:, None]
-    both = real[:, None, :, None] & real[:, None, None, :]
-    return activation.masked_fill(~both, 0 if name.endswith("hook_pattern") else -torch.inf)
+def _attends(
+    model: nn.Module, name: str, activation: Tensor
+) -> Bool[Tensor, "batch head query key"] | None:
+    """Which keys are attended to at all, if the hook point shows attention."""
+    if not name.endswith(_QUERY_BY_KEY):
+        return None
+    by_weight = name.endswith("hook_pattern")
+    if not by_weight:
+        by_weight = shown(model).scores[int(name.split(".")[1])] != "scores"
+    return activation > (0 if by_weight else torch.finfo(activation.dtype).min)
+
+
+def _check_mask_took_effect(
+    model: nn.Module, activations: Mapping[str, Tensor], mask: Bool[Tensor, "batch pos"]
+) -> None:
+    """Refuse passes in which real queries attended to padding."""
+    for name, activation in activations.items():
+        attended = _attends(model, name, activation)
+        if attended is None or attended.shape[-1] != mask.shape[1]:
+            continue
+        mask = mask.to(attended.device)
+        if (attended & mask[:, None, :, None] & ~mask[:, None, None, :]).any():
+            raise InfoFlowError(
+                f"{name}: tokens attend to padding, so the model ignores the attention_mask (a "
+                "bidirectional HookedTransformer does): expected masked keys; run sequences of one "
+                "length together, without padding"
+            )
+
+
+def check_no_padding(model: nn.Module, activations: Mapping[str, Tensor]) -> None:
+    """Refuse passes that hooks alone saw and in which some key is closed to every query.
+
+    Hooks do not see the arguments of the call, so they cannot tell where padding stands.
+
+    Raises:
+        InfoFlowError: naming the hook point.
+    """
+    name = attention_hook(model, 0)
+    if reads_vectors(model) or name not in activations:  # vectors have no padding; CLS is closed
+        return
+    attended = _attends(model, name, activations[name])
+    assert attended is not None
+    if not attended.flatten(1, 2).any(dim=1).all():
+        raise InfoFlowError(
+            f"{name}: no query may attend to some positions, as with padding and an "
+            "attention_mask, and hooks alone do not see which these are: expected sequences "
+            "without padding; use attach() or run_probes() for padded ones"
+        )
 
 
 def padded_together(parts: list[Tensor], axes: tuple[int, ...], value: float | int) -> Tensor:

@@ -89,24 +89,24 @@ class RowBuffer:
 
     def merge(self, other: "RowBuffer") -> None:
         """Add the rows of another buffer."""
-        self.settle(everything=True)
-        other.settle(everything=True)
         self.statistics.merge(other.statistics)
+        self.waiting = [*self.waiting, *other.waiting]
 
     def state(self) -> dict[str, Any]:
-        """Everything, as numbers and tensors."""
-        self.settle(everything=True)
+        """Everything, as numbers and tensors; rows go on waiting."""
         return {
             "capacity": self.capacity,
             "n_classes": self.n_classes,
             "statistics": self.statistics.state(),
+            "waiting": [dict(vars(rows)) for rows in self.waiting],
         }
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "RowBuffer":
         """What :meth:`state` gave."""
         statistics = RegressionStatistics.from_state(state["statistics"])
-        return cls(state["capacity"], state["n_classes"], statistics)
+        waiting = [Rows(**rows) for rows in state["waiting"]]
+        return cls(state["capacity"], state["n_classes"], statistics, waiting)
 
 
 def _after(rows: Rows, used: int) -> Rows:

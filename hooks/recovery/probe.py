@@ -1,6 +1,5 @@
 """How well the attended token can be read off the state: linear recovery maps (eq 56)."""
 
-import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.checks import check_choice, check_integer, check_seed
 from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning, NothingMeasuredError
-from infoflow_lens.hooks.model.points import attention_hooks, check_finite, layer_count
-from infoflow_lens.hooks.passes.ranking import check_positions, check_rank_support, check_ranks
-from infoflow_lens.hooks.passes.view import Pass
+from infoflow_lens.hooks.model.points import check_finite
+from infoflow_lens.hooks.passes.ranking import check_rank_support, check_ranks, check_without
+from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.recovery.buffer import RowBuffer, Rows
 from infoflow_lens.hooks.recovery.errors import Ratio
@@ -20,12 +20,11 @@ from infoflow_lens.hooks.recovery.regression import Ridge, check_ridge
 from infoflow_lens.hooks.recovery.result import RecoveryResult
 from infoflow_lens.hooks.recovery.rows import LayerRows, RowMaker, parts_of, rows_of
 from infoflow_lens.hooks.recovery.targets import (
+    SOURCES,
     Target,
     TargetOfMaps,
     check_controls,
-    check_source,
     sketch_matrix,
-    source_hooks,
 )
 
 _BLOCKS, _BLOCK_BYTES = 8, 2**28  # intervals by default where they take at most so much memory
@@ -97,15 +96,15 @@ class RecoveryProbe(Probe[RecoveryResult]):
         super().__init__()
         self.ranks = check_ranks(ranks)
         self._targets = TargetOfMaps(target, vocabulary)
-        self.source = check_source(source)
-        self.without = check_positions(without)
+        self.source = check_choice(source, "source", SOURCES)
+        self.without = check_without(without)
         self.controls = check_controls(controls)
         self.ridge = check_ridge(ridge)
-        self.blocks = None if blocks is None else _at_least(1, blocks, "blocks")
-        self.sketch = None if sketch is None else _at_least(2, sketch, "sketch")
+        self.blocks = None if blocks is None else check_integer(blocks, "blocks", 1)
+        self.sketch = None if sketch is None else check_integer(sketch, "sketch", 2)
         self.keeps_maps = maps
-        self.seed = _at_least(0, seed, "seed")
-        self.buffer_rows = _at_least(1, buffer_rows, "buffer_rows")
+        self.seed = check_seed(seed)
+        self.buffer_rows = check_integer(buffer_rows, "buffer_rows", 1)
         if self.sketch and self._targets.is_identity:
             raise InfoFlowError(
                 "target is 'identity' with a sketch: expected one of them; sketched classes have "
@@ -117,7 +116,6 @@ class RecoveryProbe(Probe[RecoveryResult]):
         self._n_heads: list[int] = []
         self._left_out: list[int] = []
         self._last: list[Tensor] = []
-        self._n_held_out = 0
         self._d_target = 0
 
     def config(self) -> Mapping[str, Any]:
@@ -139,7 +137,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
 
     def check(self, n_fit: int | None, n_evaluate: int | None, n_keys: int) -> None:
         """Refuse ranks and splits that the data do not allow; see :meth:`Probe.check`."""
-        check_rank_support(self.ranks, n_keys - len([k for k in self.without if k < n_keys]))
+        check_rank_support(self.ranks, self.without, n_keys)
         if n_fit is not None and n_evaluate is not None and min(n_fit, n_evaluate) < 1:
             raise InfoFlowError(
                 f"RecoveryProbe has {n_fit} sequences to fit on and {n_evaluate} held out: "
@@ -147,26 +145,25 @@ class RecoveryProbe(Probe[RecoveryResult]):
                 "eval_every"
             )
 
-    def _hook_points(self, model: nn.Module) -> tuple[str, ...]:
-        names = list(self._targets.hooks(model))
-        if self._targets.is_identity:
-            self._targets.classes(model)
-        for layer in range(layer_count(model)):
-            names += attention_hooks(model, layer)[0]
-            names += source_hooks(model, layer, self.source)
-        return tuple(names)
-
-    def _optional_points(self, model: nn.Module) -> tuple[str, ...]:
-        layers = range(layer_count(model))
-        return tuple(name for layer in layers for name in attention_hooks(model, layer)[1])
+    def needs(self, model: nn.Module) -> Needs:
+        """Scores to rank, the states that are read, and what targets are made of."""
+        return Needs.of(
+            model,
+            ranks=self.ranks,
+            without=self.without,
+            states=(self.source,),
+            tokens=True,
+            points=self._targets.points(model),
+        )
 
     # Taking a pass in: what waits is settled first, since that alone can run out of memory
 
-    def _update(self, model: nn.Module, seen: Pass) -> None:
+    def update(self, seen: Pass) -> None:
+        """Add the rows of a pass."""
         for buffer in self._buffers():
             buffer.settle()
-        classes = self._targets.classes(model) if self._targets.is_identity else ()
-        values = self._targets.values(model, seen, classes)
+        classes = self._targets.classes(seen.model) if self._targets.is_identity else ()
+        values = self._targets.values(seen, classes)
         if values.is_floating_point():
             check_finite(values, f"target {self._described!r}", seen.first)
         d_target = len(classes) or values.shape[-1]
@@ -175,10 +172,8 @@ class RecoveryProbe(Probe[RecoveryResult]):
             values = (values.double() @ matrix).to(torch.promote_types(values.dtype, torch.float32))
         n_source = values.shape[1]
         maker = RowMaker(self.ranks, self.source, self.without, self.controls, self.seed)
-        before: Sequence[Tensor | None] = self._last or [None] * layer_count(model)
-        layers = [
-            maker.layer(model, seen, layer, n_source, last) for layer, last in enumerate(before)
-        ]
+        before: Sequence[Tensor | None] = self._last or [None] * seen.n_layers
+        layers = [maker.layer(seen, layer, n_source, last) for layer, last in enumerate(before)]
         real = seen.is_real(n_source)
         real[:, [query for query in self.without if query < n_source]] = False
         left_out = [int((~layer.valid.cpu() & real).sum()) for layer in layers]
@@ -187,8 +182,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
             self._layers = self._make_layers(layers, len(classes) or values.shape[-1], len(classes))
             self._n_heads = [layer.n_heads for layer in layers]
             self._left_out = [0 for _ in layers]
-        n_blocks = len(self._layers[0][0].blocks)
-        parts = parts_of(values, seen.held_out, n_blocks, self._n_held_out)
+        parts = parts_of(values, seen, len(self._layers[0][0].blocks))
         taken: list[tuple[Maps, list[tuple[int, Rows]], Shown]] = []
         for layer, sets in zip(layers, self._layers, strict=True):
             rows, order = rows_of(layer, parts)
@@ -201,7 +195,6 @@ class RecoveryProbe(Probe[RecoveryResult]):
             maps.shown.extend(shown)
         self._left_out = [a + b for a, b in zip(self._left_out, left_out, strict=True)]
         self._last = [layer.keys[-1].clone() for layer in layers]
-        self._n_held_out += int(seen.held_out.sum())
 
     def _make_layers(
         self, layers: Sequence[LayerRows], n_targets: int, n_classes: int
@@ -229,7 +222,8 @@ class RecoveryProbe(Probe[RecoveryResult]):
     def _buffers(self) -> list[RowBuffer]:
         return [b for sets in self._layers for maps in sets for b in maps.buffers()]
 
-    def _merge(self, other: "RecoveryProbe") -> None:
+    def add(self, other: "RecoveryProbe") -> None:
+        """Add the sums of another probe."""
         if not self._layers:
             self._layers = [[maps.empty() for maps in sets] for sets in other._layers]
             self._n_heads, self._d_target = list(other._n_heads), other._d_target
@@ -238,21 +232,26 @@ class RecoveryProbe(Probe[RecoveryResult]):
         for ours, theirs in zip(self._layers, other._layers, strict=True):
             for maps, more in zip(ours, theirs, strict=True):
                 maps.merge(more)
-        self._n_held_out += other._n_held_out
 
-    def state(self) -> dict[str, Any]:
-        """Everything measured so far, without a target that is a function."""
-        state = super().state()
-        del state["_targets"]
-        state["_layers"] = [[maps.state() for maps in sets] for sets in self._layers]
-        return state
+    def snapshot(self) -> dict[str, Any]:
+        """The sums, and what the next pass goes on from."""
+        return {
+            "layers": [[maps.state() for maps in sets] for sets in self._layers],
+            "n_heads": self._n_heads,
+            "left_out": self._left_out,
+            "last": self._last,
+            "d_target": self._d_target,
+        }
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        layers = [[Maps.from_state(maps) for maps in sets] for sets in state["_layers"]]
-        super()._restore({**state, "_layers": layers})
+    def restore(self, measured: Mapping[str, Any]) -> None:
+        """Take over the sums."""
+        self._layers = [[Maps.from_state(maps) for maps in sets] for sets in measured["layers"]]
+        self._n_heads, self._left_out = measured["n_heads"], measured["left_out"]
+        self._last, self._d_target = measured["last"], measured["d_target"]
 
-    def _result(self) -> RecoveryResult:
-        notes = list(self._notes())
+    def compute(self) -> RecoveryResult:
+        """Fit the maps and measure their errors."""
+        notes = list(self.notes())
         columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         n_fit, n_eval, gram_rank = [], [], []
         for layer, sets in enumerate(self._layers):
@@ -297,7 +296,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
             n_eval=tuple(n_eval),
             gram_rank=tuple(gram_rank),
             controls=self.controls,
-            record=self._run_record(),
+            record=self.run_record(),
             notes=tuple(notes),
             **{name: tuple(values) for name, values in columns.items()},
         )
@@ -373,13 +372,3 @@ _COLUMNS = (
     "bias",
     "accuracy",
 )
-
-
-def _at_least(least: int, value: Any, name: str) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool):
-        raise InfoFlowError(f"{name} is {value!r}: expected an integer of at least {least}")
-    return number

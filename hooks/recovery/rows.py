@@ -6,18 +6,13 @@ from dataclasses import dataclass
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from infoflow_lens.hooks.model.points import (
-    attention_scores,
-    check_finite,
-    state_sum,
-    unmasked,
-)
-from infoflow_lens.hooks.passes.ranking import leaving_out, rank_keys
+from infoflow_lens.hooks.model.points import unmasked
+from infoflow_lens.hooks.passes.ranking import leaving_out
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.recovery.buffer import Rows
-from infoflow_lens.hooks.recovery.targets import random_keys, source_hooks
+from infoflow_lens.hooks.recovery.targets import random_keys
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,6 @@ class RowMaker:
 
     def layer(
         self,
-        model: nn.Module,
         seen: Pass,
         layer: int,
         n_source: int,
@@ -76,17 +70,13 @@ class RowMaker:
         """Features, chosen keys and defined queries of a layer.
 
         Args:
-            model: that made the pass.
             seen: the pass.
             layer: the layer.
             n_source: tokens of each sequence.
             before: the keys of the last sequence before this pass.
         """
-        scores = attention_scores(seen.activations, layer, seen.first)
-        state = state_sum(seen.activations, source_hooks(model, layer, self.source))
-        check_finite(state, f"the {self.source} state of layer {layer}", seen.first)
-        scores = leaving_out(scores, self.without)
-        positions = rank_keys(scores, self.ranks).positions[:, :, :n_source]
+        state = seen.state(layer, self.source)
+        positions = seen.ranked(layer, self.ranks, self.without).positions[:, :, :n_source]
         n_heads = positions.shape[1]
         keys = rearrange(positions, "batch head query rank -> batch query (head rank)").int()
         keys = keys.to(state.device)
@@ -94,7 +84,8 @@ class RowMaker:
         valid[:, [query for query in self.without if query < n_source]] = False
         groups = [keys]
         if self.controls:
-            allowed = unmasked(scores[:, :, :n_source, :n_source]).any(dim=1).to(state.device)
+            scores = leaving_out(seen.scores(layer), self.without)[:, :, :n_source, :n_source]
+            allowed = unmasked(scores).any(dim=1).to(state.device)
             groups += self._control_keys(seen, keys, allowed, before)
         if self.source != "head":
             return LayerRows([state], [torch.cat(groups, dim=-1)], valid, keys, n_heads)
@@ -124,7 +115,9 @@ class RowMaker:
         lengths = [n_query] * len(keys) if seen.lengths is None else seen.lengths.tolist()
         groups = {}
         if "random" in self.controls or "shuffled" in self.controls:
-            random = random_keys(allowed, lengths, self.seed, seen.first)[..., None].int()
+            random = random_keys(allowed, lengths, self.seed, seen.indices.tolist())[
+                ..., None
+            ].int()
             groups["random"] = random
             earlier = torch.full_like(keys, -1)
             earlier[1:] = keys[:-1]
@@ -138,19 +131,15 @@ class RowMaker:
         return [groups[name] for name in self.controls]
 
 
-def parts_of(
-    values: Tensor, held_out: Bool[Tensor, " batch"], n_blocks: int, n_before: int
-) -> list[Part]:
+def parts_of(values: Tensor, seen: Pass, n_blocks: int) -> list[Part]:
     """The sequences that go to each buffer: those to fit on, and held-out ones dealt in turn.
 
     Args:
         values: targets [batch, source, d_target], or classes.
-        held_out: which sequences are.
+        seen: the pass, which knows the sequences that are held out.
         n_blocks: how many buffers of held-out sequences there are.
-        n_before: how many sequences were held out before.
     """
-    block = (n_before + held_out.long().cumsum(0) - 1) % n_blocks
-    index = torch.where(held_out, 1 + block, 0)
+    index = torch.where(seen.held_out, 1 + seen.turns % n_blocks, 0)
     parts = []
     for buffer in index.unique().tolist():
         sequences = (index == buffer).nonzero().flatten()

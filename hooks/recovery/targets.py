@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.checks import check_integer, check_integers
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import fingerprint
-from infoflow_lens.hooks.model.points import hook_name, reads_vectors, state_hooks, token_hook
-from infoflow_lens.hooks.passes.ranking import check_positions
+from infoflow_lens.hooks.model.points import hook_name, reads_vectors
 from infoflow_lens.hooks.passes.view import Pass
 
 Target: TypeAlias = str | tuple[str, int] | Tensor | Callable[[Tensor], Tensor]
@@ -18,17 +18,6 @@ Target: TypeAlias = str | tuple[str, int] | Tensor | Callable[[Tensor], Tensor]
 SOURCES = ("post_attention", "resid_post", "head")
 CONTROLS = ("random", "shuffled", "self")
 _MOST_CLASSES = 4096  # of a vocabulary that nobody stated
-
-
-def check_source(source: str) -> str:
-    """`source`, if there is such a source.
-
-    Raises:
-        InfoFlowError: with the sources.
-    """
-    if source not in SOURCES:
-        raise InfoFlowError(f"source is {source!r}: expected one of {', '.join(SOURCES)}")
-    return source
 
 
 def check_controls(controls: bool | Sequence[str]) -> tuple[str, ...]:
@@ -46,13 +35,6 @@ def check_controls(controls: bool | Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in CONTROLS if name in controls)
 
 
-def source_hooks(model: nn.Module, layer: int, source: str) -> tuple[str, ...]:
-    """Hook points whose sum is what the maps of a layer read."""
-    if source == "head":
-        return (hook_name(model, f"blocks.{layer}.attn.hook_z"),)
-    return state_hooks(model, layer, source)
-
-
 class TargetOfMaps:
     """The vectors, or the classes, that recovery maps should give back.
 
@@ -67,14 +49,15 @@ class TargetOfMaps:
 
     def __init__(self, target: Target, vocabulary: Sequence[int] | None = None) -> None:
         self.target = target
-        self.vocabulary = check_positions(vocabulary) if vocabulary is not None else None
+        self.vocabulary = None
+        if vocabulary is not None:
+            self.vocabulary = check_integers(vocabulary, "vocabulary", 0, ", token ids")
         known = target in ("embedding", "identity") if isinstance(target, str) else True
         if isinstance(target, tuple):
             known = (
                 len(target) == 2
                 and target[0] == "resid_pre"
-                and isinstance(target[1], int)
-                and target[1] >= 0
+                and check_integer(target[1], "the layer of target") >= 0
             )
         elif isinstance(target, Tensor):
             known = target.ndim == 2 and target.is_floating_point()
@@ -107,17 +90,22 @@ class TargetOfMaps:
         name = getattr(self.target, "__qualname__", type(self.target).__name__)
         return {"function": f"{getattr(self.target, '__module__', '')}.{name}"}
 
-    def hooks(self, model: nn.Module) -> tuple[str, ...]:
-        """Hook points to listen to; the first shows how many tokens there are."""
+    def points(self, model: nn.Module) -> tuple[str, ...]:
+        """The hook points that targets come from.
+
+        Raises:
+            InfoFlowError: if the model lacks one, or has no ids or too many.
+        """
         if self.is_identity and reads_vectors(model):
             raise InfoFlowError(
                 "target is 'identity', but the model reads vectors: expected token ids; use "
                 "target='embedding', the vector itself"
             )
-        names = (token_hook(model),)
+        if self.is_identity:
+            self.classes(model)
         if isinstance(self.target, tuple):
-            return (*names, hook_name(model, f"blocks.{self.target[1]}.hook_resid_pre"))
-        return names
+            return (hook_name(model, f"blocks.{self.target[1]}.hook_resid_pre"),)
+        return ()
 
     def classes(self, model: nn.Module) -> tuple[int, ...]:
         """The token ids of the vocabulary.
@@ -137,13 +125,13 @@ class TargetOfMaps:
         return tuple(range(size))
 
     def values(
-        self, model: nn.Module, seen: Pass, classes: Sequence[int]
+        self, seen: Pass, classes: Sequence[int]
     ) -> Float[Tensor, "batch source d_target"] | Int[Tensor, "batch source"]:
         """Targets of every token; with "identity" places in `classes`, -1 for other tokens."""
-        shown = seen.activations[token_hook(model)]
+        shown = seen.embedding()
         n_source = shown.shape[1]
         if isinstance(self.target, tuple):
-            return seen.activations[self.hooks(model)[1]][:, :n_source]
+            return seen.state(self.target[1], "resid_pre")[:, :n_source]
         if self.target == "embedding" if isinstance(self.target, str) else False:
             return shown
         tokens = seen.tokens
@@ -205,7 +193,10 @@ def sketch_matrix(
 
 
 def random_keys(
-    allowed: Bool[Tensor, "batch query key"], lengths: Sequence[int], seed: int, first: int
+    allowed: Bool[Tensor, "batch query key"],
+    lengths: Sequence[int],
+    seed: int,
+    indices: Sequence[int],
 ) -> Int[Tensor, "batch query"]:
     """A random allowed key for each query, -1 where there is none.
 
@@ -213,12 +204,12 @@ def random_keys(
         allowed: the keys that may be attended to.
         lengths: real tokens of each sequence.
         seed: with the sequence's index, the seed of what is drawn for it.
-        first: the index of the first sequence.
+        indices: of the sequences.
     """
     batch, n_query, _ = allowed.shape
     drawn = torch.zeros(batch, n_query, dtype=torch.float64)
-    for row, length in enumerate(lengths):
-        generator = torch.Generator().manual_seed((seed << 32) + first + row)
+    for row, (index, length) in enumerate(zip(indices, lengths, strict=True)):
+        generator = torch.Generator().manual_seed((seed << 32) + index)
         length = min(length, n_query)
         drawn[row, :length] = torch.rand(length, generator=generator, dtype=torch.float64)
     count = allowed.sum(dim=-1)

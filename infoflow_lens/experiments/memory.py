@@ -6,26 +6,12 @@ from pathlib import Path
 
 import torch
 
+from infoflow_lens.foundation.checks import check_device as check_device
 from infoflow_lens.foundation.errors import InfoFlowError
 
 _WORKER_BYTES = 5 * 2**27  # of a process that has imported everything and trained nothing
 _FLOAT = 4
 _EVALUATED_AT_ONCE = 2048  # sequences, without gradients
-
-
-def check_device(device: str) -> None:
-    """Refuse a device that does not answer, before work starts.
-
-    Raises:
-        InfoFlowError: with what it answered.
-    """
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InfoFlowError(
-            f"device is {device!r}, which does not answer ({str(error).splitlines()[0]}): expected "
-            "cpu, or a device that is there, such as cuda"
-        ) from error
 
 
 def check_memory(needed_bytes: int, device: str, jobs: int = 1) -> None:

@@ -45,7 +45,7 @@ from infoflow_lens.hooks import (
 )
 from infoflow_lens.hooks.mechanisms.measure import METRICS, check_damage
 from infoflow_lens.hooks.model.inputs import Batches
-from infoflow_lens.hooks.passes.ranking import check_positions, check_ranks
+from infoflow_lens.hooks.passes.ranking import check_ranks, check_without
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.data import read_data
@@ -112,7 +112,7 @@ class ProbingConfig:
                 f"ranks are {self.ranks}: expected 1 to some K, such as (1, 2, 3), from which "
                 "predictions and the coverage curve are made; for others use PositionsProbe"
             )
-        check_positions(self.without)
+        check_without(self.without)
         for name in self.probes or ():
             if name not in PROBES:
                 raise InfoFlowError(f"there is no probe {name!r}{nearest(name, PROBES)}")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, build_construction, inspect_model
-from infoflow_lens.hooks.model.capabilities import _key_value_heads, example_input, local_window
+from infoflow_lens.hooks.model.capabilities import _key_value_heads
+from infoflow_lens.hooks.model.inputs import example_input, local_window
 from infoflow_lens.models.attention import set_attention
 from infoflow_lens.models.loading import load_any
 from tests.conftest import make_token_model

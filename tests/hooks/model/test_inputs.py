@@ -135,7 +135,7 @@ def loader(sequences):
     [
         lambda s: s,
         lambda s: [row.tolist() for row in s],
-        lambda s: padded(s, "right"),
+        lambda s: dict(zip(("input_ids", "attention_mask"), padded(s, "right"))),
         lambda s: as_dataset(s, with_mask=True),
         lambda s: as_dataset(s, with_mask=True).with_format("torch"),
         lambda s: datasets.Dataset.from_dict({"tokens": [row.tolist() for row in s]}),
@@ -199,7 +199,11 @@ def test_sequences_may_be_cut(token_model):
         ),
         (datasets.Dataset.from_dict({"text": ["a"]}), {"column": "ids"}, "without ids"),
         (torch.ones(2, 3).long(), {"attention_mask": torch.ones(2, 2)}, r"shape \(2,\)"),
-        (torch.ones(2, 3).long(), {"attention_mask": torch.zeros(2, 3)}, "0 real tokens"),
+        (
+            torch.ones(2, 3).long(),
+            {"attention_mask": torch.zeros(2, 3)},
+            "expected one stretch of at least one",
+        ),
         (torch.ones(2, 3).long(), {"attention_mask": torch.ones(1, 3)}, "1 rows for 2 sequences"),
     ],
 )
@@ -215,7 +219,7 @@ def test_a_batch_too_large_for_memory_is_halved_once(token_model, token_inputs, 
         first, second = PositionsProbe(), PositionsProbe()
         with monkeypatch.context() as patch:
             target = second if fails_in_probe else token_model.blocks[1]
-            name = "_update" if fails_in_probe else "forward"
+            name = "update" if fails_in_probe else "forward"
             original = getattr(target, name)
 
             def limited(*args, original=original, in_probe=fails_in_probe, **kwargs):
@@ -348,16 +352,30 @@ def test_loaders_of_rows_are_not_read_transposed(token_model, token_inputs):
     assert found.lengths.tolist() == [9] * 19
 
 
-def test_masks_and_labels_beside_ids_are_told_apart(token_model):
-    ids, mask = padded(make_sequences(), "left")
-    labels = ids.clone()
-    labels[:, 3] = 0
+def test_targets_beside_ids_are_no_mask(token_model):
+    """Also targets of 0 and 1, as in parity, tagging and binary classes."""
+    ids, _ = padded(make_sequences(), "left")
+    generator = torch.Generator().manual_seed(0)
+    tags = torch.randint(2, ids.shape, generator=generator)
+    tags[:, ::2] = 1 - tags[:, 1:2]  # no stretch
+    classes = torch.randint(2, (len(ids),), generator=generator)
     together = torch.utils.data.TensorDataset
-    for second, lengths in ((mask, list(LENGTHS)), (labels, [9] * 6)):
+    for second in (ids, tags, classes, torch.ones_like(ids)):
         loader = torch.utils.data.DataLoader(together(ids, second), batch_size=4)
         for given in ((ids, second), loader):
             (found,) = run_probes(token_model, given, [PositionsProbe()], progress=False)
-            assert found.lengths.tolist() == lengths
+            assert found.lengths.tolist() == [9] * 6
+
+
+def test_what_may_be_a_mask_must_be_named(token_model):
+    ids, mask = padded(make_sequences(), "left")
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ids, mask), batch_size=4)
+    for given in ((ids, mask), loader):
+        with pytest.raises(InfoFlowError, match="expected a mask to be named"):
+            run_probes(token_model, given, [PositionsProbe()], progress=False)
+    named = {"input_ids": ids, "attention_mask": mask}
+    (found,) = run_probes(token_model, named, [PositionsProbe()], progress=False)
+    assert found.lengths.tolist() == list(LENGTHS)
 
 
 def test_arrays_and_small_integers_are_read(token_model, token_inputs):
