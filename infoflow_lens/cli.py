@@ -1,11 +1,14 @@
 """The command line. Commands import what they need when they run, so that --help is quick."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
+
+from infoflow_lens.options import options_of
+from infoflow_lens.probing.config import ProbingConfig
 
 app = typer.Typer(
     name="infoflow-lens",
@@ -216,79 +219,19 @@ def _print_inspection(description: str, found: Any, notes: list[str]) -> None:
 
 
 @app.command(short_help="Probe any model on any data: measure, predict, compare.")
+@options_of(ProbingConfig, arguments=("model",))
 def probe(
-    model: Annotated[
-        str, typer.Argument(help="An official name, a Hugging Face folder, or a checkpoint.")
-    ],
-    data: Annotated[
-        str,
-        typer.Option(
-            help="A file (txt, json, jsonl, csv, parquet, pt, npy, safetensors), a saved dataset, "
-            "'repeated' (random tokens twice), a task, or name[:config]:split on the hub."
-        ),
-    ],
+    config: Callable[[], ProbingConfig],
     out: Annotated[Path, typer.Option(help="Folder for results and the report.")],
-    probes: Annotated[
-        str | None,
-        typer.Option(
-            help="Of positions, recovery, influence, mechanisms, with commas; default, all that "
-            "the model can give."
-        ),
-    ] = None,
-    column: Annotated[
-        str | None, typer.Option(help="Column of texts or ids; default, the one that is known.")
-    ] = None,
-    n: Annotated[int | None, typer.Option("--n", help="At most so many sequences.")] = None,
-    max_length: Annotated[int | None, typer.Option(help="Cut sequences to so many tokens.")] = None,
-    ranks: Annotated[str, typer.Option(help="Ranks of attended keys.")] = "1,2,3,4",
-    without: Annotated[
-        str, typer.Option(help="Positions left out as keys, such as 0 for BOS.")
-    ] = "",
-    influence: Annotated[str, typer.Option(help="auto, exact, estimate or resample.")] = "auto",
-    n_detail: Annotated[int, typer.Option(help="Sequences for influence and mechanisms.")] = 32,
-    sketch: Annotated[
-        int | None,
-        typer.Option(
-            help="Random directions of recovery's targets; 0 for exact; default by width."
-        ),
-    ] = None,
-    metric: Annotated[
-        str | None, typer.Option(help="Of the mechanisms' damage: nmse, kl or loss.")
-    ] = None,
-    threshold: Annotated[float, typer.Option(help="Damage up to which an ideal is enough.")] = 0.05,
-    batch_size: Annotated[int, typer.Option(help="Sequences in a pass.")] = 8,
-    seed: Annotated[int, typer.Option(help="Seed of all that is drawn.")] = 0,
-    device: Device = "cpu",
-    dtype: Dtype = None,
-    backend: Backend = "auto",
     quiet: Quiet = False,
 ) -> None:
     """Measure what a model's states depend on, predict it, and compare; run again to go on."""
     with _reported():
-        from infoflow_lens.probing.run import ProbingConfig, run_probing
+        settings = config()
+        from infoflow_lens.probing.run import run_probing
 
-        config = ProbingConfig(
-            model=model,
-            data=data,
-            probes=None if probes is None else tuple(p.strip() for p in probes.split(",")),
-            ranks=_integers(ranks, "--ranks"),
-            without=_integers(without, "--without") if without else (),
-            column=column,
-            n=n,
-            max_length=max_length,
-            batch_size=batch_size,
-            sketch=sketch,
-            influence=cast(Any, influence),
-            n_detail=n_detail,
-            metric=cast(Any, metric),
-            threshold=threshold,
-            seed=seed,
-            device=device,
-            dtype=dtype,
-            backend=backend,
-        )
         result = run_probing(
-            out, config, progress=not quiet, say=lambda line: typer.echo(line, err=True)
+            out, settings, progress=not quiet, say=lambda line: typer.echo(line, err=True)
         )
     _print_probing(result)
 
@@ -297,14 +240,9 @@ def _print_probing(result: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
-    if result.mechanisms is not None:
-        frame = result.mechanisms.to_frame()
-        heads = frame["layer"].astype(str) + "." + frame["head"].astype(str)
-        table = Table("mechanism", "heads (layer.head)", title="What heads need")
-        for name in dict.fromkeys(frame["mechanism"]):
-            table.add_row(str(name), " ".join(heads[frame["mechanism"] == name]))
-        console.print(table)
+    console = Console(highlight=False, markup=False)
+    for sentence in result.sentences():
+        console.print(sentence)
     if result.agreement:
         table = Table(
             "sets predicted by", "AUROC", "influence inside", "tokens in the set",
@@ -319,16 +257,6 @@ def _print_probing(result: Any) -> None:
                 f"{last.predicted_size:.1f}",
             )
         console.print(table)
-    if result.recovery is not None:
-        frame = result.recovery.to_frame().dropna(subset="fvu").sort_values("fvu")
-        if frame.empty or frame["fvu"].iloc[0] >= 1:
-            console.print("recovery: no head gives its token back better than the mean does")
-        else:
-            best = frame.iloc[0]
-            console.print(
-                f"recovery: best head {best['layer']:.0f}.{best['head']:.0f} at rank "
-                f"{best['rank']:.0f} leaves {best['fvu']:.1%} of the variance unexplained"
-            )
     console.print(f"report: {result.out / 'report.html'}", soft_wrap=True)
     console.print(f"numbers: {result.out}", soft_wrap=True)
 

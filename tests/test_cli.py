@@ -218,7 +218,7 @@ def probe(small, out, *arguments):
 def test_probe_prints_mechanisms_and_agreement(small, tmp_path):
     result = probe(small, tmp_path, "--n-detail", "2", "--ranks", "1,2")
     assert result.exit_code == 0, result.output
-    assert "What heads need" in result.output
+    assert ": heads 0." in result.output
     assert "measured against predicted" in result.output
     assert "of the variance unexplained" in result.output
     assert (tmp_path / "report.html").is_file()
@@ -266,7 +266,7 @@ def test_a_stopped_probe_run_says_how_to_go_on(small, tmp_path):
     assert process.returncode == 130
     assert "run the same again to go on" in stderr
     assert "Traceback" not in stderr
-    assert (tmp_path / ".states.pt").is_file()
+    assert (tmp_path / ".all.pt").is_file()
 
 
 def test_experiment_lists_the_studies_with_their_rules():

@@ -17,7 +17,7 @@ from infoflow_lens.hooks.influence.rerun import Rerun, start_point
 from infoflow_lens.hooks.model.inputs import Batch, may_be_padded
 from infoflow_lens.hooks.model.points import layer_count, run_catching
 from infoflow_lens.hooks.model.shown import STATES, state_hooks
-from infoflow_lens.hooks.passes.own import own_pass, without_user_hooks
+from infoflow_lens.hooks.passes.own import own_pass, stashes_kept, without_user_hooks
 from infoflow_lens.hooks.passes.view import Needs, Pass, padded_together
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
@@ -301,7 +301,7 @@ class StateInfluence(Probe[InfluenceResult]):
         place = self._place(n_states, n_pos)
         rerun = Rerun(model, self.source_layer, layers, self.of_state, seen.tokens, real)
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
-        with own_pass(), hidden:
+        with own_pass(), stashes_kept(model), hidden:
             influence = self._measure(rerun, start.clone(), expected, place, lengths).cpu()
         is_source = torch.arange(n_source) < lengths[:, None]
         exists = (place >= 0)[:, :, None] & is_source[:, None]

@@ -1,5 +1,6 @@
 """One collector a model: it owns the wrapper of the model's forward, and all probes that listen."""
 
+import copyreg
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -283,7 +284,10 @@ def _measured(plain: type[nn.Module]) -> type[nn.Module]:
         made = plain.__reduce_ex__(self, protocol)
         if not isinstance(made, tuple):
             return made
-        return (made[0], tuple(plain if p is type(self) else p for p in made[1]), *made[2:])
+        arguments = tuple(plain if part is type(self) else part for part in made[1])
+        # pickle insists that copyreg.__newobj__ gets the class of the object
+        new = plain.__new__ if made[0] is copyreg.__newobj__ else made[0]  # type: ignore[attr-defined]
+        return (new, arguments, *made[2:])
 
     body: dict[str, Any] = {
         "forward": _Forward(plain),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class AllSeenError(Exception):
@@ -43,3 +43,26 @@ def without_user_hooks(model: nn.Module) -> Iterator[None]:
     finally:
         for point, hooks in zip(points, saved, strict=True):
             point._forward_hooks = hooks
+
+
+@contextmanager
+def stashes_kept(model: nn.Module) -> Iterator[None]:
+    """Tensors that modules keep between passes are after the block what they were before.
+
+    Bridges keep the last pattern; one that is part of a derivative cannot be copied.
+    """
+    before = [
+        (vars(module), {k: v for k, v in vars(module).items() if v is None or _is_tensor(v)})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for values, kept in before:
+            for name in [k for k, v in values.items() if _is_tensor(v) and k not in kept]:
+                del values[name]
+            values.update(kept)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)

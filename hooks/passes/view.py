@@ -264,7 +264,7 @@ class Pass:
             return activation[:, : self._order.shape[1]]
         return _along(activation, self._order.to(activation.device), 1)
 
-    def _attention(self, name: str, fill: float) -> Float[Tensor, "batch head query key"]:
+    def _attention(self, name: str, fill: float | int) -> Float[Tensor, "batch head query key"]:
         activation = self._fired(name)
         if activation.shape[-1] != activation.shape[-2]:
             raise InfoFlowError(

@@ -1,16 +1,14 @@
 """Probe any model on any data: measure, predict, compare; finished parts stay on disk."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from infoflow_lens.agreement import (
     Agreement,
@@ -21,128 +19,45 @@ from infoflow_lens.agreement import (
 )
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json, write_text
-from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.record import RunRecord, fingerprint, model_fingerprint
-from infoflow_lens.foundation.seeds import check_seed
 from infoflow_lens.hooks import (
-    AttendedProbe,
     AttendedResult,
     InfluenceResult,
-    JacobianInfluence,
-    LayerCapabilities,
     MechanismsResult,
     ModelCapabilities,
-    PositionsProbe,
     PositionsResult,
     Probe,
-    RecoveryProbe,
     RecoveryResult,
-    ResampleInfluence,
     Result,
     inspect_model,
-    measure_mechanisms,
     run_probes,
 )
-from infoflow_lens.hooks.mechanisms.measure import METRICS, check_damage
 from infoflow_lens.hooks.model.inputs import Batches
-from infoflow_lens.hooks.passes.ranking import check_ranks, check_without
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.checkpoint import Checkpoint
+from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import read_data
-from infoflow_lens.report.probing import ProbingReport, ShownSequence, render_probing
+from infoflow_lens.probing.part import Part, Say, Setting
+from infoflow_lens.probing.registry import load_part, part_names
+from infoflow_lens.report.probing import ProbingReport, Section, ShownSequence, render_probing
 from infoflow_lens.theory import InformationSets, propagate
 
-PROBES = ("positions", "recovery", "influence", "mechanisms")
-InfluenceKind = Literal["auto", "exact", "estimate", "resample"]
-INFLUENCE_KINDS: tuple[InfluenceKind, ...] = ("auto", "exact", "estimate", "resample")
-_WIDE, _SKETCH = 256, 64
-_DIRECTIONS = 16  # of an estimate
-_DONORS = 8
-_EXACT_UP_TO = 2048  # input directions (tokens times width) that are differentiated one by one
-
-
-@dataclass(frozen=True)
-class ProbingConfig:
-    """Settings of a probe run.
-
-    Attributes:
-        model: an official name, a local folder in the Hugging Face format, or a checkpoint of ours.
-        data: see :func:`infoflow_lens.probing.data.read_data`.
-        probes: of "positions", "recovery", "influence", "mechanisms"; None for all that the model
-            can give.
-        ranks: of positions and recovery.
-        without: positions left out as keys, such as (0,) for BOS.
-        column, n, max_length: see :func:`~infoflow_lens.probing.data.read_data`.
-        batch_size: sequences in a pass.
-        sketch: random directions in which recovery's targets are looked at; 0 for all of their
-            space; None for 64 where the model is wider than 256, else all.
-        influence: "exact" Jacobians; an "estimate" of them by random projections; "resample"
-            ablation; "auto": exact where that is affordable, else the estimate.
-        n_detail: sequences for influence and mechanisms, the first ones.
-        metric, threshold: see `measure_mechanisms`.
-        n_shown: sequences that the report shows.
-        seed: of all that is drawn.
-        device, dtype, backend: see :func:`infoflow_lens.models.loading.load_any`.
-    """
-
-    model: str
-    data: str
-    probes: tuple[str, ...] | None = None
-    ranks: tuple[int, ...] = (1, 2, 3, 4)
-    without: tuple[int, ...] = ()
-    column: str | None = None
-    n: int | None = None
-    max_length: int | None = None
-    batch_size: int = 8
-    sketch: int | None = None
-    influence: InfluenceKind = "auto"
-    n_detail: int = 32
-    metric: Literal["nmse", "kl", "loss"] | None = None
-    threshold: float = 0.05
-    n_shown: int = 6
-    seed: int = 0
-    device: str = "cpu"
-    dtype: str | None = None
-    backend: str = "auto"
-
-    def __post_init__(self) -> None:
-        check_seed(self.seed)
-        if check_ranks(self.ranks) != tuple(range(1, len(self.ranks) + 1)):
-            raise InfoFlowError(
-                f"ranks are {self.ranks}: expected 1 to some K, such as (1, 2, 3), from which "
-                "predictions and the coverage curve are made; for others use PositionsProbe"
-            )
-        check_without(self.without)
-        for name in self.probes or ():
-            if name not in PROBES:
-                raise InfoFlowError(f"there is no probe {name!r}{nearest(name, PROBES)}")
-        if self.probes is not None and not 0 < len(set(self.probes)) == len(self.probes):
-            raise InfoFlowError(
-                f"probes are {self.probes!r}: expected different ones of {', '.join(PROBES)}"
-            )
-        if self.influence not in INFLUENCE_KINDS:
-            raise InfoFlowError(
-                f"influence is {self.influence!r}{nearest(self.influence, INFLUENCE_KINDS)}"
-            )
-        if self.metric is not None and self.metric not in METRICS:
-            raise InfoFlowError(f"metric is {self.metric!r}{nearest(self.metric, METRICS)}")
-        check_damage(self.threshold)
-        if self.sketch is not None and (self.sketch < 0 or self.sketch == 1):
-            raise InfoFlowError(
-                f"sketch is {self.sketch}: expected 0, which is exact, or at least 2 directions"
-            )
-        for name in ("batch_size", "n_detail", "n_shown"):
-            if getattr(self, name) < 1:
-                raise InfoFlowError(f"{name} is {getattr(self, name)}: expected at least 1")
+_RULES = {
+    "argmax": "if every head passes the token of its largest score",
+    "mechanisms": "with every head passing on what its mechanism does",
+}
 
 
 @dataclass(frozen=True)
 class ProbingResult:
-    """What a probe run found; None for what was not asked.
+    """What a probe run found.
 
     Attributes:
         out: the folder with all of it.
+        config: the settings.
         capabilities: what the model is.
+        parts: the parts that were measured, by name.
+        found: results by name; those of the parts, and what predictions are made from.
         agreement: predicted against measured sets, by the rule that made the prediction: "argmax",
             every head passes the key of its largest score, and "mechanisms", every head by its own.
         curve: influence inside the sets when heads pass their k largest positions.
@@ -154,22 +69,49 @@ class ProbingResult:
     out: Path
     config: ProbingConfig
     capabilities: ModelCapabilities
-    positions: PositionsResult | None
-    recovery: RecoveryResult | None
-    influence: InfluenceResult | None
-    mechanisms: MechanismsResult | None
+    parts: Mapping[str, Part]
+    found: Mapping[str, Result]
     agreement: Mapping[str, Agreement]
     curve: CoverageCurve | None
     texts: tuple[tuple[str, ...], ...]
     predicted: Mapping[str, InformationSets]
     record: RunRecord
 
+    @property
+    def positions(self) -> PositionsResult | None:
+        """Where heads look; None if it was not asked for, as for the next three."""
+        return self._of("positions", PositionsResult)
+
+    @property
+    def recovery(self) -> RecoveryResult | None:
+        """What states give back."""
+        return self._of("recovery", RecoveryResult)
+
+    @property
+    def influence(self) -> InfluenceResult | None:
+        """What states depend on."""
+        return self._of("influence", InfluenceResult)
+
+    @property
+    def mechanisms(self) -> MechanismsResult | None:
+        """What heads need."""
+        return self._of("mechanisms", MechanismsResult)
+
+    def _of(self, name: str, kind: type[Any]) -> Any:
+        result = self.found.get(name)
+        return result if isinstance(result, kind) else None
+
+    def sentences(self) -> list[str]:
+        """What the parts found, in words."""
+        return [
+            sentence
+            for name, part in self.parts.items()
+            for sentence in part.sentences(self.found[name])
+        ]
+
 
 def run_probing(
-    out: Path,
-    config: ProbingConfig,
-    progress: bool = True,
-    say: Callable[[str], None] = lambda line: None,
+    out: Path, config: ProbingConfig, progress: bool = True, say: Say = lambda line: None
 ) -> ProbingResult:
     """Load the model, measure, predict, compare, and write all of it to a folder.
 
@@ -204,9 +146,8 @@ def run_probing(
             seed=config.seed,
         )
     contents = _contents(batches)
-    first = next(batches.batches(1)).tokens
-    capabilities = inspect_model(model, first)
-    probes = _possible(capabilities, config, say)
+    capabilities = inspect_model(model, next(batches.batches(1)).tokens)
+    parts = _possible(capabilities, config, say)
     say(f"{loaded.description}; {batches.n_sequences} sequences")
     record = RunRecord(
         config={**asdict(config), "inputs": fingerprint(contents)},
@@ -217,25 +158,30 @@ def run_probing(
     _claim_folder(out, record)
     with atomic_path(out / "inputs.safetensors") as temporary:
         save_file(contents, temporary)
-    run = _Run(out, config, probes, model, batches, progress, say)
-    run.check()
+    setting = Setting(config, model, capabilities, batches, progress)
+    for part in parts.values():
+        part.check(setting)
+    found: dict[str, Any] = {}
     try:
-        positions, recovery = run.states()
-        attended, chosen, influence = run.influences()
-        mechanisms = run.mechanisms()
+        for which in ("all", "detail"):  # probes of several parts share their passes
+            wanted: dict[str, Probe[Any]] = {}
+            for part in parts.values():
+                wanted |= part.probes(setting) if part.sequences == which else {}
+            found |= _probed(out, which, wanted, setting, say)
+        for name, part in parts.items():
+            if name not in found:
+                found[name] = _measured(out, name, part, setting, say)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"finished batches are kept in {str(out)!r}; run the same again to go on"
         ) from None
-    agreement, predicted, curve = _compared(attended, chosen, influence, mechanisms)
+    agreement, predicted, curve = _compared(found)
     result = ProbingResult(
         out=out,
         config=config,
         capabilities=capabilities,
-        positions=positions,
-        recovery=recovery,
-        influence=influence,
-        mechanisms=mechanisms,
+        parts=parts,
+        found=found,
         agreement=agreement,
         curve=curve,
         texts=_texts(loaded, batches, config.n_shown),
@@ -264,321 +210,183 @@ def _no_bars_of_libraries() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-class _Run:
-    """The parts of a run, each read from disk if it is there."""
+# Measuring
 
-    def __init__(
-        self,
-        out: Path,
-        config: ProbingConfig,
-        probes: tuple[str, ...],
-        model: nn.Module,
-        batches: Batches,
-        progress: bool,
-        say: Callable[[str], None],
-    ) -> None:
-        self.out, self.config, self.probes, self.model = out, config, probes, model
-        self.batches, self.progress, self.say = batches, progress, say
 
-    def check(self) -> None:
-        """Refuse what a later part could not do, before the first begins."""
-        if "influence" in self.probes:
-            self._influence_probe(self.batches.first(self.config.n_detail))
-
-    def states(self) -> tuple[PositionsResult | None, RecoveryResult | None]:
-        """Positions and recovery share their passes over all sequences."""
-        config = self.config
-        wanted: dict[str, Probe[Any]] = {}
-        if "positions" in self.probes:
-            wanted["positions"] = PositionsProbe(config.ranks, without=config.without, spread=True)
-        if "recovery" in self.probes:
-            wide = self._width() > _WIDE
-            sketch = (_SKETCH if wide else None) if config.sketch is None else config.sketch or None
-            wanted["recovery"] = RecoveryProbe(
-                config.ranks,
-                without=config.without,
-                sketch=sketch,
-                maps=not wide,  # of a wide model they would take gigabytes
-                seed=config.seed,
-            )
-        found = self._probed("states", wanted, self.batches)
-        return found.get("positions"), found.get("recovery")
-
-    def influences(
-        self,
-    ) -> tuple[AttendedResult | None, PositionsResult | None, InfluenceResult | None]:
-        """Influence, and what predictions for the same sequences need."""
-        if "influence" not in self.probes:
-            return None, None, None
-        some = self.batches.first(self.config.n_detail)
-        wanted: dict[str, Probe[Any]] = {
-            "influence_attended": AttendedProbe(),
-            "influence_positions": PositionsProbe(self.config.ranks),
-            "influence": self._influence_probe(some),
-        }
-        found = self._probed("influence", wanted, some)
-        return (
-            found["influence_attended"],
-            found["influence_positions"],
-            found["influence"],
-        )
-
-    def mechanisms(self) -> MechanismsResult | None:
-        """The mechanism of every head."""
-        if "mechanisms" not in self.probes:
-            return None
-        finished = self._finished("mechanisms")
-        if isinstance(finished, MechanismsResult):
-            return finished
-        config = self.config
-        checkpoint = Checkpoint(self.out / ".mechanisms.pt")
-        state = checkpoint.load()
-        self.say("mechanisms: each head's pattern replaced by ideal ones")
-        reached = state
-
-        def keep(progress: Any) -> None:
-            nonlocal reached
-            reached = progress
-            checkpoint.keep(lambda: reached)
-
-        try:
-            result = measure_mechanisms(
-                self.model,
-                self.batches.first(config.n_detail),
-                metric=config.metric,
-                threshold=config.threshold,
-                batch_size=config.batch_size,
-                resume=state,
-                after_batch=keep,
-                progress=self.progress,
-            )
-        except BaseException:
-            if reached is not None:
-                checkpoint.save(reached)
-            raise
-        result.save(self.out / "mechanisms")
-        checkpoint.remove()
-        return result
-
-    def _influence_probe(self, some: Batches) -> Probe[Any]:
-        config, longest = self.config, some.longest or 1
-        kind = config.influence
-        if kind == "resample":
-            return ResampleInfluence(self._donors(longest), "median", "resid_post")
-        if kind == "exact" or (kind == "auto" and longest * self._width() <= _EXACT_UP_TO):
-            return JacobianInfluence("resid_post")
-        return JacobianInfluence(
-            "resid_post", positions=(-1,), estimate=_DIRECTIONS, seed=config.seed
-        )
-
-    def _width(self) -> int:
-        return int(getattr(getattr(self.model, "cfg", None), "d_model", 0))
-
-    def _donors(self, length: int) -> Tensor:
-        """Tokens that take the place of others: of sequences that are not measured, if possible.
-
-        Where sequences differ in length, a donor's later tokens come from other sequences than its
-        first: what enters at a position is its token alone.
-
-        Raises:
-            InfoFlowError: if some position has no other sequence's token.
-        """
-        rows = list(self.batches.sequences())
-        donors = []
-        for position in range(length):
-            found = _last_at(position, rows[self.config.n_detail :])
-            if len(found) < 2:
-                found = _last_at(position, rows)
-            if len(found) < 2:
-                raise InfoFlowError(
-                    "influence 'resample' replaces tokens by those of other sequences, and only "
-                    f"one has a token {position}: expected at least 2; give more sequences, cut "
-                    "them with max_length, or choose influence 'estimate'"
-                )
-            donors.append(torch.stack([found[i % len(found)] for i in range(_DONORS)]))
-        return torch.stack(donors, dim=1)
-
-    def _probed(
-        self, part: str, wanted: Mapping[str, Probe[Any]], batches: Batches
-    ) -> dict[str, Any]:
-        """The results of probes that share their passes."""
-        if not wanted:
-            return {}
-        finished = {name: self._finished(name) for name in wanted}
-        if all(result is not None for result in finished.values()):
-            return finished
-        checkpoint = Checkpoint(self.out / f".{part}.pt")
-        state = checkpoint.load()
-        if state is not None:
-            for name, probe in wanted.items():
-                probe.load_state(state[name])
-        probes = list(wanted.values())
-        seen = probes[0].n_sequences
-        self.say(f"{', '.join(wanted)}" + (f": going on behind {seen} sequences" if seen else ""))
-
-        def now() -> dict[str, Any]:
-            return {name: probe.state() for name, probe in wanted.items()}
-
-        try:
-            run_probes(
-                self.model,
-                batches,
-                probes,
-                batch_size=self.config.batch_size,
-                skip=seen,
-                after_batch=lambda n: checkpoint.keep(now),
-                progress=self.progress,
-            )
-        except NothingMeasuredError:
-            pass  # of one probe, as its own result says below; the others have theirs
-        except BaseException:
-            counts = {probe.n_sequences for probe in probes}
-            if len(counts) == 1 and counts != {0}:
-                checkpoint.save(now())
-            raise
-        found, failed = {}, []
+def _probed(
+    out: Path, which: str, wanted: Mapping[str, Probe[Any]], setting: Setting, say: Say
+) -> dict[str, Any]:
+    """The results of probes that share their passes, read from disk if they are there."""
+    finished = {name: _finished(out, name) for name in wanted}
+    if all(result is not None for result in finished.values()):
+        return finished
+    checkpoint = Checkpoint(out / f".{which}.pt")
+    state = checkpoint.load()
+    if state is not None:
         for name, probe in wanted.items():
-            try:
-                found[name] = probe.result()
-            except NothingMeasuredError as error:
-                failed.append(f"{name}: {error}")
-                continue
-            found[name].save(self.out / name)
-        if failed:
+            probe.load_state(state[name])
+    probes = list(wanted.values())
+    seen = probes[0].n_sequences
+    say(f"{', '.join(wanted)}" + (f": going on behind {seen} sequences" if seen else ""))
+
+    def now() -> dict[str, Any]:
+        return {name: probe.state() for name, probe in wanted.items()}
+
+    try:
+        run_probes(
+            setting.model,
+            setting.batches if which == "all" else setting.detail,
+            probes,
+            batch_size=setting.config.batch_size,
+            skip=seen,
+            after_batch=lambda n: checkpoint.keep(now),
+            progress=setting.progress,
+        )
+    except NothingMeasuredError:
+        pass  # of one probe, as its own result says below; the others have theirs
+    except BaseException:
+        counts = {probe.n_sequences for probe in probes}
+        if len(counts) == 1 and counts != {0}:
             checkpoint.save(now())
-            raise InfoFlowError("; ".join(failed))
-        checkpoint.remove()
-        return found
+        raise
+    found, failed = {}, []
+    for name, probe in wanted.items():
+        try:
+            found[name] = probe.result()
+        except NothingMeasuredError as error:
+            failed.append(f"{name}: {error}")
+            continue
+        found[name].save(out / name)
+    if failed:
+        checkpoint.save(now())
+        raise InfoFlowError("; ".join(failed))
+    checkpoint.remove()
+    return found
 
-    def _finished(self, name: str) -> Any:
-        if not (self.out / f"{name}.json").is_file():
-            return None
-        return Result.load(self.out / name)
+
+def _measured(out: Path, name: str, part: Part, setting: Setting, say: Say) -> Result:
+    """The result of a part that measures by itself, read from disk if it is there."""
+    finished = _finished(out, name)
+    if finished is not None:
+        return finished
+    say(name)
+    checkpoint = Checkpoint(out / f".{name}.pt")
+    result = part.measure(setting, checkpoint)
+    if result is None:
+        raise InfoFlowError(
+            f"{type(part).__name__} gave neither a probe called {name!r} nor a result of its own: "
+            "expected probes(setting) with that name, or measure(setting, checkpoint)"
+        )
+    result.save(out / name)
+    checkpoint.remove()
+    return result
 
 
-def _last_at(position: int, rows: Sequence[Tensor]) -> list[Tensor]:
-    """The tokens at a position of the last sequences that have it."""
-    long = (row[position] for row in reversed(rows) if len(row) > position)
-    return list(islice(long, _DONORS))[::-1]
+def _finished(out: Path, name: str) -> Result | None:
+    return Result.load(out / name) if (out / f"{name}.json").is_file() else None
 
 
 # Predicted against measured
 
 
 def _compared(
-    attended: AttendedResult | None,
-    chosen: PositionsResult | None,
-    influence: InfluenceResult | None,
-    mechanisms: MechanismsResult | None,
+    found: Mapping[str, Any],
 ) -> tuple[dict[str, Agreement], dict[str, InformationSets], CoverageCurve | None]:
     """Agreement and predicted sets by rule, and the coverage curve, of the same sequences."""
-    if attended is None or chosen is None or influence is None:
+    if "influence" not in found:
         return {}, {}, None
-    n_source = influence.influence.shape[-1]
+    influence: InfluenceResult = found["influence"]
+    attended: AttendedResult = found["influence_attended"]
+    chosen: PositionsResult = found["influence_positions"]
     rules: dict[str, Any] = {"argmax": chosen.argmax}
-    if mechanisms is not None:
-        rules["mechanisms"] = mechanisms.rules(attended.positions, chosen.argmax)
+    if "mechanisms" in found:
+        rules["mechanisms"] = found["mechanisms"].rules(attended.positions, chosen.argmax)
+    n_source = influence.influence.shape[-1]
     predicted = {name: propagate(rule, n_source) for name, rule in rules.items()}
     agreement = {name: compare(sets, influence) for name, sets in predicted.items()}
-    curve = coverage_curve(chosen.positions, influence)
-    return agreement, predicted, curve
+    return agreement, predicted, coverage_curve(chosen.positions, influence)
 
 
 def _report_of(result: ProbingResult) -> ProbingReport:
     config, found = result.config, result.capabilities
     facts = [("layers", str(len(found.layers))), ("weights", f"{found.dtype} on {found.device}")]
-    if result.positions is not None:
-        facts.append(("sequences", str(len(result.positions.lengths))))
+    for name, part in result.parts.items():
+        facts += part.facts(result.found[name])
     headline = f"{found.kind}, probed on {config.data}."
-    if result.mechanisms is not None:
-        names = [name for layer in result.mechanisms.mechanisms() for name in layer]
-        counts = {name: names.count(name) for name in dict.fromkeys(names)}
-        facts += [(name.replace("_", " "), f"{n} of {len(names)}") for name, n in counts.items()]
     rule = "mechanisms" if "mechanisms" in result.agreement else "argmax"
-    if result.agreement:
-        last = result.agreement[rule].cls
-        others = float((result.influence.lengths.double() - 1).mean()) if result.influence else 0.0
-        headline += (
-            f" {last.influence_inside:.0%} of the influence of other tokens on the last state lies "
-            f"inside the set that theory allows it ({last.predicted_size:.1f} of {others:.1f})."
-        )
-        if last.predicted_size > 0.95 * others:
-            headline += " That set holds nearly every token, so the prediction excludes nothing."
-    shown = []
+    shown: list[ShownSequence] = []
     if result.influence is not None:
-        members, full = result.predicted[rule].members[-1], result.influence.full()
-        for index, texts in enumerate(result.texts[: len(result.influence.lengths)]):
-            n = len(texts)
-            last_state = n - 1 + members.shape[1] - members.shape[2]
-            shown.append(
-                ShownSequence(
-                    texts,
-                    full[-1, index, last_state, :n],
-                    members[index, last_state, :n],
-                )
-            )
-    words = {
-        "argmax": "if every head passes the token of its largest score",
-        "mechanisms": "with every head passing on what its mechanism does",
-    }
+        headline += _headline(result.agreement[rule], result.influence)
+        shown = _shown(result, rule)
     return ProbingReport(
         title=f"What the states of {config.model} can depend on, and do",
         headline=headline,
         facts=facts,
         problems=found.problems(),
         capabilities=found.to_frame().to_html(index=False, border=0),
-        positions=None if result.positions is None else result.positions.summary(),
-        recovery=result.recovery,
-        mechanisms=result.mechanisms,
+        sections=[
+            Section(part.title, part.text, part.figures(result.found[name]))
+            for name, part in result.parts.items()
+        ],
         agreement=result.agreement,
-        rule=words[rule],
+        rule=_RULES[rule],
         curve=result.curve,
         shown=shown,
         record=result.record,
     )
 
 
+def _headline(agreement: Agreement, influence: InfluenceResult) -> str:
+    last, others = agreement.cls, float((influence.lengths.double() - 1).mean())
+    text = (
+        f" {last.influence_inside:.0%} of the influence of other tokens on the last state lies "
+        f"inside the set that theory allows it ({last.predicted_size:.1f} of {others:.1f})."
+    )
+    if last.predicted_size > 0.95 * others:
+        text += " That set holds nearly every token, so the prediction excludes nothing."
+    return text
+
+
+def _shown(result: ProbingResult, rule: str) -> list[ShownSequence]:
+    """The first sequences, with what their last states depend on."""
+    assert result.influence is not None
+    members, full = result.predicted[rule].members[-1], result.influence.full()
+    shown = []
+    for index, texts in enumerate(result.texts[: len(result.influence.lengths)]):
+        n = len(texts)
+        last = n - 1 + members.shape[1] - members.shape[2]
+        shown.append(ShownSequence(texts, full[-1, index, last, :n], members[index, last, :n]))
+    return shown
+
+
 # Before work starts
 
 
-def _possible(
-    capabilities: ModelCapabilities, config: ProbingConfig, say: Callable[[str], None]
-) -> tuple[str, ...]:
-    """The probes that are asked for, or all that the model can give.
+def _possible(capabilities: ModelCapabilities, config: ProbingConfig, say: Say) -> dict[str, Part]:
+    """The parts that are asked for, or all that the model can give, in the order of the report.
 
     Raises:
         InfoFlowError: for one that is asked for and that the model cannot give, with the reason.
     """
-    shows = "it shows neither scores nor pattern; load it with eager attention"
-    needs: dict[str, tuple[Callable[[LayerCapabilities], bool], str]] = {
-        "positions": (lambda layer: layer.n_heads is not None, shows),
-        "recovery": (lambda layer: layer.n_heads is not None, shows),
-        "influence": (
-            lambda layer: "hook_resid_pre" in layer.edits_reach,
-            "edits of hook_resid_pre do not reach its output",
-        ),
-        "mechanisms": (
-            lambda layer: "attn.hook_pattern" in layer.edits_reach,
-            "edits of hook_pattern do not reach its output; an official name can be loaded as a "
-            "HookedTransformer (backend 'hooked')",
-        ),
-    }
-    possible = []
-    for probe in config.probes or PROBES:
-        can, reason = needs[probe]
-        lacking = [str(i) for i, layer in enumerate(capabilities.layers) if not can(layer)]
+    possible = {}
+    for name in part_names():
+        if config.probes is not None and name not in config.probes:
+            continue
+        part = load_part(name)
+        reasons = {str(i): part.lacking(layer) for i, layer in enumerate(capabilities.layers)}
+        lacking = [layer for layer, reason in reasons.items() if reason]
         if not lacking:
-            possible.append(probe)
+            possible[name] = part
             continue
         why = (
-            f"{probe} cannot be measured in layers {', '.join(lacking)} of this "
-            f"{capabilities.kind}: {reason}"
+            f"{name} cannot be measured in layers {', '.join(lacking)} of this "
+            f"{capabilities.kind}: {reasons[lacking[0]]}"
         )
         if config.probes is not None:
-            rest = ",".join(name for name in config.probes if name != probe) or "other probes"
+            rest = ",".join(other for other in config.probes if other != name) or "other probes"
             raise InfoFlowError(f"{why}. Ask for {rest}")
         say(f"left out: {why}")
-    return tuple(possible)
+    return possible
 
 
 # The folder
@@ -637,16 +445,9 @@ def _write_tables(result: ProbingResult) -> None:
     """A csv for every result."""
     import pandas as pd
 
-    tables: dict[str, pd.DataFrame] = {}
-    if result.positions is not None:
-        tables["positions"] = result.positions.summary()
-    if result.recovery is not None:
-        tables["recovery"] = result.recovery.to_frame()
-    if result.mechanisms is not None:
-        tables["mechanisms"] = result.mechanisms.to_frame()
+    tables = {name: part.table(result.found[name]) for name, part in result.parts.items()}
+    tables["capabilities"] = result.capabilities.to_frame()
     if result.influence is not None:
-        tables["influence"] = result.influence.to_frame()
-    if result.agreement:
         tables["agreement"] = pd.concat(
             [
                 agreement.to_frame().assign(rule=name)
@@ -658,7 +459,6 @@ def _write_tables(result: ProbingResult) -> None:
             [
                 compare_by_position(sets, result.influence).assign(rule=name)
                 for name, sets in result.predicted.items()
-                if result.influence is not None
             ],
             ignore_index=True,
         )
@@ -666,7 +466,6 @@ def _write_tables(result: ProbingResult) -> None:
         tables["coverage_curve"] = result.curve.to_frame()
     for name, table in tables.items():
         write_text(result.out / f"{name}.csv", table.to_csv(index=False))
-    write_text(result.out / "capabilities.csv", result.capabilities.to_frame().to_csv(index=False))
 
 
 def _texts(loaded: LoadedModel, batches: Batches, n: int) -> tuple[tuple[str, ...], ...]:

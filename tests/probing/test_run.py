@@ -24,8 +24,11 @@ from infoflow_lens import (
 )
 from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.probing import run as probing
+from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import read_data
-from infoflow_lens.probing.run import ProbingConfig, run_probing
+from infoflow_lens.probing.parts import mechanisms as mechanisms_part
+from infoflow_lens.probing.registry import part_names
+from infoflow_lens.probing.run import run_probing
 from tests.reference import zoo
 
 TEXTS = [" ".join(f"w{(7 * i + j) % 30 + 4}" for j in range(4 + i % 5)) for i in range(20)]
@@ -150,7 +153,7 @@ def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypa
         )
     with monkeypatch.context() as patch:  # all is finished: nothing is run but the inspection
         patch.setattr(probing, "run_probes", None)
-        patch.setattr(probing, "measure_mechanisms", None)
+        patch.setattr(mechanisms_part, "measure_mechanisms", None)
         run(out, only)
 
 
@@ -175,7 +178,7 @@ def test_finished_parts_stay_when_a_later_one_fails(tmp_path, config, monkeypatc
     def fail(*args, **kwargs):
         raise InfoFlowError("mechanisms fail")
 
-    monkeypatch.setattr(probing, "measure_mechanisms", fail)
+    monkeypatch.setattr(mechanisms_part, "measure_mechanisms", fail)
     with pytest.raises(InfoFlowError, match="mechanisms fail"):
         run(tmp_path, config)
     assert (tmp_path / "positions.safetensors").is_file()
@@ -290,7 +293,7 @@ def test_bad_settings_are_named(config, change, message):
 def test_what_a_model_cannot_give_is_refused_before_work_starts(tmp_path, config):
     zoo.save("opt", tmp_path / "opt")
     asked = ProbingConfig(**{**vars(config), "model": str(tmp_path / "opt")})
-    everything = ProbingConfig(**{**vars(asked), "probes": probing.PROBES})
+    everything = ProbingConfig(**{**vars(asked), "probes": part_names()})
     with pytest.raises(InfoFlowError, match=r"mechanisms cannot be measured in layers 0, 1"):
         run(tmp_path / "out", everything)
     assert list((tmp_path / "out").iterdir()) == []

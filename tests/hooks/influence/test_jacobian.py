@@ -142,10 +142,10 @@ def test_a_pass_that_cannot_be_repeated_is_refused(token_model, token_inputs):
         ({"state": "resid_mid"}, "state is 'resid_mid'"),
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"estimate": 1}, "estimate is 1"),
-        ({"positions": ()}, r"positions is \(\)"),
-        ({"positions": 3}, "positions is 3"),
-        ({"layers": (1, 1)}, r"layers is \(1, 1\)"),
-        ({"layers": (0.5,)}, r"layers is \(0.5,\)"),
+        ({"positions": ()}, r"positions are \(\)"),
+        ({"positions": 3}, "positions are 3"),
+        ({"layers": (1, 1)}, r"layers are \(1, 1\)"),
+        ({"layers": (0.5,)}, r"layers are \(0.5,\)"),
     ],
 )
 def test_bad_settings_are_named(arguments, message):

@@ -1,0 +1,49 @@
+"""What other packages add, through entry points."""
+
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from infoflow_lens.foundation.errors import InfoFlowError
+
+
+def found(group: str, taken: Iterable[str] = ()) -> dict[str, EntryPoint]:
+    """The entry points of a group by name; nothing of them is imported.
+
+    Args:
+        group: such as "infoflow_lens.probes".
+        taken: the names that this package gives.
+
+    Raises:
+        InfoFlowError: if two packages add the same name, or one that is taken.
+    """
+    points: dict[str, EntryPoint] = {}
+    for point in entry_points(group=group):
+        if point.name in taken or (point.name in points and points[point.name] != point):
+            raise InfoFlowError(
+                f"the entry point {point.name!r} of {group} ({point.value}) has a name that is "
+                "taken: expected another name; rename it in the package that adds it"
+            )
+        points[point.name] = point
+    return points
+
+
+def loaded(point: EntryPoint, kind: type) -> Any:
+    """What an entry point names: a subclass of `kind`.
+
+    Raises:
+        InfoFlowError: if it cannot be imported or is something else, with the reason.
+    """
+    try:
+        value = point.load()
+    except Exception as error:
+        raise InfoFlowError(
+            f"the entry point {point.name!r} of {point.group} cannot be imported ({point.value}: "
+            f"{type(error).__name__}: {error}): repair or uninstall the package that adds it"
+        ) from error
+    if not (isinstance(value, type) and issubclass(value, kind)):
+        raise InfoFlowError(
+            f"the entry point {point.name!r} of {point.group} is {value!r}: expected a subclass of "
+            f"{kind.__module__}.{kind.__name__}"
+        )
+    return value

@@ -1,0 +1,94 @@
+"""Options of a command from the dataclass that they fill."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+
+from infoflow_lens.foundation.errors import InfoFlowError
+
+
+def options_of(
+    config: type[Any], arguments: Sequence[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each field of a dataclass, with its type, default and help.
+
+    The command takes the dataclass as its first parameter, ``config``; a tuple is written with
+    commas.
+
+    Args:
+        config: a dataclass whose fields are ``Annotated[type, "help"]``.
+        arguments: the fields that are arguments without a name.
+    """
+    hints = get_type_hints(config, include_extras=True)
+    made = [_parameter(item, hints[item.name], item.name in arguments) for item in fields(config)]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [
+            p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for p in inspect.signature(command).parameters.values()
+            if p.name != "config"
+        ]
+
+        def filled(**given: Any) -> None:
+            of_config = {p.name: given.pop(p.name) for p in made}
+            command(
+                lambda: config(**{k: _parsed(hints[k], v, k) for k, v in of_config.items()}),
+                **given,
+            )
+
+        required = [p for p in (*made, *own) if p.default is inspect.Parameter.empty]
+        optional = [p for p in (*made, *own) if p.default is not inspect.Parameter.empty]
+        filled.__signature__ = inspect.Signature([*required, *optional])  # type: ignore[attr-defined]
+        filled.__annotations__ = {p.name: p.annotation for p in (*required, *optional)}
+        filled.__name__, filled.__doc__ = command.__name__, command.__doc__
+        return filled
+
+    return decorate
+
+
+def _parameter(item: Any, hint: Any, is_argument: bool) -> inspect.Parameter:
+    kind, text = get_args(hint)[:2]
+    default: Any = inspect.Parameter.empty if item.default is MISSING else item.default
+    if _is_tuple(kind):
+        kind = str | None if default is None else str
+        default = None if default is None else ",".join(map(str, default))
+    choices = _choices(kind)
+    if choices:  # checked by the dataclass, which knows what was meant
+        kind = str | None if type(None) in get_args(kind) else str
+    shown = "|".join(choices) or None
+    info = typer.Argument(help=text) if is_argument else typer.Option(help=text, metavar=shown)
+    return inspect.Parameter(
+        item.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, info],
+    )
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+    return get_args(literals[0]) if literals else ()
+
+
+def _is_tuple(kind: Any) -> bool:
+    return get_origin(kind) is tuple or any(get_origin(part) is tuple for part in get_args(kind))
+
+
+def _parsed(hint: Any, value: Any, name: str) -> Any:
+    kind = get_args(hint)[0]
+    if value is None or not _is_tuple(kind):
+        return value
+    parts = [part.strip() for part in value.split(",")] if value.strip() else []
+    tuples = kind if get_origin(kind) is tuple else get_args(kind)[0]
+    if get_args(tuples)[0] is str:
+        return tuple(parts)
+    try:
+        return tuple(int(part) for part in parts)
+    except ValueError:
+        option = "--" + name.replace("_", "-")
+        raise InfoFlowError(
+            f"{option} is {value!r}: expected integers with commas, such as 1,2"
+        ) from None

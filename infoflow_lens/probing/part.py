@@ -1,0 +1,105 @@
+"""What `infoflow-lens probe` needs of a probe, in one object."""
+
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from torch import nn
+
+from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Probe, Result
+from infoflow_lens.hooks.model.inputs import Batches
+from infoflow_lens.probing.checkpoint import Checkpoint
+from infoflow_lens.probing.config import ProbingConfig
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What parts are measured on.
+
+    Attributes:
+        config: of the run.
+        model: as it was loaded.
+        capabilities: what it can be asked.
+        batches: all sequences.
+        progress: whether to show bars.
+    """
+
+    config: ProbingConfig
+    model: nn.Module
+    capabilities: ModelCapabilities
+    batches: Batches
+    progress: bool
+
+    @property
+    def detail(self) -> Batches:
+        """The first sequences, for what takes long."""
+        return self.batches.first(self.config.n_detail)
+
+    @property
+    def width(self) -> int:
+        """d_model; 0 where the config does not say."""
+        return int(getattr(getattr(self.model, "cfg", None), "d_model", 0))
+
+
+class Part(ABC):
+    """What `infoflow-lens probe` needs of a probe: can it, measure, tables, figures, sentences.
+
+    A part either gives `probes`, which share their passes with other parts, or measures by itself.
+    Other packages add parts through the entry points "infoflow_lens.probes"
+    (examples/probe_of_your_own.py).
+
+    Attributes:
+        title, text: of its section in the report.
+        sequences: which it is measured on: "all", or "detail", the first ``config.n_detail``.
+    """
+
+    title: ClassVar[str]
+    text: ClassVar[str] = ""
+    sequences: ClassVar[Literal["all", "detail"]] = "all"
+
+    def lacking(self, layer: LayerCapabilities) -> str:
+        """Why this cannot be measured in a layer; empty if it can."""
+        if layer.n_heads is None:
+            return "it shows neither scores nor pattern; load it with eager attention"
+        return ""
+
+    def check(self, setting: Setting) -> None:
+        """Refuse, before any part begins, what could not be done later.
+
+        Raises:
+            InfoFlowError: with the reason.
+        """
+        self.probes(setting)
+
+    def probes(self, setting: Setting) -> Mapping[str, Probe[Any]]:
+        """Probes by the names of their results; none if the part measures by itself."""
+        return {}
+
+    def measure(self, setting: Setting, checkpoint: Checkpoint) -> Result | None:
+        """The result of a part without probes; where it stands is kept in the checkpoint."""
+        return None
+
+    def table(self, result: Any) -> "pd.DataFrame":
+        """The numbers, for a csv file."""
+        frame: pd.DataFrame = result.to_frame()
+        return frame
+
+    def figures(self, result: Any) -> Sequence["go.Figure"]:
+        """What its section of the report shows."""
+        return (result.plot(),)
+
+    def sentences(self, result: Any) -> Sequence[str]:
+        """What the terminal shows."""
+        return ()
+
+    def facts(self, result: Any) -> Sequence[tuple[str, str]]:
+        """Short statements for the head of the report, as (label, value)."""
+        return ()
+
+
+Say = Callable[[str], None]

@@ -1,0 +1,1 @@
+"""The parts of a probe run, a file each."""

@@ -1,0 +1,98 @@
+"""The mechanism that each head needs."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from infoflow_lens.hooks import LayerCapabilities, MechanismsResult, measure_mechanisms
+from infoflow_lens.hooks.mechanisms.measure import MechanismsProgress
+from infoflow_lens.probing.checkpoint import Checkpoint
+from infoflow_lens.probing.part import Part, Setting
+from infoflow_lens.report.heads import by_head_in_colours
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+# What needs nothing of the input first; the theory's own three in colours.
+_COLOURS = {
+    "own_position": "#d9d9d9",
+    "global": "#56b4e9",
+    "specific_position": "#009e73",
+    "max_position": "#d55e00",
+    "top_k": "#cc79a7",
+    "soft": "#444444",
+}
+
+
+class MechanismsPart(Part):
+    """Patterns replaced by ideal ones."""
+
+    title = "The mechanism of every head"
+    text = (
+        "Each head's pattern was replaced by ideal ones, and the loss of the output measured. The "
+        "mechanism is the first of these within the threshold: its own position alone, evenly on "
+        "all allowed keys (global), its mean pattern over inputs (specific position), its hard "
+        "maximum (max-position), its largest keys; else it stays soft. A head that does not matter "
+        "needs its own position alone."
+    )
+    sequences = "detail"
+
+    def lacking(self, layer: LayerCapabilities) -> str:
+        """Patterns are edited."""
+        if "attn.hook_pattern" not in layer.edits_reach:
+            return (
+                "edits of hook_pattern do not reach its output; an official name can be loaded as "
+                "a HookedTransformer (backend 'hooked')"
+            )
+        return super().lacking(layer)
+
+    def measure(self, setting: Setting, checkpoint: Checkpoint) -> MechanismsResult:
+        """Replace patterns; go on behind the last finished batch."""
+        state = checkpoint.load()
+        reached: Any = state
+
+        def keep(progress: MechanismsProgress) -> None:
+            nonlocal reached
+            reached = vars(progress)
+            checkpoint.keep(lambda: reached)
+
+        try:
+            return measure_mechanisms(
+                setting.model,
+                setting.detail,
+                metric=setting.config.metric,
+                threshold=setting.config.threshold,
+                batch_size=setting.config.batch_size,
+                resume=None if state is None else MechanismsProgress(**state),
+                after_batch=keep,
+                progress=setting.progress,
+            )
+        except BaseException:
+            if reached is not None:
+                checkpoint.save(reached)
+            raise
+
+    def figures(self, result: MechanismsResult) -> Sequence["go.Figure"]:
+        """The mechanism of every head in its colour; the damages are in the hover text."""
+        frame = result.to_frame()
+        hover = [
+            "<br>".join(f"{ideal}: {row[ideal]:.2g}" for ideal in result.ideals)
+            for row in frame.to_dict("records")
+        ]
+        return (by_head_in_colours(frame, "mechanism", _COLOURS, hover),)
+
+    def sentences(self, result: MechanismsResult) -> Sequence[str]:
+        """The heads of each mechanism."""
+        frame = result.to_frame()
+        heads = frame["layer"].astype(str) + "." + frame["head"].astype(str)
+        return [
+            f"{name}: heads {' '.join(heads[frame['mechanism'] == name])}"
+            for name in dict.fromkeys(frame["mechanism"])
+        ]
+
+    def facts(self, result: MechanismsResult) -> Sequence[tuple[str, str]]:
+        """How many heads need which mechanism."""
+        names = [name for layer in result.mechanisms() for name in layer]
+        return [
+            (name.replace("_", " "), f"{names.count(name)} of {len(names)}")
+            for name in dict.fromkeys(names)
+        ]

@@ -1,0 +1,40 @@
+"""Where heads look."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from infoflow_lens.hooks import PositionsProbe, PositionsResult, Probe
+from infoflow_lens.probing.part import Part, Setting
+from infoflow_lens.report.heads import by_head
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+
+class PositionsPart(Part):
+    """The keys of the largest scores."""
+
+    title = "Where heads look, and why"
+    text = (
+        "Left: the share of first choices that no rule of positions explains, so that must come "
+        "from the tokens. Right: the entropy of the attention rows, in nats."
+    )
+
+    def probes(self, setting: Setting) -> Mapping[str, Probe[Any]]:
+        """Ranks and spread."""
+        config = setting.config
+        return {"positions": PositionsProbe(config.ranks, without=config.without, spread=True)}
+
+    def table(self, result: PositionsResult) -> "pd.DataFrame":
+        """A row for each head."""
+        return result.summary()
+
+    def figures(self, result: PositionsResult) -> Sequence["go.Figure"]:
+        """Two heat maps over heads."""
+        labels = {"by_content": "explained by tokens alone", "entropy": "entropy (nats)"}
+        return (by_head(result.summary(), labels),)
+
+    def facts(self, result: PositionsResult) -> Sequence[tuple[str, str]]:
+        """How many sequences were seen."""
+        return (("sequences", str(len(result.lengths))),)

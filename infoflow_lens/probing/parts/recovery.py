@@ -1,0 +1,53 @@
+"""Whether states can give attended tokens back."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from infoflow_lens.hooks import Probe, RecoveryProbe, RecoveryResult
+from infoflow_lens.probing.part import Part, Setting
+from infoflow_lens.report.heads import by_head
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+_WIDE, _SKETCH = 256, 64
+
+
+class RecoveryPart(Part):
+    """Linear recovery maps."""
+
+    title = "Can the state give the attended token back?"
+    text = (
+        "The fraction of variance unexplained by a linear map from the state to the token that a "
+        "head attends to at each rank, on held-out sequences: 0 is perfect, 1 is knowing nothing."
+    )
+
+    def probes(self, setting: Setting) -> Mapping[str, Probe[Any]]:
+        """Maps from the post-attention state; sketched, and not kept, where the model is wide."""
+        config, wide = setting.config, setting.width > _WIDE
+        sketch = (_SKETCH if wide else None) if config.sketch is None else config.sketch or None
+        probe = RecoveryProbe(
+            config.ranks, without=config.without, sketch=sketch, maps=not wide, seed=config.seed
+        )
+        return {"recovery": probe}
+
+    def figures(self, result: RecoveryResult) -> Sequence["go.Figure"]:
+        """Fraction of variance unexplained over layers and heads, a panel for each rank."""
+        frame = result.to_frame()
+        wide = frame.pivot_table(
+            index=["layer", "head"], columns="rank", values="fvu", dropna=False
+        )
+        labels = {rank: f"rank {rank}" for rank in result.ranks}
+        wide = wide.reset_index().rename(columns=labels)
+        return (by_head(wide, {name: name for name in list(labels.values())[:4]}, most=1.0),)
+
+    def sentences(self, result: RecoveryResult) -> Sequence[str]:
+        """The head that gives most back."""
+        frame = result.to_frame().dropna(subset="fvu").sort_values("fvu")
+        if frame.empty or frame["fvu"].iloc[0] >= 1:
+            return ("recovery: no head gives its token back better than the mean does",)
+        best = frame.iloc[0]
+        return (
+            f"recovery: best head {best['layer']:.0f}.{best['head']:.0f} at rank "
+            f"{best['rank']:.0f} leaves {best['fvu']:.1%} of the variance unexplained",
+        )

@@ -1,0 +1,49 @@
+"""The parts of a probe run by name: those of this package, and those that others add."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from infoflow_lens.foundation import plugins
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.names import nearest
+
+if TYPE_CHECKING:
+    from infoflow_lens.probing.part import Part
+
+GROUP = "infoflow_lens.probes"  # of entry points
+
+# in the order of the report; imported when they are asked for
+_OURS = {
+    "mechanisms": "MechanismsPart",
+    "influence": "InfluencePart",
+    "positions": "PositionsPart",
+    "recovery": "RecoveryPart",
+}
+
+
+def part_names() -> tuple[str, ...]:
+    """The names of all parts.
+
+    Raises:
+        InfoFlowError: if two packages add the same name.
+    """
+    return (*_OURS, *plugins.found(GROUP, _OURS))
+
+
+def load_part(name: str) -> "Part":
+    """The part of that name.
+
+    Raises:
+        InfoFlowError: for an unknown name, or an entry point that is no part.
+    """
+    from infoflow_lens.probing.part import Part
+
+    if name in _OURS:
+        module = import_module(f"infoflow_lens.probing.parts.{name}")
+        made: Part = getattr(module, _OURS[name])()
+        return made
+    others = plugins.found(GROUP, _OURS)
+    if name not in others:
+        raise InfoFlowError(f"there is no probe {name!r}{nearest(name, part_names())}")
+    part: Part = plugins.loaded(others[name], Part)()
+    return part

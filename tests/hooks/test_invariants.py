@@ -1,0 +1,442 @@
+"""What holds for every probe on every kind of model.
+
+Probes are found from the class `Probe` itself, so that the next probe cannot be forgotten: without
+an entry in MAKES a test fails.
+"""
+
+import copy
+import gc
+import pickle
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from infoflow_lens import (
+    AttendedProbe,
+    InfoFlowError,
+    JacobianInfluence,
+    PositionsProbe,
+    RecoveryProbe,
+    ResampleInfluence,
+    attach,
+    build_model,
+    load_any,
+    run_probes,
+)
+from infoflow_lens.hooks import Probe
+from infoflow_lens.models.architecture import Architecture
+from tests.conftest import make_token_model
+from tests.reference import zoo
+
+N, LENGTH = 12, 7
+BRIDGES = ("gpt2", "gpt_neo", "bert")
+
+MAKES = {
+    PositionsProbe: [
+        lambda x: PositionsProbe((1, 2), spread=True),
+        lambda x: PositionsProbe((2,), without=(0,)),
+    ],
+    AttendedProbe: [lambda x: AttendedProbe()],
+    RecoveryProbe: [
+        lambda x: RecoveryProbe((1,), controls=True, blocks=2),
+        lambda x: RecoveryProbe((1,), source="head", ridge=0.1, buffer_rows=9),
+    ],
+    JacobianInfluence: [
+        lambda x: JacobianInfluence("resid_post"),
+        lambda x: JacobianInfluence(positions=(-1,), estimate=3),
+    ],
+    ResampleInfluence: [lambda x: ResampleInfluence(x[:3])],
+}
+
+
+def token_ids(n=N):
+    return torch.randint(4, 17, (n, LENGTH), generator=torch.Generator().manual_seed(4))
+
+
+def vectors(n=N):
+    return torch.randn(n, LENGTH, 3, generator=torch.Generator().manual_seed(4))
+
+
+def hosted(**changes):
+    settings = {"n_heads": (2, 3), "d_model": 12, "d_token": 3, "n_tokens": LENGTH, "d_mlp": 5}
+    return build_model(Architecture(**(settings | changes)), seed=1)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: zoo.save(name, tmp_path_factory.mktemp(name)) for name in BRIDGES}
+
+
+MODELS = {
+    "hosted, vector tokens": (lambda folders: hosted(), vectors),
+    "hosted, ReLU attention": (lambda folders: hosted(attention="relu"), vectors),
+    "token ids": (lambda folders: make_token_model(), token_ids),
+    "grouped keys, rotary, attention only": (
+        lambda folders: make_token_model(
+            n_key_value_heads=2, positional_embedding_type="rotary", d_head=6, attn_only=True
+        ),
+        token_ids,
+    ),
+    "shortformer": (
+        lambda folders: make_token_model(positional_embedding_type="shortformer"),
+        token_ids,
+    ),
+    # scores are scores; the pattern stands in their place; norms behind the sums
+    **{
+        f"bridge, {name}": (lambda folders, name=name: load_any(folders[name]).model, token_ids)
+        for name in BRIDGES
+    },
+}
+
+
+def concrete(kind):
+    for sub in kind.__subclasses__():
+        yield from concrete(sub)
+        if not sub.__abstractmethods__ and sub.__module__.startswith("infoflow_lens."):
+            yield sub
+
+
+def test_every_probe_is_held_to_the_invariants():
+    assert set(concrete(Probe)) == set(MAKES)
+
+
+EVERY = [(kind, index) for kind, makes in MAKES.items() for index in range(len(makes))]
+
+
+@pytest.fixture(scope="module")
+def made(folders):
+    return {}
+
+
+@pytest.fixture(params=MODELS)
+def case(request, folders, made):
+    name = request.param
+    if name not in made:
+        make, data = MODELS[name]
+        made[name] = make(folders), data()
+        with torch.no_grad():
+            made[name][0](made[name][1])  # bridges put hooks of their own in place when first run
+    made[name][0].eval()
+    return made[name]
+
+
+@pytest.fixture(params=EVERY, ids=lambda entry: f"{entry[0].__name__}-{entry[1]}")
+def make(request):
+    kind, index = request.param
+    return MAKES[kind][index]
+
+
+def numbers(result):
+    """All tensors of a result, by name."""
+    found = {}
+    for name, value in vars(result).items():
+        for index, part in enumerate(value if isinstance(value, tuple) else (value,)):
+            if isinstance(part, torch.Tensor):
+                found[f"{name}.{index}"] = part
+    return found
+
+
+def assert_equal(one, other, tolerance=0.0):
+    one, other = numbers(one), numbers(other)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if value.is_floating_point():
+            torch.testing.assert_close(
+                value, other[name], rtol=tolerance, atol=tolerance, equal_nan=True, msg=name
+            )
+        else:
+            assert value.equal(other[name]), name
+
+
+def traces(model):
+    """Everything that a probe could leave on a model or around it."""
+    modules = list(model.modules())
+    return {
+        "class": type(model),
+        "dict": {k: v for k, v in vars(model).items() if not k.startswith("_")}.keys(),
+        "forward": model.__dict__.get("forward"),
+        "hooks": [len(getattr(m, "fwd_hooks", ())) for m in modules],
+        "raw hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in modules],
+        "mode": [m.training for m in modules],
+        "flags": {k: v for k, v in vars(model.cfg).items() if isinstance(v, (bool, int, str))},
+        "needs gradients": [p.requires_grad for p in model.parameters()],
+        "gradients": [p.grad is None for p in model.parameters()],
+        "weights": [p.detach().clone() for p in model.parameters()],
+        "torch": torch.get_rng_state().tolist(),
+        "numpy": np.random.get_state()[1].tolist(),  # noqa: NPY002
+        "python": random.getstate(),
+        "grad mode": torch.is_grad_enabled(),
+    }
+
+
+def assert_no_traces(model, before):
+    after = traces(model)
+    for name, value in before.items():
+        if name == "weights":
+            assert all(a.equal(b) for a, b in zip(value, after[name], strict=True))
+        else:
+            assert value == after[name], name
+
+
+def test_the_model_is_left_as_found(case, make):
+    model, x = case
+    before = traces(model)
+    model.train()
+    training = traces(model)
+    run_probes(model, x, [make(x)], progress=False)
+    assert_no_traces(model, training)
+    model.eval()
+    assert_no_traces(model, before)
+
+
+def test_the_model_is_left_as_found_after_an_exception(case, make, monkeypatch):
+    model, x = case
+    before = traces(model)
+    probe = make(x)
+
+    def fail(*args):
+        raise RuntimeError("inside the probe")
+
+    monkeypatch.setattr(probe, "update", fail)
+    with pytest.raises(RuntimeError, match="inside the probe"), attach(model, probe):
+        model(x)
+    assert_no_traces(model, before)
+    assert probe.n_sequences == 0
+
+
+def test_blocks_end_in_any_order(case, make):
+    model, x = case
+    before = traces(model)
+    first, second = attach(model, make(x)), attach(model, make(x))
+    one, other = first.__enter__(), second.__enter__()
+    with torch.no_grad():
+        model(x)
+    first.__exit__(None, None, None)
+    with torch.no_grad():
+        model(x)
+    second.__exit__(None, None, None)
+    assert_no_traces(model, before)
+    assert (one[0].n_sequences, other[0].n_sequences) == (N, 2 * N)
+
+
+@pytest.mark.filterwarnings("ignore:TransformerBridgeConfig is already bound")  # of any copy
+def test_copies_and_pickles_of_an_attached_model_are_clean(case, make):
+    """A copy has its own forward, no hooks, and is measured by nobody."""
+    model, x = case
+    probe = make(x)
+    with attach(model, probe), torch.no_grad():
+        model(x)
+        clone = copy.deepcopy(model)
+        shallow = copy.copy(model)
+        expected = clone(x)
+        with torch.no_grad():
+            for parameter in clone.parameters():
+                parameter.mul_(1.5)
+        assert not clone(x).equal(expected)  # its own weights, not the original's
+    assert probe.n_sequences == N
+    before = traces(model)
+    assert type(clone) is type(shallow) is type(model)
+    after = traces(clone)
+    for name in ("class", "dict", "hooks", "raw hooks", "forward"):
+        assert before[name] == after[name], name
+
+
+@pytest.mark.parametrize("name", ["token ids", "hosted, vector tokens"])
+def test_an_attached_model_is_pickled(name, make, folders):
+    build, data = MODELS[name]
+    model, x = build(folders), data()
+    with attach(model, make(x)):
+        model(x)
+        again = pickle.loads(pickle.dumps(model))
+    assert type(again) is type(model)
+    assert again(x).equal(model(x))
+
+
+def test_batches_and_their_order_do_not_matter(case, make):
+    model, x = case
+    (whole,) = run_probes(model, x, [make(x)], batch_size=N, progress=False)
+    (parts,) = run_probes(model, x, [make(x)], batch_size=5, progress=False)
+    # float32 kernels round by the size of the batch
+    assert_equal(whole, parts, tolerance=2e-4)
+
+
+def test_padding_on_either_side_does_not_matter(case, make):
+    model, x = case
+    if x.is_floating_point():
+        with pytest.raises((InfoFlowError, TypeError), match=r"attention_mask|mask"):
+            model(x, attention_mask=torch.ones(x.shape[:2]))
+        return
+    lengths = [LENGTH - i % 3 for i in range(N)]
+    rows = [row[:n] for row, n in zip(x, lengths, strict=True)]
+    found = {}
+    for side in ("left", "right"):
+        ids = torch.zeros(N, LENGTH, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
+            place = slice(LENGTH - n, None) if side == "left" else slice(0, n)
+            ids[i, place], mask[i, place] = row, 1
+        with attach(model, make(x)) as probes, torch.no_grad():
+            model(ids, attention_mask=mask)
+        found[side] = probes[0].result()
+    (alone,) = run_probes(model, rows, [make(x)], batch_size=1, progress=False)
+    assert_equal(found["left"], alone, tolerance=2e-4)
+    assert_equal(found["right"], alone, tolerance=2e-4)
+
+
+def plain(value):
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and plain(v) for k, v in value.items())
+    if isinstance(value, list):
+        return all(map(plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def test_going_on_from_a_snapshot_equals_not_having_stopped(case, make):
+    model, x = case
+    whole, first, second, third = make(x), make(x), make(x), make(x)
+    run = {"progress": False, "batch_size": 4}
+    empty = copy.deepcopy(whole.state())
+    run_probes(model, x, [whole], **run)
+    with attach(model, first), torch.no_grad():
+        model(x[:4])
+        state = first.state()
+        assert plain(state["measured"])
+        kept = copy.deepcopy(state)
+        model(x[4:8])
+        model(x[8:])
+    assert same(state, kept)  # what comes later does not move it
+    for probe in (second, third):
+        probe.load_state(state)
+    run_probes(model, x, [second], skip=4, **run)
+    assert_equal(second.result(), whole.result())
+    assert same(state, kept)
+    run_probes(model, x, [third], skip=4, **run)  # two probes of one state share nothing
+    assert_equal(third.result(), whole.result())
+    second.load_state(empty)
+    run_probes(model, x, [second], **run)
+    assert_equal(second.result(), whole.result())
+
+
+def test_merging_in_any_order_is_the_same(case, make):
+    """Rows of sequences come in the order of merging; everything else is the same."""
+    model, x = case
+    parts = [make(x) for _ in range(3)]
+    for place, probe in enumerate(parts):
+        with attach(model, probe, first_index=4 * place), torch.no_grad():
+            model(x[4 * place : 4 * place + 4])
+    forward, backward = make(x), make(x)
+    for probe in copy.deepcopy(parts):
+        forward.merge(probe)
+    for probe in copy.deepcopy(parts[::-1]):
+        backward.merge(probe)
+    order = torch.arange(N).view(3, 4).flip(0).flatten()
+    one, other = numbers(forward.result()), numbers(backward.result())
+    for name, value in other.items():
+        if name.startswith(("weight", "bias")):  # maps of few rows amplify rounding; errors do not
+            continue
+        axis = next((i for i, size in enumerate(value.shape) if size == N), None)
+        if axis is not None:
+            value = value.index_select(axis, order)
+        torch.testing.assert_close(one[name], value, rtol=1e-5, atol=1e-8, equal_nan=True, msg=name)
+
+
+def test_two_threads_take_turns(case, make):
+    """Sequences of two threads are each measured as if alone, in some order."""
+    model, x = case
+    probe, failed = make(x), []
+
+    def work(part):
+        try:
+            with torch.no_grad():
+                for row in part.split(2):
+                    model(row)
+        except Exception as error:
+            failed.append(error)
+
+    with attach(model, probe):
+        threads = [threading.Thread(target=work, args=(part,)) for part in x.split(N // 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
+    assert probe.n_sequences == N
+    if isinstance(probe, RecoveryProbe):
+        probe.result()
+        return  # which are held out depends on the turns
+    (expected,) = run_probes(model, x, [make(x)], batch_size=2, progress=False)
+    one, other = numbers(probe.result()), numbers(expected)
+    for name, value in one.items():
+        axis = next((i for i, size in enumerate(value.shape) if size == N), None)
+        if axis is not None and value.is_floating_point():
+            key = [part.nan_to_num(posinf=9.0).sum() for part in value.double().unbind(axis)]
+            wanted = other[name].double().unbind(axis)
+            wanted = [part.nan_to_num(posinf=9.0).sum() for part in wanted]
+            torch.testing.assert_close(
+                torch.stack(key).sort().values, torch.stack(wanted).sort().values,
+                rtol=1e-4, atol=1e-4,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("by", ["step", "data", "load_state_dict", "double", "new parameter"])
+@pytest.mark.parametrize("name", ["token ids", "hosted, vector tokens", "bridge, gpt2"])
+def test_changed_weights_are_refused(name, make, by, folders):
+    build, data = MODELS[name]
+    model, x = build(folders).eval(), data()
+    probe = make(x)
+    weight = next(p for n, p in model.named_parameters() if "W_Q" in n or p.ndim > 1)
+    with torch.no_grad(), attach(model, probe):
+        model(x)
+        if by == "step":
+            weight.add_(0.5)
+        elif by == "data":
+            weight.data += 0.5
+        elif by == "load_state_dict":
+            model.load_state_dict({k: v * 1.5 for k, v in model.state_dict().items()})
+        elif by == "double":
+            model.double()
+            x = x.double() if x.is_floating_point() else x
+        else:
+            owner = next(
+                m for m in model.modules() if any(p is weight for p in m._parameters.values())
+            )
+            key = next(k for k, p in owner._parameters.items() if p is weight)
+            setattr(owner, key, torch.nn.Parameter(weight * 2))
+        if by == "data":
+            model(x)
+        else:
+            with pytest.raises(InfoFlowError, match="weights changed between two passes"):
+                model(x)
+    if by == "data":
+        with pytest.raises(InfoFlowError, match=r"written through parameter\.data"):
+            probe.result()
+    else:
+        assert probe.n_sequences == N
+
+
+def test_nothing_is_kept_alive(token_model, make):
+    """A model that is no longer used is forgotten, with its activations."""
+    import weakref
+
+    x = token_ids()
+    with attach(token_model, make(x)):
+        token_model(x)
+    clone = copy.deepcopy(token_model)
+    run_probes(clone, x, [make(x)], progress=False)
+    gone = weakref.ref(clone)
+    del clone
+    gc.collect()
+    assert gone() is None
