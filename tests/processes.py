@@ -32,10 +32,11 @@ LIBRARIES = [
     "rich.table",
     "typer.testing",
     "beartype",
+    "distributed",
 ]
 
 
-def _server() -> multiprocessing.context.BaseContext:
+def server() -> multiprocessing.context.BaseContext:
     """Started once in each process that asks; macOS cannot fork what has loaded torch."""
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -75,7 +76,7 @@ class Program:
 
     def __init__(self, arguments: list[str], folder: Path, output: Path) -> None:
         self._output = output
-        self.process = _server().Process(target=_main, args=(arguments, folder, output))
+        self.process = server().Process(target=_main, args=(arguments, folder, output))
         self.process.start()
 
     @property
