@@ -160,7 +160,7 @@ torch.set_num_threads(1)
 from infoflow_lens import Architecture, TrainingConfig, build_model, load_task, train
 task = load_task("d_retrieval", n_tokens=5, d_token=3, n_components=2)
 model = build_model(Architecture(n_heads=(2, 1), d_model=8, d_token=3, n_tokens=5, d_mlp=16))
-result = train(model, task.sample(1000, 0), task.sample(100, 1),
+result = train(model, task.sample(600, 0), task.sample(100, 1),
                TrainingConfig(epochs=15, batch_size=16), checkpoint_dir=sys.argv[1], progress=False)
 print(json.dumps([row["validation_nmse"] for row in result.history]))
 """
