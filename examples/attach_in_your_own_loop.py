@@ -6,19 +6,15 @@ Run: python examples/attach_in_your_own_loop.py   (seconds)
 import warnings
 
 import torch
-from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-from infoflow_lens import PositionsProbe, RecoveryProbe, attach
+from infoflow_lens import PositionsProbe, RecoveryProbe, attach, build_construction
 
 warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
 
-torch.manual_seed(0)
-model = HookedTransformer(
-    HookedTransformerConfig(
-        n_layers=2, n_heads=4, d_model=32, d_head=8, n_ctx=24, d_vocab=50, act_fn="gelu"
-    )
-)
-loader = torch.utils.data.DataLoader(torch.randint(50, (400, 24)), batch_size=64)
+# Answers a question from its context by copying and matching. Your own HookedTransformer goes here.
+model, task = build_construction("in_context_qa_softmax", n_questions=8, n_answers=8, n_pairs=3)
+tokens, _ = task.sample(400, seed=0)
+loader = torch.utils.data.DataLoader(tokens, batch_size=64)
 
 # Every fifth sequence is held out for the recovery errors, whatever the batch size.
 with attach(model, PositionsProbe((1, 2)), RecoveryProbe((1, 2))) as probes, torch.no_grad():
@@ -26,16 +22,18 @@ with attach(model, PositionsProbe((1, 2)), RecoveryProbe((1, 2))) as probes, tor
         model(batch)  # your own work goes on as usual
 positions, recovery = probes.results()
 
+# fvu near 0: the head of the first layer passes on the token that it looks at most, and no other
 print(recovery.to_frame().to_string(index=False, float_format="{:.3f}".format))
 first = positions.positions[0][0, 0, -1].tolist()
-print(f"\nlayer 0, head 0 looks from the last token of sequence 0 at positions {first}")
+print(f"\nsequence 0 is {task.render(tokens[:1])[0]}")
+print(f"layer 0, head 0 looks from the last token at positions {first}")
 
 # Or say yourself which sequences fit and which evaluate.
 probe = RecoveryProbe((1,))
 with attach(model, probe) as probes, torch.no_grad():
     with probes.fitting():
-        model(torch.randint(50, (256, 24)))
+        model(task.sample(256, seed=1)[0])
     with probes.evaluating():
-        model(torch.randint(50, (64, 24)))
+        model(task.sample(64, seed=2)[0])
 result = probe.result()
 print(f"fitted on {result.n_fit[0]} rows, evaluated on {result.n_eval[0]}")

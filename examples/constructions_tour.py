@@ -1,6 +1,6 @@
 """Build every hand-made model, run it on its task, and compare its predicted and measured sets.
 
-Run: python examples/constructions_tour.py   (half a minute)
+Run: python examples/constructions_tour.py   (seconds)
 """
 
 import warnings

@@ -1,6 +1,6 @@
 """How many positions must a head pass on until the sets hold what the states depend on?
 
-Run: python examples/coverage_curve.py   (under a minute)
+Run: python examples/coverage_curve.py   (seconds)
 
 Two models of the same size: one built to retrieve four tokens by four heads, where one position a
 head is all there is (the paper's claim), and one with random weights, where attention is spread.

@@ -1,6 +1,6 @@
 """Beside TransformerLens's patching tools: which patches can matter at all?
 
-Run: python examples/in_a_patching_workflow.py   (under a minute)
+Run: python examples/in_a_patching_workflow.py   (seconds)
 
 Activation patching tries every position of every layer. The information set of the last state
 says beforehand which positions can reach it, so patches elsewhere should do nothing; and the

@@ -1,6 +1,6 @@
 """A study of a target of your own: configurations, seeds, a table, a figure and a verdict.
 
-Run: python examples/study_of_your_own.py   (about half a minute)
+Run: python examples/study_of_your_own.py   (ten seconds)
 """
 
 import tempfile
@@ -25,7 +25,7 @@ class Span(VectorStudy):
 
     def cases(self, preset):
         """What to run, without seeds."""
-        return [{"heads": heads, "n_tokens": 8, "n_train": 4000, "epochs": 30} for heads in (1, 2)]
+        return [{"heads": heads, "n_tokens": 8, "n_train": 4000, "epochs": 12} for heads in (1, 2)]
 
     def architecture(self, settings):
         """The model: what it takes of memory follows."""

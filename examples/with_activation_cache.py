@@ -5,20 +5,19 @@ Run: python examples/with_activation_cache.py   (seconds)
 
 import warnings
 
-import torch
-from transformer_lens import HookedTransformer, HookedTransformerConfig
-
-from infoflow_lens import PositionsProbe, RecoveryProbe, probe_cache, propagate
+from infoflow_lens import (
+    PositionsProbe,
+    RecoveryProbe,
+    build_construction,
+    probe_cache,
+    propagate,
+)
 
 warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
 
-torch.manual_seed(0)
-model = HookedTransformer(
-    HookedTransformerConfig(
-        n_layers=2, n_heads=4, d_model=32, d_head=8, n_ctx=24, d_vocab=50, act_fn="gelu"
-    )
-)
-tokens = torch.randint(50, (400, 24))
+# Answers a question from its context by copying and matching. Your own HookedTransformer goes here.
+model, task = build_construction("in_context_qa_softmax", n_questions=8, n_answers=8, n_pairs=3)
+tokens, _ = task.sample(400, seed=0)
 
 # Your own analysis makes a cache for its own reasons ...
 probes = [PositionsProbe((1, 2)), RecoveryProbe((1, 2))]
@@ -29,6 +28,7 @@ for batch in tokens.split(100):
     # ... and the probes go on with it: no second pass, in batches as they come.
     positions, recovery = probe_cache(model, cache, probes, tokens=batch)
 
+# fvu near 0: the head of the first layer passes on the token that it looks at most, and no other
 print(recovery.to_frame().to_string(index=False, float_format="{:.3f}".format))
 sizes = propagate(positions.argmax).sizes().double().mean(dim=(1, 2))
 print("mean size of predicted sets:", [f"{size:.1f}" for size in sizes])

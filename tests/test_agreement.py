@@ -53,7 +53,7 @@ def mean_over_states(metric, members, scores, layer, positions, with_self):
     return np.mean(values)
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(st.integers(0, 10**6))
 def test_threshold_free_metrics_equal_scikit_learn(seed):
     predicted, scores = case(seed)
@@ -81,7 +81,7 @@ def test_threshold_free_metrics_equal_scikit_learn(seed):
     assert agreement.cls.n_states == 4
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(st.integers(0, 10**6))
 def test_set_metrics_equal_scikit_learn(seed):
     predicted, scores = case(seed)

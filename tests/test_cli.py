@@ -11,9 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from infoflow_lens.cli import app
+from tests.processes import started
 from tests.reference import zoo
-
-PROGRAM = [sys.executable, "-W", "ignore", "-m", "infoflow_lens.cli"]
 
 
 def test_help_loads_no_model_library():
@@ -132,21 +131,13 @@ def test_bad_estimates_are_one_line(arguments, message):
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_ctrl_c_is_a_clean_stop(tmp_path):
-    process = subprocess.Popen(
-        [*PROGRAM, "demo", "--out", str(tmp_path), "--quiet"],
-        stderr=subprocess.PIPE,
-        text=True,
-        # tests that run in the background inherit an ignored SIGINT, and so would this
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "training" / "training.pt").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=300)
-    assert process.returncode == 130
-    assert stderr.startswith("stopped: training stopped after epoch")
-    assert "Traceback" not in stderr
+    arguments = ["demo", "--out", tmp_path, "--quiet"]
+    with started("-m", "infoflow_lens.cli", *arguments, folder=tmp_path) as program:
+        program.wait_until((tmp_path / "training" / "training.pt").exists)
+        program.send_signal(signal.SIGINT)
+        assert program.wait(300) == 130
+        assert program.stderr.startswith("stopped: training stopped after epoch")
+        assert "Traceback" not in program.stderr
 
 
 def test_tasks_lists_every_task_with_parameters_and_comparisons():
@@ -250,22 +241,14 @@ def test_bad_probe_runs_are_one_line(small, tmp_path, arguments, message):
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_a_stopped_probe_run_says_how_to_go_on(small, tmp_path):
     arguments = ["--data", "repeated", "--n", "4000", "--batch-size", "2", "--out", str(tmp_path)]
-    process = subprocess.Popen(
-        [*PROGRAM, "probe", small[0], *arguments, "--probes", "positions", "--quiet"],
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stderr is not None
-    seen = ""
-    while "positions" not in seen:
-        seen += process.stderr.readline()
-    time.sleep(1.0)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "run the same again to go on" in stderr
-    assert "Traceback" not in stderr
+    arguments = ["probe", small[0], *arguments, "--probes", "positions", "--quiet"]
+    with started("-m", "infoflow_lens.cli", *arguments, folder=tmp_path) as program:
+        program.wait_until(lambda: "positions" in program.stderr)
+        time.sleep(1.0)
+        program.send_signal(signal.SIGINT)
+        assert program.wait(120) == 130
+        assert "run the same again to go on" in program.stderr
+        assert "Traceback" not in program.stderr
     assert (tmp_path / ".all.pt").is_file()
 
 

@@ -4,8 +4,7 @@ The whole path runs in a process of its own in which jaxtyping and beartype chec
 results. (Elsewhere they are off: tests of bad input must meet the project's own errors.)
 """
 
-import subprocess
-import sys
+from tests.processes import printed_by
 
 SCRIPT = """
 import sys, tempfile
@@ -92,9 +91,7 @@ except Exception as error:
 """
 
 
-def test_annotated_shapes_hold_along_the_whole_path():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "checked"
+def test_annotated_shapes_hold_along_the_whole_path(tmp_path):
+    path = tmp_path / "whole_path.py"
+    path.write_text(SCRIPT)
+    assert printed_by(path, folder=tmp_path).strip() == "checked"

@@ -2,11 +2,7 @@
 
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -30,6 +26,7 @@ from infoflow_lens.training import (
     nmse,
     restored,
 )
+from tests.processes import printed_by, started
 
 CONFIG = TrainingConfig(epochs=6, batch_size=32, lr=5e-3, seed=3)
 
@@ -163,33 +160,22 @@ torch.set_num_threads(1)
 from infoflow_lens import Architecture, TrainingConfig, build_model, load_task, train
 task = load_task("d_retrieval", n_tokens=5, d_token=3, n_components=2)
 model = build_model(Architecture(n_heads=(2, 1), d_model=8, d_token=3, n_tokens=5, d_mlp=16))
-result = train(model, task.sample(1000, 0), task.sample(100, 1),
-               TrainingConfig(epochs=25, batch_size=16), checkpoint_dir=sys.argv[1], progress=False)
+result = train(model, task.sample(600, 0), task.sample(100, 1),
+               TrainingConfig(epochs=15, batch_size=16), checkpoint_dir=sys.argv[1], progress=False)
 print(json.dumps([row["validation_nmse"] for row in result.history]))
 """
 
 
-def run_script(folder):
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
 def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):
-    killed = run_script(tmp_path / "killed")
-    checkpoint = tmp_path / "killed" / "training.pt"
-    deadline = time.monotonic() + 120
-    while not checkpoint.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.communicate()
-    assert killed.returncode == -signal.SIGKILL  # it had not finished by itself
+    script, checkpoint = tmp_path / "script.py", tmp_path / "killed" / "training.pt"
+    script.write_text(SCRIPT)
+    with started(script, "killed", folder=tmp_path) as killed:
+        killed.wait_until(checkpoint.exists)
+        killed.send_signal(signal.SIGKILL)
+        assert killed.wait(60) == -signal.SIGKILL  # it had not finished by itself
     done = len(torch.load(checkpoint, weights_only=True)["history"])
-    assert 0 < done < 25
-    resumed, undisturbed = run_script(tmp_path / "killed"), run_script(tmp_path / "whole")
-    outputs = [process.communicate(timeout=300)[0] for process in (resumed, undisturbed)]
+    assert 0 < done < 15
+    outputs = [printed_by(script, name, folder=tmp_path) for name in ("killed", "whole")]
     assert json.loads(outputs[0]) == json.loads(outputs[1])
 
 

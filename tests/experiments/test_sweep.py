@@ -13,6 +13,7 @@ from infoflow_lens.experiments.studies import STUDIES, find_study
 from infoflow_lens.experiments.sweep import run_study
 from infoflow_lens.training import TrainingDivergedError
 from tests.experiments.studies_for_tests import Squares
+from tests.processes import server
 
 
 def run(study, out, **arguments):
@@ -202,11 +203,15 @@ def test_a_full_disk_is_one_error(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # of the cluster's own
 def test_a_killed_worker_loses_nothing(tmp_path):
     """A scheduler and two workers on loopback; one is killed in the middle."""
-    distributed = pytest.importorskip("distributed")
+    dask, distributed = pytest.importorskip("dask"), pytest.importorskip("distributed")
     run(Squares(), tmp_path / "alone")
-    with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None
-    ) as cluster:
+    method = server().get_start_method()
+    with (
+        dask.config.set({"distributed.worker.multiprocessing-method": method}),
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None
+        ) as cluster,
+    ):
         killed = []
 
         def kill():

@@ -1,11 +1,15 @@
 """Tasks over token ids: what they ask, what they depend on, and splits that share nothing."""
 
+import hashlib
 import itertools
+import json
 import math
+import os
 import pickle
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import datasets
 import pytest
@@ -15,6 +19,7 @@ from scipy.stats import chisquare
 from infoflow_lens import InfoFlowError, list_tasks, load_task
 from infoflow_lens.tasks.templates import all_patterns, patterns_of
 
+ROOT = Path(__file__).parents[2]
 SMALL = {
     "memorization": {"n_words": 3, "length": 4, "n_sequences": 13},
     "in_context_qa": {"n_questions": 4, "n_answers": 3, "n_pairs": 2},
@@ -201,19 +206,39 @@ def test_no_sequences_have_no_labels(name):
     assert len(task.target(x[:0])) == len(task.active_index_set(x[:0])) == 0
 
 
-@pytest.mark.parametrize("name", list_tasks())
-def test_equal_arguments_give_equal_bytes_and_fingerprints_in_two_processes(name):
+DRAWN = {name: (name, SMALL.get(name, {})) for name in list_tasks()}
+DRAWN["d_retrieval of 3"] = ("d_retrieval", {"n_components": 3})
+
+
+def drawn(name, sizes):
+    """The fingerprint of a dataset and a digest of its rows, for two splits."""
+    task = load_task(name, **sizes)
+    data = [task.dataset(split, n, seed=2) for split, n in (("train", 9), ("test", 40))]
+    return [[d._fingerprint, hashlib.sha256(repr(d[:]).encode()).hexdigest()] for d in data]
+
+
+@pytest.fixture(scope="module")
+def drawn_elsewhere():
+    """What another process draws, in which strings have other hashes."""
     script = (
-        "import hashlib\n"
-        "from infoflow_lens import load_task\n"
-        f"data = load_task({name!r}, **{SMALL.get(name, {})!r}).dataset('test', 40, seed=2)\n"
-        "print(data._fingerprint, hashlib.sha256(repr(data[:]).encode()).hexdigest())"
+        "import json\n"
+        "from tests.tasks.test_tokens import DRAWN, drawn\n"
+        "print(json.dumps({case: drawn(*DRAWN[case]) for case in DRAWN}))"
     )
-    command = [sys.executable, "-W", "ignore", "-c", script]
-    printed = {
-        subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(2)
-    }
-    assert len(printed) == 1
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", DRAWN)
+def test_equal_arguments_give_equal_bytes_and_fingerprints_in_any_process(case, drawn_elsewhere):
+    assert drawn(*DRAWN[case]) == drawn_elsewhere[case]
 
 
 @pytest.mark.parametrize("name", [*SMALL, "d_retrieval"])

@@ -79,7 +79,7 @@ class HeadCount(VectorStudy):
                 "table": table,
                 "n_tokens": length,
                 "heads": h,
-                "n_train": 8000,
+                "n_train": 2000 if preset == "smoke" else 8000,
                 "epochs": epochs,
                 "lr": 4e-3,
                 "d_encoder": 32,

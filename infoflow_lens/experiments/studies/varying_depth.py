@@ -180,7 +180,7 @@ def _training(preset: str, task: str) -> dict[str, Any]:
     """How the runs of a task are trained from the paper's start."""
     settings = {"preset": preset, **paper_training(task)}
     changes: Mapping[str, Mapping[str, Any]] = {
-        "smoke": {"n_test": 500, "epochs": 10},
+        "smoke": {"n_test": 500, "epochs": 4, "n_train": 1024},
         "full": {"epochs": 10 * settings["epochs"], "n_train": 16384},
     }
     return {**settings, **changes.get(preset, {})}

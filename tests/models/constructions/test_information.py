@@ -59,9 +59,14 @@ def measured(name, **parameters):
     return task, x, predicted, influence, agreement
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_influence_lies_in_the_predicted_sets_and_ranks_them_first(name):
-    *_, agreement = measured(name, **CASES[name])
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    """Each construction is measured once; its tests run one after the other."""
+    return measured(request.param, **CASES[request.param])
+
+
+def test_influence_lies_in_the_predicted_sets_and_ranks_them_first(case):
+    *_, agreement = case
     for states in (*agreement.layers, *agreement.layers_with_self, agreement.cls):
         # a state that holds everything, or itself alone, leaves nothing to rank
         assert math.isnan(states.auroc) or states.auroc >= 0.99
@@ -69,9 +74,8 @@ def test_influence_lies_in_the_predicted_sets_and_ranks_them_first(name):
         assert states.influence_inside >= 0.9999
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_predicted_set_contains_the_active_index_set(name):
-    task, x, predicted, _, agreement = measured(name, **CASES[name])
+def test_the_predicted_set_contains_the_active_index_set(case):
+    task, x, predicted, _, agreement = case
     assert agreement.coverage == 1
     read = predicted.members[-1, :, -1]
     assert not (task.active_index_set(x) & ~read).any()
