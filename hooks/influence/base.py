@@ -46,9 +46,9 @@ class InfluenceResult(Result):
             where the sequence has none.
         lengths: int [batch], the number of sources of each sequence.
         n_positions: positions of the longest sequence: as many as sources, and CLS if there is one.
-        relative_error: of an estimate, for each layer, the standard error of the influence over
-            the influence, both as root mean squares over states and sources, as seen in the spread
-            over the directions; None where the influence is exact.
+        relative_error: of an estimate, for each layer, what the error over the influence, both as
+            root mean squares over states and sources, stays below in 95% of draws, as seen in the
+            spread over the directions; None where the influence is exact.
     """
 
     layers: tuple[int, ...]

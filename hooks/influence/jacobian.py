@@ -194,8 +194,14 @@ class JacobianInfluence(StateInfluence):
     def _relative_error(self) -> tuple[float, ...] | None:
         if self.estimate is None:
             return None
+        from scipy.stats import t
+
         error, energy = torch.stack(self._errors).sum(dim=0).unbind(dim=1)
-        return tuple((error / energy.clamp(min=1e-300)).sqrt().tolist())
+        standard = (error / energy.clamp(min=1e-300)).sqrt()
+        # all sources and sequences share the directions of a position
+        positions = torch.cat([batch["places"].flatten() for batch in self._batches]).unique()
+        freedom = (self.estimate - 1) * max(1, int((positions >= 0).sum()))
+        return tuple((float(t.ppf(0.975, freedom)) * standard).tolist())
 
     def add(self, other: "StateInfluence") -> None:
         """Append the sequences of another probe."""
@@ -226,9 +232,9 @@ class JacobianInfluence(StateInfluence):
         if self.estimate is not None and self._errors:
             found = max(self._relative_error() or (0.0,))
             notes += (
-                f"estimated by {self.estimate} random directions for each state: relative "
-                f"standard error {found:.1%} in the worst layer, as seen in their spread; a single "
-                f"norm's is at most {(1 / (2 * self.estimate)) ** 0.5:.0%}",
+                f"estimated by {self.estimate} random directions for each state: relative error "
+                f"below {found:.1%} in the worst layer (95%), as seen in their spread; a single "
+                f"norm's standard error is at most {(1 / (2 * self.estimate)) ** 0.5:.0%}",
             )
         return notes
 

@@ -267,8 +267,9 @@ def _as_tensors(inputs: Any) -> Any:
         inputs = torch.from_numpy(inputs)
     if isinstance(inputs, (list, tuple)) and any(isinstance(part, np.ndarray) for part in inputs):
         return type(inputs)(_as_tensors(part) for part in inputs)
-    small = isinstance(inputs, Tensor) and not inputs.is_floating_point()
-    return inputs.long() if small and inputs.dtype != torch.bool else inputs
+    if not isinstance(inputs, Tensor) or inputs.dtype == torch.bool:
+        return inputs
+    return inputs if inputs.is_floating_point() or inputs.is_complex() else inputs.long()
 
 
 def _described(loaded: Any) -> str:

@@ -116,3 +116,18 @@ def test_a_summary_needs_rank_1_and_a_query(model, inputs):
         result.summary()
     with pytest.raises(InfoFlowError, match="skip is 8"):
         result.summary(skip=8)
+
+
+def test_tied_choices_explain_nothing():
+    """Equal scores choose no key: the lowest one is a convention, no head that looks at BOS."""
+    model = make_token_model()
+    with torch.no_grad():
+        model.blocks[1].attn.W_Q.zero_()
+        model.blocks[1].attn.b_Q.zero_()
+    x = torch.randint(17, (20, 9), generator=torch.Generator().manual_seed(0))
+    (result,) = run_probes(model, x, [PositionsProbe()], progress=False)
+    frame = result.summary(skip=1)
+    tied = frame[frame["layer"] == 1]
+    assert (tied["tied"] == 1).all()
+    assert tied[["by_index", "by_offset", "by_position", "by_content"]].isna().all().all()
+    assert (frame[frame["layer"] == 0]["tied"] == 0).all()
