@@ -1,4 +1,4 @@
-"""A probe of your own; `infoflow-lens probe` takes PreviousPart by an entry point (CONTRIBUTING.md)."""
+"""A probe of your own, also in `infoflow-lens probe` by an entry point (see CONTRIBUTING.md)."""
 
 from dataclasses import dataclass
 
