@@ -78,7 +78,7 @@ class InfluenceResult(Result):
         Raises:
             InfoFlowError: unless ``0 < share <= 1``.
         """
-        return InformationSets(self._scattered(_holding(self.influence, share)))
+        return InformationSets(self._scattered(holding(self.influence, share)))
 
     def _scattered(self, values: Tensor) -> Tensor:
         everything = torch.arange(self.n_positions)
@@ -155,26 +155,14 @@ def influence_sets(
     return InformationSets(_above(influence, threshold))
 
 
-def share_sets(
-    influence: Float[Tensor, "layer batch pos source"], share: float = 0.9
-) -> InformationSets:
-    """The fewest sources that hold at least `share` of the squared influence on each state.
-
-    Among equals the lowest index comes first. A state without any influence has the empty set.
-
-    Raises:
-        InfoFlowError: unless ``0 < share <= 1``.
-    """
-    return InformationSets(_holding(influence, share))
-
-
 def _above(influence: Float[Tensor, "*state source"], threshold: float) -> Tensor:
     check_threshold(threshold)
     largest = influence.amax(dim=-1, keepdim=True)
     return (influence >= threshold * largest) & (influence > 0)
 
 
-def _holding(influence: Float[Tensor, "*state source"], share: float) -> Tensor:
+def holding(influence: Float[Tensor, "*state source"], share: float) -> Tensor:
+    """The fewest sources with this share of the squared influence, the lowest first of equals."""
     if not 0 < share <= 1:
         raise InfoFlowError(
             f"share is {share}: expected a share of the squared influence, 0 < share <= 1"

@@ -165,19 +165,6 @@ def check_finite(activation: Float[Tensor, "..."], name: str, sequence: int) -> 
         )
 
 
-def check_whole(attention: Tensor | None, name: str) -> None:
-    """Refuse attention over other keys than the positions of this pass (a key-value cache).
-
-    Raises:
-        InfoFlowError: with both numbers.
-    """
-    if attention is not None and attention.shape[-1] != attention.shape[-2]:
-        raise InfoFlowError(
-            f"{name} has {attention.shape[-1]} keys for {attention.shape[-2]} positions: expected "
-            "one pass over whole sequences; run without past_kv_cache"
-        )
-
-
 def check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
     """Refuse what this model cannot read.
 

@@ -250,10 +250,6 @@ class RegressionStatistics:
             2 * self.sum_y[groups] + self.n * self.shift_y
         )
 
-    def squared_error(self, fit: LinearFit) -> Float[Tensor, " group"]:
-        """Mean over these rows of ||y - prediction||^2, for every group."""
-        return self.error_sums(fit).sum(dim=1) / self.n
-
     def second_moment(self) -> Float[Tensor, " group"]:
         """Mean over these rows of ||y||^2, for every group."""
         return self.moment_sums().sum(dim=1) / self.n

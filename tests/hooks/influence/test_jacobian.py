@@ -8,13 +8,14 @@ from sklearn.metrics import roc_auc_score
 
 from infoflow_lens import (
     InfoFlowError,
+    InformationSets,
     JacobianInfluence,
     ResampleInfluence,
     attach,
     run_probes,
 )
 from infoflow_lens.hooks import InfluenceResult
-from infoflow_lens.hooks.influence.base import share_sets
+from infoflow_lens.hooks.influence.base import holding
 from tests.conftest import N_TOKENS, make_token_model
 from tests.reference import transformer as reference
 from tests.reference import zoo
@@ -543,15 +544,19 @@ def test_shares_of_equals_and_of_nothing():
     influence[0, 0, 0] = 1.0
     influence[0, 0, 1, 3] = 7.0
     influence[0, 0, 2] = torch.tensor([1.0, 2.0, 2.0, 0.0, 1.0])
-    assert share_sets(influence, 0.8).of(0, 0, 0) == {0, 1, 2, 3}
-    assert share_sets(influence, 0.8).of(0, 0, 1) == {3}
-    assert share_sets(influence, 0.4).of(0, 0, 2) == {1}
-    assert share_sets(influence, 0.8).of(0, 0, 2) == {1, 2}
-    assert share_sets(influence, 0.9).of(0, 0, 2) == {0, 1, 2}
-    assert share_sets(influence, 0.8).of(0, 0, 3) == set()
+
+    def sets(share):
+        return InformationSets(holding(influence, share))
+
+    assert sets(0.8).of(0, 0, 0) == {0, 1, 2, 3}
+    assert sets(0.8).of(0, 0, 1) == {3}
+    assert sets(0.4).of(0, 0, 2) == {1}
+    assert sets(0.8).of(0, 0, 2) == {1, 2}
+    assert sets(0.9).of(0, 0, 2) == {0, 1, 2}
+    assert sets(0.8).of(0, 0, 3) == set()
     for share in (0.0, 1.1):
         with pytest.raises(InfoFlowError, match="share is"):
-            share_sets(influence, share)
+            sets(share)
 
 
 def test_rounding_is_no_influence(token_inputs):
