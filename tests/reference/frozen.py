@@ -139,7 +139,7 @@ class Shown:
 
     Attributes:
         structure: names, in their order, of parameters (and which are fixed), of the state with its
-            shapes, and of hook points as they fire.
+            shapes, of hook points, and of activations as they are cached.
         hashes: of the weights and of all activations.
         losses: of the ten steps; empty for a construction.
         tensors: by part ("weights", "output", "gradients", "trained", "trained output"), then by
@@ -152,10 +152,22 @@ class Shown:
     tensors: dict[str, dict[str, Tensor]]
 
 
-def shown(name: str, precision: str, start: dict[str, Tensor] | None = None) -> Shown:
-    """What a case of CASES shows now, by weights of its seed, or by those of `start`."""
+def shown(
+    name: str,
+    precision: str,
+    start: dict[str, Tensor] | None = None,
+    host: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> Shown:
+    """What a case of CASES shows now.
+
+    Args:
+        name: of the case.
+        precision: of DTYPES.
+        start: weights to start from, instead of those of the seed.
+        host: another model of the same function, from the hosted one.
+    """
     with _one_thread():
-        model, dtype = CASES[name](), DTYPES[precision]
+        model, dtype = host(CASES[name]()), DTYPES[precision]
         weights = {label: p.detach().clone() for label, p in model.named_parameters()}
         if start is not None:
             model.load_state_dict(start, strict=False)
@@ -168,7 +180,8 @@ def shown(name: str, precision: str, start: dict[str, Tensor] | None = None) -> 
             "parameters": list(weights),
             "fixed": [label for label, p in model.named_parameters() if not p.requires_grad],
             "state": [f"{label} {list(v.shape)}" for label, v in model.state_dict().items()],
-            "hook_points": list(cache.keys()),
+            "hook_points": list(model.hook_dict),
+            "activations": list(cache.keys()),
         }
         hashes = {"weights": fingerprint(weights), "activations": fingerprint(dict(cache.items()))}
         tensors = {"output": {"": output.detach()}, "weights": weights, "gradients": gradients}
@@ -287,15 +300,17 @@ def difference(name: str, found: Tensor, kept: Tensor) -> str:
 
 
 def write() -> None:
-    """Write both files from TransformerLens 3.9."""
+    """Write both files from HookedTransformer of TransformerLens 3.9."""
     installed = version("transformer-lens")
     if not installed.startswith("3.9."):
         raise SystemExit(f"transformer-lens is {installed}: expected 3.9, which the files are of")
+    from tests.reference.hooked_transformer import twin_of
+
     tensors: dict[str, Tensor] = {}
     cases: dict[str, Any] = {}
     for name in CASES:
         for precision in DTYPES:
-            found = shown(name, precision)
+            found = shown(name, precision, host=twin_of)
             case = cases.setdefault(name, {"structure": found.structure})
             assert case["structure"] == found.structure
             case[precision] = {
