@@ -3,18 +3,15 @@
 Run: python examples/attach_in_your_own_loop.py   (seconds)
 """
 
-import warnings
-
 import torch
-from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformer_lens import TransformerBridgeConfig
+from transformer_lens.model_bridge import TransformerBridge
 
 from infoflow_lens import PositionsProbe, RecoveryProbe, attach
 
-warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
-
 torch.manual_seed(0)
-model = HookedTransformer(
-    HookedTransformerConfig(
+model = TransformerBridge.boot_native(  # with TransformerLens 3, HookedTransformer(...) as well
+    TransformerBridgeConfig(
         n_layers=2, n_heads=4, d_model=32, d_head=8, n_ctx=24, d_vocab=50, act_fn="gelu"
     )
 )

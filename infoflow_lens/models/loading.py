@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -254,9 +255,8 @@ def _in_old_format(name: str, device: str, dtype: torch.dtype) -> LoadedModel:
             "backend 'auto' or 'hooked'"
         )
     with _leaving_no_trace(device), _named(name):
-        from transformer_lens.model_bridge.sources import boot_tl_legacy
-
-        model = boot_tl_legacy(name, device=device, dtype=dtype)
+        sources = import_module("transformer_lens.model_bridge.sources")
+        model = sources.boot_tl_legacy(name, device=device, dtype=dtype)
     return _loaded(model, name, "name")
 
 
@@ -301,7 +301,7 @@ def _of_hugging_face(name: str, config: Any, device: str, dtype: torch.dtype) ->
     import transformers
 
     architecture = next(iter(config.architectures or ()), "")
-    kind = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
+    kind: Any = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
     model, info = kind.from_pretrained(
         name, dtype=dtype, attn_implementation="eager", output_loading_info=True
     )

@@ -136,7 +136,7 @@ class AttentionOnly:
         return torch.cat([token, position, padding], dim=-1).transpose(1, 2)
 
     def host(self) -> HookedModel:
-        """The same function as a HookedTransformer, ``logits[:, -1]`` being the paper's o.
+        """The same function as a hosted model, ``logits[:, -1]`` being the paper's o.
 
         In float32, or in float64 where entries beyond 2^22 would be rounded. Layers with fewer
         heads than the largest have heads of zero weights on top, which move nothing: a
