@@ -63,6 +63,38 @@ def test_bits_of_hooked_transformer_in_this_process(precision):
 
 
 @needs_hooked_transformer
+def test_bits_at_sizes_where_the_order_of_sums_shows():
+    from tests.reference.hooked_transformer import twin_of
+
+    model = build_model(
+        Architecture(
+            n_heads=(8, 4), d_model=128, d_token=9, n_tokens=40, d_mlp=300, normalization="LN"
+        )
+    )
+    tokens = build_token_model(
+        n_layers=2, n_heads=3, d_head=50, d_model=90, n_tokens=40, d_vocab=31, d_output=11
+    )
+    generator = torch.Generator().manual_seed(3)
+    vectors = torch.randn(65, 40, 9, generator=generator)
+    for ours, x in ((model, vectors), (tokens, torch.randint(31, (65, 40), generator=generator))):
+        theirs = twin_of(ours)
+        for read in ("__call__", "forward_readout"):
+            outputs = getattr(ours, read)(x), getattr(theirs, read)(x)
+            assert outputs[0].equal(outputs[1])
+            trained = [n for n, p in ours.named_parameters() if p.requires_grad]
+            gradients = (
+                torch.autograd.grad(
+                    output.square().sum(),
+                    [host.get_parameter(name) for name in trained],
+                    allow_unused=True,
+                )
+                for output, host in zip(outputs, (ours, theirs), strict=True)
+            )
+            for name, mine, other in zip(trained, *gradients, strict=True):
+                assert mine is other is None or mine.equal(other), name
+
+
+@needs_hooked_transformer
 def test_a_seed_gives_the_weights_that_hooked_transformer_draws():
     from tests.reference.hooked_transformer import twin_of
 
