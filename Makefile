@@ -1,17 +1,28 @@
-# Two commands set up everything: `make demo` and `make test`.
+# Two commands set up everything: `make demo` and `make test`. With TL=3 they, and all others, use
+# TransformerLens 3 in an environment of its own: `make test TL=3`.
 PYTHON ?= python3
+TL ?= 4
+ifeq ($(TL),3)
+VENV := .venv-tl3
+PINS := constraints-tl3.txt
+else
 VENV := .venv
+PINS := constraints.txt
+endif
+TESTS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
+COMPILE := uv pip compile --universal --python-version 3.10 --all-extras --no-annotate --no-header \
+	--no-emit-index-url --no-emit-find-links --constraint build/pins.txt pyproject.toml
 
 .PHONY: demo test acceptance lint format bench constraints clean
 
 demo: $(READY)  ## train, probe, predict, compare; the report is demo/report.html
 	$(BIN)/infoflow-lens demo --out demo
 
-test: $(READY)
-	$(BIN)/python -m pytest
+test: $(READY)  ## all tests, or those of TESTS="tests/models tests/hooks"
+	$(BIN)/python -m pytest $(TESTS)
 
 acceptance: $(READY)  ## the demo's promises with three seeds (about five minutes)
 	$(BIN)/python -m pytest -m acceptance -n 0
@@ -31,17 +42,20 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.probes
 	$(BIN)/python -m benchmarks.influence
+	$(if $(filter 3,$(TL)),$(BIN)/python -m benchmarks.hosting)
 
-constraints:  ## pin the environment anew (needs uv)
+constraints:  ## pin both environments anew (needs uv)
 	mkdir -p build
-	echo "$(TORCH)" > build/torch.txt
-	uv pip compile --upgrade --universal --python-version 3.10 --all-extras --no-annotate \
-		--no-header --constraint build/torch.txt pyproject.toml -o constraints.txt
+	printf '%s\n' "$(TORCH)" > build/pins.txt
+	$(COMPILE) --upgrade -o constraints.txt
+	cp constraints.txt constraints-tl3.txt
+	printf '%s\n' "$(TORCH)" "transformer-lens<4" > build/pins.txt
+	$(COMPILE) --upgrade-package transformer-lens -o constraints-tl3.txt
 
 clean:
-	rm -rf $(VENV) build dist demo
+	rm -rf .venv .venv-tl3 build dist demo
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(PINS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable ".[dev]"
 	touch $@

@@ -4,14 +4,12 @@ Run: python -m benchmarks.influence   (about two minutes; medians of paired roun
 alternative are 1)
 """
 
-import warnings
-
 import torch
 from rich.console import Console
 from rich.table import Table
 from sklearn.metrics import roc_auc_score
-from transformer_lens import HookedTransformer, HookedTransformerConfig
 
+from benchmarks.models import causal
 from benchmarks.timing import paired
 from infoflow_lens import (
     Architecture,
@@ -21,23 +19,6 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.hooks.influence.rerun import Rerun
-
-
-def causal(n_layers: int, d_model: int, n_heads: int, n_ctx: int, d_vocab: int = 1000):
-    """A causal model over token ids, with random weights."""
-    cfg = HookedTransformerConfig(
-        n_layers=n_layers,
-        d_model=d_model,
-        n_ctx=n_ctx,
-        d_head=d_model // n_heads,
-        n_heads=n_heads,
-        d_vocab=d_vocab,
-        act_fn="gelu",
-        seed=0,
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return HookedTransformer(cfg)
 
 
 def toy_rows(generator: torch.Generator) -> list[tuple[str, str, float]]:

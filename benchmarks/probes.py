@@ -12,7 +12,6 @@ import copy
 import json
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from rich.table import Table
 from sklearn.linear_model import LinearRegression, Ridge
 from torch import Tensor
 
+from benchmarks.models import causal
 from benchmarks.timing import paired
 from infoflow_lens import (
     Architecture,
@@ -48,21 +48,7 @@ class Row(NamedTuple):
 
 def gpt2_sized(n_ctx: int = 128) -> Any:
     """Random weights in the sizes of GPT-2 small."""
-    from transformer_lens import HookedTransformer, HookedTransformerConfig
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        torch.manual_seed(0)
-        config = HookedTransformerConfig(
-            n_layers=12,
-            d_model=768,
-            n_ctx=n_ctx,
-            d_head=64,
-            n_heads=12,
-            d_vocab=50257,
-            act_fn="gelu_new",
-        )
-        return HookedTransformer(config).eval()
+    return causal(12, 768, 12, n_ctx, d_vocab=50257, act_fn="gelu_new")
 
 
 def forward(model: Any, batches: tuple[Tensor, ...]) -> Callable[[], None]:

@@ -3,15 +3,11 @@
 Run: python examples/attach_in_your_own_loop.py   (seconds)
 """
 
-import warnings
-
 import torch
 
 from infoflow_lens import PositionsProbe, RecoveryProbe, attach, build_construction
 
-warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
-
-# Answers a question from its context by copying and matching. Your own HookedTransformer goes here.
+# Answers a question from its context by copying and matching. Your own model goes here.
 model, task = build_construction("in_context_qa_softmax", n_questions=8, n_answers=8, n_pairs=3)
 tokens, _ = task.sample(400, seed=0)
 loader = torch.utils.data.DataLoader(tokens, batch_size=64)

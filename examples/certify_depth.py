@@ -3,15 +3,11 @@
 Run: python examples/certify_depth.py   (seconds)
 """
 
-import warnings
-
 import torch
 
 from infoflow_lens import build_construction, dependence, load_task, one_layer_certificate
 from infoflow_lens.models.constructions import certified_model
 from infoflow_lens.theory import check_witness
-
-warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
 
 # Two questions, two answers: the eight sequences of the smallest reasoning task.
 task = load_task("in_context_qa", n_questions=2, n_answers=2, n_pairs=2)
@@ -40,7 +36,7 @@ print(certificate.describe())
 logits = certified_model(certificate)(x)[:, -1]
 labels = torch.tensor(certificate.classes)
 right = (labels[logits.argmax(dim=1)] == y).float().mean()
-print(f"hosted as a HookedTransformer: {right:.0%} right")
+print(f"hosted: {right:.0%} right")
 combined = found.combine(logits.detach())
 print(f"the dependence holds for its logits (Prop 8): {float(combined.abs().max()):.1e}\n")
 

@@ -3,8 +3,6 @@
 Run: python examples/constructions_tour.py   (seconds)
 """
 
-import warnings
-
 import torch
 
 from infoflow_lens import (
@@ -16,8 +14,6 @@ from infoflow_lens import (
     propagate,
     run_probes,
 )
-
-warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
 
 # Small sizes, so that Jacobians take a moment only; hard maxima where the theorem takes a limit.
 SIZES = {

@@ -3,8 +3,6 @@
 Run: python examples/head_mechanisms.py   (seconds)
 """
 
-import warnings
-
 from infoflow_lens import (
     AttendedProbe,
     JacobianInfluence,
@@ -18,9 +16,7 @@ from infoflow_lens import (
     run_probes,
 )
 
-warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
-
-# In-context question answering by copying and matching. Your own HookedTransformer goes here.
+# In-context question answering by copying and matching. Your own model goes here.
 model, task = build_construction("in_context_qa_softmax", n_questions=8, n_answers=8, n_pairs=3)
 x, _ = task.sample(200, seed=0)
 print(task.render(x[:1], answer=True)[0], "\n")

@@ -7,8 +7,6 @@ says beforehand which positions can reach it, so patches elsewhere should do not
 mechanisms say what each head contributes.
 """
 
-import warnings
-
 import torch
 from transformer_lens import patching
 
@@ -20,10 +18,9 @@ from infoflow_lens import (
     run_probes,
 )
 
-warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
-
 # A model that answers a question from context: the same questions with other answers.
 model, task = build_construction("in_context_qa_softmax", n_questions=8, n_answers=8, n_pairs=3)
+model.eval()  # TransformerLens's patching asks for it
 x, y = task.sample(64, seed=0)
 clean, answer = x[:1], int(y[0])
 other, _ = task.sample(1, seed=3)

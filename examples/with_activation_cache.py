@@ -3,8 +3,6 @@
 Run: python examples/with_activation_cache.py   (seconds)
 """
 
-import warnings
-
 from infoflow_lens import (
     PositionsProbe,
     RecoveryProbe,
@@ -13,9 +11,7 @@ from infoflow_lens import (
     propagate,
 )
 
-warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
-
-# Answers a question from its context by copying and matching. Your own HookedTransformer goes here.
+# Answers a question from its context by copying and matching. Your own model goes here.
 model, task = build_construction("in_context_qa_softmax", n_questions=8, n_answers=8, n_pairs=3)
 tokens, _ = task.sample(400, seed=0)
 

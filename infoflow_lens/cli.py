@@ -26,7 +26,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
 Device = Annotated[str, typer.Option(help="Where to run it: cpu, cuda:0, ...")]
 Dtype = Annotated[str | None, typer.Option(help="float32 (default), bfloat16, float16 or float64.")]
 Backend = Annotated[
-    str, typer.Option(help="hooked (HookedTransformer), bridge (TransformerBridge) or auto.")
+    str, typer.Option(help="hooked (TransformerLens 3's HookedTransformer), bridge or auto.")
 ]
 
 

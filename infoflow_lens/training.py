@@ -371,9 +371,9 @@ def train(
     ``train(model, train_data, validation_data, config)``, or ``train(model, task, config)``, which
     draws from the training and the validation split of the task. Target vectors are learned by mean
     squared error, by any module from [batch, ...] to [batch, d_output]; labels by cross-entropy, by
-    any HookedTransformer over token ids, read at the last position, or module to [batch, label].
-    Hosted models run by their faster `forward_readout`. Parameters that ask for no gradient stay as
-    they are.
+    any TransformerLens model over token ids, read at the last position, or by any module to
+    [batch, label]. Hosted models run by their faster `forward_readout`. Parameters that ask for no
+    gradient stay as they are.
 
     Randomness inside a module (dropout) follows the seed of the config, and the global random state
     is left as it was. With `checkpoint_dir` the run is written there, whole or not at all, every

@@ -52,9 +52,12 @@ def token_model():
 
 
 def make_token_model(**changes):
+    """A HookedTransformer where TransformerLens has it, else a native bridge."""
     import warnings
 
-    from transformer_lens import HookedTransformer, HookedTransformerConfig
+    import transformer_lens
+
+    from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 
     settings = {
         "n_layers": 2,
@@ -64,11 +67,16 @@ def make_token_model(**changes):
         "n_heads": 4,
         "d_vocab": 17,
         "act_fn": "gelu",
+        "device": "cpu",
     }
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.manual_seed(2)
-        return HookedTransformer(HookedTransformerConfig(**(settings | changes)))
+        if HAS_HOOKED_TRANSFORMER:
+            config = transformer_lens.HookedTransformerConfig(**(settings | changes))
+            return transformer_lens.HookedTransformer(config)
+        config = transformer_lens.TransformerBridgeConfig(**(settings | changes))
+        return transformer_lens.TransformerBridge.boot_native(config)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The models that the project hosts: real HookedTransformers over vector tokens."""
+"""The models that the project hosts, on TransformerLens 3 and 4."""
 
 from infoflow_lens.models.architecture import Architecture
 

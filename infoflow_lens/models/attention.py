@@ -1,9 +1,10 @@
-"""Attention without softmax: ReLU (Chen & Zou 2024, eq 2) and hard maximum, for any hooked model.
+"""Attention without softmax: ReLU (Chen & Zou 2024, eq 2) and hard maximum.
 
-They are hook points of the model's own, so `reset_hooks` leaves them alone, gradients flow through
-them, and caches show the pattern that is used. They take the scores as every hook on
-``hook_attn_scores`` has left them: an edit of the scores counts, whenever it was registered.
-(A permanent hook that captures the scores would miss the edits of later hooks.)
+It is for hosted models and for any HookedTransformer. Both kinds are hook points of the model's
+own, so `reset_hooks` leaves them alone, gradients flow through them, and caches show the pattern
+that is used. They take the scores as every hook on ``hook_attn_scores`` has left them: an edit of
+the scores counts, whenever it was registered. (A permanent hook that captures the scores would miss
+the edits of later hooks.)
 """
 
 from typing import Any, Literal, get_args
@@ -91,28 +92,33 @@ class PatternOfScores(HookPoint):
 
 
 def set_attention(model: nn.Module, kind: AttentionKind) -> None:
-    """Make every attention layer of a HookedTransformer turn its scores into a pattern this way.
+    """Make every attention layer of a model turn its scores into a pattern this way.
 
     It is part of the model's structure, not of its weights: a ``state_dict`` does not hold it, so
     set it again on the model that loads one. TransformerLens's weight processing assumes rows that
     sum to 1 (``fold_value_biases``): process weights before, not after, a change to "relu".
 
     Args:
-        model: a model without hooks on its scores and patterns.
+        model: a hosted model or a HookedTransformer, without hooks on its scores and patterns.
         kind: "relu", "hardmax", or "softmax", which restores TransformerLens's own.
 
     Raises:
-        InfoFlowError: for an unknown kind, a model without TransformerLens's attention layers, one
-            with attention sinks, or hooks on the hook points that are replaced.
+        InfoFlowError: for an unknown kind, a bridge, a model without TransformerLens's attention
+            layers, one with attention sinks, or hooks on the hook points that are replaced.
     """
     if kind not in ATTENTION_KINDS:
         raise InfoFlowError(f"attention is {kind!r}: expected one of {', '.join(ATTENTION_KINDS)}")
+    if any("model_bridge" in kind.__module__ for kind in type(model).__mro__):
+        raise InfoFlowError(
+            "a TransformerBridge makes its patterns itself, and its hook points may show the "
+            "pattern as scores: expected a hosted model, or a HookedTransformer"
+        )
     layers: list[Any] = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
     names = ("hook_attn_scores", "hook_pattern")
     if not layers or any(not hasattr(layer, name) for layer in layers for name in names):
         raise InfoFlowError(
             f"{type(model).__name__} has no attention layers with {' and '.join(names)}: expected "
-            "a HookedTransformer"
+            "a hosted model, or a HookedTransformer"
         )
     if getattr(getattr(model, "cfg", None), "use_attention_sinks", False):
         raise InfoFlowError(

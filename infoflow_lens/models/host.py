@@ -1,28 +1,26 @@
-"""HookedTransformers over vector tokens, and over token ids: the only module that makes any.
+"""Models over vector tokens, and over token ids: made, saved and loaded.
 
 TransformerLens's facilities work on a hosted model (caching, hooks, patching, partial runs, dtypes,
 state dicts); what differs is the input, [batch, pos, d_token] real vectors, the CLS token that the
 model appends, and the number of heads, which may change from layer to layer. So read head counts
-from tensors, never from ``cfg.n_heads``; where they differ, those methods of a cache that take the
-heads of all layers from it are refused.
+from tensors, never from ``cfg.n_heads``; where they differ, what takes the heads of all layers from
+one number is refused. What the models are made of is in :mod:`infoflow_lens.models.hooked`.
 """
 
 import dataclasses
 import json
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformer_lens import ActivationCache, HookedTransformer, HookedTransformerConfig
-from transformer_lens.components import Attention, TransformerBlock
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -31,64 +29,8 @@ from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.seeds import check_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.attention import AttentionKind, set_attention
+from infoflow_lens.models.hooked import Attention, HookedModel, TokenEmbed, hooked_config
 from infoflow_lens.models.token_architecture import TOKEN_INITS, TokenArchitecture, TokenInit
-
-# TransformerLens knows its activations from this table; the theory's own are missing there.
-SUPPORTED_ACTIVATIONS.setdefault("tanh", torch.tanh)
-SUPPORTED_ACTIVATIONS.setdefault("square", torch.square)
-
-
-@contextmanager
-def _knowing_of_version_4() -> Iterator[None]:
-    """The project hosts on TransformerLens 3 and knows that 4 drops this class."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="HookedTransformer is deprecated", category=DeprecationWarning
-        )
-        yield
-
-
-def _config(architecture: Architecture, device: str) -> HookedTransformerConfig:
-    return HookedTransformerConfig(
-        n_layers=architecture.n_layers,
-        d_model=architecture.d_model,
-        n_ctx=architecture.n_tokens + 1,
-        # The model's own values; each block has a config with the heads of its layer.
-        n_heads=architecture.n_heads[0],
-        d_head=architecture.head_dimensions[0],
-        d_mlp=architecture.d_mlp or None,
-        attn_only=architecture.d_mlp == 0,
-        act_fn=architecture.act_fn,
-        d_vocab=1,  # no vocabulary: tokens are vectors
-        d_vocab_out=architecture.d_output,
-        normalization_type=None if architecture.normalization == "none" else "LN",
-        attention_dir="bidirectional",
-        positional_embedding_type="standard",
-        use_hook_tokens=True,
-        init_mode=architecture.init_mode,
-        init_weights=False,  # after the parts that we replace
-        device=device,
-    )
-
-
-def _heads_of(model: Any) -> tuple[int, ...]:
-    return model.architecture.n_heads
-
-
-class MixedHeadsCache(ActivationCache):
-    """A cache of layers with different head counts: methods that assume one count are refused."""
-
-    def stack_head_results(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused.
-
-        Raises:
-            InfoFlowError: always.
-        """
-        raise InfoFlowError(
-            "stack_head_results takes the number of heads from cfg.n_heads for every layer, but "
-            f"this model's layers have {_heads_of(self.model)}: expected equal counts; "
-            "stack layer by layer from hook_z and W_O"
-        )
 
 
 class VectorEmbed(nn.Module):
@@ -118,55 +60,8 @@ class VectorEmbed(nn.Module):
         return torch.cat([tokens, cls], dim=1)
 
 
-class ClsQueryAttention(Attention):
-    """Attention in which the last position, CLS, queries but is no key (eq 1)."""
-
-    def calculate_attention_scores(
-        self,
-        q: Float[Tensor, "batch query_pos head_index d_head"],
-        k: Float[Tensor, "batch key_pos head_index d_head"],
-    ) -> Float[Tensor, "batch head_index query_pos key_pos"]:
-        """The scores of TransformerLens, with -inf where CLS would be the key."""
-        scores = super().calculate_attention_scores(q, k)
-        n_keys = scores.shape[-1]
-        is_cls = torch.arange(n_keys, device=scores.device) == n_keys - 1
-        return scores.masked_fill(is_cls, -torch.inf)
-
-
-class _LayersOfTheirOwn(HookedTransformer):
-    """What the models over vectors and over token ids share: heads per layer, a fast read-out."""
-
-    architecture: Any
-
-    def move_model_modules_to_device(self) -> None:
-        """Move every part to the device of the config."""
-        nn.Module.to(self, torch.device(str(self.cfg.device)))
-
-    def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """As in TransformerLens; with layers of different head counts, a `MixedHeadsCache`."""
-        output, cache = super().run_with_cache(*args, **kwargs)
-        if isinstance(cache, ActivationCache) and len(set(self.architecture.n_heads)) > 1:
-            cache = MixedHeadsCache(cache.cache_dict, self, has_batch_dim=cache.has_batch_dim)
-        return output, cache
-
-    def _read_at_the_last_position(self, x: Tensor) -> Float[Tensor, "batch d_output"]:
-        """The output at the last position, for which the last block runs at that position only."""
-        residual, *_ = self.input_to_embed(x)
-        *blocks, last = self.blocks
-        for block in blocks:
-            residual = block(residual)
-        keys = last.ln1(residual)
-        read = residual[:, -1:]
-        read = read + last.attn(query_input=keys[:, -1:], key_input=keys, value_input=keys)
-        if not self.cfg.attn_only:
-            read = read + last.mlp(last.ln2(read))
-        if self.cfg.normalization_type is not None:
-            read = self.ln_final(read)
-        return self.unembed(read)[:, 0]
-
-
-class VectorTransformer(_LayersOfTheirOwn):
-    """A HookedTransformer that reads vector tokens and answers at its CLS token.
+class VectorTransformer(HookedModel):
+    """A hooked Transformer that reads vector tokens and answers at its CLS token.
 
     ``model(x)`` takes [batch, pos, d_token] with pos = T and returns [batch, d_output]. In hooks
     and caches the position axis has length T + 1: tokens 0 .. T - 1, then CLS. ``hook_tokens``
@@ -177,27 +72,43 @@ class VectorTransformer(_LayersOfTheirOwn):
     reads_vectors = True  # tells probes that hook_tokens carries the input vectors
 
     def __init__(self, architecture: Architecture, device: str = "cpu") -> None:
-        cfg = _config(architecture, device)
-        with _knowing_of_version_4():
-            super().__init__(cfg, move_to_device=False)
-        self.architecture = architecture
-        self.embed = VectorEmbed(architecture)  # type: ignore[assignment]
-        if architecture.positional_embedding == "none":
-            del self.pos_embed, self.hook_pos_embed
-        attn_scale = -1.0 if architecture.attn_scale is None else 1 / architecture.attn_scale
-        for layer, heads in enumerate(architecture.n_heads):
-            block_cfg = dataclasses.replace(
+        beta = architecture.attn_scale
+        with_positions = architecture.positional_embedding == "learned"
+        cfg = hooked_config(
+            n_layers=architecture.n_layers,
+            d_model=architecture.d_model,
+            n_ctx=architecture.n_tokens + 1,
+            n_heads=architecture.n_heads[0],
+            d_head=architecture.head_dimensions[0],
+            d_mlp=architecture.d_mlp or None,
+            attn_only=architecture.d_mlp == 0,
+            act_fn=architecture.act_fn,
+            d_vocab=1,  # no vocabulary: tokens are vectors
+            d_vocab_out=architecture.d_output,
+            normalization_type=None if architecture.normalization == "none" else "LN",
+            attn_scale=-1.0 if beta is None else 1 / beta,
+            attention_dir="bidirectional",
+            positional_embedding_type="standard" if with_positions else "none",
+            use_hook_tokens=True,
+            init_mode=architecture.init_mode,
+            device="cpu",
+        )
+        sizes = zip(architecture.n_heads, architecture.head_dimensions, strict=True)
+        attention = [
+            Attention(
                 cfg,
-                n_heads=heads,
-                d_head=architecture.head_dimensions[layer],
-                attn_scale=attn_scale,
+                heads,
+                d_head,
+                np.sqrt(d_head) if beta is None else 1 / beta,
+                last_is_key=architecture.cls_is_key,
             )
-            self.blocks[layer] = TransformerBlock(block_cfg, layer)
-            if not architecture.cls_is_key:
-                self.blocks[layer].attn = ClsQueryAttention(block_cfg, "global", layer)
+            for heads, d_head in sizes
+        ]
+        super().__init__(cfg, VectorEmbed(architecture), attention)
+        self.architecture = architecture
         self.init_weights()
-        self.move_model_modules_to_device()
-        set_attention(self, architecture.attention)  # and names the replaced modules' hook points
+        self.to(device)
+        set_attention(self, architecture.attention)
 
     @property
     def n_keys(self) -> int:
@@ -231,36 +142,24 @@ class VectorTransformer(_LayersOfTheirOwn):
                 f"tokens are {x.dtype}, the model's weights {dtype}: convert with x.to({dtype})"
             )
 
-    def input_to_embed(  # type: ignore[override]
-        self,
-        input: Float[Tensor, "batch pos d_token"],
-        prepend_bos: Any = None,
-        padding_side: Any = None,
-        attention_mask: Tensor | None = None,
-        past_kv_cache: Any = None,
-    ) -> tuple[Float[Tensor, "batch all d_model"], Tensor, None, None]:
+    def embedded(
+        self, input: Float[Tensor, "batch pos d_token"], attention_mask: Tensor | None = None
+    ) -> Float[Tensor, "batch all d_model"]:
         """Encode vector tokens, append CLS, add positions."""
-        if attention_mask is not None or past_kv_cache is not None:
-            raise InfoFlowError(
-                "vector tokens take no attention_mask and no past_kv_cache: every sequence has "
-                f"{self.architecture.n_tokens} tokens; leave both out"
-            )
         self.check_input(input)
         tokens = self.hook_tokens(input.to(self.embed.W_E.device))
-        residual = self.hook_embed(self.embed(tokens))
-        if self.architecture.positional_embedding == "learned":
-            positions = self.pos_embed.W_pos.repeat(residual.shape[0], 1, 1)
-            residual = residual + self.hook_pos_embed(positions)
-        return residual, tokens, None, None
+        return self.with_positions(self.hook_embed(self.embed(tokens)))
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input: Tensor,
         return_type: str | None = "logits",
         *,
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
-        **kwargs: Any,
+        attention_mask: Tensor | None = None,
+        past_kv_cache: Any = None,
+        **ignored: Any,
     ) -> Tensor | None:
         """Run the model.
 
@@ -270,28 +169,34 @@ class VectorTransformer(_LayersOfTheirOwn):
             return_type: "logits" for the output at CLS, None for nothing.
             start_at_layer: first layer to run, as in TransformerLens.
             stop_at_layer: layer before which to stop; then the residual stream is returned.
+            attention_mask: None; every sequence has n_tokens tokens.
+            past_kv_cache: None; CLS reads all tokens at once.
+            ignored: arguments of TransformerLens that are about text.
 
         Returns:
             The output read at CLS, [batch, d_output] (eq 2).
 
         Raises:
-            InfoFlowError: for input of a wrong shape or dtype, or a loss as return type.
+            InfoFlowError: for input of a wrong shape or dtype, a loss as return type, or an unknown
+                argument.
         """
         if return_type not in ("logits", None):
             raise InfoFlowError(
                 f"return_type is {return_type!r}: a model over vector tokens has no next-token "
                 "loss; take the output ('logits') and compare it with the target"
             )
-        output = super().forward(
-            input,
-            return_type=return_type,  # type: ignore[arg-type]
-            start_at_layer=start_at_layer,
-            stop_at_layer=stop_at_layer,
-            **kwargs,
-        )
-        if output is None or stop_at_layer is not None:
-            return output
-        return output[:, -1]
+        if attention_mask is not None or past_kv_cache is not None:
+            raise InfoFlowError(
+                "vector tokens take no attention_mask and no past_kv_cache: every sequence has "
+                f"{self.architecture.n_tokens} tokens; leave both out"
+            )
+        _check_ignored(ignored)
+        residual = input if start_at_layer is not None else self.embedded(input)
+        residual = self.run_layers(residual, start_at_layer, stop_at_layer)
+        if stop_at_layer is not None:
+            return residual
+        output = self.read_out(residual)
+        return output[:, -1] if return_type is not None else None
 
     def forward_readout(
         self, x: Float[Tensor, "batch pos d_token"]
@@ -301,11 +206,11 @@ class VectorTransformer(_LayersOfTheirOwn):
         Nothing but CLS is read from the last block (eq 2), so training needs no other row of it.
         Hooks of the last block see a single query here: probe ``model(x)`` instead.
         """
-        return self._read_at_the_last_position(x)
+        return self.at_the_last_position(x)
 
 
-class TokenTransformer(_LayersOfTheirOwn):
-    """An attention-only HookedTransformer over token ids, read at its last position.
+class TokenTransformer(HookedModel):
+    """An attention-only hooked Transformer over token ids, read at its last position.
 
     ``model(x)`` takes [batch, pos] and returns logits [batch, pos, d_output], of which
     ``model(x)[:, -1]`` counts. Biases are zero and fixed; the other weights wait to be
@@ -313,9 +218,8 @@ class TokenTransformer(_LayersOfTheirOwn):
     """
 
     def __init__(self, architecture: TokenArchitecture, device: str = "cpu") -> None:
-        cfg = HookedTransformerConfig(
+        cfg = hooked_config(
             n_layers=architecture.n_layers,
-            # The model's own value; each block has a config with the heads of its layer.
             n_heads=architecture.n_heads[0],
             d_head=architecture.d_head,
             d_model=architecture.d_model,
@@ -327,27 +231,127 @@ class TokenTransformer(_LayersOfTheirOwn):
             attention_dir="bidirectional",
             positional_embedding_type="standard",
             use_attn_scale=False,
-            init_weights=False,
-            device=device,
+            device="cpu",
         )
-        with _knowing_of_version_4():
-            super().__init__(cfg, move_to_device=False)
+        attention = [
+            Attention(cfg, heads, architecture.d_head, attn_scale=1.0)
+            for heads in architecture.n_heads
+        ]
+        super().__init__(cfg, TokenEmbed(cfg), attention)
         self.architecture = architecture
-        for layer, heads in enumerate(architecture.n_heads):
-            block_cfg = dataclasses.replace(cfg, n_heads=heads)
-            self.blocks[layer] = TransformerBlock(block_cfg, layer)
         for name, parameter in self.named_parameters():
             if "b_" in name:
                 parameter.requires_grad_(False)
-        self.move_model_modules_to_device()
-        set_attention(self, architecture.attention)  # and names the replaced modules' hook points
+        self.to(device)
+        set_attention(self, architecture.attention)
+
+    def check_input(self, tokens: Tensor, attention_mask: Tensor | None = None) -> None:
+        """Refuse input that is no batch of this model's tokens.
+
+        Raises:
+            InfoFlowError: for text, floats, too many tokens, or a mask of another shape.
+        """
+        longest = self.architecture.n_tokens
+        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim != 2:
+            given = type(tokens).__name__
+            if isinstance(tokens, Tensor):
+                given = f"{tokens.dtype} {tuple(tokens.shape)}"
+            raise InfoFlowError(
+                f"input is {given}: expected token ids [batch, pos], with at most {longest} "
+                "positions; a hosted model has no tokenizer"
+            )
+        if tokens.shape[1] > longest:
+            raise InfoFlowError(
+                f"sequences have {tokens.shape[1]} tokens, the model takes {longest}: build it "
+                f"with n_tokens {tokens.shape[1]}"
+            )
+        if attention_mask is not None and attention_mask.shape != tokens.shape:
+            raise InfoFlowError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}: expected that of the "
+                f"tokens, {tuple(tokens.shape)}"
+            )
+
+    def embedded(
+        self, input: Int[Tensor, "batch pos"], attention_mask: Tensor | None = None
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """Embeddings of tokens and positions."""
+        tokens = input[None] if isinstance(input, Tensor) and input.ndim == 1 else input
+        self.check_input(tokens, attention_mask)
+        tokens = tokens.to(self.embed.W_E.device)
+        return self.with_positions(self.hook_embed(self.embed(tokens)), attention_mask)
+
+    def forward(
+        self,
+        input: Tensor,
+        return_type: str | None = "logits",
+        *,
+        start_at_layer: int | None = None,
+        stop_at_layer: int | None = None,
+        attention_mask: Int[Tensor, "batch pos"] | None = None,
+        past_kv_cache: Any = None,
+        **ignored: Any,
+    ) -> Tensor | None:
+        """Run the model.
+
+        Args:
+            input: token ids [batch, pos], or [pos] for one sequence; with `start_at_layer`, the
+                residual stream [batch, pos, d_model] that enters that layer.
+            return_type: "logits", or None for nothing.
+            start_at_layer: first layer to run, as in TransformerLens.
+            stop_at_layer: layer before which to stop; then the residual stream is returned.
+            attention_mask: 0 for padding, which is no key for any query; positions count from the
+                first token. With `start_at_layer`, give it again.
+            past_kv_cache: None; the model is bidirectional, so that earlier positions depend on
+                later ones.
+            ignored: arguments of TransformerLens that are about text.
+
+        Returns:
+            Logits [batch, pos, d_output].
+
+        Raises:
+            InfoFlowError: for input of a wrong kind or shape, a loss as return type, or an unknown
+                argument.
+        """
+        if return_type not in ("logits", None):
+            raise InfoFlowError(
+                f"return_type is {return_type!r}: the model gives labels and has no next-token "
+                "loss; take the logits at the last position and compare them with the label"
+            )
+        if past_kv_cache is not None:
+            raise InfoFlowError(
+                "past_kv_cache is given, but the model is bidirectional: earlier positions depend "
+                "on later ones; run the whole sequence"
+            )
+        _check_ignored(ignored)
+        if attention_mask is not None:
+            attention_mask = attention_mask.to(self.unembed.W_U.device)
+        residual = input
+        if start_at_layer is None:
+            residual = self.embedded(input, attention_mask)
+        residual = self.run_layers(residual, start_at_layer, stop_at_layer, attention_mask)
+        if stop_at_layer is not None:
+            return residual
+        output = self.read_out(residual)
+        return output if return_type is not None else None
 
     def forward_readout(self, x: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch d_output"]:
         """The numbers of ``model(x)[:, -1]``, computed faster: the last block runs there only.
 
         Hooks of the last block see a single query here: probe ``model(x)`` instead.
         """
-        return self._read_at_the_last_position(x)
+        return self.at_the_last_position(x)
+
+
+# HookedTransformer's forward takes them; they are about text, or about other kinds of positions
+_ABOUT_TEXT = ("loss_per_token", "prepend_bos", "padding_side", "tokens", "shortformer_pos_embed")
+
+
+def _check_ignored(given: dict[str, Any]) -> None:
+    if unknown := sorted(set(given) - set(_ABOUT_TEXT)):
+        raise InfoFlowError(
+            f"unknown argument {', '.join(unknown)}: expected return_type, start_at_layer, "
+            "stop_at_layer or attention_mask"
+        )
 
 
 def build_model(
@@ -456,7 +460,7 @@ def build_token_model(
             _enter_as_one_hot(model)
         if init == "chen_zou":
             _initialise_as_chen_zou(model)
-    return model.to(device, print_details=False) if device != "cpu" else model
+    return model.to(device) if device != "cpu" else model
 
 
 def _fix(parameter: Tensor, value: Tensor) -> None:
@@ -516,7 +520,9 @@ def save_model(model: VectorTransformer | TokenTransformer, folder: str | os.Pat
 
 def _as_it_is(model: VectorTransformer | TokenTransformer) -> Architecture | TokenArchitecture:
     """The architecture, with the attention that `set_attention` may have changed since."""
-    kinds = {getattr(block.attn.hook_pattern, "kind", "softmax") for block in model.blocks}
+    kinds: set[Any] = {
+        getattr(block.attn.hook_pattern, "kind", "softmax") for block in model.blocks
+    }
     if len(kinds) > 1:
         raise InfoFlowError(
             f"the layers have different attention ({', '.join(sorted(kinds))}): expected one kind "
@@ -546,7 +552,7 @@ def load_model(
         state = load_file(path / "model.safetensors", device=device)
         dtype = state["embed.W_E"].dtype
         if dtype != torch.float32:
-            model.to(dtype, print_details=False)
+            model.to(dtype)
         model.load_state_dict(state)
     except (
         TypeError,

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ from torch import nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
+from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import load_model
 
 Backend = Literal["auto", "hooked", "bridge"]
@@ -34,6 +37,10 @@ _WEIGHTS = (
 # Official names of TransformerLens that are not for HookedTransformer: it reads BERT's weights
 # without complaint into blocks of another order, and has other classes for the rest.
 _NOT_HOOKED = ("google-bert/", "google-t5/", "facebook/hubert", "facebook/wav2vec2")
+# Official names whose files are not in the format of Hugging Face
+_IN_OLD_FORMAT = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
+# How far a bridge's logits may lie from those of its model, as a share of their spread
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
 @dataclass(frozen=True)
@@ -64,9 +71,13 @@ def load_any(
 
     A folder with architecture.json is one that ``save_model`` wrote. A folder with config.json, as
     ``save_pretrained`` writes it, is hosted by TransformerBridge with eager attention, so that its
-    patterns can be seen. A name that TransformerLens calls official, or an alias of one, is loaded
-    as a HookedTransformer where it can host it, which allows every measurement; any other model of
-    the Hugging Face hub, owner/name, by TransformerBridge.
+    patterns can be seen. On TransformerLens 3, a name that TransformerLens calls official, or an
+    alias of one, is loaded as a HookedTransformer where it can host it, which allows every
+    measurement; any other model of the Hugging Face hub, owner/name, and with TransformerLens 4
+    all, by TransformerBridge.
+
+    What is hosted by a bridge is run once on a few tokens, beside the model of Hugging Face alone:
+    a bridge that computes something else, and files that lack weights, are refused.
 
     Weights are left as they were trained. TransformerLens would by default fold layer norms into
     the weights after them and center what writes to the residual stream: queries, keys and patterns
@@ -81,8 +92,9 @@ def load_any(
         backend: "hooked" for HookedTransformer, "bridge" for TransformerBridge, or "auto".
 
     Raises:
-        InfoFlowError: if there is no such model, it cannot be had here, it has no attention over
-            tokens, or an option is unknown.
+        InfoFlowError: if there is no such model, it cannot be had here, weights are missing, the
+            bridge computes something else, it has no attention over tokens, or an option is unknown
+            or not of the installed TransformerLens.
     """
     name = os.fspath(name_or_path)
     if not name.strip():
@@ -94,20 +106,27 @@ def load_any(
     wanted = _dtype(dtype)
     _check_device(device)
     folder = Path(name).expanduser()
-    if folder.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+    is_folder = folder.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    if is_folder:
         kind = _kind_of_folder(folder)
         if kind == "checkpoint":
             if backend == "bridge":
                 raise InfoFlowError(
-                    f"{name!r} was written by save_model and is hosted as a HookedTransformer: "
-                    "expected backend 'auto' or 'hooked'"
+                    f"{name!r} was written by save_model and needs no bridge: expected backend "
+                    "'auto' or 'hooked'"
                 )
             return _checkpoint(folder, device, wanted)
-        if backend == "hooked":
+        if backend == "hooked" and HAS_HOOKED_TRANSFORMER:
             raise InfoFlowError(
                 f"{name!r} is a local folder, which HookedTransformer does not load: expected "
                 "backend 'auto' or 'bridge', or an official name"
             )
+    if backend == "hooked" and not HAS_HOOKED_TRANSFORMER:
+        raise InfoFlowError(
+            f"backend is 'hooked', but transformer-lens {version('transformer-lens')} has no "
+            "HookedTransformer: expected backend 'auto' or 'bridge', or transformer-lens 3.9"
+        )
+    if is_folder:
         return _by_bridge(str(folder), device, wanted or torch.float32, "folder")
     return _by_name(name, device, wanted or torch.float32, backend)
 
@@ -162,13 +181,13 @@ def _kind_of_folder(folder: Path) -> Literal["checkpoint", "folder"]:
 def _checkpoint(folder: Path, device: str, dtype: torch.dtype | None) -> LoadedModel:
     model = load_model(folder, device)
     if dtype is not None:
-        model.to(dtype, print_details=False)
+        model.to(dtype)
     model.eval()
     return LoadedModel(model, None, "checkpoint", _description(model, str(folder)))
 
 
 def _by_name(name: str, device: str, dtype: torch.dtype, backend: str) -> LoadedModel:
-    official = _official(name)
+    official = _official_names().get(name.lower())
     for_hooked = official is not None and not official.startswith(_NOT_HOOKED)
     if backend == "hooked" and official is not None and not for_hooked:
         raise InfoFlowError(
@@ -181,31 +200,35 @@ def _by_name(name: str, device: str, dtype: torch.dtype, backend: str) -> Loaded
             "name such as gpt2, owner/name of the Hugging Face hub (backend 'auto' or 'bridge'), "
             "or a local folder"
         )
-    if official is not None and for_hooked and backend != "bridge":
+    if official is not None and for_hooked and backend != "bridge" and HAS_HOOKED_TRANSFORMER:
         return _by_hooked(official, device, dtype)
+    if official is not None and official.startswith(_IN_OLD_FORMAT):
+        return _in_old_format(official, device, dtype)
     return _by_bridge(official or name, device, dtype, "name")
 
 
-def _official(name: str) -> str | None:
-    """The name that an official name or alias stands for."""
-    from transformer_lens.loading_from_pretrained import make_model_alias_map
+def _official_names() -> dict[str, str]:
+    """Official names and their aliases, in lower case, to official names."""
+    from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 
-    return make_model_alias_map().get(name.lower())
+    return {
+        label.lower(): official
+        for official in OFFICIAL_MODEL_NAMES
+        for label in (*MODEL_ALIASES.get(official, ()), official)
+    }
 
 
 def _meant(name: str) -> str:
     """The official names that look most like `name`."""
-    from transformer_lens.loading_from_pretrained import make_model_alias_map
-
-    known = make_model_alias_map()
+    known = _official_names()
     near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     names = list(dict.fromkeys(known[label] for label in near))
     return f" (did you mean {', '.join(names)}?)" if names else ""
 
 
 def _by_hooked(name: str, device: str, dtype: torch.dtype) -> LoadedModel:
+    import transformer_lens
     from huggingface_hub import errors, hf_hub_download
-    from transformer_lens import HookedTransformer
 
     with _leaving_no_trace(device), _named(name):
         try:
@@ -216,11 +239,24 @@ def _by_hooked(name: str, device: str, dtype: torch.dtype) -> LoadedModel:
             pass  # some official models have a config of another kind
         found = _has_tokenizer(name)
         with nullcontext() if found else _no_words() as tokenizer:
-            model = HookedTransformer.from_pretrained_no_processing(
+            model = transformer_lens.HookedTransformer.from_pretrained_no_processing(
                 name, dtype=dtype, device=device, tokenizer=tokenizer
             )
     if not found:
         model.tokenizer = None
+    return _loaded(model, name, "name")
+
+
+def _in_old_format(name: str, device: str, dtype: torch.dtype) -> LoadedModel:
+    """Models from before the format of Hugging Face, with a native bridge of TransformerLens 4."""
+    if HAS_HOOKED_TRANSFORMER:
+        raise InfoFlowError(
+            f"{name!r} is not in the format of Hugging Face, which a bridge needs: expected "
+            "backend 'auto' or 'hooked'"
+        )
+    with _leaving_no_trace(device), _named(name):
+        sources = import_module("transformer_lens.model_bridge.sources")
+        model = sources.boot_tl_legacy(name, device=device, dtype=dtype)
     return _loaded(model, name, "name")
 
 
@@ -231,20 +267,80 @@ def _by_bridge(
         from transformer_lens.model_bridge import TransformerBridge
         from transformers import AutoConfig
 
-        if getattr(AutoConfig.from_pretrained(name), "is_encoder_decoder", False):
+        config = AutoConfig.from_pretrained(name)
+        if getattr(config, "is_encoder_decoder", False):
             raise InfoFlowError(
                 f"{name!r} is an encoder with a decoder: expected one stack of blocks, a decoder "
                 "such as gpt2 or an encoder such as bert-base-cased"
             )
+        alone = _of_hugging_face(name, config, device, dtype)
+        tokens, expected = _few_tokens(config, device), None
+        if alone.main_input_name == "input_ids":
+            # now: a bridge puts its own parts into the model
+            with torch.no_grad():
+                expected = getattr(alone(tokens), "logits", None)
         found = _has_tokenizer(name)
         with nullcontext() if found else _no_words() as tokenizer:
-            # asks for eager attention by itself
             model = TransformerBridge.boot_transformers(
-                name, device=device, dtype=dtype, tokenizer=tokenizer
+                name, hf_model=alone, device=device, dtype=dtype, tokenizer=tokenizer
             )
-    if not found:
-        model.tokenizer = None
-    return _loaded(model, name, source)
+        if not found:
+            model.tokenizer = None
+        loaded = _loaded(model, name, source)
+        if expected is not None:
+            _check_computes(model, tokens, expected, name, type(alone).__name__)
+    return loaded
+
+
+def _of_hugging_face(name: str, config: Any, device: str, dtype: torch.dtype) -> Any:
+    """The model of transformers, with eager attention.
+
+    Raises:
+        InfoFlowError: if the files lack weights, which transformers would draw at random.
+    """
+    import transformers
+
+    architecture = next(iter(config.architectures or ()), "")
+    kind: Any = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
+    model, info = kind.from_pretrained(
+        name, dtype=dtype, attn_implementation="eager", output_loading_info=True
+    )
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise InfoFlowError(
+            f"{name!r} lacks weights ({', '.join(missing[:3])}{more}), which would be random: "
+            f"expected all of {type(model).__name__}; save or download it again"
+        )
+    return model.to(device).eval()
+
+
+def _few_tokens(config: Any, device: str) -> torch.Tensor:
+    """Ids from all over the vocabulary, [2, 8]."""
+    text: Any = config.get_text_config()
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(getattr(text, "vocab_size", 1), (2, 8), generator=generator).to(device)
+
+
+def _check_computes(
+    model: Any, tokens: torch.Tensor, expected: torch.Tensor, name: str, kind: str
+) -> None:
+    """Refuse a bridge with other logits than its model.
+
+    Raises:
+        InfoFlowError: with the difference.
+    """
+    with torch.no_grad():
+        found = model(tokens)
+    spread = float((expected - expected.mean(-1, keepdim=True)).abs().max())
+    same_shape = found.shape == expected.shape
+    apart = float((found.float() - expected.float()).abs().max()) if same_shape else float("inf")
+    if not apart <= _TOLERANCE[expected.dtype] * spread:
+        raise InfoFlowError(
+            f"the TransformerBridge of transformer-lens {version('transformer-lens')} computes "
+            f"something else than {name!r} itself, a {kind}: logits differ by {apart / spread:.0%} "
+            "of their spread; what is measured on it would be said of another model. Expected an "
+            "architecture that the bridge reproduces; try another version of transformer-lens"
+        )
 
 
 def _loaded(model: Any, name: str, source: Literal["folder", "name"]) -> LoadedModel:
@@ -290,7 +386,7 @@ def _description(model: Any, name: str) -> str:
 def _leaving_no_trace(device: str) -> Iterator[None]:
     """Random state and warning filters are left as found, and nothing is printed to stdout.
 
-    The project hosts on TransformerLens 3 and knows that 4 drops HookedTransformer.
+    That TransformerLens 4 drops HookedTransformer is known.
     """
     kind = torch.device(device)
     accelerators = [] if kind.type != "cuda" else [kind.index or 0]
@@ -360,9 +456,10 @@ def _why(name: str, error: BaseException) -> str:
         )
     offline = (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError)
     if any(isinstance(cause, offline) for cause in causes) or "couldn't connect" in text:
+        known = name.lower() in _official_names()
         return (
             f"{name!r} is not in the local cache of Hugging Face and cannot be downloaded (no "
-            f"network, or HF_HUB_OFFLINE is set){_meant(name) if _official(name) is None else ''}: "
+            f"network, or HF_HUB_OFFLINE is set){'' if known else _meant(name)}: "
             "give a local folder with config.json, weights and tokenizer, or load it once where "
             "there is a network"
         )

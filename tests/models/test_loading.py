@@ -7,14 +7,22 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from infoflow_lens import InfoFlowError
+from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import build_model, save_model
 from infoflow_lens.models.loading import load_any
 from tests.reference import zoo
+from tests.versions import needs_hooked_transformer, needs_version_4
 
 TOKENS = zoo.tokens(3, 9)
-# official names that HookedTransformer hosts, and what stands for them in the cache
+# who hosts official names
+OF_OFFICIAL_NAMES = "HookedTransformer" if HAS_HOOKED_TRANSFORMER else "TransformerBridge"
+# whose logits the bridge gets wrong; they are refused
+WRONG = ("cohere", "cohere2") if HAS_HOOKED_TRANSFORMER else ()
+RIGHT = tuple(name for name in zoo.FAMILIES if name not in WRONG)
+# official names of models of many architectures, and what stands for them in the cache
 OFFICIAL = {
     "gpt2": "gpt2",
     "facebook/opt-125m": "opt",
@@ -54,7 +62,7 @@ def logits(model):
 # What is loaded is what was saved
 
 
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", RIGHT)
 def test_a_folder_of_hugging_face_computes_what_transformers_computes(name, tmp_path):
     loaded = load_any(zoo.save(name, tmp_path / name))
     assert (type(loaded.model).__name__, loaded.source) == ("TransformerBridge", "folder")
@@ -64,11 +72,55 @@ def test_a_folder_of_hugging_face_computes_what_transformers_computes(name, tmp_
     assert not loaded.model.training
 
 
+def test_twenty_families_are_known():
+    assert len(RIGHT) + len(WRONG) == len(zoo.FAMILIES) >= 20
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_bridge_that_computes_something_else_is_refused(name, tmp_path):
+    with pytest.raises(InfoFlowError, match=r"computes something else .* differ by \d\d%"):
+        load_any(zoo.save(name, tmp_path / name))
+
+
+def test_what_a_bridge_computes_is_compared_with_the_model(tmp_path, monkeypatch):
+    """Of a name or of a folder, whatever it is that the bridge gets wrong."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    forward = TransformerBridge.forward
+
+    def a_little_wrong(self, *args, **kwargs):
+        return forward(self, *args, **kwargs) * 1.01
+
+    folder = zoo.save("llama", tmp_path / "llama")
+    monkeypatch.setattr(TransformerBridge, "forward", a_little_wrong)
+    for dtype in ("float32", "float64"):
+        with pytest.raises(InfoFlowError, match=r"itself, a LlamaForCausalLM: logits differ by 1%"):
+            load_any(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [
+        ("llama", "model.layers.1.self_attn.q_proj.weight"),
+        ("gpt2", "transformer.h.0.attn.c_attn.weight"),
+        ("bert", "bert.encoder.layer.0.attention.self.value.bias"),
+    ],
+)
+def test_missing_weights_are_no_random_ones(name, weight, tmp_path):
+    folder = zoo.save(name, tmp_path / name)
+    state = load_file(folder / "model.safetensors")
+    assert weight in state
+    del state[weight]
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InfoFlowError, match=rf"lacks weights \({weight}\), which would be random"):
+        load_any(folder)
+
+
 @pytest.mark.parametrize(("official", "name"), OFFICIAL.items())
 def test_an_official_name_computes_what_transformers_computes(official, name, cache):
     zoo.save_in_cache(name, official, cache)
     loaded = load_any(official)
-    assert (type(loaded.model).__name__, loaded.source) == ("HookedTransformer", "name")
+    assert (type(loaded.model).__name__, loaded.source) == (OF_OFFICIAL_NAMES, "name")
     torch.testing.assert_close(logits(loaded.model), plain(name), rtol=1e-4, atol=1e-4)
     if name not in zoo.WITHOUT_TOKENIZER:
         assert loaded.tokenizer("w5 w7")["input_ids"][-2:] == [5, 7]
@@ -78,14 +130,15 @@ def test_an_official_name_computes_what_transformers_computes(official, name, ca
 def test_weights_of_official_models_are_as_trained(cache):
     zoo.save_in_cache("gpt2", "gpt2", cache)
     block, trained = load_any("gpt2").model.blocks[1], zoo.build("gpt2").transformer.h[1]
-    assert torch.equal(block.ln1.w, trained.ln_1.weight)
+    scale = block.ln1.w if HAS_HOOKED_TRANSFORMER else block.ln1.weight
+    assert torch.equal(scale, trained.ln_1.weight)
     assert torch.equal(block.mlp.W_out, trained.mlp.c_proj.weight)
 
 
 @pytest.mark.parametrize("backend", ["bridge", "auto"])
 def test_the_backend_decides_who_hosts_a_name(backend, cache):
     zoo.save_in_cache("gpt2", "gpt2", cache)
-    kind = "TransformerBridge" if backend == "bridge" else "HookedTransformer"
+    kind = "TransformerBridge" if backend == "bridge" else OF_OFFICIAL_NAMES
     assert type(load_any("gpt2", backend=backend).model).__name__ == kind
 
 
@@ -107,8 +160,57 @@ def test_encoders_go_to_the_bridge_although_hooked_transformer_would_take_their_
     zoo.save_in_cache("bert", "google-bert/bert-base-cased", cache)
     loaded = load_any("bert-base-cased")
     torch.testing.assert_close(logits(loaded.model), plain("bert"), rtol=1e-4, atol=1e-4)
-    with pytest.raises(InfoFlowError, match="no model for HookedTransformer"):
-        load_any("bert-base-cased", backend="hooked")
+    if HAS_HOOKED_TRANSFORMER:
+        with pytest.raises(InfoFlowError, match="no model for HookedTransformer"):
+            load_any("bert-base-cased", backend="hooked")
+
+
+@needs_version_4
+@pytest.mark.parametrize("name", ["gpt2", "bert-base-cased", "gtp2"])
+def test_version_4_has_no_backend_hooked(name, cache):
+    message = r"transformer-lens 4\S* has no HookedTransformer: expected backend 'auto' or 'bridge'"
+    with pytest.raises(InfoFlowError, match=message):
+        load_any(name, backend="hooked")
+
+
+@needs_hooked_transformer
+def test_the_old_format_has_no_bridge_in_version_3(cache):
+    with pytest.raises(InfoFlowError, match="not in the format of Hugging Face"):
+        load_any("attn-only-1l", backend="bridge")
+
+
+@needs_version_4
+def test_the_old_format_has_a_native_bridge_in_version_4(cache, monkeypatch):
+    """Neel Nanda's models, in TransformerLens's own format; here one layer of random weights."""
+    import huggingface_hub
+
+    sizes = {"d_model": 8, "n_layers": 1, "d_head": 4, "n_heads": 2, "n_ctx": 9, "d_vocab": 50}
+    config = {"d_mlp": 16, "act_fn": "gelu", "attn_only": True, "normalization": None, **sizes}
+    attn = "blocks.0.attn."
+    shapes = {"embed.W_E": (50, 8), "pos_embed.W_pos": (9, 8), "unembed.W_U": (8, 50)}
+    shapes |= {"unembed.b_U": (50,), f"{attn}b_O": (8,), f"{attn}W_O": (2, 4, 8)}
+    for part in "QKV":
+        shapes |= {f"{attn}W_{part}": (2, 8, 4), f"{attn}b_{part}": (2, 4)}
+    generator = torch.Generator().manual_seed(3)
+    state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    snapshot = zoo.in_cache("NeelNanda/Attn_Only_1L512W_C4_Code", cache)
+    (snapshot / "config.json").write_text(json.dumps(config))
+    torch.save(state, snapshot / "model_final.pth")
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "list_repo_files", lambda self, name: ["model_final.pth"]
+    )
+    loaded = load_any("attn-only-1l")
+    resid = state["embed.W_E"][TOKENS] + state["pos_embed.W_pos"]
+    q, k, v = (
+        torch.einsum("bpm,hmd->bhpd", resid, state[f"{attn}W_{part}"])
+        + state[f"{attn}b_{part}"][:, None]
+        for part in "QKV"
+    )
+    future = torch.ones(9, 9).triu(1).bool()
+    pattern = (q @ k.mT / 2).masked_fill(future, -torch.inf).softmax(-1)
+    resid = resid + torch.einsum("bhpd,hdm->bpm", pattern @ v, state[f"{attn}W_O"])
+    expected = (resid + state[f"{attn}b_O"]) @ state["unembed.W_U"] + state["unembed.b_U"]
+    torch.testing.assert_close(logits(loaded.model), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_checkpoint_of_ours(architecture, inputs, tmp_path):
@@ -133,7 +235,7 @@ def test_dtype_of_folders_names_and_checkpoints(dtype, cache, architecture, tmp_
 
 
 def test_a_checkpoint_keeps_the_dtype_that_it_was_saved_in(architecture, tmp_path):
-    model = build_model(architecture).to(torch.float64, print_details=False)
+    model = build_model(architecture).to(torch.float64)
     save_model(model, tmp_path)
     assert next(load_any(tmp_path).model.parameters()).dtype == torch.float64
 
@@ -246,7 +348,12 @@ def test_options_that_do_not_exist(tmp_path, architecture):
     save_model(build_model(architecture), tmp_path / "ours")
     for options, message in [
         ({"backend": "brigde"}, "backend is 'brigde'.*did you mean 'bridge'"),
-        ({"backend": "hooked"}, "local folder, which HookedTransformer does not load"),
+        (
+            {"backend": "hooked"},
+            "local folder, which HookedTransformer does not load"
+            if HAS_HOOKED_TRANSFORMER
+            else "has no HookedTransformer",
+        ),
         ({"dtype": "bfloat"}, "dtype is 'bfloat'.*did you mean 'bfloat16'"),
         ({"dtype": torch.int8}, "dtype is 'int8': expected one of float32"),
         ({"device": "gpu"}, "device 'gpu' cannot be used here"),
@@ -256,6 +363,7 @@ def test_options_that_do_not_exist(tmp_path, architecture):
             load_any(folder, **options)
     with pytest.raises(InfoFlowError, match="expected backend 'auto' or 'hooked'"):
         load_any(tmp_path / "ours", backend="bridge")
+    assert load_any(tmp_path / "ours", backend="hooked").source == "checkpoint"
 
 
 def test_the_zoo_is_saved_in_the_format_of_hugging_face(tmp_path):

@@ -108,6 +108,55 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, object]]] = {
     ),
     # an encoder: bidirectional, norms behind the sums
     "bert": ("BertConfig", "BertForMaskedLM", _LLAMA),
+    # rotary, norms of queries and keys, norms after attention and MLP, a window
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            **_GROUPED,
+            "head_dim": D_HEAD,
+            "query_pre_attn_scalar": D_HEAD,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    # norms of queries and keys
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_GROUPED, "head_dim": D_HEAD}),
+    # factors on embeddings, scores, sums and logits
+    "granite": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {
+            **_GROUPED,
+            "embedding_multiplier": 2.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 1.5,
+        },
+    ),
+    # norms after attention and MLP alone, norms over all queries and keys
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", _GROUPED),
+    # rotary in part of the features, layer norm
+    "stablelm": (
+        "StableLmConfig",
+        "StableLmForCausalLM",
+        {**_GROUPED, "partial_rotary_factor": 0.5},
+    ),
+    # one head of keys and values, attention and MLP side by side
+    "falcon": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {"num_hidden_layers": N_LAYERS, "num_attention_heads": N_HEADS, "hidden_size": D_MODEL},
+    ),
+    # queries, keys and values in one matrix
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", _GROUPED),
+    # attention and MLP side by side, rotary in adjacent pairs, a factor on logits
+    "cohere": ("CohereConfig", "CohereForCausalLM", {**_GROUPED, "logit_scale": 0.5}),
+    "cohere2": (
+        "Cohere2Config",
+        "Cohere2ForCausalLM",
+        {**_GROUPED, "head_dim": D_HEAD, "logit_scale": 0.5, "sliding_window": WINDOW},
+    ),
     # not hosted by anyone here: an encoder and a decoder, and a model without attention
     "t5": (
         "T5Config",
@@ -129,7 +178,9 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, object]]] = {
 }
 # transformers rebuilds the tokenizer of these, whatever is saved, as one of bytes
 WITHOUT_TOKENIZER = ("qwen2",)
-NAMES = tuple(name for name in ARCHITECTURES if name not in ("t5", "mamba"))  # with attention
+WITHOUT_ATTENTION_OF_ONE_STACK = ("t5", "mamba")
+FAMILIES = tuple(name for name in ARCHITECTURES if name not in WITHOUT_ATTENTION_OF_ONE_STACK)
+NAMES = FAMILIES[: FAMILIES.index("bert") + 1]  # the first twelve
 
 
 def words() -> list[str]:
@@ -197,6 +248,18 @@ def save(
     return folder
 
 
+def in_cache(official: str, cache: Path) -> Path:
+    """An empty folder where huggingface_hub looks for what it has downloaded under a name."""
+    repository = cache / f"models--{official.replace('/', '--')}"
+    revision = "0" * 40
+    snapshot = repository / "snapshots" / revision
+    shutil.rmtree(repository, ignore_errors=True)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    return snapshot
+
+
 def save_in_cache(name: str, official: str, cache: Path, **changes: object) -> Path:
     """Save a model in the layout of huggingface_hub's cache, as if it had been downloaded.
 
@@ -206,15 +269,7 @@ def save_in_cache(name: str, official: str, cache: Path, **changes: object) -> P
         cache: what HF_HUB_CACHE names.
         changes: as for :func:`build`.
     """
-    repository = cache / f"models--{official.replace('/', '--')}"
-    revision = "0" * 40
-    snapshot = repository / "snapshots" / revision
-    shutil.rmtree(repository, ignore_errors=True)
-    snapshot.mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(revision)
-    save(name, snapshot, **changes)
-    return snapshot
+    return save(name, in_cache(official, cache), **changes)
 
 
 def tokens(n: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -19,7 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.models.attention import AttentionKind
-from infoflow_lens.models.host import HookedTransformer, zero_token_model
+from infoflow_lens.models.hooked import HookedModel
+from infoflow_lens.models.host import zero_token_model
 from infoflow_lens.models.token_architecture import TokenArchitecture
 
 _LARGEST_IN_FLOAT32 = 2.0**22  # sums of a few such integers are exact
@@ -134,8 +135,8 @@ class AttentionOnly:
         padding = token.new_zeros(*x.shape, self.rows.padding)
         return torch.cat([token, position, padding], dim=-1).transpose(1, 2)
 
-    def host(self) -> HookedTransformer:
-        """The same function as a HookedTransformer, ``logits[:, -1]`` being the paper's o.
+    def host(self) -> HookedModel:
+        """The same function as a hosted model, ``logits[:, -1]`` being the paper's o.
 
         In float32, or in float64 where entries beyond 2^22 would be rounded. Layers with fewer
         heads than the largest have heads of zero weights on top, which move nothing: a

@@ -4,13 +4,13 @@ import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.constructions.memorization import linear_readout
-from infoflow_lens.models.host import HookedTransformer
+from infoflow_lens.models.hooked import HookedModel
 from infoflow_lens.theory.separability import OneLayerCertificate
 
 _MOST_WEIGHTS = 5 * 10**8
 
 
-def certified_model(certificate: OneLayerCertificate) -> HookedTransformer:
+def certified_model(certificate: OneLayerCertificate) -> HookedModel:
     """One ReLU layer of n - 1 heads that gives every sequence of the set its label.
 
     The compact form of Theorem 1 (Chen & Zou 2024) with the certificate's weights. Logits at the

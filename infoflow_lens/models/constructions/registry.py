@@ -20,7 +20,7 @@ from infoflow_lens.models.constructions import (
     templates,
 )
 from infoflow_lens.models.constructions.attention_only import AttentionOnly
-from infoflow_lens.models.host import HookedTransformer
+from infoflow_lens.models.hooked import HookedModel
 from infoflow_lens.tasks import Task, load_task
 
 
@@ -35,7 +35,7 @@ class Construction:
     """
 
     task: str
-    build: Callable[..., AttentionOnly | HookedTransformer]
+    build: Callable[..., AttentionOnly | HookedModel]
     source: str
 
     @property
@@ -108,7 +108,7 @@ def list_constructions() -> tuple[str, ...]:
     return tuple(CONSTRUCTIONS)
 
 
-def build_construction(name: str, **parameters: Any) -> tuple[HookedTransformer, Task]:
+def build_construction(name: str, **parameters: Any) -> tuple[HookedModel, Task]:
     """Weights set by hand, hosted, and the task that they solve.
 
     Models over vector tokens answer as ``model(x)`` [batch, d_output]; models over token ids give

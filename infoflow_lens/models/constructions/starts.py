@@ -12,7 +12,8 @@ import torch
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import check_seed, derived_seed
 from infoflow_lens.models.constructions.registry import build_construction
-from infoflow_lens.models.host import HookedTransformer, TokenTransformer
+from infoflow_lens.models.hooked import HookedModel
+from infoflow_lens.models.host import TokenTransformer
 from infoflow_lens.tasks import Task
 
 
@@ -52,7 +53,7 @@ def perturbed_construction(
 
 
 def with_scores_of(
-    model: TokenTransformer, construction: HookedTransformer, layers: Sequence[int] = (0,)
+    model: TokenTransformer, construction: HookedModel, layers: Sequence[int] = (0,)
 ) -> TokenTransformer:
     """A copy of `model` whose heads score, in `layers`, as those of a construction do.
 
@@ -114,7 +115,7 @@ def _copy_scores(mine: Any, theirs: Any) -> None:
         mine.W_K[head, :width, :rank] = key
 
 
-def _over_token_ids(model: HookedTransformer, name: str) -> TokenTransformer:
+def _over_token_ids(model: HookedModel, name: str) -> TokenTransformer:
     if not isinstance(model, TokenTransformer):
         raise InfoFlowError(
             f"{name!r} is a {type(model).__name__}: expected a construction over token ids, such "
