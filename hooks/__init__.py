@@ -4,7 +4,7 @@ from infoflow_lens.hooks.attended import AttendedProbe, AttendedResult
 from infoflow_lens.hooks.influence.base import InfluenceResult
 from infoflow_lens.hooks.influence.jacobian import JacobianInfluence
 from infoflow_lens.hooks.influence.resample import ResampleInfluence
-from infoflow_lens.hooks.mechanisms.measure import (
+from infoflow_lens.hooks.mechanisms import (
     JointReplacement,
     MechanismsResult,
     measure_mechanisms,

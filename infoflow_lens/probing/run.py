@@ -43,7 +43,7 @@ from infoflow_lens.hooks import (
     measure_mechanisms,
     run_probes,
 )
-from infoflow_lens.hooks.mechanisms.measure import METRICS, check_damage
+from infoflow_lens.hooks.mechanisms import METRICS, check_damage
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.passes.ranking import check_positions, check_ranks
 from infoflow_lens.models.loading import LoadedModel, load_any
