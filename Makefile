@@ -31,6 +31,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.probes
 	$(BIN)/python -m benchmarks.influence
+	$(BIN)/python -m benchmarks.mechanisms
 
 constraints:  ## pin the environment anew (needs uv)
 	mkdir -p build

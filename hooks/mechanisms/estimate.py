@@ -7,7 +7,8 @@ the inner product of the gradient by a head's pattern with the change of the pat
 makes. The directions of different rows are independent, so one backward pass serves all rows.
 
 Sampling y from the model and taking d log p(y) is one such direction, but where the model is sure
-nearly every sample tells nothing. Here signs are drawn: sqrt(F) times a vector of them.
+nearly every sample tells nothing. Here signs are drawn: sqrt(F) times a vector of them. And where
+the model is sure, F sees little of a change that overturns the choice: so p is flattened.
 """
 
 from collections import OrderedDict
@@ -24,6 +25,10 @@ from infoflow_lens.hooks.mechanisms.damage import Damage
 from infoflow_lens.hooks.mechanisms.ideals import IDEALS, SeeingAllowed, ideal_pattern
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import pattern_hook
+
+# of the flattened p [measured on a trained model: estimates are 1.1 times exact damages in the
+# median, and 1 in 20 is less than half; without flattening .72 times, and 1 in 20 less than .27]
+_TEMPERATURE = 1.5
 
 
 def estimated(
@@ -73,12 +78,14 @@ def estimated(
         tokens = batch.tokens.clone()  # those made in inference mode take no part in a graph
         with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
             rows = metric.rows(Batch(tokens, batch.lengths).run(model), batch)
+        leaves = [probes[layer] for layer in layers]
         products = []
         for direction in _directions(rows.detach(), metric, batch, draws, seeds):
-            leaves = [probes[layer] for layer in layers]
-            found = torch.autograd.grad(
-                rows, leaves, direction, retain_graph=True, allow_unused=True
-            )
+            found: Sequence[Tensor | None] = [None for _ in layers]
+            if rows.requires_grad:
+                found = torch.autograd.grad(
+                    rows, leaves, direction, retain_graph=True, allow_unused=True
+                )
             products.append(
                 torch.cat([_product(found[i], changes[i]).flatten(1) for i in layers], dim=1)
             )
@@ -117,7 +124,7 @@ def _directions(
     seeds: Sequence[int],
 ) -> Iterator[Float[Tensor, "batch row feature"]]:
     counted = metric.counted(batch)
-    p = None if metric.name == "nmse" else rows.softmax(dim=-1)
+    p = None if metric.name == "nmse" else (rows / _TEMPERATURE).softmax(dim=-1)
     root = None if p is None else p.sqrt()
     signs = [_signs(s, draws, rows.shape[2], real) for s, real in zip(seeds, counted, strict=True)]
     direction = torch.empty_like(rows)

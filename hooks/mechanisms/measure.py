@@ -45,8 +45,10 @@ from infoflow_lens.hooks.passes.own import own_pass
 
 _ROOM = 2**25  # numbers in the largest tensor of a pass
 _DRAWS, _MOST_DRAWS = 64, 8  # directions of an estimate: over all sequences, and for each
+_FIRST = 8  # one in so many sequences is in the first block, which has at least
 _ROWS_FIRST = 64  # rows of the output in the first block of sequences
 _STANDARD_ERRORS = 4.0  # between a mean over some sequences and the threshold
+_DOUBT = 2.0  # times the estimate, that an early "enough" needs to be within the threshold
 _FAR = 10.0  # times the threshold: where an estimate alone excludes an ideal
 _N_IDEALS = len(IDEALS)
 
@@ -330,7 +332,7 @@ class _Run:
         """The numbers of sequences after which is asked what is decided; each twice the last."""
         stop = self.n
         if not self.settings["exact"]:
-            stop = max(2, -(-_ROWS_FIRST * self.n // self.metric.n_rows))
+            stop = max(2, -(-self.n // _FIRST), -(-_ROWS_FIRST * self.n // self.metric.n_rows))
         while stop < self.n:
             yield stop
             stop *= 2
@@ -347,7 +349,7 @@ class _Run:
 
     def _is_decided(self) -> Bool[Tensor, " replacement"]:
         mean, margin = self.damages(), 1 + _STANDARD_ERRORS * self._relative_error()
-        enough = (mean * margin <= self.threshold) & (self.estimated() <= self.threshold)
+        enough = (mean * margin <= self.threshold) & (self.estimated() <= self.threshold / _DOUBT)
         # what is lost so far is more than all may lose
         certain = self.at.sums > self.threshold * self.per_row * self.metric.n_rows
         return enough | certain | (mean > self.threshold * margin)
