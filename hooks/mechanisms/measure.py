@@ -7,6 +7,7 @@ mechanism is all that the head needs on these inputs.
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import groupby
 from math import pi
 from typing import Any
 
@@ -150,10 +151,9 @@ def measure_mechanisms(
     fingerprint = model_fingerprint(model)
     known = {**settings, "model": fingerprint}
     if resume is not None and resume.settings != known:
-        changes = [f"{n} {resume.settings.get(n)!r} -> {v!r}" for n, v in known.items()
-                   if resume.settings.get(n) != v]  # fmt: skip
         raise InfoFlowError(
-            f"resume is of another run ({', '.join(changes)}): expected the same settings and model"
+            f"resume is of another run, {resume.settings}: expected the same settings and model, "
+            f"{known}"
         )
     with eval_mode(model), own_pass(), progress_bar("replacing", None, progress) as step:
         _check_edits_reach(model, next(batches.batches(1)))
@@ -162,19 +162,18 @@ def measure_mechanisms(
         if not exact:
             run.estimate()
         run.replace()
-    at, n = run.at, int(batches.n_sequences or 0)
-    numbers = [run.damages(), at.n, run.errors()]
-    sizes = [len(mean) * _N_IDEALS for mean in at.mean_patterns]
+    at = run.at
+    counts = [len(mean) for mean in at.mean_patterns]
     by_layer = [
-        tuple(part.view(-1, _N_IDEALS) for part in (x if x is at.n else x.float()).split(sizes))
-        for x in numbers
+        numbers.view(-1, _N_IDEALS).split(counts)
+        for numbers in (run.damages().float(), at.n, run.errors().float())
     ]
     return MechanismsResult(
         ideals=IDEALS,
         metric=damage.name,
         threshold=threshold,
         k=k,
-        n_sequences=n,
+        n_sequences=run.n,
         damage=by_layer[0],
         replaced=by_layer[1],
         error=by_layer[2],
@@ -306,11 +305,8 @@ class _Run:
             order = torch.randperm(self.n, generator=generator)
         for stop in self._blocks():
             here = order[at.n_done : stop].tolist()
-            some = (
-                everything[here]
-                if isinstance(everything, Tensor)
-                else [everything[i] for i in here]
-            )
+            some: Any = [everything[i] for i in here]
+            some = torch.stack(some) if here and isinstance(everything, Tensor) else some
             for batch in Batches(self.model, some).batches(self.batch_size) if here else ():
                 open_ = (at.asked & ~at.closed).nonzero().flatten()
                 lost = self._lost(batch, open_.tolist())
@@ -373,15 +369,16 @@ class _Run:
         before, entering = self._before(batch, {self.replacements[i].layer for i in open_})
         n_copies = max(1, self._at_once() // len(batch))
         lost = []
-        for group in _grouped(open_, lambda i: self.replacements[i].layer if self.starts else 0):
-            for start in range(0, len(group), n_copies):
-                some = [self.replacements[i] for i in group[start : start + n_copies]]
+        for layer, group in groupby(open_, lambda i: self.starts and self.replacements[i].layer):
+            indices = list(group)
+            for start in range(0, len(indices), n_copies):
+                some = indices[start : start + n_copies]
                 copies = [
-                    one._replace(rows=slice(i * len(batch), (i + 1) * len(batch)))
-                    for i, one in enumerate(some)
+                    self.replacements[i]._replace(rows=slice(n * len(batch), (n + 1) * len(batch)))
+                    for n, i in enumerate(some)
                 ]
                 with replaced(self.model, copies, self.at.mean_patterns, self.k):
-                    changed = self._run_copies(batch, entering, some[0].layer, len(some))
+                    changed = self._run_copies(batch, entering, layer, len(some))
                 lost.append(self.metric.lost(before, changed, batch))
         return torch.cat(lost)
 
@@ -399,15 +396,10 @@ class _Run:
         """The output of copies of a batch, from a layer on if possible."""
         if self.starts:
             # padding stands on the right, where nothing real looks
-            state = entering[layer]
-            changed: Tensor = self.model(
-                state.repeat(n, *[1] * (state.ndim - 1)), start_at_layer=layer
-            )
+            changed: Tensor = self.model(torch.cat([entering[layer]] * n), start_at_layer=layer)
             return changed
-        tokens = batch.tokens.repeat(n, *[1] * (batch.tokens.ndim - 1))
-        whole: Tensor = Batch(
-            tokens, None if batch.lengths is None else batch.lengths.repeat(n)
-        ).run(self.model)
+        lengths = None if batch.lengths is None else batch.lengths.repeat(n)
+        whole: Tensor = Batch(torch.cat([batch.tokens] * n), lengths).run(self.model)
         return whole
 
     def _mean_patterns(self) -> list[Float[Tensor, "_head query key"]]:
@@ -449,13 +441,6 @@ class _Run:
         self.step(0, f"{what}: {int(at.closed.sum())} of {len(at.closed)} measured")
         if self.after_batch is not None:
             self.after_batch(deepcopy(at))
-
-
-def _grouped(indices: list[int], key: Callable[[int], int]) -> list[list[int]]:
-    groups: dict[int, list[int]] = {}
-    for index in indices:
-        groups.setdefault(key(index), []).append(index)
-    return list(groups.values())
 
 
 def read_again(
