@@ -3,9 +3,9 @@
 Run: python -m benchmarks.mechanisms [--only NAME ...] [--small]
 
 The cost of the estimate and of decided labels is measured on a random model in the sizes of GPT-2
-small; `--small` takes half of its layers and heads. The exact measurement of such a model takes
-an hour, so the estimate's rank correlation with exact damages, and the labels, are compared on
-smaller models: random ones, built ones and a trained one.
+small; `--small` takes half of its layers and heads. To measure such a model exactly takes some 500
+forward passes, so the estimate's rank correlation with exact damages, and the labels, are compared
+on smaller models: random ones, built ones and a trained one.
 """
 
 import argparse
