@@ -5,8 +5,12 @@ from infoflow_lens.hooks.influence.base import InfluenceResult
 from infoflow_lens.hooks.influence.jacobian import JacobianInfluence
 from infoflow_lens.hooks.influence.resample import ResampleInfluence
 from infoflow_lens.hooks.mechanisms import (
+    IDEALS,
+    METRICS,
     JointReplacement,
+    MechanismsProgress,
     MechanismsResult,
+    check_damage,
     measure_mechanisms,
     replace_greedily,
     substituted,
@@ -24,6 +28,8 @@ from infoflow_lens.hooks.recovery.probe import RecoveryProbe, RecoveryResult
 from infoflow_lens.hooks.result import Result
 
 __all__ = [
+    "IDEALS",
+    "METRICS",
     "AttachedProbes",
     "AttendedProbe",
     "AttendedResult",
@@ -31,6 +37,7 @@ __all__ = [
     "JacobianInfluence",
     "JointReplacement",
     "LayerCapabilities",
+    "MechanismsProgress",
     "MechanismsResult",
     "ModelCapabilities",
     "PositionsProbe",
@@ -42,6 +49,7 @@ __all__ = [
     "Result",
     "Split",
     "attach",
+    "check_damage",
     "example_input",
     "inspect_model",
     "measure_mechanisms",
