@@ -184,7 +184,7 @@ def big(small: bool) -> Iterator[Row]:
     def decide() -> None:
         found.append(measure_mechanisms(model, x, batch_size=8, progress=False))
 
-    ratio = paired(decide, bare(model, x, 8), 1)
+    ratio = paired(decide, bare(model, x, 8), 2)
     yield Row(f"{size}: decided labels, bare forwards", ratio, "<= 80")
     names = [name for layer in found[0].mechanisms() for name in layer]
     kinds = ", ".join(f"{names.count(n)} {n}" for n in dict.fromkeys(names))
