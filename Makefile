@@ -42,6 +42,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.probes
 	$(BIN)/python -m benchmarks.influence
+	$(BIN)/python -m benchmarks.mechanisms
 	$(if $(filter 3,$(TL)),$(BIN)/python -m benchmarks.hosting)
 
 constraints:  ## pin both environments anew (needs uv)

@@ -23,7 +23,7 @@ print(task.render(x[:1], answer=True)[0], "\n")
 
 # Each head's pattern is replaced by an ideal one; the answer is read at the last position.
 mechanisms = measure_mechanisms(model, x, read=(-1,), progress=False)
-print(mechanisms.to_frame().to_string(index=False, float_format="{:.3f}".format))
+print(mechanisms.to_frame().iloc[:, :8].to_string(index=False, float_format="{:.3f}".format))
 joint = replace_greedily(model, x, mechanisms, budget=0.01, read=(-1,), progress=False)
 print(f"\n{joint.share:.0%} of the heads replaced at once cost {joint.damage:.1e} nats")
 

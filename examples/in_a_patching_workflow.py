@@ -56,4 +56,4 @@ print(f"though the prompts differ at positions {differ}\n")
 
 # And what each head needs, over many prompts.
 mechanisms = measure_mechanisms(model, x, read=(-1,), progress=False)
-print(mechanisms.to_frame().to_string(index=False, float_format="{:.3f}".format))
+print(mechanisms.to_frame().iloc[:, :8].to_string(index=False, float_format="{:.3f}".format))

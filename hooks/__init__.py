@@ -4,9 +4,13 @@ from infoflow_lens.hooks.attended import AttendedProbe, AttendedResult
 from infoflow_lens.hooks.influence.base import InfluenceResult
 from infoflow_lens.hooks.influence.jacobian import JacobianInfluence
 from infoflow_lens.hooks.influence.resample import ResampleInfluence
-from infoflow_lens.hooks.mechanisms.measure import (
+from infoflow_lens.hooks.mechanisms import (
+    IDEALS,
+    METRICS,
     JointReplacement,
+    MechanismsProgress,
     MechanismsResult,
+    check_damage,
     measure_mechanisms,
     replace_greedily,
     substituted,
@@ -25,6 +29,8 @@ from infoflow_lens.hooks.recovery.probe import RecoveryProbe, RecoveryResult
 from infoflow_lens.hooks.result import Result
 
 __all__ = [
+    "IDEALS",
+    "METRICS",
     "AttachedProbes",
     "AttendedProbe",
     "AttendedResult",
@@ -32,6 +38,7 @@ __all__ = [
     "JacobianInfluence",
     "JointReplacement",
     "LayerCapabilities",
+    "MechanismsProgress",
     "MechanismsResult",
     "ModelCapabilities",
     "Needs",
@@ -45,6 +52,7 @@ __all__ = [
     "Result",
     "Split",
     "attach",
+    "check_damage",
     "example_input",
     "inspect_model",
     "measure_mechanisms",

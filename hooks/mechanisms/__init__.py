@@ -1,1 +1,22 @@
 """Which mechanism a head needs: its pattern replaced by an ideal one."""
+
+from infoflow_lens.hooks.mechanisms.damage import METRICS, Metric, check_damage
+from infoflow_lens.hooks.mechanisms.greedy import JointReplacement, replace_greedily
+from infoflow_lens.hooks.mechanisms.ideals import IDEALS, SOFT, Ideal, substituted
+from infoflow_lens.hooks.mechanisms.measure import MechanismsProgress, measure_mechanisms
+from infoflow_lens.hooks.mechanisms.result import MechanismsResult
+
+__all__ = [
+    "IDEALS",
+    "METRICS",
+    "SOFT",
+    "Ideal",
+    "JointReplacement",
+    "MechanismsProgress",
+    "MechanismsResult",
+    "Metric",
+    "check_damage",
+    "measure_mechanisms",
+    "replace_greedily",
+    "substituted",
+]

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from infoflow_lens import AttendedProbe, InfoFlowError, PositionsProbe, propagate, run_probes
-from infoflow_lens.hooks.mechanisms.measure import (
+from infoflow_lens.hooks.mechanisms import (
     IDEALS,
-    ideal_pattern,
     measure_mechanisms,
     replace_greedily,
     substituted,
 )
+from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern
 from infoflow_lens.models.constructions import build_construction
 from infoflow_lens.theory.information_sets import MaxPosition
 from tests.conftest import make_token_model
@@ -59,7 +59,7 @@ def test_a_substituted_head_is_replaced_and_the_others_are_not(token_model, toke
 
 
 def test_damage_is_the_change_of_the_output_over_its_variance(model, inputs):
-    result = measure_mechanisms(model, inputs, batch_size=5, progress=False)
+    result = measure_mechanisms(model, inputs, exact=True, batch_size=5, progress=False)
     with torch.no_grad():
         output = model(inputs)
         for layer, head, ideal in ((0, 1, "global"), (1, 4, "max_position"), (1, 0, "top_k")):
@@ -74,7 +74,9 @@ def test_damage_is_the_change_of_the_output_over_its_variance(model, inputs):
 
 @pytest.mark.parametrize("metric", ["kl", "loss"])
 def test_damage_of_logits_is_measured_in_nats(token_model, token_inputs, metric):
-    result = measure_mechanisms(token_model, token_inputs, metric=metric, progress=False)
+    result = measure_mechanisms(
+        token_model, token_inputs, metric=metric, exact=True, progress=False
+    )
     with torch.no_grad():
         logits = token_model(token_inputs)
         with substituted(token_model, {(0, 3): "own_position"}):
@@ -84,8 +86,8 @@ def test_damage_of_logits_is_measured_in_nats(token_model, token_inputs, metric)
         expected = (p.exp() * (p - q)).sum(-1).mean()
     else:
         following = token_inputs[:, 1:, None]
-        losses = [-x.log_softmax(-1)[:, :-1].gather(-1, following).sum() for x in (changed, logits)]
-        expected = (losses[0] - losses[1]) / following.numel()
+        losses = [-x.log_softmax(-1)[:, :-1].gather(-1, following) for x in (changed, logits)]
+        expected = (losses[0] - losses[1]).clamp(min=0).sum() / following.numel()
     measured = result.damage[0][3, IDEALS.index("own_position")]
     torch.testing.assert_close(measured, expected, rtol=1e-3, atol=1e-6)
 
@@ -169,7 +171,7 @@ def test_rules_of_heads_by_position_hold_what_they_read():
 
 
 def test_heads_without_a_mechanism_stay_soft(model, inputs):
-    result = measure_mechanisms(model, inputs, threshold=0.0, progress=False)
+    result = measure_mechanisms(model, inputs, threshold=0.0, exact=True, progress=False)
     assert {name for layer in result.mechanisms(0.0) for name in layer} == {"soft"}
     assert replace_greedily(model, inputs, result, budget=1.0, progress=False).share == 0
     assert {name for layer in result.mechanisms(1e9) for name in layer} == {"own_position"}
@@ -210,7 +212,8 @@ def test_the_result_is_saved_and_shown(model, inputs, tmp_path):
     assert loaded.mechanisms() == result.mechanisms()
     frame = loaded.to_frame()
     assert len(frame) == 7
-    assert list(frame.columns) == ["layer", "head", "mechanism", *IDEALS]
+    behind = [prefix + ideal for prefix in ("error_", "replaced_") for ideal in IDEALS]
+    assert list(frame.columns) == ["layer", "head", "mechanism", *IDEALS, *behind]
     assert len(result.plot().data) == 1
 
 
@@ -222,7 +225,17 @@ def test_the_result_is_saved_and_shown(model, inputs, tmp_path):
         ({"read": (9,)}, "read has position 9"),
         ({"threshold": -1}, "threshold is -1"),
         ({"k": 0}, "k is 0"),
-        ({"batch_size": 0}, "batch_size 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"k": 2.5}, "k is 2.5"),
+        ({"k": True}, "k is True"),
+        ({"batch_size": 2.0}, "batch_size is 2.0"),
+        ({"read": -1}, "read is -1"),
+        ({"read": (True,)}, r"read is \(True,\)"),
+        ({"read": ()}, r"read is \(\)"),
+        ({"threshold": float("nan")}, "threshold is nan"),
+        ({"threshold": "0.1"}, "threshold is '0.1'"),
+        ({"exact": 1}, "exact is 1"),
+        ({"seed": -1}, "seed is -1"),
     ],
 )
 def test_bad_settings_are_named(token_model, token_inputs, settings, message):
@@ -235,6 +248,7 @@ def test_bad_substitutions_are_named(token_model, model, inputs):
         ({(2, 0): "global"}, "no head 0 in layer 2"),
         ({(0, 4): "global"}, "no head 4 in layer 0"),
         ({(0, 0): "hard"}, "ideal is 'hard'"),
+        ({(0, 0): "max_positions"}, "did you mean 'max_position'"),
         ({(0, 0): "specific_position"}, "needs the mean patterns"),
     ):
         with pytest.raises(InfoFlowError, match=message), substituted(token_model, heads):
@@ -263,12 +277,12 @@ def test_padding_changes_nothing(batch_size, metric):
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(17, (n,), generator=generator) for n in lengths]
     found = measure_mechanisms(
-        model, sequences, metric=metric, batch_size=batch_size, progress=False
+        model, sequences, metric=metric, exact=True, batch_size=batch_size, progress=False
     )
     places = (2, 1, IDEALS.index("max_position"))
     expected = n = 0.0
     for sequence in sequences:
-        alone = measure_mechanisms(model, sequence[None], metric=metric, progress=False)
+        alone = measure_mechanisms(model, sequence[None], metric=metric, exact=True, progress=False)
         weight = len(sequence) - (metric == "loss")
         expected += float(alone.damage[1][places[1], places[2]]) * weight
         n += weight
@@ -287,36 +301,33 @@ def test_the_last_token_of_each_sequence_can_be_read():
     model = make_token_model()
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(17, (n,), generator=generator) for n in (9, 4, 6)]
-    found = measure_mechanisms(model, sequences, read=(-1,), progress=False)
-    alone = [
-        measure_mechanisms(model, s[None], read=(-1,), progress=False).damage[0][:, 1]
-        for s in sequences
-    ]
+    settings = {"read": (-1,), "exact": True, "progress": False}
+    found = measure_mechanisms(model, sequences, **settings)
+    alone = [measure_mechanisms(model, s[None], **settings).damage[0][:, 1] for s in sequences]
     torch.testing.assert_close(found.damage[0][:, 1], torch.stack(alone).mean(0))
 
 
-def test_an_interrupted_measurement_goes_on(token_model, token_inputs):
-    whole = measure_mechanisms(token_model, token_inputs, batch_size=5, progress=False)
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_interrupted_measurement_goes_on(token_model, token_inputs, exact):
+    """From every state that it was left in, and the states do not move."""
+    settings = {"batch_size": 3, "threshold": 0.01, "exact": exact, "progress": False}
     reached = []
-
-    def stop(progress):
-        reached.append(progress)
-        if len(reached) == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure_mechanisms(
-            token_model, token_inputs, batch_size=5, after_batch=stop, progress=False
-        )
-    assert reached[-1].n_done == 10
-    runs = []
-    token_model.add_hook("hook_embed", lambda activation, hook: runs.append(len(activation)))
-    resumed = measure_mechanisms(
-        token_model, token_inputs, batch_size=5, resume=reached[-1], progress=False
-    )
-    assert sum(runs) == 9  # each of the sequences that were missing, once; then from its layer on
-    for one, other in zip(resumed.damage, whole.damage, strict=True):
-        assert one.equal(other)
+    whole = measure_mechanisms(token_model, token_inputs, after_batch=reached.append, **settings)
+    assert len(reached) > 6
+    # nothing is done twice
+    assert sum(reached[-1].n) == sum(layer.sum() for layer in whole.replaced)
+    for state in reached[::3]:
+        before = copy.deepcopy(state)
+        resumed = measure_mechanisms(token_model, token_inputs, resume=state, **settings)
+        for one, other in zip(resumed.damage, whole.damage, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-9)
+        assert resumed.mechanisms() == whole.mechanisms()
+        for name, value in vars(before).items():
+            now = getattr(state, name)
+            assert now.equal(value) if isinstance(value, torch.Tensor) else str(now) == str(value)
+    for model, other in ((token_model, {"threshold": 0.02}), (make_token_model(d_mlp=7), {})):
+        with pytest.raises(InfoFlowError, match="resume is of another run"):
+            measure_mechanisms(model, token_inputs, resume=reached[0], **{**settings, **other})
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gpt_neox", "gpt_oss"])
@@ -327,7 +338,7 @@ def test_bridges_whose_patterns_can_be_edited(tmp_path, name):
     zoo.save(name, tmp_path)
     model = TransformerBridge.boot_transformers(str(tmp_path), device="cpu", dtype=torch.float32)
     ids = torch.randint(20, (5, 8), generator=torch.Generator().manual_seed(0))
-    found = measure_mechanisms(model, ids, progress=False)
+    found = measure_mechanisms(model, ids, exact=True, progress=False)
     with torch.no_grad():
         before = model(ids).double().log_softmax(-1)
 

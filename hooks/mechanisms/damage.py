@@ -1,0 +1,198 @@
+"""What the output loses: by position, at least 0 at each."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.checks import check_integers
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.model.inputs import Batch, Batches
+from infoflow_lens.hooks.model.points import reads_vectors
+
+Metric = Literal["nmse", "kl", "loss"]
+METRICS: tuple[Metric, ...] = get_args(Metric)
+_LARGE = 20.0  # a rise of logits beyond which exp(x) - 1 is no better than exp(x)
+
+
+def check_damage(threshold: float, name: str = "threshold") -> float:
+    """Refuse numbers that are no damage.
+
+    Raises:
+        InfoFlowError: unless it is at least 0.
+    """
+    try:
+        damage = -1.0 if isinstance(threshold, (bool, str)) else float(threshold)
+    except (TypeError, ValueError):
+        damage = -1.0
+    if not damage >= 0:  # also NaN
+        raise InfoFlowError(f"{name} is {threshold!r}: expected a damage of at least 0")
+    return damage
+
+
+class Damage:
+    """One metric: what is read of outputs, how much of it is lost, and what that is compared with.
+
+    Rows are what is read of a sequence: its next-token logits at real or chosen positions, or its
+    one vector.
+
+    Args:
+        name: "nmse", the squared change over the output's variance; "kl", the divergence of the new
+            distribution from the old; "loss", the rise of the next-token loss, where it rises.
+        read: the positions whose logits count; None for all.
+    """
+
+    def __init__(self, name: Metric, read: Sequence[int] | None) -> None:
+        self.name = name
+        self.read = None if read is None else list(read)
+        self.n_rows = 0
+        self._sum: Tensor | float = 0.0
+        self._squares = 0.0
+
+    def state(self) -> dict[str, Any]:
+        """What was seen so far, copied."""
+        copied = self._sum.clone() if isinstance(self._sum, Tensor) else self._sum
+        return {"n_rows": self.n_rows, "_sum": copied, "_squares": self._squares}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what another had seen."""
+        self.__dict__.update(state)
+
+    def rows(
+        self, output: Float[Tensor, "batch *pos feature"], batch: Batch
+    ) -> Float[Tensor, "batch row feature"]:
+        """The output where it may count."""
+        output = output if output.dtype in (torch.float32, torch.float64) else output.float()
+        if output.ndim == 2:
+            return output[:, None]
+        if self.name == "loss":
+            return output[:, :-1]
+        if self.read is None:
+            return output
+        read = torch.tensor(self.read)
+        places = torch.where(read < 0, batch.mask().sum(dim=1)[:, None] + read, read)
+        return output[torch.arange(len(output))[:, None], places]
+
+    def counted(self, batch: Batch) -> Bool[Tensor, "batch row"]:
+        """Which rows count: those of real positions, for "loss" with a real next one."""
+        if batch.tokens.ndim == 3 or self.read is not None:
+            n_rows = 1 if self.read is None or batch.tokens.ndim == 3 else len(self.read)
+            return torch.ones(len(batch), n_rows, dtype=torch.bool)
+        return batch.mask()[:, int(self.name == "loss") :]
+
+    def see(self, output: Tensor, batch: Batch) -> None:
+        """Take in the unchanged output of a batch."""
+        counted = self.counted(batch)
+        self.n_rows += int(counted.sum())
+        if self.name == "nmse":
+            rows = self.rows(output, batch)[counted.to(output.device)].double()
+            self._sum = self._sum + rows.sum(dim=0).cpu()
+            self._squares += float(rows.square().sum())
+
+    def per_row(self) -> float:
+        """What the loss of a row is divided by, before the mean over rows.
+
+        Raises:
+            InfoFlowError: if the output has no variance to compare with.
+        """
+        if self.name != "nmse":
+            return 1.0
+        variance = self._squares - float(torch.as_tensor(self._sum).square().sum()) / self.n_rows
+        if variance <= 1e-12 * max(self._squares, 1e-300):
+            raise InfoFlowError(
+                "the output is the same for all inputs, so no share of its variance can be lost: "
+                "expected inputs with different outputs; give more of them"
+            )
+        return variance / self.n_rows
+
+    def reference(self, output: Float[Tensor, "batch *pos feature"], batch: Batch) -> "Reference":
+        """What the outputs of a batch are compared with."""
+        rows = self.rows(output, batch)
+        p = None if self.name == "nmse" else rows.softmax(dim=-1)
+        following = batch.tokens[:, 1:, None].to(rows.device) if self.name == "loss" else None
+        return Reference(rows, p, following, self.counted(batch).to(rows.device))
+
+    def lost(
+        self, before: "Reference", after: Float[Tensor, "_copy *pos feature"], batch: Batch
+    ) -> Float[Tensor, "copies batch"]:
+        """The sum over the rows of each sequence, for several changed copies of a batch.
+
+        Args:
+            before: of the output.
+            after: the outputs of the copies, one behind the other.
+            batch: the sequences.
+        """
+        sums = []
+        for copy in after.split(len(batch)):  # one copy of the logits at a time
+            change = self.rows(copy, batch) - before.rows
+            lost = _divergence(change, before) if before.p is not None else change.square().sum(-1)
+            # no position makes up for another; rounding, too, may give less than 0
+            sums.append((lost.double().clamp(min=0) * before.counted).sum(dim=-1).cpu())
+        return torch.stack(sums)
+
+
+class Reference(NamedTuple):
+    """The unchanged rows of a batch.
+
+    Attributes:
+        rows: the outputs.
+        p: the distributions that they are logits of; None for vectors.
+        following: the next tokens, where their loss is asked for.
+        counted: which rows count.
+    """
+
+    rows: Float[Tensor, "batch row feature"]
+    p: Float[Tensor, "batch row feature"] | None
+    following: Int[Tensor, "batch row 1"] | None
+    counted: Bool[Tensor, "batch row"]
+
+
+def _divergence(
+    change: Float[Tensor, "batch row feature"], before: Reference
+) -> Float[Tensor, "batch row"]:
+    """The divergence of the new distribution, or the rise of the loss, by the change of logits.
+
+    Both are log E exp(x) for the change x less its mean, the loss less that of the next token: so
+    small ones keep their digits. `change` is overwritten.
+    """
+    assert before.p is not None
+    change -= torch.linalg.vecdot(before.p, change)[..., None]
+    risen = 0.0 if before.following is None else change.gather(-1, before.following)[..., 0]
+    far = change.amax(dim=-1) > _LARGE
+    of_far = (before.rows[far].log_softmax(dim=-1) + change[far]).logsumexp(dim=-1)
+    lost = torch.linalg.vecdot(before.p, change.expm1_()).log1p()
+    lost[far] = of_far
+    return lost - risen
+
+
+def metric_of(
+    model: nn.Module, metric: Metric | None, read: Sequence[int] | None, batches: Batches
+) -> Damage:
+    """The metric that is asked for, or the one that fits the model.
+
+    Raises:
+        InfoFlowError: for an unknown metric, or one or positions that these outputs do not have.
+    """
+    chosen = metric or ("nmse" if reads_vectors(model) else "kl")
+    if chosen not in METRICS:
+        raise InfoFlowError(f"metric is {metric!r}: expected one of {', '.join(METRICS)}")
+    if chosen != "nmse" and reads_vectors(model):
+        raise InfoFlowError(
+            f"metric is {chosen!r}, which compares distributions over tokens: the model's output "
+            "is a vector; expected 'nmse'"
+        )
+    if chosen == "loss" and (read is not None or batches.shortest < 2):
+        raise InfoFlowError(
+            "metric 'loss' is over all next tokens: expected sequences of at least 2 tokens, and "
+            "no positions to read; use 'kl' for single positions"
+        )
+    if read is None:
+        return Damage(chosen, None)
+    positions = check_integers(read, "read", None, ", positions such as (-1,), or None for all")
+    n_pos = batches.shortest
+    for position in positions:
+        if not -n_pos <= position < n_pos:
+            raise InfoFlowError(f"read has position {position}: expected {-n_pos} to {n_pos - 1}")
+    return Damage(chosen, positions)

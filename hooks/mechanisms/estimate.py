@@ -1,0 +1,151 @@
+"""The damage of every head and every ideal at once, to second order, from a few backward passes.
+
+For a small change d of the logits of a row the divergence is d^T F d / 2, with the Fisher
+information F = diag(p) - p p^T; the squared change of an output is d^T d. A random direction g
+whose covariance is F (or the identity) gives this as the mean of (g . d)^2. To first order g . d is
+the inner product of the gradient by a head's pattern with the change of the pattern that an ideal
+makes. The directions of different rows are independent, so one backward pass serves all rows.
+
+Sampling y from the model and taking d log p(y) is one such direction, but where the model is sure
+nearly every sample tells nothing. Here signs are drawn: sqrt(F) times a vector of them. And where
+the model is sure, F sees little of a change that overturns the choice: so p is flattened.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.hooks.mechanisms.damage import Damage
+from infoflow_lens.hooks.mechanisms.ideals import IDEALS, SeeingAllowed, ideal_pattern
+from infoflow_lens.hooks.model.inputs import Batch
+from infoflow_lens.hooks.model.points import pattern_hook
+
+# of the flattened p [measured on a trained model: estimates are 1.1 times exact damages in the
+# median, and 1 in 20 is less than half; without flattening .72 times, and 1 in 20 less than .27]
+_TEMPERATURE = 1.5
+
+
+def estimated(
+    model: nn.Module,
+    batch: Batch,
+    metric: Damage,
+    mean_patterns: Sequence[Float[Tensor, "_head query key"]],
+    k: int,
+    draws: int,
+    seeds: Sequence[int],
+) -> Float[Tensor, "batch draw replacement"]:
+    """What each sequence loses by each (layer, head, ideal), by one direction each.
+
+    Args:
+        model: in evaluation mode.
+        batch: some sequences.
+        metric: what is lost; the form of "loss" is that of "kl".
+        mean_patterns: see :func:`ideal_pattern`.
+        k: for "top_k".
+        draws: directions, one backward pass each.
+        seeds: of the directions, one for each sequence.
+
+    Returns:
+        The expected value over directions is the loss to second order; NaN where the model has no
+        gradient.
+    """
+    probes: dict[int, Tensor] = {}
+    changes: dict[int, Tensor] = {}
+    hooks: list[tuple[str, Callable[..., Any]]] = []
+
+    def looking(layer: int, seeing: SeeingAllowed) -> Callable[..., Tensor]:
+        def hook_fn(pattern: Tensor, hook: Any) -> Tensor:
+            own = pattern.detach()
+            allowed = seeing.allowed(own)
+            made = [ideal_pattern(own, allowed, i, mean_patterns[layer], k) for i in IDEALS]
+            changes[layer] = torch.stack(made, dim=2).sub_(own[:, :, None])
+            probes[layer] = torch.zeros_like(own, requires_grad=True)
+            return pattern + probes[layer]
+
+        return hook_fn
+
+    layers = range(len(mean_patterns))
+    for layer in layers:
+        seeing = SeeingAllowed(model, layer)
+        hooks += [*seeing.hooks, (pattern_hook(model, layer), looking(layer, seeing))]
+    with without_backward_hooks(model), torch.inference_mode(False), torch.enable_grad():
+        tokens = batch.tokens.clone()  # those made in inference mode take no part in a graph
+        with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
+            rows = metric.rows(Batch(tokens, batch.lengths).run(model), batch)
+        leaves = [probes[layer] for layer in layers]
+        products = []
+        for direction in _directions(rows.detach(), metric, batch, draws, seeds):
+            found: Sequence[Tensor | None] = [None for _ in layers]
+            if rows.requires_grad:
+                found = torch.autograd.grad(
+                    rows, leaves, direction, retain_graph=True, allow_unused=True
+                )
+            products.append(
+                torch.cat([_product(found[i], changes[i]).flatten(1) for i in layers], dim=1)
+            )
+    half = 1.0 if metric.name == "nmse" else 0.5
+    return half * torch.stack(products, dim=1).square()
+
+
+def _product(
+    gradient: Float[Tensor, "batch head query key"] | None,
+    change: Float[Tensor, "batch head ideal query key"],
+) -> Float[Tensor, "batch head ideal"]:
+    if gradient is None:
+        return torch.full(change.shape[:3], torch.nan, dtype=torch.float64)
+    return torch.einsum("bhqk,bhiqk->bhi", gradient.to(change), change).double().cpu()
+
+
+@contextmanager
+def without_backward_hooks(model: nn.Module) -> Iterator[None]:
+    """The model without the user's backward hooks, which would see, or change, our gradients."""
+    modules = list(model.modules())
+    saved = [(module._backward_hooks, module._backward_pre_hooks) for module in modules]
+    for module in modules:
+        module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for module, (hooks, pre_hooks) in zip(modules, saved, strict=True):
+            module._backward_hooks, module._backward_pre_hooks = hooks, pre_hooks
+
+
+def _directions(
+    rows: Float[Tensor, "batch row feature"],
+    metric: Damage,
+    batch: Batch,
+    draws: int,
+    seeds: Sequence[int],
+) -> Iterator[Float[Tensor, "batch row feature"]]:
+    counted = metric.counted(batch)
+    p = None if metric.name == "nmse" else (rows / _TEMPERATURE).softmax(dim=-1)
+    root = None if p is None else p.sqrt()
+    signs = [_signs(s, draws, rows.shape[2], real) for s, real in zip(seeds, counted, strict=True)]
+    direction = torch.empty_like(rows)
+    for draw in range(draws):
+        by_feature = torch.stack([feature[draw] for feature, _ in signs]).to(rows)
+        by_row = torch.stack([row[draw] for _, row in signs]).to(rows)
+        torch.mul(by_row[:, :, None], by_feature[:, None, :], out=direction)
+        if p is not None and root is not None:
+            direction *= root
+            direction.addcmul_(p, direction.sum(dim=-1, keepdim=True), value=-1)
+        yield direction
+
+
+def _signs(seed: int, draws: int, n_features: int, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Signs for the features, and for the rows of one sequence, 0 for those that do not count.
+
+    A sign for each feature times one for each row is enough for rows to be uncorrelated.
+    """
+    generator = torch.Generator().manual_seed(derived_seed("mechanisms", seed))
+    features = torch.randint(2, (draws, n_features), generator=generator) * 2 - 1
+    rows = torch.zeros(draws, len(counted), dtype=torch.int64)
+    n_counted = int(counted.sum())
+    rows[:, counted] = torch.randint(2, (draws, n_counted), generator=generator) * 2 - 1
+    return features, rows

@@ -1,0 +1,91 @@
+"""Many heads replaced by their mechanisms at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.checks import check_integer
+from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.foundation.progress import progress_bar
+from infoflow_lens.hooks.mechanisms.damage import check_damage, metric_of
+from infoflow_lens.hooks.mechanisms.ideals import IDEALS, Ideal, substituted
+from infoflow_lens.hooks.mechanisms.measure import read_again
+from infoflow_lens.hooks.mechanisms.result import MechanismsResult
+from infoflow_lens.hooks.model.inputs import Inputs
+from infoflow_lens.hooks.passes.own import own_pass
+
+
+@dataclass(frozen=True)
+class JointReplacement:
+    """Heads that are replaced at once.
+
+    Attributes:
+        heads: (layer, head) and its ideal, in the order in which they were taken.
+        damage: what the output loses with all of them replaced.
+        share: their share of all heads.
+    """
+
+    heads: dict[tuple[int, int], Ideal]
+    damage: float
+    share: float
+
+
+def replace_greedily(
+    model: nn.Module,
+    inputs: Inputs,
+    mechanisms: MechanismsResult,
+    *,
+    budget: float,
+    read: Sequence[int] | None = None,
+    attention_mask: Tensor | None = None,
+    column: str | None = None,
+    max_length: int | None = None,
+    batch_size: int = 64,
+    progress: bool = True,
+) -> JointReplacement:
+    """As many heads as can be replaced at once by their mechanisms within a budget, greedily.
+
+    Heads come in the order of their own damage; each is taken if all taken ones together stay
+    within the budget. Heads without a mechanism stay as they are. As everywhere, what the output
+    gains at one position does not make up for what it loses at another.
+
+    Args:
+        model: the model that was measured.
+        inputs: sequences, as for :func:`measure_mechanisms`.
+        mechanisms: of these heads.
+        budget: the largest joint damage, in the units of ``mechanisms.metric``.
+        read, attention_mask, column, max_length: as for :func:`measure_mechanisms`.
+        batch_size: sequences in a pass.
+        progress: show a bar.
+
+    Raises:
+        InfoFlowError: for a negative budget or bad inputs.
+    """
+    budget, batch_size = check_damage(budget, "budget"), check_integer(batch_size, "batch_size", 1)
+    batches = read_again(model, inputs, attention_mask, column, max_length)
+    candidates = sorted(
+        (float(mechanisms.damage[layer][head][IDEALS.index(name)]), layer, head, name)
+        for layer, names in enumerate(mechanisms.mechanisms())
+        for head, name in enumerate(names)
+        if name in IDEALS
+    )
+    taken: dict[tuple[int, int], Ideal] = {}
+    reached = 0.0
+    with eval_mode(model), own_pass(), progress_bar("joining", len(candidates), progress) as step:
+        for _, layer, head, name in candidates:
+            trial: dict[tuple[int, int], Ideal] = {**taken, (layer, head): name}
+            metric = metric_of(model, mechanisms.metric, read, batches)  # type: ignore[arg-type]
+            lost = 0.0
+            for batch in batches.batches(batch_size):
+                output = batch.run(model)
+                metric.see(output, batch)
+                with substituted(model, trial, mechanisms.mean_patterns, mechanisms.k):
+                    before = metric.reference(output, batch)
+                    lost += float(metric.lost(before, batch.run(model), batch).sum())
+            damage = lost / (metric.per_row() * metric.n_rows)
+            if damage <= budget:
+                taken, reached = trial, damage
+            step()
+    n_heads = sum(len(layer) for layer in mechanisms.damage)
+    return JointReplacement(taken, reached, len(taken) / n_heads)

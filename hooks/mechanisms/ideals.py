@@ -1,0 +1,195 @@
+"""Idealised patterns, and a model in which they take the place of its heads' own.
+
+InfoFlow's three mechanisms (Yu, Jiang, Bao, Li 2026, Sec. 4) are such patterns.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.checks import check_integer
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.names import nearest
+from infoflow_lens.hooks.model.points import pattern_hook, scores_hook, unmasked
+from infoflow_lens.hooks.model.shown import shown
+
+Ideal = Literal["own_position", "global", "specific_position", "max_position", "top_k"]
+
+# From what needs nothing of the input to what needs most of it [chosen]: a head that may look
+# anywhere evenly, or by position, does not compare tokens; a hard maximum does.
+IDEALS: tuple[Ideal, ...] = get_args(Ideal)
+SOFT = "soft"  # the mechanism of a head that no ideal replaces
+
+Heads = Mapping[tuple[int, int], Ideal]
+
+
+def ideal_pattern(
+    pattern: Float[Tensor, "*batch query key"],
+    allowed: Bool[Tensor, "*batch query key"],
+    ideal: Ideal,
+    mean: Float[Tensor, "*head longest longest"] | None = None,
+    k: int = 4,
+) -> Float[Tensor, "*batch query key"]:
+    """A pattern, idealised; every row keeps its sum (1 for a softmax without sinks).
+
+    Args:
+        pattern: of one head or several.
+        allowed: the keys that each query may attend to.
+        ideal: "own_position", all weight on the query's own position, or none where it is no key;
+            "global", evenly on all allowed keys; "specific_position", the mean pattern over inputs;
+            "max_position", all on the largest, the lowest of equals; "top_k", the k largest as they
+            are, rescaled, with all keys that equal the k-th.
+        mean: the mean pattern, for "specific_position".
+        k: for "top_k".
+
+    Raises:
+        InfoFlowError: for sequences longer than those of the mean pattern.
+    """
+    n_query, n_key = pattern.shape[-2:]
+    if ideal == "specific_position":
+        assert mean is not None
+        if n_query > mean.shape[-2]:
+            raise InfoFlowError(
+                f"the mean patterns are of at most {mean.shape[-2]} positions, this sequence has "
+                f"{n_query}: expected sequences no longer than those that were measured"
+            )
+        return mean[..., :n_query, :n_key].to(pattern) * allowed
+    total = pattern.sum(dim=-1, keepdim=True)
+    if ideal == "own_position":
+        own = torch.eye(n_query, n_key, dtype=pattern.dtype, device=pattern.device)
+        return own * allowed * total
+    if ideal == "global":
+        return allowed / allowed.sum(dim=-1, keepdim=True).clamp(min=1) * total
+    if ideal == "max_position":
+        largest = pattern.argmax(dim=-1, keepdim=True)
+        return torch.zeros_like(pattern).scatter_(-1, largest, total)
+    least = pattern.topk(min(k, n_key), dim=-1).values[..., -1:]
+    kept = pattern * (pattern >= least)
+    return kept / kept.sum(dim=-1, keepdim=True).clamp(min=1e-30) * total
+
+
+class Replacement(NamedTuple):
+    """A head of some rows of a batch, and the ideal that takes the place of its pattern."""
+
+    layer: int
+    head: int
+    ideal: Ideal
+    rows: slice = slice(None)
+
+
+@contextmanager
+def replaced(
+    model: nn.Module,
+    replacements: Sequence[Replacement],
+    mean_patterns: Sequence[Float[Tensor, "_head query key"]] | None,
+    k: int,
+) -> Iterator[None]:
+    """The model with these replacements, while the block lasts."""
+    by_layer: dict[int, list[Replacement]] = {}
+    for replacement in replacements:
+        by_layer.setdefault(replacement.layer, []).append(replacement)
+    hooks: list[tuple[str, Callable[..., Any]]] = []
+    for layer, some in by_layer.items():
+        seeing = SeeingAllowed(model, layer)
+        means = None if mean_patterns is None else mean_patterns[layer]
+        hooks += [*seeing.hooks, (pattern_hook(model, layer), _replacing(some, seeing, means, k))]
+    with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
+        yield
+
+
+def _replacing(
+    replacements: Sequence[Replacement],
+    seeing: "SeeingAllowed",
+    means: Float[Tensor, "_head query key"] | None,
+    k: int,
+) -> Callable[..., Tensor]:
+    def hook_fn(pattern: Tensor, hook: Any) -> Tensor:
+        allowed = seeing.allowed(pattern)
+        edited = pattern.clone()
+        for _, head, ideal, rows in replacements:
+            mean = None if means is None else means[head]
+            edited[rows, head] = ideal_pattern(
+                pattern[rows, head], allowed[rows, head], ideal, mean, k
+            )
+        return edited
+
+    return hook_fn
+
+
+class SeeingAllowed:
+    """Which keys the queries of a layer may attend to, asked while its pattern passes.
+
+    They are read off the scores where these fire before the pattern. Where they fire later or not
+    at all, or carry the pattern themselves (as on some bridges), a key is allowed if it has weight.
+
+    Attributes:
+        hooks: to be put on the model, before the one that asks.
+    """
+
+    def __init__(self, model: nn.Module, layer: int) -> None:
+        self._scores: Tensor | None = None
+        self._come_late = False
+        self.hooks: list[tuple[str, Callable[..., Any]]] = []
+        if shown(model).scores[layer] == "scores":
+            self.hooks = [(scores_hook(model, layer), self._see)]
+
+    def _see(self, scores: Tensor, hook: Any) -> None:
+        if not self._come_late:
+            self._scores = scores.detach()
+
+    def allowed(
+        self, pattern: Float[Tensor, "batch head query key"]
+    ) -> Bool[Tensor, "batch head query key"]:
+        """The keys that may be attended to in the pass whose pattern this is."""
+        scores, self._scores = self._scores, None
+        if scores is not None:
+            return unmasked(scores)
+        self._come_late = True  # scores that fire now are of a pass whose pattern has gone by
+        return pattern > 0
+
+
+@contextmanager
+def substituted(
+    model: nn.Module,
+    heads: Heads,
+    mean_patterns: Sequence[Float[Tensor, "_head query key"]] | None = None,
+    k: int = 4,
+) -> Iterator[None]:
+    """The model with the patterns of some heads replaced by idealised ones, while the block lasts.
+
+    Args:
+        model: a TransformerLens model whose pattern, when edited, reaches the output.
+        heads: (layer, head) and what takes the place of its pattern; see :func:`ideal_pattern`.
+        mean_patterns: for every layer the mean patterns, as `MechanismsResult.mean_patterns` has
+            them; needed for "specific_position".
+        k: for "top_k".
+
+    Raises:
+        InfoFlowError: for unknown layers, heads or ideals, or missing mean patterns.
+    """
+    counts = head_counts(model)
+    for (layer, head), ideal in heads.items():
+        if not (0 <= layer < len(counts) and 0 <= head < counts[layer]):
+            raise InfoFlowError(
+                f"there is no head {head} in layer {layer}: expected layers 0 to "
+                f"{len(counts) - 1} with {', '.join(map(str, counts))} heads"
+            )
+        if ideal not in IDEALS:
+            raise InfoFlowError(f"ideal is {ideal!r}{nearest(str(ideal), IDEALS)}")
+        if ideal == "specific_position" and mean_patterns is None:
+            raise InfoFlowError(
+                "'specific_position' needs the mean patterns: give mean_patterns, as "
+                "measure_mechanisms(...).mean_patterns"
+            )
+    some = [Replacement(layer, head, ideal) for (layer, head), ideal in heads.items()]
+    with replaced(model, some, mean_patterns, check_integer(k, "k", 1)):
+        yield
+
+
+def head_counts(model: nn.Module) -> list[int]:
+    """Heads of each layer, from the weights."""
+    return [int(block.attn.W_O.shape[0]) for block in model.blocks]  # type: ignore[union-attr]

@@ -1,0 +1,168 @@
+"""What the output loses by each idealised pattern, and the mechanism of a head that follows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.mechanisms.damage import check_damage
+from infoflow_lens.hooks.mechanisms.ideals import SOFT
+from infoflow_lens.hooks.result import Result
+from infoflow_lens.theory.information_sets import MaxPosition, Rule, SpecificPositions
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MechanismsResult(Result):
+    """What the output loses when a head's pattern is idealised.
+
+    Attributes:
+        ideals: the idealisations, cheapest first, in the order of the last axis.
+        metric: "nmse", the squared change of the output over the variance of the output; "kl", the
+            divergence of the new next-token distribution from the old one, in nats; "loss", the
+            rise of the next-token loss where it rises, in nats. All are means over positions, of
+            which each counts at least 0: a gain at one does not make up for a loss at another.
+        threshold: the damage up to which an idealisation counts as enough.
+        k: of "top_k".
+        n_sequences: how many were measured.
+        damage: for every layer float [head, ideal].
+        replaced: for every layer int [head, ideal], on how many sequences the pattern was replaced.
+            On all: the damage is exact. On some: it is their mean. On none: it is estimated, see
+            :func:`measure_mechanisms`, and may be far off, which the label never relies on alone.
+        error: for every layer float [head, ideal], one standard error of the damage; 0 where it is
+            exact. Of an estimate it is what the factor by which estimates missed, where both are
+            known in this run, makes of it.
+        mean_patterns: for every layer the mean pattern of each head, float [head, query, key].
+    """
+
+    ideals: tuple[str, ...]
+    metric: str
+    threshold: float
+    k: int
+    n_sequences: int
+    damage: tuple[Float[Tensor, "_head ideal"], ...]
+    replaced: tuple[Int[Tensor, "_head ideal"], ...]
+    error: tuple[Float[Tensor, "_head ideal"], ...]
+    mean_patterns: tuple[Float[Tensor, "_head query key"], ...]
+
+    @property
+    def exact(self) -> tuple[Bool[Tensor, "_head ideal"], ...]:
+        """Which damages come from replacing the pattern on all sequences."""
+        return tuple(layer == self.n_sequences for layer in self.replaced)
+
+    def mechanisms(self, threshold: float | None = None) -> tuple[tuple[str, ...], ...]:
+        """The mechanism of every head: the cheapest ideal within the threshold, else "soft".
+
+        The order of cost is that of `ideals` [chosen]: what does not look at the tokens comes
+        before what compares them. A head that does not matter needs its own position alone.
+
+        Raises:
+            InfoFlowError: for another threshold than was measured with, unless all is exact.
+        """
+        most = self.threshold if threshold is None else check_damage(threshold)
+        if most != self.threshold and not all(bool(layer.all()) for layer in self.exact):
+            raise InfoFlowError(
+                f"threshold is {threshold}, but as many sequences were measured as a threshold of "
+                f"{self.threshold} needs: expected that one; measure with threshold={threshold}, "
+                "or with exact=True for all thresholds"
+            )
+        return tuple(
+            tuple(
+                next((n for n, d in zip(self.ideals, row.tolist(), strict=True) if d <= most), SOFT)
+                for row in layer
+            )
+            for layer in self.damage
+        )
+
+    def rules(
+        self,
+        attended: Sequence[Int[Tensor, "batch _head query key"]],
+        chosen: Sequence[Int[Tensor, "batch _head query"]],
+        threshold: float | None = None,
+        share: float = 0.05,
+    ) -> list[list[Rule]]:
+        """Update rules for `propagate`, each head by its own mechanism (Sec. 5.1).
+
+        Args:
+            attended: all keys that heads draw from, `AttendedResult.positions`: for heads that stay
+                soft, or need several keys.
+            chosen: the argmax positions, `PositionsResult.argmax`: for max-position heads.
+            threshold: as for :meth:`mechanisms`.
+            share: the least share of a row's largest mean weight that is a fixed position.
+
+        Raises:
+            InfoFlowError: if they were measured on shorter ones, whose fixed positions say nothing
+                of the rest.
+        """
+        layers: list[list[Rule]] = []
+        n_pos = chosen[0].shape[2]
+        longest = self.mean_patterns[0].shape[1]
+        if n_pos > longest:
+            raise InfoFlowError(
+                f"mechanisms were measured on at most {longest} positions, these sequences have "
+                f"{n_pos}: expected sequences at least as long; measure mechanisms on them too"
+            )
+        # a real query attends to something; beyond a sequence's end there is nothing to pass on
+        real = (attended[0] >= 0).any(dim=3).any(dim=1)
+        for layer, names in enumerate(self.mechanisms(threshold)):
+            rules: list[Rule] = [MaxPosition(torch.full_like(chosen[layer][:, :1], -1))]
+            for head, name in enumerate(names):
+                mean = self.mean_patterns[layer][head][:n_pos, :n_pos]
+                if name == "max_position":
+                    rules.append(MaxPosition(chosen[layer][:, head : head + 1]))
+                elif name == "specific_position":
+                    least = share * mean.amax(dim=-1, keepdim=True)
+                    rules.append(_by_position((mean >= least) & (mean > 0), real))
+                elif name == "global":
+                    rules.append(_by_position(mean > 0, real))  # every key that is allowed
+                elif name != "own_position":
+                    rules.append(MaxPosition(attended[layer][:, head : head + 1]))
+            layers.append(rules)
+        return layers
+
+    def to_frame(self) -> "pd.DataFrame":
+        """One row for each layer and head: its mechanism, and the damage of every ideal.
+
+        Behind these, for every ideal, are the error of its damage (``error_global``, ...) and the
+        number of sequences on which it was measured (``replaced_global``, ...; 0: estimated).
+        """
+        import pandas as pd
+
+        rows = []
+        for layer, names in enumerate(self.mechanisms()):
+            for head, name in enumerate(names):
+                row = {"layer": layer, "head": head, "mechanism": name}
+                for prefix in ("", "error_", "replaced_"):
+                    values = getattr(self, prefix[:-1] or "damage")[layer][head].tolist()
+                    row |= {prefix + i: v for i, v in zip(self.ideals, values, strict=True)}
+                rows.append(row)
+        return pd.DataFrame(rows)
+
+    def plot(self) -> "go.Figure":
+        """The damage of every head in every ideal, on a logarithmic scale."""
+        import plotly.express as px
+
+        damage = torch.cat(self.damage).clamp(min=1e-6).log10()
+        labels = [f"{i}.{h}" for i, layer in enumerate(self.damage) for h in range(len(layer))]
+        return px.imshow(
+            damage.numpy(),
+            x=list(self.ideals),
+            y=labels,
+            labels={"x": "idealised pattern", "y": "layer.head", "color": f"log10 {self.metric}"},
+            title="What the output loses",
+        )
+
+
+def _by_position(reads: Bool[Tensor, "pos key"], real: Bool[Tensor, "batch pos"]) -> Rule:
+    """Fixed keys, of those that each sequence has."""
+    if real.all():
+        return SpecificPositions(reads)
+    keys = torch.arange(reads.shape[1])
+    return MaxPosition(torch.where(reads & real[:, None, None, : len(keys)], keys, -1))
