@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from infoflow_lens.foundation import plugins
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.tasks.aggregation import GlobalMean, PositionSum
@@ -35,9 +36,26 @@ _TASKS: dict[str, type[Task]] = {
 }
 
 
+GROUP = "infoflow_lens.tasks"  # of entry points, by which other packages add tasks
+
+
 def list_tasks() -> tuple[str, ...]:
-    """The names that :func:`load_task` knows."""
-    return tuple(_TASKS)
+    """The names that :func:`load_task` knows, with those that other packages add.
+
+    Raises:
+        InfoFlowError: if two packages add the same name.
+    """
+    return (*_TASKS, *plugins.found(GROUP, _TASKS))
+
+
+def _task_of(name: str) -> type[Task]:
+    if name in _TASKS:
+        return _TASKS[name]
+    others = plugins.found(GROUP, _TASKS)
+    if name not in others:
+        raise InfoFlowError(f"unknown task {name!r}{nearest(name, list_tasks())}")
+    task: type[Task] = plugins.loaded(others[name], Task)
+    return task
 
 
 def load_task(name: str, **parameters: Any) -> Task:
@@ -52,9 +70,7 @@ def load_task(name: str, **parameters: Any) -> Task:
     Raises:
         InfoFlowError: for an unknown name or parameter, with the nearest known one.
     """
-    if not isinstance(name, str) or name not in _TASKS:
-        raise InfoFlowError(f"unknown task {name!r}{nearest(name, _TASKS)}")
-    task = _TASKS[name]
+    task = _task_of(name)
     known = [field.name for field in fields(task)]
     for parameter in parameters:
         if parameter not in known:

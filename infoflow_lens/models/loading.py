@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from infoflow_lens.foundation.checks import check_device
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
@@ -104,7 +105,7 @@ def load_any(
     if backend not in BACKENDS:
         raise InfoFlowError(f"backend is {backend!r}{nearest(str(backend), BACKENDS)}")
     wanted = _dtype(dtype)
-    _check_device(device)
+    check_device(device)
     folder = Path(name).expanduser()
     is_folder = folder.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if is_folder:
@@ -138,19 +139,6 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if label not in DTYPES:
         raise InfoFlowError(f"dtype is {label!r}{nearest(label, DTYPES)}")
     return DTYPES[label]
-
-
-def _check_device(device: str) -> None:
-    try:
-        kind = torch.device(device).type
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InfoFlowError(
-            f"device {device!r} cannot be used here ({_first_line(error)}): expected cpu, or an "
-            "accelerator that this PyTorch sees, such as cuda:0"
-        ) from error
-    if kind == "meta":
-        raise InfoFlowError("device 'meta' holds no numbers: expected cpu, or an accelerator")
 
 
 def _kind_of_folder(folder: Path) -> Literal["checkpoint", "folder"]:

@@ -356,7 +356,7 @@ def test_options_that_do_not_exist(tmp_path, architecture):
         ),
         ({"dtype": "bfloat"}, "dtype is 'bfloat'.*did you mean 'bfloat16'"),
         ({"dtype": torch.int8}, "dtype is 'int8': expected one of float32"),
-        ({"device": "gpu"}, "device 'gpu' cannot be used here"),
+        ({"device": "gpu"}, "device is 'gpu', which does not answer"),
         ({"device": "meta"}, "'meta' holds no numbers"),
     ]:
         with pytest.raises(InfoFlowError, match=message):

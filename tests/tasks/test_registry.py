@@ -22,3 +22,18 @@ def test_every_listed_task_loads_with_its_defaults():
 def test_unknown_names_suggest_the_nearest(name, parameters, message):
     with pytest.raises(InfoFlowError, match=message):
         load_task(name, **parameters)
+
+
+def test_packages_add_tasks_by_entry_points(tmp_path, monkeypatch):
+    package = tmp_path / "yours-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: yours\nVersion: 1.0\n")
+    entries = "mine = infoflow_lens.tasks.d_retrieval:DRetrieval\nbroken = no_such_module:Task\n"
+    (package / "entry_points.txt").write_text("[infoflow_lens.tasks]\n" + entries)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert list_tasks()[-2:] == ("mine", "broken")
+    assert load_task("mine", n_tokens=5).sample(3, seed=0)[0].shape == (3, 5, 4)
+    with pytest.raises(InfoFlowError, match="did you mean 'n_tokens'"):
+        load_task("mine", n_token=5)
+    with pytest.raises(InfoFlowError, match=r"'broken' of infoflow_lens\.tasks cannot be imported"):
+        load_task("broken")
