@@ -24,7 +24,7 @@ from infoflow_lens.hooks.model.shown import state_hooks, state_sum
 from infoflow_lens.hooks.passes.own import AllSeenError
 
 # the largest tensor of a pass, in numbers: more rows at once are slower on a CPU (caches)
-_ROOM_CPU, _ROOM_GPU = 2**22, 2**26
+_ROOM_CPU, _ROOM_GPU = 2**21, 2**26
 
 
 def rows_at_once(model: nn.Module, n_pos: int, d_model: int, device: torch.device) -> int:

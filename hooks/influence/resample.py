@@ -14,7 +14,6 @@ from infoflow_lens.hooks.influence.base import StateInfluence, tolerance
 from infoflow_lens.hooks.influence.rerun import (
     KeysAndValues,
     Rerun,
-    at_places,
     rows_at_once,
     start_point,
 )
@@ -154,6 +153,9 @@ class ResampleInfluence(StateInfluence):
         n_source, n_donors = start.shape[1], len(donated)
         influence = torch.zeros(n_layers, batch, place.shape[1], n_source)
         rows = self.chunk_size or rows_at_once(rerun.model, n_pos, d_model, start.device)
+        rounding = [
+            _ROUNDING * torch.finfo(state.dtype).eps * state.float().norm(dim=-1) for state in plain
+        ]
         for sources, sequences, end in self._groups(lengths, place, n_donors, rows, cache):
             first = sources[0] if cache is not None else 0
             here = place[sequences] - first
@@ -173,13 +175,13 @@ class ResampleInfluence(StateInfluence):
                 before = None if cache is None else cache.before(which, first)
                 values = rerun(changed, which, before)
                 for layer, value in enumerate(values):
-                    now = at_places(value, here[each[part, 2]])
-                    then = at_places(
-                        plain[layer][which.to(value.device), first:end], here[each[part, 2]]
+                    at = which.to(value.device)
+                    gap = (value - plain[layer][at, first:end]).float().norm(dim=-1)
+                    rounding = (
+                        _ROUNDING * torch.finfo(value.dtype).eps * sizes[layer][at, first:end]
                     )
-                    gap, size = ((now - then).float().norm(dim=-1), then.float().norm(dim=-1))
-                    rounding = _ROUNDING * torch.finfo(value.dtype).eps * size
-                    moved[layer, part] = gap.masked_fill(gap <= rounding, 0).cpu()
+                    gap = gap.masked_fill(gap <= rounding, 0).cpu()
+                    moved[layer, part] = gap.gather(1, here[each[part, 2]].clamp(min=0))
             moved = moved.view(n_layers, len(sources), n_donors, len(sequences), -1)
             joined = self._joined(moved)  # [layer, source, sequence, asked]
             reached = (here >= 0).float()  # earlier positions were not computed: they are the same
