@@ -177,10 +177,7 @@ class ResampleInfluence(StateInfluence):
                 for layer, value in enumerate(values):
                     at = which.to(value.device)
                     gap = (value - plain[layer][at, first:end]).float().norm(dim=-1)
-                    rounding = (
-                        _ROUNDING * torch.finfo(value.dtype).eps * sizes[layer][at, first:end]
-                    )
-                    gap = gap.masked_fill(gap <= rounding, 0).cpu()
+                    gap = gap.masked_fill(gap <= rounding[layer][at, first:end], 0).cpu()
                     moved[layer, part] = gap.gather(1, here[each[part, 2]].clamp(min=0))
             moved = moved.view(n_layers, len(sources), n_donors, len(sequences), -1)
             joined = self._joined(moved)  # [layer, source, sequence, asked]
