@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _RERUN_TOLERANCE = 1e-3
 _RERUN_TOLERANCE_HALF = 5e-2  # bfloat16 has 8 bits, and batched kernels round differently
-_ROUNDING = 4.0  # influence below so many times the type's precision is rounding [chosen]
+_ROUNDING = 4.0  # times the precision of the dtype: smaller influence is rounding [chosen]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -170,13 +170,13 @@ def holding(influence: Float[Tensor, "*state source"], share: float) -> Tensor:
     energy = influence.double().square()
     energy, order = energy.sort(dim=-1, descending=True, stable=True)
     held = energy.cumsum(dim=-1)
-    # a source enters while those before it do not hold enough; sums of equals round
+    # take sources until their energy is enough; the factor allows for rounding in sums of equals
     needed = (held - energy < share * (1 - 1e-9) * held[..., -1:]) & (energy > 0)
     return torch.zeros_like(needed).scatter(-1, order, needed)
 
 
 class StateInfluence(Probe[InfluenceResult]):
-    """What measures of influence share: states as a function of the tokens, in passes of their own.
+    """The base of influence probes: states as a function of the tokens, in passes of their own.
 
     These passes run without your hooks, so that hooks which store or count see nothing of them, and
     must reproduce the states of the pass that you made: if a hook of yours changes them, this is
@@ -300,7 +300,7 @@ class StateInfluence(Probe[InfluenceResult]):
         self._n_positions = max(self._n_positions, n_pos)
 
     def _check_start(self, seen: Pass, start: Tensor) -> None:
-        """Repeated passes begin with what was seen at the start, so they would hide an edit there.
+        """Refuse a hook that edits the sources: repeated passes begin with the edited values.
 
         Raises:
             InfoFlowError: naming the hook point.

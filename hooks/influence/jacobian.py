@@ -11,7 +11,7 @@ from infoflow_lens.foundation.checks import check_integer, check_seed
 from infoflow_lens.hooks.influence.base import StateInfluence
 from infoflow_lens.hooks.influence.rerun import Rerun, at_places, rows_at_once
 
-_DIRECTIONS_AT_ONCE = 16  # fewer sequences at a time before fewer directions than these
+_DIRECTIONS_AT_ONCE = 16  # if memory is short, reduce the sequences in a pass down to this
 
 
 class JacobianInfluence(StateInfluence):
@@ -174,7 +174,7 @@ class JacobianInfluence(StateInfluence):
                     continue
                 energy = energy * d_model  # each of them estimates the squared norm
                 squares[i, :, rows] = mean = energy.mean(dim=1)
-                # without replacement, as it were: d orthogonal directions leave no error
+                # orthogonal directions are a sample without replacement: all d of them are exact
                 variance = energy.var(dim=1) / m * (1 - m / d_model)
                 known = (mean > 0) & (place >= 0)[:, :, None]
                 errors[i, 0] += (variance[known] / (4 * mean[known])).sum()  # of the root

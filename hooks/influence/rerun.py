@@ -23,7 +23,7 @@ from infoflow_lens.hooks.model.points import (
 from infoflow_lens.hooks.model.shown import state_hooks, state_sum
 from infoflow_lens.hooks.passes.own import AllSeenError
 
-# the largest tensor of a pass, in numbers: more rows at once are slower on a CPU (caches)
+# numbers in the largest tensor of a pass: on a CPU, larger passes leave the caches and are slower
 _ROOM_CPU, _ROOM_GPU = 2**21, 2**26
 
 
@@ -35,9 +35,10 @@ def rows_at_once(model: nn.Module, n_pos: int, d_model: int, device: torch.devic
 
 
 class KeysAndValues:
-    """Keys and values of a pass, in the place of the cache that a HookedTransformer generates with.
+    """Keys and values of a pass, with the interface of TransformerLens's key-value cache.
 
-    Empty, it records; :meth:`before` has the first positions of some sequences, and grows no more.
+    A new one records what a pass computes; :meth:`before` gives a fixed one that holds the first
+    positions of some sequences.
     """
 
     def __init__(self, batch: int) -> None:
@@ -184,10 +185,10 @@ class Rerun:
     def recording(
         self, start: Float[Tensor, "batch position d_source"]
     ) -> tuple[tuple[Tensor, ...], KeysAndValues | None]:
-        """The states, and what later passes can share: None where nothing can be shared.
+        """The states, and the keys and values that later passes can share, or None.
 
-        Positions before a replaced source need no second pass in a causal model. Whether it is one
-        is seen in its scores.
+        In a causal model the positions before a replaced source need not be computed again. The
+        scores show whether the model is causal.
         """
         if self.runs_whole or start_point(self.model, self.source_layer) == TOKENS:
             return self(start), None

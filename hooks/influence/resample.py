@@ -20,7 +20,7 @@ from infoflow_lens.hooks.influence.rerun import (
 from infoflow_lens.hooks.model.points import check_inputs, run_catching
 from infoflow_lens.hooks.passes.view import Needs
 
-_ROUNDING = 8.0  # a state that moves by fewer of its last digits has not moved [chosen]
+_ROUNDING = 8.0  # times the precision of the dtype: smaller changes are rounding [chosen]
 
 
 class ResampleInfluence(StateInfluence):
@@ -122,7 +122,7 @@ class ResampleInfluence(StateInfluence):
             donated = run_catching(model, self.donors.to(device), [name])[1][name]
             if self.replacement == "mean":
                 donated = donated.float().mean(dim=0, keepdim=True).to(donated.dtype)
-            # hooks of the user's may do another thing in every pass
+            # hooks of the user may differ from pass to pass
             self._donated = None if self.through_hooks else donated
         n_source = start.shape[1]
         if donated.shape[1] < n_source or donated.shape[2:] != start.shape[2:]:

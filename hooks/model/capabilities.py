@@ -336,7 +336,7 @@ def _parallel(found: Mapping[str, Tensor], edits: Mapping[str, _Edited]) -> bool
 
 
 def _stays(found: Mapping[str, Tensor], edited: _Edited) -> bool:
-    """Whether an edit of hook_resid_mid is in the stream behind the block, beside the MLP's answer.
+    """Whether an edit of hook_resid_mid stays in the residual stream, besides changing the MLP.
 
     Bridges call by that name what their MLP reads: an edit moves the MLP's answer alone.
     """

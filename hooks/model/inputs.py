@@ -69,9 +69,9 @@ class Batches:
     """Sequences in their own order, in batches of at most so many.
 
     Attributes:
-        n_sequences: how many; None for a loader whose end nobody knows.
-        longest: tokens of the longest; None where nobody knows.
-        shortest: tokens of the shortest; 1 where nobody knows.
+        n_sequences: how many; None for a loader of unknown length.
+        longest: tokens of the longest; None if unknown.
+        shortest: tokens of the shortest; 1 if unknown.
     """
 
     def __init__(
@@ -375,7 +375,7 @@ def local_window(model: nn.Module) -> int:
     cfg: Any = getattr(model, "cfg", None)
     if getattr(cfg, "use_local_attn", False):
         return int(getattr(cfg, "window_size", None) or 0)
-    # the config of a bridge is silent; that of the model behind it is not
+    # the config of a bridge does not say; that of the model it wraps does
     behind: Any = getattr(getattr(model, "original_model", None), "config", None)
     if not getattr(behind, "use_sliding_window", True):
         return 0

@@ -272,7 +272,7 @@ def run_probes(
             probe.check(n_fit, n_evaluate, key_count(model, max(longest)))
     counts = [part.n_sequences for _, part in parts]
     total = None if None in counts else sum(count or 0 for count in counts)
-    # hooks of the user's may stand where no probe looks
+    # hooks of the user may stand behind the last hook point that probes read
     has_other_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     with (
         eval_mode(model),

@@ -60,7 +60,7 @@ class Weights:
                 "step, load_state_dict or another dtype, say): expected one model for each result; "
                 "attach a new probe after each change"
             )
-        self._marks = self._look()  # moved, or written with the same numbers
+        self._marks = self._look()  # the tensors moved, or were written with the same numbers
 
     def changed_unseen(self) -> bool:
         """Whether weights were written past PyTorch's counters."""

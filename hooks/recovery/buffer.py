@@ -1,4 +1,4 @@
-"""Rows that wait until there are enough of them for one product."""
+"""Rows that are kept until there are enough of them for one matrix product."""
 
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -30,11 +30,10 @@ class Rows:
 
 @dataclass
 class RowBuffer:
-    """Statistics that take rows in when about `capacity` of them have come together.
+    """Regression statistics, with rows that wait until there are about `capacity` of them.
 
-    Accumulators of maps are large, so adding to them is what costs. Rows are taken in by whole
-    sequences, as soon as these have `capacity` rows, so what is added at a time does not depend on
-    the batches in which they came.
+    The sums are large, so each addition is expensive. Rows are added in whole sequences as soon as
+    these have `capacity` rows together. So the result does not depend on the size of the batches.
 
     Attributes:
         capacity: rows.
@@ -57,7 +56,7 @@ class RowBuffer:
             self.waiting.append(rows)
 
     def settle(self, everything: bool = False) -> None:
-        """Take in what is enough, or everything. What memory runs out on still waits."""
+        """Add waiting rows to the statistics. If memory runs out, they go on waiting."""
         while self.waiting:
             taken, count = [], 0
             for rows in self.waiting:

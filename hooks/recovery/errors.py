@@ -42,7 +42,7 @@ def held_out_errors(
     n = torch.tensor([float(block.n) for block in present], dtype=torch.float64)[:, None, None]
     error = torch.stack([block.error_sums(fit, groups).cpu() for block in present])
     moment = torch.stack([block.moment_sums(groups).cpu() for block in present])
-    # sums about one point: that of the first block
+    # every block has sums about a point of its own; move them to that of the first block
     point = present[0].shift_y.cpu()
     sums, squares = [], []
     for block in present:
@@ -55,7 +55,7 @@ def held_out_errors(
     def scales(pick: "Picked") -> tuple[Tensor, Tensor]:
         second = pick(moment)
         variance = pick(square) - pick(sum_y).square() / pick(n)
-        # the difference of two sums of that size is rounding, and no variance at all
+        # a difference this small beside the two sums is a rounding error, not a variance
         constant = variance.sum(-1) <= CONSTANT * second.sum(-1)
         return second, variance.masked_fill(constant[..., None], 0)
 
@@ -109,7 +109,7 @@ def _sketch_error(
     ratio: Float[Tensor, " group"],
     d_target: int,
 ) -> Float[Tensor, " group"]:
-    """Of a ratio of sums over some random directions, as an estimate of the ratio over all.
+    """Standard error of a ratio that is estimated from some random directions of the target.
 
     The directions are orthonormal, like a sample without replacement, which is exact when it is
     whole.

@@ -38,7 +38,7 @@ class Maps:
     def first_shown(
         self, added: list[tuple[int, Rows]], order: Int[Tensor, " row"], n_groups: int
     ) -> Shown:
-        """Of rows for the buffers, those held-out ones that are still wanted for `shown`.
+        """The held-out rows among these that `shown` still has room for.
 
         Args:
             added: with the index of the buffer; 0 is for fitting.

@@ -27,7 +27,7 @@ from infoflow_lens.hooks.recovery.targets import (
     sketch_matrix,
 )
 
-_BLOCKS, _BLOCK_BYTES = 8, 2**28  # intervals by default where they take at most so much memory
+_BLOCKS, _BLOCK_BYTES = 8, 2**28  # the default, if the blocks need at most this memory
 
 
 class RecoveryProbe(Probe[RecoveryResult]):
@@ -156,7 +156,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
             points=self._targets.points(model),
         )
 
-    # Taking a pass in: what waits is settled first, since that alone can run out of memory
+    # Waiting rows are added first: only that can run out of memory, and then nothing is half done
 
     def update(self, seen: Pass) -> None:
         """Add the rows of a pass."""

@@ -89,7 +89,7 @@ class RowMaker:
             groups += self._control_keys(seen, keys, allowed, before)
         if self.source != "head":
             return LayerRows([state], [torch.cat(groups, dim=-1)], valid, keys, n_heads)
-        # what has an entry for each (head, rank) is split, what is common to all is not
+        # groups with one entry for each (head, rank) are split by head; others belong to every head
         by_head = [
             torch.cat(
                 [

@@ -10,9 +10,9 @@ from torch.nn.functional import embedding_bag
 from infoflow_lens.hooks.recovery.regression import LinearFit, NormalEquations, Ridge
 
 CONSTANT = 1e-12  # a variance below this share of the second moment is rounding
-_WIDE = 128  # targets of so many entries: adding up features first is cheaper than copying targets
+_WIDE = 128  # from this many entries of a target on, summing features first is cheaper
 _GATHERED = 2**21  # entries of targets that are copied at a time
-_SMALL = 2**14  # entries of the accumulator: float64 products of so few cost next to nothing
+_SMALL = 2**14  # accumulators of at most this many entries are multiplied in float64
 _SOLVED = 2**23  # entries of maps that are solved for at a time
 
 ALL = slice(None)
@@ -138,10 +138,10 @@ class RegressionStatistics:
             self._groups_done = min(first + step, n_groups)
 
     def _add_distinct(self, x: Tensor, values: Tensor, chosen: Tensor) -> None:
-        """X^T (S E) as (S^T X)^T E, over the values that were chosen at all.
+        """Add X^T (S E), computed as (S^T X)^T E over the values that some row chose.
 
-        Many rows choose the same value: with causal attention about half of the values, spread at
-        random, are chosen by no row.
+        S selects values E for the rows X. Many rows choose the same value, and with causal
+        attention about half of the values are chosen by no row.
         """
         ordered, rows = chosen.T.sort(dim=1)  # [group, row]
         starts = torch.ones_like(ordered, dtype=torch.bool)
@@ -258,7 +258,7 @@ class RegressionStatistics:
         """Mean over these rows of ||y - mean||^2, for every group."""
         second_moment = self.second_moment()
         variance = (self.squares / self.n - (self.sum_y / self.n).square()).sum(dim=1)
-        # the difference of two sums of that size is rounding, and no variance at all
+        # a difference this small beside the two sums is a rounding error, not a variance
         return torch.where(variance > CONSTANT * second_moment, variance, 0)
 
     @property

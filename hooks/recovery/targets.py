@@ -17,7 +17,7 @@ Target: TypeAlias = str | tuple[str, int] | Tensor | Callable[[Tensor], Tensor]
 
 SOURCES = ("post_attention", "resid_post", "head")
 CONTROLS = ("random", "shuffled", "self")
-_MOST_CLASSES = 4096  # of a vocabulary that nobody stated
+_MOST_CLASSES = 4096  # of a vocabulary, unless the user names its tokens
 
 
 def check_controls(controls: bool | Sequence[str]) -> tuple[str, ...]:
@@ -214,6 +214,6 @@ def random_keys(
         drawn[row, :length] = torch.rand(length, generator=generator, dtype=torch.float64)
     count = allowed.sum(dim=-1)
     wanted = (drawn.to(allowed.device) * count).long().clamp(max=(count - 1).clamp(min=0))
-    # the wanted-th allowed key is the first with so many allowed keys before it
+    # allowed key number `wanted` is the first one at which the count of allowed keys reaches it
     place = (allowed.cumsum(dim=-1) == (wanted + 1)[..., None]).to(torch.uint8).argmax(dim=-1)
     return place.masked_fill(count == 0, -1)
