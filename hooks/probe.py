@@ -124,8 +124,8 @@ class Probe(ABC, Generic[ResultT]):
         """Refuse data that this probe cannot work on, before any forward pass.
 
         Args:
-            n_fit: sequences to fit on; None where nobody knows.
-            n_evaluate: sequences held out; None where nobody knows.
+            n_fit: sequences to fit on; None if unknown.
+            n_evaluate: sequences held out; None if unknown.
             n_keys: keys that a query has at most.
 
         Raises:

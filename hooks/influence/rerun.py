@@ -102,7 +102,7 @@ class Rerun:
         source_layer: None for the tokens, else the layer whose resid_pre is the source.
         layers: whose states are wanted.
         state: "post_attention" or "resid_post".
-        tokens: the ids of the sequences, for passes that run whole; None where nobody knows.
+        tokens: the ids of the sequences, for passes that run whole; None if unknown.
         real: which positions are no padding; None where nothing is padded.
     """
 
