@@ -1,0 +1,47 @@
+"""Configurations of models by name or folder, read without their weights."""
+
+from pathlib import Path
+from typing import Any
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.names import nearest
+from infoflow_lens.theory.shapes import ModelShape, shape_of
+
+
+def shape_of_named(name: str) -> ModelShape:
+    """The shape of a model by name: nothing but its config is read.
+
+    Args:
+        name: a folder, a ``config.json``, a checkpoint of ours, a name on the Hugging Face hub that
+            is in the local cache or can be reached, or a kind of model that transformers knows,
+            such as gpt2, for its default configuration.
+
+    Raises:
+        InfoFlowError: for what is none of these.
+    """
+    path = Path(name)
+    if path.exists():
+        return shape_of(path)
+    if path.suffix == ".json":
+        raise InfoFlowError(f"there is no file {name!r}: expected a config.json")
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    config: Any = None
+    reason = ""
+    try:
+        config = AutoConfig.from_pretrained(name, local_files_only=name in CONFIG_MAPPING_NAMES)
+    except Exception as error:  # of the hub, of the network, of a file
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else "no reason"
+    if config is None and name in CONFIG_MAPPING_NAMES:
+        from transformers import CONFIG_MAPPING
+
+        config = CONFIG_MAPPING[name]()
+        config.name_or_path = f"{name} (the default configuration of transformers)"
+    if config is None:
+        raise InfoFlowError(
+            f"{name!r} is no folder and its config cannot be loaded ({reason}): expected a folder "
+            f"with a config.json, a name on the hub, or a kind of model"
+            f"{nearest(name, ['gpt2', 'llama', 'mistral', 'bert', 'gpt_neo', 'gemma2', 'qwen2'])}"
+        )
+    return shape_of(config)
