@@ -8,6 +8,7 @@ import typer
 from infoflow_lens.commands.common import AsJson, Quiet
 from infoflow_lens.commands.common import integers as _integers
 from infoflow_lens.commands.common import reported as _reported
+from infoflow_lens.commands.design import design
 from infoflow_lens.commands.estimate import estimate
 
 app = typer.Typer(
@@ -387,6 +388,7 @@ def constructions() -> None:
 
 
 app.command(short_help="What an architecture must pay for a task, before training.")(estimate)
+app.command(short_help="The smallest architectures that the theory allows for a task.")(design)
 
 
 def main() -> None:

@@ -128,11 +128,11 @@ class Target(RetrievalTask):
     line as ``module:name``.
 
     Example:
-        >>> closest = Component(2, lambda x: x.diff(dim=-2).norm(dim=(-2, -1)), True,
-        ...                     extremum="min", tuples=((0, 1), (0, 2), (1, 2)))
+        >>> closest = Component(2, lambda x: x.diff(dim=-2).norm(dim=(-2, -1)), symmetric=True,
+        ...                     extremum="min", distinct=True)
         >>> target = Target(components=(closest,), n_tokens=3, d_token=2)
         >>> target.comparison.dimension, target.comparison.number(3, "paper")
-        (2, 2)
+        (2, 5)
 
     Attributes:
         components: what is retrieved; arities may be mixed.

@@ -59,7 +59,7 @@ def invoke(*arguments):
 def test_estimate_prints_a_verdict():
     result = invoke("d_retrieval", "--heads", "3", "--components", "4", "--tokens", "64")
     assert result.exit_code == 0
-    assert "max-position retrieval alone is excluded" in " ".join(result.output.split())
+    assert "max-position retrieval alone: excluded, proved" in " ".join(result.output.split())
     assert "Because" in result.output
     assert "Mind" in result.output
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -32,13 +32,14 @@ class Component:
     """One thing that a target retrieves: the tuple of tokens with the largest score.
 
     Attributes:
-        arity: length of the tuples; positions may repeat.
+        arity: length of the tuples.
         score: from tokens [..., arity, d_token] to scores [...].
         symmetric: whether the order in a tuple does not matter.
         positions: the positions that it looks at; None for all.
         extremum: "max" for the tuple with the largest score, "min" for the smallest.
         rank: 1 for the best, k for the k-th best; above 1 for arity 1 only.
         tuples: the tuples that are compared, where they are not all of an arity; None for all.
+        distinct: whether the positions of a tuple must differ; as in the papers they may repeat.
 
     Raises:
         InfoFlowError: for values out of range.
@@ -51,6 +52,7 @@ class Component:
     extremum: Literal["max", "min"] = "max"
     rank: int = 1
     tuples: tuple[tuple[int, ...], ...] | None = None
+    distinct: bool = False
 
     def __post_init__(self) -> None:
         for name in ("arity", "rank"):
@@ -86,6 +88,8 @@ class Component:
         n = n_tokens if self.positions is None else len(self.positions)
         if self.rank > 1:
             return math.comb(n, min(self.rank, n - self.rank + 1))
+        if self.distinct:
+            return math.perm(n, self.arity) if ordered else math.comb(n, self.arity)
         return int(n**self.arity) if ordered else math.comb(n + self.arity - 1, self.arity)
 
 
@@ -102,10 +106,17 @@ def component_tuples(n_tokens: int, component: Component) -> Int[Tensor, "tuple 
     """The tuples that a component compares."""
     if component.tuples is not None:
         return torch.tensor(component.tuples)
-    if component.positions is not None:
-        places = torch.tensor(component.positions)
-        return places[tuple_indices(len(places), component.arity, component.symmetric)]
-    return tuple_indices(n_tokens, component.arity, component.symmetric)
+    n = n_tokens if component.positions is None else len(component.positions)
+    tuples = tuple_indices(n, component.arity, component.symmetric)
+    if component.distinct:
+        tuples = tuples[all_different(tuples)]
+    return tuples if component.positions is None else torch.tensor(component.positions)[tuples]
+
+
+def all_different(tuples: Int[Tensor, "*batch arity"]) -> Bool[Tensor, "*batch"]:
+    """Whether no position of a tuple repeats."""
+    ordered = tuples.sort(dim=-1).values
+    return (ordered[..., 1:] != ordered[..., :-1]).all(dim=-1)
 
 
 def best_tuples(

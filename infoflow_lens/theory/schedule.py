@@ -21,6 +21,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.theory.comparison import (
     Component,
+    all_different,
     component_tuples,
     least,
     tuple_indices,
@@ -311,7 +312,10 @@ def best_inside(
     sequences = torch.arange(len(x))[:, None, None, None]
     chunk = max(1, _MOST_SCORES_AT_ONCE // (sizes.numel() * component.arity))
     for part in tuples.split(chunk):
-        scores = component.preference(x[sequences, index[:, :, part]])
+        positions = index[:, :, part]
+        scores = component.preference(x[sequences, positions])
+        if component.distinct:
+            scores = scores.masked_fill(~all_different(positions), -torch.inf)
         best = torch.maximum(best, scores.amax(dim=-1))
     return best.masked_fill(sizes == 0, -torch.inf)
 
@@ -337,6 +341,8 @@ def _pair_scores(
     keys = x.unsqueeze(1).expand(-1, n_tokens, -1, -1)
     pair = [keys, queries] if reverse else [queries, keys]
     scores = component.preference(torch.stack(pair, dim=-2))
+    if component.distinct:
+        scores = scores.masked_fill(torch.eye(n_tokens, dtype=torch.bool), -torch.inf)
     if component.positions is not None:
         inside = torch.zeros(n_tokens, dtype=torch.bool)
         inside[list(component.positions)] = True
@@ -485,10 +491,15 @@ def shared_positions(
 
 
 def tuple_holders(n_tokens: int, rests: Sequence[Sequence[int]]) -> list[int]:
-    """A token of its own for each tuple, one of its last where that is free [chosen]."""
+    """A token for each tuple, one of its last where that is free [chosen].
+
+    Where there are more tuples than tokens, tokens hold several.
+    """
     taken: set[int] = set()
     holders = []
     for rest in rests:
+        if len(taken) == n_tokens:
+            taken = set()
         free = next((p for p in sorted(rest, reverse=True) if p not in taken), None)
         if free is None:
             free = next(p for p in range(n_tokens) if p not in taken)

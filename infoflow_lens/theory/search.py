@@ -8,7 +8,7 @@ tried, and of the partial schedules those are kept that no other one beats.
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from infoflow_lens.theory.schedule import (
     Specific,
     cover_size,
     shared_positions,
+    tuple_holders,
 )
 
 _MOST_KEPT = 400  # partial schedules of a layer in the full search
@@ -101,7 +102,7 @@ class _State(NamedTuple):
 
     @property
     def progress(self) -> tuple[int, ...]:
-        return self[:_N_PROGRESS]
+        return cast(tuple[int, ...], self[:_N_PROGRESS])
 
     @property
     def costs(self) -> tuple[float, ...]:
@@ -128,7 +129,10 @@ def _kinds(components: Sequence[Component], n_tokens: int, causal: bool) -> _Kin
     for index in groups["listed"]:
         shared, rests = shared_positions(components[index])
         common = max(common, len(shared))
-        rest = max(rest, max(map(len, rests)))
+        held: dict[int, set[int]] = {}
+        for holder, row in zip(tuple_holders(n_tokens, rests), rests, strict=True):
+            held.setdefault(holder, {holder}).update(row)
+        rest = max(rest, max(map(len, held.values())))
     ordered = any(not components[i].symmetric for i in groups["pair"])
     return _Kinds(
         singles=tuple(groups["single"]),
