@@ -5,6 +5,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from infoflow_lens.commands.certify import certify
 from infoflow_lens.commands.common import AsJson, Quiet
 from infoflow_lens.commands.common import integers as _integers
 from infoflow_lens.commands.common import reported as _reported
@@ -388,6 +389,9 @@ def constructions() -> None:
 
 
 app.command(short_help="What an architecture must pay for a task, before training.")(estimate)
+app.command(short_help="Whether one attention layer can fit labelled sequences, with proof.")(
+    certify
+)
 app.command(short_help="The smallest architectures that the theory allows for a task.")(design)
 
 

@@ -76,6 +76,23 @@ def _load(model: nn.Module, data: str, n: int, max_length: int | None, seed: int
     return _from_hub(data)
 
 
+def read_rows(data: str) -> Any:
+    """A dataset from a file of rows or a folder that ``datasets`` has saved.
+
+    Raises:
+        InfoFlowError: for what is neither, or cannot be read.
+    """
+    path = Path(data)
+    if path.is_dir():
+        return _folder(path)
+    if path.suffix not in _TABLES or not path.is_file():
+        raise InfoFlowError(
+            f"there is no file {data!r}: expected a file of rows ({', '.join(_TABLES)}), a saved "
+            "dataset, or a task"
+        )
+    return _table(path)
+
+
 def _table(path: Path) -> Any:
     import datasets
 

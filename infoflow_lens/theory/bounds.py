@@ -412,7 +412,7 @@ def kth_largest_collision(
     averages = torch.cat(
         [(weights.unsqueeze(-1) * value(z)).mean(dim=1), weights.mean(dim=1, keepdim=True)], dim=1
     )
-    side, pair = _smallest_shared_cube(averages, len(z), n)
+    side, pair = shared_cube(averages, len(z))
     if pair is None:
         raise InfoFlowError(f"no two of {len(z)} sequences share a cube ({bound.reason})")
     sequences = torch.ones(2, n_tokens, dtype=z.dtype)
@@ -431,12 +431,12 @@ def kth_largest_collision(
     )
 
 
-def _smallest_shared_cube(
-    averages: Float[Tensor, "sequence number"], n_sequences: int, d_head: int
+def shared_cube(
+    numbers: Float[Tensor, "sequence number"], n_sequences: int
 ) -> tuple[float, tuple[int, int] | None]:
-    """The side for which cubes are fewer than sequences, and two sequences that share one."""
-    side = 2 / _cells(n_sequences, d_head + 1)
-    cubes = ((averages + 1) / side).floor()
+    """The side for which cubes of [-1, 1]^k are fewer than sequences, and two that share one."""
+    side = 2 / _cells(n_sequences, numbers.shape[1])
+    cubes = ((numbers + 1) / side).floor()
     seen: dict[tuple[float, ...], int] = {}
     for index, cube in enumerate(map(tuple, cubes.tolist())):
         if cube in seen:

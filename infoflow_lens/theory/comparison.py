@@ -165,7 +165,7 @@ class Branch:
 Node = Leaf | Branch
 
 
-def _postorder(root: Node) -> Iterator[Node]:
+def postorder(root: Node) -> Iterator[Node]:
     """Children before parents, without recursion: a tree may be as deep as it has leaves."""
     stack: list[tuple[Node, bool]] = [(root, False)]
     while stack:
@@ -190,7 +190,7 @@ class ComparisonTree:
 
     def __init__(self, root: Node) -> None:
         self.root = root
-        leaves = [node.positions for node in _postorder(root) if isinstance(node, Leaf)]
+        leaves = [node.positions for node in postorder(root) if isinstance(node, Leaf)]
         if any(len(leaf) == 0 for leaf in leaves):
             raise InfoFlowError("a leaf holds no position: expected at least one in every tuple")
         if len({len(leaf) for leaf in leaves}) > 1:
@@ -263,7 +263,7 @@ class ComparisonTree:
         sequences = torch.arange(len(x))[:, None]
         results: list[Tensor] = []
         made = 0
-        for node in _postorder(self.root):
+        for node in postorder(self.root):
             if isinstance(node, Leaf):
                 results.append(torch.tensor(node.positions).expand(len(x), -1))
                 continue
