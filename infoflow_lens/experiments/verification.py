@@ -150,4 +150,5 @@ def _trained(
     config = TrainingConfig(
         epochs=epochs, batch_size=256, lr=5e-3, warmup_steps=50, weight_decay=0.0, seed=seed
     )
-    return train(build_model(architecture, seed=seed), *data, config, progress=False).nmse
+    model = build_model(architecture, seed=seed)
+    return train(model, data[0], data[1], config, progress=False).nmse

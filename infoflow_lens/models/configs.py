@@ -30,9 +30,16 @@ def shape_of_named(name: str) -> ModelShape:
     config: Any = None
     reason = ""
     try:
-        config = AutoConfig.from_pretrained(name, local_files_only=name in CONFIG_MAPPING_NAMES)
-    except Exception as error:  # of the hub, of the network, of a file
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else "no reason"
+        config = AutoConfig.from_pretrained(name, local_files_only=True)
+    except Exception as error:  # of the hub, of a file
+        reason = _first_line(error)
+    if config is None and name not in CONFIG_MAPPING_NAMES:
+        from huggingface_hub import hf_hub_download
+
+        try:  # without a network, stop at the first attempt
+            return shape_of(hf_hub_download(name, "config.json"))
+        except Exception as error:  # of the hub, of the network
+            reason = _first_line(error)
     if config is None and name in CONFIG_MAPPING_NAMES:
         from transformers import CONFIG_MAPPING
 
@@ -45,3 +52,8 @@ def shape_of_named(name: str) -> ModelShape:
             f"{nearest(name, ['gpt2', 'llama', 'mistral', 'bert', 'gpt_neo', 'gemma2', 'qwen2'])}"
         )
     return shape_of(config)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

@@ -298,19 +298,19 @@ def neighbours(
     options: dict[tuple[int, ...], str] = {}
     for layer, heads in enumerate(candidate.n_heads):
         if heads > 1:
-            fewer = (*candidate.n_heads[:layer], heads - 1, *candidate.n_heads[layer + 1 :])
-            options.setdefault(fewer, f"a head less in layer {layer + 1}")
+            less = (*candidate.n_heads[:layer], heads - 1, *candidate.n_heads[layer + 1 :])
+            options.setdefault(less, f"a head less in layer {layer + 1}")
     if len(candidate.n_heads) > 1:
         for layer in range(len(candidate.n_heads)):
             rest = (*candidate.n_heads[:layer], *candidate.n_heads[layer + 1 :])
             options.setdefault(rest, f"without layer {layer + 1}")
     below = []
-    for heads, change in options.items():
-        shape = _shape(heads, candidate.d_model, task.n_tokens, positional)
+    for fewer, change in options.items():
+        shape = _shape(fewer, candidate.d_model, task.n_tokens, positional)
         found = estimate(shape, task, count=count, verify=verify, seed=seed)
         below.append(
             Neighbour(
-                heads,
+                fewer,
                 candidate.d_model,
                 change,
                 found.verdict,

@@ -19,9 +19,10 @@ A certificate holds ``sequences`` (lists of tokens, all of one length and with t
 import json
 import sys
 from collections import defaultdict
+from typing import Any
 
 
-def verify_witness(sequences, labels, witness):  # type: ignore[no-untyped-def]
+def verify_witness(sequences: Any, labels: Any, witness: Any) -> list[str]:
     """What is wrong with a witness, in words; an empty list if it proves that one layer fails.
 
     Args:
@@ -30,8 +31,8 @@ def verify_witness(sequences, labels, witness):  # type: ignore[no-untyped-def]
         witness: entries [sequence, label, integer].
     """
     wrong = _wrong_data(sequences, labels)
-    sums = defaultdict(int)
-    places = defaultdict(int)
+    sums: dict[Any, int] = defaultdict(int)
+    places: dict[Any, int] = defaultdict(int)
     known = set(labels)
     for index, label, value in witness:
         if not isinstance(value, int) or isinstance(value, bool):
@@ -56,7 +57,7 @@ def verify_witness(sequences, labels, witness):  # type: ignore[no-untyped-def]
     return wrong
 
 
-def verify_weights(sequences, labels, weights):  # type: ignore[no-untyped-def]
+def verify_weights(sequences: Any, labels: Any, weights: Any) -> list[str]:
     """What is wrong with a model, in words; an empty list if it is right on every sequence.
 
     Args:
@@ -65,7 +66,7 @@ def verify_weights(sequences, labels, weights):  # type: ignore[no-untyped-def]
         weights: entries [position, token, label, integer]; others are 0.
     """
     wrong = _wrong_data(sequences, labels)
-    table = defaultdict(int)
+    table: dict[Any, int] = defaultdict(int)
     for position, token, label, value in weights:
         if not isinstance(value, int) or isinstance(value, bool):
             wrong.append(f"weight {value!r} is no integer")
@@ -82,7 +83,7 @@ def verify_weights(sequences, labels, weights):  # type: ignore[no-untyped-def]
     return wrong
 
 
-def _wrong_data(sequences, labels):  # type: ignore[no-untyped-def]
+def _wrong_data(sequences: Any, labels: Any) -> list[str]:
     wrong = []
     if not sequences or len(sequences) != len(labels):
         wrong.append(f"{len(sequences)} sequences and {len(labels)} labels")
@@ -93,7 +94,7 @@ def _wrong_data(sequences, labels):  # type: ignore[no-untyped-def]
     return wrong
 
 
-def verify(certificate):  # type: ignore[no-untyped-def]
+def verify(certificate: Any) -> list[str]:
     """What is wrong with a certificate, in words; an empty list if it proves what it says."""
     sequences, labels = certificate.get("sequences", []), certificate.get("labels", [])
     if ("witness" in certificate) == ("weights" in certificate):

@@ -104,8 +104,9 @@ class RoutedError:
     Attributes:
         n_heads: h_1.
         roles: components times sides that each head chooses from.
-        nmse: mean squared error over the variance of the target, after the best constant is added;
-            an error that routed heads can reach, so no bound for others from below.
+        nmse: mean squared error over the variance of the target, by the best affine function of
+            the value that is reached; an error that routed heads can reach, so no bound for others
+            from below.
         low, high: interval of 95%, by resampling sequences.
         held: share of sequences in which CLS holds the best pair of every component.
         n: sequences.
@@ -166,12 +167,12 @@ def routed_error(task: Any, n_heads: int, n: int = 400, seed: int = 0) -> Routed
             values.append(best if component.extremum == "max" else -best)
         reached.append(task.outer_function(torch.stack(values, dim=1)))
         held.append(whole)
-    error = (y - torch.cat(reached)).double()
-    low, high = _interval(error, y.double(), seed)
+    values_reached, y = torch.cat(reached).double(), y.double()
+    low, high = _interval(values_reached, y, seed)
     return RoutedError(
         n_heads=n_heads,
         roles=len(roles),
-        nmse=float(_nmse(error, y.double())),
+        nmse=float(_nmse(values_reached, y)),
         low=low,
         high=high,
         held=float(torch.cat(held).double().mean()),
@@ -179,13 +180,17 @@ def routed_error(task: Any, n_heads: int, n: int = 400, seed: int = 0) -> Routed
     )
 
 
-def _nmse(error: Tensor, y: Tensor) -> Tensor:
-    spread = (y - y.mean(dim=-2, keepdim=True)).square().mean(dim=(-2, -1))
-    return (error - error.mean(dim=-2, keepdim=True)).square().mean(dim=(-2, -1)) / spread
+def _nmse(reached: Tensor, y: Tensor) -> Tensor:
+    """Mean squared error over the variance of y, by the best affine function of what is reached."""
+    reached = reached - reached.mean(dim=-2, keepdim=True)
+    y = y - y.mean(dim=-2, keepdim=True)
+    slope = (reached * y).sum(dim=-2) / reached.square().sum(dim=-2).clamp(min=1e-300)
+    error = y - slope.unsqueeze(-2) * reached
+    return error.square().mean(dim=(-2, -1)) / y.square().mean(dim=(-2, -1))
 
 
-def _interval(error: Tensor, y: Tensor, seed: int) -> tuple[float, float]:
+def _interval(reached: Tensor, y: Tensor, seed: int) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(derived_seed("routed error", seed))
     rows = torch.randint(len(y), (_RESAMPLES, len(y)), generator=generator)
-    values = _nmse(error[rows], y[rows]).sort().values
+    values = _nmse(reached[rows], y[rows]).sort().values
     return float(values[int(0.025 * _RESAMPLES)]), float(values[int(0.975 * _RESAMPLES) - 1])

@@ -8,7 +8,7 @@ tried, and of the partial schedules those are kept that no other one beats.
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -106,7 +106,8 @@ class _State(NamedTuple):
 
     @property
     def costs(self) -> tuple[float, ...]:
-        return self.worst, self.total, self.own, self.shared, self.excl, self.inh
+        sizes = (self.own, self.shared, self.excl, self.inh)
+        return (self.worst, self.total, *map(float, sizes))
 
 
 def _kinds(components: Sequence[Component], n_tokens: int, causal: bool) -> _Kinds:
@@ -369,7 +370,7 @@ class _Problem:
 
 def _undominated(states: Iterable[_State]) -> list[_State]:
     """States for which no other has come as far at no more cost in anything."""
-    best: dict[tuple[float, ...], _State] = {}
+    best: dict[tuple[Any, ...], _State] = {}
     for state in states:  # equal but for the jobs
         best.setdefault(state[:-2], state)
     order = sorted(best.values(), key=lambda s: (s.costs, tuple(-p for p in s.progress)))

@@ -54,7 +54,7 @@ def test_as_many_heads_as_roles_leave_nothing():
 def test_rotations_cannot_be_routed():
     """Every token reaches the same score under a rotation, so none tells its role."""
     found = routed_error(rotations(16), 1)
-    assert found.low > 0.3
+    assert 0.3 < found.low < found.high <= 1.1
     assert found.held < 0.7
 
 
