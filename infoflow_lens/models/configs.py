@@ -12,9 +12,9 @@ def shape_of_named(name: str) -> ModelShape:
     """The shape of a model by name: nothing but its config is read.
 
     Args:
-        name: a folder, a ``config.json``, a checkpoint of ours, a name on the Hugging Face hub that
-            is in the local cache or can be reached, or a kind of model that transformers knows,
-            such as gpt2, for its default configuration.
+        name: a folder, a ``config.json``, a checkpoint of ours, a name in the local cache of the
+            Hugging Face hub, ``owner/name`` that can be reached there, or a kind of model that
+            transformers knows, such as gpt2, for its default configuration.
 
     Raises:
         InfoFlowError: for what is none of these.
@@ -33,10 +33,10 @@ def shape_of_named(name: str) -> ModelShape:
         config = AutoConfig.from_pretrained(name, local_files_only=True)
     except Exception as error:  # of the hub, of a file
         reason = _first_line(error)
-    if config is None and name not in CONFIG_MAPPING_NAMES:
+    if config is None and "/" in name:
         from huggingface_hub import hf_hub_download
 
-        try:  # without a network, stop at the first attempt
+        try:
             return shape_of(hf_hub_download(name, "config.json"))
         except Exception as error:  # of the hub, of the network
             reason = _first_line(error)
@@ -48,7 +48,7 @@ def shape_of_named(name: str) -> ModelShape:
     if config is None:
         raise InfoFlowError(
             f"{name!r} is no folder and its config cannot be loaded ({reason}): expected a folder "
-            f"with a config.json, a name on the hub, or a kind of model"
+            f"with a config.json, owner/name of the hub, or a kind of model"
             f"{nearest(name, ['gpt2', 'llama', 'mistral', 'bert', 'gpt_neo', 'gemma2', 'qwen2'])}"
         )
     return shape_of(config)
