@@ -26,6 +26,7 @@ print("mind:", *proved.flags, sep="\n  - ")
 print("\nwhich (h_1, 4) and T are excluded for one role (x), allowed (o), undecided (.)")
 rows = phase_diagram(task, [(first, 4) for first in range(1, 7)], [16, 32, 64, 128])
 signs = {"excluded for heads of one role": "x", "allowed": "o", "undecided": "."}
+signs["excluded, proved"] = "X"
 for first in range(1, 7):
     row = " ".join(signs[r["verdict"]] for r in rows if r["heads"][0] == first)
     print(f"  h_1 = {first}:  {row}")

@@ -15,6 +15,7 @@ from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.theory.comparison import (
     ComparisonProfile,
     Component,
+    components_profile,
     depth_separation_profile,
     intrinsic_dimension_profile,
     triangle_center_profile,
@@ -91,7 +92,13 @@ class IntrinsicDimension(RetrievalTask):
 
     @property
     def comparison(self) -> ComparisonProfile:
-        """At most D(T^2 - 1) comparisons of pairs."""
+        """At most D(T^2 - 1) comparisons of pairs.
+
+        Among numbers (d = 1) the best pair is one of the largest and smallest, which single tokens'
+        scores find, so that the lower bound over pairs does not hold.
+        """
+        if self.d_token == 1:
+            return components_profile(self.name, self.components)
         return intrinsic_dimension_profile(self.n_components)
 
 

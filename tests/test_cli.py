@@ -89,7 +89,7 @@ def test_the_sweep_prints_and_draws_the_phase_diagram(tmp_path):
     verdicts = {(row["heads"][0], row["n_tokens"]): row["verdict"] for row in summary["rows"]}
     assert set(verdicts) == {(h, t) for h in (1, 2, 3, 4, 5) for t in (8, 16, 32, 64)}
     assert verdicts[3, 64] == "excluded, proved"
-    assert verdicts[3, 8] == "undecided"
+    assert verdicts[3, 8] == "excluded, proved"  # four tokens matter, CLS holds three
     assert verdicts[4, 8] == "allowed"
     assert summary["flags"]
 

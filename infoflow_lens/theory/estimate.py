@@ -180,6 +180,7 @@ def phase_diagram(
     profile, components, reads = _asked(task)
     check_trees(trees)
     needed = {tokens: profile.number(tokens, count) for tokens in n_tokens}
+    active = {tokens: 0 if reads else _seen_active(task, tokens) for tokens in n_tokens}
     rows = []
     for some in heads:
         for tokens in n_tokens:
@@ -190,7 +191,8 @@ def phase_diagram(
             capacity = max_position_capacity(profile, some, tokens, trees)
             verdict: Verdict = "allowed"
             if found.schedule is None:
-                proved = _one_layer_proof(profile, some, tokens) is not None
+                too_small = growth_sizes(some, tokens)[-1][1] < active[tokens]
+                proved = too_small or _one_layer_proof(profile, some, tokens) is not None
                 verdict = "excluded, proved" if proved else _by_counting(capacity, needed[tokens])
             rows.append(
                 {
@@ -202,6 +204,15 @@ def phase_diagram(
                 }
             )
     return rows
+
+
+def _seen_active(task: Any, n_tokens: int) -> int:
+    """The most active tokens of some sampled inputs of T tokens, or of 64 where T is larger."""
+    try:
+        short = replace(task, n_tokens=min(n_tokens, _VERIFIED_AT))
+    except (TypeError, ValueError):  # T follows from other sizes, or a subset does not fit
+        return 0
+    return _Samples(short, 20, 0).largest_active()
 
 
 def _asked(task: Any) -> tuple[ComparisonProfile, tuple[Component, ...], Sequence[int]]:

@@ -7,6 +7,7 @@ from infoflow_lens.tasks import TriangleCenter
 
 from infoflow_lens import Architecture, InfoFlowError, load_task
 from infoflow_lens.theory.comparison import (
+    Component,
     d_retrieval_profile,
     intrinsic_dimension_profile,
     triangle_center_profile,
@@ -18,6 +19,7 @@ from infoflow_lens.theory.estimate import (
     min_heads_at,
     phase_diagram,
 )
+from infoflow_lens.theory.schedule import LayerSchedule, Max, Schedule, run_schedule
 from infoflow_lens.theory.shapes import ModelShape
 
 
@@ -385,3 +387,18 @@ def test_token_tasks_can_be_asked(name, sizes, one_layer, two_layers):
     without = estimate(ModelShape((1, 1), (64, 64), task.n_tokens), task)
     # memorized sequences may be told apart by their words alone, in any order
     assert without.verdict == ("undecided" if name == "memorization" else "excluded, proved")
+
+
+def test_best_pairs_of_numbers_are_not_said_to_be_excluded():
+    """a x y is largest for extreme numbers, which one layer of two heads holds."""
+    task = load_task("intrinsic_dimension", n_tokens=32, d_token=1, n_components=1)
+    ends = tuple(
+        Component(1, lambda x: x[..., 0, 0], symmetric=True, extremum=end) for end in ("max", "min")
+    )
+    x, _ = task.sample(200, 0)
+    layer = LayerSchedule(cls=(Max(0), Max(1)))
+    held = run_schedule(Schedule((layer,)), ends, x).members[-1, :, -1]
+    assert (task.active_index_set(x) <= held).all()
+    for count in ("paper", "proved"):
+        found = estimate(architecture((2,), 32, d_token=1), task, count=count)
+        assert found.verdict != "excluded, proved"
