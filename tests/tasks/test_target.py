@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 import torch
-from infoflow_lens.tasks import Target
+from infoflow_lens.tasks import Target, is_task
 from typer.testing import CliRunner
 
 from infoflow_lens import (
@@ -18,6 +18,7 @@ from infoflow_lens import (
     train,
 )
 from infoflow_lens.cli import app
+from infoflow_lens.experiments.data import read_data
 from infoflow_lens.theory.comparison import Component
 from infoflow_lens.theory.estimate import estimate
 from infoflow_lens.theory.shapes import ModelShape
@@ -224,3 +225,17 @@ def test_tuples_of_different_positions_or_of_listed_ones():
     for task in tasks:
         found = estimate(shape, task)
         assert (found.verdict, found.verified) == ("allowed", 1.0)
+
+
+def test_probes_read_a_target_by_module_and_name(tmp_path, monkeypatch):
+    (tmp_path / "probed.py").write_text(
+        "from infoflow_lens.tasks import Target\n"
+        "from infoflow_lens.theory import Component\n"
+        "task = Target(components=(Component(1, lambda x: x[..., 0, 0]),), n_tokens=5, d_token=2)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    model = build_model(Architecture(n_heads=(1,), d_model=8, d_token=2, n_tokens=5), seed=0)
+    batches = read_data(model, "probed:task", n=7)
+    assert batches.n_sequences == 7
+    assert not is_task("wikitext:train")
+    assert not is_task("no_such_module:task")
