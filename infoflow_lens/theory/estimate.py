@@ -36,7 +36,7 @@ Verdict = Literal["allowed", "excluded, proved", "excluded for heads of one role
 
 _LARGEST_VERIFIED = 128  # longer sequences are verified at 64 tokens
 _VERIFIED_AT = 64
-_MOST_SCORES = 2 * 10**8  # in a verification: some seconds
+_MOST_SCORES = 5 * 10**7  # in a verification: a few seconds
 
 
 @dataclass(frozen=True)
