@@ -11,7 +11,7 @@ task = load_task("intrinsic_dimension", n_tokens=64, d_token=4, n_components=4, 
 for heads in ((4, 4), (2, 4)):
     architecture = Architecture(n_heads=heads, d_model=32, d_token=4, n_tokens=64)
     found = estimate(architecture, task)
-    print(f"heads {heads}: max-position retrieval alone is {found.verdict}")
+    print(f"heads {heads}: max-position retrieval alone: {found.verdict}")
     print(f"  some |I| >= {found.min_information}; |I| <= {found.upper_information} is enough")
     print(f"  parameters between eps^-{found.lower['law']:g} and eps^-{found.upper['law']:g}")
     print(f"  schedule: {found.schedule.describe()}")
@@ -23,9 +23,10 @@ proved = estimate(
 print(f"\nheads (2, 4) by the proved count: {proved.verdict}")
 print("mind:", *proved.flags, sep="\n  - ")
 
-print("\nwhich (h_1, 4) and T are excluded (x), allowed (o), undecided (.)")
+print("\nwhich (h_1, 4) and T are excluded for one role (x), allowed (o), undecided (.)")
 rows = phase_diagram(task, [(first, 4) for first in range(1, 7)], [16, 32, 64, 128])
-signs = {"excluded": "x", "allowed": "o", "undecided": "."}
+signs = {"excluded for heads of one role": "x", "allowed": "o", "undecided": "."}
+signs["excluded, proved"] = "X"
 for first in range(1, 7):
     row = " ".join(signs[r["verdict"]] for r in rows if r["heads"][0] == first)
     print(f"  h_1 = {first}:  {row}")

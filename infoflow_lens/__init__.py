@@ -33,14 +33,17 @@ if TYPE_CHECKING:
     from infoflow_lens.models.host import load_model as load_model
     from infoflow_lens.models.host import save_model as save_model
     from infoflow_lens.models.loading import load_any as load_any
+    from infoflow_lens.tasks import Target as Target
     from infoflow_lens.tasks import dataset_card as dataset_card
     from infoflow_lens.tasks import list_tasks as list_tasks
     from infoflow_lens.tasks import load_task as load_task
+    from infoflow_lens.theory import Component as Component
     from infoflow_lens.theory import InformationSets as InformationSets
     from infoflow_lens.theory import dependence as dependence
     from infoflow_lens.theory import learns as learns
     from infoflow_lens.theory import one_layer_certificate as one_layer_certificate
     from infoflow_lens.theory import propagate as propagate
+    from infoflow_lens.theory.design import design as design
     from infoflow_lens.theory.estimate import estimate as estimate
     from infoflow_lens.training import TrainingConfig as TrainingConfig
     from infoflow_lens.training import train as train
@@ -49,6 +52,7 @@ _HOMES = {
     "Agreement": "agreement",
     "AttendedProbe": "hooks",
     "Architecture": "models.architecture",
+    "Component": "theory",
     "InfoFlowError": "foundation.errors",
     "InfoFlowWarning": "foundation.errors",
     "InformationSets": "theory",
@@ -56,6 +60,7 @@ _HOMES = {
     "PositionsProbe": "hooks",
     "RecoveryProbe": "hooks",
     "ResampleInfluence": "hooks",
+    "Target": "tasks",
     "TrainingConfig": "training",
     "attach": "hooks",
     "build_construction": "models.constructions",
@@ -66,6 +71,7 @@ _HOMES = {
     "coverage_curve": "agreement",
     "dataset_card": "tasks",
     "dependence": "theory",
+    "design": "theory.design",
     "estimate": "theory.estimate",
     "inspect_model": "hooks",
     "learns": "theory",

@@ -1,13 +1,17 @@
 """The command line. Commands import what they need when they run, so that --help is quick."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
-from infoflow_lens.options import options_of
+from infoflow_lens.commands.certify import certify
+from infoflow_lens.commands.common import AsJson, Quiet
+from infoflow_lens.commands.common import reported as _reported
+from infoflow_lens.commands.design import design
+from infoflow_lens.commands.estimate import estimate
+from infoflow_lens.commands.options import options_of
 from infoflow_lens.probing.config import ProbingConfig
 
 app = typer.Typer(
@@ -21,29 +25,11 @@ app = typer.Typer(
 
 
 # Options that several commands have.
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
-AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
 Device = Annotated[str, typer.Option(help="Where to run it: cpu, cuda:0, ...")]
 Dtype = Annotated[str | None, typer.Option(help="float32 (default), bfloat16, float16 or float64.")]
 Backend = Annotated[
     str, typer.Option(help="hooked (TransformerLens 3's HookedTransformer), bridge or auto.")
 ]
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    """Errors as one line and exit status 2; Ctrl-C as a clean stop and exit status 130."""
-    from infoflow_lens.foundation.errors import InfoFlowError
-
-    try:
-        yield
-    except InfoFlowError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt as interrupt:
-        reason = str(interrupt) or "interrupted"
-        typer.echo(f"stopped: {reason}", err=True)
-        raise typer.Exit(130) from None
 
 
 def _show_version(value: bool) -> None:
@@ -330,174 +316,11 @@ def constructions() -> None:
     Console(highlight=False, markup=False).print(table)
 
 
-def _integers(text: str, name: str) -> tuple[int, ...]:
-    """Comma-separated integers."""
-    from infoflow_lens.foundation.errors import InfoFlowError
-
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InfoFlowError(
-            f"{name} is {text!r}: expected integers separated by commas, such as 4,1"
-        ) from None
-
-
-@app.command(short_help="What an architecture must pay for a task, before training.")
-def estimate(
-    task: Annotated[str, typer.Argument(help="A task, such as d_retrieval.")],
-    heads: Annotated[str, typer.Option(help="Heads of each layer, such as 4,1.")],
-    tokens: Annotated[int, typer.Option(help="Tokens in a sequence, T.")] = 64,
-    d_model: Annotated[int, typer.Option(help="Width of the residual stream, E.")] = 32,
-    d_token: Annotated[int | None, typer.Option(help="Dimension of a token, d.")] = None,
-    components: Annotated[int | None, typer.Option(help="Retrieved components, D.")] = None,
-    positions: Annotated[
-        bool, typer.Option("--positions", help="The model has a positional encoding.")
-    ] = False,
-    count: Annotated[
-        str, typer.Option(help="The target's number of comparisons: paper, unordered or proved.")
-    ] = "paper",
-    trees: Annotated[int, typer.Option(help="K in eq (5).")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of the task and of the check.")] = 0,
-    as_json: AsJson = False,
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            help="'heads,tokens': the phase diagram for heads and T up to the given ones."
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="With --sweep: draw it to this png, svg or pdf file.")
-    ] = None,
-) -> None:
-    """Estimate, before any training, what an architecture must pay to learn a task (Sec. 5.3)."""
-    import json
-
-    with _reported():
-        from infoflow_lens.foundation.errors import InfoFlowError
-        from infoflow_lens.models.architecture import Architecture
-        from infoflow_lens.tasks import VectorTask, load_task
-        from infoflow_lens.theory import estimate as estimates
-
-        n_heads = _integers(heads, "--heads")
-        asked = {"d_token": d_token, "n_components": components}
-        chosen = {name: value for name, value in asked.items() if value is not None}
-        if not isinstance(load_task(task), VectorTask):
-            raise InfoFlowError(
-                f"task {task!r} has token ids: the estimate is for tasks over vector tokens that "
-                "retrieve tuples; ask one_layer_certificate what one layer can fit"
-            )
-        target = cast(VectorTask, load_task(task, n_tokens=tokens, seed=seed, **chosen))
-        if sweep is None and plot is not None:
-            raise InfoFlowError("--plot draws a phase diagram: expected --sweep heads,tokens too")
-        if sweep is not None:
-            if sweep != "heads,tokens":
-                raise InfoFlowError(f"--sweep is {sweep!r}: expected heads,tokens")
-            _sweep(target, n_heads, tokens, count, trees, as_json, plot)
-            return
-        architecture = Architecture(
-            n_heads=n_heads,
-            # only E enters the estimate, so heads need not divide it
-            d_head=tuple(max(1, d_model // h) for h in n_heads if h > 0) or None,
-            d_model=d_model,
-            d_token=target.d_token,
-            n_tokens=tokens,
-            positional_embedding="learned" if positions else "none",
-        )
-        result = estimates.estimate(
-            architecture, target, count=cast(Any, count), trees=trees, seed=seed
-        )
-    if as_json:
-        typer.echo(json.dumps(result.to_dict(), indent=2))
-        return
-    _print_estimate(result)
-
-
-def _print_estimate(result: Any) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    heads = ", ".join(map(str, result.n_heads))
-    console.print(
-        f"[bold]{result.target}[/bold], T = {result.n_tokens}, heads ({heads}), "
-        f"E = {result.d_model}: max-position retrieval alone is [bold]{result.verdict}[/bold]"
-    )
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    saturated = " (saturated)" if result.saturated else ""
-    rows = [
-        (f"comparisons needed ({result.count})", f"{result.needed}"),
-        (f"comparisons made, K = {result.trees}", f"{result.capacity}"),
-        ("least h_1 for large T", str(result.min_heads or "none is enough")),
-        ("least h_1 at this T", str(result.min_heads_here)),
-        ("least |I| by counting", f"{result.min_information}{saturated}"),
-        ("|I| of the best schedule", str(result.upper_information)),
-        ("lower exponent (law, effective, certified)", _exponents(result.lower)),
-        ("upper exponent (law, effective, certified)", _exponents(result.upper)),
-    ]
-    if result.verified is not None:
-        rows.append(("inputs on which the schedule learns", f"{result.verified:.0%}"))
-    for label, value in rows:
-        table.add_row(label, value)
-    console.print(table)
-    for heading, lines in (("Because", result.reasons), ("Mind", result.flags)):
-        console.print(f"[bold]{heading}[/bold]")
-        for line in lines:
-            console.print(f"  - {line}", markup=False)
-
-
-def _exponents(by_mode: dict[str, float]) -> str:
-    return ", ".join(f"{value:.3g}" for value in by_mode.values()) or "none"
-
-
-def _sweep(
-    target: Any,
-    n_heads: tuple[int, ...],
-    tokens: int,
-    count: Any,
-    trees: int,
-    as_json: bool,
-    plot: Path | None,
-) -> None:
-    import itertools
-    import json
-
-    from rich.console import Console
-    from rich.table import Table
-
-    from infoflow_lens.theory.comparison import check_sizes
-    from infoflow_lens.theory.estimate import flags_of, phase_diagram
-
-    check_sizes(n_heads, tokens)
-    if plot is not None:
-        from infoflow_lens.report.phase import check_picture_path, draw_phase_diagram
-
-        check_picture_path(plot)
-    lengths = sorted({2**k for k in range(3, tokens.bit_length()) if 2**k <= tokens} | {tokens})
-    heads = list(itertools.product(*(range(1, most + 1) for most in n_heads)))
-    rows = phase_diagram(target, heads, lengths, count, trees)
-    flags = flags_of(target.comparison, n_heads, count, trees)
-    title = f"{target.name}: max-position retrieval alone, count={count}, K={trees}"
-    if plot is not None:
-        draw_phase_diagram(rows, title, plot)
-    if as_json:
-        summary = {"target": target.name, "count": count, "trees": trees, "flags": flags}
-        typer.echo(json.dumps({**summary, "rows": rows}, indent=2))
-        return
-    table = Table()
-    table.add_column("heads", justify="right")
-    for length in lengths:
-        table.add_column(f"{length:.0e}" if length > 9999 else str(length), justify="center")
-    signs = {"excluded": "[red]x[/]", "allowed": "[green]o[/]", "undecided": "."}
-    for some in heads:
-        found = [row["verdict"] for row in rows if row["heads"] == list(some)]
-        table.add_row(", ".join(map(str, some)), *(signs[verdict] for verdict in found))
-    console = Console(highlight=False)
-    console.print(f"[bold]{title}[/bold]")
-    console.print("x excluded, o allowed, . undecided; columns are T")
-    console.print(table)
-    console.print("[bold]Mind[/bold]")
-    for flag in flags:
-        console.print(f"  - {flag}", markup=False)
+app.command(short_help="What an architecture must pay for a task, before training.")(estimate)
+app.command(short_help="Whether one attention layer can fit labelled sequences, with proof.")(
+    certify
+)
+app.command(short_help="The smallest architectures that the theory allows for a task.")(design)
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ from infoflow_lens.tasks.d_retrieval import DRetrieval
 from infoflow_lens.tasks.kth_largest import KthLargest
 from infoflow_lens.tasks.memorization import Memorization
 from infoflow_lens.tasks.question_answering import InContextQA, NestedQA
-from infoflow_lens.tasks.registry import list_tasks, load_task
+from infoflow_lens.tasks.registry import is_task, list_tasks, load_task
+from infoflow_lens.tasks.target import Target
 from infoflow_lens.tasks.task import Task, VectorTask
 from infoflow_lens.tasks.templates import InContextTemplateMatching, TemplateMatching
 from infoflow_lens.tasks.tokens import TokenTask
@@ -23,12 +24,14 @@ __all__ = [
     "Memorization",
     "NestedQA",
     "PositionSum",
+    "Target",
     "Task",
     "TemplateMatching",
     "TokenTask",
     "TriangleCenter",
     "VectorTask",
     "dataset_card",
+    "is_task",
     "list_tasks",
     "load_task",
 ]

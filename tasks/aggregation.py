@@ -35,6 +35,11 @@ class PositionSum(VectorTask):
         object.__setattr__(self, "positions", chosen)
 
     @property
+    def reads(self) -> tuple[int, ...]:
+        """The positions that are summed."""
+        return self.positions
+
+    @property
     def d_output(self) -> int:
         """Dimension of the sum, that of a token."""
         return self.d_token
@@ -62,6 +67,11 @@ class GlobalMean(VectorTask):
 
     name: ClassVar[str] = "global_mean"
     source: ClassVar[str] = "InfoFlow 2026, Sec. 4.2, mechanism II [target chosen]"
+
+    @property
+    def reads(self) -> range:
+        """All positions."""
+        return range(self.n_tokens)
 
     @property
     def d_output(self) -> int:

@@ -4,6 +4,7 @@ import inspect
 
 from huggingface_hub import DatasetCard, DatasetCardData
 
+from infoflow_lens.tasks.target import Target
 from infoflow_lens.tasks.task import Task, VectorTask
 from infoflow_lens.tasks.tokens import SHARES, TokenTask
 
@@ -83,6 +84,8 @@ def dataset_card(task: Task) -> DatasetCard:
 
 def _call(task: Task) -> str:
     """The arguments of load_task; a function of the user's has no name to give."""
+    if isinstance(task, Target):
+        return "'module:name'"
     default = type(task)().parameters()
     changed = [
         f"{key}={'...' if callable(value) else repr(value)}"

@@ -10,26 +10,20 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
-from infoflow_lens.tasks.task import VectorTask, check_count, check_positions
+from infoflow_lens.tasks.target import OUTER, Outer, RetrievalTask, check_outer
+from infoflow_lens.tasks.task import check_count, check_positions
 from infoflow_lens.theory.comparison import (
     ComparisonProfile,
     Component,
+    components_profile,
     d_retrieval_profile,
 )
 
 Extremum = Literal["max", "min"]
-Outer = Callable[[Tensor], Tensor]
-
-_OUTER: dict[str, Outer] = {
-    "sum": lambda z: z.sum(dim=-1, keepdim=True),
-    "product": lambda z: z.prod(dim=-1, keepdim=True),
-    "square_sum": lambda z: z.square().sum(dim=-1, keepdim=True),
-    "identity": lambda z: z,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DRetrieval(VectorTask):
+class DRetrieval(RetrievalTask):
     """Generalized D-retrieval: F(X) = F0(ext_{t in S_1} a_1.x(t), ..., ext_{t in S_D} a_D.x(t)).
 
     Each component retrieves the token that is largest (or smallest) along a fixed unit direction
@@ -82,12 +76,7 @@ class DRetrieval(VectorTask):
         for entry in self._extrema():
             if entry not in ("max", "min"):
                 raise InfoFlowError(f"extremum {entry!r}: expected 'max' or 'min'")
-        if not callable(self.outer) and (
-            not isinstance(self.outer, str) or self.outer not in _OUTER
-        ):
-            raise InfoFlowError(
-                f"outer is {self.outer!r}: expected one of {', '.join(_OUTER)}, or a function"
-            )
+        check_outer(self.outer)
         if self.subsets is not None:
             object.__setattr__(self, "subsets", self._checked_subsets())
 
@@ -119,12 +108,7 @@ class DRetrieval(VectorTask):
     @property
     def outer_function(self) -> Outer:
         """F0 as a function from [batch, D] to [batch, d_output]."""
-        return self.outer if callable(self.outer) else _OUTER[self.outer]
-
-    @property
-    def d_output(self) -> int:
-        """Dimension of F0's values."""
-        return int(self.outer_function(torch.zeros(1, self.n_components)).shape[-1])
+        return self.outer if callable(self.outer) else OUTER[self.outer]
 
     @property
     def vectors(self) -> Float[Tensor, "component d_token"]:
@@ -154,8 +138,14 @@ class DRetrieval(VectorTask):
 
     @property
     def comparison(self) -> ComparisonProfile | None:
-        """Between D(T - D) and D(T - 1) comparisons of single tokens; unknown for subsets."""
-        return None if self.subsets is not None else d_retrieval_profile(self.n_components)
+        """Between D(T - D) and D(T - 1) comparisons of single tokens; for subsets, of their sizes.
+
+        Among numbers (d = 1) directions are equal or opposite, so that fewer than D can matter.
+        """
+        if self.subsets is not None:
+            return components_profile(self.name, self.components)
+        signed = self.vectors * torch.tensor(self.signs)[:, None]
+        return d_retrieval_profile(self.n_components, len(signed.unique(dim=0)))
 
     def _signed_scores(
         self, x: Float[Tensor, "batch pos d_token"]

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.tasks.task import VectorTask, check_count
+from infoflow_lens.tasks.target import RetrievalTask
+from infoflow_lens.tasks.task import check_count
 from infoflow_lens.theory.comparison import (
     ComparisonProfile,
     Component,
@@ -16,8 +16,12 @@ from infoflow_lens.theory.comparison import (
 )
 
 
+def _number(x: Float[Tensor, "*batch arity d"]) -> Float[Tensor, "*batch"]:
+    return x[..., 0, 0]
+
+
 @dataclass(frozen=True, kw_only=True)
-class KthLargest(VectorTask):
+class KthLargest(RetrievalTask):
     """F(X) = x_(k), the k-th largest of T numbers in [0, 1] (InfoFlow 2026, Theorem 2).
 
     For k >= 2, encoder and decoder around one attention layer need eps^-((T-k+1)/(n+1) - 1)
@@ -51,30 +55,10 @@ class KthLargest(VectorTask):
 
     @property
     def components(self) -> tuple[Component, ...]:
-        """The largest or smallest number; ranks between are no best tuple of tokens."""
-        signs = {1: 1.0, self.n_tokens: -1.0}
-        if self.k not in signs:
-            return ()
-        sign = signs[self.k]
-        return (Component(arity=1, score=lambda x: sign * x[..., 0, 0], symmetric=True),)
+        """The k-th largest number."""
+        return (Component(arity=1, score=_number, symmetric=True, rank=self.k),)
 
     @property
     def comparison(self) -> ComparisonProfile:
         """Between ceil(T/m) - 1 and C(T, m) - 1 comparisons of m-tuples, m = min(k, T - k + 1)."""
         return kth_largest_profile(min(self.k, self.n_tokens - self.k + 1))
-
-    def _where(self, x: Float[Tensor, "batch pos 1"]) -> Int[Tensor, "batch 1"]:
-        """The position of the k-th largest; ties go to the lowest positions."""
-        order = x.detach()[..., 0].argsort(dim=1, descending=True, stable=True)
-        return order[:, self.k - 1 : self.k]
-
-    def target(self, x: Float[Tensor, "batch pos 1"]) -> Float[Tensor, "batch 1"]:
-        """The k-th largest number, differentiable in `x`."""
-        self.check_input(x)
-        return x[..., 0].gather(1, self._where(x))
-
-    def active_index_set(self, x: Float[Tensor, "batch pos 1"]) -> Bool[Tensor, "batch pos"]:
-        """The position of the k-th largest number."""
-        self.check_input(x)
-        active = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-        return active.scatter_(1, self._where(x), True)

@@ -65,6 +65,11 @@ class Memorization(TokenTask):
         return self.length + 1
 
     @property
+    def reads(self) -> range:
+        """Every word; some of them can be enough for a given set of sequences."""
+        return range(self.n_tokens - 1)
+
+    @property
     def token_names(self) -> tuple[str, ...]:
         """Words as letters, then the sign."""
         return (*map(letters, range(self.n_words)), SIGN)

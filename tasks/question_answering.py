@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -21,7 +21,12 @@ from infoflow_lens.tasks.tokens import (
     letters,
     numbers,
 )
-from infoflow_lens.theory.comparison import ComparisonProfile, in_context_profile
+from infoflow_lens.theory.comparison import ComparisonProfile, Component, in_context_profile
+
+
+def _same_question(x: Float[Tensor, "*batch arity one"]) -> Float[Tensor, "*batch"]:
+    """1 for (question, answer, query) in which the question is the query."""
+    return (x[..., 0, 0] == x[..., 2, 0]).to(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +90,13 @@ class InContextQA(TokenTask):
         """k - 1 comparisons of (question, answer, query)."""
         return in_context_profile(self.name, 3, 2, 3)
 
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """The pair whose question is the query, with the query."""
+        asked = 3 * self.n_pairs
+        pairs = tuple((start, start + 2, asked) for start in range(0, asked, 3))
+        return (Component(arity=3, score=_same_question, tuples=pairs),)
+
     def _kinds(self) -> list[tuple[int, int]]:
         n = self.n_questions
         question, sign, answer = (0, n), (n, n + 1), (n + 1, n + 1 + self.n_answers)
@@ -135,9 +147,14 @@ class InContextQA(TokenTask):
         return x.gather(1, where[:, None])[:, 0] - self.n_questions - 1
 
     def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-        """The matching question, its answer and the query; with one pair, the answer alone."""
+        """The matching question, its answer and the query.
+
+        With one pair, the answer alone; with one answer, nothing.
+        """
         question = 3 * self._pair(x)
         active = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
+        if self.n_answers == 1:
+            return active
         rows = torch.arange(len(x), device=x.device)
         active[rows, question + 2] = True
         if self.n_pairs > 1:
@@ -209,6 +226,11 @@ class NestedQA(TokenTask):
         alike = math.factorial(self.n_chains)
         return chains // alike * math.factorial(self.n_facts) * self.n_chains
 
+    @property
+    def reads(self) -> range:
+        """Every position: which facts matter is found hop by hop, and no schedule is known here."""
+        return range(self.n_tokens - 1)
+
     def _kinds(self) -> list[tuple[int, int]]:
         entity, sign = (0, self.n_entities), (self.n_entities, self.n_entities + 1)
         return [entity, sign, entity] * self.n_facts + [entity, sign]
@@ -263,10 +285,20 @@ class NestedQA(TokenTask):
         return self._follow(x)[0]
 
     def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-        """Both entities of every fact on the way, and the query."""
+        """Both entities of every fact on the way, and the query.
+
+        A single chain ends in the entity that no fact starts from, whatever is asked: then the end
+        and the starts of all other facts are enough.
+        """
         active = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
         rows = torch.arange(len(x), device=x.device)
-        for fact in self._follow(x)[1]:
+        facts = self._follow(x)[1]
+        if self.n_chains == 1:
+            active[:, 0:-2:3] = True
+            active[rows, 3 * facts[-1]] = False
+            active[rows, 3 * facts[-1] + 2] = True
+            return active
+        for fact in facts:
             active[rows, 3 * fact] = True
             active[rows, 3 * fact + 2] = True
         active[:, -2] = True

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from infoflow_lens.foundation import plugins
@@ -49,17 +55,105 @@ def list_tasks() -> tuple[str, ...]:
 
 
 def _task_of(name: str) -> type[Task]:
-    if name in _TASKS:
+    if isinstance(name, str) and name in _TASKS:
         return _TASKS[name]
     others = plugins.found(GROUP, _TASKS)
-    if name not in others:
+    if not isinstance(name, str) or name not in others:
         raise InfoFlowError(f"unknown task {name!r}{nearest(name, list_tasks())}")
     task: type[Task] = plugins.loaded(others[name], Task)
     return task
 
 
+def is_task(name: str) -> bool:
+    """Whether `name` is a task of ours, or names one of the user's as ``module:name``."""
+    if name in list_tasks():
+        return True
+    where, _, attribute = name.rpartition(":")
+    if not where or not attribute.isidentifier():
+        return False
+    if where.endswith(".py"):
+        return Path(where).is_file()
+    if not all(part.isidentifier() for part in where.split(".")):
+        return False
+    with _importable_from_here():
+        try:
+            return importlib.util.find_spec(where) is not None
+        except (ImportError, ValueError):
+            return False
+
+
+@contextmanager
+def _importable_from_here() -> Iterator[None]:
+    """Modules of the current folder can be imported, as with ``python -m``."""
+    here = str(Path.cwd())
+    added = here not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        if added and here in sys.path:
+            sys.path.remove(here)
+
+
+def _of_ones_own(name: str) -> Any:
+    """What stands at ``module:name`` or ``file.py:name``.
+
+    Raises:
+        InfoFlowError: if there is none, or importing it fails.
+    """
+    where, _, attribute = name.rpartition(":")
+    try:
+        if where.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+            if spec is None or spec.loader is None or not Path(where).is_file():
+                raise FileNotFoundError(f"there is no file {where!r}")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules.setdefault(spec.name, module)
+            spec.loader.exec_module(module)
+        else:
+            with _importable_from_here():
+                module = importlib.import_module(where)
+    except InfoFlowError:
+        raise
+    except Exception as error:  # whatever code of the user's raises
+        raise InfoFlowError(
+            f"task {name!r}: {where!r} cannot be imported ({type(error).__name__}: {error}): "
+            "expected a module that Python finds from here, or a file"
+        ) from error
+    if not hasattr(module, attribute):
+        tasks = [key for key, value in vars(module).items() if isinstance(value, Task)]
+        raise InfoFlowError(
+            f"task {name!r}: {where!r} has no {attribute!r}{nearest(attribute, tasks or ['none'])}"
+        )
+    return getattr(module, attribute)
+
+
+def _load_own(name: str, parameters: dict[str, Any]) -> Task:
+    """A task of the user's: an instance, whose fields parameters replace, or what makes one."""
+    found = _of_ones_own(name)
+    if not isinstance(found, Task) and callable(found):
+        found = found(**parameters)
+        parameters = {}
+    if not isinstance(found, Task):
+        raise InfoFlowError(
+            f"task {name!r} is a {type(found).__name__}: expected a Target or another task, or a "
+            "function that makes one"
+        )
+    known = [field.name for field in fields(found)]
+    for parameter in parameters:
+        if parameter not in known:
+            raise InfoFlowError(
+                f"task {name!r} has no parameter {parameter!r}{nearest(parameter, known)}"
+            )
+    return replace(found, **parameters)
+
+
 def load_task(name: str, **parameters: Any) -> Task:
     """The task of that name with those parameters.
+
+    Besides the names of :func:`list_tasks`, ``module:name`` and ``file.py:name`` load a task of
+    one's own: a task, whose fields the parameters replace, or a function of them that makes one.
 
     Example:
         >>> task = load_task("d_retrieval", n_tokens=16, d_token=4, n_components=4, seed=0)
@@ -70,6 +164,8 @@ def load_task(name: str, **parameters: Any) -> Task:
     Raises:
         InfoFlowError: for an unknown name or parameter, with the nearest known one.
     """
+    if isinstance(name, str) and name not in _TASKS and ":" in name:
+        return _load_own(name, parameters)
     task = _task_of(name)
     known = [field.name for field in fields(task)]
     for parameter in parameters:

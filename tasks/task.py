@@ -2,7 +2,7 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, overload
 
@@ -74,6 +74,16 @@ class Task(ABC):
     def comparison(self) -> ComparisonProfile | None:
         """How much the target compares; None if it compares nothing or that is not known."""
         return None
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """What the target retrieves, for the theory's own model; empty if no tuples."""
+        return ()
+
+    @property
+    def reads(self) -> Sequence[int]:
+        """Positions that the target depends on whatever they hold; empty if none."""
+        return ()
 
     def parameters(self) -> dict[str, Any]:
         """The parameters that make this task."""
@@ -231,6 +241,9 @@ class VectorTask(Task):
         super().__post_init__()
         check_count(self.n_tokens, "n_tokens")
         check_count(self.d_token, "d_token")
+        self._check_tokens()
+
+    def _check_tokens(self) -> None:
         if self.tokens not in ("normal", "uniform", "unit", "sphere"):
             raise InfoFlowError(
                 f"tokens is {self.tokens!r}: expected 'normal', 'uniform', 'unit' or 'sphere'"
@@ -248,11 +261,6 @@ class VectorTask(Task):
     @abstractmethod
     def active_index_set(self, x: Float[Tensor, "batch pos d_token"]) -> Bool[Tensor, "batch pos"]:
         """I_F(X): the positions whose token moves the target, dF/dx(t) != 0 (Sec. 5.1, eq 4)."""
-
-    @property
-    def components(self) -> tuple[Component, ...]:
-        """What the target retrieves, for the theory's own model; empty if no tuples."""
-        return ()
 
     def check_input(self, x: Tensor) -> None:
         """Refuse what is no batch of this task's sequences.

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -25,7 +25,7 @@ from infoflow_lens.tasks.tokens import (
     numbers,
     split_sizes,
 )
-from infoflow_lens.theory.comparison import ComparisonProfile, in_context_profile
+from infoflow_lens.theory.comparison import ComparisonProfile, Component, in_context_profile
 
 Pattern = tuple[int, ...]
 
@@ -191,14 +191,14 @@ class TemplateTask(TokenTask):
         """
         self.check_input(x)
         found = patterns_of(x[:, self._word_positions().to(x.device)])
-        places = self.length ** torch.arange(self.length, device=x.device)
-        codes = (found * places).sum(dim=-1)
-        known = (torch.tensor(self.patterns, device=x.device) * places).sum(dim=-1)
-        order = known.argsort()
-        at = torch.searchsorted(known[order], codes).clamp(max=len(known) - 1)
-        which = order[at]
-        if (known[which] != codes).any():
-            row, block = (int(i) for i in (known[which] != codes).nonzero()[0])
+        # rows are compared whole: a template as one number would pass 2^63 at length 18
+        rows, index = found.flatten(0, 1).unique(dim=0, return_inverse=True)
+        known = {pattern: number for number, pattern in enumerate(self.patterns)}
+        numbers = [known.get(tuple(row), -1) for row in rows.tolist()]
+        which = torch.tensor(numbers, dtype=torch.int64, device=x.device)[index]
+        which = which.view(found.shape[:2])
+        if (which < 0).any():
+            row, block = (int(i) for i in (which < 0).nonzero()[0])
             name = "".join(map(letters, found[row, block].tolist()))
             raise InfoFlowError(
                 f"the words of sequence {row} follow template {name!r}: expected one of "
@@ -282,6 +282,11 @@ class TemplateMatching(TemplateTask):
     def n_tokens(self) -> int:
         """The words and the sign."""
         return self.length + 1
+
+    @property
+    def reads(self) -> range:
+        """Every word."""
+        return range(self.length)
 
     @property
     def token_names(self) -> tuple[str, ...]:
@@ -409,6 +414,20 @@ class InContextTemplateMatching(TemplateTask):
         """k - 1 comparisons of (block, answer, query)."""
         return in_context_profile(self.name, self.length + 2, self.length + 1, 2 * self.length + 1)
 
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """The block whose template is the query's, its answer, and the query."""
+        *blocks, query = self._word_positions().tolist()
+        answers = self._answer_positions().tolist()
+        tuples = tuple((*b, a, *query) for b, a in zip(blocks, answers, strict=True))
+        length = self.length
+
+        def same_template(x: Float[Tensor, "*batch arity one"]) -> Float[Tensor, "*batch"]:
+            block, asked = patterns_of(x[..., :length, 0]), patterns_of(x[..., length + 1 :, 0])
+            return (block == asked).all(dim=-1).to(x.dtype)
+
+        return (Component(arity=2 * length + 1, score=same_template, tuples=tuples),)
+
     def _kinds(self) -> list[tuple[int, int]]:
         n = self.n_words
         words, sign, answer = [(0, n)] * self.length, (n, n + 1), (n + 1, n + 1 + self.n_answers)
@@ -476,10 +495,12 @@ class InContextTemplateMatching(TemplateTask):
     def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
         """What tells the template in the matching block and in the query, and the answer.
 
-        With one pair, the answer alone.
+        With one pair, the answer alone; with one answer, nothing.
         """
         pair, template = self._match(x)
         active = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
+        if self.n_answers == 1:
+            return active
         active.scatter_(1, self._answer_positions().to(x.device)[pair][:, None], True)
         if self.n_pairs > 1:
             telling = self._telling_positions().to(x.device)[template]

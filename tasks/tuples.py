@@ -1,66 +1,33 @@
 """Targets over tuples of tokens: the best pair, the best pair of each kind, the best triple."""
 
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
-from infoflow_lens.tasks.task import Split, VectorTask, check_count
+from infoflow_lens.tasks.target import RetrievalTask, Target
+from infoflow_lens.tasks.task import Split, check_count
 from infoflow_lens.theory.comparison import (
     ComparisonProfile,
     Component,
-    best_tuples,
+    components_profile,
     depth_separation_profile,
     intrinsic_dimension_profile,
     triangle_center_profile,
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TupleTask(VectorTask):
-    """A target that is a sum over components of the extremal score of a tuple of tokens.
-
-    Tuples may repeat positions; ties go to the first tuple in lexicographic order.
-    """
-
-    sign: ClassVar[float] = 1.0  # -1 where the target is the minimum of minus the scores
-
-    @property
-    @abstractmethod
-    def components(self) -> tuple[Component, ...]:
-        """What is retrieved."""
-
-    def target(self, x: Float[Tensor, "batch pos d_token"]) -> Float[Tensor, "batch d_output"]:
-        """F(X), differentiable in `x` through the tokens of the best tuples."""
-        self.check_input(x)
-        rows = torch.arange(len(x), device=x.device)[:, None]
-        values = [
-            component.score(x[rows, best_tuples(x.detach(), component)[0]])
-            for component in self.components
-        ]
-        return self.sign * torch.stack(values).sum(dim=0).unsqueeze(-1)
-
-    def active_index_set(self, x: Float[Tensor, "batch pos d_token"]) -> Bool[Tensor, "batch pos"]:
-        """The positions of the best tuples of all components."""
-        self.check_input(x)
-        active = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-        for component in self.components:
-            active.scatter_(1, best_tuples(x.detach(), component)[0], True)
-        return active
-
-
-def _minus_squared_norm_of_sum(x: Float[Tensor, "*batch arity d"]) -> Float[Tensor, "*batch"]:
-    return -x.sum(dim=-2).square().sum(dim=-1)
+def _squared_norm_of_sum(x: Float[Tensor, "*batch arity d"]) -> Float[Tensor, "*batch"]:
+    return x.sum(dim=-2).square().sum(dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DepthSeparation(TupleTask):
+class DepthSeparation(RetrievalTask):
     """F(X) = min_{s,t} ||x(s) + x(t)||^2 on the unit sphere (InfoFlow 2026, Thm 1, eq 8).
 
     One layer needs eps^-k parameters with k linear in T; two layers of one head need O(1/eps).
@@ -69,7 +36,6 @@ class DepthSeparation(TupleTask):
 
     name: ClassVar[str] = "depth_separation"
     source: ClassVar[str] = "InfoFlow 2026, Theorem 1, eq 8"
-    sign: ClassVar[float] = -1.0
 
     d_token: int = 3
     tokens: Literal["normal", "uniform", "unit", "sphere"] = "sphere"
@@ -77,7 +43,7 @@ class DepthSeparation(TupleTask):
     @property
     def components(self) -> tuple[Component, ...]:
         """The pair with the smallest sum."""
-        return (Component(arity=2, score=_minus_squared_norm_of_sum, symmetric=True),)
+        return (Component(arity=2, score=_squared_norm_of_sum, symmetric=True, extremum="min"),)
 
     @property
     def comparison(self) -> ComparisonProfile:
@@ -86,7 +52,7 @@ class DepthSeparation(TupleTask):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IntrinsicDimension(TupleTask):
+class IntrinsicDimension(RetrievalTask):
     """F(X) = sum_i max_{s,t} x(s)^T A_i x(t), i = 1 .. D (InfoFlow 2026, eqs 6 and 58).
 
     The maximum is stated, the sum over i is chosen. D first-layer heads are enough (Prop 1); the
@@ -126,12 +92,18 @@ class IntrinsicDimension(TupleTask):
 
     @property
     def comparison(self) -> ComparisonProfile:
-        """At most D(T^2 - 1) comparisons of pairs."""
+        """At most D(T^2 - 1) comparisons of pairs.
+
+        Among numbers (d = 1) the best pair is one of the largest and smallest, which single tokens'
+        scores find, so that the lower bound over pairs does not hold.
+        """
+        if self.d_token == 1:
+            return components_profile(self.name, self.components)
         return intrinsic_dimension_profile(self.n_components)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TriangleCenter(TupleTask):
+class TriangleCenter(RetrievalTask):
     """F(X) = min ||x(t1) + x(t2) + x(t3)||^2, norms clamped (InfoFlow 2026, eqs 7 and 59).
 
     Dimension and order of comparison are 3, so no number of heads is enough for large T without
@@ -146,7 +118,6 @@ class TriangleCenter(TupleTask):
 
     name: ClassVar[str] = "triangle_center"
     source: ClassVar[str] = "InfoFlow 2026, Sec. 6.2, eqs 7 and 59"
-    sign: ClassVar[float] = -1.0
 
     min_norm: float = 0.5
     max_norm: float = 2.0
@@ -170,9 +141,31 @@ class TriangleCenter(TupleTask):
     @property
     def components(self) -> tuple[Component, ...]:
         """The triple with the smallest sum."""
-        return (Component(arity=3, score=_minus_squared_norm_of_sum, symmetric=True),)
+        return (Component(arity=3, score=_squared_norm_of_sum, symmetric=True, extremum="min"),)
 
     @property
     def comparison(self) -> ComparisonProfile:
         """Between C(T,3) - 3 and T^3 - 1 comparisons of triples."""
         return triangle_center_profile()
+
+
+def depth_separation_on_cube(n_tokens: int) -> Target:
+    """Theorem 1's target for tokens in [0, 1]^3, as its remark says there is one [chosen].
+
+    ``min over s != t of ||x(s) + x(t) - (1, 1, 1)||^2``: the pair that is nearest to lying opposite
+    about the centre. Positions differ, for a token near the centre would otherwise be its own pair.
+    """
+    pair = Component(2, _squared_distance_from_opposite, True, extremum="min", distinct=True)
+    return Target(
+        components=(pair,),
+        n_tokens=n_tokens,
+        d_token=3,
+        tokens="unit",
+        name="depth_separation_on_cube",
+    )
+
+
+def _squared_distance_from_opposite(
+    x: Float[Tensor, "*batch arity d"],
+) -> Float[Tensor, "*batch"]:
+    return (x.sum(dim=-2) - 1).square().sum(dim=-1)

@@ -58,7 +58,7 @@ def invoke(*arguments):
 def test_estimate_prints_a_verdict():
     result = invoke("d_retrieval", "--heads", "3", "--components", "4", "--tokens", "64")
     assert result.exit_code == 0
-    assert "max-position retrieval alone is excluded" in " ".join(result.output.split())
+    assert "max-position retrieval alone: excluded, proved" in " ".join(result.output.split())
     assert "Because" in result.output
     assert "Mind" in result.output
 
@@ -81,14 +81,14 @@ def test_the_sweep_prints_and_draws_the_phase_diagram(tmp_path):
     arguments = ["d_retrieval", "--heads", "5", "--tokens", "64", "--sweep", "heads,tokens"]
     result = invoke(*arguments, "--plot", str(picture))
     assert result.exit_code == 0
-    assert "x excluded, o allowed, . undecided" in result.output
+    assert "X excluded, proved; x excluded for heads of one role; o allowed" in result.output
     assert "[flag]" in result.output
     assert picture.read_text().startswith("<?xml")
     summary = json.loads(invoke(*arguments, "--json").output)
     verdicts = {(row["heads"][0], row["n_tokens"]): row["verdict"] for row in summary["rows"]}
     assert set(verdicts) == {(h, t) for h in (1, 2, 3, 4, 5) for t in (8, 16, 32, 64)}
-    assert verdicts[3, 64] == "excluded"
-    assert verdicts[3, 8] == "undecided"
+    assert verdicts[3, 64] == "excluded, proved"
+    assert verdicts[3, 8] == "excluded, proved"  # four tokens matter, CLS holds three
     assert verdicts[4, 8] == "allowed"
     assert summary["flags"]
 
@@ -108,7 +108,15 @@ def test_the_sweep_covers_the_heads_of_every_layer(tmp_path):
         (["d_retreival", "--heads", "4"], "did you mean 'd_retrieval'"),
         (["d_retrieval", "--heads", "4,x"], "--heads is '4,x'"),
         (["d_retrieval", "--heads", "0"], "n_heads is (0,)"),
-        (["d_retrieval", "--heads", "4", "--tokens", "0"], "n_tokens is 0"),
+        (["d_retrieval", "--heads", "4", "--tokens", "0"], "--tokens is 0"),
+        (["d_retrieval", "--heads", "4", "--components", "99999999"], "--components is 99999999"),
+        (["d_retrieval", "--heads", "9999999999"], "--heads is '9999999999'"),
+        (["d_retrieval"], "either --heads, such as 4,1, or --like"),
+        (["d_retrieval", "--like", "gpt22"], "cannot be loaded"),
+        (
+            ["d_retrieval", "--heads", "999,999", "--sweep", "heads,tokens"],
+            "expected at most 20000; ask for fewer heads",
+        ),
         (["d_retrieval", "--heads", "4", "--count", "all"], "count is 'all'"),
         (["d_retrieval", "--heads", "4", "--trees", "0"], "trees is 0"),
         (["triangle_center", "--heads", "4", "--components", "2"], "no parameter 'n_components'"),
@@ -168,10 +176,27 @@ def test_constructions_are_listed_with_their_parameters():
     assert "sharpness=20.0" in table
 
 
-def test_the_estimate_says_which_tasks_it_is_for():
-    result = CliRunner().invoke(app, ["estimate", "memorization", "--heads", "1"])
-    assert result.exit_code == 2
-    assert "has token ids: the estimate is for tasks over vector tokens" in result.output
+def test_token_tasks_are_estimated_too():
+    result = invoke("in_context_qa", "--heads", "1,1", "--positions")
+    assert result.exit_code == 0
+    assert "all mechanisms: allowed" in result.output
+
+
+def test_a_configuration_is_asked_by_name():
+    result = invoke("d_retrieval", "--like", "gpt2", "--tokens", "32")
+    assert result.exit_code == 0
+    assert "12 layers, heads 12, E = 768, causal" in result.output
+    assert "max-position retrieval alone: allowed" in result.output
+    longer = invoke("d_retrieval", "--like", "gpt2", "--tokens", "2000")
+    assert "takes 1023" in longer.output
+
+
+def test_one_table_says_what_a_configuration_can_learn():
+    found = json.loads(invoke("all", "--heads", "2,2", "--tokens", "16", "--json").stdout)
+    verdicts = {(row["task"], row["components"]): row["verdict"] for row in found["rows"]}
+    assert verdicts["d_retrieval", 2] == "allowed"
+    assert verdicts["position_sum", "-"] == "excluded, proved"
+    assert len({row["task"] for row in found["rows"]}) == 12
 
 
 @pytest.fixture(scope="module")

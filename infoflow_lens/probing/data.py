@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.hooks.model.inputs import Batches, read_inputs
-from infoflow_lens.tasks import TokenTask, list_tasks, load_task
+from infoflow_lens.tasks import TokenTask, is_task, list_tasks, load_task
 
 REPEATED = "repeated"  # random tokens, twice: the test of induction
 
@@ -71,9 +71,26 @@ def _load(model: nn.Module, data: str, n: int, max_length: int | None, seed: int
         return _table(path)
     if data == REPEATED:
         return _repeated(model, n, max_length, seed)
-    if data in list_tasks():
+    if is_task(data):
         return _task(model, data, n, seed)
     return _from_hub(data)
+
+
+def read_rows(data: str) -> Any:
+    """A dataset from a file of rows or a folder that ``datasets`` has saved.
+
+    Raises:
+        InfoFlowError: for what is neither, or cannot be read.
+    """
+    path = Path(data)
+    if path.is_dir():
+        return _folder(path)
+    if path.suffix not in _TABLES or not path.is_file():
+        raise InfoFlowError(
+            f"there is no file {data!r}: expected a file of rows ({', '.join(_TABLES)}), a saved "
+            "dataset, or a task"
+        )
+    return _table(path)
 
 
 def _table(path: Path) -> Any:
@@ -177,7 +194,9 @@ def _task(model: nn.Module, name: str, n: int, seed: int) -> Tensor:
             "expected a model of ours, or texts"
         )
     else:
-        task = load_task(name, n_tokens=architecture.n_tokens, d_token=architecture.d_token)
+        # a task of the user's own says its sizes itself
+        sizes = {"n_tokens": architecture.n_tokens, "d_token": architecture.d_token}
+        task = load_task(name, **(sizes if name in list_tasks() else {}))
     x, _ = task.sample(n, seed=seed)
     return x
 

@@ -13,7 +13,12 @@ from matplotlib.patches import Patch
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder
 
-COLOURS = {"excluded": "#d55e00", "undecided": "#e4e7eb", "allowed": "#009e73"}
+COLOURS = {
+    "excluded, proved": "#a33c00",
+    "excluded for heads of one role": "#e69f00",
+    "undecided": "#e4e7eb",
+    "allowed": "#009e73",
+}
 FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -45,7 +50,7 @@ def phase_panel(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         [[found[h, t] for t in tokens] for h in first],
         cmap=ListedColormap(list(COLOURS.values())),
         vmin=-0.5,
-        vmax=2.5,
+        vmax=len(names) - 0.5,
         edgecolors="white",
     )
     axes.set_xticks([i + 0.5 for i in range(len(tokens))], [str(t) for t in tokens], fontsize=7)
@@ -57,7 +62,7 @@ def phase_panel(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 def phase_key(figure: Figure) -> None:
     """What the colours of phase panels say, below the figure."""
     patches = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
-    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(COLOURS), frameon=False)
 
 
 def phase_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:

@@ -10,7 +10,8 @@ from infoflow_lens.theory.information_sets import (
     SpecificPositions,
     propagate,
 )
-from infoflow_lens.theory.schedule import Schedule, learns, run_schedule, search
+from infoflow_lens.theory.schedule import Schedule, learns, run_schedule
+from infoflow_lens.theory.search import search
 from infoflow_lens.theory.separability import (
     Dependence,
     OneLayerCertificate,

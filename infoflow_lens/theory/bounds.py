@@ -8,6 +8,8 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float
@@ -17,6 +19,8 @@ from torch import Tensor
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.theory.comparison import root_ceiling
 from infoflow_lens.theory.cost import check_eps
+
+_MOST_BALLS = 2000
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,8 @@ def growing_information(
     _check(n_heads=n_heads, n_layers=n_layers, n_tokens=n_tokens, dimension=dimension, trees=trees)
     if order < 3:
         raise InfoFlowError(f"order is {order}: Prop 2 needs at least 3; at 2 attention is enough")
+    if not 0 < coefficient < math.inf:
+        raise InfoFlowError(f"coefficient is {coefficient}: expected a positive number C")
     if n_tokens ** (order - 2) < 4 * n_layers * n_heads / coefficient:
         return 0.0
     scale = (coefficient / (4 * n_layers * trees)) ** (1 / dimension)
@@ -173,12 +179,27 @@ def _cells(sequences: int, dimensions: int) -> int:
     return max(1, root_ceiling(sequences, dimensions) - 1)
 
 
+def _grid_cells(points: int, free: int, dimensions: int) -> int | None:
+    """:func:`_cells` of ``points^free`` sequences; None where there are more than 2^1100."""
+    if free * math.log2(points) / dimensions > 1100:
+        return None
+    return _cells(points**free, dimensions)
+
+
+def _width(factor: float, cells: int | None) -> float:
+    """``factor * cells``, infinite where floats end."""
+    if cells is None or (factor > 0 and math.log2(factor) + math.log2(cells) > 1023):
+        return math.inf
+    return float(Fraction(factor) * cells)
+
+
 def kth_largest_width(n_tokens: int, k: int, d_head: int, eps: float) -> float:
     """Hidden units that a decoder of the k-th largest needs at precision `eps` (Thm 2/5).
 
     ``2 eps / (n * 2 N eta / (k - 1))`` with N = T - k + 1 free coordinates on grids of
     ``M = 1 / (4 (N + 1) eps)`` points, and cubes of side eta fewer than the M^N sequences. Finite
-    form of the proof [derived]; 0 where the grids have fewer than two points.
+    form of the proof [derived]; 0 where the grids have fewer than two points, infinite beyond
+    1e308.
 
     Raises:
         InfoFlowError: as :func:`kth_largest_bound`, or unless ``0 < eps < 1``.
@@ -189,39 +210,89 @@ def kth_largest_width(n_tokens: int, k: int, d_head: int, eps: float) -> float:
     points = math.floor(1 / (4 * (free + 1) * eps))
     if points < 2:
         return 0.0
-    side = 2 / _cells(points**free, d_head + 1)
-    return 2 * eps / (d_head * 2 * free * side / (k - 1))
+    # the side of a cube is 2 / cells
+    cells = _grid_cells(points, free, d_head + 1)
+    return _width(eps * (k - 1) / (2 * d_head * free), cells)
+
+
+def ball_centres(n_balls: int) -> Float[Tensor, "ball 3"]:
+    """Points b_j of a half-sphere, far from one another and from one another's antipodes.
+
+    A Fibonacci lattice [chosen]. The balls of Theorem 1's proof lie around their antipodes.
+    """
+    _check(n_balls=n_balls)
+    number = torch.arange(n_balls, dtype=torch.float64)
+    height = (number + 0.5) / n_balls
+    angle = number * math.pi * (3 - math.sqrt(5))
+    flat = (1 - height**2).sqrt()
+    return torch.stack([flat * angle.cos(), flat * angle.sin(), height], dim=1)
+
+
+@lru_cache(maxsize=64)
+def largest_radius(n_heads: int) -> float:
+    """The largest L for which :func:`ball_centres` serve the proof of Theorem 1 with h heads.
+
+    The h + 1 balls B(-b_j, L) must be disjoint, ``|b_i - b_j| > 2 L``, and no token of one may be
+    within L of the antipode of a token of another, ``|b_i + b_j| > 3 L``: otherwise the closest
+    pair would not be the one that the proof means [derived].
+
+    Raises:
+        InfoFlowError: for more than 2000 heads.
+    """
+    _check(n_heads=n_heads)
+    if n_heads > _MOST_BALLS:
+        raise InfoFlowError(f"n_heads is {n_heads}: expected at most {_MOST_BALLS} balls to place")
+    centres = ball_centres(n_heads + 1)
+    apart = torch.pdist(centres).min() / 2
+    antipodes = torch.cdist(centres, -centres).min() / 3
+    return float(torch.minimum(apart, antipodes)) * (1 - 1e-9)
 
 
 def depth_separation_width(
-    n_tokens: int, n_heads: int, d_head: int, eps: float, radius: float = 0.5
+    n_tokens: int,
+    n_heads: int,
+    d_head: int,
+    eps: float,
+    radius: float | None = None,
+    d_model: int | None = None,
 ) -> float:
     """Hidden units that one layer needs for the closest pair at precision `eps` (Thm 1/4).
 
-    ``2 eps / (2 N eta * n h)`` with N = T - h - 1 free positions, grids of ``M = L^2 / (4 N eps)``
-    radii inside balls of radius L, and cells of side eta in (n + 1) h dimensions fewer than the M^N
-    sequences. Finite form of the proof [derived]; 0 where the grids have fewer than two points.
+    ``2 eps / (E n h * 2 N eta sqrt(E))`` with N = T - h - 1 free positions, grids of
+    ``M = L^2 / (4 N eps)`` radii inside balls of radius L, and cells of side eta in (n + 1) h
+    dimensions fewer than the M^N sequences. Values are at most sqrt(E), since tokens have norm at
+    most 1 and W_V entries of at most 1; W_O spreads n h of them over E coordinates. Finite form of
+    the proof [derived]; 0 where the grids have fewer than two points, infinite beyond 1e308.
 
     Args:
         n_tokens: T.
         n_heads: h.
         d_head: n.
         eps: precision.
-        radius: L; the proof needs h + 1 disjoint balls on the sphere [chosen: 0.5].
+        radius: L; the proof needs h + 1 disjoint balls on the sphere, so it is at most
+            :func:`largest_radius`, the default.
+        d_model: E; default, n h.
 
     Raises:
-        InfoFlowError: for values below 1, unless ``0 < eps < 1`` and ``0 < radius < 1``.
+        InfoFlowError: for values below 1, unless ``0 < eps < 1``, or for a radius for which h + 1
+            balls do not fit.
     """
     check_eps(eps)
-    _check(n_tokens=n_tokens, n_heads=n_heads, d_head=d_head)
-    if not 0 < radius < 1:
-        raise InfoFlowError(f"radius is {radius}: expected a number between 0 and 1")
+    d_model = n_heads * d_head if d_model is None else d_model
+    _check(n_tokens=n_tokens, n_heads=n_heads, d_head=d_head, d_model=d_model)
+    most = largest_radius(n_heads)
+    radius = most if radius is None else radius
+    if not 0 < radius <= most:
+        raise InfoFlowError(
+            f"radius is {radius}: expected a number above 0, up to {most:.3g}; the proof needs "
+            f"{n_heads + 1} disjoint balls of that radius on the sphere for {n_heads} heads"
+        )
     free = n_tokens - n_heads - 1
     points = math.floor(radius**2 / (4 * max(free, 1) * eps))
     if free < 1 or points < 2:
         return 0.0
-    side = 2 / _cells(points**free, (d_head + 1) * n_heads)
-    return 2 * eps / (2 * free * side * d_head * n_heads)
+    cells = _grid_cells(points, free, (d_head + 1) * n_heads)
+    return _width(eps / (2 * free * d_head * n_heads * d_model**1.5), cells)
 
 
 # What a softmax costs in place of a minimum
@@ -240,7 +311,13 @@ def softmin_gap(n_items: int, beta: float) -> float:
     _check(n_items=n_items)
     if not beta > 0:
         raise InfoFlowError(f"beta is {beta}: expected a positive factor on the scores")
-    return float(lambertw((n_items - 1) / math.e).real) / beta
+    if n_items.bit_length() < 1000:
+        return float(lambertw((n_items - 1) / math.e).real) / beta
+    logarithm = math.log(n_items - 1) - 1  # w + ln w, where (n - 1) / e is no float any more
+    w = logarithm
+    for _ in range(50):
+        w -= (w + math.log(w) - logarithm) / (1 + 1 / w)
+    return w / beta
 
 
 def depth_separation_error(n_tokens: int, beta: float, ffn_error: float = 0.0) -> float:
@@ -335,7 +412,7 @@ def kth_largest_collision(
     averages = torch.cat(
         [(weights.unsqueeze(-1) * value(z)).mean(dim=1), weights.mean(dim=1, keepdim=True)], dim=1
     )
-    side, pair = _smallest_shared_cube(averages, len(z), n)
+    side, pair = shared_cube(averages, len(z))
     if pair is None:
         raise InfoFlowError(f"no two of {len(z)} sequences share a cube ({bound.reason})")
     sequences = torch.ones(2, n_tokens, dtype=z.dtype)
@@ -354,12 +431,12 @@ def kth_largest_collision(
     )
 
 
-def _smallest_shared_cube(
-    averages: Float[Tensor, "sequence number"], n_sequences: int, d_head: int
+def shared_cube(
+    numbers: Float[Tensor, "sequence number"], n_sequences: int
 ) -> tuple[float, tuple[int, int] | None]:
-    """The side for which cubes are fewer than sequences, and two sequences that share one."""
-    side = 2 / _cells(n_sequences, d_head + 1)
-    cubes = ((averages + 1) / side).floor()
+    """The side for which cubes of [-1, 1]^k are fewer than sequences, and two that share one."""
+    side = 2 / _cells(n_sequences, numbers.shape[1])
+    cubes = ((numbers + 1) / side).floor()
     seen: dict[tuple[float, ...], int] = {}
     for index, cube in enumerate(map(tuple, cubes.tolist())):
         if cube in seen:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -32,16 +32,65 @@ class Component:
     """One thing that a target retrieves: the tuple of tokens with the largest score.
 
     Attributes:
-        arity: length of the tuples; positions may repeat.
-        score: from tokens [..., arity, d_token] to scores [...]; maximised (negate for a minimum).
+        arity: length of the tuples.
+        score: from tokens [..., arity, d_token] to scores [...].
         symmetric: whether the order in a tuple does not matter.
-        positions: the positions that it looks at, for arity 1; None for all.
+        positions: the positions that it looks at; None for all.
+        extremum: "max" for the tuple with the largest score, "min" for the smallest.
+        rank: 1 for the best, k for the k-th best; above 1 for arity 1 only.
+        tuples: the tuples that are compared, where they are not all of an arity; None for all.
+        distinct: whether the positions of a tuple must differ; as in the papers they may repeat.
+
+    Raises:
+        InfoFlowError: for values out of range.
     """
 
     arity: int
     score: Score
     symmetric: bool = False
     positions: tuple[int, ...] | None = None
+    extremum: Literal["max", "min"] = "max"
+    rank: int = 1
+    tuples: tuple[tuple[int, ...], ...] | None = None
+    distinct: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("arity", "rank"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InfoFlowError(f"{name} is {value!r}: expected an integer of at least 1")
+        if not callable(self.score):
+            raise InfoFlowError(
+                f"score is {self.score!r}: expected a function from tokens [..., arity, d_token] "
+                "to scores [...]"
+            )
+        if self.extremum not in ("max", "min"):
+            raise InfoFlowError(f"extremum is {self.extremum!r}: expected 'max' or 'min'")
+        if self.rank > 1 and self.arity > 1:
+            raise InfoFlowError(
+                f"rank is {self.rank} for tuples of {self.arity} tokens: expected rank 1; the k-th "
+                "best is known for single tokens only"
+            )
+        if self.tuples is not None and any(len(row) != self.arity for row in self.tuples):
+            raise InfoFlowError(
+                f"tuples have lengths {sorted({len(row) for row in self.tuples})}: expected the "
+                f"arity, {self.arity}"
+            )
+
+    def preference(self, x: Float[Tensor, "*batch arity d_token"]) -> Float[Tensor, "*batch"]:
+        """What is maximised: the score, or minus it."""
+        return self.score(x) if self.extremum == "max" else -self.score(x)
+
+    def n_tuples(self, n_tokens: int, ordered: bool) -> int:
+        """How many tuples it compares among T tokens."""
+        if self.tuples is not None:
+            return len(self.tuples)
+        n = n_tokens if self.positions is None else len(self.positions)
+        if self.rank > 1:
+            return math.comb(n, min(self.rank, n - self.rank + 1))
+        if self.distinct:
+            return math.perm(n, self.arity) if ordered else math.comb(n, self.arity)
+        return int(n**self.arity) if ordered else math.comb(n + self.arity - 1, self.arity)
 
 
 def tuple_indices(n: int, arity: int, symmetric: bool) -> Int[Tensor, "tuple arity"]:
@@ -53,26 +102,40 @@ def tuple_indices(n: int, arity: int, symmetric: bool) -> Int[Tensor, "tuple ari
     return torch.cartesian_prod(*[torch.arange(n)] * arity)
 
 
-def _component_tuples(n_tokens: int, component: Component) -> Int[Tensor, "tuple arity"]:
+def component_tuples(n_tokens: int, component: Component) -> Int[Tensor, "tuple arity"]:
     """The tuples that a component compares."""
-    if component.positions is not None:
-        return torch.tensor(component.positions)[:, None]
-    return tuple_indices(n_tokens, component.arity, component.symmetric)
+    if component.tuples is not None:
+        return torch.tensor(component.tuples)
+    n = n_tokens if component.positions is None else len(component.positions)
+    tuples = tuple_indices(n, component.arity, component.symmetric)
+    if component.distinct:
+        tuples = tuples[all_different(tuples)]
+    return tuples if component.positions is None else torch.tensor(component.positions)[tuples]
+
+
+def all_different(tuples: Int[Tensor, "*batch arity"]) -> Bool[Tensor, "*batch"]:
+    """Whether no position of a tuple repeats."""
+    ordered = tuples.sort(dim=-1).values
+    return (ordered[..., 1:] != ordered[..., :-1]).all(dim=-1)
 
 
 def best_tuples(
     x: Float[Tensor, "batch pos d_token"], component: Component
 ) -> tuple[Int[Tensor, "batch arity"], Float[Tensor, " batch"]]:
-    """For every sequence the tuple of positions with the largest score, and that score.
+    """For every sequence the tuple of positions that a component retrieves, and its preference.
 
     Ties go to the first tuple in lexicographic order [chosen]. Tuples are scored in chunks, so that
     triples of 128 tokens need no [batch, 128, 128, 128] tensor.
     """
-    tuples = _component_tuples(x.shape[1], component).to(x.device)
+    tuples = component_tuples(x.shape[1], component).to(x.device)
+    if component.rank > 1:
+        scores = component.preference(x[:, tuples])
+        order = scores.argsort(dim=1, descending=True, stable=True)[:, component.rank - 1]
+        return tuples[order], scores.gather(1, order[:, None])[:, 0]
     best = torch.full((len(x),), -torch.inf, dtype=x.dtype, device=x.device)
     chosen = torch.zeros(len(x), component.arity, dtype=torch.int64, device=x.device)
     for part in tuples.split(max(1, _MOST_SCORES_AT_ONCE // max(1, len(x) * component.arity))):
-        scores = component.score(x[:, part])
+        scores = component.preference(x[:, part])
         value, index = scores.max(dim=1)
         better = value > best
         best = torch.where(better, value, best)
@@ -102,7 +165,7 @@ class Branch:
 Node = Leaf | Branch
 
 
-def _postorder(root: Node) -> Iterator[Node]:
+def postorder(root: Node) -> Iterator[Node]:
     """Children before parents, without recursion: a tree may be as deep as it has leaves."""
     stack: list[tuple[Node, bool]] = [(root, False)]
     while stack:
@@ -127,7 +190,7 @@ class ComparisonTree:
 
     def __init__(self, root: Node) -> None:
         self.root = root
-        leaves = [node.positions for node in _postorder(root) if isinstance(node, Leaf)]
+        leaves = [node.positions for node in postorder(root) if isinstance(node, Leaf)]
         if any(len(leaf) == 0 for leaf in leaves):
             raise InfoFlowError("a leaf holds no position: expected at least one in every tuple")
         if len({len(leaf) for leaf in leaves}) > 1:
@@ -166,17 +229,17 @@ class ComparisonTree:
         if shape not in ("balanced", "chain") and not isinstance(shape, torch.Generator):
             raise InfoFlowError(f"shape is {shape!r}: expected 'balanced', 'chain' or a generator")
         nodes: list[Node] = [
-            Leaf(tuple(row)) for row in _component_tuples(n_tokens, component).tolist()
+            Leaf(tuple(row)) for row in component_tuples(n_tokens, component).tolist()
         ]
         while len(nodes) > 1:
             if shape == "chain":
-                nodes[:2] = [Branch(nodes[0], nodes[1], component.score)]
+                nodes[:2] = [Branch(nodes[0], nodes[1], component.preference)]
             elif isinstance(shape, torch.Generator):
                 i, j = torch.randperm(len(nodes), generator=shape)[:2].sort().values.tolist()
-                nodes[i] = Branch(nodes[i], nodes.pop(j), component.score)
+                nodes[i] = Branch(nodes[i], nodes.pop(j), component.preference)
             else:
                 pairs: list[Node] = [
-                    Branch(a, b, component.score)
+                    Branch(a, b, component.preference)
                     for a, b in zip(nodes[::2], nodes[1::2], strict=False)
                 ]
                 nodes = pairs + nodes[len(pairs) * 2 :]
@@ -200,7 +263,7 @@ class ComparisonTree:
         sequences = torch.arange(len(x))[:, None]
         results: list[Tensor] = []
         made = 0
-        for node in _postorder(self.root):
+        for node in postorder(self.root):
             if isinstance(node, Leaf):
                 results.append(torch.tensor(node.positions).expand(len(x), -1))
                 continue
@@ -280,9 +343,15 @@ class ComparisonProfile:
         return self.number(large, count) / large**self.order
 
 
-def d_retrieval_profile(n_components: int) -> ComparisonProfile:
-    """F0(max_t f_1, .., max_t f_D): between D(T - D) and D(T - 1) comparisons [stated]."""
+def d_retrieval_profile(n_components: int, n_different: int | None = None) -> ComparisonProfile:
+    """F0(max_t f_1, .., max_t f_D): between D(T - D) and D(T - 1) comparisons [stated].
+
+    Args:
+        n_components: D.
+        n_different: how many of the f_i differ, which the lower bound counts; default, all.
+    """
     d = n_components
+    m = d if n_different is None else n_different
     return ComparisonProfile(
         name="d_retrieval",
         dimension=1,
@@ -290,7 +359,7 @@ def d_retrieval_profile(n_components: int) -> ComparisonProfile:
         n_trees=d,
         paper=lambda t: d * (t - d),
         unordered=lambda t: d * (t - 1),
-        proved=lambda t: d * (t - d),
+        proved=lambda t: m * (t - m),
         flags=(
             Flag(
                 "[flag] the lower bound D(T - D) uses |I_F| = D; two components can share their "
@@ -418,6 +487,64 @@ def in_context_profile(name: str, block: int, query: int, dimension: int) -> Com
     )
 
 
+def components_profile(
+    name: str, components: Sequence[Component], *flags: Flag
+) -> ComparisonProfile:
+    """The counts of any target that retrieves components, arities mixed [derived].
+
+    A tree for each component, over the tuples that it compares: that is the upper bound, ordered
+    ("paper") and unordered. The dimension and the order are those of the component with the longest
+    tuples. Below it is only proved that every token which can matter is in some leaf, since a score
+    of pairs may split into scores of single tokens: ``max(a, b)`` of sums does.
+
+    Raises:
+        InfoFlowError: for no components.
+    """
+    if not components:
+        raise InfoFlowError(f"{name} has no components: expected at least one")
+    dimension = max(min(c.rank, 10**6) if c.rank > 1 else c.arity for c in components)
+    growing = [
+        (c.rank if c.rank > 1 else c.arity)
+        for c in components
+        if c.positions is None and c.tuples is None
+    ]
+    most = sum(c.arity for c in components)
+
+    def reached(t: int) -> int:
+        """Positions that some component can retrieve."""
+        if growing:
+            return t
+        held: set[int] = set()
+        for c in components:
+            held.update(p for row in c.tuples or (c.positions or (),) for p in row)
+        return len(held)
+
+    return ComparisonProfile(
+        name=name,
+        dimension=dimension,
+        order=max(growing, default=0),
+        n_trees=len(components),
+        paper=lambda t: sum(c.n_tuples(t, ordered=True) - 1 for c in components),
+        unordered=lambda t: sum(c.n_tuples(t, ordered=False) - 1 for c in components),
+        proved=lambda t: -(-reached(t) // dimension) - most,
+        flags=(
+            Flag(
+                "[flag] of scores of one's own it is proved only that every token is compared; a "
+                "score of pairs may split into scores of single tokens",
+                ("proved",),
+            ),
+            *flags,
+        ),
+    )
+
+
+def reading_profile(name: str) -> ComparisonProfile:
+    """A target that compares nothing: it reads fixed positions, whatever they hold."""
+    return ComparisonProfile(
+        name, 1, 0, 1, paper=lambda t: 0, unordered=lambda t: 0, proved=lambda t: 0
+    )
+
+
 # What models can make
 
 
@@ -484,6 +611,7 @@ def model_comparisons(
     dimension: int,
     trees: int = 1,
     per_head: Literal["T", "T-1"] = "T",
+    roles: Sequence[int] | int = 1,
 ) -> int:
     """Comparisons that a model can make, eq (5).
 
@@ -500,6 +628,10 @@ def model_comparisons(
         trees: K. 1 is the literal reading of eq (5); the number of trees removes its contradiction
             with one-head global aggregation [chosen; not proved sound in general].
         per_head: comparisons of a head and query: T is the paper's bound, T - 1 is exact.
+        roles: r, the scores that a head chooses from by what its query is, for all layers or each.
+            1 is the paper's form. A head with r roles compares T keys for a query, as any other
+            does, but of r scores: what counting asks of heads it then asks of heads times roles
+            [derived, measured; beyond the paper].
 
     Returns:
         The number, exactly; nothing of size T is allocated.
@@ -515,11 +647,28 @@ def model_comparisons(
         )
     keys = n_tokens if per_head == "T" else n_tokens - 1
     total = 0
+    many = roles_by_layer(roles, len(n_heads))
     for layer, (heads, (token, cls)) in enumerate(zip(n_heads, by_layer, strict=True)):
+        heads = heads * many[layer]
         if layer < len(n_heads) - 1:
             total += n_tokens * (heads * keys + trees * token**dimension)
         total += heads * keys + trees * cls**dimension
     return total
+
+
+def roles_by_layer(roles: Sequence[int] | int, n_layers: int) -> tuple[int, ...]:
+    """Roles of the heads of every layer.
+
+    Raises:
+        InfoFlowError: for numbers below 1, or another number of layers.
+    """
+    each = (roles,) * n_layers if isinstance(roles, int) else tuple(roles)
+    if len(each) != n_layers or any(not isinstance(r, int) or r < 1 for r in each):
+        raise InfoFlowError(
+            f"roles is {roles!r}: expected an integer of at least 1, or one for each of "
+            f"{n_layers} layers"
+        )
+    return each
 
 
 def information_needed(

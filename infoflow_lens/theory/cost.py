@@ -1,6 +1,7 @@
 """What information costs: the parameter-cost law and Theorem 3's codes (Sec. 5.2, App. A.3)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,16 +42,33 @@ def exponent(size: int, d_token: int, d_model: int, mode: Mode = "law") -> float
     raise InfoFlowError(f"mode is {mode!r}: expected one of {', '.join(MODES)}")
 
 
+def widths_by_layer(d_model: int | Sequence[int], n_layers: int) -> tuple[int, ...]:
+    """E_l of every layer, from one width or one for each.
+
+    Raises:
+        InfoFlowError: for widths below 1, or another number of layers.
+    """
+    each = (d_model,) * n_layers if isinstance(d_model, int) else tuple(d_model)
+    if len(each) != n_layers or any(not isinstance(width, int) or width < 1 for width in each):
+        raise InfoFlowError(
+            f"d_model is {d_model!r}: expected an integer of at least 1, or one for each of "
+            f"{n_layers} layers"
+        )
+    return each
+
+
 def exponents(
-    sets: InformationSets, d_token: int, d_model: int, mode: Mode = "law"
+    sets: InformationSets, d_token: int, d_model: int | Sequence[int], mode: Mode = "law"
 ) -> Float[Tensor, "layer batch pos"]:
     """:func:`exponent` of every state, from the sets after its layer.
 
     The updated set counts, in all three rules [derived: one cost per I_t^(l), "regarding the size
     of I_t^(l)"]. States of the last layer other than the last position cost nothing, since nothing
-    reads them (eq 2): their exponent is NaN.
+    reads them (eq 2): their exponent is NaN. `d_model` is E, or E_l for every layer: the law has
+    ``|I_t^(l)| d / E_l``.
     """
-    law = sets.sizes().double() * d_token / d_model
+    widths = torch.tensor(widths_by_layer(d_model, sets.n_layers), dtype=torch.float64)
+    law = sets.sizes().double() * d_token / widths[:, None, None].to(sets.members.device)
     values = {
         "law": law,
         "effective": torch.where(law <= 1, 0.0, law),
@@ -74,9 +92,15 @@ def check_eps(eps: float) -> None:
 
 
 def total_cost(
-    sets: InformationSets, d_token: int, d_model: int, eps: float, mode: Mode = "law"
+    sets: InformationSets,
+    d_token: int,
+    d_model: int | Sequence[int],
+    eps: float,
+    mode: Mode = "law",
 ) -> Float[Tensor, " batch"]:
     """The cost law summed over all (layer, position), in parameters up to constants (Sec. 5.2).
+
+    `d_model` is E, or E_l for every layer.
 
     Raises:
         InfoFlowError: unless ``0 < eps < 1``.

@@ -4,15 +4,19 @@ Step 1 counts comparisons, which bounds |I| and so the cost from below. Step 2 s
 schedule that learns the target, which bounds it from above.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
+
+import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.theory.comparison import (
     COUNTS,
     ComparisonProfile,
+    Component,
     Count,
     check_sizes,
     check_trees,
@@ -20,43 +24,19 @@ from infoflow_lens.theory.comparison import (
     information_needed,
     least,
     model_comparisons,
+    reading_profile,
 )
 from infoflow_lens.theory.cost import MODES, exponent
-from infoflow_lens.theory.schedule import Schedule, Target, learns, search
+from infoflow_lens.theory.routing import RoutedError, routed_error
+from infoflow_lens.theory.schedule import Schedule, Target, learns
+from infoflow_lens.theory.search import Found, find, needs_order
+from infoflow_lens.theory.shapes import ModelShape, shape_of
 
-Verdict = Literal["excluded", "allowed", "undecided"]
+Verdict = Literal["allowed", "excluded, proved", "excluded for heads of one role", "undecided"]
 
-_LARGEST_VERIFIED = 128
-
-
-@runtime_checkable
-class ArchitectureLike(Protocol):
-    """What the estimate needs of an architecture; `infoflow_lens.Architecture` has it."""
-
-    @property
-    def n_heads(self) -> tuple[int, ...]:
-        """h_1 .. h_L."""
-        ...
-
-    @property
-    def d_model(self) -> int:
-        """E."""
-        ...
-
-    @property
-    def d_token(self) -> int:
-        """d."""
-        ...
-
-    @property
-    def n_tokens(self) -> int:
-        """T."""
-        ...
-
-    @property
-    def positional_embedding(self) -> Any:
-        """None or "none" for a model without positions."""
-        ...
+_LARGEST_VERIFIED = 128  # longer sequences are verified at 64 tokens
+_VERIFIED_AT = 64
+_MOST_SCORES = 5 * 10**7  # in a verification: a few seconds
 
 
 @dataclass(frozen=True)
@@ -64,24 +44,33 @@ class Estimate:
     """What InfoFlow says of an architecture and a target, before any training.
 
     Attributes:
-        target, n_heads, n_tokens, d_token, d_model: what was asked.
+        target, n_heads, n_tokens, d_token: what was asked.
+        d_model: E; a tuple where layers differ.
         count: which number of comparisons was used for the target; see `ComparisonProfile`.
         trees: K of eq (5).
         needed: the target's number of comparisons.
-        capacity: comparisons of the architecture by max-position retrieval alone.
-        verdict: on max-position retrieval alone: "excluded" by counting, "allowed" by a schedule
-            that learns the target, or "undecided".
-        min_heads: the smallest h_1 that counting leaves for large T, other layers as given; None if
-            no number of heads is enough.
+        capacity: comparisons of the architecture by max-position retrieval alone, one role a head.
+        mechanisms: what the verdict is on: "max-position retrieval alone", or "all mechanisms" for
+            targets that read fixed positions.
+        verdict: "allowed" by a schedule that was run on samples; "excluded, proved", for any
+            scores, roles and adaptive heads; "excluded for heads of one role", by the chosen count;
+            or "undecided".
+        why: what the verdict rests on, in words.
+        min_heads: the smallest h_1 that counting leaves for large T, other layers as given, for
+            heads of one role; None if no number of heads is enough.
         min_heads_here: the same at this T.
         min_information: the smallest |I| with which counting is met, at most T.
         saturated: whether no |I| up to T meets it.
-        lower: exponents of the lower bound, by mode; see `infoflow_lens.theory.cost.exponent`.
-        schedule: the best schedule found.
+        lower: exponents of the lower bound, by mode; "certified" rests on the proved count alone,
+            with a tree for each component. See `infoflow_lens.theory.cost.exponent`.
+        schedule: the best schedule found, by any mechanism.
         upper_information: its largest |I|.
         upper: its exponents, by mode.
-        verified: how often the schedule held the active index set on sampled inputs; None where
-            that was not tried (large T).
+        verified: how often the schedules held the active index set on sampled inputs; None where
+            that was not tried.
+        verified_at: T of these samples.
+        routed: what first-layer heads with several roles leave; None where routing is no question.
+        left_out: what the search did not weigh, in words.
         reasons: the argument in words.
         flags: the limits of the argument that concern these numbers.
     """
@@ -90,12 +79,14 @@ class Estimate:
     n_heads: tuple[int, ...]
     n_tokens: int
     d_token: int
-    d_model: int
+    d_model: int | tuple[int, ...]
     count: Count
     trees: int
     needed: int
     capacity: int
+    mechanisms: Literal["max-position retrieval alone", "all mechanisms"]
     verdict: Verdict
+    why: str
     min_heads: int | None
     min_heads_here: int
     min_information: int
@@ -105,12 +96,16 @@ class Estimate:
     upper_information: int | None
     upper: dict[str, float]
     verified: float | None
+    verified_at: int | None
+    routed: RoutedError | None
+    left_out: tuple[str, ...]
     reasons: tuple[str, ...]
     flags: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as JSON-compatible values; the schedule in words."""
-        values = asdict(self)
+        plain = replace(self, schedule=None)
+        values = asdict(plain)
         values["schedule"] = self.schedule.describe() if self.schedule else None
         return values
 
@@ -156,11 +151,9 @@ def min_heads_at(
     return least(enough, 1)
 
 
-def _verdict(by_score: Schedule | None, capacity: int, needed: int) -> Verdict:
-    """On max-position retrieval alone: by a schedule of such heads, or by counting."""
-    if by_score is not None:
-        return "allowed"
-    return "excluded" if capacity < needed else "undecided"
+def _by_counting(capacity: int, needed: int) -> Verdict:
+    """Without a schedule: what a count says of heads of one role."""
+    return "excluded for heads of one role" if capacity < needed else "undecided"
 
 
 def phase_diagram(
@@ -170,7 +163,7 @@ def phase_diagram(
     count: Count = "paper",
     trees: int = 1,
 ) -> list[dict[str, Any]]:
-    """For all heads and T, whether max-position retrieval alone is excluded, allowed or undecided.
+    """For all heads and T the verdict on max-position retrieval alone, heads of one role.
 
     Args:
         task: a target with `comparison` and `components`; its own T does not matter.
@@ -179,24 +172,33 @@ def phase_diagram(
         count, trees: as in :func:`estimate`; :func:`flags_of` has the limits of the verdicts.
 
     Returns:
-        Rows ``heads, n_tokens, verdict, needed, capacity``.
+        Rows ``heads, n_tokens, verdict, needed, capacity``. Schedules are not run on samples here.
 
     Raises:
         InfoFlowError: as :func:`estimate`.
     """
-    profile = _profile_of(task)
+    profile, components, reads = _asked(task)
     check_trees(trees)
     needed = {tokens: profile.number(tokens, count) for tokens in n_tokens}
+    active = {tokens: 0 if reads else _seen_active(task, tokens) for tokens in n_tokens}
     rows = []
     for some in heads:
         for tokens in n_tokens:
-            by_score = search(task.components, some, tokens, max_position_only=True)
+            found = find(
+                components, some, tokens, max_position_only=not reads, reads=reads,
+                positional=bool(reads),
+            )  # fmt: skip
             capacity = max_position_capacity(profile, some, tokens, trees)
+            verdict: Verdict = "allowed"
+            if found.schedule is None:
+                too_small = growth_sizes(some, tokens)[-1][1] < active[tokens]
+                proved = too_small or _one_layer_proof(profile, some, tokens) is not None
+                verdict = "excluded, proved" if proved else _by_counting(capacity, needed[tokens])
             rows.append(
                 {
                     "heads": list(some),
                     "n_tokens": tokens,
-                    "verdict": _verdict(by_score, capacity, needed[tokens]),
+                    "verdict": verdict,
                     "needed": needed[tokens],
                     "capacity": capacity,
                 }
@@ -204,19 +206,119 @@ def phase_diagram(
     return rows
 
 
-def _profile_of(task: Any) -> ComparisonProfile:
+def _seen_active(task: Any, n_tokens: int) -> int:
+    """The most active tokens of some sampled inputs of T tokens, or of 64 where T is larger."""
+    try:
+        short = replace(task, n_tokens=min(n_tokens, _VERIFIED_AT))
+    except (TypeError, ValueError):  # T follows from other sizes, or a subset does not fit
+        return 0
+    return _Samples(short, 20, 0).largest_active()
+
+
+def _asked(task: Any) -> tuple[ComparisonProfile, tuple[Component, ...], Sequence[int]]:
+    """The counts, the components and the fixed positions of a target."""
+    components = tuple(getattr(task, "components", ()))
+    reads = getattr(task, "reads", ())
     profile = getattr(task, "comparison", None)
-    if not isinstance(profile, ComparisonProfile) or not getattr(task, "components", ()):
+    name = getattr(task, "name", type(task).__name__)
+    if not components and not len(reads):
         raise InfoFlowError(
-            f"task {getattr(task, 'name', task)!r} has no comparison profile, or no components "
-            "that heads could retrieve: expected a target whose value is that of best tuples of "
-            "tokens; choose another, or give it `comparison` and `components`"
+            f"task {name!r} has no components that heads could retrieve and reads no fixed "
+            "positions: expected a target with `components` or `reads`, such as "
+            "infoflow_lens.tasks.Target"
         )
-    return profile
+    if not components and profile is None:
+        profile = reading_profile(name)
+    if not isinstance(profile, ComparisonProfile):
+        raise InfoFlowError(
+            f"task {name!r} has no comparison profile: expected `comparison`; "
+            "components_profile(name, components) derives one"
+        )
+    longest = max([1, *(c.arity for c in components)])
+    if components and longest > 1 and profile.dimension < longest:
+        raise InfoFlowError(
+            f"task {name!r} has components of arity {longest}, but its profile says dimension "
+            f"{profile.dimension}: expected at least the arity; components_profile derives it"
+        )
+    return profile, components, reads
+
+
+def _one_layer_proof(
+    profile: ComparisonProfile, n_heads: Sequence[int], n_tokens: int
+) -> str | None:
+    """Why one layer cannot, if the proved count says so.
+
+    CLS asks one constant question, so that its heads have one role each and adapt to nothing: for
+    one layer the count of fixed trees is a proof. For more layers it is none, since heads that
+    adapt or are routed are no fixed trees [derived].
+    """
+    if len(n_heads) > 1:
+        return None
+    needed = profile.number(n_tokens, "proved")
+    made = max_position_capacity(profile, n_heads, n_tokens, profile.n_trees)
+    if made >= needed:
+        return None
+    return (
+        f"one layer asks a single question, CLS's, and makes {made} comparisons where {needed} are "
+        "proved to be needed"
+    )
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Sequences on which schedules are run, at a T that can be."""
+
+    task: Any
+    n: int
+    seed: int
+
+    @classmethod
+    def of(cls, task: Any, n: int, seed: int) -> "_Samples | None":
+        """At the task's T, or at 64 where that is long; None if neither can be drawn."""
+        if n < 1:
+            return None
+        if task.n_tokens > _LARGEST_VERIFIED:
+            try:
+                task = replace(task, n_tokens=_VERIFIED_AT)
+            except (TypeError, ValueError):
+                return None
+        return cls(task, n, seed)
+
+    def learns(self, schedule: Schedule, shape: ModelShape, heads: Sequence[int]) -> float | None:
+        """How often a schedule holds the active set; None if it is not one for this T."""
+        task = self.task
+        arity = max([1, *(c.arity for c in task.components)])
+        size = min(task.n_tokens, schedule.size)
+        work = task.n_tokens * size**arity * max(1, len(task.components))
+        n = max(5, min(self.n, _MOST_SCORES // max(1, work)))
+        return learns(
+            task, schedule, n, self.seed, positional=shape.positional, causal=shape.causal
+        )
+
+    def order_matters(self) -> bool:
+        """Whether two tokens were seen that change the target by changing places."""
+        x, y = self.task.sample(min(self.n, 5), self.seed)
+        last = x.shape[1] - int(x.ndim == 2)  # the response sign stays where it is
+        for first, second in itertools.islice(itertools.combinations(range(last), 2), 2000):
+            swapped = x.clone()
+            swapped[:, [first, second]] = x[:, [second, first]]
+            for row in range(len(x)):
+                try:
+                    other = self.task.target(swapped[row : row + 1])
+                except InfoFlowError:  # no sequence of the task
+                    continue
+                if not torch.allclose(other.double(), y[row : row + 1].double(), atol=1e-4):
+                    return True
+        return False
+
+    def largest_active(self) -> int:
+        """The most active tokens that an input was seen to have."""
+        x, _ = self.task.sample(min(self.n, 50), self.seed)
+        return int(self.task.active_index_set(x).sum(dim=1).max())
 
 
 def estimate(
-    architecture: ArchitectureLike,
+    architecture: Any,
     task: Target,
     *,
     count: Count = "paper",
@@ -227,92 +329,304 @@ def estimate(
     """The two-step estimate of the paper's Sec. 5.3.
 
     Args:
-        architecture: heads, width and length.
-        task: a target with `comparison` and `components`.
+        architecture: heads, width and length: an `Architecture`, a `ModelShape`, a config or model
+            of TransformerLens or Hugging Face, or a folder with a config; see
+            :func:`infoflow_lens.theory.shapes.shape_of`.
+        task: a target with `comparison` and `components`, or `reads`.
         count: "paper" (the number that the paper's estimate uses), "unordered" (the better upper
             bound) or "proved" (the lower bound).
         trees: K in eq (5): 1 is the literal reading, ``task.comparison.n_trees`` removes its
             contradiction with global aggregation.
-        verify: sampled inputs on which the schedule is run; 0 for none. Above T = 128 it is not.
+        verify: sampled inputs on which schedules are run; 0 for none. Above T = 128 they are run on
+            64 tokens.
         seed: of the samples.
 
     Raises:
-        InfoFlowError: for an unknown count, trees below 1, T that differ, or a task without
-            profile.
+        InfoFlowError: for an unknown count, trees below 1, sizes that differ, a model of another
+            kind than the theory's, or a task without anything to retrieve or read.
     """
-    profile = _profile_of(task)
-    n_heads, n_tokens = tuple(architecture.n_heads), architecture.n_tokens
-    check_sizes(n_heads, n_tokens)
+    profile, components, reads = _asked(task)
     if count not in COUNTS:
         raise InfoFlowError(f"count is {count!r}: expected one of {', '.join(COUNTS)}")
     check_trees(trees)
-    if task.n_tokens != n_tokens:
-        raise InfoFlowError(
-            f"the task has n_tokens {task.n_tokens}, the architecture {n_tokens}: use the same T"
-        )
+    shape = _fitting(architecture, task)
+    n_heads, n_tokens = shape.n_heads, task.n_tokens
+    check_sizes(n_heads, n_tokens)
     needed = profile.number(n_tokens, count)
     capacity = max_position_capacity(profile, n_heads, n_tokens, trees)
     size, saturated = information_needed(profile, n_heads, n_tokens, count, trees)
-    positional = architecture.positional_embedding not in (None, "none", False)
-    schedule = search(task.components, n_heads, n_tokens, positional)
-    by_score = search(task.components, n_heads, n_tokens, max_position_only=True)
-    verified = None
-    if verify and n_tokens <= _LARGEST_VERIFIED:
-        # the best schedule, and the one that the verdict "allowed" rests on
-        verified = min(
-            learns(task, some, verify, seed, positional=positional)
-            for some in dict.fromkeys((schedule, by_score))
-            if some is not None
-        )
-    upper = schedule.size if schedule else None
-    d_token, d_model = architecture.d_token, architecture.d_model
+    proved_size, _ = information_needed(
+        profile, n_heads, n_tokens, "proved", max(trees, profile.n_trees)
+    )
+    samples = _Samples.of(task, verify, seed)
+    reachable = shape.reach(n_tokens) >= n_tokens
+    best = _find(shape, components, reads, n_tokens) if reachable else Found(None, True)
+    fixed = needs_order(components, reads, n_tokens) or bool(len(reads))
+    alone = (
+        best
+        if fixed or not reachable
+        else _find(shape, components, reads, n_tokens, max_position_only=True)
+    )
+    routed_schedule = _routed_schedule(shape, components, reads, n_tokens, alone, fixed)
+    shown: dict[Schedule, float | None] = {}
+    if samples is not None:
+        for some in (best.schedule, alone.schedule, routed_schedule):
+            if some is not None:
+                shown.setdefault(some, samples.learns(some, shape, n_heads))
+    verdict, why = _decide(
+        profile, shape, n_tokens, alone, routed_schedule, shown, samples, fixed, reachable,
+        needed, capacity, count,
+    )  # fmt: skip
+    d_token = getattr(task, "d_token", 1)
+    sure = [
+        value
+        for some, value in shown.items()
+        if value is not None and some in (best.schedule, alone.schedule)
+    ]
+    upper = best.schedule.size if best.schedule else None
+    widest = max(shape.d_model)
     result = Estimate(
         target=profile.name,
         n_heads=n_heads,
         n_tokens=n_tokens,
         d_token=d_token,
-        d_model=d_model,
+        d_model=shape.d_model[0] if len(set(shape.d_model)) == 1 else shape.d_model,
         count=count,
         trees=trees,
         needed=needed,
         capacity=capacity,
-        verdict=_verdict(by_score, capacity, needed),
+        mechanisms="all mechanisms" if fixed else "max-position retrieval alone",
+        verdict=verdict,
+        why=why,
         min_heads=min_heads(profile, n_heads, count),
         min_heads_here=min_heads_at(profile, n_heads, n_tokens, count, trees),
         min_information=size,
         saturated=saturated,
-        lower={mode: exponent(size, d_token, d_model, mode) for mode in MODES},
-        schedule=schedule,
+        lower={
+            mode: exponent(proved_size if mode == "certified" else size, d_token, widest, mode)
+            for mode in MODES
+        },
+        schedule=best.schedule,
         upper_information=upper,
-        upper={} if upper is None else {m: exponent(upper, d_token, d_model, m) for m in MODES},
-        verified=verified,
+        upper=_upper(best.schedule, d_token, shape),
+        verified=min(sure) if sure else None,
+        verified_at=samples.task.n_tokens if samples and sure else None,
+        routed=_routed_error(shape, task, components, samples),
+        left_out=tuple(dict.fromkeys((*best.left_out, *alone.left_out))),
         reasons=(),
         flags=flags_of(profile, n_heads, count, trees),
     )
-    reasons = _reasons(result, profile, positional, by_score)
+    reasons = _reasons(result, profile, shape, alone.schedule, components, reads)
     return replace(result, reasons=reasons, flags=(*result.flags, *_own_flags(result, profile)))
 
 
+def _fitting(architecture: Any, task: Any) -> ModelShape:
+    """The shape of the model on the task's sequences.
+
+    Raises:
+        InfoFlowError: where T or d of an architecture of ours is another than the task's.
+    """
+    shape = shape_of(architecture)
+    own = getattr(architecture, "architecture", architecture)
+    if hasattr(own, "n_tokens") and not shape.causal and shape.n_tokens != task.n_tokens:
+        raise InfoFlowError(
+            f"the task has n_tokens {task.n_tokens}, the architecture {shape.n_tokens}: use the "
+            "same T"
+        )
+    d_token = getattr(own, "d_token", None)
+    if d_token is not None and d_token != getattr(task, "d_token", None):
+        raise InfoFlowError(
+            f"the task has d_token {getattr(task, 'd_token', None)}, the architecture {d_token}: "
+            "use the same d"
+        )
+    return shape if shape.n_tokens == task.n_tokens else shape.with_tokens(task.n_tokens)
+
+
+def _find(
+    shape: ModelShape,
+    components: Sequence[Component],
+    reads: Sequence[int],
+    n_tokens: int,
+    max_position_only: bool = False,
+    roles: Sequence[int] | int = 1,
+) -> Found:
+    usable = shape.usable(n_tokens)
+    return find(
+        components,
+        shape.n_heads,
+        n_tokens,
+        shape.positional,
+        max_position_only=max_position_only,
+        reads=reads,
+        causal=shape.causal,
+        roles=roles,
+        d_model=shape.d_model,
+        usable=None if all(usable) else usable,
+    )
+
+
+def _routed_schedule(
+    shape: ModelShape,
+    components: Sequence[Component],
+    reads: Sequence[int],
+    n_tokens: int,
+    alone: Found,
+    fixed: bool,
+) -> Schedule | None:
+    """A schedule of heads with several roles, where one role does not do and queries can route."""
+    pairs = [c for c in components if c.arity == 2 and c.tuples is None]
+    if alone.schedule is not None or fixed or len(pairs) < 2 or shape.n_layers < 2:
+        return None
+    many = 2 * len(pairs)
+    roles = [
+        many if (shape.routes if layer == 0 else shape.has_mlp) else 1
+        for layer in range(shape.n_layers)
+    ]
+    if max(roles) == 1:
+        return None
+    found = _find(shape, components, reads, n_tokens, True, roles).schedule
+    return found if found is not None and found.roles > 1 else None
+
+
+def _decide(
+    profile: ComparisonProfile,
+    shape: ModelShape,
+    n_tokens: int,
+    alone: Found,
+    routed: Schedule | None,
+    shown: dict[Schedule, float | None],
+    samples: _Samples | None,
+    fixed: bool,
+    reachable: bool,
+    needed: int,
+    capacity: int,
+    count: Count,
+) -> tuple[Verdict, str]:
+    """The verdict, and what it rests on."""
+    if not reachable:
+        return "excluded, proved", (
+            f"only the last {shape.reach(n_tokens)} of {n_tokens} tokens can reach the read-out "
+            "through the windows of local attention"
+        )
+    if alone.schedule is not None:
+        held = shown.get(alone.schedule)
+        if held is None or held == 1:
+            return "allowed", f"by a schedule with |I| <= {alone.schedule.size}"
+    elif fixed and not (shape.positional or shape.causal):
+        if samples is None or not samples.order_matters():
+            return "undecided", "without positions no schedule is known, and none is excluded"
+        return "excluded, proved", (
+            "the target tells positions apart, and a model without positional encoding gives the "
+            "same answer for every order of the tokens"
+        )
+    if routed is not None and shown.get(routed) == 1:
+        return "allowed", (
+            f"by routed heads, each with several roles, with |I| <= {routed.size}: "
+            f"{routed.describe()}"
+        )
+    if alone.schedule is None and not fixed:
+        most = growth_sizes(shape.n_heads, n_tokens)[-1][1]
+        active = samples.largest_active() if samples is not None else 0
+        if most < active:
+            return "excluded, proved", (
+                f"CLS can hold {most} tokens by max-position retrieval, whatever the scores, and "
+                f"the target was seen to depend on {active}"
+            )
+        if (proof := _one_layer_proof(profile, shape.n_heads, n_tokens)) is not None:
+            return "excluded, proved", proof
+    verdict = _by_counting(capacity, needed)
+    if alone.schedule is not None or verdict == "undecided":
+        return "undecided", "counting excludes nothing, and no schedule is known that always holds"
+    return verdict, f"by counting comparisons (count={count!r}), one role a head"
+
+
+def _upper(schedule: Schedule | None, d_token: int, shape: ModelShape) -> dict[str, float]:
+    """Exponents of the costliest state, each layer with its own width."""
+    if schedule is None:
+        return {}
+    return {
+        mode: max(
+            exponent(size, d_token, width, mode)
+            for size, width in zip(schedule.sizes, shape.d_model, strict=True)
+        )
+        for mode in MODES
+    }
+
+
+def _routed_error(
+    shape: ModelShape, task: Any, components: Sequence[Component], samples: _Samples | None
+) -> RoutedError | None:
+    """What routing leaves, where fewer heads than pairs stand in the first of two layers."""
+    pairs = len(components) > 1 and all(c.arity == 2 and c.tuples is None for c in components)
+    if not pairs or shape.n_layers != 2 or shape.n_heads[0] >= len(components):
+        return None
+    if samples is None or shape.causal or not hasattr(task, "outer_function"):
+        return None
+    if len(components) > 8:
+        return None
+    return routed_error(samples.task, shape.n_heads[0], max(2, samples.n), samples.seed)
+
+
 def _reasons(
-    result: Estimate, profile: ComparisonProfile, positional: bool, by_score: Schedule | None
+    result: Estimate,
+    profile: ComparisonProfile,
+    shape: ModelShape,
+    alone: Schedule | None,
+    components: Sequence[Component],
+    reads: Sequence[int],
 ) -> tuple[str, ...]:
     """The argument, in words."""
-    reasons = [
-        f"the target needs {result.needed} comparisons of {profile.dimension}-tuples "
-        f"(count={result.count!r}); by max-position retrieval alone the model makes at most "
-        f"{result.capacity} (eq 5 with K = {result.trees}, the last layer for CLS only [derived])"
-    ]
-    if result.verdict == "excluded":
-        reasons.append("so max-position retrieval alone is excluded: some |I| must grow")
-    elif by_score is not None:
+    reasons = []
+    if result.needed:
         reasons.append(
-            "a schedule of max-position heads alone learns the target, with |I| <= "
-            f"{by_score.size}: {by_score.describe()}"
+            f"the target needs {result.needed} comparisons of {profile.dimension}-tuples "
+            f"(count={result.count!r}); by max-position retrieval alone the model makes at most "
+            f"{result.capacity} (eq 5 with K = {result.trees}, the last layer for CLS only "
+            "[derived])"
         )
-    else:
+    elif reads:
+        reasons.append("the target compares nothing: it reads fixed positions")
+    reasons.append(f"{result.verdict}: {result.why}")
+    if alone is not None:
+        what = "fixed positions and retrieval" if alone.needs_positions else "max-position heads"
+        if any(type(job).__name__ == "Global" for job in alone.jobs):
+            what = "global aggregation"
         reasons.append(
-            "counting does not exclude max-position retrieval alone, but no such schedule is known"
+            f"a schedule of {what} alone learns the target, with |I| <= {alone.size}: "
+            f"{alone.describe()}"
         )
+        if alone.adaptive:
+            reasons.append(
+                "it is adaptive: what a layer looks for depends on what was found before, which "
+                "takes queries made by a network of all that is held [derived]"
+            )
+    if result.needed:
+        reasons.extend(_heads_in_words(result, profile))
+    if result.schedule and result.schedule is not alone:
+        reasons.append(f"|I| <= {result.upper_information} is enough: {result.schedule.describe()}")
+    if result.routed is not None:
+        r = result.routed
+        able = "queries come from a network" if shape.routes else "it would take an encoder network"
+        reasons.append(
+            f"{r.n_heads} first-layer heads with {r.roles} roles each ({able}) hold all best pairs "
+            f"in {r.held:.0%} of {r.n} samples and leave an NMSE of {r.nmse:.2g} "
+            f"[{r.low:.2g}, {r.high:.2g}] at T = {result.verified_at or result.n_tokens} [measured]"
+        )
+    if result.verified is None:
+        reasons.append(
+            "schedules were not run on samples here; the rules they combine are [derived]"
+        )
+    elif result.verified_at != result.n_tokens:
+        reasons.append(f"schedules were run on samples of {result.verified_at} tokens")
+    if not shape.positional:
+        reasons.append("without a positional encoding no head can read fixed positions")
+    if result.left_out:
+        reasons.append("not weighed by the search: " + "; ".join(result.left_out))
+    return tuple(reasons)
+
+
+def _heads_in_words(result: Estimate, profile: ComparisonProfile) -> list[str]:
+    reasons = []
     if result.min_heads is None and profile.order < 3:
         reasons.append(
             "one layer compares h T keys at its only query that is read, the target grows like "
@@ -324,22 +638,19 @@ def _reasons(
             "enough without growing sets (Prop 2)"
         )
     else:
-        reasons.append(f"for large T counting asks for h_1 >= {result.min_heads}")
+        reasons.append(
+            f"for large T counting asks for h_1 >= {result.min_heads} (heads of one role; with "
+            "routing, heads times roles)"
+            if profile.order > 1
+            else f"for large T counting asks for h_1 >= {result.min_heads}"
+        )
     if result.saturated:
         reasons.append(f"counting cannot be met by any |I|; T = {result.n_tokens} is reported")
     elif result.min_information:
         reasons.append(f"counting asks for some |I| >= {result.min_information}")
     else:
         reasons.append("counting asks for no |I| at all: no obstruction here")
-    if result.schedule:
-        reasons.append(f"|I| <= {result.upper_information} is enough: {result.schedule.describe()}")
-    if result.verified is None:
-        reasons.append(
-            "schedules were not run on samples here; the rules they combine are [derived]"
-        )
-    if not positional:
-        reasons.append("without a positional encoding no head can read fixed positions")
-    return tuple(reasons)
+    return reasons
 
 
 def flags_of(

@@ -114,6 +114,37 @@ def test_active_positions_are_a_minimal_set_that_fixes_the_label(name, sizes):
             assert not fixed(row, [p for p in positions if p != position])
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("in_context_qa", {"n_questions": 3, "n_answers": 1, "n_pairs": 1}),
+        ("in_context_qa", {"n_questions": 3, "n_answers": 2, "n_pairs": 1}),
+        (
+            "in_context_template_matching",
+            {"n_words": 3, "length": 2, "n_answers": 1, "n_pairs": 1},
+        ),
+        ("nested_qa", {"n_entities": 4, "hops": 1, "n_chains": 1}),
+        ("nested_qa", {"n_entities": 4, "hops": 2, "n_chains": 1}),
+        ("nested_qa", {"n_entities": 5, "hops": 3, "n_chains": 1}),
+    ],
+)
+def test_active_positions_are_minimal_where_little_is_asked(name, sizes):
+    """One answer, one pair, one chain (findings T9)."""
+    test_active_positions_are_a_minimal_set_that_fixes_the_label(name, sizes)
+
+
+@pytest.mark.parametrize("length", [18, 24, 30])
+def test_labels_of_long_templates(length):
+    """As one number in int64 a template of 24 words lost two of its positions (findings T1)."""
+    templates = ("a" * length, "a" + "b" * (length - 1), "a" * (length - 1) + "b")
+    task = load_task("template_matching", length=length, n_words=5, templates=templates)
+    x, y = task.sample(400, seed=0)
+    expected = [[[s == r for s in row] for r in row] for row in x[:, :length].tolist()]
+    shapes = [[[s == r for s in t] for r in t] for t in templates]
+    assert y.tolist() == [shapes.index(shape) for shape in expected]
+    assert len(y.unique()) == 3
+
+
 @EACH
 def test_samples_are_uniform_over_the_papers_space(name):
     task = load_task(name, **SMALL[name])

@@ -7,6 +7,7 @@ import torch
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.theory.bounds import (
+    ball_centres,
     d_retrieval_bound,
     depth_separation_bound,
     depth_separation_width,
@@ -15,6 +16,8 @@ from infoflow_lens.theory.bounds import (
     kth_largest_bound,
     kth_largest_collision,
     kth_largest_width,
+    largest_radius,
+    softmin_gap,
 )
 from infoflow_lens.theory.comparison import information_needed, triangle_center_profile
 
@@ -146,3 +149,44 @@ def test_proposition_2():
         assert growing_information(1 / 6, 3, 3, 4, 2, t) <= exact
     with pytest.raises(InfoFlowError, match="order is 2"):
         growing_information(1.0, 2, 2, 1, 2, 100)
+
+
+def test_finite_widths_beyond_floats_are_infinite():
+    assert kth_largest_width(300, 2, 1, 1e-6) == math.inf
+    assert depth_separation_width(500, 1, 1, 1e-6) == math.inf
+    assert kth_largest_width(10**9, 2, 2, 1e-12) > 1e300
+
+
+@pytest.mark.parametrize("n_heads", [1, 2, 5, 12, 40])
+def test_the_balls_of_theorem_1_fit_on_the_sphere(n_heads):
+    """h + 1 disjoint caps, and nothing in one near the antipode of another but its own centre."""
+    radius, centres = largest_radius(n_heads), ball_centres(n_heads + 1)
+    assert torch.allclose(centres.norm(dim=1), torch.ones(n_heads + 1, dtype=torch.float64))
+    assert torch.pdist(centres).min() > 2 * radius
+    assert (centres[:, None] + centres).norm(dim=-1).min() > 3 * radius
+    # caps cannot cover more than the sphere: (h + 1) L^2 <= 4
+    assert (n_heads + 1) * radius**2 <= 4
+    with pytest.raises(InfoFlowError, match=f"needs {n_heads + 1} disjoint balls"):
+        depth_separation_width(400, n_heads, 2, 1e-6, radius=0.5)
+
+
+def test_wider_models_are_forced_to_less():
+    """W_O spreads what heads say over E coordinates, and values may be as large as sqrt(E)."""
+    narrow = depth_separation_width(60, 1, 2, 1e-6)
+    assert depth_separation_width(60, 1, 2, 1e-6, d_model=8) == pytest.approx(narrow / 8)
+
+
+def test_the_gap_of_a_softmin_over_numbers_beyond_floats():
+    assert softmin_gap(10**400, 1.0) == pytest.approx(
+        400 * math.log(10) - 1 - math.log(913.2), rel=1e-4
+    )
+    assert softmin_gap(10**300, 2.0) == pytest.approx(softmin_gap(10**300 + 1, 2.0))
+    # Lambert's equation w e^w = (n - 1) / e, in logarithms
+    w = softmin_gap(10**400, 1.0)
+    assert w + math.log(w) == pytest.approx(400 * math.log(10) - 1)
+
+
+@pytest.mark.parametrize("coefficient", [0, -1.0, math.inf, math.nan])
+def test_proposition_2_needs_a_positive_coefficient(coefficient):
+    with pytest.raises(InfoFlowError, match="expected a positive number C"):
+        growing_information(coefficient, 3, 3, 4, 2, 1000)

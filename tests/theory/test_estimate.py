@@ -5,7 +5,9 @@ import json
 import pytest
 
 from infoflow_lens import Architecture, InfoFlowError, load_task
+from infoflow_lens.tasks import TriangleCenter
 from infoflow_lens.theory.comparison import (
+    Component,
     d_retrieval_profile,
     intrinsic_dimension_profile,
     triangle_center_profile,
@@ -17,6 +19,8 @@ from infoflow_lens.theory.estimate import (
     min_heads_at,
     phase_diagram,
 )
+from infoflow_lens.theory.schedule import LayerSchedule, Max, Schedule, run_schedule
+from infoflow_lens.theory.shapes import ModelShape
 
 
 def architecture(heads, n_tokens=64, d_model=16, d_token=4, positions="none"):
@@ -33,6 +37,14 @@ def architecture(heads, n_tokens=64, d_model=16, d_token=4, positions="none"):
 def estimated(name, heads, n_tokens=64, positions="none", task=None, **settings):
     loaded = load_task(name, n_tokens=n_tokens, d_token=4, **(task or {}))
     return estimate(architecture(heads, n_tokens, positions=positions), loaded, **settings)
+
+
+class Inconsistent(TriangleCenter):
+    """A target of the user's whose counts are not those of its components."""
+
+    @property
+    def comparison(self):
+        return d_retrieval_profile(1)
 
 
 def first_excluded(profile, heads, count, trees):
@@ -97,9 +109,9 @@ def test_heads_at_this_t_are_the_least_that_meet_the_count(trees, n_tokens):
 @pytest.mark.parametrize(
     ("heads", "verdict", "m", "saturated", "lower", "upper"),
     [
-        (1, "excluded", 64, True, 16.0, 16.0),
-        (2, "excluded", 64, True, 16.0, 16.0),
-        (3, "excluded", 48, False, 12.0, 16.0),
+        (1, "excluded, proved", 64, True, 16.0, 16.0),
+        (2, "excluded, proved", 64, True, 16.0, 16.0),
+        (3, "excluded, proved", 48, False, 12.0, 16.0),
         (4, "allowed", 0, False, 0.0, 1.0),
     ],
 )
@@ -142,7 +154,7 @@ def test_theorem_1_two_layers_of_one_head_against_one_layer():
     assert two.verdict == "allowed"
     assert two.upper_information == 2
     one = estimated("depth_separation", (1,), count="proved")
-    assert one.verdict == "excluded"
+    assert one.verdict == "excluded, proved"
     # one layer: |I|^2 >= C(T,2) - 2 - h T = 1950
     assert one.min_information == 45
 
@@ -150,7 +162,7 @@ def test_theorem_1_two_layers_of_one_head_against_one_layer():
 @pytest.mark.parametrize(("heads", "m", "upper"), [((2, 4), 11, 48), ((3, 5), 8, 48)])
 def test_example_2_with_positions(heads, m, upper):
     found = estimated("intrinsic_dimension", heads, positions="learned", task={"n_components": 4})
-    assert found.verdict == "excluded"
+    assert found.verdict == "excluded for heads of one role"
     assert found.min_information == m
     assert found.upper_information == upper
     without = estimated("intrinsic_dimension", heads, task={"n_components": 4})
@@ -163,7 +175,7 @@ def test_proposition_2_exponents_grow_with_length():
     for n_tokens in (64, 512, 4096):
         found = estimated("triangle_center", (4, 4), n_tokens=n_tokens, count="proved")
         assert found.min_heads is None
-        assert found.verified is None or n_tokens <= 128
+        assert (found.verified, found.verified_at) == (1.0, 64)  # longer ones are run at 64
         sizes.append(found.min_information)
     assert sizes[0] == 8
     assert sizes[2] / sizes[1] == pytest.approx(4, rel=0.15)  # 8^(2/3)
@@ -227,7 +239,7 @@ def test_the_phase_diagram_turns_at_d():
     rows = phase_diagram(task, [(h, 3) for h in range(1, 6)], [16, 64, 256])
     verdicts = {(row["heads"][0], row["n_tokens"]): row["verdict"] for row in rows}
     assert all(verdicts[h, t] == "allowed" for h in (3, 4, 5) for t in (16, 64, 256))
-    assert all(verdicts[h, 256] == "excluded" for h in (1, 2))
+    assert all(verdicts[h, 256] == "excluded for heads of one role" for h in (1, 2))
 
 
 @pytest.mark.parametrize(
@@ -240,8 +252,24 @@ def test_the_phase_diagram_turns_at_d():
             "the task has n_tokens 16, the architecture 32",
         ),
         (
-            lambda: estimated("d_retrieval", (4,), task={"subsets": ((0,), (1,), (2,), (3,))}),
-            "has no comparison profile",
+            lambda: estimate(architecture((4,), 16, d_token=3), load_task("d_retrieval")),
+            "the task has d_token 4, the architecture 3",
+        ),
+        (
+            lambda: estimate(
+                Architecture((1,), 16, 4, 16, attention="relu"), load_task("d_retrieval")
+            ),
+            "attention is 'relu'",
+        ),
+        (
+            lambda: estimate(
+                Architecture((1,), 16, 4, 16, cls_is_key=True), load_task("d_retrieval")
+            ),
+            "cls_is_key is True",
+        ),
+        (
+            lambda: estimate(architecture((4,), 16), Inconsistent(n_tokens=16)),
+            "arity 3, but its profile says dimension 1",
         ),
         (lambda: phase_diagram(load_task("d_retrieval"), [(0,)], [8]), r"n_heads is \(0,\)"),
         (lambda: phase_diagram(load_task("d_retrieval"), [(1,)], [8], trees=0), "trees is 0"),
@@ -251,3 +279,126 @@ def test_the_phase_diagram_turns_at_d():
 def test_bad_values_are_named(call, message):
     with pytest.raises(InfoFlowError, match=message):
         call()
+
+
+@pytest.mark.parametrize(("d", "heads"), [(3, (1, 1)), (7, (1, 1, 1, 1))])
+def test_token_heads_over_single_tokens_are_jobs(d, heads):
+    """Tokens hold what CLS has no head for, and hand it on (findings T3)."""
+    found = estimated("d_retrieval", heads, task={"n_components": d})
+    assert (found.verdict, found.verified) == ("allowed", 1.0)
+    assert found.upper_information == d
+    fewer = estimated("d_retrieval", heads[:-1], task={"n_components": d})
+    assert fewer.verdict == ("excluded, proved" if d == 3 else "undecided")
+
+
+def test_only_the_proved_count_certifies():
+    """The ordered count asks for |I| >= 11, but it is an upper bound on the need (T4)."""
+    found = estimated("intrinsic_dimension", (2, 4), task={"n_components": 4}, verify=0)
+    assert found.lower["law"] == 11 * 4 / 16
+    assert found.lower["certified"] == 0
+    proved = estimated("triangle_center", (4, 4), n_tokens=512, count="proved", verify=0)
+    assert proved.lower["certified"] == pytest.approx(proved.min_information * 4 / 16 - 1)
+    # even where the count is the stated lower bound, K = 1 is no proof
+    d_retrieval = estimated("d_retrieval", (3,), verify=0)
+    assert d_retrieval.lower["certified"] < d_retrieval.lower["law"] - 1
+
+
+def test_what_is_excluded_for_one_role_is_allowed_to_a_head_with_several():
+    """D = 2 with a single first-layer head, T = 64, on the sphere (T5)."""
+    task = load_task("intrinsic_dimension", n_tokens=64, d_token=3, tokens="sphere")
+    sizes = {"n_heads": (1, 3), "d_model": 24, "d_head": (4, 4), "d_token": 3, "n_tokens": 64}
+    linear = estimate(Architecture(**sizes), task, verify=60)
+    assert linear.verdict == "excluded for heads of one role"
+    assert "it would take an encoder network" in " ".join(linear.reasons)
+    encoded = estimate(Architecture(**sizes, d_encoder=64), task, verify=60)
+    assert encoded.verdict == "allowed"
+    assert "routed heads" in encoded.why
+    assert encoded.routed.held == 1
+    assert encoded.routed.nmse < 1e-9
+
+
+@pytest.mark.parametrize(("heads", "verdict"), [((1,), "excl"), ((1, 1), "allowed")])
+def test_the_kth_largest_is_found_by_adaptive_heads(heads, verdict):
+    """k = 3 in two layers of one head with |I| = 3; the counts of fixed trees asked for 7 (T6)."""
+    task = load_task("kth_largest", n_tokens=32, k=3)
+    found = estimate(architecture(heads, 32, d_token=1), task)
+    assert found.verdict.startswith(verdict)
+    if verdict == "allowed":
+        assert found.upper_information == 3
+        assert found.schedule.adaptive
+        assert found.verified == 1.0
+
+
+@pytest.mark.parametrize("count", ["paper", "proved"])
+def test_no_count_of_fixed_trees_proves_anything_of_two_layers(count):
+    """Heads that adapt or are routed are no fixed trees, so such a count is of one role."""
+    found = estimated("triangle_center", (1, 1), n_tokens=64, count=count)
+    assert found.verdict == "excluded for heads of one role"
+    assert estimated("triangle_center", (2,), n_tokens=64).verdict == "excluded, proved"
+
+
+def test_large_sizes_answer_and_say_what_was_left_out():
+    """T = 10^9 with positions, D = 40, twelve layers of twelve heads (T8)."""
+    shape = ModelShape((12,) * 12, (768,) * 12, 10**9, positional=True)
+    task = load_task("intrinsic_dimension", n_components=40, n_tokens=10**9)
+    found = estimate(shape, task, verify=0)
+    assert found.verdict == "allowed"
+    assert any("partial schedules beyond" in words for words in found.left_out)
+    triple = load_task("triangle_center", n_tokens=10**9)
+    assert estimate(shape, triple, verify=0).upper_information == pytest.approx(1.65e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "positions", "size"),
+    [
+        ("position_sum", "learned", 3),
+        ("position_sum", "none", None),
+        ("global_mean", "none", 16),
+    ],
+)
+def test_fixed_positions_and_aggregation_have_costs_too(name, positions, size):
+    task = load_task(name, n_tokens=16)
+    found = estimate(architecture((1,), 16, positions=positions), task)
+    assert found.mechanisms == "all mechanisms"
+    assert found.upper_information == size
+    assert found.verdict == ("excluded, proved" if size is None else "allowed")
+    if size is not None:
+        assert found.upper["law"] == size * 4 / 16
+        assert found.verified == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "one_layer", "two_layers"),
+    [
+        ("memorization", {}, 6, 6),
+        ("in_context_qa", {}, 14, 4),
+        ("template_matching", {}, 3, 3),
+        ("in_context_template_matching", {}, 20, 12),
+        ("nested_qa", {}, 19, 19),
+    ],
+)
+def test_token_tasks_can_be_asked(name, sizes, one_layer, two_layers):
+    task = load_task(name, **sizes)
+    for heads, size in (((1,), one_layer), ((1, 1), two_layers)):
+        shape = ModelShape(heads, (64,) * len(heads), task.n_tokens, positional=True)
+        found = estimate(shape, task)
+        assert (found.verdict, found.upper_information) == ("allowed", size)
+        assert found.verified == 1.0
+    without = estimate(ModelShape((1, 1), (64, 64), task.n_tokens), task)
+    # memorized sequences may be told apart by their words alone, in any order
+    assert without.verdict == ("undecided" if name == "memorization" else "excluded, proved")
+
+
+def test_best_pairs_of_numbers_are_not_said_to_be_excluded():
+    """a x y is largest for extreme numbers, which one layer of two heads holds."""
+    task = load_task("intrinsic_dimension", n_tokens=32, d_token=1, n_components=1)
+    ends = tuple(
+        Component(1, lambda x: x[..., 0, 0], symmetric=True, extremum=end) for end in ("max", "min")
+    )
+    x, _ = task.sample(200, 0)
+    layer = LayerSchedule(cls=(Max(0), Max(1)))
+    held = run_schedule(Schedule((layer,)), ends, x).members[-1, :, -1]
+    assert (task.active_index_set(x) <= held).all()
+    for count in ("paper", "proved"):
+        found = estimate(architecture((2,), 32, d_token=1), task, count=count)
+        assert found.verdict != "excluded, proved"

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from infoflow_lens.models.architecture import Architecture
-from infoflow_lens.models.constructions.checks import check_positive
+from infoflow_lens.models.constructions.checks import check_beta
 from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.tasks.aggregation import GlobalMean, PositionSum
 
@@ -25,7 +25,7 @@ def position_sum(task: PositionSum, *, beta: float = 40.0) -> VectorTransformer:
     Raises:
         InfoFlowError: for beta <= 0.
     """
-    check_positive("beta", beta)
+    check_beta(beta)
     d, mark = task.d_token, task.d_token
     model: Any = _one_head(d, task.n_tokens, beta, positions=True)
     with torch.no_grad():

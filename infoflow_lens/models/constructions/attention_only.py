@@ -18,12 +18,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.attention import AttentionKind
 from infoflow_lens.models.hooked import HookedModel
 from infoflow_lens.models.host import zero_token_model
 from infoflow_lens.models.token_architecture import TokenArchitecture
 
 _LARGEST_IN_FLOAT32 = 2.0**22  # sums of a few such integers are exact
+_LARGEST_SQUARE_IN_FLOAT64 = 2**52  # u.x - |u|^2 / 2 is then exact, halves included
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +102,11 @@ class Rows:
 
     def vector(self, rows: Sequence[int], values: Sequence[float]) -> Float[Tensor, "d_model 1"]:
         """A column with `values` at `rows`; where a row comes twice, the sum."""
-        column = torch.zeros(self.d_model, 1)
-        column[:, 0].index_add_(0, torch.tensor(list(rows)), torch.tensor([*map(float, values)]))
-        return column
+        given = torch.tensor([*map(float, values)], dtype=torch.float64)
+        column = torch.zeros(self.d_model, 1, dtype=torch.float64)
+        column[:, 0].index_add_(0, torch.tensor(list(rows)), given)
+        exact = bool((given.float().double() == given).all())
+        return column.float() if exact else column
 
     def by_position(
         self, alpha: Float[Tensor, "source destination"]
@@ -182,9 +186,18 @@ def nearest_code_classifier(
 
     Args:
         rows: the layout.
-        codes: u, one for each label.
+        codes: u, integers, one for each label.
         at: the rows that hold the code of the input.
+
+    Raises:
+        InfoFlowError: for codes with |u|^2 beyond 2^52, whose logits float64 would round.
     """
+    largest = max(sum(int(entry) ** 2 for entry in code) for code in codes.tolist())
+    if largest > _LARGEST_SQUARE_IN_FLOAT64:
+        raise InfoFlowError(
+            f"the longest code has |u|^2 of about 2^{largest.bit_length() - 1}: float64 compares "
+            "codes exactly up to 2^52 only; expected shorter templates"
+        )
     classifier = torch.zeros(len(codes), rows.d_model, dtype=torch.float64)
     classifier[:, list(at)] = codes.double()
     classifier[:, rows.last_position] = -codes.double().square().sum(dim=1) / 2

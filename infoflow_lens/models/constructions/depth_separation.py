@@ -6,7 +6,7 @@ import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.architecture import Architecture, AttentionName
-from infoflow_lens.models.constructions.checks import check_positive, check_soft_or_hard
+from infoflow_lens.models.constructions.checks import check_beta, check_positive, check_soft_or_hard
 from infoflow_lens.models.constructions.products import Product, ProductUnits, product_units
 from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.tasks.tuples import DepthSeparation
@@ -60,7 +60,7 @@ def depth_separation(
     check_positive("eps", eps)
     check_soft_or_hard(attention)
     if beta is not None:
-        check_positive("beta", beta)
+        check_beta(beta)
     if task.tokens != "sphere":
         raise InfoFlowError(
             f"tokens is {task.tokens!r}: ||x + y||^2 is 2 + 2 x.y only for unit vectors; load the "

@@ -6,7 +6,7 @@ import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.architecture import Architecture, AttentionName
-from infoflow_lens.models.constructions.checks import check_positive, check_soft_or_hard
+from infoflow_lens.models.constructions.checks import check_beta, check_soft_or_hard
 from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.tasks.kth_largest import KthLargest
 from infoflow_lens.tasks.task import check_count
@@ -43,7 +43,7 @@ def kth_largest(
             ReLU attention.
     """
     check_soft_or_hard(attention)
-    check_positive("beta", beta)
+    check_beta(beta)
     if task.tokens == "normal":
         raise InfoFlowError(
             "tokens is 'normal': positions that were seen are told from others by a score that "

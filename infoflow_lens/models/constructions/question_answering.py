@@ -8,7 +8,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.constructions.attention_only import AttentionOnly, Head, Rows
-from infoflow_lens.models.constructions.checks import check_positive
+from infoflow_lens.models.constructions.checks import check_beta, check_positive
 from infoflow_lens.tasks.question_answering import InContextQA
 
 SoftmaxForm = Literal["scaled", "separate"]
@@ -70,7 +70,7 @@ def in_context_qa_softmax(
     Raises:
         InfoFlowError: for an unknown form, or beta <= 0.
     """
-    check_positive("beta", beta)
+    check_beta(beta)
     if form == "scaled":
         rows, layers = _copy_then_match(task, beta)
         return AttentionOnly(rows, layers, rows.units(_answer_rows(task)).T, "softmax")

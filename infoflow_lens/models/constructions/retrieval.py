@@ -6,7 +6,7 @@ import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.architecture import Architecture, AttentionName
-from infoflow_lens.models.constructions.checks import check_positive, check_soft_or_hard
+from infoflow_lens.models.constructions.checks import check_beta, check_soft_or_hard
 from infoflow_lens.models.constructions.products import product_units
 from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.tasks.d_retrieval import DRetrieval
@@ -35,7 +35,7 @@ def d_retrieval(
         InfoFlowError: for another outer function, which would need a trained network.
     """
     check_soft_or_hard(attention)
-    check_positive("beta", beta)
+    check_beta(beta)
     if task.outer not in ("sum", "identity", "square_sum"):
         raise InfoFlowError(
             f"outer is {task.outer!r}: expected 'sum', 'identity' or 'square_sum', which are "
@@ -105,7 +105,7 @@ def intrinsic_dimension(
         InfoFlowError: for beta <= 0, or ReLU attention.
     """
     check_soft_or_hard(attention)
-    check_positive("beta", beta)
+    check_beta(beta)
     d, n = task.d_token, task.n_components
     products = d + n * d
     asks, results = products + n, products + n + 1

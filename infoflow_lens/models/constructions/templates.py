@@ -25,7 +25,7 @@ ContextForm = Literal["corrected", "printed"]
 def _same_class(task: TemplateMatching) -> Float[Tensor, "template pos pos"]:
     """1 where two positions of a template have the same wildcard."""
     patterns = torch.tensor(task.patterns)
-    return (patterns[:, :, None] == patterns[:, None]).float()
+    return (patterns[:, :, None] == patterns[:, None]).double()
 
 
 def template_matching(task: TemplateMatching, *, form: TemplateForm = "binary") -> AttentionOnly:
@@ -47,13 +47,16 @@ def template_matching(task: TemplateMatching, *, form: TemplateForm = "binary") 
     position columns; -I does not erase words that occur more than once; after layer 1 the position
     rows are no longer one-hot, so layer 2's attention is not the printed one, nor is the code.
 
+    Logits are compared exactly up to |u|^2 = 2^52, so that "binary" takes templates of up to 23
+    words, "ternary" of up to 13 (fewer where long classes of equal words occur).
+
     Raises:
-        InfoFlowError: for an unknown form.
+        InfoFlowError: for an unknown form, or templates too long for an exact comparison.
     """
     k, d, n = task.length, task.d_vocab, task.n_tokens
     words, same = range(task.n_words), _same_class(task)
     base = 2.0 if form == "binary" else 3.0
-    weights = base ** torch.arange(k - 1, -1, -1).float()
+    weights = base ** torch.arange(k - 1, -1, -1).double()
     if form == "binary":
         rows = Rows(d, n, padding=k)
         content = rows.units(words)

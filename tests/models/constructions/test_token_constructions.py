@@ -206,3 +206,27 @@ def test_lemma_2_attends_to_equal_tokens_between_allowed_positions():
 def test_bad_parameters_are_named(name, parameters, message):
     with pytest.raises(InfoFlowError, match=message):
         build_construction(name, **parameters)
+
+
+@pytest.mark.parametrize(("form", "longest"), [("binary", 23), ("ternary", 13)])
+def test_templates_are_told_apart_exactly_or_refused(form, longest):
+    """|u|^2 / 2 passes what float64 holds beyond these lengths (findings T2)."""
+
+    def sizes(k):
+        different = "".join(chr(ord("a") + i) for i in range(k))
+        templates = ("a" * k, "a" * (k - 1) + "b", "ab" + "a" * (k - 2), different)
+        return {"n_words": 26, "length": k, "templates": templates, "form": form}
+
+    model, task = build_construction("template_matching", **sizes(longest))
+    x, y = task.sample(200, seed=0)
+    logits = model(x)[:, -1]
+    assert ((logits >= logits.gather(1, y[:, None])).sum(dim=1) == 1).all()
+    with pytest.raises(InfoFlowError, match=r"up to 2\^52 only"):
+        build_construction("template_matching", **sizes(longest + 1))
+
+
+@pytest.mark.parametrize("name", ["d_retrieval", "intrinsic_dimension", "depth_separation"])
+def test_a_beta_that_float32_cannot_hold_is_refused(name):
+    """An error bound was said where scores overflow (findings T10)."""
+    with pytest.raises(InfoFlowError, match=r"beta is 1e\+38"):
+        build_construction(name, beta=1e38)

@@ -1,0 +1,83 @@
+"""What commands share: how errors are told, options, lists of numbers, tasks by name."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Errors as one line and exit status 2; Ctrl-C as a clean stop and exit status 130."""
+    from infoflow_lens.foundation.errors import InfoFlowError
+
+    try:
+        yield
+    except InfoFlowError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt as interrupt:
+        reason = str(interrupt) or "interrupted"
+        typer.echo(f"stopped: {reason}", err=True)
+        raise typer.Exit(130) from None
+
+
+def integers(text: str, name: str) -> tuple[int, ...]:
+    """Comma-separated integers.
+
+    Raises:
+        InfoFlowError: for anything else.
+    """
+    from infoflow_lens.foundation.errors import InfoFlowError
+
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InfoFlowError(
+            f"{name} is {text!r}: expected integers separated by commas, such as 4,1"
+        ) from None
+
+
+def task_by_options(
+    name: str,
+    tokens: int | None = None,
+    d_token: int | None = None,
+    components: int | None = None,
+    seed: int | None = None,
+) -> Any:
+    """The task that a user names, with the options that were given.
+
+    Raises:
+        InfoFlowError: for an unknown task, an option that it does not have, or absurd sizes.
+    """
+    from infoflow_lens.foundation.errors import InfoFlowError
+    from infoflow_lens.tasks import load_task
+
+    limits = {"--tokens": (tokens, 10**12), "--components": (components, 256),
+              "--d-token": (d_token, 10**6)}  # fmt: skip
+    for option, (value, most) in limits.items():
+        if value is not None and not 1 <= value <= most:
+            raise InfoFlowError(f"{option} is {value}: expected 1 to {most}")
+    asked = {"n_tokens": tokens, "d_token": d_token, "n_components": components, "seed": seed}
+    return load_task(name, **{key: value for key, value in asked.items() if value is not None})
+
+
+def console() -> Any:
+    """Rich's console without highlighting."""
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def print_lines(heading: str, lines: Any) -> None:
+    """A heading and a list below it; nothing for an empty list."""
+    if not lines:
+        return
+    out = console()
+    out.print(f"[bold]{heading}[/bold]")
+    for line in lines:
+        out.print(f"  - {line}", markup=False)

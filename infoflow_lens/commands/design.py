@@ -1,0 +1,163 @@
+"""``infoflow-lens design``: the smallest architectures that the theory allows for a task."""
+
+from typing import Annotated, Any, cast
+
+import typer
+
+from infoflow_lens.commands.common import (
+    AsJson,
+    Quiet,
+    console,
+    integers,
+    print_lines,
+    reported,
+    task_by_options,
+)
+
+
+def design(
+    task: Annotated[
+        str, typer.Argument(help="A task; module:name or file.py:name for one of your own.")
+    ],
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens in a sequence, T, such as 16,64,256.")
+    ] = None,
+    error: Annotated[float, typer.Option(help="Precision eps that parameters are for.")] = 1e-2,
+    max_layers: Annotated[int, typer.Option(help="Most layers.")] = 3,
+    max_heads: Annotated[int, typer.Option(help="Most heads in a layer.")] = 12,
+    parameters: Annotated[float | None, typer.Option(help="Most parameters.")] = None,
+    d_token: Annotated[int | None, typer.Option(help="Dimension of a token, d.")] = None,
+    components: Annotated[int | None, typer.Option(help="Retrieved components, D.")] = None,
+    positions: Annotated[
+        bool, typer.Option("--positions", help="Models may have a positional encoding.")
+    ] = False,
+    count: Annotated[
+        str, typer.Option(help="For what is excluded: paper, unordered or proved.")
+    ] = "paper",
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Train the recommended model and its neighbours (minutes)."),
+    ] = False,
+    seeds: Annotated[int, typer.Option(help="With --verify: models of each.")] = 1,
+    epochs: Annotated[int, typer.Option(help="With --verify: epochs of training.")] = 24,
+    seed: Annotated[int, typer.Option(help="Seed of task, samples and training.")] = 0,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Find the smallest architectures that the theory allows, and what it excludes beside them."""
+    import json
+
+    with reported():
+        from infoflow_lens.foundation.progress import progress_bar
+        from infoflow_lens.tasks import list_tasks
+        from infoflow_lens.theory import design as designs
+
+        target = task_by_options(
+            task, None, d_token, components, seed if task in list_tasks() else None
+        )
+        lengths = (target.n_tokens,) if tokens is None else integers(tokens, "--tokens")
+        choices, _ = designs.head_choices(
+            tuple(getattr(target, "components", ())), min(max_layers, 6), min(max_heads, 64)
+        )
+        with progress_bar("heads", len(choices), show=not quiet) as advance:
+            result = designs.design(
+                target,
+                lengths,
+                error,
+                max_layers=max_layers,
+                max_heads=max_heads,
+                parameters=parameters,
+                positional=positions,
+                count=cast(Any, count),
+                seed=seed,
+                advance=advance,
+            )
+        checked = _verify(result, target, seeds, epochs, seed, quiet) if verify else None
+    if as_json:
+        from dataclasses import asdict
+
+        values = result.to_dict()
+        if checked is not None:
+            values["verification"] = asdict(checked)
+        typer.echo(json.dumps(values, indent=2))
+        return
+    _print_design(result)
+    if checked is not None:
+        _print_verification(checked)
+
+
+def _verify(result: Any, target: Any, seeds: int, epochs: int, seed: int, quiet: bool) -> Any:
+    from infoflow_lens.experiments.verification import verify_design
+    from infoflow_lens.foundation.progress import progress_bar
+
+    total = 1 + len(result.neighbours)
+    with progress_bar("training", total, show=not quiet) as advance:
+        return verify_design(result, target, epochs=epochs, seeds=seeds, seed=seed, advance=advance)
+
+
+def _print_design(result: Any) -> None:
+    from rich.table import Table
+
+    out = console()
+    lengths = ", ".join(map(str, result.n_tokens))
+    out.print(
+        f"[bold]{result.target}[/bold], T = {lengths}, d = {result.d_token}, "
+        f"eps = {result.error:g}",
+        soft_wrap=True,
+    )
+    if result.recommended is None:
+        out.print("No architecture within these limits is known to do it.")
+        return
+    table = Table("", "heads", "E", "|I|", "exponent", "parameters", "by", "on samples", "schedule")
+    for c in result.front:
+        held = "-" if c.verified is None else f"{c.verified:.0%}"
+        table.add_row(
+            "*" if c == result.recommended else "",
+            ", ".join(map(str, c.n_heads)),
+            str(c.d_model),
+            ", ".join(map(str, c.information)),
+            f"{c.exponent:.3g}",
+            f"{c.parameters:.1e}",
+            c.mechanisms,
+            held,
+            c.schedule,
+        )
+    out.print(table)
+    out.print(
+        "* recommended: holds everything in its width, with the fewest parameters, 12 L E^2 + "
+        "eps^-exponent; orders of magnitude, since exponents leave out constants",
+        soft_wrap=True,
+    )
+    if result.neighbours:
+        table = Table("just below", "heads", "verdict", "why", "|I| otherwise", "exponent")
+        for n in result.neighbours:
+            table.add_row(
+                n.change,
+                ", ".join(map(str, n.n_heads)),
+                n.verdict,
+                n.why,
+                "-" if n.information is None else str(n.information),
+                "-" if n.exponent is None else f"{n.exponent:.3g}",
+            )
+        out.print(table)
+    print_lines("Not weighed", result.left_out)
+
+
+def _print_verification(checked: Any) -> None:
+    from rich.table import Table
+
+    out = console()
+    table = Table(
+        "heads", "predicted", "NMSE", "times", title=f"Trained, T = {checked.n_tokens}",
+        title_justify="left",
+    )  # fmt: skip
+    for model in checked.models:
+        heads = ", ".join(map(str, model.n_heads))
+        table.add_row(heads, model.predicted, f"{model.nmse:.2e}", f"{model.times:.1f}")
+    out.print(table)
+    if checked.confirmed is None:
+        out.print(checked.why_not)
+    elif checked.confirmed:
+        out.print("Confirmed: every excluded neighbour is at least 10 times worse.")
+    else:
+        out.print(f"Not confirmed: {checked.why_not}.", soft_wrap=True)

@@ -1,0 +1,293 @@
+"""``infoflow-lens estimate``: what an architecture must pay for a task, before training."""
+
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from infoflow_lens.commands.common import (
+    AsJson,
+    console,
+    integers,
+    print_lines,
+    reported,
+    task_by_options,
+)
+
+_SIGNS = {
+    "excluded, proved": "[red]X[/]",
+    "excluded for heads of one role": "[red]x[/]",
+    "allowed": "[green]o[/]",
+    "undecided": ".",
+}
+_MOST_ROWS = 20_000
+
+
+def estimate(
+    task: Annotated[
+        str,
+        typer.Argument(
+            help="A task, such as d_retrieval; module:name or file.py:name for one of your own; "
+            "'all' with --like: what this configuration can learn."
+        ),
+    ],
+    heads: Annotated[str | None, typer.Option(help="Heads of each layer, such as 4,1.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens in a sequence, T; 64.")] = None,
+    d_model: Annotated[
+        str, typer.Option(help="Width of the residual stream, E, or one for each layer.")
+    ] = "32",
+    d_token: Annotated[int | None, typer.Option(help="Dimension of a token, d.")] = None,
+    components: Annotated[int | None, typer.Option(help="Retrieved components, D.")] = None,
+    positions: Annotated[
+        bool, typer.Option("--positions", help="The model has a positional encoding.")
+    ] = False,
+    encoder: Annotated[
+        bool,
+        typer.Option(
+            "--encoder",
+            help="Tokens are encoded by a network, so that a first-layer head can have several "
+            "roles.",
+        ),
+    ] = False,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            help="A model's configuration in place of --heads: a folder or config.json, a "
+            "checkpoint of ours, or a name such as gpt2; nothing but its config is read."
+        ),
+    ] = None,
+    count: Annotated[
+        str, typer.Option(help="The target's number of comparisons: paper, unordered or proved.")
+    ] = "paper",
+    trees: Annotated[int, typer.Option(help="K in eq (5).")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the task and of the check.")] = 0,
+    as_json: AsJson = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help="'heads,tokens': the phase diagram for heads and T up to the given ones."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="With --sweep: draw it to this png, svg or pdf file.")
+    ] = None,
+) -> None:
+    """Estimate, before any training, what an architecture must pay to learn a task (Sec. 5.3)."""
+    import json
+
+    with reported():
+        from infoflow_lens.foundation.errors import InfoFlowError
+        from infoflow_lens.theory import estimate as estimates
+
+        if (heads is None) == (like is None):
+            raise InfoFlowError("expected either --heads, such as 4,1, or --like, such as gpt2")
+        if sweep is None and plot is not None:
+            raise InfoFlowError("--plot draws a phase diagram: expected --sweep heads,tokens too")
+        if task == "all":
+            _survey(like, heads, tokens, d_model, positions, encoder, count, seed, as_json)
+            return
+        target = _load(task, tokens, d_token, components, seed)
+        if sweep is not None:
+            if sweep != "heads,tokens" or heads is None:
+                raise InfoFlowError(f"--sweep is {sweep!r}: expected heads,tokens, and --heads")
+            n_heads = integers(heads, "--heads")
+            _sweep(target, n_heads, target.n_tokens, count, trees, as_json, plot)
+            return
+        architecture = _architecture(like, heads, d_model, target.n_tokens, positions, encoder)
+        result = estimates.estimate(
+            architecture, target, count=cast(Any, count), trees=trees, seed=seed
+        )
+    if as_json:
+        typer.echo(json.dumps(result.to_dict(), indent=2))
+        return
+    console().print(architecture.describe(), markup=False, soft_wrap=True)
+    _print_estimate(result)
+
+
+def _load(
+    task: str, tokens: int | None, d_token: int | None, components: int | None, seed: int
+) -> Any:
+    """The task; vector tasks of ours have 64 tokens unless another T is asked."""
+    from infoflow_lens.tasks import VectorTask, list_tasks, load_task
+
+    ours = task in list_tasks()
+    if tokens is None and ours and isinstance(load_task(task), VectorTask):
+        tokens = 64
+    return task_by_options(task, tokens, d_token, components, seed if ours else None)
+
+
+def _architecture(
+    like: str | None,
+    heads: str | None,
+    d_model: str,
+    tokens: int,
+    positions: bool,
+    encoder: bool,
+) -> Any:
+    from infoflow_lens.foundation.errors import InfoFlowError
+    from infoflow_lens.models.configs import shape_of_named
+    from infoflow_lens.theory.shapes import ModelShape
+
+    if like is not None:
+        return shape_of_named(like).with_tokens(tokens)
+    n_heads = integers(heads or "", "--heads")
+    if len(n_heads) > 200 or max(n_heads, default=0) > 10**6:
+        raise InfoFlowError(f"--heads is {heads!r}: expected at most 200 layers of 10^6 heads")
+    widths = integers(d_model, "--d-model")
+    return ModelShape(
+        n_heads=n_heads,
+        d_model=widths * len(n_heads) if len(widths) == 1 else widths,
+        n_tokens=tokens,
+        positional=positions,
+        routes=encoder,
+    )
+
+
+def _print_estimate(result: Any) -> None:
+    from rich.table import Table
+
+    out = console()
+    heads = ", ".join(map(str, result.n_heads))
+    out.print(
+        f"[bold]{result.target}[/bold], T = {result.n_tokens}, heads ({heads}), "
+        f"E = {result.d_model}: {result.mechanisms}: [bold]{result.verdict}[/bold]",
+        soft_wrap=True,
+    )
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    saturated = " (saturated)" if result.saturated else ""
+    rows = [
+        (f"comparisons needed ({result.count})", f"{result.needed}"),
+        (f"comparisons made, K = {result.trees}", f"{result.capacity}"),
+        ("least h_1 for large T, one role", str(result.min_heads or "none is enough")),
+        ("least h_1 at this T, one role", str(result.min_heads_here)),
+        ("least |I| by counting", f"{result.min_information}{saturated}"),
+        ("|I| of the best schedule", str(result.upper_information)),
+        ("lower exponent (law, effective, certified)", _exponents(result.lower)),
+        ("upper exponent (law, effective, certified)", _exponents(result.upper)),
+    ]
+    if result.verified is not None:
+        rows.append(("inputs on which the schedules learn", f"{result.verified:.0%}"))
+    if result.routed is not None:
+        r = result.routed
+        rows.append(("NMSE that routed heads leave", f"{r.nmse:.2g} [{r.low:.2g}, {r.high:.2g}]"))
+    for label, value in rows:
+        table.add_row(label, value)
+    out.print(table)
+    print_lines("Because", result.reasons)
+    print_lines("Mind", result.flags)
+
+
+def _exponents(by_mode: dict[str, float]) -> str:
+    return ", ".join(f"{value:.3g}" for value in by_mode.values()) or "none"
+
+
+def _sweep(
+    target: Any,
+    n_heads: tuple[int, ...],
+    tokens: int,
+    count: Any,
+    trees: int,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    import itertools
+    import json
+    import math
+
+    from rich.table import Table
+
+    from infoflow_lens.foundation.errors import InfoFlowError
+    from infoflow_lens.theory.comparison import check_sizes
+    from infoflow_lens.theory.estimate import flags_of, phase_diagram
+
+    check_sizes(n_heads, tokens)
+    if plot is not None:
+        from infoflow_lens.report.phase import check_picture_path, draw_phase_diagram
+
+        check_picture_path(plot)
+    lengths = sorted({2**k for k in range(3, tokens.bit_length()) if 2**k <= tokens} | {tokens})
+    if (rows_asked := math.prod(n_heads) * len(lengths)) > _MOST_ROWS:
+        raise InfoFlowError(
+            f"--sweep over {n_heads} and {len(lengths)} lengths has {rows_asked} entries: expected "
+            f"at most {_MOST_ROWS}; ask for fewer heads"
+        )
+    heads = list(itertools.product(*(range(1, most + 1) for most in n_heads)))
+    rows = phase_diagram(target, heads, lengths, count, trees)
+    flags = () if target.comparison is None else flags_of(target.comparison, n_heads, count, trees)
+    title = f"{target.name}: max-position retrieval alone, count={count}, K={trees}"
+    if plot is not None:
+        draw_phase_diagram(rows, title, plot)
+    if as_json:
+        summary = {"target": target.name, "count": count, "trees": trees, "flags": flags}
+        typer.echo(json.dumps({**summary, "rows": rows}, indent=2))
+        return
+    table = Table()
+    table.add_column("heads", justify="right")
+    for length in lengths:
+        table.add_column(f"{length:.0e}" if length > 9999 else str(length), justify="center")
+    for some in heads:
+        found = [row["verdict"] for row in rows if row["heads"] == list(some)]
+        table.add_row(", ".join(map(str, some)), *(_SIGNS[verdict] for verdict in found))
+    out = console()
+    out.print(f"[bold]{title}[/bold]")
+    out.print(
+        "X excluded, proved; x excluded for heads of one role; o allowed; . undecided; "
+        "columns are T"
+    )
+    out.print(table)
+    print_lines("Mind", flags)
+
+
+def _survey(
+    like: str | None,
+    heads: str | None,
+    tokens: int | None,
+    d_model: str,
+    positions: bool,
+    encoder: bool,
+    count: str,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """What a configuration can learn: a table over all tasks, D and T."""
+    import json
+
+    from rich.table import Table
+
+    from infoflow_lens.foundation.progress import progress_bar
+    from infoflow_lens.theory.survey import survey, survey_cases
+
+    shape = _architecture(like, heads, d_model, tokens or 2**31 - 1, positions, encoder) if (
+        like is None
+    ) else _named(like)  # fmt: skip
+    lengths = (16, 64, 256) if tokens is None else (tokens,)
+    cases = survey_cases(_all_tasks(seed), lengths)
+    with progress_bar("tasks", len(cases), show=not as_json) as advance:
+        rows = survey(shape, cases, count=cast(Any, count), advance=advance)
+    if as_json:
+        typer.echo(json.dumps({"model": shape.to_dict(), "rows": rows}, indent=2))
+        return
+    out = console()
+    out.print(shape.describe(), markup=False, soft_wrap=True)
+    table = Table("task", "T", "D", "verdict", "|I|", "exponent", "why", show_lines=False)
+    for row in rows:
+        size = "-" if row["information"] is None else str(row["information"])
+        cost = "-" if row["exponent"] is None else f"{row['exponent']:.3g}"
+        table.add_row(
+            row["task"], str(row["n_tokens"]), str(row["components"]), row["verdict"], size, cost,
+            row["why"],
+        )  # fmt: skip
+    out.print(table)
+    out.print("exponent: effective, of eps^-k parameters for the costliest state (0: it fits)")
+
+
+def _named(like: str) -> Any:
+    from infoflow_lens.models.configs import shape_of_named
+
+    return shape_of_named(like)
+
+
+def _all_tasks(seed: int) -> list[Any]:
+    from infoflow_lens.tasks import list_tasks, load_task
+
+    return [load_task(name, seed=seed) for name in list_tasks()]

@@ -1,0 +1,59 @@
+"""Configurations of models by name or folder, read without their weights."""
+
+from pathlib import Path
+from typing import Any
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.names import nearest
+from infoflow_lens.theory.shapes import ModelShape, shape_of
+
+
+def shape_of_named(name: str) -> ModelShape:
+    """The shape of a model by name: nothing but its config is read.
+
+    Args:
+        name: a folder, a ``config.json``, a checkpoint of ours, a name in the local cache of the
+            Hugging Face hub, ``owner/name`` that can be reached there, or a kind of model that
+            transformers knows, such as gpt2, for its default configuration.
+
+    Raises:
+        InfoFlowError: for what is none of these.
+    """
+    path = Path(name)
+    if path.exists():
+        return shape_of(path)
+    if path.suffix == ".json":
+        raise InfoFlowError(f"there is no file {name!r}: expected a config.json")
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    config: Any = None
+    reason = ""
+    try:
+        config = AutoConfig.from_pretrained(name, local_files_only=True)
+    except Exception as error:  # of the hub, of a file
+        reason = _first_line(error)
+    if config is None and "/" in name:
+        from huggingface_hub import hf_hub_download
+
+        try:
+            return shape_of(hf_hub_download(name, "config.json"))
+        except Exception as error:  # of the hub, of the network
+            reason = _first_line(error)
+    if config is None and name in CONFIG_MAPPING_NAMES:
+        from transformers import CONFIG_MAPPING
+
+        config = CONFIG_MAPPING[name]()
+        config.name_or_path = f"{name} (the default configuration of transformers)"
+    if config is None:
+        raise InfoFlowError(
+            f"{name!r} is no folder and its config cannot be loaded ({reason}): expected a folder "
+            f"with a config.json, owner/name of the hub, or a kind of model"
+            f"{nearest(name, ['gpt2', 'llama', 'mistral', 'bert', 'gpt_neo', 'gemma2', 'qwen2'])}"
+        )
+    return shape_of(config)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

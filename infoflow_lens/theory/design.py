@@ -1,0 +1,322 @@
+"""The smallest architectures that the theory allows for a target, and what is excluded beside them.
+
+For every number of layers and heads the search gives the smallest information sets; a width then
+either holds them (|I| d <= E, no further cost) or pays eps^-(|I| d / E) parameters (Sec. 5.2).
+Those that no other one beats in layers, heads, width and exponent make the front.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.progress import Advance
+from infoflow_lens.theory.comparison import Count
+from infoflow_lens.theory.cost import check_eps, exponent
+from infoflow_lens.theory.estimate import Verdict, estimate
+from infoflow_lens.theory.schedule import Schedule
+from infoflow_lens.theory.search import find, needs_order
+from infoflow_lens.theory.shapes import ModelShape
+
+_MOST_HEAD_CHOICES = 700
+_SHARES = (1, 2, 4)  # of the width that holds everything, those that are weighed
+_MLP_WIDTH = 4  # times E
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An architecture that the theory allows.
+
+    Attributes:
+        n_heads: h_1 .. h_L.
+        d_model: E.
+        information: the largest |I|, for every asked T.
+        exponent: k in eps^-k further parameters, at the largest T; 0 where everything fits.
+        parameters: 12 L E^2 weights (feed-forward networks four times as wide as E) plus eps^-k;
+            an order of magnitude, since exponents leave out constants.
+        schedule: what the heads do, in words.
+        mechanisms: what it rests on: "max-position retrieval", "fixed positions" or "global
+            aggregation".
+        verified: how often the schedule held the active tokens on samples; None if not run.
+    """
+
+    n_heads: tuple[int, ...]
+    d_model: int
+    information: tuple[int, ...]
+    exponent: float
+    parameters: float
+    schedule: str
+    mechanisms: str
+    verified: float | None = None
+
+    @property
+    def measures(self) -> tuple[float, ...]:
+        """What the front weighs: layers, heads in all, width, exponent."""
+        return len(self.n_heads), sum(self.n_heads), self.d_model, self.exponent
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """An architecture just below a candidate, and what is known of it.
+
+    Attributes:
+        n_heads, d_model: its sizes.
+        change: what was taken away.
+        verdict: of max-position retrieval alone, at the largest T; see `Estimate`.
+        why: what the verdict rests on.
+        information: |I| of its best schedule by any mechanism; None if there is none.
+        exponent: of that at its width, effective.
+    """
+
+    n_heads: tuple[int, ...]
+    d_model: int
+    change: str
+    verdict: Verdict
+    why: str
+    information: int | None
+    exponent: float | None
+
+
+@dataclass(frozen=True)
+class Design:
+    """The front of architectures for a target.
+
+    Attributes:
+        target: its name.
+        n_tokens: the values of T, in order; |I| must serve the largest.
+        d_token: d.
+        error: eps.
+        front: the candidates that no other one beats, by layers, heads, width.
+        recommended: of those that hold everything in their width, or else of all, the one with the
+            fewest parameters.
+        neighbours: what lies just below the recommended one.
+        left_out: what was not weighed, in words.
+    """
+
+    target: str
+    n_tokens: tuple[int, ...]
+    d_token: int
+    error: float
+    front: tuple[Candidate, ...]
+    recommended: Candidate | None
+    neighbours: tuple[Neighbour, ...]
+    left_out: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-compatible values."""
+        return asdict(self)
+
+
+def design(
+    task: Any,
+    n_tokens: Sequence[int],
+    error: float = 1e-2,
+    *,
+    max_layers: int = 3,
+    max_heads: int = 12,
+    parameters: float | None = None,
+    positional: bool = False,
+    count: Count = "paper",
+    verify: int = 30,
+    seed: int = 0,
+    advance: Advance | None = None,
+) -> Design:
+    """The smallest architectures that the theory allows for a target.
+
+    Args:
+        task: the target; its T is replaced by those asked, where it has one of its own.
+        n_tokens: values of T that the model should serve.
+        error: eps, the precision that parameters are counted for.
+        max_layers, max_heads: how far to look.
+        parameters: the most that a candidate may have; None for any number.
+        positional: whether models may have a positional encoding; they do where the target tells
+            positions apart.
+        count: as in :func:`infoflow_lens.theory.estimate.estimate`, for what is excluded.
+        verify: samples on which the schedules of the front are run.
+        seed: of the samples.
+        advance: called after each choice of heads.
+
+    Raises:
+        InfoFlowError: for sizes below 1, eps outside (0, 1), or a target without anything to
+            retrieve or read.
+    """
+    check_eps(error)
+    for name, value, most in (("max_layers", max_layers, 6), ("max_heads", max_heads, 64)):
+        if not isinstance(value, int) or not 1 <= value <= most:
+            raise InfoFlowError(f"{name} is {value!r}: expected an integer from 1 to {most}")
+    if parameters is not None and not parameters > 0:
+        raise InfoFlowError(f"parameters is {parameters!r}: expected a positive number, or None")
+    cases = [with_tokens(task, t) for t in sorted(set(n_tokens))]
+    if not cases:
+        raise InfoFlowError("n_tokens is empty: expected at least one T, such as 16,64,256")
+    largest = cases[-1]
+    components, reads = tuple(getattr(largest, "components", ())), getattr(largest, "reads", ())
+    if not components and not len(reads):
+        raise InfoFlowError(
+            f"task {largest.name!r} retrieves no component and reads no position: expected a "
+            "target with either"
+        )
+    d_token = getattr(largest, "d_token", 1)
+    by_order = needs_order(components, reads, largest.n_tokens)
+    positional = positional or by_order
+    choices, left_out = head_choices(components, max_layers, max_heads)
+    found: list[tuple[tuple[int, ...], Schedule, tuple[int, ...]]] = []
+    for heads in choices:
+        sizes, last = [], None
+        for case in cases:
+            result = find(
+                tuple(case.components), heads, case.n_tokens, positional,
+                reads=getattr(case, "reads", ()),
+            )  # fmt: skip
+            left_out += [words for words in result.left_out if words not in left_out]
+            if result.schedule is None:
+                break
+            sizes.append(result.schedule.size)
+            last = result.schedule
+        if last is not None and len(sizes) == len(cases):
+            found.append((heads, last, tuple(sizes)))
+        if advance is not None:
+            advance(1, str(heads))
+    candidates = [
+        candidate
+        for heads, schedule, sizes in found
+        for candidate in _candidates(heads, schedule, sizes, d_token, error)
+        if parameters is None or candidate.parameters <= parameters
+    ]
+    front = _front(candidates)
+    checked = tuple(_verified(candidate, largest, positional, verify, seed) for candidate in front)
+    sound = [c for c in checked if c.verified in (None, 1.0)]
+    # what fits comes first: an exponent's constant is not known
+    recommended = min(sound, key=lambda c: (c.exponent > 0, c.parameters, c.measures), default=None)
+    below: tuple[Neighbour, ...] = ()
+    if recommended is not None:
+        below = neighbours(recommended, largest, positional, count, verify, seed)
+    return Design(
+        target=str(largest.name),
+        n_tokens=tuple(case.n_tokens for case in cases),
+        d_token=d_token,
+        error=error,
+        front=checked,
+        recommended=recommended,
+        neighbours=below,
+        left_out=tuple(left_out),
+    )
+
+
+def with_tokens(task: Any, n_tokens: int) -> Any:
+    """The task on sequences of T tokens.
+
+    Raises:
+        InfoFlowError: where its T follows from other sizes, and is another.
+    """
+    if task.n_tokens == n_tokens:
+        return task
+    try:
+        return replace(task, n_tokens=n_tokens)
+    except TypeError:
+        raise InfoFlowError(
+            f"task {task.name!r} has {task.n_tokens} tokens, which follow from its other sizes: "
+            f"expected n_tokens {task.n_tokens}; load it with other sizes"
+        ) from None
+
+
+def head_choices(
+    components: Sequence[Any], max_layers: int, max_heads: int
+) -> tuple[list[tuple[int, ...]], list[str]]:
+    """Head counts to weigh: more heads in a layer than components help nothing."""
+    most = max(1, min(max_heads, len(components)))
+    left_out: list[str] = []
+    choices: list[tuple[int, ...]] = []
+    for layers in range(1, max_layers + 1):
+        numbers: Sequence[int] = range(1, most + 1)
+        if most**layers > _MOST_HEAD_CHOICES:
+            numbers = sorted({1, 2, -(-most // 4), -(-most // 2), most - 1, most} - {0})
+            left_out.append(f"with {layers} layers, heads other than {list(numbers)}")
+        choices += itertools.product(numbers, repeat=layers)
+    return choices, left_out
+
+
+def _candidates(
+    heads: tuple[int, ...],
+    schedule: Schedule,
+    sizes: tuple[int, ...],
+    d_token: int,
+    error: float,
+) -> list[Candidate]:
+    """One architecture at the width that holds everything, and at shares of it."""
+    needed = max(sizes) * d_token
+    result = []
+    for share in _SHARES:
+        width = max(1, -(-needed // share))
+        k = exponent(max(sizes), d_token, width, "effective")
+        digits = k * -math.log10(error)
+        further = math.inf if digits > 300 else (10**digits if k else 0.0)
+        weights = (4 + 2 * _MLP_WIDTH) * len(heads) * width**2
+        result.append(
+            Candidate(heads, width, sizes, k, weights + further, schedule.describe(),
+                      _mechanisms(schedule))
+        )  # fmt: skip
+    return result
+
+
+def _mechanisms(schedule: Schedule) -> str:
+    if any(type(job).__name__ == "Global" for job in schedule.jobs):
+        return "global aggregation"
+    return "fixed positions" if schedule.needs_positions else "max-position retrieval"
+
+
+def _front(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those that no other one beats in everything."""
+    kept: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (c.measures, c.n_heads)):
+        if not any(
+            all(a <= b for a, b in zip(other.measures, candidate.measures, strict=True))
+            for other in kept
+        ):
+            kept.append(candidate)
+    return kept
+
+
+def _shape(heads: tuple[int, ...], d_model: int, n_tokens: int, positional: bool) -> ModelShape:
+    return ModelShape(heads, (d_model,) * len(heads), n_tokens, positional)
+
+
+def _verified(
+    candidate: Candidate, task: Any, positional: bool, verify: int, seed: int
+) -> Candidate:
+    shape = _shape(candidate.n_heads, candidate.d_model, task.n_tokens, positional)
+    found = estimate(shape, task, verify=verify, seed=seed)
+    return replace(candidate, verified=found.verified)
+
+
+def neighbours(
+    candidate: Candidate, task: Any, positional: bool, count: Count, verify: int, seed: int
+) -> tuple[Neighbour, ...]:
+    """What lies just below a candidate: a head less in a layer, or a layer less."""
+    options: dict[tuple[int, ...], str] = {}
+    for layer, heads in enumerate(candidate.n_heads):
+        if heads > 1:
+            less = (*candidate.n_heads[:layer], heads - 1, *candidate.n_heads[layer + 1 :])
+            options.setdefault(less, f"a head less in layer {layer + 1}")
+    if len(candidate.n_heads) > 1:
+        for layer in range(len(candidate.n_heads)):
+            rest = (*candidate.n_heads[:layer], *candidate.n_heads[layer + 1 :])
+            options.setdefault(rest, f"without layer {layer + 1}")
+    below = []
+    for fewer, change in options.items():
+        shape = _shape(fewer, candidate.d_model, task.n_tokens, positional)
+        found = estimate(shape, task, count=count, verify=verify, seed=seed)
+        below.append(
+            Neighbour(
+                fewer,
+                candidate.d_model,
+                change,
+                found.verdict,
+                found.why,
+                found.upper_information,
+                found.upper.get("effective"),
+            )
+        )
+    return tuple(below)

@@ -1,0 +1,196 @@
+"""Routed heads: one head that retrieves by several scores, each for the queries it is good for.
+
+Beyond both papers. Rule (1) lets a head's score depend on the query's token, so a first-layer head
+can look up the partner under A_1 for some queries and under A_2 for others. The paper's count of
+heads is then a count of heads times roles.
+
+* [derived] A linear query has one role: ``x^T B y`` equals ``x^T A_r y`` up to a factor for all y,
+  on an open set of x, only if B is a multiple of A_r. A query from a network with a hidden layer is
+  not bound by this: it can follow any continuous choice of roles, and is wrong only near the
+  boundaries between them.
+* [measured] How often a routed head holds the best pair, and the error that is left, depend on the
+  matrices: :func:`routed_error` measures both for given ones.
+* [open] The best choice of roles. The one here takes, for every query, the role in which fewest
+  tokens could reach a higher score; what it leaves bounds the best routed head from above only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.theory.comparison import Component, best_tuples
+
+Role = tuple[int, bool]  # component, and whether the query's token comes second
+
+_MOST_SCORES_AT_ONCE = 2**22
+_RESAMPLES = 400
+
+
+def roles_of(components: Sequence[Component], indices: Sequence[int]) -> list[Role]:
+    """The roles that a routed head has: both sides of each component, one if order is nothing.
+
+    Raises:
+        InfoFlowError: for components that are not pairs.
+    """
+    roles: list[Role] = []
+    for index in indices:
+        if components[index].arity != 2:
+            raise InfoFlowError(
+                f"component {index} has arity {components[index].arity}: expected 2, since a role "
+                "is the score of the query's token with another"
+            )
+        roles += (
+            [(index, False)] if components[index].symmetric else [(index, False), (index, True)]
+        )
+    return roles
+
+
+def attainable(
+    component: Component,
+    reverse: bool,
+    x: Float[Tensor, "*batch d_token"],
+    reference: Float[Tensor, "sample d_token"],
+    n_keys: int,
+) -> Float[Tensor, "*batch"]:
+    """The score that a query can hope for: what the best of `n_keys` random tokens gives it.
+
+    The upper 1/n_keys quantile of its scores with the reference tokens.
+    """
+    queries = x.flatten(0, -2)
+    rank = min(len(reference), max(1, round(len(reference) / n_keys)))
+    parts = []
+    for part in queries.split(max(1, _MOST_SCORES_AT_ONCE // len(reference))):
+        first = part[:, None].expand(-1, len(reference), -1)
+        second = reference[None].expand(len(part), -1, -1)
+        pair = [second, first] if reverse else [first, second]
+        scores = component.preference(torch.stack(pair, dim=-2))
+        parts.append(scores.topk(rank, dim=1).values[:, -1])
+    return torch.cat(parts).view(x.shape[:-1])
+
+
+def choose_roles(
+    components: Sequence[Component],
+    roles: Sequence[Role],
+    x: Float[Tensor, "batch pos d_token"],
+    reference: Float[Tensor, "sample d_token"],
+) -> Int[Tensor, "batch pos choice"]:
+    """For every token the roles from best to worst, as indices: a function of the token alone.
+
+    A role is good for a token if few reference tokens could reach a higher score in it; beyond all
+    of them, the distance to the best of them in standard deviations decides.
+    """
+    ranks = []
+    for component, reverse in roles:
+        given = components[component]
+        pool = attainable(given, reverse, reference, reference, x.shape[1])
+        own = attainable(given, reverse, x, reference, x.shape[1])
+        ordered = pool.sort().values
+        higher = 1 - torch.searchsorted(ordered, own.contiguous()).to(x.dtype) / len(pool)
+        beyond = (own - ordered[-1]) / pool.std().clamp(min=1e-12)
+        ranks.append(higher - torch.where(higher <= 0, beyond, torch.zeros_like(beyond)) / 1e6)
+    return torch.stack(ranks, dim=-1).argsort(dim=-1, stable=True)
+
+
+@dataclass(frozen=True)
+class RoutedError:
+    """What first-layer heads leave that share components by routing, by Monte Carlo [measured].
+
+    Attributes:
+        n_heads: h_1.
+        roles: components times sides that each head chooses from.
+        nmse: mean squared error over the variance of the target, by the best affine function of
+            the value that is reached; an error that routed heads can reach, so no bound for others
+            from below.
+        low, high: interval of 95%, by resampling sequences.
+        held: share of sequences in which CLS holds the best pair of every component.
+        n: sequences.
+    """
+
+    n_heads: int
+    roles: int
+    nmse: float
+    low: float
+    high: float
+    held: float
+    n: int
+
+
+def routed_error(task: Any, n_heads: int, n: int = 400, seed: int = 0) -> RoutedError:
+    """The error that `n_heads` routed heads of the first of two layers leave on a task of pairs.
+
+    Every token retrieves by its `n_heads` best roles; CLS then takes for each component the largest
+    score of a pair that some token holds, and the target's outer function is applied to these.
+
+    Args:
+        task: a target whose components are pairs, such as ``intrinsic_dimension``.
+        n_heads: h_1.
+        n: sequences.
+        seed: of the sequences.
+
+    Raises:
+        InfoFlowError: for components that are not pairs, no head, or fewer than 2 sequences.
+    """
+    from infoflow_lens.theory.schedule import (
+        LayerSchedule,
+        Routed,
+        Schedule,
+        best_inside,
+        reference_tokens,
+        run_schedule,
+    )
+
+    components = tuple(task.components)
+    if n < 2 or n_heads < 1:
+        raise InfoFlowError(f"n_heads is {n_heads}, n {n}: expected at least 1 head, 2 sequences")
+    indices = tuple(range(len(components)))
+    roles = roles_of(components, indices)
+    if n_heads > len(roles):
+        n_heads = len(roles)
+    jobs = tuple(Routed(indices, choice) for choice in range(n_heads))
+    schedule = Schedule((LayerSchedule(token=jobs),))
+    reference = reference_tokens(task, seed)
+    x, y = task.sample(n, seed)
+    reached, held = [], []
+    for part in x.split(64):
+        sets = run_schedule(schedule, components, part, reference=reference).members[-1, :, :-1]
+        values, whole = [], torch.ones(len(part), dtype=torch.bool)
+        for component in components:
+            best = best_inside(part, sets, component).amax(dim=1)
+            true = best_tuples(part, component)[1]
+            whole &= best >= true - 1e-6 * true.abs()
+            values.append(best if component.extremum == "max" else -best)
+        reached.append(task.outer_function(torch.stack(values, dim=1)))
+        held.append(whole)
+    values_reached, y = torch.cat(reached).double(), y.double()
+    low, high = _interval(values_reached, y, seed)
+    return RoutedError(
+        n_heads=n_heads,
+        roles=len(roles),
+        nmse=float(_nmse(values_reached, y)),
+        low=low,
+        high=high,
+        held=float(torch.cat(held).double().mean()),
+        n=n,
+    )
+
+
+def _nmse(reached: Tensor, y: Tensor) -> Tensor:
+    """Mean squared error over the variance of y, by the best affine function of what is reached."""
+    reached = reached - reached.mean(dim=-2, keepdim=True)
+    y = y - y.mean(dim=-2, keepdim=True)
+    slope = (reached * y).sum(dim=-2) / reached.square().sum(dim=-2).clamp(min=1e-300)
+    error = y - slope.unsqueeze(-2) * reached
+    return error.square().mean(dim=(-2, -1)) / y.square().mean(dim=(-2, -1))
+
+
+def _interval(reached: Tensor, y: Tensor, seed: int) -> tuple[float, float]:
+    generator = torch.Generator().manual_seed(derived_seed("routed error", seed))
+    rows = torch.randint(len(y), (_RESAMPLES, len(y)), generator=generator)
+    values = _nmse(reached[rows], y[rows]).sort().values
+    return float(values[int(0.025 * _RESAMPLES)]), float(values[int(0.975 * _RESAMPLES) - 1])

@@ -1,0 +1,529 @@
+"""The search for the schedule with the smallest information sets (step 2 of the estimate).
+
+It counts: components of one kind are alike, so a partial schedule is how many of each kind
+tokens and CLS hold, and how large their sets are. Layer by layer, all that the heads can do is
+tried, and of the partial schedules those are kept that no other one beats.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.theory.comparison import Component, check_sizes, roles_by_layer
+from infoflow_lens.theory.cost import widths_by_layer
+from infoflow_lens.theory.schedule import (
+    Global,
+    Job,
+    LayerSchedule,
+    Max,
+    Next,
+    ReadPositions,
+    ReadTuples,
+    Routed,
+    Schedule,
+    Specific,
+    cover_size,
+    shared_positions,
+    tuple_holders,
+)
+
+_MOST_KEPT = 400  # partial schedules of a layer in the full search
+_BEAM = 100  # in the first pass, which finds an upper bound
+_MOST_WEIGHED = 40_000  # partial schedules in all: a few seconds
+_N_PROGRESS = 12  # fields of a state that say how far it has come
+_MOST_COMPONENTS = 256
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search gave.
+
+    Attributes:
+        schedule: the one with the smallest largest |I|; None if there is none.
+        exhaustive: whether all schedules of the known jobs were weighed.
+        left_out: what was not, in words; empty if nothing.
+    """
+
+    schedule: Schedule | None
+    exhaustive: bool
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Kinds:
+    """The components by what retrieving them takes, as indices."""
+
+    singles: tuple[int, ...]
+    ranked: tuple[int, ...]
+    pairs: tuple[int, ...]
+    wide: tuple[int, ...]
+    listed: tuple[int, ...]
+    rank: int  # of the ranked ones, from the nearer end, the largest
+    below: tuple[bool, ...]  # whether the nearer end of each ranked one is the lower
+    rest: int  # tokens of a listed tuple but for the shared ones
+    common: int  # shared ones
+    sides: (
+        int  # token heads that a pair takes: two if its order counts and tokens see the past only
+    )
+    max_arity: int
+
+
+_TokenAction = tuple[int, int, int, int, int]  # pairs, singles, next, cover, listed
+_ClsAction = tuple[int, int, int, int, int, int]  # singles, pairs, wide, listed, next, read
+
+
+class _State(NamedTuple):
+    """How far a partial schedule has come, and what it holds."""
+
+    single_tok: int = 0  # single tokens that all tokens hold
+    single_inh: int = 0  # of these, those that CLS took over
+    single_cls: int = 0
+    prepared: int = 0  # pairs that some token holds
+    pair_cls: int = 0
+    covered: int = 0  # arity of the tuples that are all held by some token; 0 for none
+    wide_cls: int = 0
+    listed_tok: int = 0
+    listed_cls: int = 0
+    run_tok: int = 1  # consecutive ranks that a token holds
+    run_cls: int = 0
+    read: int = 0
+    own: int = 1  # size of what a token holds for itself
+    shared: int = 0  # size of what all tokens hold
+    excl: int = 0  # size of what CLS gained
+    inh: int = 0  # size of the shared part that came with it
+    worst: float = 0.0  # largest |I| / E_l
+    total: float = 0.0
+    actions: tuple[tuple[_TokenAction, _ClsAction | None], ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def progress(self) -> tuple[int, ...]:
+        return cast(tuple[int, ...], self[:_N_PROGRESS])
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        sizes = (self.own, self.shared, self.excl, self.inh)
+        return (self.worst, self.total, *map(float, sizes))
+
+
+def _kinds(components: Sequence[Component], n_tokens: int, causal: bool) -> _Kinds:
+    groups: dict[str, list[int]] = {k: [] for k in ("single", "ranked", "pair", "wide", "listed")}
+    for index, component in enumerate(components):
+        if component.tuples is not None:
+            kind = "listed"
+        elif component.rank > 1:
+            kind = "ranked"
+        else:
+            kind = {1: "single", 2: "pair"}.get(component.arity, "wide")
+        groups[kind].append(index)
+    nearer, below = [1], []
+    for index in groups["ranked"]:
+        component = components[index]
+        n = n_tokens if component.positions is None else len(component.positions)
+        nearer.append(min(component.rank, n - component.rank + 1))
+        below.append(component.rank > n - component.rank + 1)
+    rest, common = 0, 0
+    for index in groups["listed"]:
+        shared, rests = shared_positions(components[index])
+        common = max(common, len(shared))
+        held: dict[int, set[int]] = {}
+        for holder, row in zip(tuple_holders(n_tokens, rests), rests, strict=True):
+            held.setdefault(holder, {holder}).update(row)
+        rest = max(rest, max(map(len, held.values())))
+    ordered = any(not components[i].symmetric for i in groups["pair"])
+    return _Kinds(
+        singles=tuple(groups["single"]),
+        ranked=tuple(groups["ranked"]),
+        pairs=tuple(groups["pair"]),
+        wide=tuple(groups["wide"]),
+        listed=tuple(groups["listed"]),
+        rank=max(nearer),
+        below=tuple(below),
+        rest=rest,
+        common=common,
+        sides=2 if causal and ordered else 1,
+        max_arity=max([0, *(components[i].arity for i in (*groups["pair"], *groups["wide"]))]),
+    )
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What is asked, as the search needs it."""
+
+    kinds: _Kinds
+    n_heads: tuple[int, ...]
+    n_tokens: int
+    positional: bool
+    causal: bool
+    cls_hidden: bool
+    max_position_only: bool
+    roles: tuple[int, ...]
+    widths: tuple[int, ...]
+    usable: tuple[bool, ...]
+    reads: Sequence[int]
+    coarse: bool = False  # whether only few numbers of heads are tried for each kind
+
+    def _numbers(self, most: int, *others: int) -> Iterable[int]:
+        """How many of a kind a layer may take."""
+        if not self.coarse:
+            return range(most + 1)
+        return sorted({0, most, *(n for n in others if 0 < n < most)})
+
+    @property
+    def n_layers(self) -> int:
+        """L."""
+        return len(self.n_heads)
+
+    @property
+    def by_position(self) -> bool:
+        """Whether heads may read fixed positions."""
+        return self.positional and not self.max_position_only
+
+    def token_actions(self, state: _State, layer: int) -> Iterator[_TokenAction]:
+        """(pairs, singles, next, cover, listed) that token heads can do in a layer."""
+        kinds, heads = self.kinds, self.n_heads[layer]
+        if layer == len(self.n_heads) - 1 or not self.usable[layer]:
+            yield 0, 0, 0, 0, 0
+            return
+        covers = [0]
+        if self.by_position and not self.causal and kinds.max_arity > state.covered:
+            arities = {kinds.max_arity}
+            if kinds.pairs:
+                arities.add(2)
+            covers += sorted(a for a in arities if a > state.covered)
+        listed = [0]
+        if self.by_position and kinds.listed and not state.listed_tok:
+            listed += [len(kinds.listed)]
+        many = self.roles[layer]
+        nexts = [0, 1] if kinds.ranked and not self.causal and state.run_tok < kinds.rank else [0]
+        missing = len(kinds.pairs) - state.prepared
+        for cover, some, step in itertools.product(covers, listed, nexts):
+            left = heads - (cover > 0) - some - step * len(kinds.ranked)
+            if left < 0:
+                continue
+            most = min(missing, left * many // kinds.sides) if not cover else 0
+            for pairs in self._numbers(most, -(-missing // max(1, self.n_layers - 1))):
+                used = -(-pairs * kinds.sides // many)
+                free = len(kinds.singles) - state.single_tok if not self.causal else 0
+                for singles in self._numbers(min(free, left - used)):
+                    yield pairs, singles, step, cover, some
+
+    def cls_actions(self, state: _State, layer: int, listing: int) -> Iterator[_ClsAction | None]:
+        """(singles, pairs, wide, listed, next, read) that CLS heads can do; None for everything."""
+        kinds, heads = self.kinds, self.n_heads[layer]
+        last = layer == len(self.n_heads) - 1
+        heads -= listing if kinds.common else 0
+        if heads < 0:
+            return
+        if not (last or self.cls_hidden) or not self.usable[layer]:
+            yield 0, 0, 0, 0, 0, 0
+            return
+        if not self.max_position_only:
+            yield None
+        singles = len(kinds.singles) - max(state.single_cls + state.single_inh, 0)
+        pairs = (len(kinds.pairs) if state.covered >= 2 else state.prepared) - state.pair_cls
+        wide = (len(kinds.wide) if state.covered >= kinds.max_arity else 0) - state.wide_cls
+        listed = state.listed_tok - state.listed_cls
+        reads = [0, 1] if self.reads and self.by_position and not state.read else [0]
+        nexts = [0, 1] if kinds.ranked and state.run_cls < kinds.rank else [0]
+        for step, read in itertools.product(nexts, reads):
+            left = heads - step * len(kinds.ranked) - read
+            if left < 0:
+                continue
+            for a in self._numbers(min(max(singles, 0), left)):
+                for b in self._numbers(min(pairs, left - a)):
+                    for c in self._numbers(min(max(wide, 0), left - a - b)):
+                        for e in self._numbers(min(listed, left - a - b - c)):
+                            yield a, b, c, e, step, read
+            # one head that takes over what all tokens hold
+            if state.single_tok > state.single_inh and left and not singles:
+                yield 1, 0, 0, 0, step, read
+
+    def following(self, state: _State, layer: int) -> Iterator[_State]:
+        """All that one layer can do."""
+        for tokens in self.token_actions(state, layer):
+            for cls in self.cls_actions(state, layer, tokens[4]):
+                yield self._after(state, layer, tokens, cls)
+
+    def _after(
+        self,
+        state: _State,
+        layer: int,
+        tokens: _TokenAction,
+        cls: _ClsAction | None,
+    ) -> _State:
+        kinds, limit, last = self.kinds, self.n_tokens, layer == len(self.n_heads) - 1
+        pairs, singles, step, cover, listing = tokens
+        block = cover_size(limit, cover) if cover else 1
+        listed = listing * kinds.rest
+        gained = block + pairs * kinds.sides + step * len(kinds.ranked) + listed
+        own = min(limit, state.own * gained)
+        shared = min(limit, state.shared + singles * state.own)
+        excl, inh, single_inh = state.excl, state.inh, state.single_inh
+        if cls is None:
+            excl = limit
+            done = (
+                len(kinds.singles), len(kinds.pairs), len(kinds.wide), len(kinds.listed),
+                kinds.rank, 1,
+            )  # fmt: skip
+        else:
+            a, b, c, e, climb, read = cls
+            taken = a + b + c + e + climb * len(kinds.ranked)
+            excl += taken * state.own + read * len(self.reads) * state.own
+            excl += listing * kinds.common
+            if taken:
+                inh, single_inh = state.shared, state.single_tok
+            done = (
+                min(state.single_cls + a, len(kinds.singles)), state.pair_cls + b,
+                state.wide_cls + c, state.listed_cls + e, state.run_cls + climb * state.run_tok,
+                max(state.read, read),
+            )  # fmt: skip
+        excl = min(limit, excl)
+        at_cls = min(limit, excl + inh)
+        at_tokens = 0 if last else min(limit, own + shared)
+        size = max(at_cls, at_tokens)
+        return _State(
+            single_tok=state.single_tok + singles,
+            single_inh=single_inh,
+            single_cls=done[0],
+            prepared=state.prepared + pairs,
+            pair_cls=done[1],
+            covered=max(state.covered, cover),
+            wide_cls=done[2],
+            listed_tok=state.listed_tok + listing,
+            listed_cls=done[3],
+            run_tok=state.run_tok * (2 if step else 1),
+            run_cls=done[4],
+            read=done[5],
+            own=own,
+            shared=shared,
+            excl=excl,
+            inh=inh,
+            worst=max(state.worst, size / self.widths[layer]),
+            total=state.total + at_cls + float(limit) * at_tokens,
+            actions=(*state.actions, (tokens, cls)),
+            sizes=(*state.sizes, size),
+        )
+
+    def schedule(self, state: _State) -> Schedule:
+        """The jobs that led to a state."""
+        before, layers = _State(), []
+        for layer, (tokens, cls) in enumerate(state.actions):
+            layers.append(self._jobs(before, layer, tokens, cls))
+            before = self._after(before, layer, tokens, cls)
+        return Schedule(tuple(layers), size=max(state.sizes), sizes=state.sizes)
+
+    def _jobs(
+        self,
+        state: _State,
+        layer: int,
+        tokens: _TokenAction,
+        cls: _ClsAction | None,
+    ) -> LayerSchedule:
+        kinds = self.kinds
+        pairs, singles, step, cover, listing = tokens
+        jobs: list[Job] = [Specific(cover)] if cover else []
+        chosen = kinds.pairs[state.prepared : state.prepared + pairs]
+        many = self.roles[layer]
+        if chosen and many > 1 and -(-len(chosen) * kinds.sides // many) < len(chosen):
+            heads = -(-len(chosen) * kinds.sides // many)
+            jobs += [Routed(chosen, choice) for choice in range(heads)]
+        else:
+            jobs += [Max(i) for i in chosen]
+            if kinds.sides == 2:
+                jobs += [Max(i, reverse=True) for i in chosen]
+        # tokens take single tokens from the end of the list, CLS from its start
+        ends = kinds.singles[::-1]
+        jobs += [Max(i) for i in ends[state.single_tok : state.single_tok + singles]]
+        steps = [Next(i, below) for i, below in zip(kinds.ranked, kinds.below, strict=True)]
+        jobs += steps if step else []
+        jobs += [ReadTuples(i) for i in kinds.listed[:listing]]
+        if cls is None:
+            return LayerSchedule(tuple(jobs), (Global(),))
+        a, b, c, e, climb, read = cls
+        at = min(state.single_cls, len(kinds.singles) - a)
+        at_cls: list[Job] = [Max(i) for i in kinds.singles[at : at + a]]
+        at_cls += [Max(i) for i in kinds.pairs[state.pair_cls : state.pair_cls + b]]
+        at_cls += [Max(i) for i in kinds.wide[state.wide_cls : state.wide_cls + c]]
+        at_cls += [Max(i) for i in kinds.listed[state.listed_cls : state.listed_cls + e]]
+        at_cls += steps if climb else []
+        at_cls += [ReadPositions(self.reads)] if read else []
+        if kinds.common:
+            at_cls += [ReadTuples(i) for i in kinds.listed[:listing]]
+        return LayerSchedule(tuple(jobs), tuple(at_cls))
+
+    def is_done(self, state: _State) -> bool:
+        kinds = self.kinds
+        return (
+            state.single_cls + state.single_inh >= len(kinds.singles)
+            and state.pair_cls >= len(kinds.pairs)
+            and state.wide_cls >= len(kinds.wide)
+            and state.listed_cls >= len(kinds.listed)
+            and (not kinds.ranked or state.run_cls >= kinds.rank)
+            and (not self.reads or state.read >= 1)
+        )
+
+
+def _undominated(states: Iterable[_State]) -> list[_State]:
+    """States for which no other has come as far at no more cost in anything."""
+    best: dict[tuple[Any, ...], _State] = {}
+    for state in states:  # equal but for the jobs
+        best.setdefault(state[:-2], state)
+    order = sorted(best.values(), key=lambda s: (s.costs, tuple(-p for p in s.progress)))
+    if not order:
+        return []
+    progress = np.array([s.progress for s in order], dtype=np.float64)
+    costs = np.array([s.costs for s in order], dtype=np.float64)
+    kept = np.empty(len(order), dtype=np.int64)
+    n = 0
+    for row in range(len(order)):
+        some = kept[:n]
+        beaten = (progress[some] >= progress[row]).all(axis=1)
+        beaten &= (costs[some] <= costs[row]).all(axis=1)
+        if not beaten.any():
+            kept[n] = row
+            n += 1
+    return [order[row] for row in kept[:n]]
+
+
+def _spread(states: Sequence[_State], most: int) -> list[_State]:
+    """About so many states, the cheapest at every stage of progress, one of each at least."""
+    stages: dict[int, list[_State]] = {}
+    for state in sorted(states, key=lambda s: s.costs):
+        stages.setdefault(sum(state.progress), []).append(state)
+    rounds = itertools.zip_longest(*stages.values())
+    flat = [state for round_ in rounds for state in round_ if state is not None]
+    return flat[: max(most, len(stages))]
+
+
+def _run(problem: _Problem, most: int, bound: float) -> tuple[_State | None, bool]:
+    """The best schedule, and whether all were weighed; costs above `bound` are dropped."""
+    states, exhaustive, weighed = [_State()], True, 0
+    for layer in range(len(problem.n_heads)):
+        candidates = []
+        for state in states:
+            candidates += [s for s in problem.following(state, layer) if s.worst <= bound]
+            if weighed + len(candidates) > _MOST_WEIGHED:
+                return None, False
+        weighed += len(candidates)
+        states = _undominated(candidates)
+        if len(states) > most:
+            states, exhaustive = _spread(states, most), False
+    done = [state for state in states if problem.is_done(state)]
+    return min(done, key=lambda s: (s.worst, s.total), default=None), exhaustive
+
+
+def needs_order(components: Sequence[Component], reads: Sequence[int], n_tokens: int) -> bool:
+    """Whether the target tells positions apart, so that a model without them cannot learn it."""
+    return bool(reads and len(reads) < n_tokens) or any(
+        c.tuples is not None or (c.positions is not None and len(c.positions) < n_tokens)
+        for c in components
+    )
+
+
+def find(
+    components: Sequence[Component],
+    n_heads: Sequence[int],
+    n_tokens: int,
+    positional: bool = False,
+    cls_hidden: bool = True,
+    max_position_only: bool = False,
+    *,
+    reads: Sequence[int] = (),
+    causal: bool = False,
+    roles: Sequence[int] | int = 1,
+    d_model: Sequence[int] | int = 1,
+    usable: Sequence[bool] | None = None,
+) -> Found:
+    """The schedule that resolves every component with the smallest largest |I|.
+
+    Exact among the schedules that combine these rules [derived]: a head retrieves a single token,
+    for CLS or for all tokens (R1); a token head pairs every token with its best partner and a CLS
+    head of a later layer picks the best pair (R2), where a head with r roles serves r; token
+    heads hold all tuples by position, then a CLS head picks for each component (R3, needs
+    positions); everything is aggregated (R4); ranks are found one below the other, by CLS or by
+    tokens, which double what they hold in every layer (R5); fixed positions are read (R6).
+
+    Where there are more partial schedules than a few hundred in a layer, the most promising are
+    kept and the answer says so.
+
+    Args:
+        components: what the target retrieves, arities mixed.
+        n_heads: h_1 .. h_L.
+        n_tokens: T.
+        positional: whether there is a positional encoding.
+        cls_hidden: whether CLS retrieves in hidden layers too.
+        max_position_only: R1, R2 and R5 only.
+        reads: positions that the target reads whatever they hold.
+        causal: whether tokens see earlier ones only; CLS, the last, sees all.
+        roles: r of the heads of all layers, or of each.
+        d_model: E, or E_l of each layer: the largest |I| / E_l is made small.
+        usable: layers whose heads may have jobs; default, all.
+
+    Raises:
+        InfoFlowError: for nothing to retrieve, too many components, bad sizes, or arity > T.
+    """
+    check_sizes(n_heads, n_tokens)
+    if not components and not reads:
+        raise InfoFlowError(
+            "the target retrieves no component and reads no position: expected something"
+        )
+    if len(components) > _MOST_COMPONENTS:
+        raise InfoFlowError(
+            f"the target has {len(components)} components: expected at most {_MOST_COMPONENTS}"
+        )
+    for component in components:
+        needed = component.arity if component.rank == 1 else component.rank
+        if needed > n_tokens:
+            raise InfoFlowError(
+                f"tuples of {needed} tokens, but T is {n_tokens}: expected T >= {needed}"
+            )
+    left_out = []
+    if causal and not max_position_only and any(c.arity > 1 for c in components):
+        left_out.append("covers of all tuples by position in a causal model")
+    if causal and any(c.arity == 1 for c in components):
+        left_out.append("single tokens retrieved by token queries of a causal model")
+    if usable is not None and not all(usable):
+        left_out.append("jobs for heads of local attention")
+    if needs_order(components, reads, n_tokens) and not (positional or causal):
+        return Found(None, True, tuple(left_out))
+    problem = _Problem(
+        kinds=_kinds(components, n_tokens, causal),
+        n_heads=tuple(n_heads),
+        n_tokens=n_tokens,
+        positional=positional,
+        causal=causal,
+        cls_hidden=cls_hidden,
+        max_position_only=max_position_only,
+        roles=roles_by_layer(roles, len(n_heads)),
+        widths=widths_by_layer(d_model, len(n_heads)),
+        usable=tuple(usable) if usable is not None else (True,) * len(n_heads),
+        reads=reads,
+    )
+    # a quick pass gives an upper bound, by which the full one drops most partial schedules
+    first, _ = _run(replace(problem, coarse=True), _BEAM, float("inf"))
+    bound = float("inf") if first is None else first.worst
+    second, exhaustive = _run(problem, _MOST_KEPT, bound)
+    candidates = [state for state in (first, second) if state is not None]
+    best = min(candidates, key=lambda s: (s.worst, s.total), default=None)
+    if not exhaustive:
+        left_out.append(f"partial schedules beyond the best {_MOST_KEPT} of a layer")
+    if best is None:
+        return Found(None, exhaustive, tuple(left_out))
+    return Found(problem.schedule(best), exhaustive, tuple(left_out))
+
+
+def search(
+    components: Sequence[Component],
+    n_heads: Sequence[int],
+    n_tokens: int,
+    positional: bool = False,
+    cls_hidden: bool = True,
+    max_position_only: bool = False,
+) -> Schedule | None:
+    """The schedule of :func:`find`, or None if there is none."""
+    return find(components, n_heads, n_tokens, positional, cls_hidden, max_position_only).schedule

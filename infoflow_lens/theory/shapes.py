@@ -1,0 +1,326 @@
+"""What the theory needs to know of a model: heads, widths, masks, positions, layer by layer.
+
+A :class:`ModelShape` is read off an architecture of ours, a TransformerLens config or model, a
+Hugging Face config or model, or a folder with a ``config.json``; nothing is loaded or run.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from infoflow_lens.foundation.errors import InfoFlowError
+
+# the names that configs give to the same number
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "layers": ("n_layers", "num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("n_heads", "num_attention_heads", "n_head", "num_heads"),
+    "width": ("d_model", "hidden_size", "n_embd", "dim"),
+    "length": (
+        "n_ctx", "max_position_embeddings", "n_positions", "max_sequence_length", "seq_length",
+    ),
+    "key_value_heads": ("n_key_value_heads", "num_key_value_heads"),
+    "head_width": ("d_head", "head_dim"),
+    "window": ("window_size", "sliding_window"),
+}  # fmt: skip
+_BIDIRECTIONAL = (
+    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "longformer",
+    "modernbert", "mpnet", "roberta", "xlm-roberta",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes and masks of a model, as far as information sets depend on them.
+
+    Attributes:
+        n_heads: h_1 .. h_L.
+        d_model: E_1 .. E_L.
+        n_tokens: T, or the most that the model takes where none is asked.
+        positional: whether there is a positional encoding.
+        causal: whether a position sees itself and earlier ones only; the read-out is then at the
+            last one, which stands for CLS.
+        windows: for every layer how many positions back a query sees, itself included; None for
+            all.
+        n_key_value_heads: heads of keys and values, for every layer; None where each has its own.
+        d_head: n_1 .. n_L.
+        routes: whether queries of the first layer come from a network with a hidden layer, so that
+            a head can have several roles.
+        has_mlp: whether there are feed-forward networks.
+        source: what it was read off.
+    """
+
+    n_heads: tuple[int, ...]
+    d_model: tuple[int, ...]
+    n_tokens: int
+    positional: bool = False
+    causal: bool = False
+    windows: tuple[int | None, ...] = ()
+    n_key_value_heads: tuple[int, ...] | None = None
+    d_head: tuple[int, ...] | None = None
+    routes: bool = False
+    has_mlp: bool = True
+    source: str = "sizes"
+
+    def __post_init__(self) -> None:
+        n = len(self.n_heads)
+        for name in ("n_heads", "d_model"):
+            values = getattr(self, name)
+            if not values or any(
+                not isinstance(v, int) or isinstance(v, bool) or v < 1 for v in values
+            ):
+                raise InfoFlowError(
+                    f"{name} is {values!r}: expected integers of at least 1, one for each layer"
+                )
+        if len(self.d_model) != n:
+            raise InfoFlowError(
+                f"d_model has {len(self.d_model)} entries for {n} layers: give one for each"
+            )
+        if self.windows and len(self.windows) != n:
+            raise InfoFlowError(
+                f"windows has {len(self.windows)} entries for {n} layers: give one for each"
+            )
+
+    @property
+    def n_layers(self) -> int:
+        """L."""
+        return len(self.n_heads)
+
+    def usable(self, n_tokens: int) -> tuple[bool, ...]:
+        """Layers whose queries see all T tokens and CLS."""
+        if not self.windows:
+            return (True,) * self.n_layers
+        return tuple(window is None or window > n_tokens for window in self.windows)
+
+    def reach(self, n_tokens: int) -> int:
+        """How many of the T tokens before the read-out can reach it through all windows."""
+        if not self.windows:
+            return n_tokens
+        far = 0
+        for window in self.windows:
+            if window is None:
+                return n_tokens
+            far += window - 1
+        return min(n_tokens, far)
+
+    def with_tokens(self, n_tokens: int) -> "ModelShape":
+        """The same model on sequences of T tokens.
+
+        Raises:
+            InfoFlowError: for more than the model takes.
+        """
+        limit = self.n_tokens - 1 if self.causal else self.n_tokens
+        if n_tokens > limit:
+            raise InfoFlowError(
+                f"n_tokens is {n_tokens}, but {self.source} takes {limit}"
+                f"{' and the position that is read' if self.causal else ''}: expected at most that"
+            )
+        return replace(self, n_tokens=n_tokens)
+
+    def describe(self) -> str:
+        """The sizes in words."""
+        heads = _run_lengths(self.n_heads)
+        widths = _run_lengths(self.d_model)
+        words = [f"{self.n_layers} layers", f"heads {heads}", f"E = {widths}"]
+        words.append("causal, read at the last position" if self.causal else "bidirectional")
+        local = [w for w in self.windows if w is not None]
+        if local:
+            words.append(f"{len(local)} layers local (window {_run_lengths(sorted(set(local)))})")
+        if self.n_key_value_heads is not None and self.n_key_value_heads != self.n_heads:
+            words.append(f"{_run_lengths(self.n_key_value_heads)} heads of keys and values")
+        words.append("with positions" if self.positional else "without positions")
+        return f"{self.source}: " + ", ".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-compatible values."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+
+def _run_lengths(values: Sequence[int]) -> str:
+    if len(set(values)) == 1:
+        return str(values[0])
+    return "(" + ", ".join(map(str, values)) + ")"
+
+
+def shape_of(model: Any) -> ModelShape:
+    """The shape of a model, by what it is.
+
+    Args:
+        model: a `ModelShape`; an `Architecture` or `TokenArchitecture`; a TransformerLens config or
+            model; a Hugging Face config or model; or a folder (or its ``config.json``).
+
+    Raises:
+        InfoFlowError: for what is none of these, or lacks a size; and for models of another kind
+            than the theory's: attention other than softmax, CLS as a key, encoders with decoders.
+    """
+    if isinstance(model, ModelShape):
+        return model
+    if isinstance(model, (str, Path)):
+        return _from_folder(Path(model))
+    own = getattr(model, "architecture", None)
+    if own is not None and hasattr(own, "n_heads") and isinstance(own.n_heads, tuple):
+        model = own
+    if hasattr(model, "n_heads") and isinstance(model.n_heads, (tuple, list)):
+        return _from_ours(model)
+    for name in ("cfg", "config"):
+        inner = getattr(model, name, None)
+        if inner is not None and not isinstance(inner, Mapping) and _first(inner, "layers"):
+            return _from_config(inner, f"{type(model).__name__}")
+    if _first(model, "layers") is not None:
+        return _from_config(model, _name_of(model))
+    raise InfoFlowError(
+        f"{type(model).__name__} tells no sizes of a Transformer: expected an Architecture, a "
+        "config or model of TransformerLens or Hugging Face, or a folder with a config.json"
+    )
+
+
+def _name_of(config: Any) -> str:
+    for name in ("model_name", "name_or_path", "_name_or_path", "model_type"):
+        value = _get(config, name)
+        if isinstance(value, str) and value and value != "custom":
+            return value
+    return type(config).__name__
+
+
+def _get(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _first(config: Any, what: str) -> Any:
+    return next((v for v in (_get(config, name) for name in _NAMES[what]) if v is not None), None)
+
+
+def _from_ours(architecture: Any) -> ModelShape:
+    attention = getattr(architecture, "attention", "softmax")
+    tokens = getattr(architecture, "d_token", None) is None
+    if attention not in ("softmax", "hardmax") and not tokens:
+        raise InfoFlowError(
+            f"attention is {attention!r}: the theory is of softmax attention, whose heads pick one "
+            "key; expected 'softmax' or 'hardmax'"
+        )
+    if getattr(architecture, "cls_is_key", False):
+        raise InfoFlowError(
+            "cls_is_key is True: in the theory's model CLS is no key (eq 1); expected False"
+        )
+    n = len(architecture.n_heads)
+    width = architecture.d_model
+    widths = tuple(width) if isinstance(width, (tuple, list)) else (width,) * n
+    heads = getattr(architecture, "head_dimensions", None)
+    positional = tokens or getattr(architecture, "positional_embedding", "none") not in (
+        None, "none", False,
+    )  # fmt: skip
+    return ModelShape(
+        n_heads=tuple(architecture.n_heads),
+        d_model=widths,
+        n_tokens=architecture.n_tokens,
+        positional=positional,
+        d_head=heads,
+        routes=getattr(architecture, "d_encoder", None) is not None,
+        has_mlp=not tokens and getattr(architecture, "d_mlp", 1) != 0,
+        source=type(architecture).__name__,
+    )
+
+
+def _from_config(config: Any, source: str) -> ModelShape:
+    inner = _get(config, "text_config")
+    if inner is not None and _first(config, "layers") is None:
+        config = inner
+    if _get(config, "is_encoder_decoder"):
+        raise InfoFlowError(
+            f"{source} is an encoder with a decoder: expected one stack of blocks, such as gpt2"
+        )
+    sizes = {name: _first(config, name) for name in ("layers", "heads", "width", "length")}
+    lacking = [name for name in ("layers", "heads", "width") if not _is_size(sizes[name])]
+    if lacking:
+        raise InfoFlowError(
+            f"{source} has no {' and no '.join(lacking)}: expected a config with "
+            + ", ".join(_NAMES[name][0] for name in lacking)
+        )
+    n = int(sizes["layers"])
+    model_type = str(_get(config, "model_type") or "")
+    direction = _get(config, "attention_dir")
+    causal = direction != "bidirectional" if direction else model_type not in _BIDIRECTIONAL
+    heads = int(sizes["heads"])
+    shared = _first(config, "key_value_heads")
+    width_of_head = _first(config, "head_width") or int(sizes["width"]) // heads
+    kind = _get(config, "positional_embedding_type")
+    return ModelShape(
+        n_heads=(heads,) * n,
+        d_model=(int(sizes["width"]),) * n,
+        n_tokens=int(sizes["length"] or 2**31),
+        positional=kind not in ("none", "nope"),
+        causal=causal,
+        windows=_windows(config, n),
+        n_key_value_heads=(int(shared),) * n if _is_size(shared) else None,
+        d_head=(int(width_of_head),) * n,
+        # tokens are looked up in a table, which gives every token the query that it needs
+        routes=True,
+        has_mlp=not bool(_get(config, "attn_only")),
+        source=source,
+    )
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _windows(config: Any, n: int) -> tuple[int | None, ...]:
+    window = _first(config, "window")
+    if _get(config, "use_sliding_window") is False:
+        return ()
+    kinds = _get(config, "layer_types") or _get(config, "attn_types")
+    if kinds is None:
+        kinds = _get(config, "attention_layers")  # GPT-Neo
+    if kinds is None and _get(config, "use_local_attn") is False:
+        return ()
+    if not _is_size(window):
+        return ()
+    if kinds is None:
+        return (window,) * n
+    local = ("local", "sliding_attention", "sliding")
+    kinds = [kinds[layer % len(kinds)] for layer in range(n)]
+    found = tuple(window if kind in local else None for kind in kinds)
+    return found if any(found) else ()
+
+
+def _from_folder(path: Path) -> ModelShape:
+    file = path / "config.json" if path.is_dir() else path
+    ours = path / "architecture.json"
+    if path.is_dir() and not file.is_file() and ours.is_file():
+        values = _read_json(ours)
+        heads = tuple(values.get("n_heads", ()))
+        if values.get("kind") == "token" or "d_vocab" in values:
+            return ModelShape(
+                heads, (values["d_model"],) * len(heads), values["n_tokens"], True, has_mlp=False,
+                source=str(path),
+            )  # fmt: skip
+        return ModelShape(
+            heads,
+            (values["d_model"],) * len(heads),
+            values["n_tokens"],
+            values.get("positional_embedding") == "learned",
+            routes=values.get("d_encoder") is not None,
+            source=str(path),
+        )
+    if not file.is_file():
+        raise InfoFlowError(
+            f"there is no file {str(file)!r}: expected a folder with a config.json, as "
+            "save_pretrained writes it"
+        )
+    values = _read_json(file)
+    if _first(values, "layers") is None and isinstance(values.get("text_config"), Mapping):
+        values = values["text_config"]
+    return replace(_from_config(values, _name_of(values)), source=path.name)
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InfoFlowError(
+            f"{str(file)!r} cannot be read ({error}): expected a config in JSON"
+        ) from error
+    if not isinstance(values, Mapping):
+        raise InfoFlowError(f"{str(file)!r} holds {type(values).__name__}: expected an object")
+    return values

@@ -1,0 +1,269 @@
+"""Targets made of components: what is retrieved, and how its values are joined."""
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.tasks.task import Split, VectorTask, check_positions
+from infoflow_lens.theory.comparison import (
+    ComparisonProfile,
+    ComparisonTree,
+    Component,
+    best_tuples,
+    components_profile,
+)
+
+Outer = Callable[[Tensor], Tensor]
+TokenSampler = Callable[[tuple[int, int, int], torch.Generator], Tensor]
+
+OUTER: dict[str, Outer] = {
+    "sum": lambda z: z.sum(dim=-1, keepdim=True),
+    "product": lambda z: z.prod(dim=-1, keepdim=True),
+    "square_sum": lambda z: z.square().sum(dim=-1, keepdim=True),
+    "identity": lambda z: z,
+}
+
+
+def check_outer(outer: Any) -> None:
+    """Refuse what is no outer function.
+
+    Raises:
+        InfoFlowError: with the known names.
+    """
+    if not callable(outer) and (not isinstance(outer, str) or outer not in OUTER):
+        raise InfoFlowError(
+            f"outer is {outer!r}: expected one of {', '.join(OUTER)}, or a function"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalTask(VectorTask):
+    """F(X) = F0(v_1, .., v_D), v_i the score of the tuple of tokens that component i retrieves.
+
+    Samples, active index set, number of comparisons and trees follow from the components.
+    """
+
+    @property
+    @abstractmethod
+    def components(self) -> tuple[Component, ...]:
+        """What is retrieved."""
+
+    @property
+    def outer_function(self) -> Outer:
+        """F0 as a function from [batch, D] to [batch, d_output]; the sum."""
+        return OUTER["sum"]
+
+    @property
+    def d_output(self) -> int:
+        """Dimension of F0's values."""
+        return int(self.outer_function(torch.zeros(1, len(self.components))).shape[-1])
+
+    @property
+    def comparison(self) -> ComparisonProfile | None:
+        """Dimension, order and number of comparisons, derived from the components."""
+        return components_profile(self.name, self.components)
+
+    def trees(
+        self, shape: Literal["balanced", "chain"] | torch.Generator = "balanced"
+    ) -> tuple[ComparisonTree, ...]:
+        """A tree of comparison for each component, which retrieves its tuple (Def. 1).
+
+        Raises:
+            InfoFlowError: for a component of rank above 1, which is no best tuple.
+        """
+        for component in self.components:
+            if component.rank > 1:
+                raise InfoFlowError(
+                    f"a component has rank {component.rank}: a tree keeps the best tuple, so "
+                    "expected rank 1"
+                )
+        return tuple(ComparisonTree.over(self.n_tokens, c, shape) for c in self.components)
+
+    def target(self, x: Float[Tensor, "batch pos d_token"]) -> Float[Tensor, "batch d_output"]:
+        """F(X), differentiable in `x` through the tokens that are retrieved."""
+        self.check_input(x)
+        rows = torch.arange(len(x), device=x.device)[:, None]
+        values = [c.score(x[rows, best_tuples(x.detach(), c)[0]]) for c in self.components]
+        return self.outer_function(torch.stack(values, dim=1))
+
+    def active_index_set(self, x: Float[Tensor, "batch pos d_token"]) -> Bool[Tensor, "batch pos"]:
+        """The positions of the retrieved tuples on whose tokens the target depends there (eq 4).
+
+        Two components may share a position, and F0 or a score may not depend on one of its inputs;
+        both are seen by differentiating. Ties go to the first tuple; they have probability zero.
+        """
+        self.check_input(x)
+        rows = torch.arange(len(x), device=x.device)[:, None]
+        where = [best_tuples(x.detach(), c)[0] for c in self.components]
+        with torch.enable_grad():
+            tokens = [x.detach()[rows, at].requires_grad_(True) for at in where]
+            values = [c.score(t) for c, t in zip(self.components, tokens, strict=True)]
+            output = self.outer_function(torch.stack(values, dim=1))
+            moves = [torch.zeros(at.shape, dtype=torch.bool, device=x.device) for at in where]
+            for column in range(output.shape[1]):
+                gradients = torch.autograd.grad(
+                    output[:, column].sum(), tokens, retain_graph=True, allow_unused=True
+                )
+                for moved, gradient in zip(moves, gradients, strict=True):
+                    if gradient is not None:
+                        moved |= (gradient != 0).any(dim=-1)
+        active = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
+        for at, moved in zip(where, moves, strict=True):
+            active.scatter_add_(1, at, moved.to(torch.int64))
+        return active > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target(RetrievalTask):
+    """A target of one's own: components, an outer function, and how tokens are drawn.
+
+    What takes a task of ours takes it: ``estimate``, ``train``, probes, studies, and the command
+    line as ``module:name``.
+
+    Example:
+        >>> closest = Component(2, lambda x: x.diff(dim=-2).norm(dim=(-2, -1)), symmetric=True,
+        ...                     extremum="min", distinct=True)
+        >>> target = Target(components=(closest,), n_tokens=3, d_token=2)
+        >>> target.comparison.dimension, target.comparison.number(3, "paper")
+        (2, 5)
+
+    Attributes:
+        components: what is retrieved; arities may be mixed.
+        outer: F0, "sum", "product", "square_sum", "identity" (a vector of D outputs), or a
+            differentiable function from [batch, D] to [batch, d_output].
+        subsets: for every component the positions that it looks at, or None for all; None for all
+            of all.
+        tokens: as for any vector task; or a function of the shape [n, T, d] and a generator.
+        name: how it is called in reports; part of what its samples are drawn from.
+
+    Raises:
+        InfoFlowError: for no components, scores that do not give one number a tuple or are not
+            symmetric where they say so, tuples longer than the sequence, or subsets that do not
+            fit.
+    """
+
+    components: tuple[Component, ...] = ()
+    outer: str | Outer = "sum"
+    subsets: tuple[tuple[int, ...] | None, ...] | None = None
+    tokens: Literal["normal", "uniform", "unit", "sphere"] | TokenSampler = "normal"  # type: ignore[assignment]
+    name: str = "target"  # type: ignore[misc]
+
+    source = "a target of one's own"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.components, (tuple, list)) or not self.components:
+            raise InfoFlowError(
+                f"components is {self.components!r}: expected at least one Component(arity, score)"
+            )
+        for component in self.components:
+            if not isinstance(component, Component):
+                raise InfoFlowError(
+                    f"components holds {component!r}: expected Component(arity, score)"
+                )
+        object.__setattr__(self, "components", tuple(self.components))
+        super().__post_init__()
+        check_outer(self.outer)
+        if self.subsets is not None:
+            object.__setattr__(self, "components", self._with_subsets(self.subsets))
+            object.__setattr__(self, "subsets", None)
+        for number, component in enumerate(self.components, start=1):
+            self._check_component(number, component)
+        self._check_outer_output()
+
+    def _check_tokens(self) -> None:
+        if not callable(self.tokens):
+            super()._check_tokens()
+
+    def _with_subsets(self, subsets: Any) -> tuple[Component, ...]:
+        if not isinstance(subsets, Sequence) or len(subsets) != len(self.components):
+            raise InfoFlowError(
+                f"subsets is {subsets!r}: expected the positions of every component, or None for "
+                f"all, {len(self.components)} entries"
+            )
+        return tuple(
+            component
+            if subset is None
+            else replace(component, positions=check_positions(subset, self.n_tokens, "a subset"))
+            for component, subset in zip(self.components, subsets, strict=True)
+        )
+
+    def _check_component(self, number: int, component: Component) -> None:
+        longest = max(component.arity, component.rank)
+        if longest > self.n_tokens:
+            raise InfoFlowError(
+                f"component {number} asks for {longest} tokens of {self.n_tokens}: raise n_tokens"
+            )
+        if component.positions is not None:
+            check_positions(component.positions, self.n_tokens, f"positions of component {number}")
+        listed = [p for row in component.tuples or () for p in row]
+        if listed and not 0 <= min(listed) <= max(listed) < self.n_tokens:
+            raise InfoFlowError(
+                f"tuples of component {number} hold positions {min(listed)} to {max(listed)}: "
+                f"expected 0 to {self.n_tokens - 1}"
+            )
+        generator = torch.Generator().manual_seed(0)
+        x = self.draw(4, generator)[:, : component.arity]
+        if x.shape[1] < component.arity:
+            x = x.repeat(1, component.arity, 1)[:, : component.arity]
+        try:
+            scores = component.score(x)
+            nested = component.score(x[:, None])
+        except Exception as error:  # whatever a function of the user's raises
+            raise InfoFlowError(
+                f"the score of component {number} fails on tokens [..., {component.arity}, "
+                f"{self.d_token}] ({type(error).__name__}: {error}): expected a function to "
+                "scores [...] for any number of leading axes"
+            ) from error
+        if not isinstance(scores, Tensor) or scores.shape != (4,) or nested.shape != (4, 1):
+            shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise InfoFlowError(
+                f"the score of component {number} gives {shape} for tokens "
+                f"[4, {component.arity}, {self.d_token}]: expected one number a tuple, [4]; reduce "
+                "over the last two axes"
+            )
+        if component.symmetric:
+            for order in itertools.islice(itertools.permutations(range(component.arity)), 1, 7):
+                if not torch.allclose(component.score(x[:, list(order)]), scores, atol=1e-4):
+                    raise InfoFlowError(
+                        f"component {number} says symmetric=True, but its score changes when "
+                        "tokens change places: leave symmetric out"
+                    )
+
+    def _check_outer_output(self) -> None:
+        values = self.outer_function(torch.zeros(2, len(self.components)))
+        if values.ndim != 2 or len(values) != 2:
+            raise InfoFlowError(
+                f"outer gives {tuple(values.shape)} for values [2, {len(self.components)}]: "
+                "expected [2, d_output]; for a scalar keep the last axis"
+            )
+
+    @property
+    def outer_function(self) -> Outer:
+        """F0 as a function from [batch, D] to [batch, d_output]."""
+        return self.outer if callable(self.outer) else OUTER[self.outer]
+
+    def draw(
+        self, n: int, generator: torch.Generator, split: Split | None = None
+    ) -> Float[Tensor, "batch pos d_token"]:
+        """`n` sequences, by the named distribution or by the function of one's own.
+
+        Raises:
+            InfoFlowError: if that function gives another shape.
+        """
+        if not callable(self.tokens):
+            return super().draw(n, generator, split)
+        shape = (n, self.n_tokens, self.d_token)
+        x = self.tokens(shape, generator)
+        if not isinstance(x, Tensor) or x.shape != shape:
+            raise InfoFlowError(
+                f"tokens gives {getattr(x, 'shape', type(x).__name__)} for the shape {shape}: "
+                "expected a tensor of that shape"
+            )
+        return x

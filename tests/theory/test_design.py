@@ -1,0 +1,120 @@
+"""Designs: the front, what is recommended, and what lies below it."""
+
+import itertools
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from infoflow_lens import InfoFlowError, load_task
+from infoflow_lens.cli import app
+from infoflow_lens.tasks import Target
+from infoflow_lens.theory.comparison import Component
+from infoflow_lens.theory.cost import exponent
+from infoflow_lens.theory.design import design
+from infoflow_lens.theory.search import find
+
+
+def designed(name, lengths=(16, 64), task=None, **settings):
+    return design(load_task(name, **(task or {})), lengths, verify=10, **settings)
+
+
+def test_the_front_is_that_of_brute_force():
+    """Every choice of heads and widths, and none that another one beats."""
+    task = load_task("d_retrieval", n_components=3, n_tokens=64)
+    found = design(task, (64,), max_layers=2, max_heads=3, verify=0)
+    points = {}
+    for layers in (1, 2):
+        for heads in itertools.product(range(1, 4), repeat=layers):
+            size = find(task.components, heads, 64).schedule.size
+            for share in (1, 2, 4):
+                width = -(-size * 4 // share)
+                k = exponent(size, 4, width, "effective")
+                points[heads, width] = (layers, sum(heads), width, k)
+    best = {
+        p
+        for p in points.values()
+        if not any(
+            q != p and all(a <= b for a, b in zip(q, p, strict=True)) for q in points.values()
+        )
+    }
+    assert {c.measures for c in found.front} == best
+
+
+def test_d_retrieval_takes_d_heads_or_a_width_of_t_d():
+    found = designed("d_retrieval", (16, 64, 256), {"n_components": 3})
+    assert (found.recommended.n_heads, found.recommended.d_model) == ((3,), 12)
+    assert found.recommended.information == (3, 3, 3)
+    assert found.recommended.verified == 1.0
+    (below,) = found.neighbours
+    assert (below.n_heads, below.verdict) == ((2,), "excluded, proved")
+    whole = [c for c in found.front if c.mechanisms == "global aggregation" and c.exponent == 0]
+    assert [(c.n_heads, c.d_model) for c in whole] == [((1,), 256 * 4)]
+
+
+def test_the_closest_pair_takes_two_layers_of_one_head():
+    found = designed("depth_separation")
+    assert found.recommended.n_heads == (1, 1)
+    assert {n.n_heads: n.verdict for n in found.neighbours} == {(1,): "excluded, proved"}
+
+
+def test_best_pairs_take_as_many_first_heads():
+    found = designed("intrinsic_dimension", (16, 64), {"n_components": 2})
+    assert found.recommended.n_heads == (2, 2)
+    verdicts = {n.n_heads: n.verdict for n in found.neighbours}
+    assert verdicts[1, 2] == "excluded for heads of one role"
+    assert verdicts[2,] == "excluded, proved"
+
+
+def test_a_target_of_ones_own_with_mixed_arities():
+    pair = Component(2, lambda x: -(x[..., 0, :] - x[..., 1, :]).norm(dim=-1), True, distinct=True)
+    single = Component(1, lambda x: x[..., 0, 0], True)
+    task = Target(components=(pair, single), n_tokens=16, d_token=2)
+    found = design(task, (16, 32), verify=10)
+    assert found.recommended.n_heads == (1, 1)
+    assert found.recommended.information == (3, 3)
+    assert found.recommended.d_model == 6
+
+
+def test_a_budget_and_limits_are_kept():
+    wide = designed("d_retrieval", (64,), {"n_components": 4}, max_heads=2, max_layers=1)
+    assert all(c.n_heads in ((1,), (2,)) for c in wide.front)
+    assert wide.recommended.mechanisms == "global aggregation"
+    none = designed(
+        "d_retrieval", (64,), {"n_components": 4}, max_heads=2, max_layers=1, parameters=1e4
+    )
+    assert none.recommended is None
+    assert none.front == ()
+
+
+def test_token_tasks_keep_their_length():
+    found = design(load_task("in_context_qa"), (14,), verify=10)
+    assert found.recommended.mechanisms == "fixed positions"
+    with pytest.raises(InfoFlowError, match="which follow from its other sizes"):
+        design(load_task("in_context_qa"), (16,))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"error": 2.0}, "eps is 2.0"),
+        ({"max_layers": 0}, "max_layers is 0"),
+        ({"max_heads": 10**6}, "max_heads is 1000000"),
+        ({"parameters": -1}, "parameters is -1"),
+    ],
+)
+def test_bad_values_are_named(settings, message):
+    with pytest.raises(InfoFlowError, match=message):
+        design(load_task("d_retrieval"), (16,), **settings)
+
+
+def test_the_command_prints_the_front_and_what_is_below():
+    arguments = ["design", "d_retrieval", "--components", "2", "--tokens", "16", "--quiet"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "just below" in result.output
+    values = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert values["recommended"]["n_heads"] == [2]
+    absurd = CliRunner().invoke(app, ["design", "d_retrieval", "--components", "99999999"])
+    assert absurd.exit_code == 2
+    assert "expected 1 to 256" in absurd.output

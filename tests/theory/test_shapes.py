@@ -1,0 +1,128 @@
+"""What the theory reads off models and configs."""
+
+import json
+
+import pytest
+import torch
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformers import BertConfig, GPT2Config, LlamaConfig, MistralConfig
+
+from infoflow_lens import Architecture, InfoFlowError, build_model, load_task, save_model
+from infoflow_lens.models.configs import shape_of_named
+from infoflow_lens.tasks import Target
+from infoflow_lens.theory.comparison import Component
+from infoflow_lens.theory.estimate import estimate
+from infoflow_lens.theory.shapes import ModelShape, shape_of
+from infoflow_lens.theory.survey import survey, survey_cases
+
+
+def hooked(**settings):
+    return HookedTransformerConfig(
+        n_layers=2, n_heads=4, d_model=32, d_head=8, n_ctx=24, d_vocab=50, act_fn="gelu", **settings
+    )
+
+
+def test_a_transformer_lens_config_is_asked():
+    shape = shape_of(hooked())
+    assert (shape.n_heads, shape.d_model, shape.n_tokens) == ((4, 4), (32, 32), 24)
+    assert shape.causal
+    assert shape.positional
+    assert not shape_of(hooked(attention_dir="bidirectional")).causal
+    task = load_task("d_retrieval", n_tokens=16)
+    assert estimate(hooked(), task).verdict == "allowed"  # a TypeError before
+
+
+@pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated")
+def test_a_model_is_what_its_config_is():
+    assert shape_of(HookedTransformer(hooked())).n_heads == (4, 4)
+    ours = Architecture(n_heads=(4, 1), d_model=16, d_token=3, n_tokens=9, d_encoder=8)
+    shape = shape_of(build_model(ours, seed=0))
+    assert shape == shape_of(ours)
+    assert (shape.n_heads, shape.causal, shape.routes) == ((4, 1), False, True)
+
+
+def test_hugging_face_configs():
+    gpt2 = shape_of(GPT2Config(n_layer=3))
+    assert (gpt2.n_heads, gpt2.d_model[0], gpt2.causal) == ((12, 12, 12), 768, True)
+    llama = shape_of(LlamaConfig(num_hidden_layers=2, num_key_value_heads=8))
+    assert llama.n_key_value_heads == (8, 8)
+    assert "8 heads of keys and values" in llama.describe()
+    assert not shape_of(BertConfig()).causal
+    mistral = shape_of(MistralConfig(num_hidden_layers=2, sliding_window=16))
+    assert mistral.windows == (16, 16)
+
+
+def test_folders_and_names(tmp_path):
+    GPT2Config(n_layer=5).save_pretrained(tmp_path / "hf")
+    assert shape_of(tmp_path / "hf").n_layers == 5
+    assert shape_of_named(str(tmp_path / "hf" / "config.json")).n_layers == 5
+    ours = Architecture(n_heads=(2, 1), d_model=8, d_token=3, n_tokens=5)
+    save_model(build_model(ours, seed=0), tmp_path / "ours")
+    assert shape_of_named(str(tmp_path / "ours")).n_heads == (2, 1)
+    assert shape_of_named("gpt2").n_heads == (12,) * 12
+
+
+def test_local_layers_alternate(tmp_path):
+    values = {
+        "num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": 8, "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 99,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    shape = shape_of(tmp_path)
+    assert shape.windows == (4, None, 4, None)
+    assert shape.usable(50) == (False, True, False, True)
+    assert shape.reach(50) == 50
+
+
+def test_what_no_window_reaches_is_excluded_for_certain():
+    """Three layers that look four positions back reach twelve tokens."""
+    task = load_task("d_retrieval", n_tokens=16, n_components=1)
+    shape = ModelShape((4,) * 3, (32,) * 3, 16, True, causal=True, windows=(5, 5, 5))
+    assert shape.reach(16) == 12
+    found = estimate(shape, task)
+    assert found.verdict == "excluded, proved"
+    assert "only the last 12 of 16" in found.why
+
+
+def test_width_of_each_layer_enters_the_exponent():
+    task = load_task("intrinsic_dimension", n_tokens=64, n_components=3)
+    narrow = estimate(ModelShape((3, 3), (16, 16), 64), task, verify=0)
+    wide = estimate(ModelShape((3, 3), (16, 48), 64), task, verify=0)
+    assert narrow.upper["law"] == 12 * 4 / 16
+    assert wide.upper["law"] == max(4 * 4 / 16, 12 * 4 / 48)
+
+
+def test_one_table_of_what_a_configuration_can_learn():
+    tasks = [load_task(name) for name in ("d_retrieval", "kth_largest", "in_context_qa")]
+    rows = survey(hooked(), survey_cases(tasks, (8, 16, 64)))
+    cells = {(r["task"], r["n_tokens"], r["components"]): r["verdict"] for r in rows}
+    assert cells["d_retrieval", 16, 8] == "allowed"
+    assert cells["kth_largest", 16, "k=8"] == "undecided"
+    assert cells["kth_largest", 16, "k=2"] == "allowed"
+    assert cells["d_retrieval", 64, 2] == "not asked"  # longer than the model takes
+    assert len(rows) == 6 + 6 + 1
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (torch.nn.Linear(2, 2), "tells no sizes"),
+        ("no/such/folder", "there is no file"),
+        ({"num_hidden_layers": 2}, "no heads and no width"),
+        (Architecture((1,), 8, 2, 4, attention="relu"), "attention is 'relu'"),
+    ],
+)
+def test_what_is_no_model_is_refused(model, message):
+    with pytest.raises(InfoFlowError, match=message):
+        shape_of(model)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(InfoFlowError, match="cannot be loaded"):
+        shape_of_named("gpt22")
+
+
+def test_a_target_of_ones_own_is_asked_of_any_model():
+    largest = Component(1, lambda x: x[..., 0, 0], symmetric=True)
+    target = Target(components=(largest,), n_tokens=12, d_token=2)
+    assert estimate(GPT2Config(), target).verdict == "allowed"
