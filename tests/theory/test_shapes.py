@@ -1,10 +1,11 @@
 """What the theory reads off models and configs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
-from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformer_lens.config import TransformerBridgeConfig
 from transformers import BertConfig, GPT2Config, LlamaConfig, MistralConfig
 
 from infoflow_lens import Architecture, InfoFlowError, build_model, load_task, save_model
@@ -14,12 +15,14 @@ from infoflow_lens.theory.comparison import Component
 from infoflow_lens.theory.estimate import estimate
 from infoflow_lens.theory.shapes import ModelShape, shape_of
 from infoflow_lens.theory.survey import survey, survey_cases
+from tests.conftest import make_token_model
+from tests.versions import needs_hooked_transformer
+
+SIZES = {"n_layers": 2, "n_heads": 4, "d_model": 32, "d_head": 8, "n_ctx": 24, "d_vocab": 50}
 
 
 def hooked(**settings):
-    return HookedTransformerConfig(
-        n_layers=2, n_heads=4, d_model=32, d_head=8, n_ctx=24, d_vocab=50, act_fn="gelu", **settings
-    )
+    return TransformerBridgeConfig(**SIZES, act_fn="gelu", **settings)
 
 
 def test_a_transformer_lens_config_is_asked():
@@ -32,9 +35,18 @@ def test_a_transformer_lens_config_is_asked():
     assert estimate(hooked(), task).verdict == "allowed"  # a TypeError before
 
 
+@needs_hooked_transformer
 @pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated")
+def test_a_hooked_transformer_is_what_its_config_is():
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    config = HookedTransformerConfig(**SIZES, act_fn="gelu")
+    for found in (shape_of(HookedTransformer(config)), shape_of(config)):
+        assert replace(found, source="") == replace(shape_of(hooked()), source="")
+
+
 def test_a_model_is_what_its_config_is():
-    assert shape_of(HookedTransformer(hooked())).n_heads == (4, 4)
+    assert shape_of(make_token_model()).n_heads == (4, 4)
     ours = Architecture(n_heads=(4, 1), d_model=16, d_token=3, n_tokens=9, d_encoder=8)
     shape = shape_of(build_model(ours, seed=0))
     assert shape == shape_of(ours)
