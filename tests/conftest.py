@@ -51,13 +51,17 @@ def token_model():
     return make_token_model()
 
 
-def make_token_model(**changes):
-    """A HookedTransformer where TransformerLens has it, else a native bridge."""
+def make_token_model(tokenizer=None, **changes):
+    """A HookedTransformer where TransformerLens has it, else a native bridge.
+
+    A native bridge leaves some settings of HookedTransformer out in silence: they are refused.
+    """
     import warnings
 
     import transformer_lens
 
     from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
+    from tests.versions import is_native
 
     settings = {
         "n_layers": 2,
@@ -74,9 +78,21 @@ def make_token_model(**changes):
         torch.manual_seed(2)
         if HAS_HOOKED_TRANSFORMER:
             config = transformer_lens.HookedTransformerConfig(**(settings | changes))
-            return transformer_lens.HookedTransformer(config)
+            model = transformer_lens.HookedTransformer(config)
+            if tokenizer is not None:
+                model.set_tokenizer(tokenizer)
+            return model
+        assert is_native(changes), "mark the test with needs_hooked_transformer"
         config = transformer_lens.TransformerBridgeConfig(**(settings | changes))
-        return transformer_lens.TransformerBridge.boot_native(config)
+        return transformer_lens.TransformerBridge.boot_native(config, tokenizer=tokenizer)
+
+
+def make_model_without_masks():
+    """A causal model over token ids that takes an attention mask, and leaves it out."""
+    model = make_token_model()
+    forward = model.forward
+    model.forward = lambda ids, attention_mask=None, **settings: forward(ids, **settings)
+    return model
 
 
 @pytest.fixture

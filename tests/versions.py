@@ -10,3 +10,20 @@ needs_hooked_transformer = pytest.mark.skipif(
 needs_version_4 = pytest.mark.skipif(
     HAS_HOOKED_TRANSFORMER, reason="it is about TransformerLens without HookedTransformer"
 )
+
+# settings of HookedTransformer that a native bridge refuses, or leaves out in silence
+_BEYOND_NATIVE = ("use_local_attn", "use_attention_sinks", "parallel_attn_mlp", "use_attn_scale")
+
+
+def is_native(changes):
+    """Whether a native bridge of version 4 can have these settings of HookedTransformer."""
+    positions = changes.get("positional_embedding_type", "standard")
+    return positions in ("standard", "rotary") and not set(_BEYOND_NATIVE) & set(changes)
+
+
+def for_each(kinds):
+    """Parameters of a test: (settings, ...) each, of which some are for HookedTransformer alone."""
+    return [
+        pytest.param(*kind, marks=() if is_native(kind[0]) else needs_hooked_transformer)
+        for kind in kinds
+    ]

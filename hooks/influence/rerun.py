@@ -1,7 +1,7 @@
 """A forward pass again, from where sources enter: on changed sources, and only as far as needed."""
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,15 +147,29 @@ class Rerun:
 
             return hook_fn
 
-        hooks: list[tuple[str, Callable[..., Any]]] = []
-        if self.runs_whole:
-            hooks.append(
-                (start_point(self.model, self.source_layer), lambda activation, hook: start)
-            )
-        hooks += [(name, catch(name)) for name in tuple(missing)]
-        with self.model.hooks(fwd_hooks=[*hooks, *also]), suppress(AllSeenError):  # type: ignore[operator]
+        hooks = [(name, catch(name)) for name in tuple(missing)]
+        with (
+            self._entering(start),
+            self.model.hooks(fwd_hooks=[*hooks, *also]),  # type: ignore[operator]
+            suppress(AllSeenError),
+        ):
             self._run(start, sequences, cache)
         return tuple(state_sum(caught, names) for names in wanted)
+
+    @contextmanager
+    def _entering(self, start: Tensor) -> Iterator[None]:
+        """Passes that run whole have this at the start, before hooks of the user's act on it."""
+        if not self.runs_whole:
+            yield
+            return
+        points: Mapping[str, nn.Module] = self.model.hook_dict  # type: ignore[assignment]
+        handle = points[start_point(self.model, self.source_layer)].register_forward_pre_hook(
+            lambda module, inputs: (start,), prepend=True
+        )
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _run(self, start: Tensor, sequences: Tensor | None, cache: KeysAndValues | None) -> None:
         if self.runs_whole:
@@ -188,8 +202,11 @@ class Rerun:
         """The states, and the keys and values that later passes can share, or None.
 
         In a causal model the positions before a replaced source need not be computed again. The
-        scores show whether the model is causal.
+        scores show whether the model is causal; one that is bidirectional by its config is not.
         """
+        direction = getattr(getattr(self.model, "cfg", None), "attention_dir", "causal")
+        if direction == "bidirectional":
+            return self(start), None
         if self.runs_whole or start_point(self.model, self.source_layer) == TOKENS:
             return self(start), None
         masked: list[bool] = []

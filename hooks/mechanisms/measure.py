@@ -36,13 +36,14 @@ from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import (
     check_finite,
     hook_name,
+    instead_of_a_bridge,
     is_bridge,
     layer_count,
     pattern_hook,
     run_catching,
     starts_at_layers,
 )
-from infoflow_lens.hooks.passes.own import own_pass
+from infoflow_lens.hooks.passes.own import edits_tried, own_pass
 
 _ROOM = 2**25  # numbers in the largest tensor of a pass
 _DRAWS, _MOST_DRAWS = 64, 8  # directions of an estimate: over all sequences, and for each
@@ -491,10 +492,11 @@ def _check_edits_reach(model: nn.Module, batch: Batch) -> None:
         return torch.zeros_like(pattern)
 
     for layer in range(layer_count(model)):
-        with model.hooks(fwd_hooks=[(pattern_hook(model, layer), empty)]):  # type: ignore[operator]
+        name = pattern_hook(model, layer)
+        with edits_tried(), model.hooks(fwd_hooks=[(name, empty)]):  # type: ignore[operator]
             edited = batch.run(model)
         if edited.equal(output):
             raise InfoFlowError(
                 f"edits of the pattern of layer {layer} do not reach the output of this bridge: "
-                "patterns cannot be replaced in it; load the model as a HookedTransformer"
+                f"patterns cannot be replaced in it; {instead_of_a_bridge()}"
             )

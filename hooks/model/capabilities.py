@@ -14,6 +14,7 @@ from infoflow_lens.foundation.record import weight_processing
 from infoflow_lens.hooks.model.points import (
     check_inputs,
     devices_of,
+    instead_of_a_bridge,
     layer_count,
     reads_vectors,
     run_catching,
@@ -21,7 +22,7 @@ from infoflow_lens.hooks.model.points import (
     unmasked,
 )
 from infoflow_lens.hooks.model.shown import Carried, shown
-from infoflow_lens.hooks.passes.own import own_pass
+from infoflow_lens.hooks.passes.own import edits_tried, own_pass
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -178,18 +179,18 @@ def _problems_of(layer: LayerCapabilities) -> list[str]:
         lack = "does not fire" if layer.scores == "missing" else "carries the pattern"
         found.append(
             f"hook_attn_scores {lack}, so ranks and margins come from the pattern: keys whose "
-            "weight underflows to 0 cannot be told from masked ones; where that matters, load the "
-            "model as a HookedTransformer"
+            "weight underflows to 0 cannot be told from masked ones; where that matters, "
+            f"{instead_of_a_bridge()}"
         )
     if _PATTERN in layer.fires and _PATTERN not in layer.edits_reach:
         found.append(
             "edits of hook_pattern do not reach the output, so patterns cannot be substituted and "
-            "heads have no measurable mechanism; load the model as a HookedTransformer"
+            f"heads have no measurable mechanism; {instead_of_a_bridge()}"
         )
     if "hook_resid_pre" not in layer.edits_reach:
         found.append(
             "edits of hook_resid_pre do not reach the output, so influence cannot be measured; "
-            "load the model as a HookedTransformer"
+            f"{instead_of_a_bridge()}"
         )
     return found
 
@@ -285,7 +286,7 @@ def _edited(model: nn.Module, inputs: Tensor, layer: int, point: str) -> _Edited
     block = f"blocks.{layer}."
     known: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
     behind = [block + other for other in _CONSEQUENCES if block + other in known]
-    with model.hooks(fwd_hooks=[(block + point, edit)]):  # type: ignore[operator]
+    with edits_tried(), model.hooks(fwd_hooks=[(block + point, edit)]):  # type: ignore[operator]
         output, caught = run_catching(model, inputs, behind)
     return _Edited(output, {name.removeprefix(block): value for name, value in caught.items()})
 

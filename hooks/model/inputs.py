@@ -15,6 +15,7 @@ from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.model.points import (
     check_inputs,
+    is_bridge,
     layer_count,
     reads_vectors,
     starts_at_layers,
@@ -555,8 +556,10 @@ def call_inputs(
     """The token ids of a call of the model, and which of them are real (None: all).
 
     Raises:
-        InfoFlowError: for leading padding that the model masks without being told.
+        InfoFlowError: for leading padding that the model masks without being told, and for cached
+            keys that it leaves out.
     """
+    _check_no_cached_keys(model, kwargs)
     given = args[0] if args else kwargs.get("input", kwargs.get("input_ids"))
     mask = next((kwargs[name] for name in _MASKS if kwargs.get(name) is not None), None)
     if isinstance(given, str) or (
@@ -582,6 +585,19 @@ def call_inputs(
                 "attention_mask, so that probes know what is masked"
             )
     return given, None
+
+
+def _check_no_cached_keys(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Refuse cached keys for a bridge: it takes TransformerLens's cache, and leaves it out.
+
+    Those of a HookedTransformer, and what a bridge makes of its own model's, show in the pattern.
+    """
+    length = getattr(kwargs.get("past_key_values"), "get_seq_length", lambda: 0)()
+    if is_bridge(model) and (kwargs.get("past_kv_cache") is not None or length):
+        raise InfoFlowError(
+            "the call has cached keys, which a TransformerBridge may leave out in silence: "
+            "expected one pass over whole sequences; run without past_kv_cache"
+        )
 
 
 def _call_of_texts(

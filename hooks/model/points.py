@@ -4,6 +4,7 @@ TransformerLens ignores some hook names that never fire and omits others by arch
 names are resolved here, before work starts.
 """
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -95,10 +96,18 @@ def is_bridge(model: nn.Module) -> bool:
     return hasattr(type(model), "boot_transformers")
 
 
+def instead_of_a_bridge() -> str:
+    """What to do where a bridge lacks what a HookedTransformer has; TransformerLens 4 has none."""
+    if importlib.util.find_spec("transformer_lens.HookedTransformer") is not None:
+        return "load the model as a HookedTransformer"
+    return "use TransformerLens 3, which loads official names as HookedTransformer"
+
+
 def starts_at_layers(model: nn.Module) -> bool:
     """Whether a forward pass of the model can start at a layer, from its residual stream.
 
-    Bridges take the argument, and raise.
+    Bridges of TransformerLens 3 take the argument, and raise; those of 4 run the lower layers all
+    the same, and give other logits for some architectures.
     """
     return (
         not is_bridge(model)

@@ -1,5 +1,6 @@
 """Forward passes that a probe makes for itself, and that no probe looks at."""
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,21 @@ def without_user_hooks(model: nn.Module) -> Iterator[None]:
     finally:
         for point, hooks in zip(points, saved, strict=True):
             point._forward_hooks = hooks
+
+
+@contextmanager
+def edits_tried() -> Iterator[None]:
+    """Edits in this block find out whether they reach the output.
+
+    TransformerLens 4 warns of one that a bridge discards; who tries that sees it in the output.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore",
+            message=r"A hook on [\s\S]* returned a modified tensor, but this attention delegates",
+            category=UserWarning,
+        )
+        yield
 
 
 @contextmanager

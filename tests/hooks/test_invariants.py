@@ -23,11 +23,14 @@ from infoflow_lens import (
     ResampleInfluence,
     attach,
     build_model,
+    build_token_model,
     load_any,
     run_probes,
 )
 from infoflow_lens.hooks import Probe
+from infoflow_lens.hooks.influence.base import StateInfluence
 from infoflow_lens.models.architecture import Architecture
+from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from tests.conftest import make_token_model
 from tests.reference import zoo
 
@@ -65,6 +68,13 @@ def hosted(**changes):
     return build_model(Architecture(**(settings | changes)), seed=1)
 
 
+def hosted_over_ids():
+    return build_token_model(
+        n_layers=2, n_heads=(2, 3), d_head=5, d_model=12, n_tokens=9, d_vocab=17, d_output=17,
+        attention="softmax", seed=1,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return {name: zoo.save(name, tmp_path_factory.mktemp(name)) for name in BRIDGES}
@@ -80,9 +90,16 @@ MODELS = {
         ),
         token_ids,
     ),
-    "shortformer": (
-        lambda folders: make_token_model(positional_embedding_type="shortformer"),
-        token_ids,
+    # TransformerLens 3 has positions that enter every layer; 4 makes the model above a bridge
+    **(
+        {
+            "shortformer": (
+                lambda folders: make_token_model(positional_embedding_type="shortformer"),
+                token_ids,
+            )
+        }
+        if HAS_HOOKED_TRANSFORMER
+        else {"hosted, token ids": (lambda folders: hosted_over_ids(), token_ids)}
     ),
     # scores are scores; the pattern stands in their place; norms behind the sums
     **{
@@ -244,7 +261,11 @@ def test_copies_and_pickles_of_an_attached_model_are_clean(case, make):
         assert before[name] == after[name], name
 
 
-@pytest.mark.parametrize("name", ["token ids", "hosted, vector tokens"])
+# the capture hooks of a native bridge cannot be pickled, with or without probes
+PICKLED = ["token ids" if HAS_HOOKED_TRANSFORMER else "hosted, token ids", "hosted, vector tokens"]
+
+
+@pytest.mark.parametrize("name", PICKLED)
 def test_an_attached_model_is_pickled(name, make, folders):
     build, data = MODELS[name]
     model, x = build(folders), data()
@@ -268,6 +289,12 @@ def test_padding_on_either_side_does_not_matter(case, make):
     if x.is_floating_point():
         with pytest.raises((InfoFlowError, TypeError), match=r"attention_mask|mask"):
             model(x, attention_mask=torch.ones(x.shape[:2]))
+        return
+    if hasattr(model, "check_input") and isinstance(make(x), StateInfluence):
+        mask = torch.ones_like(x)
+        mask[0, 0] = 0  # passes of the probe's own would begin without it
+        with pytest.raises(InfoFlowError, match="without padding"), attach(model, make(x)):
+            model(x, attention_mask=mask)
         return
     lengths = [LENGTH - i % 3 for i in range(N)]
     rows = [row[:n] for row, n in zip(x, lengths, strict=True)]

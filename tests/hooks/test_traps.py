@@ -14,19 +14,37 @@ from infoflow_lens import InfoFlowError, PositionsProbe, RecoveryProbe, attach, 
 from infoflow_lens.hooks import AttendedProbe
 from infoflow_lens.hooks.model.points import run_catching
 from infoflow_lens.hooks.model.shown import post_attention_hooks, state_sum
+from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.loading import load_any
 from tests.conftest import make_token_model
 from tests.reference import zoo
+from tests.versions import needs_hooked_transformer, needs_version_4
 
 LENGTHS = (9, 5, 9, 3)
 
 
+# Their bridges of TransformerLens 3 compute something else
+REFUSED = ("cohere", "cohere2") if HAS_HOOKED_TRANSFORMER else ()
+HOSTED = [name for name in zoo.FAMILIES if name not in REFUSED]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {name: zoo.save(name, tmp_path_factory.mktemp(name)) for name in zoo.NAMES}
+    return {name: zoo.save(name, tmp_path_factory.mktemp(name)) for name in zoo.FAMILIES}
 
 
-@pytest.fixture(params=zoo.NAMES)
+@pytest.mark.parametrize("name", zoo.FAMILIES)
+def test_a_model_is_the_plain_one_or_refused(name, folders):
+    if name in REFUSED:
+        with pytest.raises(InfoFlowError, match="computes something else"):
+            load_any(folders[name])
+        return
+    model, ids = load_any(folders[name]).model, zoo.tokens(3, 11)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), zoo.build(name)(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture(params=HOSTED)
 def architecture(request, folders):
     """Name, the bridge, and the plain model that it hosts a copy of."""
     name = request.param
@@ -120,8 +138,20 @@ MLP_INPUT_NORM = {
     "qwen2": "model.layers.0.post_attention_layernorm",
     "gemma2": "model.layers.0.pre_feedforward_layernorm",
     "gpt_oss": "model.layers.0.post_attention_layernorm",
+    "gemma3": "model.layers.0.pre_feedforward_layernorm",
+    "qwen3": "model.layers.0.post_attention_layernorm",
+    "granite": "model.layers.0.post_attention_layernorm",
+    "olmo2": "model.layers.0.mlp",  # no norm stands before it
+    "stablelm": "model.layers.0.post_attention_layernorm",
+    "phi3": "model.layers.0.post_attention_layernorm",
 }
-ATTENTION_OF_PARALLEL = {"gptj": "transformer.h.0.attn", "gpt_neox": "gpt_neox.layers.0.attention"}
+ATTENTION_OF_PARALLEL = {
+    "gptj": "transformer.h.0.attn",
+    "gpt_neox": "gpt_neox.layers.0.attention",
+    "falcon": "transformer.h.0.self_attention",
+    "cohere": "model.layers.0.self_attn",
+    "cohere2": "model.layers.0.self_attn",
+}
 
 
 def test_the_post_attention_state_is_that_of_the_plain_model(architecture):
@@ -197,21 +227,37 @@ def test_a_bridge_is_left_as_it_was(architecture):
     assert fired == [1]
 
 
-def test_attention_that_is_not_shown_is_refused(folders):
-    """Models loaded with fused attention never show their patterns."""
+def fused(folder):
+    """A bridge around a model that was loaded with fused attention."""
     import transformers
     from transformer_lens.model_bridge import TransformerBridge
 
-    fused = transformers.AutoModelForCausalLM.from_pretrained(
-        folders["opt"], attn_implementation="sdpa"
-    )
-    assert fused.config._attn_implementation == "sdpa"
-    model = TransformerBridge.boot_transformers(str(folders["opt"]), hf_model=fused)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    assert model.config._attn_implementation == "sdpa"
+    return TransformerBridge.boot_transformers(str(folder), hf_model=model, device="cpu")
+
+
+@needs_hooked_transformer
+def test_attention_that_is_not_shown_is_refused(folders):
+    """Models loaded with fused attention never show their patterns."""
     with (
         pytest.raises(InfoFlowError, match="neither hook_attn_scores nor hook_pattern fires"),
-        attach(model, PositionsProbe()),
+        attach(fused(folders["opt"]), PositionsProbe()),
     ):
         pass
+
+
+@needs_version_4
+@pytest.mark.parametrize("name", ["opt", "llama", "gpt2"])
+def test_fused_attention_that_version_4_makes_eager_is_seen_right(folders, name):
+    model, ids = fused(folders[name]), zoo.tokens(3, 9)
+    (found,) = run_probes(model, ids, [PositionsProbe(spread=True)], progress=False)
+    with torch.no_grad():
+        expected = zoo.build(name)(ids, output_attentions=True).attentions
+    for layer, pattern in enumerate(expected):
+        torch.testing.assert_close(
+            found.concentration[layer], pattern.amax(dim=-1), atol=1e-5, rtol=0
+        )
 
 
 def test_names_that_fire_behind_a_flag_are_never_waited_for(token_model, token_inputs):

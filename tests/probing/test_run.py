@@ -23,6 +23,7 @@ from infoflow_lens import (
     save_model,
 )
 from infoflow_lens.foundation.errors import InfoFlowWarning
+from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.probing import run as probing
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import read_data
@@ -298,8 +299,11 @@ def test_what_a_model_cannot_give_is_refused_before_work_starts(tmp_path, config
     zoo.save("opt", tmp_path / "opt")
     asked = ProbingConfig(**{**vars(config), "model": str(tmp_path / "opt")})
     everything = ProbingConfig(**{**vars(asked), "probes": part_names()})
-    with pytest.raises(InfoFlowError, match=r"mechanisms cannot be measured in layers 0, 1"):
+    with pytest.raises(
+        InfoFlowError, match=r"mechanisms cannot be measured in layers 0, 1"
+    ) as said:
         run(tmp_path / "out", everything)
+    assert ("TransformerLens 3" in str(said.value)) == (not HAS_HOOKED_TRANSFORMER)
     assert list((tmp_path / "out").iterdir()) == []
     said = []
     found = run(tmp_path / "out", asked, say=said.append)  # all that it can give

@@ -1,8 +1,8 @@
 """A two-layer attention-only induction circuit by hand (Olsson et al. 2022), and data for it."""
 
-import warnings
-
 import torch
+
+from tests.conftest import make_token_model
 
 SHARP = 30.0
 
@@ -13,10 +13,8 @@ def induction_model(n_vocab, n_ctx):
     Layer 0 copies the token before; layer 1 finds where the present token is the copied one, that
     is, the position behind its earlier occurrence, and copies the token there to the answer.
     """
-    from transformer_lens import HookedTransformer, HookedTransformerConfig
-
     d = 3 * n_vocab + n_ctx
-    config = HookedTransformerConfig(
+    model = make_token_model(
         n_layers=2,
         n_heads=1,
         d_head=d,
@@ -25,22 +23,12 @@ def induction_model(n_vocab, n_ctx):
         d_vocab=n_vocab,
         attn_only=True,
         normalization_type=None,
-        use_attn_scale=False,
-        init_weights=False,
-        device="cpu",
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        model = HookedTransformer(config)
     token = range(n_vocab)
     place = range(n_vocab, n_vocab + n_ctx)
     previous = range(n_vocab + n_ctx, 2 * n_vocab + n_ctx)
     answer = range(2 * n_vocab + n_ctx, d)
-    state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
     unit = torch.eye(d)
-    state["embed.W_E"] = unit[list(token)]
-    state["pos_embed.W_pos"] = unit[list(place)]
-    state["unembed.W_U"] = SHARP * unit[:, list(answer)]
 
     def copies(sources, targets):
         matrix = torch.zeros(d, d)
@@ -48,17 +36,22 @@ def induction_model(n_vocab, n_ctx):
         return matrix
 
     def set_layer(layer, query, value):
-        state[f"blocks.{layer}.attn.W_Q"] = query[None]
-        state[f"blocks.{layer}.attn.W_K"] = unit[None]
-        state[f"blocks.{layer}.attn.W_V"] = value[None]
-        state[f"blocks.{layer}.attn.W_O"] = unit[None]
+        attn = model.blocks[layer].attn
+        attn.W_Q.copy_(query[None] * d**0.5)  # scores are divided by the root of d_head
+        attn.W_K.copy_(unit[None])
+        attn.W_V.copy_(value[None])
+        attn.W_O.copy_(unit[None])
 
-    set_layer(0, SHARP * copies(place[1:], place[:-1]), copies(token, previous))
-    set_layer(1, SHARP * copies(token, previous), copies(token, answer))
-    for name, buffer in model.state_dict().items():
-        if name.endswith((".mask", ".IGNORE")):
-            state[name] = buffer
-    model.load_state_dict(state)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.embed.W_E.copy_(unit[list(token)])
+        model.pos_embed.W_pos.copy_(unit[list(place)])
+        model.unembed.W_U.copy_(SHARP * unit[:, list(answer)])
+        set_layer(0, SHARP * copies(place[1:], place[:-1]), copies(token, previous))
+        # a token without a match prefers itself, by so little that it spreads its attention
+        match = copies(token, previous) + 1e-3 * copies(token, token)
+        set_layer(1, SHARP * match, copies(token, answer))
     return model
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from infoflow_lens.hooks import LayerCapabilities, MechanismsResult, measure_mechanisms
 from infoflow_lens.hooks.mechanisms.measure import MechanismsProgress
+from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.part import Part, Setting
 from infoflow_lens.report.heads import by_head_in_colours
@@ -39,9 +40,10 @@ class MechanismsPart(Part):
     def lacking(self, layer: LayerCapabilities) -> str:
         """Patterns are edited."""
         if "attn.hook_pattern" not in layer.edits_reach:
+            where = "" if HAS_HOOKED_TRANSFORMER else "with TransformerLens 3 "
             return (
-                "edits of hook_pattern do not reach its output; an official name can be loaded as "
-                "a HookedTransformer (backend 'hooked')"
+                f"edits of hook_pattern do not reach its output; {where}an official name can be "
+                "loaded as a HookedTransformer (backend 'hooked')"
             )
         return super().lacking(layer)
 

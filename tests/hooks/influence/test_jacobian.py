@@ -16,9 +16,10 @@ from infoflow_lens import (
 )
 from infoflow_lens.hooks import InfluenceResult
 from infoflow_lens.hooks.influence.base import holding
-from tests.conftest import N_TOKENS, make_token_model
+from tests.conftest import N_TOKENS, make_model_without_masks, make_token_model
 from tests.reference import transformer as reference
 from tests.reference import zoo
+from tests.versions import for_each, needs_hooked_transformer
 
 
 def norms(jacobian):
@@ -26,14 +27,24 @@ def norms(jacobian):
     return jacobian.square().sum(dim=(1, 3)).sqrt()
 
 
-def caught(model, names, *args, **kwargs):
-    """The sum of activations of one run, with gradients (a cache has none)."""
+def caught(model, names, ids, start=None, layer=0):
+    """The sum of activations of one run, with gradients (a cache has none).
+
+    Args:
+        model, names: which, of what.
+        ids: what the run reads.
+        start: what enters the layer, in place of what would.
+        layer: which.
+    """
     found = {}
 
-    def catch(activation, hook):
-        found[hook.name] = activation
+    def catch(name):
+        return lambda activation, hook: found.update({name: activation})
 
-    model.run_with_hooks(*args, fwd_hooks=[(name, catch) for name in names], **kwargs)
+    entry = f"blocks.{layer}.hook_resid_pre"
+    entering = [] if start is None else [(entry, lambda activation, hook: start)]
+    hooks = [(name, catch(name)) for name in names]
+    model.run_with_hooks(ids, fwd_hooks=[*entering, *hooks])
     return sum(found[name] for name in names)
 
 
@@ -58,28 +69,29 @@ def test_equals_autograd_over_vector_tokens(model, inputs, state, chunk_size):
             )
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"attn_only": True},
-        {"parallel_attn_mlp": True},
-        {"n_key_value_heads": 2},
-        {"positional_embedding_type": "rotary", "d_head": 6},
-        {"positional_embedding_type": "alibi"},
-        {"normalization_type": None},
-    ],
-)
+KINDS = [
+    {},
+    {"attn_only": True},
+    {"parallel_attn_mlp": True},
+    {"n_key_value_heads": 2},
+    {"positional_embedding_type": "rotary", "d_head": 6},
+    {"positional_embedding_type": "alibi"},
+    {"normalization_type": None},
+]
+
+
+@pytest.mark.parametrize("changes", for_each((kind,) for kind in KINDS))
 def test_equals_autograd_over_embeddings(token_inputs, changes):
     model = make_token_model(**changes)
     (result,) = run_probes(model, token_inputs[:3], [JacobianInfluence()], progress=False)
-
-    def states(resid):
-        names = ["blocks.1.hook_resid_pre", "blocks.1.hook_attn_out"]
-        return caught(model, names, resid[None], start_at_layer=0)[0]
-
     for sample in range(3):
-        start = model(token_inputs[sample : sample + 1], stop_at_layer=0)[0].detach()
+        ids = token_inputs[sample : sample + 1]
+        start = caught(model, ["blocks.0.hook_resid_pre"], ids)[0].detach()
+
+        def states(resid, ids=ids):
+            names = ["blocks.1.hook_resid_pre", "blocks.1.hook_attn_out"]
+            return caught(model, names, ids, resid[None])[0]
+
         jacobian = torch.autograd.functional.jacobian(states, start)
         torch.testing.assert_close(
             result.influence[1, sample], norms(jacobian), rtol=1e-4, atol=1e-6
@@ -181,9 +193,9 @@ def probed(model, data, **arguments):
 
 def embedding_jacobian(model, sequence, layer, position):
     """[source]: norms by one backward pass for every feature of a state."""
-    start = model(sequence[None], stop_at_layer=0).detach().requires_grad_()
-    name = f"blocks.{layer}.hook_resid_post"
-    state = caught(model, [name], start, start_at_layer=0)[0, position]
+    ids = sequence[None]
+    start = caught(model, ["blocks.0.hook_resid_pre"], ids).detach().requires_grad_()
+    state = caught(model, [f"blocks.{layer}.hook_resid_post"], ids, start)[0, position]
     rows = [torch.autograd.grad(value, start, retain_graph=True)[0][0] for value in state]
     return torch.stack(rows).square().sum(dim=(0, 2)).sqrt()
 
@@ -217,13 +229,11 @@ def test_from_any_layer_to_any_layer():
     model = make_token_model(n_layers=3)
     ids = torch.arange(9)[None] % 17
     result = probed(model, ids, state="resid_post", source_layer=1, layers=(2, 1))
-    start = model(ids, stop_at_layer=1)[0].detach()
+    start = caught(model, ["blocks.1.hook_resid_pre"], ids)[0].detach()
     for row, layer in enumerate((2, 1)):
 
-        def states(resid, after=layer + 1):
-            if after == 3:
-                return caught(model, ["blocks.2.hook_resid_post"], resid[None], start_at_layer=1)[0]
-            return model(resid[None], start_at_layer=1, stop_at_layer=after)[0]
+        def states(resid, layer=layer):
+            return caught(model, [f"blocks.{layer}.hook_resid_post"], ids, resid[None], 1)[0]
 
         jacobian = torch.autograd.functional.jacobian(states, start)
         torch.testing.assert_close(result.influence[row, 0], norms(jacobian), rtol=1e-4, atol=1e-6)
@@ -401,17 +411,29 @@ def test_a_position_that_some_sequences_lack(token_model, token_inputs):
     assert len(result.plot(sample=1).layout.annotations) == 2
 
 
-def test_a_model_that_ignores_masks_takes_no_padding(token_inputs):
-    model = make_token_model(attention_dir="bidirectional")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (make_model_without_masks, "repeating the forward pass changes the state"),
+        pytest.param(
+            lambda: make_token_model(attention_dir="bidirectional"),
+            "without padding",
+            marks=needs_hooked_transformer,
+        ),
+    ],
+)
+def test_a_model_that_ignores_masks_takes_no_padding(token_inputs, make, message):
+    model = make()
     mask = torch.ones_like(token_inputs)
     mask[0, :3] = 0
     with (
         attach(model, JacobianInfluence()),
-        pytest.raises(InfoFlowError, match="without padding"),
+        pytest.raises(InfoFlowError, match=message),
     ):
         model(token_inputs, attention_mask=mask)
 
 
+@needs_hooked_transformer
 def test_shortformer_runs_whole(token_inputs):
     """Its positions enter every layer aside of the residual stream, so no pass starts at one."""
     model = make_token_model(positional_embedding_type="shortformer")

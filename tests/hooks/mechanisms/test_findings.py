@@ -17,6 +17,7 @@ from infoflow_lens.hooks.mechanisms import (
 from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern
 from tests.conftest import make_token_model
 from tests.reference.induction import induction_model, repeated_segments
+from tests.versions import needs_hooked_transformer
 
 
 def damage_by_whole_passes(model, ids, heads):
@@ -82,6 +83,7 @@ def test_hooks_that_talk_to_each_other_see_whole_passes(token_model, token_input
     assert measured == pytest.approx(expected, rel=1e-4)
 
 
+@needs_hooked_transformer
 def test_positions_of_shortformer_models_reach_every_layer(token_inputs):
     model = make_token_model(positional_embedding_type="shortformer")
     found = measure_mechanisms(model, token_inputs, exact=True, progress=False)

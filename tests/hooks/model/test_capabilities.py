@@ -6,13 +6,21 @@ import warnings
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError, build_construction, inspect_model
+from infoflow_lens import (
+    Architecture,
+    InfoFlowError,
+    build_construction,
+    build_model,
+    build_token_model,
+    inspect_model,
+)
 from infoflow_lens.hooks.model.capabilities import _key_value_heads
 from infoflow_lens.hooks.model.inputs import example_input, local_window
-from infoflow_lens.models.attention import set_attention
+from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.loading import load_any
 from tests.conftest import make_token_model
 from tests.reference import zoo
+from tests.versions import for_each, needs_hooked_transformer
 
 EDITED = (
     "attn.hook_attn_scores",
@@ -36,24 +44,38 @@ KINDS = [
         {"attends": ("local(3)", "causal")},
     ),
     ({"use_attention_sinks": True}, {"pattern": ("softmax with sinks", "softmax with sinks")}),
-    ({"positional_embedding_type": "rotary", "d_head": 6}, {"scores": ("scores", "scores")}),
+    ({"positional_embedding_type": "rotary", "d_head": 6}, {"attends": ("causal", "causal")}),
     ({"positional_embedding_type": "alibi"}, {"pattern": ("softmax", "softmax")}),
     ({"normalization_type": None}, {"pattern": ("softmax", "softmax")}),
 ]
 
 
-@pytest.mark.parametrize(("changes", "expected"), KINDS)
+KIND = "HookedTransformer" if HAS_HOOKED_TRANSFORMER else "TransformerBridge"
+# A native bridge shows the pattern as scores, behind its own use of them; the pattern itself may be
+# edited there, and hook_resid_mid is what the MLP reads
+SCORES = "scores" if HAS_HOOKED_TRANSFORMER else "pattern"
+REACHED = set(EDITED) if HAS_HOOKED_TRANSFORMER else {*STREAM, "attn.hook_pattern"}
+
+
+@pytest.mark.parametrize(("changes", "expected"), for_each(KINDS))
 def test_layers_are_found_out_by_running(token_inputs, changes, expected):
     found = inspect_model(make_token_model(**changes), token_inputs)
-    assert found.kind == "HookedTransformer"
+    assert found.kind == KIND
     for name, values in expected.items():
         assert tuple(getattr(layer, name) for layer in found.layers) == values
-    assert all(layer.edits_reach == EDITED for layer in found.layers)
-    assert {layer.parallel for layer in found.layers} == {False}
-    assert found.problems() == ()
+    assert all(set(layer.edits_reach) == REACHED for layer in found.layers)
+    assert {(layer.parallel, layer.scores) for layer in found.layers} == {(False, SCORES)}
+    problems = found.problems()
+    if HAS_HOOKED_TRANSFORMER:
+        assert problems == ()
+    else:
+        (problem,) = problems
+        assert problem.startswith("layers 0-1: hook_attn_scores carries the pattern, so ranks")
 
 
-@pytest.mark.parametrize("changes", [{"attn_only": True}, {"parallel_attn_mlp": True}])
+@pytest.mark.parametrize(
+    "changes", for_each([({"attn_only": True},), ({"parallel_attn_mlp": True},)])
+)
 def test_blocks_without_a_middle_are_told(token_inputs, changes):
     found = inspect_model(make_token_model(**changes), token_inputs)
     assert all("hook_resid_mid" not in layer.fires for layer in found.layers)
@@ -72,9 +94,12 @@ def test_an_mlp_that_reads_nothing_is_neither_parallel_nor_not(token_model, toke
 
 
 @pytest.mark.parametrize("kind", ["relu", "hardmax"])
-def test_other_attention_is_recognised(token_model, token_inputs, kind):
-    set_attention(token_model, kind)
-    assert inspect_model(token_model, token_inputs).layers[0].pattern == kind
+def test_other_attention_is_recognised(token_inputs, kind):
+    model = build_token_model(
+        n_layers=2, n_heads=4, d_head=5, d_model=12, n_tokens=9, d_vocab=17, d_output=17,
+        attention=kind,
+    )  # fmt: skip
+    assert inspect_model(model, token_inputs).layers[0].pattern == kind
 
 
 def test_scores_that_are_their_own_relu_are_scores():
@@ -147,6 +172,9 @@ def test_a_bridge_that_shows_the_pattern_as_scores_is_told_with_what_follows(bri
     assert len(problems) == 2
     assert problems[0].startswith("layers 0-1: hook_attn_scores carries the pattern, so ranks")
     assert "patterns cannot be substituted" in problems[1]
+    # what is possible on the version at hand
+    advice = "load the model as a HookedTransformer" if HAS_HOOKED_TRANSFORMER else "Lens 3"
+    assert all(advice in problem for problem in problems)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "gpt_oss"])
@@ -167,9 +195,11 @@ def test_a_native_bridge_is_seen_through(token_inputs):
     assert {(layer.scores, layer.attends, layer.parallel) for layer in found.layers} == {
         ("pattern", "causal", False)
     }
-    assert set(ATTENTION).isdisjoint(found.layers[0].edits_reach)
+    reached = set(ATTENTION) & set(found.layers[0].edits_reach)
+    assert reached == (set() if HAS_HOOKED_TRANSFORMER else {"attn.hook_pattern"})
 
 
+@needs_hooked_transformer  # 4 makes the attention eager
 def test_a_bridge_without_eager_attention_shows_no_pattern(tmp_path):
     from transformer_lens.model_bridge import TransformerBridge
     from transformers import AutoModelForCausalLM
@@ -228,7 +258,7 @@ def test_key_value_heads_are_counted_on_flat_keys_too(keys, z, expected):
 
 def test_state_dtype_and_dropout_are_told_and_left(token_inputs):
     model = make_token_model().to(torch.bfloat16, print_details=False).train()
-    model.blocks[0].mlp.dropout = torch.nn.Dropout(0.1)
+    model.add_module("dropout", torch.nn.Dropout(0.1))
     model.add_hook("blocks.0.hook_resid_pre", lambda activation, hook: None)
     found = inspect_model(model, token_inputs)
     assert (found.dtype, found.device, found.training, found.dropout) == (
@@ -238,7 +268,8 @@ def test_state_dtype_and_dropout_are_told_and_left(token_inputs):
         True,
     )
     assert model.training
-    assert [len(p.fwd_hooks) for p in model.hook_dict.values()].count(1) == 1
+    # a bridge has two names for a hook point
+    assert [len(p.fwd_hooks) for p in set(model.hook_dict.values())].count(1) == 1
     assert found.layers[0].pattern == "softmax"
 
 
@@ -246,30 +277,28 @@ def test_it_is_shown_as_a_table(token_model, token_inputs):
     found = inspect_model(token_model, token_inputs)
     frame = found.to_frame()
     assert list(frame["heads"]) == [4, 4]
-    assert "HookedTransformer" in found._repr_html_()
+    assert KIND in found._repr_html_()
 
 
 def test_everything_is_written_as_json(token_model, token_inputs):
-    found = json.loads(json.dumps(inspect_model(token_model, token_inputs).to_dict()))
-    assert found["layers"][1]["n_heads"] == 4
-    assert found["problems"] == []
+    found = inspect_model(token_model, token_inputs)
+    written = json.loads(json.dumps(found.to_dict()))
+    assert written["layers"][1]["n_heads"] == 4
+    assert written["problems"] == list(found.problems())
 
 
 @pytest.mark.parametrize(
-    ("types", "labels"),
+    ("heads", "labels"),
     [
-        ("llll", ["0-3"]),
-        ("lglg", ["0, 2", "1, 3"]),
-        ("lllg", ["0-2", "3"]),
-        ("gllg", ["0, 3", "1-2"]),
+        ((3, 3, 3, 3), ["0-3"]),
+        ((3, 2, 3, 2), ["0, 2", "1, 3"]),
+        ((3, 3, 3, 2), ["0-2", "3"]),
+        ((2, 3, 3, 2), ["0, 3", "1-2"]),
     ],
 )
-def test_layers_that_are_alike_are_told_together(token_inputs, types, labels):
-    kinds = {"l": "local", "g": "global"}
-    model = make_token_model(
-        n_layers=4, use_local_attn=True, window_size=3, attn_types=[kinds[t] for t in types]
-    )
-    assert list(inspect_model(model, token_inputs).kinds()) == labels
+def test_layers_that_are_alike_are_told_together(heads, labels):
+    model = build_model(Architecture(n_heads=heads, d_model=12, d_token=3, n_tokens=5), seed=1)
+    assert list(inspect_model(model, example_input(model)).kinds()) == labels
 
 
 # The example input
@@ -282,16 +311,29 @@ def test_the_example_is_long_enough_to_show_a_window(bridge_of, name):
     assert tuple(layer.attends for layer in found.layers) == BRIDGES[name][1]
 
 
-@pytest.mark.parametrize(("window", "length"), [(3, 16), (20, 22), (50, 40), (0, 16)])
-def test_the_length_of_the_example(window, length):
-    local = {"use_local_attn": True, "attn_types": ["local", "global"], "window_size": window}
-    model = make_token_model(n_ctx=40, **(local if window else {}))
+def check_length(model, window, length):
     assert local_window(model) == window
     example = example_input(model)
     assert example.shape == (4, length)
     if window < 40:
         expected = f"local({window})" if window else "causal"
         assert inspect_model(model, example).layers[0].attends == expected
+
+
+LENGTHS = [(3, 16), (20, 22), (50, 40), (0, 16)]  # of a window, of the example
+
+
+@pytest.mark.parametrize(("window", "length"), LENGTHS)
+def test_the_length_of_the_example(tmp_path, window, length):
+    changes = {"sliding_window": window or None, "max_position_embeddings": 40}
+    check_length(load_any(zoo.save("mistral", tmp_path, **changes)).model, window, length)
+
+
+@needs_hooked_transformer
+def test_the_length_of_the_example_for_local_layers():
+    for window, length in LENGTHS:
+        local = {"use_local_attn": True, "attn_types": ["local", "global"], "window_size": window}
+        check_length(make_token_model(n_ctx=40, **(local if window else {})), window, length)
 
 
 def test_examples_are_the_same_for_a_seed_and_touch_no_random_state(token_model):
@@ -316,6 +358,6 @@ def test_what_cannot_be_inspected_is_named(token_model, token_inputs):
     with pytest.raises(InfoFlowError, match="example_input has token ids from"):
         inspect_model(token_model, token_inputs + 10)
     with torch.no_grad():
-        token_model.W_E.fill_(torch.nan)
+        token_model.embed.W_E.fill_(torch.nan)
     with pytest.raises(InfoFlowError, match="output holds NaN"):
         inspect_model(token_model, token_inputs)

@@ -17,8 +17,9 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.hooks.model.inputs import read_inputs
-from tests.conftest import make_token_model
+from tests.conftest import make_model_without_masks, make_token_model
 from tests.reference import zoo
+from tests.versions import for_each, needs_hooked_transformer, needs_version_4
 
 LENGTHS = (9, 4, 6, 1, 9, 2)
 
@@ -53,10 +54,11 @@ ARCHITECTURES = [
     {"attn_only": True},
     {"parallel_attn_mlp": True},
 ]
+NATIVE = [pytest.param({"attention_dir": "bidirectional"}, marks=needs_version_4)]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("changes", ARCHITECTURES)
+@pytest.mark.parametrize("changes", for_each((kind,) for kind in ARCHITECTURES) + NATIVE)
 def test_padding_on_either_side_changes_nothing(changes, side):
     model, sequences = make_token_model(**changes), make_sequences()
     ids, mask = padded(sequences, side)
@@ -103,9 +105,18 @@ def test_recovery_of_padded_batches_equals_single_sequences(side):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
-def test_a_model_that_ignores_the_mask_is_refused():
-    model = make_token_model(attention_dir="bidirectional")
-    ids, mask = padded(make_sequences(), "right")
+@pytest.mark.parametrize(
+    "make",
+    [
+        make_model_without_masks,
+        pytest.param(
+            lambda: make_token_model(attention_dir="bidirectional"), marks=needs_hooked_transformer
+        ),
+    ],
+)
+def test_a_model_that_ignores_the_mask_is_refused(make):
+    model = make()
+    ids, mask = padded(make_sequences(), "left")
     with attach(model, PositionsProbe()), pytest.raises(InfoFlowError, match="attend to padding"):
         model(ids, attention_mask=mask)
 
@@ -215,20 +226,25 @@ def test_bad_inputs_are_named(token_model, given, arguments, message):
 def test_a_batch_too_large_for_memory_is_halved_once(token_model, token_inputs, monkeypatch):
     """A pass with more than 6 sequences fails, in the model or while a probe takes it in."""
     (expected,) = run_probes(token_model, token_inputs, [PositionsProbe()], progress=False)
+
+    def check_size(n):
+        if n > 6:
+            raise torch.OutOfMemoryError("no memory")
+
+    def in_the_model(activation, hook):
+        check_size(len(activation))
+
     for fails_in_probe in (False, True):
         first, second = PositionsProbe(), PositionsProbe()
-        with monkeypatch.context() as patch:
-            target = second if fails_in_probe else token_model.blocks[1]
-            name = "update" if fails_in_probe else "forward"
-            original = getattr(target, name)
+        hooks = [] if fails_in_probe else [("blocks.1.hook_resid_pre", in_the_model)]
+        with monkeypatch.context() as patch, token_model.hooks(fwd_hooks=hooks):
+            if fails_in_probe:
 
-            def limited(*args, original=original, in_probe=fails_in_probe, **kwargs):
-                batch = args[-1].held_out if in_probe else args[0]
-                if len(batch) > 6:
-                    raise torch.OutOfMemoryError("no memory")
-                return original(*args, **kwargs)
+                def limited(*args, update=second.update):
+                    check_size(len(args[-1].held_out))
+                    return update(*args)
 
-            patch.setattr(target, name, limited)
+                patch.setattr(second, "update", limited)
             with pytest.warns(InfoFlowWarning, match="batch of 12 sequences: going on with half"):
                 results = run_probes(
                     token_model, token_inputs, [first, second], batch_size=12, progress=False
@@ -245,16 +261,15 @@ def test_a_batch_too_large_for_memory_is_halved_once(token_model, token_inputs, 
                 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["bridge", "HookedTransformer"])
+@pytest.fixture(scope="module", params=["bridge", "token model"])
 def reader(request, tmp_path_factory):
     """A model with a tokenizer: one token for each word, and BOS in front."""
     folder = tmp_path_factory.mktemp("gpt2")
     zoo.save("gpt2", folder)
     if request.param == "bridge":
         return load_any(str(folder)).model
-    model = make_token_model(d_vocab=zoo.N_VOCAB, n_ctx=zoo.N_CTX)
-    model.set_tokenizer(transformers.AutoTokenizer.from_pretrained(folder))
-    return model
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return make_token_model(tokenizer, d_vocab=zoo.N_VOCAB, n_ctx=zoo.N_CTX)
 
 
 TEXTS = ["w5 w6 w7 w8", "w9 w10", "w11 w12 w13 w14 w15 w16"]

@@ -5,6 +5,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from transformer_lens.config import TransformerBridgeConfig
+from transformer_lens.model_bridge import TransformerBridge
+from transformers import DynamicCache
 
 from infoflow_lens import (
     AttendedProbe,
@@ -13,11 +16,16 @@ from infoflow_lens import (
     PositionsProbe,
     RecoveryProbe,
     attach,
+    build_token_model,
+    load_any,
     probe_cache,
     run_probes,
 )
+from infoflow_lens.hooks.model.shown import attention_hook
 from infoflow_lens.hooks.probe import Split
 from infoflow_lens.models.host import build_model
+from tests.reference import zoo
+from tests.versions import needs_hooked_transformer, needs_version_4
 
 
 def all_probes():
@@ -63,7 +71,7 @@ def test_the_model_is_left_as_it_was(case, make, training):
     model.blocks[0].train(training)
     model(inputs).square().mean().backward()
     model.add_hook("blocks.0.hook_resid_post", lambda activation, hook: None)
-    model.blocks[0].attn.W_K.requires_grad_(False)
+    next(model.blocks[0].attn.parameters()).requires_grad_(False)
     before = snapshot(model)
     run_probes(model, inputs, [make()], progress=False)
     assert_same(before, snapshot(model))
@@ -92,8 +100,10 @@ def test_the_model_is_left_as_it_was_when_the_model_raises(case, make, monkeypat
         raise RuntimeError("inside the model")
 
     before = snapshot(model)
+    attn = model.blocks[1].attn
+    attn = getattr(attn, "original_component", attn)  # of a bridge, which has no forward of its own
     with monkeypatch.context() as patch:
-        patch.setattr(model.blocks[1].attn, "forward", fail)
+        patch.setattr(attn, "forward", fail)
         with pytest.raises(RuntimeError, match="inside the model"):
             run_probes(model, inputs, [make()], progress=False)
     assert_same(before, snapshot(model))
@@ -343,13 +353,18 @@ def test_inference_mode_and_ordinary_passes_add_up(model, inputs):
     torch.testing.assert_close(probes[0].result().fvu[1], expected.fvu[1])
 
 
-def test_an_empty_batch_is_no_pass(model, inputs, token_model, token_inputs):
+def test_an_empty_batch_is_no_pass(token_inputs):
+    token_model = build_token_model(
+        n_layers=2, n_heads=4, d_head=5, d_model=12, n_tokens=9, d_vocab=17, d_output=17,
+        attention="softmax",
+    )  # fmt: skip
     with attach(token_model, *all_probes()) as probes, torch.no_grad():
         token_model(token_inputs[:0])
         token_model(token_inputs)
     assert all(probe.n_sequences == 19 for probe in probes)
 
 
+@needs_hooked_transformer
 def test_cached_keys_are_refused(token_model, token_inputs):
     from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
@@ -359,6 +374,29 @@ def test_cached_keys_are_refused(token_model, token_inputs):
         token_model(token_inputs[:, :4], past_kv_cache=cache, attention_mask=whole[:, :4])
         with pytest.raises(InfoFlowError, match="without past_kv_cache"):
             token_model(token_inputs[:, 4:], past_kv_cache=cache, attention_mask=whole[:, 4:])
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_cached_keys_that_a_bridge_would_leave_out_are_refused(tmp_path, native):
+    """It takes them and says nothing, so the pass would be of the last tokens alone."""
+    if native:
+        config = TransformerBridgeConfig(
+            n_layers=2, d_model=12, n_ctx=9, d_head=3, n_heads=4, d_vocab=50, d_mlp=5, act_fn="gelu"
+        )
+        with torch.random.fork_rng():
+            model = TransformerBridge.boot_native(config)
+    else:
+        model = load_any(zoo.save("gpt2", tmp_path)).model
+    ids = zoo.tokens(2, 6)
+    cache = DynamicCache()
+    with attach(model, PositionsProbe()) as probes, torch.no_grad():
+        with pytest.raises(InfoFlowError, match="without past_kv_cache"):
+            model(ids, past_kv_cache=object())
+        model(ids, past_key_values=cache)  # empty: a whole pass
+        cache.update(torch.zeros(2, 4, 3, 4), torch.zeros(2, 4, 3, 4), 0)
+        with pytest.raises(InfoFlowError, match="without past_kv_cache"):
+            model(ids, past_key_values=cache)
+    assert probes[0].n_sequences == 2
 
 
 def test_a_model_without_the_needed_hook(model, inputs):
@@ -479,8 +517,9 @@ def test_a_cache_that_one_has_gives_the_same(case):
 
 
 def test_a_cache_that_lacks_something_is_refused(token_model, token_inputs):
-    _, cache = token_model.run_with_cache(token_inputs, names_filter="blocks.0.attn.hook_pattern")
-    with pytest.raises(InfoFlowError, match=r"lacks blocks\.0\.attn\.hook_attn_scores, blocks\.1"):
+    _, cache = token_model.run_with_cache(token_inputs, names_filter="blocks.0.hook_resid_pre")
+    missing = ", ".join(attention_hook(token_model, layer) for layer in (0, 1))
+    with pytest.raises(InfoFlowError, match=f"lacks {missing}, which PositionsProbe read"):
         probe_cache(token_model, cache, [PositionsProbe()])
     _, cache = token_model.run_with_cache(token_inputs[:1], remove_batch_dim=True)
     with pytest.raises(InfoFlowError, match="has no batch axis"):
@@ -510,11 +549,27 @@ def test_a_pass_ends_when_all_is_seen(model, inputs, monkeypatch):
 
 
 @pytest.mark.parametrize("make", [PositionsProbe, AttendedProbe])
-def test_generation_with_a_cache_is_refused(token_model, token_inputs, make):
-    with attach(token_model, make()), pytest.raises(InfoFlowError, match="without past_kv_cache"):
-        token_model.generate(
-            token_inputs[:2, :4], max_new_tokens=3, verbose=False, stop_at_eos=False
+@pytest.mark.parametrize(
+    "kind", ["bridge", pytest.param("token model", marks=needs_hooked_transformer)]
+)
+def test_generation_with_a_cache_is_refused(token_model, tmp_path, make, kind):
+    model = token_model if kind == "token model" else load_any(zoo.save("gpt2", tmp_path)).model
+    with attach(model, make()), pytest.raises(InfoFlowError, match="without past_kv_cache"):
+        model.generate(zoo.tokens(2, 4) % 17, max_new_tokens=3, verbose=False, stop_at_eos=False)
+
+
+@needs_version_4
+def test_generation_without_a_cache_is_whole_passes(token_model, token_inputs):
+    """As a native bridge generates: every pass reads the sequence from its beginning."""
+    with attach(token_model, PositionsProbe()) as probes:
+        ids = token_model.generate(
+            token_inputs[:2, :4], max_new_tokens=2, verbose=False, stop_at_eos=False
         )
+    found = probes[0].result()
+    (expected,) = run_probes(token_model, ids[:, :5], [PositionsProbe()], progress=False)
+    assert found.lengths.tolist() == [4, 4, 5, 5]
+    for one, other in zip(found.positions, expected.positions, strict=True):
+        assert one[2:].equal(other)
 
 
 @pytest.mark.parametrize("source_layer", [None, 1])

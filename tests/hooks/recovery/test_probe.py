@@ -10,8 +10,10 @@ from sklearn.linear_model import LinearRegression, Ridge
 
 from infoflow_lens import InfoFlowError, InfoFlowWarning, RecoveryProbe, attach, run_probes
 from infoflow_lens.hooks import PositionsProbe, RecoveryResult
+from infoflow_lens.hooks.model.shown import attention_hook
 from infoflow_lens.hooks.recovery.targets import random_keys, sketch_matrix
 from tests.conftest import D_TOKEN, HEADS, N_TOKENS, make_token_model
+from tests.versions import for_each
 
 RANKS = (1, 2, 4)
 
@@ -69,7 +71,9 @@ def test_a_causal_model_over_token_ids_recovers_embeddings(token_inputs):
     assert result.n_fit == (16 * 8, 16 * 8)
 
 
-@pytest.mark.parametrize("changes", [{"attn_only": True}, {"parallel_attn_mlp": True}])
+@pytest.mark.parametrize(
+    "changes", for_each([({"attn_only": True},), ({"parallel_attn_mlp": True},)])
+)
 def test_blocks_without_resid_mid_use_the_same_state(token_inputs, changes):
     """x' = resid_pre + attn_out there; in attention-only blocks it is also resid_post."""
     model = make_token_model(**changes)
@@ -167,12 +171,12 @@ def test_a_target_that_never_changes_has_no_variance_to_explain(size):
     x = torch.randint(17, (60, 9), generator=torch.Generator().manual_seed(0))
     x[:, 0] = 7
 
-    def look_at_the_first(scores, hook):
-        scores = scores.clone()
-        scores[..., 0] = 100.0
-        return scores
+    def look_at_the_first(shown, hook):
+        shown = shown.clone()
+        shown[..., 0] = 100.0
+        return shown
 
-    hooks = [(f"blocks.{layer}.attn.hook_attn_scores", look_at_the_first) for layer in (0, 1)]
+    hooks = [(attention_hook(model, layer), look_at_the_first) for layer in (0, 1)]
     with model.hooks(fwd_hooks=hooks):
         (result,) = run_probes(model, x, [RecoveryProbe()], batch_size=size, progress=False)
     assert all(fvu.isnan().all() for fvu in result.fvu)
