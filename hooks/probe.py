@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_integer
+from infoflow_lens.foundation.checks import check_choice, check_integer
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.hooks.model.points import hook_name
 from infoflow_lens.hooks.passes.collector import HookFunction as HookFunction
 from infoflow_lens.hooks.passes.collector import NamedHook, hooks_of
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -45,6 +46,7 @@ class Split:
     def __post_init__(self) -> None:
         hint = ", so that some sequences are fitted"
         self.every = check_integer(self.every, "eval_every", 2, hint)
+        check_choice(self.mode, "mode", ("by_index", "fit", "evaluate"))
         self.first = check_integer(self.first, "first_index")
         self.step = check_integer(self.step, "index_step", 1)
 
@@ -148,6 +150,12 @@ class Probe(ABC, Generic[ResultT]):
             InfoFlowError: if the model cannot give it, or the probe has measured another model.
         """
         needs = self.needs(model)
+        if not isinstance(needs, Needs):
+            raise InfoFlowError(
+                f"{type(self).__name__}.needs gave {type(needs).__name__}: expected Needs"
+            )
+        for point in needs.points:
+            hook_name(model, point)
         record = RunRecord.of_model(model, self._settings(), fingerprint_of_model=fingerprint)
         self._same_model(record)
         self._finish_pending()
@@ -162,7 +170,7 @@ class Probe(ABC, Generic[ResultT]):
             InfoFlowError: for what the probe refuses; then it has taken in nothing of the pass.
         """
         missing = seen.lacks(self._points)
-        if missing or not self._points:
+        if missing:
             self._n_partial, self._missing = self._n_partial + 1, missing
             return
         if not len(seen):
@@ -171,7 +179,7 @@ class Probe(ABC, Generic[ResultT]):
             raise InfoFlowError(
                 f"this {type(self).__name__} holds what all processes have measured, so another "
                 "pass would count beside theirs: expected all_reduce_() after the last pass; go on "
-                "with a new probe, and merge them"
+                "with a new probe, reduce it, too, and merge them"
             )
         indices = split.indices(self.n_sequences, len(seen))
         # a user's inference mode would make tensors that cannot be added to later
@@ -213,6 +221,12 @@ class Probe(ABC, Generic[ResultT]):
             )
         for probe in (self, other):
             probe._check_good()
+        if self._is_reduced != other._is_reduced and self.n_sequences and other.n_sequences:
+            raise InfoFlowError(
+                f"one {type(self).__name__} holds what all processes have measured, the other what "
+                "this one has: expected both or neither; call all_reduce_() on the other first"
+            )
+        self._is_reduced = self._is_reduced or other._is_reduced
         if other._record is not None:
             self._same_model(other._record)
             self._record = other._record
@@ -265,16 +279,25 @@ class Probe(ABC, Generic[ResultT]):
         Raises:
             InfoFlowError: if that had other settings.
         """
-        if state.get("settings") != self._settings():
+        settings = state.get("settings") if isinstance(state, Mapping) else type(state).__name__
+        if settings != self._settings():
             raise InfoFlowError(
-                f"cannot go on from a state of {state.get('settings')} with {self._settings()}: "
+                f"cannot go on from a state of {settings} with {self._settings()}: "
                 "expected the same settings"
             )
-        record = state["record"]
-        self._record = None if record is None else RunRecord(**record)
-        self.n_sequences, self._n_partial = state["n_sequences"], state["n_partial"]
-        self._missing, self._is_reduced = tuple(state["missing"]), state["is_reduced"]
-        self.restore(copied(state["measured"]))
+        try:
+            record = None if state["record"] is None else RunRecord(**state["record"])
+            counts = int(state["n_sequences"]), int(state["n_partial"])
+            seen = tuple(state["missing"]), bool(state["is_reduced"])
+            self.restore(copied(state["measured"]))
+        except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+            raise InfoFlowError(
+                f"the state of {type(self).__name__} cannot be read ({type(error).__name__}: "
+                f"{error}): expected what state() of this version gave; begin again"
+            ) from error
+        self._record = record
+        self.n_sequences, self._n_partial = counts
+        self._missing, self._is_reduced = seen
 
     def result(self) -> ResultT:
         """What was measured so far; the probe may go on afterwards.
@@ -302,6 +325,10 @@ class Probe(ABC, Generic[ResultT]):
         self._refused = reason
 
     # Helpers for probes
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what plain hooks have collected, which belongs to the model."""
+        return {**self.__dict__, "pending": None}
 
     def run_record(self) -> RunRecord:
         """The record of the run, for the result."""

@@ -289,7 +289,7 @@ class StateInfluence(Probe[InfluenceResult]):
         place = self._place(n_states, n_pos)
         rerun = Rerun(model, self.source_layer, layers, self.of_state, seen.tokens, real)
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
-        with own_pass(), stashes_kept(model), hidden:
+        with own_pass(model), stashes_kept(model), hidden:
             influence = self._measure(rerun, start.clone(), expected, place, lengths).cpu()
         is_source = torch.arange(n_source) < lengths[:, None]
         exists = (place >= 0)[:, :, None] & is_source[:, None]
@@ -312,7 +312,7 @@ class StateInfluence(Probe[InfluenceResult]):
             return
         same = False
         if seen.tokens is not None:
-            with own_pass(), without_user_hooks(model):
+            with own_pass(model), without_user_hooks(model):
                 plain = run_catching(model, Batch(seen.tokens, seen.lengths), [point])[1][point]
             real = seen.is_real(start.shape[1]).to(start.device)
             gap = (plain[:, : start.shape[1]] - start)[real].float().norm(dim=-1)

@@ -17,6 +17,7 @@ from infoflow_lens.hooks.influence.rerun import (
     rows_at_once,
     start_point,
 )
+from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import check_inputs, run_catching
 from infoflow_lens.hooks.passes.view import Needs
 
@@ -117,9 +118,8 @@ class ResampleInfluence(StateInfluence):
         """What the donors have in the place of the sources."""
         donated = self._donated
         if donated is None:
-            device = next(model.parameters()).device
             name = start_point(model, self.source_layer)
-            donated = run_catching(model, self.donors.to(device), [name])[1][name]
+            donated = run_catching(model, Batch(self.donors), [name])[1][name]
             if self.replacement == "mean":
                 donated = donated.float().mean(dim=0, keepdim=True).to(donated.dtype)
             # hooks of the user may differ from pass to pass

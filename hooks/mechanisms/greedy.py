@@ -72,7 +72,11 @@ def replace_greedily(
     )
     taken: dict[tuple[int, int], Ideal] = {}
     reached = 0.0
-    with eval_mode(model), own_pass(), progress_bar("joining", len(candidates), progress) as step:
+    with (
+        eval_mode(model),
+        own_pass(model),
+        progress_bar("joining", len(candidates), progress) as step,
+    ):
         for _, layer, head, name in candidates:
             trial: dict[tuple[int, int], Ideal] = {**taken, (layer, head): name}
             metric = metric_of(model, mechanisms.metric, read, batches)  # type: ignore[arg-type]

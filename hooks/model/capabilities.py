@@ -235,7 +235,7 @@ def inspect_model(model: nn.Module, example_input: Tensor) -> ModelCapabilities:
         if f"blocks.{layer}.{point}" in known
     ]
     carried = shown(model).scores
-    with eval_mode(model), own_pass():
+    with eval_mode(model), own_pass(model):
         output, caught = run_catching(model, inputs, wanted)
         if not output.isfinite().all():
             raise InfoFlowError(

@@ -426,9 +426,10 @@ def read_inputs(
         given, mask = _inputs_of(given, column)
         attention_mask = mask if attention_mask is None else attention_mask
     given = _as_tensors(given)
-    pair = isinstance(given, tuple) and len(given) == 2 and attention_mask is None
-    if pair and all(isinstance(part, Tensor) for part in given):
-        given = _first_of(given)
+    several = isinstance(given, (tuple, list)) and len(given) > 1
+    if several and all(isinstance(part, Tensor) for part in given) and given[0].ndim > 1:
+        first = _first_of(given)  # a list may hold batches, but none that may be a mask
+        given = first if isinstance(given, tuple) else given
     if isinstance(given, Tensor) and attention_mask is None:
         given = given[:, :max_length] if given.ndim == 2 else given
         check_inputs(model, given, name)
@@ -451,6 +452,11 @@ def read_inputs(
         raise InfoFlowError(
             f"{name} is {type(given).__name__}: expected a tensor, strings, a list of token ids, "
             "a datasets.Dataset or a DataLoader"
+        )
+    if attention_mask is not None:
+        raise InfoFlowError(
+            f"{name} is a loader with an attention_mask beside it: expected each batch to bring "
+            "its own; let the loader give {'input_ids': ids, 'attention_mask': mask}"
         )
     batches = Batches(model, None, given, name, column, max_length)
     batches.n_sequences = _count(given)
@@ -501,6 +507,11 @@ def _sequences(
             f"{name} cannot be read as token ids ({error}): expected integers or strings"
         ) from error
     if rows[0].ndim == 2:  # vector tokens, all of one length
+        if attention_mask is not None:
+            raise InfoFlowError(
+                f"{name} holds vector tokens with an attention_mask: expected none, as every "
+                "sequence of vectors has the same length"
+            )
         return torch.stack(rows)
     for index, row in enumerate(rows):
         if row.ndim != 1 or not len(row) or row.is_floating_point():
@@ -560,7 +571,10 @@ def call_inputs(
             keys that it leaves out.
     """
     _check_no_cached_keys(model, kwargs)
-    given = args[0] if args else kwargs.get("input", kwargs.get("input_ids"))
+    kwargs = _named(model, args, kwargs)
+    given = kwargs.get("input", kwargs.get("input_ids"))
+    if given is None and args:
+        given = args[0]
     mask = next((kwargs[name] for name in _MASKS if kwargs.get(name) is not None), None)
     if isinstance(given, str) or (
         isinstance(given, (list, tuple)) and given and isinstance(given[0], str)
@@ -568,11 +582,12 @@ def call_inputs(
         return _call_of_texts(model, given, kwargs)
     if not isinstance(given, Tensor):
         return None, None
-    if kwargs.get("start_at_layer") is not None:
-        return None, None
+    starts = kwargs.get("start_at_layer") is not None  # then it is a residual stream
     if isinstance(mask, Tensor):
         real = check_mask(mask, "attention_mask")
-        return given, None if bool(real.all()) else real
+        return None if starts else given, None if bool(real.all()) else real
+    if starts:
+        return None, None
     side = kwargs.get("padding_side")
     if given.ndim == 2 and not given.is_floating_point() and _masks_by_itself(model, side):
         pad = int(model.tokenizer.pad_token_id)  # type: ignore[arg-type, union-attr]
@@ -598,6 +613,19 @@ def _check_no_cached_keys(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
             "the call has cached keys, which a TransformerBridge may leave out in silence: "
             "expected one pass over whole sequences; run without past_kv_cache"
         )
+
+
+def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name."""
+    try:
+        bound = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs)
+    except (TypeError, ValueError):  # the model itself will refuse the call
+        return dict(kwargs)
+    named = dict(bound.arguments)
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(name, {})
+    return named
 
 
 def _call_of_texts(

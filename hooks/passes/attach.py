@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_integer
+from infoflow_lens.foundation.checks import check_choice, check_integer
 from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
@@ -58,6 +58,7 @@ class AttachedProbes(Sequence[Probe[Any]]):
     def mode(self, mode: Any) -> Iterator[None]:
         """Sequences of this block are split in this mode; see :class:`Split`."""
         split = self.session.split
+        check_choice(mode, "mode", ("by_index", "fit", "evaluate"))
         before, split.mode = split.mode, mode
         try:
             yield

@@ -12,10 +12,11 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.record import model_fingerprint
+from infoflow_lens.foundation.record import fingerprint, model_fingerprint
 from infoflow_lens.hooks.model.inputs import call_inputs
+from infoflow_lens.hooks.model.points import token_hook
 from infoflow_lens.hooks.model.shown import attention_hook
-from infoflow_lens.hooks.passes.own import AllSeenError, inside_own_pass
+from infoflow_lens.hooks.passes.own import AllSeenError, inside_own_pass, turn
 from infoflow_lens.hooks.passes.view import Needs, Pass, check_no_padding
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Weights:
     def __init__(self, model: nn.Module) -> None:
         self.fingerprint = model_fingerprint(model)
         self._model = model
+        self._unsaved = self._digest_unsaved()
         self._marks = self._look()
 
     def check(self) -> None:
@@ -54,7 +56,7 @@ class Weights:
         """
         if self._untouched():
             return
-        if model_fingerprint(self._model) != self.fingerprint:
+        if self._differs():
             raise InfoFlowError(
                 "the model's weights changed between two passes of one result (by an optimizer "
                 "step, load_state_dict or another dtype, say): expected one model for each result; "
@@ -64,7 +66,16 @@ class Weights:
 
     def changed_unseen(self) -> bool:
         """Whether weights were written past PyTorch's counters."""
-        return self._untouched() and model_fingerprint(self._model) != self.fingerprint
+        return self._untouched() and self._differs()
+
+    def _differs(self) -> bool:
+        saved = model_fingerprint(self._model) == self.fingerprint
+        return not saved or self._digest_unsaved() != self._unsaved
+
+    def _digest_unsaved(self) -> str:
+        """Of buffers that a state_dict leaves out, such as frequencies of rotary embeddings."""
+        saved = set(self._model.state_dict())
+        return fingerprint({k: v for k, v in self._model.named_buffers() if k not in saved})
 
     def _look(self) -> list[tuple[Any, str, Tensor, tuple[Any, ...]]]:
         return [
@@ -82,8 +93,12 @@ class Weights:
         )
 
 
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _mark(tensor: Tensor) -> tuple[Any, ...]:
-    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr(), tensor.dtype
+    return _version(tensor), tensor.data_ptr(), tensor.dtype
 
 
 @dataclass(eq=False)
@@ -126,7 +141,6 @@ class Collector:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.sessions: list[Session] = []
-        self.lock = threading.RLock()
         self._frames: list[_Frame] = []
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -138,7 +152,7 @@ class Collector:
         """
         if inside_own_pass():
             return forward(*args, **kwargs)
-        with self.lock:
+        with turn(self.model):
             sessions = tuple(self.sessions)
             needs = Needs(())
             for session in sessions:
@@ -150,6 +164,7 @@ class Collector:
             output = None
             with self._collecting(needs.points, stops) as frame, suppress(AllSeenError):
                 output = forward(*args, **kwargs)
+            frame.check_unwritten()
             if not frame.delegated or frame.caught:
                 seen = Pass(self.model, frame.caught, tokens=tokens, mask=mask, needs=needs)
                 for session in sessions:
@@ -159,22 +174,26 @@ class Collector:
     @contextmanager
     def _collecting(self, names: tuple[str, ...], stops: bool) -> Iterator["_Frame"]:
         """Activations by hook point, while the block runs; a call inside it has its own."""
-        frame = _Frame(len(names) if stops else -1)
+        frame = _Frame(self._frames, len(names) if stops else -1)
         if self._frames:  # a wrapper that the user put around forward calls the model again
             self._frames[-1].delegated = True
         self._frames.append(frame)
         points: Mapping[str, Any] = self.model.hook_dict  # type: ignore[assignment]
-        mine = []
+        mine: list[Any] = []
+        entered: list[Any] = []
         try:
             for name in names:
                 point = points[name]
-                point.add_hook(frame.hook(name, self._frames))
+                point.add_hook(frame.hook(name, point))
                 mine.append((point, point.fwd_hooks[-1]))
+                entered.append(point.register_forward_pre_hook(frame.enter))
             yield frame
         finally:
+            for handle in entered:
+                handle.remove()
             for point, handle in mine:
                 handle.hook.remove()
-                with suppress(ValueError):  # a hook of the user's may have reset them
+                with suppress(ValueError):  # a hook of the user may have reset them
                     point.fwd_hooks.remove(handle)
             self._frames.remove(frame)
 
@@ -182,25 +201,46 @@ class Collector:
 class _Frame:
     """What one call has shown so far."""
 
-    def __init__(self, n_wanted: int) -> None:
+    def __init__(self, frames: list["_Frame"], n_wanted: int) -> None:
         self.caught: dict[str, Tensor] = {}
         self.delegated = False
+        self._frames, self._versions = frames, dict[str, int]()
+        self._entered: nn.Module | None = None
         self._n_wanted = n_wanted  # ends the call when so many have fired; -1 never
         self._thread = threading.get_ident()
 
-    def hook(self, name: str, frames: list["_Frame"]) -> HookFunction:
-        """A hook that keeps an activation of this call, made by its own thread."""
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        """Remember whose hook point runs: a copy of the model shares the hooks of its original."""
+        self._entered = module
+
+    def hook(self, name: str, point: nn.Module) -> HookFunction:
+        """A hook that keeps an activation of this call: of this very model and thread."""
 
         def hook_fn(activation: Tensor, hook: Any) -> None:
-            mine = frames[-1] is self and threading.get_ident() == self._thread
-            if not mine or inside_own_pass():
+            mine = self._entered is point and self._frames[-1] is self
+            if not mine or threading.get_ident() != self._thread or inside_own_pass():
                 return
             self.caught[name] = activation.detach()
+            self._versions[name] = _version(self.caught[name])
             if len(self.caught) == self._n_wanted:
                 raise AllSeenError
 
         hook_fn.only_looks = True  # type: ignore[attr-defined]
         return hook_fn
+
+    def check_unwritten(self) -> None:
+        """Refuse activations that were written after they were seen.
+
+        Raises:
+            InfoFlowError: naming the hook point.
+        """
+        for name, activation in self.caught.items():
+            if _version(activation) != self._versions[name]:
+                raise InfoFlowError(
+                    f"{name} was written in place after its hooks had run, so what was seen there "
+                    "is no longer what the model had: expected hooks that return a new tensor "
+                    "(activation + v in the place of activation += v)"
+                )
 
 
 # How calls of a model come to its collector
@@ -229,29 +269,31 @@ def join(model: nn.Module, session: Session) -> None:
     with _joining:
         check_apart(session.probes)
         if model not in _collectors:
-            _collectors[model] = Collector(model)
             plain: Any = type(model)
             object.__setattr__(model, "__class__", _measured(plain))
+            _collectors[model] = Collector(model)
         _collectors[model].sessions.append(session)
         _attached.update(id(probe) for probe in session.probes)
 
 
 def leave(model: nn.Module, session: Session) -> None:
     """Take a session off, in whatever order; the model is as before when the last one has left."""
-    collector = _collectors[model]
-    with collector.lock, _joining:
+    with turn(model), _joining:
+        collector = _collectors[model]
         collector.sessions.remove(session)
         _attached.difference_update(id(probe) for probe in session.probes)
-        if session.weights.changed_unseen():
-            for probe in session.probes:
-                probe.refuse(
-                    "the model's weights were written through parameter.data while the probe was "
-                    "attached, so its passes may be of different models: expected one model for "
-                    "each result; attach a new probe after each change"
-                )
         if not collector.sessions:
             del _collectors[model]
-            object.__setattr__(model, "__class__", vars(type(model))["_plain"])
+            plain = vars(type(model)).get("_plain")
+            if plain is not None:  # else somebody has put another class over ours, which is inert
+                object.__setattr__(model, "__class__", plain)
+    if session.weights.changed_unseen():
+        for probe in session.probes:
+            probe.refuse(
+                "the model's weights were written through parameter.data while the probe was "
+                "attached, so its passes may be of different models: expected one model for "
+                "each result; attach a new probe after each change"
+            )
 
 
 class _Forward:
@@ -273,6 +315,8 @@ class _Forward:
         model.__dict__["forward"] = forward
 
     def __delete__(self, model: Any) -> None:
+        if "forward" not in model.__dict__:
+            raise AttributeError("forward")
         del model.__dict__["forward"]
 
 
@@ -286,7 +330,8 @@ def _measured(plain: type[nn.Module]) -> type[nn.Module]:
             return made
         arguments = tuple(plain if part is type(self) else part for part in made[1])
         # pickle insists that copyreg.__newobj__ gets the class of the object
-        new = plain.__new__ if made[0] is copyreg.__newobj__ else made[0]  # type: ignore[attr-defined]
+        new = plain if made[0] is type(self) else made[0]
+        new = plain.__new__ if new is copyreg.__newobj__ else new  # type: ignore[attr-defined]
         return (new, arguments, *made[2:])
 
     body: dict[str, Any] = {
@@ -306,14 +351,18 @@ def _measured(plain: type[nn.Module]) -> type[nn.Module]:
 def hooks_of(probe: "Probe[Any]", model: nn.Module, split: "Split") -> list[NamedHook]:
     """Hooks that give a probe every pass whose activations have all fired.
 
-    They do not see the call: a pass begins when a hook point fires for the second time.
+    They do not see the call: a pass begins where the tokens enter.
 
     Raises:
         InfoFlowError: if the model lacks a hook point.
     """
+    check_apart([probe])
     weights = Weights(model)
     needs = probe.prepare(model, weights.fingerprint)
     needs |= Needs((attention_hook(model, 0),))  # shows padding
+    points: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
+    begins = token_hook(model)  # fires first in every pass that is whole
+    names = tuple(dict.fromkeys((begins, *needs.points)))
     caught: dict[str, Tensor] = {}
     threads: set[int] = set()
 
@@ -328,8 +377,13 @@ def hooks_of(probe: "Probe[Any]", model: nn.Module, split: "Split") -> list[Name
 
     def listen(name: str) -> HookFunction:
         def hook_fn(activation: Tensor, hook: Any) -> None:
-            if inside_own_pass():
-                return
+            if inside_own_pass() or probe.pending is not finish or id(probe) in _attached:
+                return  # newer hooks of this probe, or attach(), measure the pass
+            if isinstance(hook, nn.Module) and points.get(name) is not hook:
+                raise InfoFlowError(
+                    f"hooks of a {type(probe).__name__} for one model stand on another, at {name}: "
+                    "expected fwd_hooks(model) of the model that is run; make new ones"
+                )
             threads.add(threading.get_ident())
             if len(threads) > 1:
                 caught.clear()
@@ -339,14 +393,14 @@ def hooks_of(probe: "Probe[Any]", model: nn.Module, split: "Split") -> list[Name
                     "apart: expected one after the other; use attach(), which lets threads take "
                     "turns"
                 )
-            if name in caught:  # the pass before has ended
+            if name == begins or name in caught:  # the pass before has ended
                 finish()
             caught[name] = activation.detach()
-            if len(caught) == len(needs.points):
+            if len(caught) == len(names):
                 finish()
 
         hook_fn.only_looks = True  # type: ignore[attr-defined]
         return hook_fn
 
     probe.pending = finish
-    return [(name, listen(name)) for name in needs.points]
+    return [(name, listen(name)) for name in names]

@@ -1,12 +1,17 @@
 """Forward passes that a probe makes for itself, and that no probe looks at."""
 
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
 
 
 class AllSeenError(Exception):
@@ -16,14 +21,44 @@ class AllSeenError(Exception):
 _inside_own_pass: ContextVar[bool] = ContextVar("inside_own_pass", default=False)
 
 
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_making = threading.Lock()
+_PATIENCE = 600.0  # seconds, after which a thread that holds a model is taken to wait for us
+
+
 @contextmanager
-def own_pass() -> Iterator[None]:
-    """Forward passes in this block are a probe's own: no probe looks at them."""
-    token = _inside_own_pass.set(True)
+def turn(model: nn.Module) -> Iterator[None]:
+    """Measured calls and own passes of one model take turns between threads.
+
+    Raises:
+        InfoFlowError: if another thread does not let go of the model.
+    """
+    with _making:
+        lock: Any = _locks.setdefault(model, threading.RLock())
+    if not lock.acquire(timeout=_PATIENCE):
+        raise InfoFlowError(
+            f"another thread has held {type(model).__name__} for {_PATIENCE:.0f} seconds while it "
+            "is measured: expected calls to take turns; a hook that waits for another thread's "
+            "call of the same model waits for ever"
+        )
     try:
         yield
     finally:
-        _inside_own_pass.reset(token)
+        lock.release()
+
+
+@contextmanager
+def own_pass(model: nn.Module) -> Iterator[None]:
+    """Forward passes in this block are a probe's own: no probe looks at them.
+
+    Measured calls of the model in other threads wait until the block has ended.
+    """
+    with turn(model):
+        token = _inside_own_pass.set(True)
+        try:
+            yield
+        finally:
+            _inside_own_pass.reset(token)
 
 
 def inside_own_pass() -> bool:
@@ -34,16 +69,23 @@ def inside_own_pass() -> bool:
 @contextmanager
 def without_user_hooks(model: nn.Module) -> Iterator[None]:
     """The model with its permanent hooks only (those that belong to it), for the block's length."""
-    points = list(model.hook_dict.values())  # type: ignore[operator]
-    saved = [point._forward_hooks for point in points]
-    for point, hooks in zip(points, saved, strict=True):
-        permanent = [handle.hook.id for handle in point.fwd_hooks if handle.is_permanent]
-        point._forward_hooks = OrderedDict((key, hooks[key]) for key in permanent if key in hooks)
+    saved = []
+    for point in set(model.hook_dict.values()):  # type: ignore[operator]
+        for name, handles in (
+            ("_forward_hooks", point.fwd_hooks),
+            ("_backward_hooks", point.bwd_hooks),
+            ("_backward_pre_hooks", ()),
+        ):
+            hooks = getattr(point, name)
+            permanent = [handle.hook.id for handle in handles if handle.is_permanent]
+            kept = OrderedDict((key, hooks[key]) for key in permanent if key in hooks)
+            saved.append((point, name, hooks))
+            setattr(point, name, kept)
     try:
         yield
     finally:
-        for point, hooks in zip(points, saved, strict=True):
-            point._forward_hooks = hooks
+        for point, name, hooks in saved:
+            setattr(point, name, hooks)
 
 
 @contextmanager

@@ -128,7 +128,8 @@ class Pass:
             InfoFlowError: if tokens attend to what the mask calls padding.
         """
         self.model, self._raw = model, activations
-        n = next(iter(activations.values())).shape[0] if activations else 0
+        shapes = [part.shape for part in (*activations.values(), tokens) if part is not None]
+        n = shapes[0][0] if shapes else 0
         self.indices = self.turns = torch.arange(n)
         self.held_out = torch.zeros(n, dtype=torch.bool)
         self._depths = {} if needs is None else needs.ranks
@@ -273,6 +274,12 @@ class Pass:
             )
         if self._order is None:
             return activation
+        if activation.shape[-1] != self._size:
+            raise InfoFlowError(
+                f"{name} has {activation.shape[-1]} positions, the attention_mask of the call "
+                f"{self._size}: expected the same; a wrapper around forward that changes the input "
+                "must be taken off"
+            )
         order, longest = self._order.to(activation.device), self._order.shape[1]
         if self._in_place:
             activation = activation[:, :, :longest, :longest]

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.errors import InfoFlowError
+
 _RECORDED_PACKAGES = ("infoflow-lens", "transformer-lens", "torch", "datasets", "numpy")
 
 
@@ -35,14 +37,23 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        flat = tensor.detach().cpu().contiguous().flatten()
+        tensor = tensor.detach()
+        flat = (tensor if tensor.layout is torch.strided else tensor.to_dense()).cpu()
+        flat = flat.contiguous().flatten()
         digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 def model_fingerprint(model: nn.Module) -> str:
     """The :func:`fingerprint` of a model's state."""
-    return fingerprint(model.state_dict())
+    tensors = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if empty:
+        raise InfoFlowError(
+            f"{', '.join(empty[:3])} of the model lie on the device 'meta', without numbers: "
+            "expected weights; load them first"
+        )
+    return fingerprint(tensors)
 
 
 def weight_processing(model: nn.Module) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The settings of a probe run; the options of `infoflow-lens probe` are made from them."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from infoflow_lens.foundation.checks import (
     check_choice,
@@ -60,14 +60,14 @@ class ProbingConfig:
     ] = "auto"
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
         ranks = check_integers(self.ranks, "ranks", 1)
+        found: dict[str, Any] = {"seed": check_seed(self.seed), "ranks": ranks}
         if ranks != tuple(range(1, len(ranks) + 1)):
             raise InfoFlowError(
                 f"ranks are {self.ranks}: expected 1 to some K, such as (1, 2, 3), from which "
                 "predictions and the coverage curve are made; for others use PositionsProbe"
             )
-        check_integers(self.without, "without", 0, empty=True)
+        found["without"] = check_integers(self.without, "without", 0, empty=True)
         known = part_names()
         for name in self.probes or ():
             if name not in known:
@@ -80,15 +80,19 @@ class ProbingConfig:
         if self.metric is not None:
             check_choice(self.metric, "metric", get_args(Metric))
         check_choice(self.backend, "backend", ("auto", "hooked", "bridge"))
-        if not self.threshold >= 0:  # also NaN
-            raise InfoFlowError(f"threshold is {self.threshold}: expected a damage of at least 0")
+        number = isinstance(self.threshold, (int, float)) or hasattr(self.threshold, "__float__")
+        if isinstance(self.threshold, bool) or not number or not float(self.threshold) >= 0:
+            raise InfoFlowError(f"threshold is {self.threshold!r}: expected a damage of at least 0")
+        found["threshold"] = float(self.threshold)
         if self.sketch is not None and check_integer(self.sketch, "sketch") == 1:
             raise InfoFlowError(
                 "sketch is 1: expected 0, which is exact, or at least 2 directions, whose spread "
                 "tells the error"
             )
         for name in ("batch_size", "n_detail", "n_shown"):
-            check_integer(getattr(self, name), name, 1)
+            found[name] = check_integer(getattr(self, name), name, 1)
         for name in ("n", "max_length"):
             if getattr(self, name) is not None:
-                check_integer(getattr(self, name), name, 1)
+                found[name] = check_integer(getattr(self, name), name, 1)
+        for name, value in found.items():  # plain numbers, also where numpy's were given
+            object.__setattr__(self, name, value)

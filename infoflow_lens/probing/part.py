@@ -1,6 +1,5 @@
 """What `infoflow-lens probe` needs of a probe, in one object."""
 
-from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -46,7 +45,7 @@ class Setting:
         return int(getattr(getattr(self.model, "cfg", None), "d_model", 0))
 
 
-class Part(ABC):
+class Part:
     """What `infoflow-lens probe` needs of a probe: can it, measure, tables, figures, sentences.
 
     A part either gives `probes`, which share their passes with other parts, or measures by itself.
@@ -58,7 +57,7 @@ class Part(ABC):
         sequences: which it is measured on: "all", or "detail", the first ``config.n_detail``.
     """
 
-    title: ClassVar[str]
+    title: ClassVar[str] = ""
     text: ClassVar[str] = ""
     sequences: ClassVar[Literal["all", "detail"]] = "all"
 

@@ -45,5 +45,12 @@ def load_part(name: str) -> "Part":
     others = plugins.found(GROUP, _OURS)
     if name not in others:
         raise InfoFlowError(f"there is no probe {name!r}{nearest(name, part_names())}")
-    part: Part = plugins.loaded(others[name], Part)()
+    kind = plugins.loaded(others[name], Part)
+    try:
+        part: Part = kind()
+    except Exception as error:
+        raise InfoFlowError(
+            f"{kind.__name__} of the entry point {name!r} cannot be made ({type(error).__name__}: "
+            f"{error}): expected a part without arguments; repair the package that adds it"
+        ) from error
     return part

@@ -166,7 +166,14 @@ def run_probing(
         for which in ("all", "detail"):  # probes of several parts share their passes
             wanted: dict[str, Probe[Any]] = {}
             for part in parts.values():
-                wanted |= part.probes(setting) if part.sequences == which else {}
+                mine = part.probes(setting) if part.sequences == which else {}
+                twice = ", ".join(wanted.keys() & mine.keys())
+                if twice:
+                    raise InfoFlowError(
+                        f"{type(part).__name__} names a probe {twice!r}, as another part does: "
+                        "expected a name of its own; rename it in the package that adds it"
+                    )
+                wanted |= mine
             found |= _probed(out, which, wanted, setting, say)
         for name, part in parts.items():
             if name not in found:
@@ -223,6 +230,11 @@ def _probed(
     checkpoint = Checkpoint(out / f".{which}.pt")
     state = checkpoint.load()
     if state is not None:
+        if not isinstance(state, dict) or state.keys() != wanted.keys():
+            raise InfoFlowError(
+                f"the unfinished run in {str(out)!r} is of other probes than {', '.join(wanted)}: "
+                f"expected the same; delete {checkpoint.path.name} to begin again"
+            )
         for name, probe in wanted.items():
             probe.load_state(state[name])
     probes = list(wanted.values())
@@ -325,7 +337,7 @@ def _report_of(result: ProbingResult) -> ProbingReport:
         problems=found.problems(),
         capabilities=found.to_frame().to_html(index=False, border=0),
         sections=[
-            Section(part.title, part.text, part.figures(result.found[name]))
+            Section(part.title or name, part.text, part.figures(result.found[name]))
             for name, part in result.parts.items()
         ],
         agreement=result.agreement,

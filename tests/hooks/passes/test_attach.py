@@ -1,6 +1,8 @@
 """Probes leave a model as they found it, and see exactly the passes that are complete."""
 
+import copy
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -18,9 +20,11 @@ from infoflow_lens import (
     attach,
     build_token_model,
     load_any,
+    measure_mechanisms,
     probe_cache,
     run_probes,
 )
+from infoflow_lens.hooks import Needs
 from infoflow_lens.hooks.model.shown import attention_hook
 from infoflow_lens.hooks.probe import Split
 from infoflow_lens.models.host import build_model
@@ -617,3 +621,189 @@ def test_tokens_and_masks_must_be_those_of_the_cache(token_model, token_inputs):
             probe_cache(token_model, cache, [PositionsProbe()], tokens=wrong)
     with pytest.raises(InfoFlowError, match="attention_mask has shape"):
         probe_cache(token_model, cache, [PositionsProbe()], attention_mask=torch.ones(19, 8))
+
+
+# What a hostile look at the collector found
+
+
+def test_backward_hooks_of_the_user_take_no_part(token_model, token_inputs):
+    """They would change derivatives that the probe takes for itself."""
+    x = token_inputs[:3]
+    probes = [JacobianInfluence(positions=(-1,)), JacobianInfluence(estimate=4)]
+    expected = run_probes(token_model, x, probes, progress=False)
+    fired = []
+
+    def block(gradient, hook):
+        fired.append(1)
+        return (gradient * 0,)
+
+    token_model.add_hook("blocks.0.hook_attn_out", block, dir="bwd")
+    found = run_probes(
+        token_model,
+        x,
+        [JacobianInfluence(positions=(-1,)), JacobianInfluence(estimate=4)],
+        progress=False,
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert one.influence.equal(other.influence)
+    assert not fired
+
+
+def test_a_copy_that_runs_inside_a_hook_is_not_measured(token_model, token_inputs):
+    x, y = token_inputs[:3], token_inputs[3:6]
+
+    copies = []
+
+    def run_a_copy(activation, hook):
+        if not copies:  # the copy has this hook, too
+            copies.append(copy.deepcopy(token_model))
+            copies[0](y)
+
+    with (
+        torch.no_grad(),
+        attach(token_model, PositionsProbe()) as probes,
+        token_model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", run_a_copy)]),
+    ):
+        token_model(x)
+    (expected,) = run_probes(token_model, x, [PositionsProbe()], progress=False)
+    for layer, positions in enumerate(probes[0].result().positions):
+        assert positions.equal(expected.positions[layer])
+
+
+def test_passes_of_plain_hooks_are_not_stitched_together(model, inputs):
+    """A pass that starts late, then a whole one: the late one counts as incomplete."""
+    probe = PositionsProbe()
+    hooks = probe.fwd_hooks(model)
+    middle = model(inputs[5:10], stop_at_layer=1)
+    model.run_with_hooks(middle, start_at_layer=1, fwd_hooks=hooks)
+    model.run_with_hooks(inputs[:5], fwd_hooks=hooks)
+    (expected,) = run_probes(model, inputs[:5], [PositionsProbe()], progress=False)
+    for layer, positions in enumerate(probe.result().positions):
+        assert positions.equal(expected.positions[layer])
+    assert "1 incomplete" in probe.result().notes[0]
+
+
+def test_plain_hooks_count_a_pass_once(model, inputs):
+    probe = PositionsProbe()
+    hooks = probe.fwd_hooks(model)
+    with attach(model, probe):
+        model.run_with_hooks(inputs[:5], fwd_hooks=hooks)
+    assert probe.n_sequences == 5
+    twice = probe.fwd_hooks(model) + probe.fwd_hooks(model)
+    model.run_with_hooks(inputs[:5], fwd_hooks=twice)
+    assert probe.n_sequences == 10
+
+
+def test_plain_hooks_of_another_model_are_refused(architecture, model, inputs):
+    other, probe = build_model(architecture, seed=6), PositionsProbe()
+    with pytest.raises(InfoFlowError, match="for one model stand on another"):
+        other.run_with_hooks(inputs, fwd_hooks=probe.fwd_hooks(model))
+
+
+def test_activations_written_in_place_are_refused(token_model, token_inputs):
+    def add(activation, hook):
+        activation += 1.0
+        return activation
+
+    with (
+        token_model.hooks(fwd_hooks=[("blocks.1.hook_resid_pre", add)]),
+        attach(token_model, RecoveryProbe(source="resid_post")),
+        torch.no_grad(),
+        pytest.raises(InfoFlowError, match="was written in place after its hooks had run"),
+    ):
+        token_model(token_inputs)
+
+
+def test_threads_wait_for_passes_of_ones_own(token_model, token_inputs):
+    """`measure_mechanisms` in one thread puts no ideal pattern into a pass of another."""
+    x, failed = token_inputs[:4], []
+
+    def replace():
+        try:
+            measure_mechanisms(token_model, token_inputs, exact=True, progress=False)
+        except Exception as error:
+            failed.append(error)
+
+    probe = PositionsProbe(spread=True)
+    with attach(token_model, probe), torch.no_grad():
+        worker = threading.Thread(target=replace)
+        worker.start()
+        for _ in range(30):
+            token_model(x)
+        worker.join()
+    assert not failed
+    (expected,) = run_probes(token_model, x, [PositionsProbe(spread=True)], progress=False)
+    for layer, positions in enumerate(probe.result().positions):
+        for part in positions.split(4):
+            assert part.equal(expected.positions[layer])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_masks_given_by_place_are_seen(token_model, token_inputs, side):
+    import inspect
+
+    ids, mask = token_inputs.clone(), torch.ones_like(token_inputs)
+    place = slice(0, 3) if side == "left" else slice(6, 9)
+    mask[::2, place] = 0
+    names = list(inspect.signature(type(token_model).forward).parameters)
+    values = {
+        name: parameter.default
+        for name, parameter in inspect.signature(type(token_model).forward).parameters.items()
+    }
+    before = names[2 : names.index("attention_mask")]
+    if any(values[name] is inspect.Parameter.empty for name in before):
+        pytest.skip("the mask has no place in this version's signature")
+    with attach(token_model, PositionsProbe()) as probes, torch.no_grad():
+        token_model(ids, *(values[name] for name in before), mask)
+    assert probes[0].result().lengths.tolist() == mask.sum(dim=1).tolist()
+
+
+def test_a_class_put_over_ours_is_left_alone(token_model, token_inputs):
+    plain = type(token_model)
+    with attach(token_model, PositionsProbe()):
+        over = type("Over", (type(token_model),), {})
+        object.__setattr__(token_model, "__class__", over)
+        token_model(token_inputs)
+    assert type(token_model) is over
+    assert token_model(token_inputs).shape[0] == 19
+    object.__setattr__(token_model, "__class__", plain)
+
+
+def test_an_interrupted_end_leaves_the_model_as_it_was(token_model, token_inputs, monkeypatch):
+    from infoflow_lens.hooks.passes import collector
+
+    plain = type(token_model)
+    with pytest.raises(KeyboardInterrupt), attach(token_model, PositionsProbe()):
+        token_model(token_inputs)
+        monkeypatch.setattr(
+            collector.Weights,
+            "changed_unseen",
+            lambda self: (_ for _ in ()).throw(KeyboardInterrupt),
+        )
+    assert type(token_model) is plain
+
+
+def test_states_that_cannot_be_read_are_named(model, inputs):
+    probe = PositionsProbe()
+    run_probes(model, inputs, [probe], progress=False)
+    state = probe.state()
+    for broken in (
+        None,
+        {},
+        {k: v for k, v in state.items() if k != "record"},
+        state | {"record": {"unknown": 1}},
+        state | {"measured": {}},
+    ):
+        again = PositionsProbe()
+        with pytest.raises(InfoFlowError, match=r"cannot (be read|go on)"):
+            again.load_state(broken)
+        assert again.n_sequences == 0
+
+
+def test_a_probe_that_asks_for_nothing_there_is_refused(model, inputs):
+    class Odd(PositionsProbe):
+        def needs(self, model):
+            return Needs(("blocks.9.hook_nowhere",))
+
+    with pytest.raises(InfoFlowError, match=r"no hook point 'blocks\.9\.hook_nowhere'"):
+        run_probes(model, inputs, [Odd()], progress=False)
