@@ -124,7 +124,8 @@ class SeeingAllowed:
     """Which keys the queries of a layer may attend to, asked while its pattern passes.
 
     They are read off the scores where these fire before the pattern. Where they fire later or not
-    at all, or carry the pattern themselves (as on some bridges), a key is allowed if it has weight.
+    at all, or carry the pattern themselves (as on some bridges), a key is allowed if it has weight
+    in a head.
 
     Attributes:
         hooks: to be put on the model, before the one that asks.
@@ -149,7 +150,8 @@ class SeeingAllowed:
         if scores is not None:
             return unmasked(scores)
         self._come_late = True  # scores that fire now are of a pass whose pattern has gone by
-        return pattern > 0
+        # the heads of a layer have one mask, and what underflows in one has weight in another
+        return (pattern > 0).any(dim=1, keepdim=True).expand_as(pattern)
 
 
 @contextmanager

@@ -4,8 +4,17 @@ import copy
 
 import pytest
 import torch
+from transformer_lens.config import TransformerBridgeConfig
+from transformer_lens.model_bridge import TransformerBridge
 
-from infoflow_lens import AttendedProbe, InfoFlowError, PositionsProbe, propagate, run_probes
+from infoflow_lens import (
+    AttendedProbe,
+    InfoFlowError,
+    PositionsProbe,
+    build_token_model,
+    propagate,
+    run_probes,
+)
 from infoflow_lens.hooks.mechanisms import (
     IDEALS,
     measure_mechanisms,
@@ -18,6 +27,7 @@ from infoflow_lens.theory.information_sets import MaxPosition
 from tests.conftest import make_token_model
 from tests.reference import zoo
 from tests.reference.induction import induction_model, repeated_segments
+from tests.versions import needs_hooked_transformer, needs_version_4
 
 
 def test_ideal_patterns_by_hand():
@@ -365,3 +375,73 @@ def test_bridges_whose_patterns_cannot_be_edited_are_refused(tmp_path, name):
     model = TransformerBridge.boot_transformers(str(tmp_path), device="cpu", dtype=torch.float32)
     with pytest.raises(InfoFlowError, match="pattern of layer 0 do not reach the output"):
         measure_mechanisms(model, torch.randint(20, (5, 8)), progress=False)
+
+
+def native_twin(hosted):
+    """A native bridge with the weights of a hosted attention-only model over token ids."""
+    sizes = hosted.architecture
+    config = TransformerBridgeConfig(
+        n_layers=sizes.n_layers, n_heads=sizes.n_heads[0], d_head=sizes.d_head,
+        d_model=sizes.d_model, n_ctx=sizes.n_tokens, d_vocab=sizes.d_vocab,
+        d_vocab_out=sizes.d_output, attn_only=True, normalization_type=None, act_fn="gelu",
+        attention_dir="bidirectional",
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        twin = TransformerBridge.boot_native(config)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+        twin.embed.W_E.copy_(hosted.W_E)
+        twin.pos_embed.W_pos.copy_(hosted.W_pos)
+        twin.unembed.W_U.copy_(hosted.W_U)
+        for block, other in zip(hosted.blocks, twin.blocks, strict=True):
+            other.attn.W_Q.copy_(block.attn.W_Q * sizes.d_head**0.5)  # it divides by the root
+            for name in ("W_K", "W_V", "W_O"):
+                getattr(other.attn, name).copy_(getattr(block.attn, name))
+    return twin
+
+
+@pytest.fixture
+def hosted_over_ids():
+    """Sharp enough for weights that underflow to 0, which are no masked keys."""
+    model = build_token_model(
+        n_layers=2, n_heads=3, d_head=5, d_model=12, n_tokens=9, d_vocab=17, d_output=17,
+        attention="softmax", seed=3,
+    )  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "W_" in name:
+                parameter.mul_(2)
+    return model
+
+
+@needs_version_4
+@pytest.mark.parametrize("metric", ["kl", "loss"])
+def test_a_native_bridge_has_the_damages_of_the_hosted_model(hosted_over_ids, token_inputs, metric):
+    twin = native_twin(hosted_over_ids)
+    _, cache = hosted_over_ids.run_with_cache(token_inputs)
+    assert (cache["pattern", 1] == 0).any()
+    output = hosted_over_ids(token_inputs)
+    torch.testing.assert_close(twin(token_inputs), output, rtol=1e-4, atol=1e-4)
+    found, expected = (
+        measure_mechanisms(model, token_inputs, metric=metric, exact=True, progress=False)
+        for model in (twin, hosted_over_ids)
+    )
+    for one, other in zip(found.damage, expected.damage, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    for one, other in zip(found.mean_patterns, expected.mean_patterns, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert found.mechanisms() == expected.mechanisms()
+    assert len({name for layer in expected.mechanisms() for name in layer}) > 1
+    quick, quickly = (
+        measure_mechanisms(model, token_inputs, metric=metric, progress=False)
+        for model in (twin, hosted_over_ids)
+    )
+    assert quick.mechanisms() == quickly.mechanisms()
+
+
+@needs_hooked_transformer
+def test_a_native_bridge_of_version_3_is_refused(hosted_over_ids, token_inputs):
+    """It has used its pattern when the hook fires."""
+    with pytest.raises(InfoFlowError, match="pattern of layer 0 do not reach the output"):
+        measure_mechanisms(native_twin(hosted_over_ids), token_inputs, progress=False)

@@ -131,7 +131,18 @@ BRIDGES = {
     "gemma2": (2, (WINDOW, GLOBAL), "softmax", "scores", False),
     "gpt_oss": (2, (WINDOW, GLOBAL), "softmax with sinks", "scores", False),
     "bert": (4, ("bidirectional", "bidirectional"), "softmax", "pattern", False),
+    "gemma3": (2, (WINDOW, GLOBAL), "softmax", "scores", False),
+    "qwen3": (2, (GLOBAL, GLOBAL), "softmax", "scores", False),
+    "granite": (2, (GLOBAL, GLOBAL), "softmax", "scores", False),
+    "olmo2": (2, (GLOBAL, GLOBAL), "softmax", "scores", False),
+    "stablelm": (2, (GLOBAL, GLOBAL), "softmax", "scores", False),
+    "falcon": (1, (GLOBAL, GLOBAL), "softmax", "scores", True),
+    "phi3": (2, (GLOBAL, GLOBAL), "softmax", "scores", False),
+    "cohere": (2, (GLOBAL, GLOBAL), "softmax", "scores", True),
+    "cohere2": (2, (WINDOW, WINDOW), "softmax", "scores", True),
 }
+# Version 3 hosts Cohere wrongly, which is refused (tests/hooks/test_traps.py)
+HOSTED = [name for name in zoo.FAMILIES if not (HAS_HOOKED_TRANSFORMER and "cohere" in name)]
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +159,10 @@ def bridge_of(tmp_path_factory):
     return load
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in HOSTED), *((name, "bfloat16") for name in zoo.NAMES)],
+)
 def test_bridges_are_found_out_by_running(bridge_of, name, dtype):
     n_key_value_heads, attends, pattern, scores, parallel = BRIDGES[name]
     found = inspect_model(bridge_of(name, dtype), zoo.tokens(4, 12))
@@ -304,7 +317,7 @@ def test_layers_that_are_alike_are_told_together(heads, labels):
 # The example input
 
 
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("name", HOSTED)
 def test_the_example_is_long_enough_to_show_a_window(bridge_of, name):
     # a window of 4; all take 32 tokens, and Bloom any number
     found = inspect_model(bridge_of(name), example_input(bridge_of(name)))

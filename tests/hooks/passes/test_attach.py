@@ -577,9 +577,12 @@ def test_generation_without_a_cache_is_whole_passes(token_model, token_inputs):
 
 
 @pytest.mark.parametrize("source_layer", [None, 1])
+@pytest.mark.parametrize("kind", ["token model", "bridge"])
 def test_an_edit_where_sources_enter_is_refused_and_looking_is_not(
-    token_model, token_inputs, source_layer
+    token_model, token_inputs, tmp_path, kind, source_layer
 ):
+    if kind == "bridge":  # its passes run whole
+        token_model = load_any(zoo.save("gpt2", tmp_path)).model
     point = f"blocks.{source_layer or 0}.hook_resid_pre"
     make = lambda **more: JacobianInfluence(source_layer=source_layer, **more)  # noqa: E731
     (plain,) = run_probes(token_model, token_inputs[:3], [make()], progress=False)
