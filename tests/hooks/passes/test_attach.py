@@ -775,14 +775,15 @@ def test_a_class_put_over_ours_is_left_alone(token_model, token_inputs):
 def test_an_interrupted_end_leaves_the_model_as_it_was(token_model, token_inputs, monkeypatch):
     from infoflow_lens.hooks.passes import collector
 
-    plain = type(token_model)
-    with pytest.raises(KeyboardInterrupt), attach(token_model, PositionsProbe()):
-        token_model(token_inputs)
-        monkeypatch.setattr(
-            collector.Weights,
-            "changed_unseen",
-            lambda self: (_ for _ in ()).throw(KeyboardInterrupt),
-        )
+    def interrupt(weights):
+        raise KeyboardInterrupt
+
+    plain, block = type(token_model), attach(token_model, PositionsProbe())
+    block.__enter__()
+    token_model(token_inputs)
+    monkeypatch.setattr(collector.Weights, "changed_unseen", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        block.__exit__(None, None, None)
     assert type(token_model) is plain
 
 
