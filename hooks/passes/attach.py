@@ -108,6 +108,7 @@ def attach(
     _check_probes(probes)
     check_apart(probes)
     split = Split(eval_every, first=first_index, step=index_step)
+    _check_not_compiled(model)
     layer_count(model)
     check_one_device(model)
     weights = Weights(model)
@@ -118,6 +119,15 @@ def attach(
         yield AttachedProbes(session)
     finally:
         leave(model, session)
+
+
+def _check_not_compiled(model: nn.Module) -> None:
+    """Refuse compiled models, whose hooks do not fire as those of the model itself."""
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise InfoFlowError(
+            f"the {type(model).__name__} is compiled, and compiled code leaves hooks out: expected "
+            "the model itself; attach to what was given to torch.compile, and run that"
+        )
 
 
 def _check_probes(probes: Any) -> None:

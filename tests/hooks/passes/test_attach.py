@@ -811,3 +811,11 @@ def test_a_probe_that_asks_for_nothing_there_is_refused(model, inputs):
 
     with pytest.raises(InfoFlowError, match=r"no hook point 'blocks\.9\.hook_nowhere'"):
         run_probes(model, inputs, [Odd()], progress=False)
+
+
+def test_compiled_models_are_refused(token_model, token_inputs):
+    with (
+        pytest.raises(InfoFlowError, match="compiled code leaves hooks out"),
+        attach(torch.compile(token_model, backend="eager"), PositionsProbe()),
+    ):
+        pass
