@@ -67,8 +67,8 @@ def ratio_of(
 ) -> float:
     """Time of the probes over the batches, over that of the bare model.
 
-    The probes are attached once: their record, which reads all weights, is no cost of a batch. What
-    waits in them at the end of a round is taken in, and no maps are solved for.
+    The probes are attached once: their record, which reads all weights, is no cost of a batch. Rows
+    that wait at the end of a round are added in the next one, and no maps are solved for.
     """
     bare = copy.deepcopy(model)
     probes = make()
@@ -77,11 +77,9 @@ def ratio_of(
         with torch.no_grad():
             for batch in batches:
                 model(batch)
-            for probe in probes:
-                probe.state()  # takes in what waits
 
     with attach(model, *probes) as attached:
-        attached._stops_early = True  # as run_probes does
+        attached.session.stops_early = True  # as run_probes does
         return paired(probed, forward(bare, batches), rounds)
 
 
