@@ -9,7 +9,6 @@ on smaller models: random ones, built ones and a trained one.
 """
 
 import argparse
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from rich.table import Table
 from scipy.stats import spearmanr
 from torch import Tensor
 
+from benchmarks.models import causal
 from benchmarks.timing import paired
 from infoflow_lens import measure_mechanisms
 from infoflow_lens.hooks.mechanisms import IDEALS, MechanismsProgress, MechanismsResult
@@ -37,21 +37,7 @@ def random_model(
     n_layers: int, n_heads: int, d_model: int, n_ctx: int, d_vocab: int, sharp: float = 1.0
 ) -> Any:
     """Random weights; `sharp` scales queries, keys, values and outputs."""
-    from transformer_lens import HookedTransformer, HookedTransformerConfig
-
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        torch.manual_seed(0)
-        config = HookedTransformerConfig(
-            n_layers=n_layers,
-            n_heads=n_heads,
-            d_model=d_model,
-            d_head=d_model // n_heads,
-            n_ctx=n_ctx,
-            d_vocab=d_vocab,
-            act_fn="gelu_new",
-        )
-        model = HookedTransformer(config).eval()
+    model = causal(n_layers, d_model, n_heads, n_ctx, d_vocab, act_fn="gelu_new")
     with torch.no_grad():
         for block in model.blocks:
             for name in ("W_Q", "W_K", "W_V", "W_O"):
