@@ -1,0 +1,140 @@
+"""Measuring the parts of a run, each read from disk where it is finished."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
+from infoflow_lens.hooks import ModelCapabilities, Probe, Result, run_probes
+from infoflow_lens.probing.checkpoint import Checkpoint
+from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.part import Part, Say, Setting
+from infoflow_lens.probing.registry import load_part, part_names
+
+
+def possible_parts(
+    capabilities: ModelCapabilities, config: ProbingConfig, say: Say
+) -> dict[str, Part]:
+    """The parts that are asked for, or all that the model can give, in the order of the report.
+
+    Raises:
+        InfoFlowError: for one that is asked for and that the model cannot give, with the reason.
+    """
+    possible = {}
+    for name in part_names():
+        if config.probes is not None and name not in config.probes:
+            continue
+        part = load_part(name)
+        reasons = {str(i): part.lacking(layer) for i, layer in enumerate(capabilities.layers)}
+        lacking = [layer for layer, reason in reasons.items() if reason]
+        if not lacking:
+            possible[name] = part
+            continue
+        why = (
+            f"{name} cannot be measured in layers {', '.join(lacking)} of this "
+            f"{capabilities.kind}: {reasons[lacking[0]]}"
+        )
+        if config.probes is not None:
+            rest = ",".join(other for other in config.probes if other != name) or "other probes"
+            raise InfoFlowError(f"{why}. Ask for {rest}")
+        say(f"left out: {why}")
+    return possible
+
+
+def measured(out: Path, parts: Mapping[str, Part], setting: Setting, say: Say) -> dict[str, Any]:
+    """The results of all parts, and of the probes that predictions are made from."""
+    found: dict[str, Any] = {}
+    for which in ("all", "detail"):  # probes of several parts share their passes
+        wanted: dict[str, Probe[Any]] = {}
+        for part in parts.values():
+            mine = part.probes(setting) if part.sequences == which else {}
+            twice = ", ".join(wanted.keys() & mine.keys())
+            if twice:
+                raise InfoFlowError(
+                    f"{type(part).__name__} names a probe {twice!r}, as another part does: "
+                    "expected a name of its own; rename it in the package that adds it"
+                )
+            wanted |= mine
+        found |= _probed(out, which, wanted, setting, say)
+    for name, part in parts.items():
+        if name not in found:
+            found[name] = _measured(out, name, part, setting, say)
+    return found
+
+
+def _probed(
+    out: Path, which: str, wanted: Mapping[str, Probe[Any]], setting: Setting, say: Say
+) -> dict[str, Any]:
+    """The results of probes that share their passes, read from disk if they are there."""
+    finished = {name: _finished(out, name) for name in wanted}
+    if all(result is not None for result in finished.values()):
+        return finished
+    checkpoint = Checkpoint(out / f".{which}.pt")
+    state = checkpoint.load()
+    if state is not None:
+        if not isinstance(state, dict) or state.keys() != wanted.keys():
+            raise InfoFlowError(
+                f"the unfinished run in {str(out)!r} is of other probes than {', '.join(wanted)}: "
+                f"expected the same; delete {checkpoint.path.name} to begin again"
+            )
+        for name, probe in wanted.items():
+            probe.load_state(state[name])
+    probes = list(wanted.values())
+    seen = probes[0].n_sequences
+    say(f"{', '.join(wanted)}" + (f": going on behind {seen} sequences" if seen else ""))
+
+    def now() -> dict[str, Any]:
+        return {name: probe.state() for name, probe in wanted.items()}
+
+    try:
+        run_probes(
+            setting.model,
+            setting.batches if which == "all" else setting.detail,
+            probes,
+            batch_size=setting.config.batch_size,
+            skip=seen,
+            after_batch=lambda n: checkpoint.keep(now),
+            progress=setting.progress,
+        )
+    except NothingMeasuredError:
+        pass  # of one probe, as its own result says below; the others have theirs
+    except BaseException:
+        counts = {probe.n_sequences for probe in probes}
+        if len(counts) == 1 and counts != {0}:
+            checkpoint.save(now())
+        raise
+    found, failed = {}, []
+    for name, probe in wanted.items():
+        try:
+            found[name] = probe.result()
+        except NothingMeasuredError as error:
+            failed.append(f"{name}: {error}")
+            continue
+        found[name].save(out / name)
+    if failed:
+        checkpoint.save(now())
+        raise InfoFlowError("; ".join(failed))
+    checkpoint.remove()
+    return found
+
+
+def _measured(out: Path, name: str, part: Part, setting: Setting, say: Say) -> Result:
+    """The result of a part that measures by itself, read from disk if it is there."""
+    finished = _finished(out, name)
+    if finished is not None:
+        return finished
+    say(name)
+    checkpoint = Checkpoint(out / f".{name}.pt")
+    result = part.measure(setting, checkpoint)
+    if result is None:
+        raise InfoFlowError(
+            f"{type(part).__name__} gave neither a probe called {name!r} nor a result of its own: "
+            "expected probes(setting) with that name, or measure(setting, checkpoint)"
+        )
+    result.save(out / name)
+    checkpoint.remove()
+    return result
+
+
+def _finished(out: Path, name: str) -> Result | None:
+    return Result.load(out / name) if (out / f"{name}.json").is_file() else None
