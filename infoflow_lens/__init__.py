@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from infoflow_lens.agreement import compare as compare
     from infoflow_lens.agreement import compare_by_position as compare_by_position
     from infoflow_lens.agreement import coverage_curve as coverage_curve
+    from infoflow_lens.flows.result import Flow as Flow
+    from infoflow_lens.flows.run import flow as flow
     from infoflow_lens.foundation.errors import InfoFlowError as InfoFlowError
     from infoflow_lens.foundation.errors import InfoFlowWarning as InfoFlowWarning
     from infoflow_lens.hooks import AttendedProbe as AttendedProbe
@@ -53,6 +55,7 @@ _HOMES = {
     "AttendedProbe": "hooks",
     "Architecture": "models.architecture",
     "Component": "theory",
+    "Flow": "flows.result",
     "InfoFlowError": "foundation.errors",
     "InfoFlowWarning": "foundation.errors",
     "InformationSets": "theory",
@@ -73,6 +76,7 @@ _HOMES = {
     "dependence": "theory",
     "design": "theory.design",
     "estimate": "theory.estimate",
+    "flow": "flows.run",
     "inspect_model": "hooks",
     "learns": "theory",
     "list_constructions": "models.constructions",

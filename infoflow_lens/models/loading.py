@@ -88,9 +88,9 @@ def load_any(
     What is hosted by a bridge is run once on a few tokens, beside the model of Hugging Face alone:
     a bridge that computes something else, and files that lack weights, are refused.
 
-    A model of TransformerLens that is in memory is taken as it is. One of transformers is hosted by a
-    bridge over the same weights, in evaluation mode and with eager attention; your own model is left
-    as it was found, and training it trains what the bridge shows.
+    A model of TransformerLens that is in memory is taken as it is. One of transformers is hosted by
+    a bridge over the same weights, in evaluation mode and with eager attention; your own model is
+    left as it was found, and training it trains what the bridge shows.
 
     Weights are left as they were trained. TransformerLens would by default fold layer norms into
     the weights after them and center what writes to the residual stream: queries, keys and patterns
@@ -122,8 +122,8 @@ def load_any(
         return _in_memory(name_or_path, tokenizer, device, wanted, backend)
     if not isinstance(name_or_path, str | os.PathLike):
         raise InfoFlowError(
-            f"the model is a {type(name_or_path).__name__}: expected a name such as gpt2, a folder, "
-            "or a model of transformers or TransformerLens"
+            f"the model is of type {type(name_or_path).__name__}: expected a name such as gpt2, a "
+            "folder, or a model of transformers or TransformerLens"
         )
     device, name = device or "cpu", os.fspath(name_or_path)
     if not name.strip():
@@ -355,8 +355,8 @@ def _in_memory(
     ):
         if differs:
             raise InfoFlowError(
-                f"{what} is {str(wanted)!r}, but the {kind} in memory has {str(has)!r}: expected no "
-                f"{what}; move the model yourself, with model.to(...)"
+                f"{what} is {str(wanted)!r}, but the {kind} in memory has {str(has)!r}: expected "
+                f"no {what}; move the model yourself, with model.to(...)"
             )
     if hasattr(model, "hook_dict"):
         if tokenizer is not None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from infoflow_lens.foundation.files import atomic_path, writable_folder, write_text
 from infoflow_lens.foundation.record import RunRecord, fingerprint, model_fingerprint
 from infoflow_lens.hooks import inspect_model
-from infoflow_lens.hooks.model.inputs import Batches
-from infoflow_lens.models.loading import LoadedModel, load_any
+from infoflow_lens.hooks.model.inputs import Batches, readable_tokens
+from infoflow_lens.models.loading import load_any
 from infoflow_lens.probing.compared import compared
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import read_data
@@ -90,7 +90,7 @@ def run_probing(
         found=found,
         agreement=agreement,
         curve=curve,
-        texts=_texts(loaded, batches, config.n_shown),
+        texts=readable_tokens(model, batches.first(config.n_shown).sequences()),
         predicted=predicted,
         record=record,
     )
@@ -119,24 +119,3 @@ def _no_bars_of_libraries() -> Iterator[None]:
 def _contents(batches: Batches) -> dict[str, Tensor]:
     whole = batches.whole()
     return {"tokens": whole.tokens.contiguous(), "lengths": whole.mask().sum(dim=1)}
-
-
-def _texts(loaded: LoadedModel, batches: Batches, n: int) -> tuple[tuple[str, ...], ...]:
-    """The tokens of the first sequences, as one reads them."""
-    texts = []
-    for batch in batches.first(n).batches(1):
-        row = batch.tokens[0]
-        if row.ndim > 1:
-            texts.append(tuple(str(index) for index in range(len(row))))
-        elif loaded.tokenizer is not None:
-            texts.append(tuple(_readable(loaded.tokenizer.decode([i])) for i in row.tolist()))
-        else:
-            texts.append(tuple(str(i) for i in row.tolist()))
-    return tuple(texts)
-
-
-def _readable(token: str) -> str:
-    """A token whose blanks and line breaks can be seen."""
-    if token.isprintable() and token.strip():
-        return token
-    return repr(token)[1:-1].replace(" ", "\u00b7")
