@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from infoflow_lens.foundation.checks import check_device
+from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
@@ -65,7 +66,11 @@ class LoadedModel:
     description: str
 
     def __repr__(self) -> str:
-        return f"LoadedModel({self.description})"
+        return f"LoadedModel({self.description[:300]})"
+
+    def _repr_html_(self) -> str:
+        facts = {"source": self.source, "tokenizer": self.tokenizer is not None}
+        return panel(self.description, facts, more=".model is what probes take")
 
 
 def load_any(

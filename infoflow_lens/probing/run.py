@@ -8,24 +8,27 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from infoflow_lens.foundation.files import atomic_path, writable_folder, write_text
+from infoflow_lens.foundation.files import atomic_path, writable_folder
 from infoflow_lens.foundation.record import RunRecord, fingerprint, model_fingerprint
 from infoflow_lens.hooks import inspect_model
 from infoflow_lens.hooks.model.inputs import Batches, readable_tokens
-from infoflow_lens.models.loading import load_any
+from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.compared import compared
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import read_data
 from infoflow_lens.probing.folder import check_folder, claim_folder, write_tables
 from infoflow_lens.probing.measuring import measured, possible_parts
-from infoflow_lens.probing.page import report_of
 from infoflow_lens.probing.part import Say, Setting
 from infoflow_lens.probing.result import ProbingResult
-from infoflow_lens.report.probing import render_probing
 
 
 def run_probing(
-    out: Path, config: ProbingConfig, progress: bool = True, say: Say = lambda line: None
+    out: Path,
+    config: ProbingConfig,
+    progress: bool = True,
+    say: Say = lambda line: None,
+    loaded: LoadedModel | None = None,
+    batches: Batches | None = None,
 ) -> ProbingResult:
     """Load the model, measure, predict, compare, and write all of it to a folder.
 
@@ -38,6 +41,8 @@ def run_probing(
         config: the settings.
         progress: show bars.
         say: called with a line for every part that begins.
+        loaded: the model, where it is in memory already.
+        batches: the data, where they are in memory already.
 
     Raises:
         InfoFlowError: for bad settings, models or data, before work starts; for a folder with
@@ -47,18 +52,20 @@ def run_probing(
     writable_folder(out)
     check_folder(out, config)
     with nullcontext() if progress else _no_bars_of_libraries():
-        loaded = load_any(
-            config.model, device=config.device, dtype=config.dtype, backend=config.backend
-        )
+        if loaded is None:
+            loaded = load_any(
+                config.model, device=config.device, dtype=config.dtype, backend=config.backend
+            )
         model = loaded.model
-        batches = read_data(
-            model,
-            config.data,
-            column=config.column,
-            n=config.n,
-            max_length=config.max_length,
-            seed=config.seed,
-        )
+        if batches is None:
+            batches = read_data(
+                model,
+                config.data,
+                column=config.column,
+                n=config.n,
+                max_length=config.max_length,
+                seed=config.seed,
+            )
     contents = _contents(batches)
     capabilities = inspect_model(model, next(batches.batches(1)).tokens)
     parts = possible_parts(capabilities, config, say)
@@ -94,8 +101,8 @@ def run_probing(
         predicted=predicted,
         record=record,
     )
-    write_tables(result)
-    write_text(out / "report.html", render_probing(report_of(result)))
+    write_tables(out, result)
+    result.report(out / "report.html")
     return result
 
 
