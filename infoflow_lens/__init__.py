@@ -4,9 +4,15 @@ that what theory allows?
 Names load on first use, so that importing the package costs nothing that you do not use.
 """
 
+import sys
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
+
+if "ipykernel" in sys.modules:  # a notebook, in which the libraries below would warn
+    from infoflow_lens.foundation.progress import quiet_tqdm
+
+    quiet_tqdm()
 
 if TYPE_CHECKING:
     from infoflow_lens.agreement import Agreement as Agreement

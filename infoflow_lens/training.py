@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder
 from infoflow_lens.foundation.modules import modes_kept
@@ -159,7 +160,7 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
-class TrainingResult:
+class TrainingResult(Displayed):
     """What a training run gave.
 
     Attributes:

@@ -1,5 +1,6 @@
 """What can reach the states of a few inputs, beside what does."""
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,14 +85,31 @@ class Flow:
         found = asked_states(self.agreement)
         if found is None or found.influence_inside != found.influence_inside:
             return "no other token has any influence on the asked states"
-        others = float((self.influence.lengths.double() - 1).clamp(min=0).mean())
+        others = self.others()
         several = sum(map(len, self.asked)) > 1
         states = "the asked states" if several else f"position {self.asked[0][0]}"
+        if found.predicted_size == 0:
+            return f"by this rule no other token can reach {states} in layer {self.layers[-1]}"
+        if found.predicted_size >= others:
+            return (
+                f"the predicted sets of {states} in layer {self.layers[-1]} hold every other token "
+                f"that they can see ({others:.3g}), so that they exclude nothing"
+            )
         return (
             f"{found.influence_inside:.0%} of the influence of other tokens on {states} in layer "
             f"{self.layers[-1]} lies inside the predicted sets, which hold "
             f"{found.predicted_size:.3g} of {others:.3g} other tokens"
         )
+
+    def others(self) -> float:
+        """How many other tokens the asked states could depend on by the model's mask, a mean."""
+        causal = is_causal(self.attention)
+        counts = [
+            min(place, len(tokens)) if causal else len(tokens) - (place < len(tokens))
+            for tokens, places in zip(self.tokens, self.asked, strict=True)
+            for place in places
+        ]
+        return sum(counts) / max(1, len(counts))
 
     def to_frame(self) -> "pd.DataFrame":
         """One row for each input, asked state and source: whether the predicted set holds the
@@ -191,3 +209,11 @@ def asked_states(agreement: Agreement) -> SetAgreement | None:
     last = agreement.layers[-1]
     found = last if last.n_states else agreement.cls
     return found if found.n_states else None
+
+
+def is_causal(attention: PatternsResult) -> bool:
+    """Whether no query reads a later key."""
+    return not any(
+        bool((layer > -math.inf).flatten(0, 1).any(dim=0).triu(1).any())
+        for layer in attention.scores
+    )

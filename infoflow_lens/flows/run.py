@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from infoflow_lens.flows.settings import (
     several,
 )
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.progress import no_bars_of_libraries
 from infoflow_lens.hooks import (
     AttendedProbe,
     AttendedResult,
@@ -108,7 +110,8 @@ def flow(
     """
     settings = checked(position, layer, influence, rule, k, n_directions, threshold, seed)
     check_given(text)
-    loaded = load_any(model, tokenizer=tokenizer, device=device, dtype=dtype, backend=backend)
+    with nullcontext() if progress else no_bars_of_libraries():
+        loaded = load_any(model, tokenizer=tokenizer, device=device, dtype=dtype, backend=backend)
     host = loaded.model
     inputs = read_inputs(host, several(host, text), max_length=max_length, name="text")
     rows = list(inputs.sequences())
@@ -187,7 +190,7 @@ def _notes(made: Flow, loaded: LoadedModel, without: Sequence[int]) -> tuple[str
     notes = [note for result in results if result is not None for note in result.notes]
     if made.agreement is not None and made.influence is not None:
         found = asked_states(made.agreement)
-        others = float((made.influence.lengths.double() - 1).mean())
+        others = made.others()
         if found is not None and found.predicted_size > 0.95 * others > 0:
             notes.append(
                 "the predicted sets hold nearly every other token, so that they exclude nothing"

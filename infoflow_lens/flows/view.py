@@ -1,12 +1,10 @@
 """A flow as what the interactive picture shows."""
 
-from collections.abc import Sequence
-
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from infoflow_lens.flows.result import RULES_OF_VIEW, Flow
+from infoflow_lens.flows.result import RULES_OF_VIEW, Flow, is_causal
 from infoflow_lens.hooks import InfluenceResult
 from infoflow_lens.report.flow_view import RULES, FlowView, ViewedInput, ViewedMechanism
 from infoflow_lens.theory.information_sets import MaxPosition, Rule, SpecificPositions
@@ -64,7 +62,7 @@ def _viewed(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
         patterns=patterns if with_patterns else None,
         mechanisms=_mechanisms(flow, index, n_states),
         influence=influence,
-        causal=_is_causal(flow.attention.scores),
+        causal=is_causal(flow.attention),
     )
 
 
@@ -93,12 +91,6 @@ def _keys_of(rule: Rule, index: int, n_states: int) -> Int[Tensor, "pos k"]:
     assert isinstance(rule, SpecificPositions)
     reads = rule.reads[:n_states, :n_states]
     return torch.where(reads, torch.arange(n_states), -1)
-
-
-def _is_causal(scores: Sequence[Float[Tensor, "sample head query key"]]) -> bool:
-    return not any(
-        bool((layer > -torch.inf).flatten(0, 1).any(dim=0).triu(1).any()) for layer in scores
-    )
 
 
 def _how(influence: InfluenceResult | None) -> str:

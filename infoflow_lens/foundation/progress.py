@@ -33,7 +33,7 @@ def progress_bar(
     """
     seen = _is_seen()
     settings: dict[str, Any] = {} if seen else {"mininterval": _PAUSE_OF_PIPES}
-    with _kind()(
+    with quiet_tqdm()(
         desc=description,
         total=total,
         initial=done,
@@ -53,8 +53,29 @@ def progress_bar(
         yield advance
 
 
-def _kind() -> Any:
-    """The bar of this place: tqdm warns where a notebook has no widgets, and falls back to text."""
+@contextmanager
+def no_bars_of_libraries() -> Iterator[None]:
+    """Loading models and data shows no bars in this block."""
+    import datasets
+    from transformers.utils import logging
+
+    shown = datasets.are_progress_bars_disabled(), logging.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if not shown[0]:
+            datasets.enable_progress_bars()
+        if shown[1]:
+            logging.enable_progress_bar()
+
+
+def quiet_tqdm() -> Any:
+    """The bar of this place: tqdm warns where a notebook has no widgets, and falls back to text.
+
+    It does so once, when it is first imported.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from tqdm.auto import tqdm

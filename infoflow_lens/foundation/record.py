@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 
 _RECORDED_PACKAGES = ("infoflow-lens", "transformer-lens", "torch", "datasets", "numpy")
@@ -84,7 +85,7 @@ def weight_processing(model: nn.Module) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class RunRecord(Displayed):
     """What a result needs to be reproduced.
 
     Attributes:

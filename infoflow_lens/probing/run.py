@@ -1,7 +1,6 @@
 """Probe any model on any data: measure, predict, compare; finished parts stay on disk."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from infoflow_lens.foundation.files import atomic_path, writable_folder
+from infoflow_lens.foundation.progress import no_bars_of_libraries
 from infoflow_lens.foundation.record import RunRecord, fingerprint, model_fingerprint
 from infoflow_lens.hooks import inspect_model
 from infoflow_lens.hooks.model.inputs import Batches, readable_tokens
@@ -51,7 +51,7 @@ def run_probing(
     """
     writable_folder(out)
     check_folder(out, config)
-    with nullcontext() if progress else _no_bars_of_libraries():
+    with nullcontext() if progress else no_bars_of_libraries():
         if loaded is None:
             loaded = load_any(
                 config.model, device=config.device, dtype=config.dtype, backend=config.backend
@@ -104,23 +104,6 @@ def run_probing(
     write_tables(out, result)
     result.report(out / "report.html")
     return result
-
-
-@contextmanager
-def _no_bars_of_libraries() -> Iterator[None]:
-    import datasets
-    from transformers.utils import logging
-
-    shown = datasets.are_progress_bars_disabled(), logging.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if not shown[0]:
-            datasets.enable_progress_bars()
-        if shown[1]:
-            logging.enable_progress_bar()
 
 
 def _contents(batches: Batches) -> dict[str, Tensor]:
