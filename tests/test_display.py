@@ -70,8 +70,6 @@ def hostile_objects() -> dict[str, Any]:
     members = torch.zeros(12, 2000, 300, 300, dtype=torch.bool)[:, :1].expand(12, 2000, 300, 300)
     layer = LayerCapabilities(12, 12, HOSTILE, HOSTILE, "scores", False, (HOSTILE,), ())
     sizes = dict.fromkeys(il.agreement.SetAgreement.__dataclass_fields__, 0.5)
-        il.agreement.SetAgreement.__dataclass_fields__, 0.5
-    )
     one = il.agreement.SetAgreement(**sizes)
     return {
         "InformationSets": il.InformationSets(members),
