@@ -66,16 +66,15 @@ def probe(
     if unknown:
         known = [name for name in _SETTINGS if name not in ("model", "data")]
         raise InfoFlowError(f"there is no setting {unknown[0]!r}{nearest(unknown[0], known)}")
-    named = isinstance(model, (str, os.PathLike))
     _check_is_named(data)
     config = ProbingConfig(
-        model=os.fspath(model) if named else _name_of(model),
+        model=os.fspath(model) if isinstance(model, (str, os.PathLike)) else _name_of(model),
         data=os.fspath(data) if isinstance(data, (str, os.PathLike)) else _described(data),
         **settings,
     )
     loaded = None
-    if not named:
-        of_model = {
+    if not isinstance(model, (str, os.PathLike)):
+        of_model: dict[str, Any] = {
             name: settings.get(name, "auto" if name == "backend" else None) for name in _OF_MODEL
         }
         loaded = load_any(model, tokenizer=tokenizer, **of_model)
