@@ -151,7 +151,7 @@ class Flow:
 
         Args:
             input: which input.
-            position, layer: of the state; default, the first that was asked for, in the last layer.
+            position, layer: of the state; default, the last that was asked for, in the last layer.
 
         Raises:
             InfoFlowError: for an input or a state that there is not.
@@ -164,7 +164,7 @@ class Flow:
         asked = self.asked[input]
         viewed = self.view.inputs[input]
         if position is None:
-            position = asked[0] if asked else viewed.n_queries - 1
+            position = max(asked) if asked else viewed.n_queries - 1
         position = position + viewed.n_queries if position < 0 else position
         layer = self.layers[-1] if layer is None else layer
         layer = layer + self.sets.n_layers if layer < 0 else layer

@@ -28,7 +28,8 @@ def view_of(flow: Flow) -> FlowView:
         record=flow.record.to_dict(),
         notes=flow.notes,
         influence_name=_how(flow.influence),
-        selected=(flow.layers[-1], asked[0]) if asked else None,
+        k=flow.k if flow.rule == "top_k" else 2,
+        selected=(flow.layers[-1], max(asked)) if asked else None,
     )
 
 

@@ -56,6 +56,7 @@ def picture_data(view: FlowView) -> str:
                 "notes": [*view.notes, *_measured_how(view)],
                 "marked_name": view.marked_name,
                 "selected": [layer, position],
+                "k": view.k,
                 "groups": groups,
                 "inputs": [_packed(each) for each in view.inputs],
             },

@@ -137,7 +137,7 @@ def test_rules(host):
     top = quick(host, TEXT, rule="top_k", k=2)
     (chosen,) = run_probes(host, host.to_tokens(TEXT), [PositionsProbe((1, 2))], progress=False)
     assert top.sets.members.equal(propagate(chosen.positions).members)
-    assert next(iter(top.view.rules)) == "top_k"
+    assert (next(iter(top.view.rules)), top.view.k) == ("top_k", 2)
     assert quick(host, TEXT, without=(0,)).notes == ("no head passes on position 0, as was asked",)
     kept = quick(host, TEXT, without=(0,)).sets.members
     assert not kept[:, 0, 1:, 0].any()

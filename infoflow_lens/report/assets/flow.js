@@ -184,7 +184,7 @@ infoflow.Picture = class {
       .attr("role", "group").attr("aria-label", data.title);
     this.cache = new Map();
     this.state = {
-      input: 0, rule: Object.keys(data.rules)[0], k: 2, layer: 0, position: 0,
+      input: 0, rule: Object.keys(data.rules)[0], k: data.k, layer: 0, position: 0,
       cursor: null, hover: null, head: null, off: [], clicks: "open",
     };
     this.build();
