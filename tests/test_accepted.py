@@ -214,9 +214,9 @@ def test_completion_knows_every_name_and_room_from_a_fresh_import():
         "    assert name in names, name\n"
         "import sys\n"
         "print('torch' in sys.modules)\n"
-        "print(il.hooks.__name__, il.theory.__name__, il.__version__ != '')\n"
+        "print(il.foundation.__name__, callable(il.flow))\n"
     )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], check=True, capture_output=True, text=True
     )
-    assert done.stdout.split() == ["False", "infoflow_lens.hooks", "infoflow_lens.theory", "True"]
+    assert done.stdout.split() == ["False", "infoflow_lens.foundation", "True"]

@@ -59,6 +59,20 @@ def read_data(
     return read_inputs(model, given, column=column, max_length=max_length, name=data)
 
 
+def check_data(data: str) -> None:
+    """Refuse, before a model is loaded, files that are not there.
+
+    Raises:
+        InfoFlowError: for no name, and for a file or a path that does not exist.
+    """
+    if not data:
+        raise InfoFlowError("data is empty: expected a file, a task or the name of a dataset")
+    path = Path(data)
+    looks_like_a_file = path.suffix in (*_TABLES, *_TENSORS) or data.startswith((".", "/", "~"))
+    if looks_like_a_file and not path.exists() and not is_task(data):
+        raise InfoFlowError(f"there is no file {data!r}: expected a file of texts or rows")
+
+
 def _load(model: nn.Module, data: str, n: int, max_length: int | None, seed: int) -> Any:
     path = Path(data)
     if path.is_dir():

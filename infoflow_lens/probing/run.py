@@ -15,7 +15,7 @@ from infoflow_lens.hooks.model.inputs import Batches, readable_tokens
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.compared import compared
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.data import read_data
+from infoflow_lens.probing.data import check_data, read_data
 from infoflow_lens.probing.folder import check_folder, claim_folder, write_tables
 from infoflow_lens.probing.measuring import measured, possible_parts
 from infoflow_lens.probing.part import Say, Setting
@@ -49,6 +49,8 @@ def run_probing(
             results of other settings; for what probes refuse. Finished parts stay on disk.
         KeyboardInterrupt: when it is stopped, with what to do to go on.
     """
+    if batches is None:
+        check_data(config.data)
     writable_folder(out)
     check_folder(out, config)
     with nullcontext() if progress else no_bars_of_libraries():

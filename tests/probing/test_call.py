@@ -121,3 +121,10 @@ def test_the_name_stays_a_function():
     import infoflow_lens.probing.call
 
     assert infoflow_lens.probe is infoflow_lens.probing.call.probe
+
+
+def test_data_that_are_not_there_are_refused_before_the_model_is_loaded(tmp_path):
+    for missing in ("missing.txt", "ids.npy", "./folder"):
+        with pytest.raises(InfoFlowError, match="there is no file"):
+            probe("no/such/model", missing, tmp_path / "out", **SETTINGS)
+    assert not (tmp_path / "out").exists()
