@@ -278,6 +278,7 @@ infoflow.Picture = class {
     figure.append("figcaption").text(title);
     const body = figure.append("div").attr("class", "body");
     const names = body.append("div").attr("class", "names").attr("aria-hidden", "true");
+    const heading = body.append("div").attr("class", "heading");
     const scroll = body.append("div").attr("class", "scroll");
     const stage = scroll.append("div").attr("class", "stage").attr("tabindex", 0)
       .attr("role", "application").attr("aria-label",
@@ -295,7 +296,7 @@ infoflow.Picture = class {
     }).on("pointerleave", () => this.point(null))
       .on("keydown", (event) => this.key(event, stage.node()))
       .on("blur", () => { this.state.cursor = null; this.point(null); this.drawStates(); });
-    return { figure, scroll, names, stage, canvas, svg };
+    return { figure, scroll, heading, names, stage, canvas, svg };
   }
 
   buildHeads(side) {
@@ -488,7 +489,7 @@ infoflow.Picture = class {
     const graph = 18 + row * nLayers;
     this.size = {
       column, row, strip, labels, graph, width: column * n,
-      strips: graph + labels + 34, height: graph + labels + 34 + strip * nLayers + 8,
+      strips: graph + labels + 38, height: graph + labels + 38 + strip * nLayers + 8,
     };
   }
 
@@ -590,11 +591,10 @@ infoflow.Picture = class {
       .attr("transform", (t) => upright ? `translate(${this.x(t)},${base + 8})`
         : `translate(${this.x(t) + 4},${base - 4}) rotate(-90)`)
       .text((t) => shorten(this.token(t)));
-    const heading = panel === this.figure
-      ? [input.influence ? "measured influence on this position, layer by layer (frame: predicted)"
-        : "predicted sets of this position, layer by layer; influence was not measured"] : [];
-    panel.svg.selectAll("text.heading").data(heading).join("text").attr("class", "heading")
-      .attr("x", 2).attr("y", size.strips - 8).text((d) => d);
+    if (panel !== this.figure) return;
+    panel.heading.style("top", `${size.strips - 26}px`).text(input.influence
+      ? "measured influence on this position, by layer (frame: predicted)"
+      : "predicted sets of this position, by layer (influence was not measured)");
   }
 
   drawStates() {
@@ -821,7 +821,7 @@ infoflow.Picture = class {
     if (this.values.some((v) => Number.isNaN(v))) parts.push(["hatched", "not measured"]);
     parts.push(["line", "its own token, which the residual stream keeps (outside the scale)"]);
     if (marked.size) parts.push(["ring", this.data.marked_name || "marked"]);
-    this.legend.selectAll("span").data(parts, (d) => d[0]).join((enter) => {
+    this.legend.selectAll("span.item").data(parts, (d) => d[0]).join((enter) => {
       const item = enter.append("span").attr("class", "item");
       item.append("span").attr("class", (d) => `key ${d[0]}`);
       item.append("span").text((d) => d[1]);
