@@ -79,19 +79,12 @@ METRICS = {
 }
 
 
-def agreement_rows(
-    agreement: Mapping[str, Agreement], last: str, first_layer: int = 1
-) -> list[dict[str, Any]]:
-    """Rows of the table of agreement: by place, then by what the agreements are called.
-
-    The paper counts layers from 1, TransformerLens from 0.
-    """
+def agreement_rows(agreement: Mapping[str, Agreement], last: str) -> list[dict[str, Any]]:
+    """Rows of the table of agreement: by place, then by what the agreements are called."""
     rows = []
     n_layers = max((len(each.layers) for each in agreement.values()), default=0)
     for index in range(n_layers + 1):
-        place = (
-            f"tokens, layer {index + first_layer}" if index < n_layers else f"{last}, last layer"
-        )
+        place = f"tokens, layer {index}" if index < n_layers else f"{last}, last layer"
         for name, each in agreement.items():
             values: SetAgreement = each.layers[index] if index < n_layers else each.cls
             if not values.n_states:

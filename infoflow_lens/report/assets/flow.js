@@ -1,5 +1,5 @@
 // The interactive picture of information flow. Needs d3 (selection, path, shape, format).
-const infoflow = { mounted: [] };
+const infoflow = {};
 infoflow.number = d3.format(".3~g");
 infoflow.percent = (x) => d3.format(x > 0 && x < 0.01 ? ".1%" : ".0%")(x);
 
@@ -212,6 +212,7 @@ infoflow.Picture = class {
   build() {
     const { data, state, box } = this;
     if (data.title) box.append("h3").text(data.title);
+    else box.attr("aria-label", "information flow");
     const bar = box.append("div").attr("class", "controls");
     if (data.groups.length > 1) {
       this.groupButtons = bar.append("div").attr("class", "choice").attr("role", "group")
@@ -1078,8 +1079,9 @@ infoflow.Picture = class {
       const at = (head * input.n_queries + position) * depth;
       const key = depth ? input.ranked[layer][at] : -1;
       if (key < 0) { lines.push(`head ${head}: reads no key`); continue; }
+      const known = input.weights && !Number.isNaN(input.weights[layer][at]);
       lines.push(`head ${head} reads ${key} “${this.token(key)}” most`
-        + (input.weights ? `, weight ${infoflow.number(input.weights[layer][at])}` : "")
+        + (known ? `, weight ${infoflow.number(input.weights[layer][at])}` : "")
         + (input.scores ? `, score ${infoflow.number(input.scores[layer][at])}` : "")
         + (state.off[layer].has(head) ? " (off)" : ""));
     }
@@ -1111,7 +1113,7 @@ infoflow.mount = function (id, css) {
     if (root.shadowRoot) continue;
     const data = JSON.parse(root.querySelector("script[type='application/json']").textContent);
     const picture = new infoflow.Picture(root, data, css);
-    infoflow.mounted.push(picture);
+    (window.infoflowPictures = window.infoflowPictures || []).push(picture);
     picture.ready.catch((error) => {
       picture.status.text(`This picture cannot be shown: ${error.message}`);
     });
