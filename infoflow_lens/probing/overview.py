@@ -47,12 +47,15 @@ class Explained:
             return ""
         if not self.n_states:
             return "not measured"
-        most = max(
-            (self.no_other, "no other tokens"),
-            (self.empty, "all sets are empty"),
-            (self.everything, "all sets hold everything"),
-        )
-        return most[1]
+        counts = {
+            "no other tokens": self.no_other,
+            "empty set": self.empty,
+            "set holds everything": self.everything,
+        }
+        found = {words: n for words, n in counts.items() if n}
+        if len(found) == 1:
+            return next(iter(found))
+        return ", ".join(f"{words} ({n})" for words, n in found.items())
 
 
 def explained(

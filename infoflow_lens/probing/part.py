@@ -92,8 +92,8 @@ class Part:
     def figures(self, result: Any) -> Sequence["Chart"]:
         """What its section of the report shows; without any it has no section.
 
-        Charts of `infoflow_lens.report.charts` (HeatMap, NameMap, Lines, Table; heat maps over
-        heads come from a frame by `infoflow_lens.report.heads.by_head`), or figures of matplotlib. In the
+        Charts of `infoflow_lens.report.charts` (HeatMap, NameMap, Lines, Table), heat maps over
+        heads from a frame (`infoflow_lens.report.heads.by_head`), or figures of matplotlib. In the
         place of anything else the page shows the table. Default: the table.
         """
         from infoflow_lens.report.charts import Table

@@ -10,6 +10,11 @@ from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.report.flow_view import ALL_KEYS, FlowView, ViewedInput, ViewedMechanism
 from infoflow_lens.theory.information_sets import MaxPosition, SpecificPositions
 
+_HOW = {
+    "JacobianInfluence": "norm of the Jacobian of the state by the token",
+    "ResampleInfluence": "how far the state moves when the token is another sequence's",
+}
+
 
 def flow_of(result: ProbingResult) -> FlowView | None:
     """What is shown of them; None where influence was not asked for."""
@@ -36,7 +41,10 @@ def flow_of(result: ProbingResult) -> FlowView | None:
             )
         )
     kind = str(influence.record.config.get("probe", "influence"))
-    return FlowView(title="", inputs=inputs, influence_name=f"{kind}, see the record of the run")
+    how = _HOW.get(kind, kind)
+    if influence.relative_error is not None:
+        how += f", an estimate (relative error up to {max(influence.relative_error):.0%})"
+    return FlowView(title="", inputs=inputs, influence_name=how)
 
 
 def _measured(result: ProbingResult) -> Tensor:

@@ -276,9 +276,10 @@ def _table(chart: Table) -> Markup:
         cells = []
         for j, value in enumerate(row):
             reason = chart.reasons.get((i, j))
+            repeated = reason is not None and chart.reasons.get((i, j - 1)) == reason
             shown = (
                 Markup('<span title="{}">{}<small>{}</small></span>').format(
-                    reason, MISSING, f" {reason}"
+                    reason, MISSING, "" if repeated else f" {reason}"
                 )
                 if reason
                 else escape(number(value))

@@ -7,9 +7,6 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.report.flow import render_flow
 from infoflow_lens.report.flow_view import ALL_KEYS, FlowView, ViewedInput, ViewedMechanism
 from infoflow_lens.theory import MaxPosition, propagate
-from tests.report.browser import browser, show
-
-__all__ = ["browser", "show"]  # fixtures
 
 HEADS = (4, 2, 3)
 EVIL = "<script>alert(1)</script>"
