@@ -13,7 +13,8 @@ from infoflow_lens.probing.config import ProbingConfig
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
+
+    from infoflow_lens.report.charts import Chart
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,16 @@ class Part:
         frame: pd.DataFrame = result.to_frame()
         return frame
 
-    def figures(self, result: Any) -> Sequence["go.Figure"]:
-        """What its section of the report shows."""
-        return (result.plot(),)
+    def figures(self, result: Any) -> Sequence["Chart"]:
+        """What its section of the report shows; without any it has no section.
+
+        Charts of `infoflow_lens.report.charts` (HeatMap, NameMap, Lines, Table), heat maps over
+        heads from a frame (`infoflow_lens.report.heads.by_head`), or figures of matplotlib. In the
+        place of anything else the page shows the table. Default: the table.
+        """
+        from infoflow_lens.report.charts import Table
+
+        return (Table.of_frame(self.table(result)),)
 
     def sentences(self, result: Any) -> Sequence[str]:
         """What the terminal shows."""

@@ -8,10 +8,6 @@ from importlib.resources import files
 
 # in the order in which they need each other; https://d3js.org, see assets/d3/LICENSE
 _PICTURE = ("path", "shape", "format", "selection")
-_CHARTS = (
-    *("array", "color", "interpolate", "format", "time", "time-format", "scale"),
-    *("path", "shape", "selection", "axis"),
-)
 
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
@@ -24,12 +20,12 @@ def asset(name: str) -> str:
 
 
 @cache
-def script(*names: str, charts: bool = False) -> str:
+def script(*names: str) -> str:
     """Our scripts with the parts of d3 that they need, in a scope of their own.
 
     A notebook may have another d3, or a module loader that would catch it: neither is touched.
     """
-    modules = [asset(f"d3/d3-{part}.min.js") for part in (_CHARTS if charts else _PICTURE)]
+    modules = [asset(f"d3/d3-{part}.min.js") for part in _PICTURE]
     own = [asset(name) for name in names]
     return "\n".join(
         [

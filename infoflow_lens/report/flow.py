@@ -5,6 +5,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,24 @@ def picture_data(view: FlowView) -> str:
             dumps=_dumps,
         )
     )
+
+
+def fitting(view: FlowView, most: int) -> FlowView:
+    """The view with as many of its first inputs as fit into so many bytes, at least one.
+
+    What is left out is said in its notes. For views without groups.
+    """
+    size, kept = 0, 0
+    for each in view.inputs:
+        size += len(_dumps(_packed(each)))
+        if kept and size > most:
+            break
+        kept += 1
+    if kept == len(view.inputs):
+        return view
+    left = len(view.inputs) - kept
+    note = f"{left} more sequences do not fit into this page; flow() shows any of them."
+    return replace(view, inputs=view.inputs[:kept], notes=[*view.notes, note])
 
 
 def _dumps(value: Any, **kwargs: Any) -> str:

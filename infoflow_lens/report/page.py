@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import plotly.graph_objects as go
-import torch
 from jaxtyping import Bool, Float, Int
-from plotly.offline import get_plotlyjs
 from torch import Tensor
 
-from infoflow_lens.agreement import Agreement, SetAgreement, influence_inside
+from infoflow_lens.agreement import Agreement, SetAgreement
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import RecoveryResult
 from infoflow_lens.report import figures
+from infoflow_lens.report.assets import with_policy
+from infoflow_lens.report.charts import render_chart
+from infoflow_lens.report.flow import fallback, mounting, picture_data, picture_element
+from infoflow_lens.report.flow_view import FlowView, ViewedInput
 from infoflow_lens.report.templating import templates
 from infoflow_lens.theory.information_sets import InformationSets
 
@@ -79,19 +80,12 @@ METRICS = {
 }
 
 
-def agreement_rows(
-    agreement: Mapping[str, Agreement], last: str, first_layer: int = 1
-) -> list[dict[str, Any]]:
-    """Rows of the table of agreement: by place, then by what the agreements are called.
-
-    The paper counts layers from 1, TransformerLens from 0.
-    """
+def agreement_rows(agreement: Mapping[str, Agreement], last: str) -> list[dict[str, Any]]:
+    """Rows of the table of agreement: by place, then by what the agreements are called."""
     rows = []
     n_layers = max((len(each.layers) for each in agreement.values()), default=0)
     for index in range(n_layers + 1):
-        place = (
-            f"tokens, layer {index + first_layer}" if index < n_layers else f"{last}, last layer"
-        )
+        place = f"tokens, layer {index}" if index < n_layers else f"{last}, last layer"
         for name, each in agreement.items():
             values: SetAgreement = each.layers[index] if index < n_layers else each.cls
             if not values.n_states:
@@ -110,56 +104,53 @@ def _number(value: float) -> str:
     return "\u2013" if math.isnan(value) else f"{value:.3f}"
 
 
-def figure_json(figure: go.Figure) -> Any:
-    """A figure as the page's script draws it."""
-    # plotly's default template is long and the same in every figure
-    figure.update_layout(template="none")
-    return json.loads(figure.to_json(validate=False))
-
-
 def render_report(report: Report) -> str:
-    """The report as one HTML page without references to anything outside."""
-    stages: list[dict[str, Any]] = []
-    for stage in report.stages:
-        n_source = stage.predicted.n_sources
-        flows, maps = [], []
-        for shown in range(len(report.active)):
-            influence = stage.influence[:, shown]
-            members = stage.predicted.members[:, shown]
-            flows.append(
-                figure_json(
-                    figures.information_flow(
-                        [chosen[shown] for chosen in stage.positions],
-                        [edges[shown].clone() for edges in stage.edges],
-                        n_source,
-                        report.active[shown],
-                        members[-1, -1],
-                        influence[-1, -1],
-                    )
-                )
-            )
-            maps.append(figure_json(figures.influence_beside_sets(members, influence)))
-        cls_influence = stage.influence[-1, :, -1]
-        inside = influence_inside(
-            cls_influence,
-            stage.predicted.members[-1, :, -1],
-            torch.ones_like(cls_influence, dtype=torch.bool),
-        )
-        stages.append({"name": stage.name, "flow": flows, "maps": maps, "inside": inside.tolist()})
+    """The report as one HTML page that fetches nothing; it opens on the interactive picture."""
+    flow = picture_of(report)
+    data = picture_data(flow)
     recovery = figures.recovery({stage.name: stage.recovery for stage in report.stages})
-    return (
+    page = (
         templates()
         .get_template("report.html.j2")
         .render(
             report=report,
-            plotly_js=get_plotlyjs(),
-            stages=stages,
-            recovery=figure_json(recovery),
-            curve=figure_json(figures.training_curve(report.history)),
+            picture=picture_element(data, fallback(flow)),
+            script=mounting([data]),
+            recovery=render_chart(recovery),
+            curve=render_chart(figures.training_curve(report.history)),
             metrics=METRICS,
             rows=agreement_rows({stage.name: stage.agreement for stage in report.stages}, "CLS"),
             threshold=report.stages[-1].agreement.threshold,
             record=json.dumps(report.record.to_dict(), indent=2),
-            active=[row.nonzero().flatten().tolist() for row in report.active],
         )
+    )
+    return with_policy(page)
+
+
+def picture_of(report: Report) -> FlowView:
+    """The shown inputs of every stage, the last stage first."""
+    inputs, groups = [], []
+    for stage in reversed(report.stages):
+        n_source, n_pos = stage.predicted.n_sources, stage.predicted.members.shape[2]
+        groups.append((stage.name, len(report.active)))
+        for shown, active in enumerate(report.active):
+            inputs.append(
+                ViewedInput(
+                    tokens=[f"x{position}" for position in range(n_source)],
+                    n_queries=n_pos,
+                    ranked=[chosen[shown][..., None] for chosen in stage.positions],
+                    influence=stage.influence[:, shown],
+                    edges=[edges[shown] for edges in stage.edges],
+                    marked=active.nonzero().flatten().tolist(),
+                    causal=False,
+                    name=f"input {shown}",
+                )
+            )
+    return FlowView(
+        title="",
+        inputs=inputs,
+        groups=groups,
+        influence_name="norm of the Jacobian of the state by the token; between layers, of the "
+        "state above by the state below",
+        marked_name="in the active index set of the target",
     )

@@ -1,35 +1,24 @@
 """The report of a probe run on any model: one HTML file that holds everything it shows."""
 
 import json
-import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import plotly.graph_objects as go
-from jaxtyping import Bool, Float
-from plotly.offline import get_plotlyjs
-from torch import Tensor
+from jinja2.utils import htmlsafe_json_dumps
 
-from infoflow_lens.agreement import Agreement, CoverageCurve
+from infoflow_lens.agreement import Agreement
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.report.page import METRICS, agreement_rows, figure_json
+from infoflow_lens.report.assets import asset, with_policy
+from infoflow_lens.report.charts import Table, render_chart
+from infoflow_lens.report.flow import fallback, fitting, mounting, picture_data, picture_element
+from infoflow_lens.report.flow_view import FlowView
+from infoflow_lens.report.page import METRICS, agreement_rows
 from infoflow_lens.report.templating import templates
+from infoflow_lens.report.terms import term
 
-
-@dataclass(frozen=True)
-class ShownSequence:
-    """A sequence, and what its last state depends on.
-
-    Attributes:
-        texts: its tokens.
-        influence: float [source], on the last state of the last layer.
-        inside: bool [source], the predicted set of that state.
-    """
-
-    texts: Sequence[str]
-    influence: Float[Tensor, " source"]
-    inside: Bool[Tensor, " source"]
+PICTURE_BYTES = 900_000
 
 
 @dataclass(frozen=True)
@@ -37,14 +26,15 @@ class Section:
     """What one probe found.
 
     Attributes:
-        title: of the section.
+        title: of the section, which is also its name in the list at the top.
         text: under it.
-        figures: what it shows.
+        figures: what it shows: charts of `infoflow_lens.report.charts` (HeatMap, NameMap, Lines,
+            Table), or figures of matplotlib.
     """
 
     title: str
     text: str
-    figures: Sequence[go.Figure]
+    figures: Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -55,12 +45,14 @@ class ProbingReport:
         title, headline: of the page.
         facts: short statements, as (label, value).
         problems: what the model cannot be asked.
-        capabilities: the model's layers, as an HTML table.
+        capabilities: the model's layers.
         sections: one for each probe.
         agreement: by the rule that predicted.
-        rule: the rule of the shown sets, in words.
-        curve: influence inside the sets as heads pass more positions.
-        shown: sequences.
+        explained: how far sets explain influence, with chance.
+        heads: a row for each head, the first two columns of which are layer and head.
+        examples: for "layer.head", (sequence of `flow`, query, key, weight).
+        places: charts over layers and positions.
+        flow: the picture.
         record: of the run.
     """
 
@@ -68,79 +60,43 @@ class ProbingReport:
     headline: str
     facts: Sequence[tuple[str, str]]
     problems: Sequence[str]
-    capabilities: str
+    capabilities: Table
     sections: Sequence[Section]
     agreement: Mapping[str, Agreement]
-    rule: str
-    curve: CoverageCurve | None
-    shown: Sequence[ShownSequence]
+    explained: Table | None
+    heads: Table | None
+    examples: Mapping[str, Sequence[Sequence[float]]]
+    places: Sequence[Any]
+    flow: FlowView | None
     record: RunRecord
 
 
 def render_probing(report: ProbingReport) -> str:
-    """The report as one HTML page without references to anything outside."""
-    figures: dict[str, Any] = {
-        f"section-{place}-{index}": figure_json(figure)
-        for place, section in enumerate(report.sections)
-        for index, figure in enumerate(section.figures)
-    }
-    if report.curve is not None:
-        figures["curve"] = figure_json(coverage(report.curve))
-    return (
+    """The report as one HTML page without references to anything that it would fetch."""
+    flow = None if report.flow is None else fitting(report.flow, PICTURE_BYTES)
+    data = None if flow is None else picture_data(flow)
+    script = "" if data is None else mounting([data])
+    page = (
         templates()
         .get_template("probing.html.j2")
         .render(
             report=report,
-            plotly_js=get_plotlyjs(),
-            figures=figures,
-            shown=[_tokens(sequence) for sequence in report.shown],
+            term=term,
+            chart=render_chart,
+            anchor=_anchor,
+            picture="" if flow is None or data is None else picture_element(data, fallback(flow)),
+            script=script,
+            dashboard=asset("dashboard.js"),
+            heads_data=htmlsafe_json_dumps(
+                {name: rows for name, rows in report.examples.items() if rows}
+            ),
             metrics=METRICS,
-            rows=agreement_rows(report.agreement, "last position", first_layer=0),
+            rows=agreement_rows(report.agreement, "last position"),
             record=json.dumps(report.record.to_dict(), indent=2),
         )
     )
+    return with_policy(page)
 
 
-def _tokens(sequence: ShownSequence) -> list[dict[str, Any]]:
-    """Tokens with their share of the largest influence; the last one's own is left out."""
-    last = len(sequence.texts) - 1
-    others = sequence.influence[:last]
-    largest = float(others.max()) if last else 0.0
-    rows = []
-    for index, text in enumerate(sequence.texts):
-        value = float(sequence.influence[index])
-        share = min(value / largest, 1.0) if largest > 0 and index != last else 0.0
-        rows.append(
-            {
-                "text": text,
-                "share": share,
-                "inside": bool(sequence.inside[index]),
-                "last": index == last,
-                "title": f"position {index}, influence {value:.3g}",
-            }
-        )
-    return rows
-
-
-def coverage(curve: CoverageCurve) -> go.Figure:
-    """Influence inside the sets when every head passes its k largest positions."""
-    k = list(range(1, len(curve.last) + 1))
-    figure = go.Figure()
-    if any(not math.isnan(value) for shares in curve.layers for value in shares):
-        for layer in range(len(curve.layers[0])):
-            figure.add_scatter(
-                x=k,
-                y=[shares[layer] for shares in curve.layers],
-                name=f"layer {layer}",
-                opacity=0.5,
-            )
-    figure.add_scatter(x=k, y=list(curve.last), name="last state", line={"width": 4})
-    figure.update_layout(
-        height=360,
-        title="Influence inside the sets if every head passes its k largest positions"
-        " (a state's own token included)",
-        margin={"l": 60, "r": 20, "t": 60, "b": 50},
-    )
-    figure.update_xaxes(title="k (the paper's claim is k = 1)", dtick=1)
-    figure.update_yaxes(title="share of squared influence", range=[0, 1.02])
-    return figure
+def _anchor(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "section"

@@ -15,7 +15,7 @@ from infoflow_lens.hooks.influence.resample import donors_from
 from infoflow_lens.probing.part import Part, Setting
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
+    from infoflow_lens.report.charts import Chart
 
 _DIRECTIONS = 16  # of an estimate
 _EXACT_UP_TO = 2048  # input directions (tokens times width) that are differentiated one by one
@@ -37,11 +37,11 @@ class InfluencePart(Part):
         """Influence, and what predictions for the same sequences need."""
         return {
             "influence_attended": AttendedProbe(),
-            "influence_positions": PositionsProbe(setting.config.ranks),
+            "influence_positions": PositionsProbe(setting.config.ranks, spread=True),
             "influence": _probe(setting),
         }
 
-    def figures(self, result: Any) -> Sequence["go.Figure"]:
+    def figures(self, result: Any) -> Sequence["Chart"]:
         """None: the report shows influence beside what was predicted."""
         return ()
 

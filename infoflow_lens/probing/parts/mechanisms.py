@@ -11,7 +11,7 @@ from infoflow_lens.probing.part import Part, Setting
 from infoflow_lens.report.heads import by_head_in_colours
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
+    from infoflow_lens.report.charts import Chart
 
 # What needs nothing of the input first; the theory's own three in colours.
 _COLOURS = {
@@ -73,11 +73,11 @@ class MechanismsPart(Part):
                 checkpoint.save(reached)
             raise
 
-    def figures(self, result: MechanismsResult) -> Sequence["go.Figure"]:
+    def figures(self, result: MechanismsResult) -> Sequence["Chart"]:
         """The mechanism of every head in its colour; the damages are in the hover text."""
         frame = result.to_frame()
         hover = [
-            "<br>".join(f"{ideal}: {row[ideal]:.2g}" for ideal in result.ideals)
+            "\n".join(f"{ideal}: {row[ideal]:.2g}" for ideal in result.ideals)
             for row in frame.to_dict("records")
         ]
         return (by_head_in_colours(frame, "mechanism", _COLOURS, hover),)

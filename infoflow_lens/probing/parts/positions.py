@@ -9,7 +9,8 @@ from infoflow_lens.report.heads import by_head
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
+
+    from infoflow_lens.report.charts import Chart
 
 
 class PositionsPart(Part):
@@ -17,8 +18,8 @@ class PositionsPart(Part):
 
     title = "Where heads look, and why"
     text = (
-        "Left: the share of first choices that no rule of positions explains, so that must come "
-        "from the tokens. Right: the entropy of the attention rows, in nats."
+        "The share of first choices that no rule of positions explains, so that must come from the "
+        "tokens, and the entropy of the attention rows."
     )
 
     def probes(self, setting: Setting) -> Mapping[str, Probe[Any]]:
@@ -30,10 +31,10 @@ class PositionsPart(Part):
         """A row for each head."""
         return result.summary()
 
-    def figures(self, result: PositionsResult) -> Sequence["go.Figure"]:
+    def figures(self, result: PositionsResult) -> Sequence["Chart"]:
         """Two heat maps over heads."""
         labels = {"by_content": "explained by tokens alone", "entropy": "entropy (nats)"}
-        return (by_head(result.summary(), labels),)
+        return by_head(result.summary(), labels)
 
     def facts(self, result: PositionsResult) -> Sequence[tuple[str, str]]:
         """How many sequences were seen."""

@@ -8,7 +8,7 @@ from infoflow_lens.probing.part import Part, Setting
 from infoflow_lens.report.heads import by_head
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
+    from infoflow_lens.report.charts import Chart
 
 _WIDE, _SKETCH = 256, 64
 
@@ -31,7 +31,7 @@ class RecoveryPart(Part):
         )
         return {"recovery": probe}
 
-    def figures(self, result: RecoveryResult) -> Sequence["go.Figure"]:
+    def figures(self, result: RecoveryResult) -> Sequence["Chart"]:
         """Fraction of variance unexplained over layers and heads, a panel for each rank."""
         frame = result.to_frame()
         wide = frame.pivot_table(
@@ -39,7 +39,8 @@ class RecoveryPart(Part):
         )
         labels = {rank: f"rank {rank}" for rank in result.ranks}
         wide = wide.reset_index().rename(columns=labels)
-        return (by_head(wide, {name: name for name in list(labels.values())[:4]}, most=1.0),)
+        shown = {name: f"unexplained variance, {name}" for name in list(labels.values())[:4]}
+        return by_head(wide, shown, most=1.0)
 
     def sentences(self, result: RecoveryResult) -> Sequence[str]:
         """The head that gives most back."""

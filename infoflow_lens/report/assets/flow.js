@@ -1,5 +1,5 @@
 // The interactive picture of information flow. Needs d3 (selection, path, shape, format).
-const infoflow = { mounted: [] };
+const infoflow = {};
 infoflow.number = d3.format(".3~g");
 infoflow.percent = (x) => d3.format(x > 0 && x < 0.01 ? ".1%" : ".0%")(x);
 
@@ -212,6 +212,7 @@ infoflow.Picture = class {
   build() {
     const { data, state, box } = this;
     if (data.title) box.append("h3").text(data.title);
+    else box.attr("aria-label", "information flow");
     const bar = box.append("div").attr("class", "controls");
     if (data.groups.length > 1) {
       this.groupButtons = bar.append("div").attr("class", "choice").attr("role", "group")
@@ -278,6 +279,7 @@ infoflow.Picture = class {
     figure.append("figcaption").text(title);
     const body = figure.append("div").attr("class", "body");
     const names = body.append("div").attr("class", "names").attr("aria-hidden", "true");
+    const heading = body.append("div").attr("class", "heading");
     const scroll = body.append("div").attr("class", "scroll");
     const stage = scroll.append("div").attr("class", "stage").attr("tabindex", 0)
       .attr("role", "application").attr("aria-label",
@@ -295,7 +297,7 @@ infoflow.Picture = class {
     }).on("pointerleave", () => this.point(null))
       .on("keydown", (event) => this.key(event, stage.node()))
       .on("blur", () => { this.state.cursor = null; this.point(null); this.drawStates(); });
-    return { figure, scroll, names, stage, canvas, svg };
+    return { figure, scroll, heading, names, stage, canvas, svg };
   }
 
   buildHeads(side) {
@@ -488,7 +490,7 @@ infoflow.Picture = class {
     const graph = 18 + row * nLayers;
     this.size = {
       column, row, strip, labels, graph, width: column * n,
-      strips: graph + labels + 34, height: graph + labels + 34 + strip * nLayers + 8,
+      strips: graph + labels + 38, height: graph + labels + 38 + strip * nLayers + 8,
     };
   }
 
@@ -590,11 +592,10 @@ infoflow.Picture = class {
       .attr("transform", (t) => upright ? `translate(${this.x(t)},${base + 8})`
         : `translate(${this.x(t) + 4},${base - 4}) rotate(-90)`)
       .text((t) => shorten(this.token(t)));
-    const heading = panel === this.figure
-      ? [input.influence ? "measured influence on this position, layer by layer (frame: predicted)"
-        : "predicted sets of this position, layer by layer; influence was not measured"] : [];
-    panel.svg.selectAll("text.heading").data(heading).join("text").attr("class", "heading")
-      .attr("x", 2).attr("y", size.strips - 8).text((d) => d);
+    if (panel !== this.figure) return;
+    panel.heading.style("top", `${size.strips - 26}px`).text(input.influence
+      ? "measured influence on this position, by layer (frame: predicted)"
+      : "predicted sets of this position, by layer (influence was not measured)");
   }
 
   drawStates() {
@@ -821,7 +822,7 @@ infoflow.Picture = class {
     if (this.values.some((v) => Number.isNaN(v))) parts.push(["hatched", "not measured"]);
     parts.push(["line", "its own token, which the residual stream keeps (outside the scale)"]);
     if (marked.size) parts.push(["ring", this.data.marked_name || "marked"]);
-    this.legend.selectAll("span").data(parts, (d) => d[0]).join((enter) => {
+    this.legend.selectAll("span.item").data(parts, (d) => d[0]).join((enter) => {
       const item = enter.append("span").attr("class", "item");
       item.append("span").attr("class", (d) => `key ${d[0]}`);
       item.append("span").text((d) => d[1]);
@@ -1078,8 +1079,9 @@ infoflow.Picture = class {
       const at = (head * input.n_queries + position) * depth;
       const key = depth ? input.ranked[layer][at] : -1;
       if (key < 0) { lines.push(`head ${head}: reads no key`); continue; }
+      const known = input.weights && !Number.isNaN(input.weights[layer][at]);
       lines.push(`head ${head} reads ${key} “${this.token(key)}” most`
-        + (input.weights ? `, weight ${infoflow.number(input.weights[layer][at])}` : "")
+        + (known ? `, weight ${infoflow.number(input.weights[layer][at])}` : "")
         + (input.scores ? `, score ${infoflow.number(input.scores[layer][at])}` : "")
         + (state.off[layer].has(head) ? " (off)" : ""));
     }
@@ -1111,7 +1113,7 @@ infoflow.mount = function (id, css) {
     if (root.shadowRoot) continue;
     const data = JSON.parse(root.querySelector("script[type='application/json']").textContent);
     const picture = new infoflow.Picture(root, data, css);
-    infoflow.mounted.push(picture);
+    (window.infoflowPictures = window.infoflowPictures || []).push(picture);
     picture.ready.catch((error) => {
       picture.status.text(`This picture cannot be shown: ${error.message}`);
     });

@@ -1,0 +1,95 @@
+"""The heads of a run: what each does, with the evidence."""
+
+import math
+from typing import Any
+
+import torch
+
+from infoflow_lens.hooks import PositionsResult
+from infoflow_lens.probing.result import ProbingResult
+from infoflow_lens.report.charts import Table
+
+_EXAMPLES = 3
+_COLUMNS = {
+    "layer": "layers count from 0",
+    "head": "heads count from 0",
+    "mechanism": "the cheapest ideal pattern that may replace the head's own",
+    "damage": "what the output loses by that ideal; of a soft head, by its hard maximum",
+    "damage without": "what the output loses if the head sees its own position alone",
+    "recovery": "variance unexplained by a map from the state to its attended token; 1: nothing",
+    "control": "the same for the control that comes closest; a dash where none was fitted",
+    "by tokens": "share of first choices that no rule of positions explains",
+    "offset": "the most frequent distance of the first choice, key minus query",
+    "entropy": "of the attention rows, in nats",
+}
+
+
+def heads_table(result: ProbingResult) -> Table | None:
+    """A row for each head; None where nothing that concerns heads was measured."""
+    positions, mechanisms, recovery = result.positions, result.mechanisms, result.recovery
+    if positions is None and mechanisms is None and recovery is None:
+        return None
+    by_position: dict[tuple[int, int], Any] = {}
+    if positions is not None and 1 in positions.ranks:
+        for row in positions.summary().to_dict("records"):
+            by_position[int(row["layer"]), int(row["head"])] = row
+    names = mechanisms.mechanisms() if mechanisms is not None else None
+    rows = []
+    for layer, capabilities in enumerate(result.capabilities.layers):
+        for head in range(capabilities.n_heads or 0):
+            name, damage, without = None, math.nan, math.nan
+            if mechanisms is not None and names is not None:
+                name = names[layer][head]
+                ideal = name if name in mechanisms.ideals else "max_position"
+                damages = dict(zip(mechanisms.ideals, mechanisms.damage[layer][head].tolist()))
+                damage = damages.get(ideal, math.nan)
+                without = damages.get("own_position", math.nan)
+            fvu = control = math.nan
+            if recovery is not None:
+                fvu = float(recovery.fvu[layer][head, 0])
+                if recovery.control_fvu:
+                    control = float(recovery.control_fvu[layer][:, head, 0].min())
+            chosen = by_position.get((layer, head), {})
+            rows.append(
+                [
+                    *(layer, head, name and name.replace("_", " "), damage, without, fvu, control),
+                    *(chosen.get(key, math.nan) for key in ("by_content", "offset", "entropy")),
+                ]
+            )
+    empty = [all(_is_missing(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    columns = {n: m for (n, m), gone in zip(_COLUMNS.items(), empty, strict=True) if not gone}
+    kept = [[v for v, gone in zip(row, empty, strict=True) if not gone] for row in rows]
+    return Table(columns, kept)
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def examples(result: ProbingResult) -> dict[str, list[list[float]]]:
+    """For each head, "layer.head", the queries of the shown sequences that attend most to one key:
+    (sequence, query, key, share of the weight), where keys are not the query itself."""
+    positions = result.found.get("influence_positions")
+    if not isinstance(positions, PositionsResult) or not positions.concentration:
+        return {}
+    n = min(len(result.texts), len(positions.lengths))
+    found = {}
+    column = positions.ranks.index(1)
+    for layer, (ranked, weights) in enumerate(
+        zip(positions.positions, positions.concentration, strict=True)
+    ):
+        keys, share = ranked[:n, ..., column].long(), weights[:n].float()
+        queries = torch.arange(keys.shape[2])
+        # the first queries have little choice, and the own position says nothing of others
+        share = share.masked_fill((keys < 0) | (keys == queries) | (queries < 2), -1).nan_to_num(-1)
+        for head in range(keys.shape[1]):
+            order = share[:, head].flatten().argsort(descending=True, stable=True)[:_EXAMPLES]
+            rows = []
+            for flat in order.tolist():
+                sequence, query = divmod(flat, keys.shape[2])
+                value = float(share[sequence, head, query])
+                if value > 0:
+                    key = int(keys[sequence, head, query])
+                    rows.append([sequence, query, key, round(value, 3)])
+            found[f"{layer}.{head}"] = rows
+    return found

@@ -1,0 +1,128 @@
+"""The interactive picture of a run's first sequences."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from infoflow_lens.hooks import AttendedResult, MechanismsResult, PositionsResult
+from infoflow_lens.probing.result import ProbingResult
+from infoflow_lens.report.flow_view import ALL_KEYS, FlowView, ViewedInput, ViewedMechanism
+from infoflow_lens.theory.information_sets import MaxPosition, SpecificPositions
+
+_HOW = {
+    "JacobianInfluence": "norm of the Jacobian of the state by the token",
+    "ResampleInfluence": "how far the state moves when the token is another sequence's",
+}
+
+
+def flow_of(result: ProbingResult) -> FlowView | None:
+    """What is shown of them; None where influence was not asked for."""
+    positions, influence = result.found.get("influence_positions"), result.influence
+    if influence is None or not isinstance(positions, PositionsResult):
+        return None
+    n = min(len(result.texts), len(influence.lengths))
+    measured = _measured(result)
+    mechanisms = list(_mechanisms(result, n))
+    inputs = []
+    for index in range(n):
+        tokens = result.texts[index]
+        n_source = len(tokens)
+        n_pos = n_source + influence.n_positions - influence.influence.shape[-1]
+        inputs.append(
+            ViewedInput(
+                tokens=tokens,
+                n_queries=n_pos,
+                ranked=[p[index, :, :n_pos] for p in positions.positions],
+                weights=_weights(positions, index, n_pos),
+                mechanisms=mechanisms[index] if mechanisms else None,
+                influence=measured[:, index, :n_pos, :n_source],
+                causal=not any(x.attends == "bidirectional" for x in result.capabilities.layers),
+            )
+        )
+    kind = str(influence.record.config.get("probe", "influence"))
+    how = _HOW.get(kind, kind)
+    if influence.relative_error is not None:
+        how += f", an estimate (relative error up to {max(influence.relative_error):.0%})"
+    return FlowView(title="", inputs=inputs, influence_name=how)
+
+
+def _measured(result: ProbingResult) -> Tensor:
+    """Influence on every state, NaN where it was not measured."""
+    influence = result.influence
+    assert influence is not None
+    _, n_batch, _, n_source = influence.influence.shape
+    asked = torch.zeros(n_batch, influence.n_positions, dtype=torch.bool)
+    sequence, row = (influence.positions >= 0).nonzero(as_tuple=True)
+    asked[sequence, influence.positions[sequence, row]] = True
+    full = influence.full().float().masked_fill(~asked[None, :, :, None], torch.nan)
+    whole = torch.full(
+        (len(result.capabilities.layers), n_batch, influence.n_positions, n_source), torch.nan
+    )
+    whole[list(influence.layers)] = full
+    return whole
+
+
+def _weights(positions: PositionsResult, index: int, n_pos: int) -> list[Tensor] | None:
+    """The weights of the first keys, where they were measured; NaN for the others."""
+    if not positions.concentration:
+        return None
+    layers = []
+    for ranked, largest in zip(positions.positions, positions.concentration, strict=True):
+        weights = torch.full(ranked[index, :, :n_pos].shape, torch.nan)
+        weights[..., positions.ranks.index(1)] = largest[index, :, :n_pos].float()
+        layers.append(weights)
+    return layers
+
+
+def _mechanisms(result: ProbingResult, n: int) -> Iterator[list[list[ViewedMechanism]]]:
+    """What each head passes on in each of the first sequences, as predictions take it."""
+    mechanisms, attended = result.mechanisms, result.found.get("influence_attended")
+    chosen = result.found.get("influence_positions")
+    if not isinstance(mechanisms, MechanismsResult) or not isinstance(attended, AttendedResult):
+        return
+    assert isinstance(chosen, PositionsResult)
+    names = mechanisms.mechanisms()
+    all_rules = mechanisms.rules(
+        [p[:n] for p in attended.positions], [a[:n] for a in chosen.argmax]
+    )
+    influence = result.influence
+    assert influence is not None
+    n_extra = influence.n_positions - influence.influence.shape[-1]
+    for index in range(n):
+        n_source = len(result.texts[index])
+        layers = []
+        for layer, heads in enumerate(names):
+            rules = iter(all_rules[layer][1:])  # the first passes nothing
+            viewed = []
+            for name in heads:
+                if name == "own_position":
+                    viewed.append(ViewedMechanism(name))
+                    continue
+                rule = next(rules)
+                if isinstance(rule, SpecificPositions):
+                    keys = torch.arange(rule.reads.shape[1])
+                    passed = torch.where(rule.reads, keys, -1)
+                else:
+                    assert isinstance(rule, MaxPosition)
+                    passed = rule.positions[index, 0]
+                    passed = passed if passed.ndim == 2 else passed[:, None]
+                viewed.append(_viewed(name, passed[: n_source + n_extra], n_source))
+            layers.append(viewed)
+        yield layers
+
+
+def _viewed(name: str, passed: Tensor, n_source: int) -> ViewedMechanism:
+    """A head's keys without empty columns."""
+    if name == "max_position":
+        return ViewedMechanism(name)
+    passed = torch.where(passed < n_source, passed, -1)
+    keys = torch.arange(n_source)
+    allowed = torch.where(keys <= torch.arange(len(passed))[:, None], keys, -1)
+    filled = torch.full((len(passed), max(passed.shape[1], n_source)), -1)
+    filled[:, : passed.shape[1]] = passed
+    if torch.equal(filled[:, :n_source], allowed) and not (filled[:, n_source:] >= 0).any():
+        return ViewedMechanism(name, ALL_KEYS)
+    ordered = passed.sort(dim=1, descending=True).values
+    width = max(1, int((ordered >= 0).sum(dim=1).max()))
+    return ViewedMechanism(name, ordered[:, :width])

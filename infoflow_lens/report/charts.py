@@ -1,0 +1,293 @@
+"""What sections of a page show: heat maps over heads, lines, tables; and matplotlib's figures.
+
+Each is drawn as SVG or HTML when the page is made, in the page's colours, light and dark, without a
+library in the page.
+"""
+
+import base64
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from markupsafe import Markup, escape
+
+from infoflow_lens.foundation.errors import InfoFlowError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+MISSING = "\u2013"
+_CELL, _LEFT = 30, 58
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Numbers over rows and columns, such as layers and heads.
+
+    Attributes:
+        title: above it, with the unit.
+        values: a row for each layer; NaN where there is nothing. Rows may differ in length.
+        most: the largest value of the scale, whose smallest is 0; default, the largest there is.
+        row_name, column_name: what rows and columns are; both count from 0.
+        hover: for each cell, what is said of it; default, its number.
+    """
+
+    title: str
+    values: Sequence[Sequence[float]]
+    most: float | None = None
+    row_name: str = "layer"
+    column_name: str = "head"
+    hover: Sequence[Sequence[str]] | None = None
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """A name for every cell, in its colour.
+
+    Attributes:
+        title: above it.
+        names: a row for each layer.
+        colours: of the names, in the order of the legend: "#d55e00", ...
+        hover: for each cell, what is said of it.
+    """
+
+    title: str
+    names: Sequence[Sequence[str]]
+    colours: Mapping[str, str]
+    hover: Sequence[Sequence[str]] | None = None
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines over whole numbers.
+
+    Attributes:
+        title: above it.
+        x: the numbers.
+        series: by name; NaN where there is nothing. The last one is drawn strongest.
+        x_title, y_title: of the axes.
+        most: the top of the y axis, whose bottom is 0.
+    """
+
+    title: str
+    x: Sequence[int]
+    series: Mapping[str, Sequence[float]]
+    x_title: str = ""
+    y_title: str = ""
+    most: float | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; one press on a column's name sorts it.
+
+    Attributes:
+        columns: names, with what is said of each on hover ("" for nothing), in their order.
+        rows: texts, numbers, or NaN and None, which are shown as a dash.
+        reasons: (row, column) and why there is a dash.
+        caption: above it.
+    """
+
+    columns: Mapping[str, str]
+    rows: Sequence[Sequence[Any]]
+    reasons: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    caption: str = ""
+
+    @classmethod
+    def of_frame(cls, frame: "pd.DataFrame", caption: str = "", most: int = 300) -> "Table":
+        """A frame's first rows; the caption says how many there are."""
+        if len(frame) > most:
+            caption = f"{caption} The first {most} of {len(frame)} rows.".strip()
+        columns = {str(name): "" for name in frame.columns}
+        return cls(columns, frame.head(most).to_numpy(dtype=object).tolist(), caption=caption)
+
+
+Chart: TypeAlias = "HeatMap | NameMap | Lines | Table | Figure"
+
+
+def render_chart(chart: Any) -> Markup:
+    """A chart as HTML.
+
+    Raises:
+        InfoFlowError: for anything that is no chart.
+    """
+    if isinstance(chart, HeatMap):
+        return _heat_map(chart)
+    if isinstance(chart, NameMap):
+        return _name_map(chart)
+    if isinstance(chart, Lines):
+        return _lines(chart)
+    if isinstance(chart, Table):
+        return _table(chart)
+    if hasattr(chart, "savefig"):
+        return _picture(chart)
+    raise InfoFlowError(
+        f"a section holds a {type(chart).__module__}.{type(chart).__name__}: expected a HeatMap, "
+        "NameMap, Lines or Table of infoflow_lens.report.charts, or a matplotlib Figure"
+    )
+
+
+def number(value: Any) -> str:
+    """A number with three digits, a dash for what is missing, other things as they are."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return MISSING
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _picture(figure: "Figure") -> Markup:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
+    data = base64.b64encode(buffer.getvalue()).decode()
+    title = figure.get_suptitle() or "figure"
+    return Markup(
+        '<figure><img class="drawn" alt="{}" src="data:image/png;base64,{}"></figure>'
+    ).format(title, data)
+
+
+def _figure(title: str, width: float, height: float, inside: Sequence[str]) -> Markup:
+    return Markup(
+        '<figure class="chart"><figcaption>{}</figcaption><div class="scroll" tabindex="0" '
+        'role="region" aria-label="{}"><svg role="img" aria-label="{}" width="{:.0f}" '
+        'height="{:.0f}">{}</svg></div></figure>'
+    ).format(title, title, title, width, height, Markup("".join(inside)))
+
+
+def _text(x: float, y: float, text: object, anchor: str = "middle", kind: str = "tick") -> str:
+    return (
+        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    )
+
+
+def _grid(n_rows: int, n_columns: int, row_name: str, column_name: str, cell: int) -> list[str]:
+    step = max(1, -(-n_columns * 18 // (n_columns * cell)))
+    parts = [
+        _text(_LEFT - 6, cell * (row + 0.5) + 4, f"{row_name} {row}", "end")
+        for row in range(n_rows)
+    ]
+    below = cell * n_rows + 14
+    parts += [
+        _text(_LEFT + cell * (column + 0.5), below, column) for column in range(0, n_columns, step)
+    ]
+    parts.append(_text(_LEFT + cell * n_columns / 2, below + 15, column_name))
+    return parts
+
+
+def _heat_map(chart: HeatMap) -> Markup:
+    n_columns = max((len(row) for row in chart.values), default=0)
+    cell = _CELL if n_columns <= 24 else 16
+    known = [v for row in chart.values for v in row if not math.isnan(v)]
+    most = chart.most or max([*known, 1e-12])
+    parts = _grid(len(chart.values), n_columns, chart.row_name, chart.column_name, cell)
+    for i, row in enumerate(chart.values):
+        for j, value in enumerate(row):
+            place = f"{chart.row_name} {i}, {chart.column_name} {j}: "
+            said = chart.hover[i][j] if chart.hover else number(float(value))
+            if math.isnan(value):
+                said, kind, share = f"{said} (not measured)", "cell missing", 1.0
+            else:
+                kind, share = "cell", min(1.0, max(0.0, value / most))
+            parts.append(
+                f'<rect class="{kind}" x="{_LEFT + cell * j + 1}" y="{cell * i + 1}" '
+                f'width="{cell - 2}" height="{cell - 2}" fill-opacity="{share:.3f}">'
+                f"<title>{escape(place + said)}</title></rect>"
+            )
+    width, height = _LEFT + cell * n_columns + 2, cell * len(chart.values) + 34
+    scale = f"{chart.title} (shade: 0 to {most:.2g})"
+    return _figure(scale, width, height, parts)
+
+
+def _name_map(chart: NameMap) -> Markup:
+    n_columns = max((len(row) for row in chart.names), default=0)
+    cell = _CELL if n_columns <= 24 else 16
+    parts = _grid(len(chart.names), n_columns, "layer", "head", cell)
+    for i, row in enumerate(chart.names):
+        for j, name in enumerate(row):
+            said = f"layer {i}, head {j}: {name}"
+            if chart.hover:
+                said += f"\n{chart.hover[i][j]}"
+            colour = escape(chart.colours.get(name, "#888"))
+            parts.append(
+                f'<rect fill="{colour}" x="{_LEFT + cell * j + 1}" '
+                f'y="{cell * i + 1}" width="{cell - 2}" height="{cell - 2}" rx="3">'
+                f"<title>{escape(said)}</title></rect>"
+            )
+    at = cell * len(chart.names) + 48
+    used = [n for n in chart.colours if any(n in row for row in chart.names)]
+    for index, name in enumerate(used):
+        parts.append(
+            f'<rect fill="{escape(chart.colours[name])}" x="{_LEFT}" y="{at + 20 * index}" '
+            f'width="14" height="14" rx="3"/>'
+            + _text(_LEFT + 20, at + 20 * index + 12, name.replace("_", " "), "start")
+        )
+    width = max(_LEFT + cell * n_columns + 2, 240)
+    return _figure(chart.title, width, at + 20 * len(used) + 4, parts)
+
+
+def _lines(chart: Lines) -> Markup:
+    width, height, left, top = 560.0, 260.0, 54.0, 10.0
+    inner, tall = width - left - 16, height - top - 46
+    known = [v for values in chart.series.values() for v in values if not math.isnan(v)]
+    most = chart.most or max([*known, 1e-12])
+    first, last = chart.x[0], chart.x[-1]
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        share = (x - first) / (last - first) if last > first else 0.5
+        return left + inner * share, top + tall * (1 - y / most)
+
+    parts = []
+    for step in range(5):
+        _, y = place(first, most * step / 4)
+        parts.append(f'<path class="rule" d="M{left:.0f},{y:.1f}H{width - 16:.0f}"/>')
+        parts.append(_text(left - 6, y + 4, f"{most * step / 4:.2g}", "end"))
+    every = max(1, len(chart.x) // 10)
+    parts += [_text(place(x, 0)[0], top + tall + 16, x) for x in chart.x[::every]]
+    parts.append(_text(left + inner / 2, height - 6, chart.x_title))
+    for index, (name, values) in enumerate(chart.series.items()):
+        strong = " strong" if index == len(chart.series) - 1 else ""
+        points = [place(x, v) for x, v in zip(chart.x, values, strict=True) if not math.isnan(v)]
+        path = "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        said = ", ".join(f"{x}: {number(float(v))}" for x, v in zip(chart.x, values, strict=True))
+        parts.append(
+            f'<g class="series s{index % 8}{strong}"><title>{escape(f"{name}: {said}")}</title>'
+            + (f'<path d="M{path}"/>' if points else "")
+            + "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in points)
+            + "</g>"
+        )
+    keys = Markup("").join(
+        Markup('<span class="item"><i class="swatch s{}"></i>{}</span>').format(index % 8, name)
+        for index, name in enumerate(chart.series)
+    )
+    title = f"{chart.title}" + (f" ({chart.y_title})" if chart.y_title else "")
+    return _figure(title, width, height, parts) + Markup('<p class="keys">{}</p>').format(keys)
+
+
+def _table(chart: Table) -> Markup:
+    heads = Markup("").join(
+        Markup(
+            '<th scope="col"><button type="button" class="sort" title="{}">{}</button></th>'
+        ).format(meaning or "sort", name)
+        for name, meaning in chart.columns.items()
+    )
+    rows = []
+    for i, row in enumerate(chart.rows):
+        cells = []
+        for j, value in enumerate(row):
+            reason = chart.reasons.get((i, j))
+            repeated = reason is not None and chart.reasons.get((i, j - 1)) == reason
+            shown = (
+                Markup('<span title="{}">{}<small>{}</small></span>').format(
+                    reason, MISSING, "" if repeated else f" {reason}"
+                )
+                if reason
+                else escape(number(value))
+            )
+            key = "" if reason or number(value) == MISSING else value
+            cells.append(Markup('<td data-value="{}">{}</td>').format(key, shown))
+        rows.append(Markup("<tr>{}</tr>").format(Markup("").join(cells)))
+    return Markup(
+        '<div class="scroll" tabindex="0" role="region" aria-label="{}"><table class="sortable">'
+        "<caption>{}</caption><thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>"
+    ).format(chart.caption or "table", chart.caption, heads, Markup("").join(rows))

@@ -1,0 +1,61 @@
+"""One headless browser for the session, and pages that must need nothing from outside."""
+
+import os
+import shutil
+
+import pytest
+
+
+def find_chromium():
+    """The browser's path; None lets playwright take its own."""
+    for name in (os.environ.get("CHROMIUM"), "chromium", "chromium-browser", "google-chrome"):
+        if name and shutil.which(name):
+            return shutil.which(name)
+    return None
+
+
+@pytest.fixture(scope="session")
+def browser():
+    sync = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
+    with sync.sync_playwright() as playwright:
+        path = find_chromium() or playwright.chromium.executable_path
+        if not os.path.exists(path):
+            pytest.skip("there is no chromium: apt-get install chromium, or set CHROMIUM")
+        running = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Opens HTML; at the end nothing was fetched, and nothing was said on the console."""
+    contexts, trouble = [], []
+
+    def opened(html, width=1200, height=900, scheme="light", **settings):
+        path = tmp_path / f"{len(contexts)}.html"
+        path.write_text(html, encoding="utf-8")
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme, **settings
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(8000)
+        page.on("console", lambda said: trouble.append(f"console: {said.text}"))
+        page.on("pageerror", lambda error: trouble.append(f"error: {error}"))
+        page.on(
+            "request",
+            lambda asked: (
+                asked.url == path.as_uri()
+                or asked.url.startswith(("data:", "blob:"))
+                or trouble.append(f"request: {asked.url}")
+            ),
+        )
+        page.goto(path.as_uri())
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert trouble == []

@@ -1,0 +1,299 @@
+"""The interactive picture in a real browser: what lights up is what theory propagates."""
+
+import pytest
+import torch
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.report.flow import render_flow
+from infoflow_lens.report.flow_view import ALL_KEYS, FlowView, ViewedInput, ViewedMechanism
+from infoflow_lens.theory import MaxPosition, propagate
+
+HEADS = (4, 2, 3)
+EVIL = "<script>alert(1)</script>"
+WORDS = ("The", "cat", "日本", "שלום", EVIL, "</script>", "\\n", "&amp;", "“x”")
+
+
+def make_input(n=9, heads=HEADS, extra=0, seed=0, k=3, **changes):
+    random = torch.Generator().manual_seed(seed)
+    n_pos, ranked, weights, scores, patterns = n + extra, [], [], [], []
+    allowed = torch.arange(n) <= torch.arange(n_pos)[:, None]
+    for n_heads in heads:
+        score = torch.randn(n_heads, n_pos, n, generator=random).masked_fill(~allowed, -torch.inf)
+        top = score.topk(min(k, n))
+        none = top.values.isinf()
+        ranked.append(top.indices.masked_fill(none, -1))
+        scores.append(top.values.masked_fill(none, torch.nan))
+        patterns.append(score.softmax(-1))
+        weights.append(patterns[-1].gather(-1, top.indices))
+    influence = torch.rand(len(heads), n_pos, n, generator=random) ** 3 * allowed
+    influence[0] = torch.nan
+    settings = {
+        "tokens": [WORDS[i % len(WORDS)] for i in range(n)],
+        "n_queries": n_pos,
+        "ranked": ranked,
+        "weights": weights,
+        "scores": scores,
+        "patterns": patterns,
+        "influence": influence,
+    }
+    return ViewedInput(**(settings | changes))
+
+
+def with_mechanisms(view):
+    fixed = torch.tensor([[0, -1]]).expand(view.n_queries, 2).clone()
+    fixed[:, 1] = torch.arange(view.n_queries) // 2
+    kinds = [
+        ViewedMechanism("max_position"),
+        ViewedMechanism("own_position"),
+        ViewedMechanism("specific_position", fixed),
+        ViewedMechanism("global", ALL_KEYS),
+    ]
+    return [[kinds[(h + i) % 4] for h in range(len(r))] for i, r in enumerate(view.ranked)]
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    made = []
+    for seed, extra in ((0, 0), (1, 0), (2, 1)):
+        view = make_input(seed=seed, extra=extra)
+        made.append(make_input(seed=seed, extra=extra, mechanisms=with_mechanisms(view)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def html(inputs):
+    return render_flow(FlowView("Three inputs", inputs, notes=["A note."]))
+
+
+def lit(page, nth=0):
+    """The tokens that are framed, and those whose circle is filled."""
+    root = page.locator("[data-infoflow]").nth(nth)
+    root.locator(".token").first.wait_for()
+    chips = root.locator(".token.in").evaluate_all("all => all.map(e => +e.dataset.position)")
+    circles = root.locator(".flow .state.member").evaluate_all(
+        "all => all.map(e => +e.dataset.position)"
+    )
+    return set(chips), set(circles)
+
+
+def expected(view, layer, position, rule="argmax", k=1, off=()):
+    layers = view.layers_of(rule, k)
+    for which, head in off:
+        kept = layers[which][0].positions.clone()
+        kept[:, head] = -1
+        layers[which] = [MaxPosition(kept)]
+    return propagate(layers, len(view.tokens)).of(layer, 0, position)
+
+
+def circle(page, layer, position, nth=0):
+    root = page.locator("[data-infoflow]").nth(nth)
+    return root.locator(f".flow .state[data-layer='{layer}'][data-position='{position}']")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_pressed_state_lights_up_its_set(show, html, inputs, scheme):
+    page = show(html, scheme=scheme)
+    assert lit(page) == (expected(inputs[0], 2, 8),) * 2  # the last state, at first
+    for layer, position in ((2, 5), (1, 7), (0, 3)):
+        circle(page, layer, position).click()
+        assert lit(page) == (expected(inputs[0], layer, position),) * 2
+    background = page.locator(".picture").evaluate("e => getComputedStyle(e).backgroundColor")
+    assert (background == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+def test_a_pressed_token_shows_its_state_and_its_circle_where_it_goes(show, html, inputs):
+    page = show(html)
+    page.locator(".token").nth(6).click()
+    assert lit(page)[0] == expected(inputs[0], 2, 6)
+    circle(page, -1, 1).click()
+    sets = propagate(inputs[0].layers_of("argmax"), 9).members[:, 0, :, 1]
+    for layer in range(3):
+        reached = page.locator(f".flow .state.lit[data-layer='{layer}']").evaluate_all(
+            "all => all.map(e => +e.dataset.position)"
+        )
+        assert set(reached) == set(sets[layer].nonzero().flatten().tolist())
+
+
+def test_rule_layer_input_and_heads_are_switches(show, html, inputs):
+    page = show(html)
+    rule = page.get_by_label("rule")
+    rule.select_option("top_k")
+    for k in (2, 3):
+        page.get_by_label("k ", exact=False).last.wait_for()
+        page.locator(".k input").fill(str(k))
+        assert lit(page)[0] == expected(inputs[0], 2, 8, "top_k", k)
+    rule.select_option("mechanisms")
+    for layer in (0, 1, 2):
+        page.locator(".layer input").fill(str(layer))
+        assert lit(page)[0] == expected(inputs[0], layer, 8, "mechanisms")
+    rule.select_option("argmax")
+    page.get_by_role("button", name="switch it on or off").click()
+    for layer, head in ((2, 0), (1, 1)):
+        page.locator(f"[data-head='{layer}.{head}']").click()
+    assert lit(page)[0] == expected(inputs[0], 2, 8, off=[(2, 0), (1, 1)])
+    page.get_by_role("button", name="all off").click()
+    assert lit(page)[0] == {8}
+    page.get_by_role("button", name="all on").click()
+    page.locator("select.input").select_option("2")  # with a CLS, whose own set is empty at first
+    page.locator(".token").nth(9).wait_for()
+    assert page.locator(".token").nth(9).inner_text() == "CLS"
+    assert lit(page)[0] == expected(inputs[2], 2, 9)
+
+
+def test_the_table_says_what_lights_up_and_how_it_came(show, html, inputs):
+    page = show(html)
+    circle(page, 1, 7).click()
+    rows = page.locator("details.table tbody tr").evaluate_all(
+        "rows => rows.map(r => [...r.cells].map(c => c.textContent))"
+    )
+    held = {int(row[0]) for row in rows if row[2] in ("yes", "own token")}
+    assert held == expected(inputs[0], 1, 7)
+    influence = inputs[0].influence[1, 7]
+    for position, token, _, measured, _, way in rows:
+        assert token == inputs[0].tokens[int(position)]
+        shown = float(measured.replace("\u2212", "-"))
+        assert shown == pytest.approx(float(influence[int(position)]), rel=5e-3, abs=1e-6)
+        for hop in way.split(", then ") if way.startswith("layer") else []:
+            _, layer, _, head, _, key = hop.split()
+            ranked = inputs[0].ranked[int(layer)][int(head)]
+            assert int(key) in ranked[:, 0].tolist()
+    live = page.locator("[aria-live]").inner_text()
+    assert "layer 1 at position 7" in live
+    assert f"{len(held) - 1} of 7 other tokens" in live
+
+
+def test_what_was_not_measured_is_said_and_not_shown_as_zero(show, html):
+    page = show(html)
+    page.locator(".layer input").fill("0")
+    assert page.locator(".token.unmeasured").count() == 9
+    assert "was not measured" in page.locator(".status").inner_text()
+    assert "not measured" in page.locator("details.table tbody").inner_text()
+
+
+def test_the_keyboard_alone_is_enough(show, html, inputs):
+    page = show(html)
+    lit(page)
+    stage = page.locator(".flow .stage")
+    stage.focus()
+    for key in ("ArrowDown", "ArrowLeft", "ArrowLeft"):
+        page.keyboard.press(key)
+    assert "after layer 1 at position 6" in page.locator(".status").inner_text()
+    assert lit(page)[0] == expected(inputs[0], 2, 8)  # not before Enter
+    page.keyboard.press("Enter")
+    assert lit(page)[0] == expected(inputs[0], 1, 6)
+    page.keyboard.press("Home")
+    page.keyboard.press("Escape")
+    assert page.locator(".state.cursor").count() == 0
+    page.locator(".head[tabindex='0']").focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Space")
+    assert page.locator("[data-head='1.0']").get_attribute("aria-pressed") == "false"
+    assert lit(page)[0] == expected(inputs[0], 1, 6, off=[(1, 0)])
+    page.keyboard.press("Enter")
+    assert "layer 1, head 0" in page.locator(".pattern figcaption").inner_text()
+    page.keyboard.press("Escape")
+    assert page.locator(".pattern").is_hidden()
+
+
+def test_pointing_shows_weights_scores_and_influence(show, html, inputs):
+    page = show(html)
+    lit(page)
+    circle(page, 2, 5).hover()
+    said = page.locator(".tip").inner_text()
+    key, weight = int(inputs[0].ranked[2][0, 5, 0]), float(inputs[0].weights[2][0, 5, 0])
+    assert f"head 0 reads {key} " in said
+    assert f"weight {weight:.3g}"[:10] in said
+    page.locator(".token").nth(2).hover()
+    assert (
+        f"influence {float(inputs[0].influence[2, 8, 2]):.2g}"[:12]
+        in page.locator(".tip").inner_text()
+    )
+    page.locator("[data-head='2.0']").click()
+    box = page.locator(".pattern canvas").bounding_box()
+    cell = box["width"] / 9
+    page.mouse.move(box["x"] + cell * (key + 0.5), box["y"] + cell * 5.5)
+    said = page.locator(".tip").inner_text()
+    assert "query 5" in said
+    assert "rank 1, score" in said
+
+
+def test_tokens_are_text_whatever_they_hold(show, html):
+    page = show(html)
+    lit(page)
+    assert page.locator(".token").nth(4).inner_text() == EVIL
+    assert page.locator("script").count() == 2  # data and code, none of a token
+    page.locator("select.input").wait_for()
+
+
+@pytest.mark.parametrize(
+    ("n", "heads", "width"), [(64, (12,) * 12, 1200), (64, (12,) * 12, 390), (300, (4,) * 6, 1200)]
+)
+def test_long_inputs_fit_and_stay_quick(show, n, heads, width):
+    view = make_input(n, heads, patterns=None, tokens=["word"] * (n - 1) + [EVIL])
+    page = show(render_flow(FlowView("long", [view])), width=width, height=800)
+    assert lit(page)[0] == expected(view, len(heads) - 1, n - 1)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    last = page.locator(".token").last
+    last.scroll_into_view_if_needed()
+    box = last.bounding_box()
+    assert box["x"] + box["width"] <= width
+    page.locator(".token").nth(n - 20).click()
+    assert lit(page)[0] == expected(view, len(heads) - 1, n - 20)
+
+
+def test_touch_chooses_a_state(show, html, inputs):
+    page = show(html, width=390, height=800, has_touch=True, is_mobile=True)
+    lit(page)
+    circle(page, 1, 4).tap()
+    assert lit(page)[0] == expected(inputs[0], 1, 4)
+
+
+def test_two_pictures_in_one_page_leave_each_other_alone(show, inputs):
+    one = render_flow(FlowView("one", inputs[:1]), fragment=True)
+    other = render_flow(FlowView("other", inputs[1:2]), fragment=True)
+    page = show(
+        f"<!DOCTYPE html><meta charset='utf-8'><style>.token {{ display: none }}</style>{one}"
+        f"<script>window.d3 = 'mine'; window.define = () => {{ throw 1 }}; define.amd = {{}}"
+        f"</script>{other}{one}"
+    )
+    for nth, view in enumerate((inputs[0], inputs[1], inputs[0])):
+        assert lit(page, nth)[0] == expected(view, 2, 8)
+    circle(page, 1, 4, nth=2).click()
+    assert lit(page, 2)[0] == expected(inputs[0], 1, 4)
+    assert lit(page, 0)[0] == expected(inputs[0], 2, 8)
+    assert lit(page, 1)[0] == expected(inputs[1], 2, 8)
+    assert page.evaluate("window.d3") == "mine"
+
+
+def test_groups_of_inputs_are_a_switch(show, inputs):
+    view = FlowView("before and after", inputs[:2], groups=[("initial", 1), ("trained", 1)])
+    page = show(render_flow(view))
+    assert lit(page)[0] == expected(inputs[0], 2, 8)
+    page.get_by_role("button", name="trained").click()
+    page.locator("button[aria-pressed=true]", has_text="trained").wait_for()
+    assert lit(page)[0] == expected(inputs[1], 2, 8)
+
+
+def test_without_scripts_the_first_set_is_still_there(show, html, inputs):
+    page = show(html, java_script_enabled=False)
+    said = page.locator("[data-infoflow]").inner_text()
+    for source in expected(inputs[0], 2, 8):
+        assert f"{source} “{inputs[0].tokens[source]}”" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_queries": 4}, "a state for every token"),
+        ({"influence": torch.zeros(3, 9, 8)}, "influence has shape"),
+        ({"ranked": [torch.full((2, 9, 1), 9)]}, "expected 0 to 8"),
+        ({"weights": [torch.zeros(1, 9, 1)]}, "weights have shapes"),
+        ({"mechanisms": [[]]}, "one for each head"),
+        ({"marked": [9]}, "marked sources"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, message):
+    with pytest.raises(InfoFlowError, match=message):
+        make_input(**changes)
+    with pytest.raises(InfoFlowError, match="no input"):
+        FlowView("none", [])
