@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from infoflow_lens.foundation.errors import InfoFlowError as InfoFlowError
     from infoflow_lens.foundation.errors import InfoFlowWarning as InfoFlowWarning
     from infoflow_lens.hooks import AttendedProbe as AttendedProbe
+    from infoflow_lens.hooks import AttentionFlow as AttentionFlow
+    from infoflow_lens.hooks import AttentionRollout as AttentionRollout
+    from infoflow_lens.hooks import AttentionWeight as AttentionWeight
+    from infoflow_lens.hooks import ContributionRoutes as ContributionRoutes
+    from infoflow_lens.hooks import GradientTimesInput as GradientTimesInput
     from infoflow_lens.hooks import JacobianInfluence as JacobianInfluence
     from infoflow_lens.hooks import PositionsProbe as PositionsProbe
     from infoflow_lens.hooks import RecoveryProbe as RecoveryProbe
@@ -50,9 +55,14 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Agreement": "agreement",
-    "AttendedProbe": "hooks",
     "Architecture": "models.architecture",
+    "AttendedProbe": "hooks",
+    "AttentionFlow": "hooks",
+    "AttentionRollout": "hooks",
+    "AttentionWeight": "hooks",
     "Component": "theory",
+    "ContributionRoutes": "hooks",
+    "GradientTimesInput": "hooks",
     "InfoFlowError": "foundation.errors",
     "InfoFlowWarning": "foundation.errors",
     "InformationSets": "theory",
