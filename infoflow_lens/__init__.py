@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from infoflow_lens.models.host import load_model as load_model
     from infoflow_lens.models.host import save_model as save_model
     from infoflow_lens.models.loading import load_any as load_any
+    from infoflow_lens.ranking import RankingAgreement as RankingAgreement
+    from infoflow_lens.ranking import compare_rankings as compare_rankings
     from infoflow_lens.tasks import Target as Target
     from infoflow_lens.tasks import dataset_card as dataset_card
     from infoflow_lens.tasks import list_tasks as list_tasks
@@ -68,6 +70,7 @@ _HOMES = {
     "InformationSets": "theory",
     "JacobianInfluence": "hooks",
     "PositionsProbe": "hooks",
+    "RankingAgreement": "ranking",
     "RecoveryProbe": "hooks",
     "ResampleInfluence": "hooks",
     "Target": "tasks",
@@ -78,6 +81,7 @@ _HOMES = {
     "build_token_model": "models.host",
     "compare": "agreement",
     "compare_by_position": "agreement",
+    "compare_rankings": "ranking",
     "coverage_curve": "agreement",
     "dataset_card": "tasks",
     "dependence": "theory",
