@@ -12,6 +12,7 @@ from infoflow_lens.commands.common import reported as _reported
 from infoflow_lens.commands.design import design
 from infoflow_lens.commands.estimate import estimate
 from infoflow_lens.commands.options import options_of
+from infoflow_lens.experiments.survey_config import SurveyConfig
 from infoflow_lens.probing.config import ProbingConfig
 
 app = typer.Typer(
@@ -220,6 +221,26 @@ def probe(
             out, settings, progress=not quiet, say=lambda line: typer.echo(line, err=True)
         )
     _print_probing(result)
+
+
+@app.command(short_help="All of it on a language model: one page, one row a head.")
+@options_of(SurveyConfig, arguments=("model",))
+def survey(
+    config: Callable[[], SurveyConfig],
+    out: Annotated[Path, typer.Option(help="Folder for results and the report.")],
+    quiet: Quiet = False,
+) -> None:
+    """Which mechanisms do the heads of a language model need, are they enough, and are InfoFlow's
+    sets what its states depend on? Run again to go on."""
+    with _reported():
+        settings = config()
+        from infoflow_lens.experiments.survey import run_survey
+
+        result = run_survey(
+            out, settings, progress=not quiet, say=lambda line: typer.echo(line, err=True)
+        )
+    _print_probing(result)
+    typer.echo(f"heads: {out / 'heads.csv'}")
 
 
 def _print_probing(result: Any) -> None:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
-from infoflow_lens.hooks.model.inputs import Batches, read_inputs
+from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, read_inputs
+from infoflow_lens.probing.windows import evenly_spread, token_stream
 from infoflow_lens.tasks import TokenTask, is_task, list_tasks, load_task
 
 REPEATED = "repeated"  # random tokens, twice: the test of induction
@@ -30,6 +31,7 @@ def read_data(
     column: str | None = None,
     n: int | None = None,
     max_length: int | None = None,
+    window: int | None = None,
     seed: int = 0,
 ) -> Batches:
     """The sequences that a user names, tokenised once.
@@ -43,6 +45,8 @@ def read_data(
         column: the column that holds texts or ids.
         n: at most so many sequences.
         max_length: longer sequences are cut to it.
+        window: join all texts, and cut them into sequences of so many tokens, `n` of them spread
+            evenly; a text file is one text, with its line breaks.
         seed: of what is drawn.
 
     Raises:
@@ -52,11 +56,42 @@ def read_data(
         raise InfoFlowError(f"n is {n}: expected at least 1 sequence")
     if not data:
         raise InfoFlowError("data is empty: expected a file, a task or the name of a dataset")
+    if window is not None:
+        prefix, stream = token_stream(model, _texts(model, data, column, seed))
+        rows = evenly_spread(prefix, stream, window, n, data)
+        return read_inputs(model, rows, max_length=max_length, name=data)
     given = _load(model, data, n or 256, max_length, seed)
     if n is not None:
         table = hasattr(given, "column_names")
         given = given.select(range(min(n, len(given)))) if table else given[:n]
     return read_inputs(model, given, column=column, max_length=max_length, name=data)
+
+
+def _texts(model: nn.Module, data: str, column: str | None, seed: int) -> list[str]:
+    """The texts of data, to be joined.
+
+    Raises:
+        InfoFlowError: for data that are no texts.
+    """
+    path = Path(data)
+    if path.suffix == ".txt" and path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InfoFlowError(f"{data!r} cannot be read ({error}): expected UTF-8") from error
+        if not text.strip():
+            raise InfoFlowError(f"{data!r} holds no text: expected some")
+        return [text]
+    given = _load(model, data, 256, None, seed)
+    names = list(getattr(given, "column_names", ()))
+    chosen = column or next((name for name in COLUMNS if name in names), "")
+    texts = list(given[chosen]) if chosen in names else []
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InfoFlowError(
+            f"{data!r} gives no texts to join (columns: {', '.join(names) or 'none'}): expected a "
+            "text file or a column of texts; leave window out for ids and tasks, or name a column"
+        )
+    return [text for text in texts if text.strip()]
 
 
 def _load(model: nn.Module, data: str, n: int, max_length: int | None, seed: int) -> Any:
