@@ -30,6 +30,7 @@ from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.routes.attention import AttentionRollout, AttentionWeight
 from infoflow_lens.hooks.routes.base import RoutesResult
 from infoflow_lens.hooks.routes.contributions import ContributionRoutes
+from infoflow_lens.hooks.routes.every import baselines
 from infoflow_lens.hooks.routes.flow import AttentionFlow
 from infoflow_lens.hooks.routes.gradient import GradientTimesInput
 from infoflow_lens.hooks.scores import StateScores
@@ -65,6 +66,7 @@ __all__ = [
     "Split",
     "StateScores",
     "attach",
+    "baselines",
     "check_damage",
     "example_input",
     "inspect_model",

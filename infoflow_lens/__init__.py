@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from infoflow_lens.hooks import RecoveryProbe as RecoveryProbe
     from infoflow_lens.hooks import ResampleInfluence as ResampleInfluence
     from infoflow_lens.hooks import attach as attach
+    from infoflow_lens.hooks import baselines as baselines
     from infoflow_lens.hooks import inspect_model as inspect_model
     from infoflow_lens.hooks import measure_mechanisms as measure_mechanisms
     from infoflow_lens.hooks import probe_cache as probe_cache
@@ -76,6 +77,7 @@ _HOMES = {
     "Target": "tasks",
     "TrainingConfig": "training",
     "attach": "hooks",
+    "baselines": "hooks",
     "build_construction": "models.constructions",
     "build_model": "models.host",
     "build_token_model": "models.host",

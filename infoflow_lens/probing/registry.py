@@ -19,6 +19,7 @@ _OURS = {
     "influence": "InfluencePart",
     "positions": "PositionsPart",
     "recovery": "RecoveryPart",
+    "routes": "RoutesPart",
     "top_k": "TopKPart",
 }
 
