@@ -42,6 +42,8 @@ class Roles(LanguageModelStudy):
         "with what they cost is positive, above 95% of permutations, and above that of the "
         "untrained control"
     )
+    windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 32, "full": 256}
+    steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 4, "full": None}
     draws: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 8}
 
     def contexts(self, moment: Any, preset: str) -> Sequence[Settings]:

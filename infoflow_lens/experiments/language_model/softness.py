@@ -39,6 +39,7 @@ class Softness(LanguageModelStudy):
         "their median, in a share above that of the untrained model plus one tenth"
     )
     windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 40, "full": 256}
+    steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 3, "full": None}
     draws: ClassVar[Mapping[str, int]] = {"smoke": 3, "quick": 19, "full": 19}
 
     def contexts(self, moment: Any, preset: str) -> Sequence[Settings]:

@@ -39,7 +39,8 @@ class Sufficiency(LanguageModelStudy):
         "is at most a quarter of that of mean ablation, which costs at least .1 nats, and below "
         "that of each of eight random assignments of the same mechanisms"
     )
-    exact: ClassVar[Mapping[str, bool]] = {"smoke": False, "quick": True, "full": False}
+    windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 32, "full": 256}
+    exact: ClassVar[Mapping[str, bool]] = {"smoke": False, "quick": False, "full": True}
 
     def contexts(self, moment: Snapshot, preset: str) -> Sequence[Settings]:
         """Lengths from 32 on for the last snapshot, the longest for the others."""

@@ -34,6 +34,8 @@ class TopK(LanguageModelStudy):
         "of the loss) needs a number of keys that grows with the context with a power of at most "
         "1/4, and fewer keys at the longest context than random ones"
     )
+    windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 32, "full": 256}
+    steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 3, "full": None}
     lengths: ClassVar[Mapping[str, Sequence[int]]] = {
         "smoke": (12, 24),
         "quick": (32, 64, 128, 256, 512),
