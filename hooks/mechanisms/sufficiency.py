@@ -233,14 +233,14 @@ def measure_sufficiency(
         progress_bar("sufficiency", len(dealt) * len(counts), progress) as step,
     ):
         bare = once("bare", loss.sums)
-        means = _mean_outputs(model, batches, loss.batch_size)
+        means = mean_outputs(model, batches, loss.batch_size)
         rows = []
         for name, given in dealt.items():
             for n in counts:
 
                 def edited(batch: Batch, first: int, given: Any = given, n: int = n) -> Any:
                     if given is None:
-                        return _ablated(model, heads[:n], means)
+                        return mean_ablated(model, heads[:n], means)
                     some = dict(zip(heads[:n], given, strict=False))
                     return substituted(model, some, mechanisms.mean_patterns, mechanisms.k)
 
@@ -270,7 +270,7 @@ def measure_sufficiency(
     )
 
 
-def _mean_outputs(
+def mean_outputs(
     model: nn.Module, batches: Batches, batch_size: int
 ) -> list[Float[Tensor, "... d_head"]]:
     """The mean of each layer's head outputs, over all real positions."""
@@ -292,7 +292,16 @@ def _outputs(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def _ablated(model: nn.Module, heads: Sequence[Head], means: Sequence[Tensor]) -> Iterator[None]:
+def mean_ablated(
+    model: nn.Module, heads: Sequence[Head], means: Sequence[Tensor]
+) -> Iterator[None]:
+    """The model with the outputs of some heads at their mean, while the block lasts.
+
+    Args:
+        model: a TransformerLens model.
+        heads: (layer, head) of each.
+        means: as :func:`mean_outputs` gives them.
+    """
     by_layer: dict[int, list[int]] = {}
     for layer, head in heads:
         by_layer.setdefault(layer, []).append(head)

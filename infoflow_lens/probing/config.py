@@ -39,7 +39,7 @@ class ProbingConfig:
     n: Annotated[int | None, "At most so many sequences."] = None
     max_length: Annotated[int | None, "Cut sequences to so many tokens."] = None
     window: Annotated[
-        int | None, "Join all texts, and cut them into sequences of so many tokens."
+        int | None, "Join all texts, and cut them into sequences of so many tokens; cut ids to it."
     ] = None
     ranks: Annotated[tuple[int, ...], "Ranks of attended keys."] = (1, 2, 3, 4)
     without: Annotated[tuple[int, ...], "Positions left out as keys, such as 0 for BOS."] = ()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, read_inputs
@@ -46,7 +47,7 @@ def read_data(
         n: at most so many sequences.
         max_length: longer sequences are cut to it.
         window: join all texts, and cut them into sequences of so many tokens, `n` of them spread
-            evenly; a text file is one text, with its line breaks.
+            evenly; a text file is one text, with its line breaks. Ids are cut to it.
         seed: of what is drawn.
 
     Raises:
@@ -57,9 +58,12 @@ def read_data(
     if not data:
         raise InfoFlowError("data is empty: expected a file, a task or the name of a dataset")
     if window is not None:
-        prefix, stream = token_stream(model, _texts(model, data, column, seed))
-        rows = evenly_spread(prefix, stream, window, n, data)
-        return read_inputs(model, rows, max_length=max_length, name=data)
+        window = check_integer(window, "window", 1, " token")
+        max_length = min(window, max_length or window)
+        texts = _texts(model, data, column, seed)
+        if texts is not None:
+            prefix, stream = token_stream(model, texts)
+            return read_inputs(model, evenly_spread(prefix, stream, max_length, n, data), name=data)
     given = _load(model, data, n or 256, max_length, seed)
     if n is not None:
         table = hasattr(given, "column_names")
@@ -67,12 +71,8 @@ def read_data(
     return read_inputs(model, given, column=column, max_length=max_length, name=data)
 
 
-def _texts(model: nn.Module, data: str, column: str | None, seed: int) -> list[str]:
-    """The texts of data, to be joined.
-
-    Raises:
-        InfoFlowError: for data that are no texts.
-    """
+def _texts(model: nn.Module, data: str, column: str | None, seed: int) -> list[str] | None:
+    """The texts of data, to be joined; None for what holds ids or vectors."""
     path = Path(data)
     if path.suffix == ".txt" and path.is_file():
         try:
@@ -82,16 +82,15 @@ def _texts(model: nn.Module, data: str, column: str | None, seed: int) -> list[s
         if not text.strip():
             raise InfoFlowError(f"{data!r} holds no text: expected some")
         return [text]
+    if path.suffix in _TENSORS or data == REPEATED or is_task(data):
+        return None
     given = _load(model, data, 256, None, seed)
     names = list(getattr(given, "column_names", ()))
     chosen = column or next((name for name in COLUMNS if name in names), "")
-    texts = list(given[chosen]) if chosen in names else []
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise InfoFlowError(
-            f"{data!r} gives no texts to join (columns: {', '.join(names) or 'none'}): expected a "
-            "text file or a column of texts; leave window out for ids and tasks, or name a column"
-        )
-    return [text for text in texts if text.strip()]
+    values = list(given[chosen]) if chosen in names else []
+    if not values or not all(isinstance(value, str) for value in values):
+        return None
+    return [text for text in values if text.strip()] or None
 
 
 def _load(model: nn.Module, data: str, n: int, max_length: int | None, seed: int) -> Any:
