@@ -89,7 +89,9 @@ def load_any(
     them would be about other states than the trained ones.
 
     Args:
-        name_or_path: a folder, "stdlib-2l", an official name such as "gpt2", or owner/name.
+        name_or_path: a folder, "stdlib-2l", an official name such as "gpt2", or owner/name; these
+            names with ``@revision`` behind them are that branch, tag or commit of the hub, such as
+            "EleutherAI/pythia-70m@step1000".
         device: where to put it, such as "cpu" or "cuda:0".
         dtype: "float32", "bfloat16", "float16" or "float64"; default, float32, and for a folder of
             ours what was saved.
@@ -134,6 +136,13 @@ def load_any(
         return _by_bridge(str(folder), device, wanted or torch.float32, "folder")
     if shipped := shipped_folder(name):
         return _shipped(shipped, device, wanted or torch.float32, backend)
+    if "@" in name:
+        if backend == "hooked" and HAS_HOOKED_TRANSFORMER:
+            raise InfoFlowError(
+                f"{name!r} names a revision, which HookedTransformer does not load: expected "
+                "backend 'auto' or 'bridge'"
+            )
+        return _by_bridge(_at_revision(name), device, wanted or torch.float32, "name", name)
     return _by_name(name, device, wanted or torch.float32, backend)
 
 
@@ -297,15 +306,26 @@ def _in_old_format(name: str, device: str, dtype: torch.dtype) -> LoadedModel:
     return _loaded(model, name, "name")
 
 
+def _at_revision(name: str) -> str:
+    """The folder in the hub's cache of name@revision, downloaded if it is not there."""
+    from huggingface_hub import snapshot_download
+
+    known, _, revision = name.partition("@")
+    official = _official_names().get(known.lower(), known)
+    with _named(name):
+        files = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.txt", "*.model"]
+        return snapshot_download(official, revision=revision or None, allow_patterns=files)
+
+
 def _by_bridge(
     name: str,
     device: str,
     dtype: torch.dtype,
     source: Literal["folder", "name"],
-    label: str | None = None,
+    known_as: str | None = None,
 ) -> LoadedModel:
-    """A folder or a name of the hub; `label` is what messages call it, by default the same."""
-    with _leaving_no_trace(device), _named(label or name):
+    """A folder or a name of the hub; messages may call it by another name."""
+    with _leaving_no_trace(device), _named(known_as or name):
         from transformer_lens.model_bridge import TransformerBridge
         from transformers import AutoConfig
 
@@ -328,7 +348,7 @@ def _by_bridge(
             )
         if not found:
             model.tokenizer = None
-        loaded = _loaded(model, label or name, source)
+        loaded = _loaded(model, known_as or name, source)
         if expected is not None:
             _check_computes(model, tokens, expected, name, type(alone).__name__)
     return loaded

@@ -1,6 +1,6 @@
 """Probe any model on any data: measure, predict, compare; finished parts stay on disk."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +25,13 @@ from infoflow_lens.report.probing import render_probing
 
 
 def run_probing(
-    out: Path, config: ProbingConfig, progress: bool = True, say: Say = lambda line: None
+    out: Path,
+    config: ProbingConfig,
+    progress: bool = True,
+    say: Say = lambda line: None,
+    *,
+    if_possible: bool = False,
+    ready: Callable[[Setting], None] = lambda setting: None,
 ) -> ProbingResult:
     """Load the model, measure, predict, compare, and write all of it to a folder.
 
@@ -38,6 +44,8 @@ def run_probing(
         config: the settings.
         progress: show bars.
         say: called with a line for every part that begins.
+        if_possible: leave out what is asked for and the model cannot give, in place of an error.
+        ready: called before any part begins; what it raises ends the run.
 
     Raises:
         InfoFlowError: for bad settings, models or data, before work starts; for a folder with
@@ -57,11 +65,12 @@ def run_probing(
             column=config.column,
             n=config.n,
             max_length=config.max_length,
+            window=config.window,
             seed=config.seed,
         )
     contents = _contents(batches)
     capabilities = inspect_model(model, next(batches.batches(1)).tokens)
-    parts = possible_parts(capabilities, config, say)
+    parts = possible_parts(capabilities, config, say, if_possible)
     say(f"{loaded.description}; {batches.n_sequences} sequences")
     record = RunRecord(
         config={**asdict(config), "inputs": fingerprint(contents)},
@@ -75,6 +84,7 @@ def run_probing(
     setting = Setting(config, model, capabilities, batches, progress)
     for part in parts.values():
         part.check(setting)
+    ready(setting)
     try:
         found = measured(out, parts, setting, say)
     except KeyboardInterrupt:
