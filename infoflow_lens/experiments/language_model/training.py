@@ -124,6 +124,12 @@ class _Run:
     ) -> None:
         self.folder, self.config, self.corpus, self.name = folder, config, corpus, name
         self.tokenizer = train_tokenizer(corpus.texts("train"), config.vocabulary)
+        entries = self.tokenizer.get_vocab_size()
+        if entries < config.vocabulary:
+            raise InfoFlowError(
+                f"the training text gives {entries} entries for the tokenizer: expected "
+                f"vocabulary, {config.vocabulary}, of them; lower it, or give more text"
+            )
         self.streams = {
             split: token_stream(self.tokenizer, corpus.texts(split)) for split in SPLITS
         }
