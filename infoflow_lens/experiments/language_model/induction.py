@@ -214,7 +214,7 @@ class Induction(LanguageModelStudy):
             line = over["loss"].mean()
             beside.plot(line.index, line, ".:", color="#444444")
             beside.set_ylabel("loss on repeats (nats, dotted)")
-            left.legend(frameon=False, fontsize="small")
+            left.legend(frameon=False, fontsize="small", loc="center left")
             circuit = _Circuit.of(final(rows))
             rises = circuit.heads["mean_ablated"] - circuit.loss
             right.bar(
@@ -240,7 +240,9 @@ class Induction(LanguageModelStudy):
             ways = circuit.ways()
             confirmed.append(all(ways.values()))
             against = [name for name, way in ways.items() if not way]
-            first = "all three ways confirm" if not against else f"{', '.join(against)} disagree(s)"
+            first = "all three ways confirm"
+            if against:
+                first = f"{' and '.join(against)} {'disagree' if against[1:] else 'disagrees'}"
             reasons.append(f"{model}: {first}; {circuit.sentence()}")
         return Verdict(bool(confirmed) and all(confirmed), tuple(reasons))
 

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from infoflow_lens import InfoFlowError, load_any
+from infoflow_lens.cli import app
 from infoflow_lens.experiments.language_model import training
 from infoflow_lens.experiments.language_model.card import model_card
 from infoflow_lens.experiments.language_model.config import (
@@ -63,7 +65,9 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(whole, tmp_path, monkeypatch, s
         return batch(stream, config, step)
 
     monkeypatch.setattr(training, "training_batch", stopping)
-    with pytest.raises(KeyboardInterrupt):
+    saved = stopped_at // 2 * 2
+    words = f"stopped in step {stopped_at + 1}; the same call goes on behind step {saved}"
+    with pytest.raises(KeyboardInterrupt, match=words):
         run(tmp_path)
     monkeypatch.undo()
     state = torch.random.get_rng_state()
@@ -181,6 +185,32 @@ def test_the_learning_rate_rises_stays_and_falls():
 def test_settings_that_make_no_sense_are_refused(changes, words):
     with pytest.raises(InfoFlowError, match=words):
         LanguageModelConfig(**changes)
+
+
+def test_the_command_takes_a_preset_and_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "read_corpus", lambda: CORPUS)
+    changes = {**CONFIG.to_dict(), "n_layers": 3}
+    options = [
+        part
+        for name, value in changes.items()
+        if name != "attention_only"
+        for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    command = ["train-language-model", "stdlib-2l-mlp", "--out", str(tmp_path), "--quiet", *options]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "nats a token; " in result.output
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    expected = {**changes, "attention_only": False}
+    assert measured["record"]["config"]["config"] == expected
+
+
+def test_a_misspelt_preset_is_one_line(tmp_path):
+    command = ["train-language-model", "stdlib-2", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: preset is 'stdlib-2'")
+    assert "stdlib-2l" in result.stderr
 
 
 def test_presets_are_found_by_name():
