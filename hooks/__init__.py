@@ -28,6 +28,13 @@ from infoflow_lens.hooks.positions import PositionsProbe, PositionsResult
 from infoflow_lens.hooks.probe import Probe, Split
 from infoflow_lens.hooks.recovery.probe import RecoveryProbe, RecoveryResult
 from infoflow_lens.hooks.result import Result
+from infoflow_lens.hooks.routes.attention import AttentionRollout, AttentionWeight
+from infoflow_lens.hooks.routes.base import RoutesResult
+from infoflow_lens.hooks.routes.contributions import ContributionRoutes
+from infoflow_lens.hooks.routes.every import baselines
+from infoflow_lens.hooks.routes.flow import AttentionFlow
+from infoflow_lens.hooks.routes.gradient import GradientTimesInput
+from infoflow_lens.hooks.scores import StateScores
 
 __all__ = [
     "IDEALS",
@@ -35,6 +42,11 @@ __all__ = [
     "AttachedProbes",
     "AttendedProbe",
     "AttendedResult",
+    "AttentionFlow",
+    "AttentionRollout",
+    "AttentionWeight",
+    "ContributionRoutes",
+    "GradientTimesInput",
     "InfluenceResult",
     "JacobianInfluence",
     "JointReplacement",
@@ -53,8 +65,11 @@ __all__ = [
     "RecoveryResult",
     "ResampleInfluence",
     "Result",
+    "RoutesResult",
     "Split",
+    "StateScores",
     "attach",
+    "baselines",
     "check_damage",
     "example_input",
     "inspect_model",

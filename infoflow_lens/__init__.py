@@ -24,11 +24,17 @@ if TYPE_CHECKING:
     from infoflow_lens.foundation.errors import InfoFlowError as InfoFlowError
     from infoflow_lens.foundation.errors import InfoFlowWarning as InfoFlowWarning
     from infoflow_lens.hooks import AttendedProbe as AttendedProbe
+    from infoflow_lens.hooks import AttentionFlow as AttentionFlow
+    from infoflow_lens.hooks import AttentionRollout as AttentionRollout
+    from infoflow_lens.hooks import AttentionWeight as AttentionWeight
+    from infoflow_lens.hooks import ContributionRoutes as ContributionRoutes
+    from infoflow_lens.hooks import GradientTimesInput as GradientTimesInput
     from infoflow_lens.hooks import JacobianInfluence as JacobianInfluence
     from infoflow_lens.hooks import PositionsProbe as PositionsProbe
     from infoflow_lens.hooks import RecoveryProbe as RecoveryProbe
     from infoflow_lens.hooks import ResampleInfluence as ResampleInfluence
     from infoflow_lens.hooks import attach as attach
+    from infoflow_lens.hooks import baselines as baselines
     from infoflow_lens.hooks import inspect_model as inspect_model
     from infoflow_lens.hooks import measure_mechanisms as measure_mechanisms
     from infoflow_lens.hooks import probe_cache as probe_cache
@@ -46,6 +52,8 @@ if TYPE_CHECKING:
     from infoflow_lens.named import estimate as estimate
     from infoflow_lens.named import learns as learns
     from infoflow_lens.probing.call import probe as probe
+    from infoflow_lens.ranking import RankingAgreement as RankingAgreement
+    from infoflow_lens.ranking import compare_rankings as compare_rankings
     from infoflow_lens.tasks import Target as Target
     from infoflow_lens.tasks import dataset_card as dataset_card
     from infoflow_lens.tasks import list_tasks as list_tasks
@@ -60,25 +68,33 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Agreement": "agreement",
-    "AttendedProbe": "hooks",
     "Architecture": "models.architecture",
+    "AttendedProbe": "hooks",
+    "AttentionFlow": "hooks",
+    "AttentionRollout": "hooks",
+    "AttentionWeight": "hooks",
     "Component": "theory",
+    "ContributionRoutes": "hooks",
+    "GradientTimesInput": "hooks",
     "Flow": "flows.result",
     "InfoFlowError": "foundation.errors",
     "InfoFlowWarning": "foundation.errors",
     "InformationSets": "theory",
     "JacobianInfluence": "hooks",
     "PositionsProbe": "hooks",
+    "RankingAgreement": "ranking",
     "RecoveryProbe": "hooks",
     "ResampleInfluence": "hooks",
     "Target": "tasks",
     "TrainingConfig": "training",
     "attach": "hooks",
+    "baselines": "hooks",
     "build_construction": "models.constructions",
     "build_model": "models.host",
     "build_token_model": "models.host",
     "compare": "agreement",
     "compare_by_position": "agreement",
+    "compare_rankings": "ranking",
     "coverage_curve": "agreement",
     "dataset_card": "tasks",
     "dependence": "theory",

@@ -197,7 +197,12 @@ def coverage(
     return _mean((predicted & active).sum(1) / active.sum(1))
 
 
-def _check_norms(influence: Tensor) -> None:
+def check_norms(influence: Tensor) -> None:
+    """Refuse what are no norms.
+
+    Raises:
+        InfoFlowError: for negative numbers, infinity or NaN.
+    """
     if not influence.isfinite().all() or (influence < 0).any():
         raise InfoFlowError(
             "measured influence is negative, infinite or NaN somewhere: expected norms >= 0"
@@ -340,11 +345,11 @@ class _States:
                 f"{tuple(self.scores.shape)}: expected the same [layer, batch, pos, source]; probe "
                 "and predict the same inputs"
             )
-        _check_norms(self.scores)
+        check_norms(self.scores)
         self._predicted = predicted.members
         self._measured = influence_sets(self.scores, threshold).members
         _, n_batch, n_pos, n_source = self.scores.shape
-        self.exists, self._sources, self.is_last = _real(
+        self.exists, self._sources, self.is_last = real_states(
             lengths, n_batch, n_pos, n_source, self.scores.device
         )
         self.is_token = torch.nn.functional.pad(self._sources, (0, n_pos - n_source))
@@ -367,7 +372,7 @@ class _States:
         )
 
 
-def _real(
+def real_states(
     lengths: Int[Tensor, " batch"] | None,
     n_batch: int,
     n_pos: int,
@@ -404,11 +409,7 @@ def _scores(
     if isinstance(measured, Tensor):
         asked = torch.ones(measured.shape[1:3], dtype=torch.bool, device=measured.device)
         return measured, lengths, asked
-    scores = measured.full()
-    asked = torch.zeros(scores.shape[1:3], dtype=torch.bool)
-    sequence, row = (measured.positions >= 0).nonzero(as_tuple=True)
-    asked[sequence, measured.positions[sequence, row]] = True
-    return scores, measured.lengths, asked
+    return measured.full(), measured.lengths, measured.asked
 
 
 @dataclass(frozen=True)
@@ -479,8 +480,8 @@ def coverage_curve(
             f"{tuple(influence.shape)}: expected [batch, head, pos, rank] for each of its "
             f"{n_layers} layers, with batch {batch} and {n_pos} positions"
         )
-    _check_norms(influence)
-    states, sources, final = _real(lengths, batch, n_pos, n_source, influence.device)
+    check_norms(influence)
+    states, sources, final = real_states(lengths, batch, n_pos, n_source, influence.device)
     states, final = states & asked, final & asked
     candidate = sources[:, None].expand(-1, n_pos, -1)
     layers, last, size = [], [], []

@@ -13,6 +13,7 @@ from infoflow_lens.commands.design import design
 from infoflow_lens.commands.estimate import estimate
 from infoflow_lens.commands.options import options_of
 from infoflow_lens.commands.train_language_model import train_language_model
+from infoflow_lens.experiments.survey_config import SurveyConfig
 from infoflow_lens.probing.config import ProbingConfig
 
 app = typer.Typer(
@@ -126,6 +127,61 @@ def experiment(
     typer.echo(f"numbers: {result.out}")
 
 
+@app.command(short_help="Ask trained language models what InfoFlow leaves open.")
+def study(
+    name: Annotated[str | None, typer.Argument(help="A study; see --list.")] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="The studies and their rules.")] = False,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A folder (with checkpoints/step-... where it has some), a name, or "
+            "owner/name@revision,revision of the hub; may be repeated."
+        ),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="A file of held-out text.")] = None,
+    preset: Annotated[str, typer.Option(help="smoke, quick or full.")] = "quick",
+    seeds: Annotated[int | None, typer.Option(help="How many; default, the preset's.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes at a time, of one thread each.")] = 1,
+    device: Device = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results; default results/NAME-PRESET.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Run only what the folder lacks.")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure language models over training and context, and judge by the study's stated rule."""
+    with _reported():
+        from infoflow_lens.experiments.language_model.studies import (
+            LANGUAGE_MODEL_STUDIES,
+            find_language_model_study,
+        )
+        from infoflow_lens.experiments.sweep import run_study
+        from infoflow_lens.foundation.errors import InfoFlowError
+
+        if list_all:
+            for kind in LANGUAGE_MODEL_STUDIES.values():
+                typer.echo(f"{kind.name}: {kind.title}\n  {kind.acceptance}")
+            return
+        if name is None:
+            known = ", ".join(LANGUAGE_MODEL_STUDIES)
+            raise InfoFlowError(f"no study is named: expected one of {known}")
+        result = run_study(
+            find_language_model_study(name)(model or (), data),
+            out or Path("results") / f"{name}-{preset}",
+            preset=preset,
+            seeds=seeds,
+            jobs=jobs,
+            device=device,
+            resume=resume,
+            progress=not quiet,
+        )
+        table = (result.out / "table.md").read_text(encoding="utf-8")
+    typer.echo(table)
+    typer.echo(f"numbers: {result.out}")
+
+
 @app.command("inspect", short_help="What a model is, and what can be measured on it.")
 def inspect_command(
     model: Annotated[
@@ -222,6 +278,26 @@ def probe(
             out, settings, progress=not quiet, say=lambda line: typer.echo(line, err=True)
         )
     _print_probing(result)
+
+
+@app.command(short_help="All of it on a language model: one page, one row a head.")
+@options_of(SurveyConfig, arguments=("model",))
+def survey(
+    config: Callable[[], SurveyConfig],
+    out: Annotated[Path, typer.Option(help="Folder for results and the report.")],
+    quiet: Quiet = False,
+) -> None:
+    """Which mechanisms do the heads of a language model need, are they enough, and are InfoFlow's
+    sets what its states depend on? Run again to go on."""
+    with _reported():
+        settings = config()
+        from infoflow_lens.experiments.survey import run_survey
+
+        result = run_survey(
+            out, settings, progress=not quiet, say=lambda line: typer.echo(line, err=True)
+        )
+    _print_probing(result)
+    typer.echo(f"heads: {out / 'heads.csv'}")
 
 
 def _print_probing(result: Any) -> None:

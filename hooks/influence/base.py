@@ -1,11 +1,11 @@
 """Which inputs a state does depend on: the result, the sets it gives, and what its probes share."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,14 +18,9 @@ from infoflow_lens.hooks.model.inputs import Batch, may_be_padded
 from infoflow_lens.hooks.model.points import layer_count, run_catching
 from infoflow_lens.hooks.model.shown import STATES, state_hooks
 from infoflow_lens.hooks.passes.own import own_pass, stashes_kept, without_user_hooks
-from infoflow_lens.hooks.passes.view import Needs, Pass, padded_together
-from infoflow_lens.hooks.probe import Probe
-from infoflow_lens.hooks.result import Result
+from infoflow_lens.hooks.passes.view import Needs, Pass
+from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, existing, optional
 from infoflow_lens.theory.information_sets import InformationSets
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import plotly.graph_objects as go
 
 _RERUN_TOLERANCE = 1e-3
 _RERUN_TOLERANCE_HALF = 5e-2  # bfloat16 has 8 bits, and batched kernels round differently
@@ -33,34 +28,23 @@ _ROUNDING = 4.0  # times the precision of the dtype: smaller influence is roundi
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class InfluenceResult(Result):
+class InfluenceResult(StateScores):
     """Influence of every source on every state.
 
     Attributes:
-        layers: the layers, in the order of the first axis.
         influence: float [layer, batch, pos, source]: the Frobenius norm of d state(layer, pos) /
             d source, or how far the state moves when the source is replaced by another sample's,
             depending on the probe (``record.config["probe"]``). With chosen positions the axis
             `pos` holds these only. 0 where a sequence has no such state or source.
-        positions: int [batch, pos], the position of each of these states in its own sequence; -1
-            where the sequence has none.
-        lengths: int [batch], the number of sources of each sequence.
-        n_positions: positions of the longest sequence: as many as sources, and CLS if there is one.
         relative_error: of an estimate, for each layer, what the error over the influence, both as
             root mean squares over states and sources, stays below in 95% of draws, as seen in the
             spread over the directions; None where the influence is exact.
     """
 
-    layers: tuple[int, ...]
-    influence: Float[Tensor, "layer batch pos source"]
-    positions: Int[Tensor, "batch pos"]
-    lengths: Int[Tensor, " batch"]
-    n_positions: int
-    relative_error: tuple[float, ...] | None = None
+    column: ClassVar[str] = "influence"
 
-    def full(self) -> Float[Tensor, "layer batch position source"]:
-        """The influence on every position, 0 where a position was not asked for."""
-        return self._scattered(self.influence)
+    influence: Float[Tensor, "layer batch pos source"]
+    relative_error: tuple[float, ...] | None = None
 
     def sets(self, threshold: float = 0.1) -> InformationSets:
         """Measured information sets: the sources of at least `threshold` times the largest
@@ -69,7 +53,7 @@ class InfluenceResult(Result):
         Raises:
             InfoFlowError: unless ``0 < threshold <= 1``.
         """
-        return InformationSets(self._scattered(_above(self.influence, threshold)))
+        return InformationSets(self.scattered(_above(self.influence, threshold)))
 
     def sets_by_share(self, share: float = 0.9) -> InformationSets:
         """Measured information sets: the fewest sources that hold at least this share of the
@@ -78,56 +62,7 @@ class InfluenceResult(Result):
         Raises:
             InfoFlowError: unless ``0 < share <= 1``.
         """
-        return InformationSets(self._scattered(holding(self.influence, share)))
-
-    def _scattered(self, values: Tensor) -> Tensor:
-        everything = torch.arange(self.n_positions)
-        exists = self.positions >= 0
-        if self.positions.shape[1] == self.n_positions and bool(
-            ((self.positions == everything) | ~exists).all()
-        ):
-            return values
-        n_layers, _, _, n_source = values.shape
-        full = values.new_zeros(n_layers, len(self.positions), self.n_positions, n_source)
-        sequence, row = exists.nonzero(as_tuple=True)
-        full[:, sequence, self.positions[sequence, row]] = values[:, sequence, row]
-        return full
-
-    def to_frame(self) -> "pd.DataFrame":
-        """One row for each layer, sample, position and source that exist."""
-        import pandas as pd
-
-        real = torch.arange(self.influence.shape[3]) < self.lengths[:, None]
-        exists = (self.positions >= 0)[:, :, None] & real[:, None]
-        layer, sample, row, source = exists.expand_as(self.influence).nonzero(
-            as_tuple=True
-        )  # in the order of the axes
-        return pd.DataFrame(
-            {
-                "layer": torch.tensor(self.layers)[layer].numpy(),
-                "sample": sample.numpy(),
-                "position": self.positions[sample, row].numpy(),
-                "source": source.numpy(),
-                "influence": self.influence[layer, sample, row, source].numpy(),
-            }
-        )
-
-    def plot(self, sample: int = 0) -> "go.Figure":
-        """Heat maps of one sequence, a panel for each layer."""
-        import plotly.express as px
-
-        n_source = int(self.lengths[sample])
-        rows = self.positions[sample] >= 0
-        figure = px.imshow(
-            self.influence[:, sample, rows, :n_source].numpy(),
-            facet_col=0,
-            y=[str(position) for position in self.positions[sample, rows].tolist()],
-            labels={"x": "source", "y": "position", "color": "influence", "facet_col": "layer"},
-            title=f"{self.record.config.get('probe', 'Influence')}, sequence {sample}",
-        )
-        for panel, layer in zip(figure.layout.annotations, self.layers, strict=False):
-            panel.text = f"layer {layer}"
-        return figure
+        return InformationSets(self.scattered(holding(self.influence, share)))
 
 
 def check_threshold(threshold: float) -> None:
@@ -175,7 +110,7 @@ def holding(influence: Float[Tensor, "*state source"], share: float) -> Tensor:
     return torch.zeros_like(needed).scatter(-1, order, needed)
 
 
-class StateInfluence(Probe[InfluenceResult]):
+class StateInfluence(StateScoresProbe[InfluenceResult]):
     """The base of influence probes: states as a function of the tokens, in passes of their own.
 
     These passes run without your hooks, so that hooks which store or count see nothing of them, and
@@ -203,25 +138,21 @@ class StateInfluence(Probe[InfluenceResult]):
         chunk_size: int | None,
         through_hooks: bool,
     ) -> None:
-        super().__init__()
+        super().__init__(positions)
         self.of_state = check_choice(state, "state", STATES)
-        self.source_layer = _optional(check_integer, source_layer, "source_layer")
-        self.layers = _optional(check_integers, layers, "layers")
-        self.positions = _optional(partial(check_integers, least=None), positions, "positions")
-        self.chunk_size = _optional(partial(check_integer, least=1), chunk_size, "chunk_size")
+        self.source_layer = optional(check_integer, source_layer, "source_layer")
+        self.layers = optional(check_integers, layers, "layers")
+        self.chunk_size = optional(partial(check_integer, least=1), chunk_size, "chunk_size")
         self.through_hooks = through_hooks
-        self._batches: list[dict[str, Tensor]] = []
-        self._layers: tuple[int, ...] = ()
-        self._n_positions = 0
         self._work = self._worked = 0
 
     def config(self) -> Mapping[str, Any]:
         """The settings, as JSON-compatible values."""
         return {
+            **super().config(),
             "state": self.of_state,
             "source_layer": self.source_layer,
             "layers": None if self.layers is None else list(self.layers),
-            "positions": None if self.positions is None else list(self.positions),
             "through_hooks": self.through_hooks,
         }
 
@@ -252,12 +183,7 @@ class StateInfluence(Probe[InfluenceResult]):
         """
         layers = self._reached(model)
         names = [start_point(model, self.source_layer)]
-        n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
-        if n_ctx and self.positions and not all(-n_ctx <= p < n_ctx for p in self.positions):
-            raise InfoFlowError(
-                f"positions are {list(self.positions)}: the model has at most {n_ctx} positions; "
-                "count from 0, or from -1 backwards"
-            )
+        self.check_positions(model)
         for layer in layers:
             names += state_hooks(model, layer, self.of_state)
         return Needs.of(model, points=names)
@@ -301,18 +227,14 @@ class StateInfluence(Probe[InfluenceResult]):
         real = None if seen.lengths is None else torch.arange(n_pos) < n_states[:, None]
         if not self.through_hooks:
             self._check_start(seen, start)
-        place = self._place(n_states, n_pos)
+        place = self.place(n_states, n_pos)
         rerun = Rerun(model, self.source_layer, layers, self.of_state, seen.tokens, real)
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
         with own_pass(model), stashes_kept(model), hidden:
             influence = self._measure(rerun, start.clone(), expected, place, lengths).cpu()
-        is_source = torch.arange(n_source) < lengths[:, None]
-        exists = (place >= 0)[:, :, None] & is_source[:, None]
+        exists = existing(place, lengths, n_source)
         influence = _above_rounding(torch.where(exists, influence, 0), expected)
-        batch = {"influence": influence.transpose(0, 1), "places": place, "lengths": lengths}
-        self._batches.append(batch)
-        self._layers = layers
-        self._n_positions = max(self._n_positions, n_pos)
+        self.keep(influence, place, lengths, layers, n_pos)
 
     def _check_start(self, seen: Pass, start: Tensor) -> None:
         """Refuse a hook that edits the sources: repeated passes begin with the edited values.
@@ -340,13 +262,6 @@ class StateInfluence(Probe[InfluenceResult]):
                 "through_hooks=True"
             )
 
-    def _place(self, n_states: Int[Tensor, " batch"], n_pos: int) -> Int[Tensor, "batch asked"]:
-        """The positions of the asked states in each sequence; -1 where it has none."""
-        asked = torch.arange(n_pos) if self.positions is None else torch.tensor(self.positions)
-        ends = n_states[:, None]
-        place = torch.where(asked < 0, ends + asked, asked)
-        return torch.where((place >= 0) & (place < ends), place, -1)
-
     def _check_rerun(
         self,
         layers: Sequence[int],
@@ -373,56 +288,16 @@ class StateInfluence(Probe[InfluenceResult]):
                     "with attach or run_probes"
                 )
 
-    def add(self, other: "StateInfluence") -> None:
-        """Append the sequences of another probe."""
-        self._layers = other._layers
-        self._batches = [*self._batches, *other._batches]
-        self._n_positions = max(self._n_positions, other._n_positions)
-
-    def snapshot(self) -> dict[str, Any]:
-        """All batches."""
-        return {
-            "batches": self._batches,
-            "layers": list(self._layers),
-            "n_positions": self._n_positions,
-        }
-
-    def restore(self, measured: Mapping[str, Any]) -> None:
-        """Take over the batches."""
-        self._batches, self._layers = measured["batches"], tuple(measured["layers"])
-        self._n_positions = measured["n_positions"]
-
     def compute(self) -> InfluenceResult:
         """All batches together."""
-        influence, places, lengths = (
-            [batch[name] for batch in self._batches] for name in ("influence", "places", "lengths")
-        )
         return InfluenceResult(
-            layers=self._layers,
-            influence=padded_together(influence, (2, 3), 0).transpose(0, 1).contiguous(),
-            positions=padded_together(places, (1,), -1),
-            lengths=torch.cat(lengths),
-            n_positions=self._n_positions,
+            influence=self.scores(),
             relative_error=self._relative_error(),
-            record=self.run_record(),
-            notes=self.notes(),
+            **self.about(),
         )
 
     def _relative_error(self) -> tuple[float, ...] | None:
         return None
-
-    def notes(self) -> tuple[str, ...]:
-        """What a reader of the result must know."""
-        notes = super().notes()
-        if self.positions is None or not self._batches:
-            return notes
-        places = torch.cat([batch["places"] for batch in self._batches])
-        lacking = (places < 0).sum(dim=0).tolist()
-        return notes + tuple(
-            f"{count} of {self.n_sequences} sequences have no position {position}"
-            for position, count in zip(self.positions, lacking, strict=True)
-            if count
-        )
 
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -441,7 +316,3 @@ def _above_rounding(
     floors = torch.tensor([_ROUNDING * torch.finfo(state.dtype).eps for state in states])
     largest = influence.amax(dim=-1, keepdim=True)
     return influence.masked_fill(influence <= floors[:, None, None, None] * largest, 0)
-
-
-def _optional(check: Callable[..., Any], value: Any, name: str) -> Any:
-    return None if value is None else check(value, name)

@@ -5,6 +5,7 @@ from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
+from infoflow_lens.models.shipped import shipped_folder
 from infoflow_lens.theory.shapes import ModelShape, shape_of
 
 
@@ -12,9 +13,10 @@ def shape_of_named(name: str) -> ModelShape:
     """The shape of a model by name: nothing but its config is read.
 
     Args:
-        name: a folder, a ``config.json``, a checkpoint of ours, a name in the local cache of the
-            Hugging Face hub, ``owner/name`` that can be reached there, or a kind of model that
-            transformers knows, such as gpt2, for its default configuration.
+        name: a folder, a ``config.json``, a checkpoint of ours, a model that comes with the
+            package, a name in the local cache of the Hugging Face hub, ``owner/name`` that can be
+            reached there, or a kind of model that transformers knows, such as gpt2, for its
+            default configuration.
 
     Raises:
         InfoFlowError: for what is none of these.
@@ -22,6 +24,8 @@ def shape_of_named(name: str) -> ModelShape:
     path = Path(name)
     if path.exists():
         return shape_of(path)
+    if shipped := shipped_folder(name):
+        return shape_of(shipped)
     if path.suffix == ".json":
         raise InfoFlowError(f"there is no file {name!r}: expected a config.json")
     from transformers import AutoConfig

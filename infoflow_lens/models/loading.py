@@ -106,8 +106,10 @@ def load_any(
     them would be about other states than the trained ones.
 
     Args:
-        name_or_path: a folder, "stdlib-2l", an official name such as "gpt2", or owner/name; a model
-            in memory, of transformers or TransformerLens; or what this function gave.
+        name_or_path: a folder, "stdlib-2l", an official name such as "gpt2", or owner/name; these
+            names with ``@revision`` behind them are that branch, tag or commit of the hub, such as
+            "EleutherAI/pythia-70m@step1000"; a model in memory, of transformers or
+            TransformerLens; or what this function gave.
         tokenizer: of a model of transformers in memory; default, the one of the place that it was
             loaded from. Models by name or folder bring their own.
         device: where to put it, such as "cpu" or "cuda:0"; default "cpu", and for a model in memory
@@ -168,6 +170,13 @@ def load_any(
         return _by_bridge(str(folder), device, wanted or torch.float32, "folder")
     if shipped := shipped_folder(name):
         return _shipped(shipped, device, wanted or torch.float32, backend)
+    if "@" in name:
+        if backend == "hooked" and HAS_HOOKED_TRANSFORMER:
+            raise InfoFlowError(
+                f"{name!r} names a revision, which HookedTransformer does not load: expected "
+                "backend 'auto' or 'bridge'"
+            )
+        return _by_bridge(_at_revision(name), device, wanted or torch.float32, "name", name)
     return _by_name(name, device, wanted or torch.float32, backend)
 
 
@@ -331,15 +340,26 @@ def _in_old_format(name: str, device: str, dtype: torch.dtype) -> LoadedModel:
     return _loaded(model, name, "name")
 
 
+def _at_revision(name: str) -> str:
+    """The folder in the hub's cache of name@revision, downloaded if it is not there."""
+    from huggingface_hub import snapshot_download
+
+    known, _, revision = name.partition("@")
+    official = _official_names().get(known.lower(), known)
+    with _named(name):
+        files = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.txt", "*.model"]
+        return snapshot_download(official, revision=revision or None, allow_patterns=files)
+
+
 def _by_bridge(
     name: str,
     device: str,
     dtype: torch.dtype,
     source: Literal["folder", "name"],
-    label: str | None = None,
+    known_as: str | None = None,
 ) -> LoadedModel:
-    """A folder or a name of the hub; `label` is what messages call it, by default the same."""
-    with _leaving_no_trace(device), _named(label or name):
+    """A folder or a name of the hub; `known_as` is what messages call it, by default the same."""
+    with _leaving_no_trace(device), _named(known_as or name):
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(name)
@@ -347,7 +367,7 @@ def _by_bridge(
         alone = _of_hugging_face(name, config, device, dtype)
         found = _has_tokenizer(name)
         with nullcontext() if found else _no_words() as tokenizer:
-            return _hosted(name, alone, tokenizer, found, source, label)
+            return _hosted(name, alone, tokenizer, found, source, known_as)
 
 
 def _check_one_stack(name: str, config: Any) -> None:
@@ -364,7 +384,7 @@ def _hosted(
     tokenizer: Any,
     has_words: bool,
     source: Source,
-    label: str | None = None,
+    known_as: str | None = None,
 ) -> LoadedModel:
     """A model of transformers in a bridge, which puts its own parts into it.
 
@@ -374,7 +394,7 @@ def _hosted(
         tokenizer: of it; None for that of the name.
         has_words: whether the tokenizer is its own.
         source: where it comes from.
-        label: what messages call it; default, its name.
+        known_as: what messages call it; default, its name.
     """
     from transformer_lens.model_bridge import TransformerBridge
 
@@ -390,7 +410,7 @@ def _hosted(
     )
     if not has_words:
         model.tokenizer = None
-    loaded = _loaded(model, label or name, source)
+    loaded = _loaded(model, known_as or name, source)
     if expected is not None:
         _check_computes(model, tokens, expected, name, type(alone).__name__)
     return loaded

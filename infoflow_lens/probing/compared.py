@@ -1,10 +1,10 @@
 """Predicted against measured, of a run's own sequences."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infoflow_lens.agreement import Agreement, CoverageCurve, compare, coverage_curve
-from infoflow_lens.hooks import AttendedResult, InfluenceResult, PositionsResult
+from infoflow_lens.hooks import AttendedResult, InfluenceResult, MechanismsResult, PositionsResult
 from infoflow_lens.theory import InformationSets, propagate
 
 
@@ -17,10 +17,30 @@ def compared(
     influence: InfluenceResult = found["influence"]
     attended: AttendedResult = found["influence_attended"]
     chosen: PositionsResult = found["influence_positions"]
-    rules: dict[str, Any] = {"argmax": chosen.argmax}
-    if "mechanisms" in found:
-        rules["mechanisms"] = found["mechanisms"].rules(attended.positions, chosen.argmax)
     n_source = influence.influence.shape[-1]
-    predicted = {name: propagate(rule, n_source) for name, rule in rules.items()}
+    predicted = {"argmax": propagate(chosen.argmax, n_source)}
+    if "mechanisms" in found:
+        predicted["mechanisms"] = by_mechanisms(found["mechanisms"], attended, chosen, n_source)
     agreement = {name: compare(sets, influence) for name, sets in predicted.items()}
     return agreement, predicted, coverage_curve(chosen.positions, influence)
+
+
+def by_mechanisms(
+    mechanisms: MechanismsResult,
+    attended: AttendedResult,
+    chosen: PositionsResult,
+    n_source: int,
+) -> InformationSets:
+    """The sets if each head passes what its mechanism does."""
+    return propagate(mechanisms.rules(attended.positions, chosen.argmax), n_source)
+
+
+def by_largest(
+    chosen: PositionsResult, n_source: int, most: Sequence[int] = (1, 2, 4)
+) -> dict[str, InformationSets]:
+    """The sets if each head passes its k largest keys, for each k that was ranked: "k=1", ..."""
+    ranked = [k for k in most if k <= len(chosen.ranks)]
+    return {
+        f"k={k}": propagate([layer[..., :k] for layer in chosen.positions], n_source)
+        for k in ranked
+    }

@@ -42,6 +42,9 @@ class ProbingConfig:
     column: Annotated[str | None, "Column of texts or ids; default, the one that is known."] = None
     n: Annotated[int | None, "At most so many sequences."] = None
     max_length: Annotated[int | None, "Cut sequences to so many tokens."] = None
+    window: Annotated[
+        int | None, "Join all texts, and cut them into sequences of so many tokens; cut ids to it."
+    ] = None
     ranks: Annotated[tuple[int, ...], "Ranks of attended keys."] = (1, 2, 3, 4)
     without: Annotated[tuple[int, ...], "Positions left out as keys, such as 0 for BOS."] = ()
     influence: Annotated[
@@ -95,7 +98,7 @@ class ProbingConfig:
             )
         for name in ("batch_size", "n_detail", "n_shown"):
             found[name] = check_integer(getattr(self, name), name, 1)
-        for name in ("n", "max_length"):
+        for name in ("n", "max_length", "window"):
             if getattr(self, name) is not None:
                 found[name] = check_integer(getattr(self, name), name, 1)
         for name, value in found.items():  # plain numbers, also where numpy's were given

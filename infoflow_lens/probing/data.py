@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
-from infoflow_lens.hooks.model.inputs import Batches, read_inputs
+from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, read_inputs
+from infoflow_lens.probing.windows import evenly_spread, token_stream
 from infoflow_lens.tasks import TokenTask, is_task, list_tasks, load_task
 
 REPEATED = "repeated"  # random tokens, twice: the test of induction
@@ -30,6 +32,7 @@ def read_data(
     column: str | None = None,
     n: int | None = None,
     max_length: int | None = None,
+    window: int | None = None,
     seed: int = 0,
 ) -> Batches:
     """The sequences that a user names, tokenised once.
@@ -43,6 +46,8 @@ def read_data(
         column: the column that holds texts or ids.
         n: at most so many sequences.
         max_length: longer sequences are cut to it.
+        window: join all texts, and cut them into sequences of so many tokens, `n` of them spread
+            evenly; a text file is one text, with its line breaks. Ids are cut to it.
         seed: of what is drawn.
 
     Raises:
@@ -52,6 +57,13 @@ def read_data(
         raise InfoFlowError(f"n is {n}: expected at least 1 sequence")
     if not data:
         raise InfoFlowError("data is empty: expected a file, a task or the name of a dataset")
+    if window is not None:
+        window = check_integer(window, "window", 1, " token")
+        max_length = min(window, max_length or window)
+        texts = _texts(model, data, column, seed)
+        if texts is not None:
+            prefix, stream = token_stream(model, texts)
+            return read_inputs(model, evenly_spread(prefix, stream, max_length, n, data), name=data)
     given = _load(model, data, n or 256, max_length, seed)
     if n is not None:
         table = hasattr(given, "column_names")
@@ -71,6 +83,28 @@ def check_data(data: str) -> None:
     looks_like_a_file = path.suffix in (*_TABLES, *_TENSORS) or data.startswith((".", "/", "~"))
     if looks_like_a_file and not path.exists() and not is_task(data):
         raise InfoFlowError(f"there is no file {data!r}: expected a file of texts or rows")
+
+
+def _texts(model: nn.Module, data: str, column: str | None, seed: int) -> list[str] | None:
+    """The texts of data, to be joined; None for what holds ids or vectors."""
+    path = Path(data)
+    if path.suffix == ".txt" and path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InfoFlowError(f"{data!r} cannot be read ({error}): expected UTF-8") from error
+        if not text.strip():
+            raise InfoFlowError(f"{data!r} holds no text: expected some")
+        return [text]
+    if path.suffix in _TENSORS or data == REPEATED or is_task(data):
+        return None
+    given = _load(model, data, 256, None, seed)
+    names = list(getattr(given, "column_names", ()))
+    chosen = column or next((name for name in COLUMNS if name in names), "")
+    values = list(given[chosen]) if chosen in names else []
+    if not values or not all(isinstance(value, str) for value in values):
+        return None
+    return [text for text in values if text.strip()] or None
 
 
 def _load(model: nn.Module, data: str, n: int, max_length: int | None, seed: int) -> Any:

@@ -1,6 +1,7 @@
 """Measuring the parts of a run, each read from disk where it is finished."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +14,52 @@ from infoflow_lens.probing.registry import load_part, part_names
 
 
 def possible_parts(
-    capabilities: ModelCapabilities, config: ProbingConfig, say: Say
+    capabilities: ModelCapabilities, config: ProbingConfig, say: Say, if_possible: bool = False
 ) -> dict[str, Part]:
     """The parts that are asked for, or all that the model can give, in the order of the report.
+
+    Args:
+        capabilities: of the model.
+        config: of the run.
+        say: told what is left out.
+        if_possible: leave out what is asked for and the model cannot give.
 
     Raises:
         InfoFlowError: for one that is asked for and that the model cannot give, with the reason.
     """
-    possible = {}
+    possible: dict[str, Part] = {}
     for name in part_names():
         if config.probes is not None and name not in config.probes:
             continue
         part = load_part(name)
-        reasons = {str(i): part.lacking(layer) for i, layer in enumerate(capabilities.layers)}
-        lacking = [layer for layer, reason in reasons.items() if reason]
-        if not lacking:
+        if config.probes is None and not part.by_default:
+            continue
+        why = _why_not(name, part, capabilities, possible)
+        if not why:
             possible[name] = part
             continue
-        why = (
-            f"{name} cannot be measured in layers {', '.join(lacking)} of this "
-            f"{capabilities.kind}: {reasons[lacking[0]]}"
-        )
-        if config.probes is not None:
+        if config.probes is not None and not if_possible:
             rest = ",".join(other for other in config.probes if other != name) or "other probes"
             raise InfoFlowError(f"{why}. Ask for {rest}")
         say(f"left out: {why}")
     return possible
+
+
+def _why_not(
+    name: str, part: Part, capabilities: ModelCapabilities, possible: Mapping[str, Part]
+) -> str:
+    reason = part.lacking_of_model(capabilities)
+    if reason:
+        return f"{name} cannot be measured on this {capabilities.kind}: {reason}"
+    reasons = {str(i): part.lacking(layer) for i, layer in enumerate(capabilities.layers)}
+    lacking = [layer for layer, reason in reasons.items() if reason]
+    if lacking:
+        return (
+            f"{name} cannot be measured in layers {', '.join(lacking)} of this "
+            f"{capabilities.kind}: {reasons[lacking[0]]}"
+        )
+    missing = [other for other in part.after if other not in possible]
+    return f"{name} needs {', '.join(missing)}, which is not measured" if missing else ""
 
 
 def measured(out: Path, parts: Mapping[str, Part], setting: Setting, say: Say) -> dict[str, Any]:
@@ -58,7 +79,7 @@ def measured(out: Path, parts: Mapping[str, Part], setting: Setting, say: Say) -
         found |= _probed(out, which, wanted, setting, say)
     for name, part in parts.items():
         if name not in found:
-            found[name] = _measured(out, name, part, setting, say)
+            found[name] = _measured(out, name, part, replace(setting, found=dict(found)), say)
     return found
 
 

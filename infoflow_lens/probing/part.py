@@ -1,13 +1,13 @@
 """What `infoflow-lens probe` needs of a probe, in one object."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import nn
 
 from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Probe, Result
-from infoflow_lens.hooks.model.inputs import Batches
+from infoflow_lens.hooks.model.inputs import Batches, read_inputs
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
 
@@ -27,6 +27,7 @@ class Setting:
         capabilities: what it can be asked.
         batches: all sequences.
         progress: whether to show bars.
+        found: the results of the parts before, by name.
     """
 
     config: ProbingConfig
@@ -34,11 +35,21 @@ class Setting:
     capabilities: ModelCapabilities
     batches: Batches
     progress: bool
+    found: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def detail(self) -> Batches:
         """The first sequences, for what takes long."""
         return self.batches.first(self.config.n_detail)
+
+    @property
+    def rest(self) -> Batches | None:
+        """The sequences behind those of `detail`, no longer than these; None if there are none."""
+        behind = self.batches.sequences()[self.config.n_detail :]
+        if not len(behind):
+            return None
+        longest = self.detail.longest
+        return read_inputs(self.model, [row[:longest] for row in behind])
 
     @property
     def width(self) -> int:
@@ -56,16 +67,25 @@ class Part:
     Attributes:
         title, text: of its section in the report.
         sequences: which it is measured on: "all", or "detail", the first ``config.n_detail``.
+        after: the parts whose results it reads, from ``setting.found``; it is measured with them
+            or not at all.
+        by_default: whether it is measured where no probes are named.
     """
 
     title: ClassVar[str] = ""
     text: ClassVar[str] = ""
     sequences: ClassVar[Literal["all", "detail"]] = "all"
+    after: ClassVar[tuple[str, ...]] = ()
+    by_default: ClassVar[bool] = True
 
     def lacking(self, layer: LayerCapabilities) -> str:
         """Why this cannot be measured in a layer; empty if it can."""
         if layer.n_heads is None:
             return "it shows neither scores nor pattern; load it with eager attention"
+        return ""
+
+    def lacking_of_model(self, capabilities: ModelCapabilities) -> str:
+        """Why this cannot be measured on a model, whatever its layers; empty if it can."""
         return ""
 
     def check(self, setting: Setting) -> None:

@@ -15,9 +15,12 @@ GROUP = "infoflow_lens.probes"  # of entry points
 # in the order of the report; imported when they are asked for
 _OURS = {
     "mechanisms": "MechanismsPart",
+    "sufficiency": "SufficiencyPart",
     "influence": "InfluencePart",
     "positions": "PositionsPart",
     "recovery": "RecoveryPart",
+    "routes": "RoutesPart",
+    "top_k": "TopKPart",
 }
 
 

@@ -1,5 +1,6 @@
 """Probe any model on any data: measure, predict, compare; finished parts stay on disk."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +30,9 @@ def run_probing(
     say: Say = lambda line: None,
     loaded: LoadedModel | None = None,
     batches: Batches | None = None,
+    *,
+    if_possible: bool = False,
+    ready: Callable[[Setting], None] = lambda setting: None,
 ) -> ProbingResult:
     """Load the model, measure, predict, compare, and write all of it to a folder.
 
@@ -43,6 +47,8 @@ def run_probing(
         say: called with a line for every part that begins.
         loaded: the model, where it is in memory already.
         batches: the data, where they are in memory already.
+        if_possible: leave out what is asked for and the model cannot give, in place of an error.
+        ready: called before any part begins; what it raises ends the run.
 
     Raises:
         InfoFlowError: for bad settings, models or data, before work starts; for a folder with
@@ -66,11 +72,12 @@ def run_probing(
                 column=config.column,
                 n=config.n,
                 max_length=config.max_length,
+                window=config.window,
                 seed=config.seed,
             )
     contents = _contents(batches)
     capabilities = inspect_model(model, next(batches.batches(1)).tokens)
-    parts = possible_parts(capabilities, config, say)
+    parts = possible_parts(capabilities, config, say, if_possible)
     say(f"{loaded.description}; {batches.n_sequences} sequences")
     record = RunRecord(
         config={**asdict(config), "inputs": fingerprint(contents)},
@@ -84,6 +91,7 @@ def run_probing(
     setting = Setting(config, model, capabilities, batches, progress)
     for part in parts.values():
         part.check(setting)
+    ready(setting)
     try:
         found = measured(out, parts, setting, say)
     except KeyboardInterrupt:

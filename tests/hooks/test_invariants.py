@@ -16,6 +16,11 @@ import torch
 
 from infoflow_lens import (
     AttendedProbe,
+    AttentionFlow,
+    AttentionRollout,
+    AttentionWeight,
+    ContributionRoutes,
+    GradientTimesInput,
     InfoFlowError,
     JacobianInfluence,
     PositionsProbe,
@@ -52,6 +57,14 @@ MAKES = {
         lambda x: JacobianInfluence(positions=(-1,), estimate=3),
     ],
     ResampleInfluence: [lambda x: ResampleInfluence(x[:3])],
+    AttentionWeight: [lambda x: AttentionWeight()],
+    AttentionRollout: [lambda x: AttentionRollout("max", positions=(-1, 2))],
+    AttentionFlow: [lambda x: AttentionFlow()],
+    ContributionRoutes: [
+        lambda x: ContributionRoutes(),
+        lambda x: ContributionRoutes("rollout", heads_apart=False, positions=(-1,)),
+    ],
+    GradientTimesInput: [lambda x: GradientTimesInput("resid_post")],
 }
 
 

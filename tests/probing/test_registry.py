@@ -33,7 +33,9 @@ def installed(tmp_path, monkeypatch):
 
 
 def test_every_part_of_ours_is_there():
-    assert set(part_names()) == {"mechanisms", "influence", "positions", "recovery"}
+    assert set(part_names()) == {
+        "mechanisms", "influence", "positions", "recovery", "routes", "sufficiency", "top_k",
+    }  # fmt: skip
     for name in part_names():
         assert isinstance(load_part(name), Part)
 

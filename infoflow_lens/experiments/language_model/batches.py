@@ -45,11 +45,51 @@ def text_windows(
     return _begun(rows)
 
 
-def repeated_random(vocabulary: int, n: int, half: int, seed: int = 0) -> Int[Tensor, "batch pos"]:
-    """Different random ids, then the same again (Olsson et al. 2022)."""
+def repeated_random(
+    vocabulary: int, n: int, half: int, seed: int = 0, begin: int = END_OF_TEXT_ID
+) -> Int[Tensor, "batch pos"]:
+    """Different random ids, then the same again (Olsson et al. 2022).
+
+    Args:
+        vocabulary: ids are below it.
+        n: sequences.
+        half: ids before they repeat, fewer than there are.
+        seed: of the ids.
+        begin: the id that every sequence begins with, which is none of the others.
+    """
+    first = _different(vocabulary, n, half, seed, begin)
+    return _begun(torch.cat([first, first], dim=1), begin)
+
+
+def repeated_stretches(
+    vocabulary: int,
+    n: int,
+    length: int,
+    shortest: int,
+    longest: int,
+    seed: int = 0,
+    begin: int = END_OF_TEXT_ID,
+) -> Int[Tensor, "batch pos"]:
+    """Different random ids that repeat to the end, in each sequence another number of them.
+
+    Args:
+        vocabulary: ids are below it.
+        n: sequences.
+        length: ids of a sequence behind the first.
+        shortest, longest: how many of them are different.
+        seed: of the ids and of their number.
+        begin: the id that every sequence begins with, which is none of the others.
+    """  # fmt: skip
+    different = _different(vocabulary, n, longest, seed, begin)
+    generator = torch.Generator().manual_seed(derived_seed("stretches", seed))
+    sizes = torch.randint(shortest, longest + 1, (n, 1), generator=generator)
+    return _begun(different.gather(1, torch.arange(length) % sizes), begin)
+
+
+def _different(vocabulary: int, n: int, count: int, seed: int, begin: int) -> Tensor:
     generator = torch.Generator().manual_seed(derived_seed("repeated", seed))
-    first = torch.rand(n, vocabulary - 1, generator=generator).argsort(dim=1)[:, :half] + 1
-    return _begun(torch.cat([first, first], dim=1))
+    ids = torch.rand(n, vocabulary - 1, generator=generator).argsort(dim=1)[:, :count]
+    return ids + (ids >= begin)
 
 
 def _windows(stream: Tensor, n: int, length: int, generator: torch.Generator) -> Tensor:
@@ -57,5 +97,5 @@ def _windows(stream: Tensor, n: int, length: int, generator: torch.Generator) ->
     return stream[starts[:, None] + torch.arange(length)].long()
 
 
-def _begun(rows: Tensor) -> Tensor:
-    return torch.cat([torch.full((len(rows), 1), END_OF_TEXT_ID), rows], dim=1)
+def _begun(rows: Tensor, begin: int = END_OF_TEXT_ID) -> Tensor:
+    return torch.cat([torch.full((len(rows), 1), begin), rows], dim=1)

@@ -91,7 +91,7 @@ PRESETS: Mapping[str, LanguageModelConfig] = {
         attention_only=False, n_steps=4000, repeated=0.5, threads=1
     ),
     "stdlib-4l-mlp": LanguageModelConfig(
-        n_layers=4, attention_only=False, n_steps=3000, repeated=0.5, threads=1
+        n_layers=4, attention_only=False, n_steps=2000, decay=0.25, repeated=0.5, threads=1
     ),
 }
 

@@ -91,6 +91,7 @@ def train_language_model(
     Raises:
         InfoFlowError: if the folder cannot be written or holds another run, the corpus is too
             small, or the loss is no longer finite.
+        KeyboardInterrupt: when stopped by Ctrl-C, saying from where the same call goes on.
     """
     folder = writable_folder(out)
     (folder / "checkpoints").mkdir(exist_ok=True)
@@ -99,9 +100,15 @@ def train_language_model(
         run = _Run(folder, config, corpus, name)
         run.resume()
         with progress_bar(name, config.n_steps, progress, done=run.step) as advance:
-            while run.step < config.n_steps:
-                run.take_step()
-                advance(1, run.status())
+            try:
+                while run.step < config.n_steps:
+                    run.take_step()
+                    advance(1, run.status())
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(
+                    f"training stopped in step {run.step + 1}; the same call goes on behind step "
+                    f"{run.saved}"
+                ) from None
         return run.finish()
 
 
@@ -124,6 +131,12 @@ class _Run:
     ) -> None:
         self.folder, self.config, self.corpus, self.name = folder, config, corpus, name
         self.tokenizer = train_tokenizer(corpus.texts("train"), config.vocabulary)
+        entries = self.tokenizer.get_vocab_size()
+        if entries < config.vocabulary:
+            raise InfoFlowError(
+                f"the training text gives {entries} entries for the tokenizer: expected "
+                f"vocabulary, {config.vocabulary}, of them; lower it, or give more text"
+            )
         self.streams = {
             split: token_stream(self.tokenizer, corpus.texts(split)) for split in SPLITS
         }
@@ -146,7 +159,7 @@ class _Run:
         half = min(config.longest_repeat, (config.n_context - 1) // 2)
         self.repeated = repeated_random(config.vocabulary, _N_REPEATED, half)
         self.watched = text_windows(self.streams["validation"], config.n_context, _N_WATCHED)
-        self.step = 0
+        self.step = self.saved = 0
         self.history: list[dict[str, Any]] = []
         self.losses: list[float] = []  # since the last row of the history
         self.prefix_matching_saved = 0.0  # the best of the last checkpoint
@@ -224,6 +237,7 @@ class _Run:
         }
         with atomic_path(self.folder / _STATE) as temporary:
             torch.save(state, temporary)
+        self.saved = self.step
 
     def resume(self) -> None:
         path = self.folder / _STATE
@@ -249,6 +263,7 @@ class _Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.history, self.losses = state["step"], state["history"], state["losses"]
         self.prefix_matching_saved = state["prefix_matching_saved"]
+        self.saved = self.step
 
     def _save_model(self, target: Path) -> None:
         """The model with its tokenizer, whole or not at all."""

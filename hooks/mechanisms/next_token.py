@@ -1,0 +1,89 @@
+"""The next-token loss of a model whose inside is edited, sequence by sequence."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.checks import check_integer
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.model.inputs import Batch, Batches
+from infoflow_lens.hooks.model.points import check_finite, reads_vectors
+
+Edit = Callable[[Batch, int], AbstractContextManager[object]]
+"""The model edited for one batch, whose first sequence has that index, while the block lasts."""
+
+
+class NextTokenLoss:
+    """The loss of the next token, in nats, summed over each sequence.
+
+    Args:
+        model: over token ids, with logits.
+        batches: the sequences, which may be read several times.
+        batch_size: sequences in a pass.
+        last: how many predictions of each sequence count, the last ones; None for all.
+
+    Raises:
+        InfoFlowError: for a model over vectors, or sequences without a next token.
+    """
+
+    def __init__(
+        self, model: nn.Module, batches: Batches, batch_size: int, last: int | None = None
+    ) -> None:
+        if reads_vectors(model):
+            raise InfoFlowError(
+                "the model's output is a vector, which predicts no next token: expected a language "
+                "model; for others use measure_mechanisms"
+            )
+        if batches.shortest < 2:
+            raise InfoFlowError(
+                f"a sequence has {batches.shortest} token: expected at least 2, one to read and "
+                "one to predict; give longer ones"
+            )
+        self.model, self.batches = model, batches
+        self.batch_size = check_integer(batch_size, "batch_size", 1)
+        self.last = None if last is None else check_integer(last, "last", 1)
+
+    def counts(self) -> Int[Tensor, " sequence"]:
+        """How many predictions of each sequence count."""
+        counted = [self._counted(b).sum(dim=1) for b in self.batches.batches(self.batch_size)]
+        return torch.cat(counted)
+
+    def sums(self, edit: Edit | None = None) -> Float[Tensor, " sequence"]:
+        """The loss of each sequence, with the model as it is or edited.
+
+        Raises:
+            InfoFlowError: for logits that are NaN or infinite.
+        """
+        found, done = [], 0
+        for batch in self.batches.batches(self.batch_size):
+            if edit is None:
+                logits = batch.run(self.model)
+            else:
+                with edit(batch, done):
+                    logits = batch.run(self.model)
+            found.append(self._lost(logits, batch, done))
+            done += len(batch)
+        return torch.cat(found)
+
+    def _counted(self, batch: Batch) -> Tensor:
+        real = batch.mask()[:, 1:]
+        if self.last is None:
+            return real
+        left = real.flip(1).cumsum(dim=1).flip(1)  # predictions from here to the end
+        return real & (left <= self.last)
+
+    def _lost(
+        self, logits: Float[Tensor, "batch pos d_vocab"], batch: Batch, done: int
+    ) -> Float[Tensor, " batch"]:
+        check_finite(logits, "the logits", done)
+        following = batch.tokens[:, 1:].to(logits.device)
+        lost = torch.stack(
+            [  # one sequence at a time: a float32 copy of all logits may be large
+                torch.nn.functional.cross_entropy(row[:-1].float(), token, reduction="none")
+                for row, token in zip(logits, following, strict=True)
+            ]
+        )
+        return (lost.double().cpu() * self._counted(batch)).sum(dim=1)

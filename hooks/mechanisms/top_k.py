@@ -1,0 +1,285 @@
+"""How many keys does a layer need? Every head keeps its k largest, and what that costs.
+
+Heads that pass on one token need as many keys whatever the length of the context (max-position);
+heads that take a mean over all need the more the longer it is (global).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.checks import check_integers, check_seed
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.foundation.progress import progress_bar
+from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.hooks.mechanisms.ideals import SeeingAllowed, ideal_pattern
+from infoflow_lens.hooks.mechanisms.measure import read_again
+from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss
+from infoflow_lens.hooks.model.inputs import Batch, Inputs
+from infoflow_lens.hooks.model.points import layer_count, pattern_hook
+from infoflow_lens.hooks.passes.own import own_pass
+from infoflow_lens.hooks.result import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+LARGEST, RANDOM = "largest", "random"
+Losses = dict[str, Float[Tensor, " sequence"]]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TopKResult(Result):
+    """The loss with all but k keys of every row taken out, and the rest rescaled.
+
+    Attributes:
+        ks: the numbers of keys, rising.
+        tolerance: the relative rise of the loss up to which k is enough.
+        kept: which keys stay, in the order of the first axis: "largest", those of largest weight;
+            "random", the control, any that are allowed.
+        losses: float [kept, layer, k, sequence], summed next-token loss in nats; the last entry of
+            the layer axis is all layers at once; NaN where a search did not look.
+        bare: float [sequence], of the model as it is.
+        n_tokens: int [sequence], predictions that count.
+        n_pos: tokens of the longest sequence.
+    """
+
+    ks: tuple[int, ...]
+    tolerance: float
+    kept: tuple[str, ...]
+    losses: Float[Tensor, "kept layer k sequence"]
+    bare: Float[Tensor, " sequence"]
+    n_tokens: Int[Tensor, " sequence"]
+    n_pos: int
+
+    @property
+    def loss(self) -> float:
+        """Of the model as it is, in nats a token."""
+        return float(self.bare.sum() / self.n_tokens.sum())
+
+    def rise(self) -> Float[Tensor, "kept layer k"]:
+        """By how much the loss rises, relative to it."""
+        return (self.losses - self.bare).sum(dim=3) / self.bare.sum()
+
+    def least(self, kept: str = LARGEST) -> tuple[int, ...]:
+        """The least k of each layer, and of all at once, from which on the loss is within.
+
+        Where even the largest of `ks` is not enough it is ``n_pos``, all keys.
+        """
+        enough = self.rise()[self.kept.index(kept)] <= self.tolerance
+        found = []
+        for row, known in zip(enough, ~self.losses[self.kept.index(kept), ..., 0].isnan()):
+            least = self.n_pos
+            for k, good, seen in reversed(list(zip(self.ks, row.tolist(), known.tolist()))):
+                if seen and not good:
+                    break
+                least = k if seen else least
+            found.append(least)
+        return tuple(found)
+
+    def to_frame(self) -> "pd.DataFrame":
+        """One row for what is kept, layer ("all" for all at once) and k that was looked at."""
+        import pandas as pd
+
+        rise = self.rise()
+        n_layers = rise.shape[1] - 1
+        return pd.DataFrame(
+            [
+                {
+                    "kept": kept,
+                    "layer": str(layer) if layer < n_layers else "all",
+                    "k": k,
+                    "loss": self.loss * (1 + float(rise[row, layer, column])),
+                    "rise": float(rise[row, layer, column]),
+                }
+                for row, kept in enumerate(self.kept)
+                for layer in range(n_layers + 1)
+                for column, k in enumerate(self.ks)
+                if not rise[row, layer, column].isnan()
+            ]
+        )
+
+    def plot(self) -> "go.Figure":
+        """The least k of every layer."""
+        import plotly.graph_objects as go
+
+        least = self.least()
+        names = [*map(str, range(len(least) - 1)), "all at once"]
+        figure = go.Figure(go.Bar(x=names, y=list(least), marker={"color": "#d55e00"}))
+        figure.update_layout(
+            height=320,
+            title=f"The least k that keeps the loss within {self.tolerance:.0%}",
+            margin={"l": 60, "r": 20, "t": 60, "b": 50},
+        )
+        figure.update_xaxes(title="layer", type="category")
+        figure.update_yaxes(title=f"keys of at most {self.n_pos}", range=[0, self.n_pos])
+        return figure
+
+
+def measure_top_k(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    ks: Sequence[int] | None = None,
+    tolerance: float = 0.01,
+    search: bool = False,
+    control: bool = False,
+    last: int | None = None,
+    seed: int = 0,
+    attention_mask: Tensor | None = None,
+    column: str | None = None,
+    max_length: int | None = None,
+    batch_size: int = 64,
+    resume: Losses | None = None,
+    after: Callable[[Losses], None] | None = None,
+    progress: bool = True,
+) -> TopKResult:
+    """The next-token loss where the heads of a layer keep k keys of every row.
+
+    Args:
+        model: a language model in which an edited pattern reaches the output.
+        inputs: sequences.
+        ks: numbers of keys; default, powers of two below the length.
+        tolerance: the relative rise of the loss that is allowed.
+        search: look at as few k as halving needs, which takes the loss to fall as k rises.
+        control: keep random keys, too, in place of the largest.
+        last: how many predictions of each sequence count, the last ones; None for all.
+        seed: of the random keys.
+        attention_mask, column, max_length: as for `run_probes`.
+        batch_size: sequences in a pass.
+        resume: what `after` was last given.
+        after: called after each point with all losses so far.
+        progress: show a bar.
+
+    Raises:
+        InfoFlowError: for k below 1, a tolerance that is not positive, or a model without next
+            tokens.
+    """
+    batches = read_again(model, inputs, attention_mask, column, max_length)
+    loss = NextTokenLoss(model, batches, batch_size, last)
+    n_pos, seed = batches.longest or 0, check_seed(seed)
+    if not isinstance(tolerance, (int, float)) or not 0 < tolerance < float("inf"):
+        raise InfoFlowError(f"tolerance is {tolerance!r}: expected a positive number, such as .01")
+    powers = [2**i for i in range(n_pos.bit_length()) if 2**i < n_pos]
+    chosen = tuple(sorted(check_integers(powers or (1,) if ks is None else ks, "ks", 1)))
+    kinds = (LARGEST, RANDOM) if control else (LARGEST,)
+    n_layers = layer_count(model)
+    found = dict(resume or {})
+
+    def once(name: str, measured: Callable[[], Tensor]) -> Tensor:
+        if name not in found:
+            found[name] = measured()
+            if after is not None:
+                after(dict(found))
+        return found[name]
+
+    with (
+        eval_mode(model),
+        own_pass(model),
+        torch.no_grad(),
+        progress_bar("top k", len(kinds) * (n_layers + 1), progress) as step,
+    ):
+        bare = once("bare", loss.sums)
+        most = (1 + tolerance) * bare.sum()
+        losses = torch.full((len(kinds), n_layers + 1, len(chosen), len(bare)), torch.nan).double()
+        for row, kind in enumerate(kinds):
+            for layer in range(n_layers + 1):
+                layers = [layer] if layer < n_layers else list(range(n_layers))
+
+                def at(
+                    place: int,
+                    row: int = row,
+                    kind: str = kind,
+                    layer: int = layer,
+                    layers: list[int] = layers,
+                ) -> bool:
+                    k = chosen[place]
+
+                    def edit(batch: Batch, first: int) -> Any:
+                        return _kept(model, layers, k, None if kind == LARGEST else (seed, first))
+
+                    sums = once(f"{kind} {layer} {k}", lambda: loss.sums(edit))
+                    losses[row, layer, place] = sums
+                    return bool(sums.sum() <= most)
+
+                if search:
+                    _halve(at, len(chosen))
+                else:
+                    for place in range(len(chosen)):
+                        at(place)
+                step()
+    return TopKResult(
+        ks=chosen,
+        tolerance=float(tolerance),
+        kept=kinds,
+        losses=losses,
+        bare=bare,
+        n_tokens=loss.counts(),
+        n_pos=n_pos,
+        record=RunRecord.of_model(
+            model,
+            {
+                "probe": "top_k",
+                "ks": list(chosen),
+                "tolerance": float(tolerance),
+                "search": search,
+                "control": control,
+                "last": last,
+                "seed": seed,
+            },
+            seed,
+        ),
+    )
+
+
+def _halve(enough: Callable[[int], bool], n: int) -> None:
+    """Look for the first place that is enough."""
+    low, high = 0, n
+    while low < high:
+        middle = (low + high) // 2
+        if enough(middle):
+            high = middle
+        else:
+            low = middle + 1
+
+
+@contextmanager
+def _kept(
+    model: nn.Module, layers: Sequence[int], k: int, random: tuple[int, int] | None
+) -> Iterator[None]:
+    hooks: list[tuple[str, Callable[..., Any]]] = []
+    for layer in layers:
+        seeing = SeeingAllowed(model, layer)
+        hooks += [*seeing.hooks, (pattern_hook(model, layer), _keeping(seeing, layer, k, random))]
+    with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
+        yield
+
+
+def _keeping(
+    seeing: SeeingAllowed, layer: int, k: int, random: tuple[int, int] | None
+) -> Callable[..., Tensor]:
+    def hook_fn(pattern: Tensor, hook: Any) -> Tensor:
+        allowed = seeing.allowed(pattern)
+        if random is None:
+            return ideal_pattern(pattern, allowed, "top_k", k=k)
+        seed, first = random
+        drawn = []
+        for index in range(len(pattern)):  # by sequence, whatever the batch size
+            generator = torch.Generator().manual_seed(
+                derived_seed("top k", seed, layer, first + index)
+            )
+            drawn.append(torch.rand(pattern.shape[1:], generator=generator))
+        order = torch.stack(drawn).to(pattern.device).masked_fill(~allowed, -1.0)
+        least = order.topk(min(k, order.shape[-1]), dim=-1).values[..., -1:]
+        kept = pattern * ((order >= least) & allowed)
+        total = pattern.sum(dim=-1, keepdim=True)
+        return kept / kept.sum(dim=-1, keepdim=True).clamp(min=1e-30) * total
+
+    return hook_fn

@@ -1,0 +1,47 @@
+"""All baselines of a model that it can give, by name."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.probe import Probe
+from infoflow_lens.hooks.routes.attention import AttentionRollout, AttentionWeight
+from infoflow_lens.hooks.routes.contributions import ContributionRoutes, factors_of
+from infoflow_lens.hooks.routes.flow import AttentionFlow
+from infoflow_lens.hooks.routes.gradient import GradientTimesInput
+
+
+def baselines(
+    model: nn.Module, state: str = "resid_post", *, positions: Sequence[int] | None = None
+) -> dict[str, Probe[Any]]:
+    """Probes of what else might say what a state depends on, for ``run_probes`` together.
+
+    Args:
+        model: a TransformerLens model; one whose states cannot be decomposed has no contribution
+            routes.
+        state: of gradient x input: "resid_post" or "post_attention"; the others are the same.
+        positions: whose states; default all.
+
+    Returns:
+        By name: "attention weight", "attention rollout", "attention flow", "contribution routes"
+        (the widest path), "contribution rollout" (ALTI: heads together, all paths), and "gradient x
+        input".
+    """
+    found: dict[str, Probe[Any]] = {
+        "attention weight": AttentionWeight(positions=positions),
+        "attention rollout": AttentionRollout(positions=positions),
+        "attention flow": AttentionFlow(positions=positions),
+    }
+    try:
+        factors_of(model)
+    except InfoFlowError:
+        pass
+    else:
+        found["contribution routes"] = ContributionRoutes(positions=positions)
+        found["contribution rollout"] = ContributionRoutes(
+            "rollout", heads_apart=False, positions=positions
+        )
+    found["gradient x input"] = GradientTimesInput(state, positions=positions)
+    return found

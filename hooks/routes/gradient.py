@@ -1,0 +1,114 @@
+"""Gradient times input, for states, which have many features."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from infoflow_lens.hooks.influence.base import StateInfluence
+from infoflow_lens.hooks.influence.rerun import Rerun, at_places, rows_at_once
+
+
+class GradientTimesInput(StateInfluence):
+    """Influence [layer, batch, pos, source]: the norm of gradient x input, |J x_source|.
+
+    The derivative of a state in the direction of the token's own vector: for every feature of the
+    state the gradient by the token times the token, summed over the token's features. For a single
+    output this is the gradient x input of Shrikumar et al. (2016), in absolute value; a state has
+    many features, so their norm is taken. To first order it is how far the state moves for each
+    share of the token that is taken away. Like :class:`JacobianInfluence` it is a derivative, so it
+    is no independent witness beside one; it takes one derivative a token in place of one a feature.
+
+    For models over token ids the input is what enters the first block, the embedding with its
+    position; with `source_layer`, what enters that layer.
+
+    Its passes are its own; see :class:`StateInfluence`.
+
+    Args:
+        state: "post_attention" (x'_l of eq 1) or "resid_post".
+        source_layer: None for the tokens; l for ``resid_pre`` of layer l, and then layers from l.
+        chunk_size: sources per pass; default, by the sizes of the model and the batch.
+        through_hooks: differentiate through hooks of yours.
+        layers: whose states; default all that the sources reach.
+        positions: whose states; default all. Negative ones count from the end of each sequence.
+
+    Raises:
+        InfoFlowError: for an unknown state, layer or position, or a model whose forward pass cannot
+            be repeated from its hooks.
+    """
+
+    def __init__(
+        self,
+        state: str = "post_attention",
+        source_layer: int | None = None,
+        chunk_size: int | None = None,
+        through_hooks: bool = False,
+        *,
+        layers: Sequence[int] | None = None,
+        positions: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(state, source_layer, layers, positions, chunk_size, through_hooks)
+
+    def _measure(
+        self,
+        rerun: Rerun,
+        start: Float[Tensor, "batch position d_source"],
+        expected: list[Float[Tensor, "batch pos d_model"]],
+        place: Int[Tensor, "batch asked"],
+        lengths: Int[Tensor, " batch"],
+    ) -> Float[Tensor, "layer batch asked source"]:
+        n_source = start.shape[1]
+        self._check_rerun(rerun.layers, rerun(start), expected, rerun.real)
+        rows = rows_at_once(rerun.model, expected[0].shape[1], expected[0].shape[2], start.device)
+        chunk = self.chunk_size or max(1, rows // len(start))
+        found = torch.zeros(len(expected), len(start), place.shape[1], n_source)
+        alone = torch.eye(n_source, dtype=torch.bool, device=start.device)
+        for sources in torch.arange(n_source).split(chunk):
+            moved = _moved(rerun, start, alone[sources])
+            for layer, change in enumerate(moved):  # [source, batch, pos, d_model]
+                norms = change.float().norm(dim=-1).permute(1, 2, 0)
+                found[layer, :, :, sources] = at_places(norms, place).cpu()
+        return found
+
+
+def _moved(
+    rerun: Rerun, start: Float[Tensor, "batch position d"], alone: Bool[Tensor, "source position"]
+) -> tuple[Float[Tensor, "source batch pos d_model"], ...]:
+    """Derivatives of the states in the direction of each token, by forward mode if there is one."""
+
+    def derivative(chosen: Tensor) -> tuple[Tensor, ...]:
+        tangents: tuple[Tensor, ...] = torch.func.jvp(
+            rerun, (start,), (start * chosen[None, :, None],)
+        )[1]
+        return tangents
+
+    try:
+        return torch.func.vmap(derivative)(alone)  # type: ignore[no-any-return, arg-type]
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # also NotImplementedError
+        if "memory" in str(error):
+            raise
+        return _by_reverse_mode(rerun, start, alone)
+
+
+def _by_reverse_mode(
+    rerun: Rerun, start: Float[Tensor, "batch position d"], alone: Bool[Tensor, "source position"]
+) -> tuple[Float[Tensor, "source batch pos d_model"], ...]:
+    """The same by two backward passes: u -> J^T u is linear, and its derivative by u is J."""
+    with torch.enable_grad():
+        source = start.detach().requires_grad_()
+        states = rerun(source)
+        towards = [torch.zeros_like(state, requires_grad=True) for state in states]
+        (back,) = torch.autograd.grad(states, source, towards, create_graph=True)
+        moved = [
+            torch.autograd.grad(
+                back, towards, start * chosen[None, :, None], retain_graph=True, allow_unused=True
+            )
+            for chosen in alone
+        ]
+    return tuple(
+        torch.stack([torch.zeros_like(u) if one is None else one for one in column])
+        for u, column in zip(towards, zip(*moved, strict=True), strict=True)
+    )

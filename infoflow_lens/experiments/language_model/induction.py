@@ -1,0 +1,455 @@
+"""The induction circuit of a language model, looked at in three ways."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from infoflow_lens.experiments.language_model.batches import repeated_random, repeated_stretches
+from infoflow_lens.experiments.language_model.measures import prefix_matching, previous_token
+from infoflow_lens.experiments.language_model.snapshots import loaded
+from infoflow_lens.experiments.language_model.study import (
+    MODEL,
+    LanguageModelStudy,
+    final,
+    groups,
+)
+from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.hooks import IDEALS, RecoveryProbe, measure_mechanisms, run_probes, substituted
+from infoflow_lens.hooks.model.points import hook_name, layer_count, pattern_hook, run_catching
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_BATCH = 32
+_IS_INDUCTION = 0.5  # prefix matching above it
+_CARRIED = 0.5  # of the variance that a head of this width can carry, the least share recovered
+_BY_CHANCE = 0.1  # of it, the most that a control's map recovers
+_COSTS = 1.0  # nats that an ablation costs at least
+_STRETCH = (20, 33)  # different ids before they repeat
+_MORE = 4  # times as many sequences for recovery, whose maps are large
+
+Head = tuple[int, int]
+
+
+class Induction(LanguageModelStudy):
+    """Mechanism, recovery and ablation of the heads that prefix matching names."""
+
+    name: ClassVar[str] = "induction"
+    title: ClassVar[str] = "Is the induction circuit what it is said to be?"
+    acceptance: ClassVar[str] = (
+        "in every model with a head of prefix matching above .5, and there is one: the "
+        "previous-token head is labelled specific_position and the induction head max_position; "
+        "their tokens are recovered with half of the variance that a head of that width can "
+        "carry, the control's with at most a tenth of it; without "
+        "the previous-token head, and without all induction heads, the loss on repeated tokens "
+        "rises by more than 1 nat, and by more than without any other head of their layers"
+    )
+    windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 64, "full": 256}
+
+    def cases(self, preset: str) -> Sequence[Settings]:
+        """A configuration for each snapshot; no text is needed."""
+        return [
+            {
+                "model": moment.model,
+                "step": moment.step,
+                "final": moment.final,
+                "weights": moment.weights,
+                "half": min(50, (self.longest(moment) - 1) // 2),
+                "n": self.windows[preset],
+            }
+            for moment in self.moments(preset)
+        ]
+
+    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
+        """A row for each head."""
+        model = loaded(self.source_of(settings), device)
+        half, n = settings["half"], settings["n"]
+        vocabulary, begin = _tokens(model, half)
+        draw = derived_seed("induction", seed)
+        # the token behind the first of the second half is the first that can be known
+        ids = repeated_random(vocabulary, n, half, draw, begin)
+        seen = _Seen(model, ids, range(half + 1, 2 * half))
+        # In every sequence the stretch has another length. If all had one, the place of the token
+        # to copy would be the same in all, and a specific position would be as good as a maximum.
+        shortest, longest = (min(size, half) for size in _STRETCH)
+        stretches = repeated_stretches(
+            vocabulary, _MORE * n, 2 * half, shortest, longest, draw, begin
+        )
+        known = range(longest + 1, 2 * half)
+        mechanisms = measure_mechanisms(
+            model,
+            stretches[:n],
+            read=tuple(known),
+            threshold=0.05,
+            seed=seed,
+            batch_size=_BATCH,
+            progress=False,
+        )
+        probe = RecoveryProbe(
+            (1,), without=(0,), controls=("random", "shuffled"), maps=False, seed=seed
+        )
+        (recovered,) = run_probes(model, stretches, [probe], batch_size=_BATCH, progress=False)
+        labels = mechanisms.mechanisms()
+        induction = [head for head, score in seen.prefix_matching.items() if score > _IS_INDUCTION]
+        together: dict[str, Any] = {"loss": seen.loss, "induction_ablated": None}
+        together |= dict.fromkeys(f"induction_{ideal}" for ideal in IDEALS)
+        if induction:
+            varied = _Seen(model, stretches[:n], known)
+            together["induction_ablated"] = seen.loss_without(induction, zero=False)
+            for ideal in IDEALS:
+                with substituted(model, dict.fromkeys(induction, ideal), mechanisms.mean_patterns):
+                    together[f"induction_{ideal}"] = varied.divergence()
+        rows: list[Row] = []
+        frame = recovered.to_frame().set_index(["layer", "head"])
+        for layer, head in seen.prefix_matching:
+            found = frame.loc[layer, head]
+            rows.append(
+                {
+                    "layer": layer,
+                    "head": head,
+                    "prefix_matching": seen.prefix_matching[layer, head],
+                    "previous_token": seen.previous_token[layer, head],
+                    "mechanism": labels[layer][head],
+                    **{
+                        f"damage_{ideal}": float(mechanisms.damage[layer][head, i])
+                        for i, ideal in enumerate(IDEALS)
+                    },
+                    "fvu": float(found["fvu"]),
+                    "fvu_bound": _bound(model, stretches, seen.means[layer].shape[1]),
+                    "fvu_random": float(found["fvu_random"]),
+                    "fvu_shuffled": float(found["fvu_shuffled"]),
+                    "mean_ablated": seen.loss_without([(layer, head)], zero=False),
+                    "zero_ablated": seen.loss_without([(layer, head)], zero=True),
+                    **together,
+                }
+            )
+        return rows
+
+    def table(self, results: "pd.DataFrame") -> str:
+        """Each way by model and step; then the heads of the circuit."""
+        lines = [
+            "| model | step | loss on repeats (nats) | induction heads | largest prefix matching | "
+            "mechanism | recovery | ablation |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        circuits = [(key, _Circuit.of(rows)) for key, rows in groups(results, MODEL)]
+        for (model, step), circuit in circuits:
+            ways = [
+                "-" if way is None else "confirms" if way else "disagrees"
+                for way in circuit.ways().values()
+            ]
+            lines.append(
+                f"| {model} | {'-' if step < 0 else int(step)} | {circuit.loss:.2f} | "
+                f"{len(circuit.induction)} | {circuit.heads['prefix_matching'].max():.2f} | "
+                f"{' | '.join(ways)} |"
+            )
+        lines += [
+            "",
+            "Heads of the circuits at the last step: damage in nats of divergence when the pattern "
+            "is replaced, fvu of the attended token beside its control's (random keys for the "
+            "previous-token head, shuffled ones for induction heads) and the least that a linear "
+            "map behind one head of that width can reach, and the rise of the loss when the output "
+            "is replaced by its mean or by zero",
+            "",
+            "| model | head | role | score | mechanism | own position | global | specific position "
+            "| max position | fvu | least | control | mean | zero |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        for (model,), rows in groups(final(results), ("model",)):
+            circuit = _Circuit.of(rows)
+            for role, score, control, heads in circuit.roles():
+                for layer, head in heads:
+                    row = circuit.heads.loc[(layer, head)]
+                    damages = " | ".join(f"{row[f'damage_{ideal}']:.3f}" for ideal in IDEALS[:4])
+                    lines.append(
+                        f"| {model} | {layer}.{head} | {role} | {row[score]:.2f} | "
+                        f"{row['mechanism']} | {damages} | "
+                        f"{row['fvu']:.2f} | {row['fvu_bound']:.2f} | "
+                        f"{row[control]:.2f} | {row['mean_ablated'] - circuit.loss:+.2f} | "
+                        f"{row['zero_ablated'] - circuit.loss:+.2f} |"
+                    )
+        lines += [
+            "",
+            "All induction heads at once, replaced by one ideal (nats of divergence), or by their "
+            "mean outputs (rise of the loss)",
+            "",
+            f"| model | {' | '.join(ideal.replace('_', ' ') for ideal in IDEALS)} | ablated |",
+            f"|---|{'---|' * (len(IDEALS) + 1)}",
+        ]
+        for (model,), rows in groups(final(results), ("model",)):
+            circuit = _Circuit.of(rows)
+            if circuit.induction:
+                cells = [f"{circuit.together[f'induction_{ideal}']:.3f}" for ideal in IDEALS]
+                rise = circuit.together["induction_ablated"] - circuit.loss
+                lines.append(f"| {model} | {' | '.join(cells)} | {rise:+.2f} |")
+        return "\n".join(lines)
+
+    def figure(self, results: "pd.DataFrame") -> "Figure":
+        """Scores and losses over training, and what each head's ablation costs at its end."""
+        from matplotlib.figure import Figure
+
+        models = list(dict.fromkeys(results["model"]))
+        figure = Figure(figsize=(9, 3.2 * len(models)), layout="constrained")
+        axes = figure.subplots(len(models), 2, squeeze=False)
+        for (left, right), model in zip(axes, models, strict=True):
+            rows = results[results["model"] == model]
+            over = rows.groupby("step")
+            for column, colour in (("prefix_matching", "#d55e00"), ("previous_token", "#0072b2")):
+                line = over[column].max()
+                label = f"largest {column.replace('_', ' ')}"
+                left.plot(line.index, line, ".-", color=colour, label=label)
+            left.set_ylabel(f"{model}\nattention")
+            left.set_ylim(0, 1)
+            left.set_xscale("symlog", linthresh=100)
+            left.set_xlabel("training step")
+            beside = left.twinx()
+            line = over["loss"].mean()
+            beside.plot(line.index, line, ".:", color="#444444")
+            beside.set_ylabel("loss on repeats (nats, dotted)")
+            left.legend(frameon=False, fontsize="small", loc="center left")
+            circuit = _Circuit.of(final(rows))
+            rises = circuit.heads["mean_ablated"] - circuit.loss
+            right.bar(
+                [f"{layer}.{head}" for layer, head in rises.index],
+                rises,
+                color=["#d55e00" if head in circuit.induction else
+                       "#0072b2" if head == circuit.previous else "#bbbbbb"
+                       for head in rises.index],
+            )  # fmt: skip
+            right.tick_params(axis="x", rotation=90, labelsize="small")
+            right.set_ylabel("rise of the loss without the head (nats)")
+        return figure
+
+    def verdict(self, results: "pd.DataFrame") -> Verdict:
+        """By the last snapshot of every model that has an induction head."""
+        reasons, confirmed = [], []
+        for (model,), rows in groups(final(results), ("model",)):
+            circuit = _Circuit.of(rows)
+            if not circuit.induction:
+                most = circuit.heads["prefix_matching"].max()
+                reasons.append(f"{model}: no induction head (largest prefix matching {most:.2f})")
+                continue
+            ways = circuit.ways()
+            confirmed.append(all(ways.values()))
+            against = [name for name, way in ways.items() if not way]
+            first = "all three ways confirm"
+            if against:
+                first = f"{' and '.join(against)} {'disagree' if against[1:] else 'disagrees'}"
+            reasons.append(f"{model}: {first}; {circuit.sentence()}")
+        return Verdict(bool(confirmed) and all(confirmed), tuple(reasons))
+
+
+@dataclass(frozen=True)
+class _Circuit:
+    """The circuit of one snapshot, as the rule reads it.
+
+    Attributes:
+        heads: a row a head, by layer and head.
+        induction: heads with prefix matching above .5, the largest first.
+        previous: the previous-token head in a layer before the first of these; None without one.
+        loss: on repeats, nats a token.
+        together: what replacing all induction heads costs.
+    """
+
+    heads: "pd.DataFrame"
+    induction: tuple[Head, ...]
+    previous: Head | None
+    loss: float
+    together: Mapping[str, float]
+
+    @classmethod
+    def of(cls, rows: "pd.DataFrame") -> "_Circuit":
+        # means over seeds
+        values = rows.groupby(["layer", "head"])
+        heads = values.mean(numeric_only=True)
+        heads["mechanism"] = values["mechanism"].agg(lambda names: names.mode().iloc[0])
+        named = heads[heads["prefix_matching"] > _IS_INDUCTION]["prefix_matching"]
+        induction = tuple(named.sort_values(ascending=False).index)
+        previous = None
+        if induction:
+            before = heads[heads.index.get_level_values("layer") < induction[0][0]]
+            previous = before["previous_token"].idxmax() if len(before) else None
+        return cls(heads, induction, previous, float(heads["loss"].iloc[0]), heads.iloc[0])
+
+    def roles(self) -> list[tuple[str, str, str, tuple[Head, ...]]]:
+        """Role, its score, its control and its heads."""
+        before = () if self.previous is None else (self.previous,)
+        return [
+            ("previous token", "previous_token", "fvu_random", before),
+            ("induction", "prefix_matching", "fvu_shuffled", self.induction),
+        ]
+
+    def ways(self) -> dict[str, bool | None]:
+        """Whether each way confirms; None where there is no induction head."""
+        if not self.induction:
+            return dict.fromkeys(("mechanism", "recovery", "ablation"))
+        if self.previous is None:
+            return dict.fromkeys(("mechanism", "recovery", "ablation"), False)
+        before, after = self.heads.loc[self.previous], self.heads.loc[self.induction[0]]
+        mechanism = (before["mechanism"], after["mechanism"])
+        return {
+            "mechanism": mechanism == ("specific_position", "max_position"),
+            "recovery": self._recovered(before, "fvu_random")
+            and self._recovered(after, "fvu_shuffled"),
+            "ablation": self._needed(),
+        }
+
+    @staticmethod
+    def _recovered(row: Any, control: str) -> bool:
+        room = 1 - row["fvu_bound"]
+        own, other = (1 - row[name] for name in ("fvu", control))
+        return bool(own >= _CARRIED * room and other <= _BY_CHANCE * room)
+
+    def _needed(self) -> bool:
+        rise = self.heads["mean_ablated"] - self.loss
+        layers = rise.index.get_level_values("layer")
+        assert self.previous is not None
+        others = rise[(layers == self.previous[0]) & (rise.index != self.previous)]
+        first = rise[self.previous] > max(_COSTS, others.max())
+        jointly = self.together["induction_ablated"] - self.loss > _COSTS
+        each = all(
+            rise[head] > rise[(layers == head[0]) & ~rise.index.isin(self.induction)].max()
+            for head in self.induction
+        )
+        return bool(first and jointly and each)
+
+    def sentence(self) -> str:
+        """The numbers behind it."""
+        if self.previous is None:
+            return f"no layer before the induction head {self.induction[0]}"
+        before, after = self.heads.loc[self.previous], self.heads.loc[self.induction[0]]
+        name, other = ("{}.{}".format(*head) for head in (self.previous, self.induction[0]))
+        rise = self.heads["mean_ablated"] - self.loss
+        jointly = self.together["induction_ablated"] - self.loss
+        return (
+            f"{name} is {before['mechanism']}, recovered with fvu {before['fvu']:.2f} (least "
+            f"{before['fvu_bound']:.2f}, random {before['fvu_random']:.2f}), and costs "
+            f"{rise[self.previous]:.2f} nats; {other} is {after['mechanism']}, recovered with fvu "
+            f"{after['fvu']:.2f} (least {after['fvu_bound']:.2f}, shuffled "
+            f"{after['fvu_shuffled']:.2f}), and costs {rise[self.induction[0]]:.2f} nats alone, "
+            f"{jointly:.2f} with all {len(self.induction)} induction heads"
+        )
+
+
+class _Seen:
+    """A model on repeated random tokens, whole and with heads taken out."""
+
+    def __init__(self, model: nn.Module, ids: Int[Tensor, "n pos"], known: Sequence[int]) -> None:
+        self.model, self.ids, self.known = model, ids, torch.tensor(known)
+        self.prefix_matching: dict[Head, float] = {}
+        self.previous_token: dict[Head, float] = {}
+        self.means: list[Float[Tensor, "_head d_head"]] = []
+        n_layers = layer_count(model)
+        self.z = [hook_name(model, f"blocks.{layer}.attn.hook_z") for layer in range(n_layers)]
+        sums: dict[str, Any] = {}
+        hooks: list[tuple[str, Callable[..., None]]] = []
+
+        def add(key: str, value: Tensor) -> None:
+            sums[key] = sums.get(key, 0) + value.double()
+
+        for layer in range(n_layers):
+            for point in (pattern_hook(model, layer), self.z[layer]):
+
+                def catch(activation: Tensor, hook: Any, point: str = point) -> None:
+                    if activation.ndim == 4 and activation.shape[2] == activation.shape[3]:
+                        pattern = activation.detach().float().cpu()[None]
+                        add(f"{point} prefix", len(pattern[0]) * prefix_matching(pattern)[0])
+                        add(f"{point} previous", len(pattern[0]) * previous_token(pattern)[0])
+                    else:
+                        add(point, activation.detach().float().sum(dim=(0, 1)))
+
+                hooks.append((point, catch))
+        with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
+            self.log_probabilities = self._run()
+        self.loss = self._loss(self.log_probabilities)
+        for layer in range(n_layers):
+            point = pattern_hook(model, layer)
+            for name, scores in (
+                ("prefix", self.prefix_matching),
+                ("previous", self.previous_token),
+            ):
+                for head, score in enumerate((sums[f"{point} {name}"] / len(ids)).tolist()):
+                    scores[layer, head] = score
+            n_heads = len(sums[f"{point} prefix"])
+            mean = sums[self.z[layer]] / (len(ids) * ids.shape[1])
+            self.means.append(mean.float().view(n_heads, -1))
+
+    def _run(self) -> Float[Tensor, "n known vocabulary"]:
+        """Log-probabilities of the next token where it can be known."""
+        device = next(self.model.parameters()).device
+        with eval_mode(self.model):
+            parts = [
+                self.model(rows.to(device))[:, self.known].float().log_softmax(dim=-1).cpu()
+                for rows in self.ids.split(_BATCH)
+            ]
+        return torch.cat(parts)
+
+    def _loss(self, log_probabilities: Float[Tensor, "n known vocabulary"]) -> float:
+        target = self.ids[:, self.known + 1, None]
+        return -float(log_probabilities.gather(2, target).double().mean())
+
+    def divergence(self) -> float:
+        """KL of the model as it is now from the model as it was, nats."""
+        now, before = self._run(), self.log_probabilities
+        return float((before.exp() * (before - now)).sum(dim=2).double().mean())
+
+    def loss_without(self, heads: Sequence[Head], zero: bool) -> float:
+        """The loss with the outputs of heads replaced by their means, or by zero."""
+        hooks: list[tuple[str, Callable[..., Tensor]]] = []
+        for layer in sorted({layer for layer, _ in heads}):
+            own = [head for at, head in heads if at == layer]
+
+            def replace(z: Tensor, hook: Any, layer: int = layer, own: Any = own) -> Tensor:
+                means = self.means[layer].to(z)
+                by_head = z.clone().view(*z.shape[:2], *means.shape)
+                by_head[:, :, own] = 0 if zero else means[own]
+                return by_head.view(z.shape)
+
+            hooks.append((self.z[layer], replace))
+        with self.model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
+            return self._loss(self._run())
+
+
+def _bound(model: nn.Module, ids: Int[Tensor, "n pos"], d_head: int) -> float:
+    """The least fvu of a linear map from `d_head` numbers to the embeddings of these tokens.
+
+    The share of their variance outside its `d_head` principal components.
+    """
+    name = hook_name(model, "hook_embed")
+    with torch.no_grad():
+        _, caught = run_catching(model, ids[:_BATCH].to(next(model.parameters()).device), [name])
+    embedded = caught[name][:, 1:].flatten(0, 1).double().cpu()
+    variances = torch.linalg.eigvalsh(torch.cov(embedded.T)).flip(0).clamp(min=0)
+    return float(variances[d_head:].sum() / variances.sum())
+
+
+def _tokens(model: nn.Module, half: int) -> tuple[int, int]:
+    """The number of ids, and the one that begins a text.
+
+    Raises:
+        InfoFlowError: for a vocabulary or a context that is too small.
+    """
+    vocabulary = int(model.cfg.d_vocab)  # type: ignore[union-attr,arg-type]
+    if half < 4 or vocabulary <= half:
+        raise InfoFlowError(
+            f"the model has {vocabulary} ids and room for {half} of them twice: expected more ids "
+            "than that, and room for at least 4"
+        )
+    tokenizer: Any = getattr(model, "tokenizer", None)
+    begin = next(
+        (
+            found
+            for name in ("bos_token_id", "eos_token_id")
+            if (found := getattr(tokenizer, name, None)) is not None
+        ),
+        0,
+    )
+    return vocabulary, int(begin)

@@ -1,0 +1,267 @@
+"""In how many directions do heads look, and is that what they are worth?"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from infoflow_lens.experiments.language_model.queries import Directions, directions, projecting
+from infoflow_lens.experiments.language_model.snapshots import loaded, untrained
+from infoflow_lens.experiments.language_model.study import (
+    MODEL,
+    LanguageModelStudy,
+    final,
+    groups,
+)
+from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss
+from infoflow_lens.hooks.mechanisms.sufficiency import mean_ablated, mean_outputs
+from infoflow_lens.hooks.model.inputs import read_inputs
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+TRAINED, UNTRAINED = "trained", "untrained"
+_TOLERANCE, _BATCH, _PERMUTATIONS, _LEVEL = 0.01, 16, 1000, 0.95
+_RANKS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+_SHARES = ("fixed", "by_token", "by_token_shuffled", "by_position")
+
+
+class Roles(LanguageModelStudy):
+    """Directions of the queries of every head; projections of all; mean ablation of each."""
+
+    name: ClassVar[str] = "roles"
+    title: ClassVar[str] = "Does a head retrieve in one direction, or in several?"
+    acceptance: ClassVar[str] = (
+        "in every trained model more than one direction a head is needed to keep the loss within "
+        "1%, and fewer than of random directions; and the rank correlation of its heads' roles "
+        "with what they cost is positive, above 95% of permutations, and above that of the "
+        "untrained control"
+    )
+    windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 32, "full": 256}
+    steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 4, "full": None}
+    draws: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 8}
+
+    def contexts(self, moment: Any, preset: str) -> Sequence[Settings]:
+        """The longest context."""
+        longest = 24 if preset == "smoke" else self.longest(moment)
+        return [{"n_context": longest, "draws": self.draws[preset]}]
+
+    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
+        """A row for each head, and for each number of directions; beside the untrained model."""
+        source = self.source_of(settings)
+        rows = self._of_model(loaded(source, device), settings, seed, TRAINED)
+        if settings["final"]:
+            with untrained(source, derived_seed("untrained", seed)) as folder:
+                rows += self._of_model(loaded(folder, device), settings, seed, UNTRAINED)
+        return rows
+
+    def _of_model(self, model: nn.Module, settings: Settings, seed: int, kind: str) -> list[Row]:
+        windows = self.sequences(model, settings, seed)
+        found = directions(model, windows[0::2], _BATCH)
+        loss = NextTokenLoss(model, read_inputs(model, windows[1::2]), _BATCH)
+        with torch.no_grad():
+            bare = float(loss.sums().sum())
+            n_tokens = int(loss.counts().sum())
+            heads = self._heads(model, found, windows[0::2], loss, bare, n_tokens, seed)
+            curve = self._curve(model, found, loss, bare, settings["draws"], seed)
+        common = {"kind": kind, "loss": bare / n_tokens}
+        return [{**common, **row} for row in (*heads, *curve)]
+
+    def _heads(
+        self,
+        model: nn.Module,
+        found: Sequence[Directions],
+        windows: Tensor,
+        loss: NextTokenLoss,
+        bare: float,
+        n_tokens: int,
+        seed: int,
+    ) -> list[Row]:
+        token = windows[:, 1:].flatten()
+        place = torch.arange(1, windows.shape[1]).repeat(len(windows))
+        generator = torch.Generator().manual_seed(derived_seed("shuffled", seed))
+        shuffled = token[torch.randperm(len(token), generator=generator)]
+        means = mean_outputs(model, loss.batches, _BATCH)
+        rows: list[Row] = []
+        for layer, own in enumerate(found):
+            columns = {
+                "roles": own.roles(),
+                "fixed": own.fixed(),
+                "by_token": own.share_by(token),
+                "by_token_shuffled": own.share_by(shuffled),
+                "by_position": own.share_by(place),
+                "deviation": own.u.square().sum(dim=2).mean(dim=1).sqrt(),
+            }
+            for head in range(len(own.u)):
+                lost = loss.sums(lambda _b, _f, at=(layer, head): mean_ablated(model, [at], means))
+                cost = (float(lost.sum()) - bare) / n_tokens
+                values: Row = {name: float(value[head]) for name, value in columns.items()}
+                rows.append({"part": "head", "layer": layer, "head": head, "cost": cost, **values})
+        return rows
+
+    def _curve(
+        self,
+        model: nn.Module,
+        found: Sequence[Directions],
+        loss: NextTokenLoss,
+        bare: float,
+        draws: int,
+        seed: int,
+    ) -> list[Row]:
+        d_head = found[0].u.shape[2]
+        rows: list[Row] = []
+        for rank in (*(r for r in _RANKS if r < d_head), d_head):
+            chosen = {"first": [[own.axes[:, :, :rank] for own in found]]}
+            chosen["random"] = [
+                [_random(own, rank, derived_seed("directions", seed, draw, i))
+                 for i, own in enumerate(found)]
+                for draw in range(draws if 0 < rank < d_head else 1)
+            ]  # fmt: skip
+            for name, several in chosen.items():
+                for bases in several:
+                    hooks = projecting(found, bases)
+                    lost = loss.sums(lambda _b, _f, hooks=hooks: model.hooks(fwd_hooks=hooks))  # type: ignore[operator, misc]
+                    rise = float(lost.sum()) / bare - 1
+                    rows.append({"part": "curve", "of": name, "rank": rank, "rise": rise})
+        return rows
+
+    def table(self, results: "pd.DataFrame") -> str:
+        """Directions needed and correlations; then every head of the last snapshots."""
+        lines = [
+            "| model | step | weights | loss | directions needed | of random ones | of d_head | "
+            "roles (median, range) | roles with cost |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        for (model, step, kind), rows in groups(results, (*MODEL, "kind")):
+            heads = rows[rows["part"] == "head"]
+            roles = _by_head(heads)["roles"]
+            lines.append(
+                f"| {model} | {'-' if step < 0 or kind == UNTRAINED else int(step)} | {kind} | "
+                f"{rows['loss'].mean():.3f} | {_needed(rows, 'first')} | "
+                f"{_needed(rows, 'random')} | {int(rows['rank'].max())} | {roles.median():.1f} "
+                f"({roles.min():.1f} to {roles.max():.1f}) | {_correlation(heads):+.2f} |"
+            )
+        lines += [
+            "",
+            "The heads of the last snapshots: the deviation of scores over keys (nats), roles, "
+            "shares of the energy (fixed direction; by the query's token, in brackets with "
+            "shuffled tokens; by position), and what the loss rises by without the head",
+            "",
+            "| model | head | deviation | roles | fixed | by token | by position | cost (nats) |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        last = final(results)
+        last = last[(last["part"] == "head") & (last["kind"] == TRAINED)]
+        for (model,), rows in groups(last, ("model",)):
+            for (layer, head), row in _by_head(rows).iterrows():
+                lines.append(
+                    f"| {model} | {layer:.0f}.{head:.0f} | {row['deviation']:.2f} | "
+                    f"{row['roles']:.1f} | {row['fixed']:.2f} | {row['by_token']:.2f} "
+                    f"({row['by_token_shuffled']:.2f}) | {row['by_position']:.2f} | "
+                    f"{row['cost']:+.3f} |"
+                )
+        return "\n".join(lines)
+
+    def figure(self, results: "pd.DataFrame") -> "Figure":
+        """Loss by directions, cost by roles, shares of the energy."""
+        from matplotlib.figure import Figure
+
+        last = final(results)
+        models = list(dict.fromkeys(last["model"]))
+        figure = Figure(figsize=(11, 3.3 * len(models)), layout="constrained")
+        axes = figure.subplots(len(models), 3, squeeze=False)
+        for (left, middle, right), model in zip(axes, models, strict=True):
+            rows = last[last["model"] == model]
+            own = rows[rows["kind"] == TRAINED]
+            for name, style in (("first", ".-"), ("random", ".:")):
+                some = own[(own["part"] == "curve") & (own["of"] == name)]
+                by = some.groupby("rank")["rise"].mean()
+                left.plot(by.index, 100 * by, style, color="#d55e00", label=f"{name} directions")
+            left.axhline(100 * _TOLERANCE, color="#999999", linewidth=0.6)
+            left.set_yscale("symlog", linthresh=1)
+            left.set_xlabel("directions a head")
+            left.set_ylabel(f"{model}\nrise of the loss (%)")
+            left.legend(frameon=False, fontsize="small")
+            for kind, colour in ((UNTRAINED, "#bbbbbb"), (TRAINED, "#d55e00")):
+                heads = rows[(rows["part"] == "head") & (rows["kind"] == kind)]
+                middle.scatter(heads["roles"], heads["cost"], s=14, color=colour, label=kind)
+            middle.set_yscale("symlog", linthresh=0.01)
+            middle.set_xlabel("roles of a head")
+            middle.set_ylabel("cost without it (nats)")
+            middle.legend(frameon=False, fontsize="small")
+            heads = _by_head(own[own["part"] == "head"])
+            names = [f"{int(layer)}.{int(head)}" for layer, head in heads.index]
+            below = torch.zeros(len(heads)).numpy()
+            for name, colour in (("fixed", "#444444"), ("by_token", "#d55e00"),
+                                 ("by_position", "#009e73")):  # fmt: skip
+                share = heads[name].clip(lower=0).to_numpy()
+                right.bar(names, share, bottom=below, color=colour, label=name.replace("_", " "))
+                below = below + share
+            right.tick_params(axis="x", rotation=90, labelsize="x-small")
+            right.set_ylabel("share of the energy")
+            right.legend(frameon=False, fontsize="small")
+        return figure
+
+    def verdict(self, results: "pd.DataFrame") -> Verdict:
+        """By the last snapshot of every model."""
+        reasons, passed = [], True
+        for (model,), rows in groups(final(results), ("model",)):
+            own, control = (rows[rows["kind"] == kind] for kind in (TRAINED, UNTRAINED))
+            needed, random = _needed(own, "first"), _needed(own, "random")
+            heads = own[own["part"] == "head"]
+            rho, level = _correlation(heads), _level(heads)
+            of_control = _correlation(control[control["part"] == "head"])
+            several = needed > 1 and needed < random
+            worth = rho > 0 and level > _LEVEL and not rho <= of_control
+            passed = passed and several and worth
+            reasons.append(
+                f"{model}: {needed} directions needed, {random} of random ones; roles with cost "
+                f"{rho:+.2f}, above {level:.1%} of permutations, untrained {of_control:+.2f}"
+            )
+        return Verdict(passed and bool(reasons), tuple(reasons))
+
+
+def _random(own: Directions, rank: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(own.axes.shape, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(drawn).Q[:, :, :rank]
+
+
+def _needed(rows: "pd.DataFrame", of: str) -> int:
+    """The least number of directions from which on the mean rise is within."""
+    curve = rows[(rows["part"] == "curve") & (rows["of"] == of)]
+    by_rank = curve.groupby("rank")["rise"].mean().sort_index()
+    least = int(by_rank.index[-1])
+    for rank, rise in reversed(list(by_rank.items())):
+        if rise > _TOLERANCE:
+            break
+        least = int(rank)  # type: ignore[call-overload]
+    return least
+
+
+def _by_head(rows: "pd.DataFrame") -> "pd.DataFrame":
+    columns = ["roles", "deviation", "cost", *_SHARES]
+    return rows.groupby(["layer", "head"], sort=True)[columns].mean()
+
+
+def _correlation(heads: "pd.DataFrame") -> float:
+    """Spearman's, of roles and cost over heads."""
+    values = _by_head(heads)
+    if len(values) < 3:
+        return math.nan
+    return float(values["roles"].corr(values["cost"], method="spearman"))
+
+
+def _level(heads: "pd.DataFrame") -> float:
+    """The share of permutations of the costs whose correlation is smaller."""
+    values = _by_head(heads).rank()
+    roles, cost = (torch.tensor(values[name].to_numpy()) for name in ("roles", "cost"))
+    roles, cost = roles - roles.mean(), cost - cost.mean()
+    generator = torch.Generator().manual_seed(derived_seed("roles"))
+    orders = torch.rand(_PERMUTATIONS, len(cost), generator=generator).argsort(dim=1)
+    return float(((cost[orders] @ roles) < (cost @ roles)).double().mean())

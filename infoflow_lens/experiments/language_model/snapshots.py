@@ -1,0 +1,160 @@
+"""Language models at several moments of their training, by what a user types."""
+
+import hashlib
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.models.loading import load_any
+
+_CHECKPOINTS, _STEP = "checkpoints", re.compile(r"step-?(\d+)$")
+_EARLY = 64  # steps before this are all alike
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A model at one moment.
+
+    Attributes:
+        model: its name; of a folder, the folder's own.
+        step: of the training; -1 where nothing tells it.
+        final: whether it is the last one of its model.
+        source: what :func:`~infoflow_lens.models.loading.load_any` reads.
+        weights: what tells these weights from others: a digest of the files, or the name.
+    """
+
+    model: str
+    step: int
+    final: bool
+    source: str
+    weights: str
+
+
+def snapshots(model: str, most: int | None = None) -> list[Snapshot]:
+    """The moments of a model that there are, the last one behind.
+
+    Args:
+        model: a folder of Hugging Face, with ``checkpoints/step-...`` in it where it has some;
+            a name; or owner/name@revision,revision,... of the hub.
+        most: so many at most: the first, and others spread evenly over the list from step 64 on, to
+            the last, so that there are more where checkpoints are dense; None for all.
+
+    Raises:
+        InfoFlowError: for an empty name, or a number below 1.
+    """
+    if not model.strip() or (most is not None and most < 1):
+        raise InfoFlowError(
+            f"model is {model!r}, most is {most}: expected a folder or a name, and at least 1"
+        )
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        found = _of_folder(folder)
+    elif "@" in model:
+        name, _, revisions = model.partition("@")
+        found = [
+            (_step_of(revision), f"{name}@{revision}", f"{name}@{revision}")
+            for revision in revisions.split(",")
+            if revision
+        ]
+        if not found:
+            raise InfoFlowError(f"model is {model!r}: expected a revision behind the @")
+        model = name
+    else:
+        found = [(-1, model, model)]
+    name = folder.resolve().name if folder.is_dir() else model
+    chosen = [found[i] for i in _spread([step for step, _, _ in found], most)]
+    last = len(chosen) - 1
+    return [
+        Snapshot(name, step, index == last, source, weights)
+        for index, (step, source, weights) in enumerate(chosen)
+    ]
+
+
+def _of_folder(folder: Path) -> list[tuple[int, str, str]]:
+    parts = [part for part in (folder / _CHECKPOINTS).glob("step-*") if _STEP.search(part.name)]
+    parts = sorted(parts, key=lambda part: _step_of(part.name))
+    return [(_step_of(p.name), str(p), _digest(p)) for p in parts or [folder]]
+
+
+def _step_of(name: str) -> int:
+    found = _STEP.search(name)
+    return int(found[1]) if found else -1
+
+
+def _digest(folder: Path) -> str:
+    """Of the config and the weights, as 12 hex digits.
+
+    Raises:
+        InfoFlowError: if the folder holds no weights.
+    """
+    files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    if not files:
+        raise InfoFlowError(
+            f"the folder {folder.name!r} holds no weights: expected what save_pretrained writes"
+        )
+    digest = hashlib.sha256()
+    for path in sorted([*files, *folder.glob("config.json")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _spread(steps: Sequence[int], most: int | None) -> list[int]:
+    """The places of at most so many steps, evenly over their logarithm."""
+    n = len(steps)
+    if most is None or n <= most:
+        return list(range(n))
+    if most == 1:
+        return [n - 1]
+    late = [i for i, step in enumerate(steps) if step >= _EARLY]
+    if len(late) < most - 1:
+        late = list(range(n))
+    among = [0, *(i for i in late if i)]
+    return sorted({among[round(i * (len(among) - 1) / (most - 1))] for i in range(most)})
+
+
+@contextmanager
+def untrained(source: str, seed: int) -> Iterator[str]:
+    """A folder with a model of the same configuration and vocabulary, its weights drawn anew.
+
+    Args:
+        source: a folder, or a name of the hub.
+        seed: of the weights; the global random state is left alone.
+    """
+    import transformers
+    from transformers import AutoConfig, AutoTokenizer
+
+    name, _, revision = source.partition("@")
+    config: Any = AutoConfig.from_pretrained(name, revision=revision or None)
+    kind: Any = getattr(
+        transformers, next(iter(config.architectures or ()), ""), transformers.AutoModelForCausalLM
+    )
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or None)
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as scratch:
+        torch.manual_seed(seed)
+        made = kind(config) if kind.__name__ != "AutoModelForCausalLM" else kind.from_config(config)
+        made.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        yield scratch
+
+
+def loaded(source: str, device: str) -> nn.Module:
+    """The model of a snapshot.
+
+    Raises:
+        InfoFlowError: if it cannot be loaded, or has no tokenizer.
+    """
+    found = load_any(source, device=device)
+    if found.tokenizer is None:
+        raise InfoFlowError(
+            f"{Path(source).name!r} has no tokenizer: expected one, to read texts; save it with "
+            "the model"
+        )
+    return found.model

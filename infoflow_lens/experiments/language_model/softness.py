@@ -1,0 +1,277 @@
+"""Recovery of the attended token, against untrained heads of the same softness."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from infoflow_lens.experiments.language_model.snapshots import loaded, untrained
+from infoflow_lens.experiments.language_model.study import (
+    MODEL,
+    LanguageModelStudy,
+    final,
+    groups,
+)
+from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.hooks.model.inputs import Batch
+from infoflow_lens.hooks.model.points import hook_name, layer_count, pattern_hook, run_catching
+from infoflow_lens.hooks.recovery.statistics import RegressionStatistics
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+TRAINED, UNTRAINED = "trained", "untrained"
+_HALVINGS, _WIDEST, _EVERY, _EXCESS, _CHANCE = 24, 1e4, 5, 0.1, 0.1
+
+
+class Softness(LanguageModelStudy):
+    """Every head beside nineteen untrained ones that are tempered to its entropy."""
+
+    name: ClassVar[str] = "softness"
+    title: ClassVar[str] = "How much of recovery is only that attention is peaked?"
+    acceptance: ClassVar[str] = (
+        "every trained model has heads whose attended token is recovered better than from each of "
+        "nineteen untrained heads of the same entropy, and by .1 of the variance better than from "
+        "their median, in a share above that of the untrained model plus one tenth"
+    )
+    windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 40, "full": 256}
+    steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 3, "full": None}
+    draws: ClassVar[Mapping[str, int]] = {"smoke": 3, "quick": 19, "full": 19}
+
+    def contexts(self, moment: Any, preset: str) -> Sequence[Settings]:
+        """Windows of at most 64 tokens."""
+        longest = min(24 if preset == "smoke" else 64, self.longest(moment))
+        return [{"n_context": longest, "draws": self.draws[preset]}]
+
+    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
+        """A row for each head; for the last snapshot beside the untrained model."""
+        source = self.source_of(settings)
+        rows = self._of_model(loaded(source, device), settings, seed, TRAINED)
+        if settings["final"]:
+            with untrained(source, derived_seed("untrained", seed)) as folder:
+                rows += self._of_model(loaded(folder, device), settings, seed, UNTRAINED)
+        return rows
+
+    def _of_model(self, model: nn.Module, settings: Settings, seed: int, kind: str) -> list[Row]:
+        windows = self.sequences(model, settings, seed)
+        rows: list[Row] = []
+        for layer in range(layer_count(model)):
+            seen = _Layer(model, layer, windows)
+            heads = [
+                _Control(seen, derived_seed("untrained head", seed, layer, draw))
+                for draw in range(settings["draws"])
+            ]
+            for head in range(seen.pattern.shape[1]):
+                pattern = seen.pattern[:, head]
+                entropy = _entropy(pattern, seen.allowed)
+                fvu = seen.unexplained(pattern, seen.z[:, :, head])
+                whole, alone = [], []
+                for control in heads:
+                    drawn = _tempered(control.scores, seen.allowed, entropy)
+                    whole.append(seen.unexplained(drawn, drawn @ control.values))
+                    alone.append(seen.unexplained(drawn, drawn @ seen.v[:, head]))
+                median = float(torch.tensor(whole).median())
+                rows.append(
+                    {
+                        "kind": kind,
+                        "layer": layer,
+                        "head": head,
+                        "entropy": entropy,
+                        "fvu": fvu,
+                        "fvu_control": median,
+                        "fvu_least": min(whole),
+                        "fvu_first": whole[0],
+                        "fvu_pattern": float(torch.tensor(alone).median()),
+                        "excess": median - fvu,
+                    }
+                )
+        return rows
+
+    def table(self, results: "pd.DataFrame") -> str:
+        """Shares of heads; then every head of the last snapshots."""
+        lines = [
+            "| model | step | weights | heads | of these learnt | fvu (median) | of tempered "
+            "untrained heads | excess (median) | largest |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        for (model, step, kind), rows in groups(results, (*MODEL, "kind")):
+            heads = _by_head(rows)
+            lines.append(
+                f"| {model} | {'-' if step < 0 or kind == UNTRAINED else int(step)} | {kind} | "
+                f"{len(heads)} | {int(_learnt(heads).sum())} | {heads['fvu'].median():.2f} | "
+                f"{heads['fvu_control'].median():.2f} | {heads['excess'].median():+.2f} | "
+                f"{heads['excess'].max():+.2f} |"
+            )
+        lines += [
+            "",
+            "The heads of the last snapshots: fvu of the head, of tempered untrained heads (median "
+            "and least of the draws), and of such patterns with the head's own values",
+            "",
+            "| model | head | entropy (nats) | fvu | untrained | least | untrained pattern | "
+            "excess | learnt |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        last = final(results)
+        for (model,), rows in groups(last[last["kind"] == TRAINED], ("model",)):
+            heads = _by_head(rows)
+            for (index, row), good in zip(heads.iterrows(), _learnt(heads), strict=True):
+                lines.append(
+                    f"| {model} | {index[0]:.0f}.{index[1]:.0f} | {row['entropy']:.2f} | "
+                    f"{row['fvu']:.2f} | {row['fvu_control']:.2f} | {row['fvu_least']:.2f} | "
+                    f"{row['fvu_pattern']:.2f} | {row['excess']:+.2f} | "
+                    f"{'yes' if good else 'no'} |"
+                )
+        return "\n".join(lines)
+
+    def figure(self, results: "pd.DataFrame") -> "Figure":
+        """Each head against its control, and the excess over training."""
+        from matplotlib.figure import Figure
+
+        models = list(dict.fromkeys(results["model"]))
+        figure = Figure(figsize=(9, 3.6 * len(models)), layout="constrained")
+        axes = figure.subplots(len(models), 2, squeeze=False)
+        for (left, right), model in zip(axes, models, strict=True):
+            rows = results[results["model"] == model]
+            for kind, colour in ((UNTRAINED, "#bbbbbb"), (TRAINED, "#d55e00")):
+                some = _by_head(final(rows)[final(rows)["kind"] == kind])
+                left.scatter(some["fvu_control"], some["fvu"], s=14, color=colour, label=kind)
+            ends = [0, max(1.0, float(rows[["fvu", "fvu_control"]].max().max()))]
+            left.plot(ends, ends, "--", color="#bbbbbb", linewidth=0.8)
+            left.set_xlabel("fvu of untrained heads of the same entropy")
+            left.set_ylabel(f"{model}\nfvu of the head")
+            left.legend(frameon=False, fontsize="small")
+            own = rows[rows["kind"] == TRAINED]
+            by = own.groupby(["layer", "head", "step"])["excess"].mean()
+            for (layer, _), line in by.groupby(level=[0, 1]):
+                steps = line.index.get_level_values("step")
+                right.plot(steps, line, ".-", color=f"C{int(layer)}", alpha=0.6)
+            right.axhline(_EXCESS, color="#999999", linewidth=0.6)
+            right.set_xscale("symlog", linthresh=100)
+            right.set_xlabel("training step (a line a head, a colour a layer)")
+            right.set_ylabel("excess (share of the variance)")
+        return figure
+
+    def verdict(self, results: "pd.DataFrame") -> Verdict:
+        """By the last snapshot of every model."""
+        reasons, passed = [], True
+        for (model,), rows in groups(final(results), ("model",)):
+            own, control = (_by_head(rows[rows["kind"] == k]) for k in (TRAINED, UNTRAINED))
+            share, chance = float(_learnt(own).mean()), float(_learnt(control).mean())
+            good = share > chance + _CHANCE
+            passed = passed and good
+            best = own["excess"].idxmax()
+            soft = float((own["excess"] < _EXCESS).mean())
+            reasons.append(
+                f"{model}: {share:.0%} of the heads have learnt to retrieve, {chance:.0%} of the "
+                f"untrained model's; the largest excess, {own['excess'].max():+.2f}, has head "
+                f"{best[0]}.{best[1]}; {soft:.0%} of the heads exceed softness by less than "
+                f"{_EXCESS}"
+            )
+        return Verdict(passed and bool(reasons), tuple(reasons))
+
+
+class _Layer:
+    """What one layer does on all windows."""
+
+    def __init__(self, model: nn.Module, layer: int, windows: Int[Tensor, "n pos"]) -> None:
+        names = {
+            "pattern": pattern_hook(model, layer),
+            **{
+                name: hook_name(model, f"blocks.{layer}.{point}")
+                for name, point in (
+                    ("z", "attn.hook_z"), ("v", "attn.hook_v"), ("resid", "hook_resid_pre"),
+                )
+            },
+        }  # fmt: skip
+        names["embedding"] = hook_name(model, "hook_embed")
+        parts: dict[str, list[Tensor]] = {name: [] for name in names}
+        for some in windows.split(16):
+            with torch.no_grad():
+                _, caught = run_catching(model, Batch(some), names.values())
+            for name, hook in names.items():
+                parts[name].append(caught[hook].float().cpu())
+        found = {name: torch.cat(tensors) for name, tensors in parts.items()}
+        self.pattern = found["pattern"]
+        n_heads = self.pattern.shape[1]
+        self.z = found["z"].view(*found["z"].shape[:2], n_heads, -1)
+        values = found["v"].view(*found["v"].shape[:2], -1, self.z.shape[3]).transpose(1, 2)
+        self.v = values.repeat_interleave(n_heads // values.shape[1], dim=1)
+        resid = found["resid"].double()
+        apart = resid - resid.mean(dim=2, keepdim=True)
+        spread = apart.square().mean(dim=2, keepdim=True).sqrt()
+        self.reads = (apart / spread.clamp(min=1e-12)).float()
+        self.embedding = found["embedding"]
+        # the heads of a layer have one mask
+        self.allowed: Bool[Tensor, "query key"] = (self.pattern > 0).any(dim=1).any(dim=0)
+
+    def unexplained(
+        self, pattern: Float[Tensor, "n query key"], output: Float[Tensor, "n query d_head"]
+    ) -> float:
+        """The fvu of the embedding of the token of largest weight, on held-out windows."""
+        n = len(pattern)
+        place = pattern.argmax(dim=2)
+        target = self.embedding[torch.arange(n)[:, None], place]
+        held_out = torch.arange(n) % _EVERY == _EVERY - 1
+        fit, evaluation = RegressionStatistics(), RegressionStatistics()
+        for statistics, chosen in ((fit, ~held_out), (evaluation, held_out)):
+            # the first query has one key only
+            x, y = (part[chosen][:, 1:].flatten(0, 1).double() for part in (output, target))
+            statistics.update(x, y[:, None])
+        errors = evaluation.error_sums(fit.fit()).sum()
+        variance = float(evaluation.variance()[0])
+        return float(errors) / evaluation.n / variance if variance > 0 else float("nan")
+
+
+class _Control:
+    """A head with random weights that reads the normalised residual stream."""
+
+    def __init__(self, seen: _Layer, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        d_model, d_head = seen.reads.shape[2], seen.z.shape[3]
+        drawn = torch.randn(3, d_model, d_head, generator=generator) / d_model**0.5
+        query, key, self.values = (seen.reads @ weight for weight in drawn)
+        self.scores = query @ key.transpose(1, 2)
+
+
+def _entropy(pattern: Float[Tensor, "n query key"], allowed: Bool[Tensor, "query key"]) -> float:
+    """The mean entropy of rows with a choice, in nats."""
+    rows = pattern[:, allowed.sum(dim=1) > 1]
+    shares = rows / rows.sum(dim=2, keepdim=True).clamp(min=1e-30)
+    return float(torch.special.entr(shares).sum(dim=2).mean())
+
+
+def _tempered(
+    scores: Float[Tensor, "n query key"], allowed: Bool[Tensor, "query key"], entropy: float
+) -> Float[Tensor, "n query key"]:
+    """The softmax of scores times the number that gives it this mean entropy."""
+    masked = scores.masked_fill(~allowed, -torch.inf)
+    few = masked[:: max(1, len(masked) // 8)]  # enough to find the number by
+    low, high = 0.0, 1.0
+    while _entropy(_softmax(few, high), allowed) > entropy and high < _WIDEST:
+        low, high = high, 2 * high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if _entropy(_softmax(few, middle), allowed) > entropy:
+            low = middle
+        else:
+            high = middle
+    return _softmax(masked, high)
+
+
+def _softmax(masked: Tensor, sharpness: float) -> Tensor:
+    largest = masked.amax(dim=-1, keepdim=True)
+    return ((masked - largest) * max(sharpness, 1e-30)).softmax(dim=-1)
+
+
+def _by_head(rows: "pd.DataFrame") -> "pd.DataFrame":
+    columns = ["entropy", "fvu", "fvu_control", "fvu_least", "fvu_pattern", "excess"]
+    return rows.groupby(["layer", "head"], sort=True)[columns].mean()
+
+
+def _learnt(heads: "pd.DataFrame") -> "pd.Series[bool]":
+    learnt: pd.Series[bool] = (heads["fvu"] < heads["fvu_least"]) & (heads["excess"] >= _EXCESS)
+    return learnt

@@ -1,0 +1,132 @@
+"""What the studies of language models share: which models, which text, which windows."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from infoflow_lens.experiments.language_model.snapshots import Snapshot, snapshots
+from infoflow_lens.experiments.study import Settings, Study
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.models.configs import shape_of_named
+from infoflow_lens.probing.windows import evenly_spread, token_stream
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MODEL = ("model", "step")
+_MOST = 512  # tokens of the longest context that is looked at
+
+
+class LanguageModelStudy(Study):
+    """A study of trained language models on held-out text.
+
+    Unlike the other studies it trains nothing: its configurations are snapshots of models that a
+    user names. Settings tell weights and text by digests, never by paths.
+
+    Args:
+        models: folders or names, as :func:`~infoflow_lens.experiments.language_model.snapshots`
+            reads them.
+        data: a file of held-out text.
+
+    Attributes:
+        windows: for each preset, how many windows of text.
+        steps: for each preset, how many moments of training at most; None for all.
+    """
+
+    source: ClassVar[str] = "the open question of InfoFlow 2026, Sec. 6, on language models"
+    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 1, "full": 3}
+    windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 64, "full": 256}
+    steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 6, "full": None}
+
+    def __init__(self, models: Sequence[str] = (), data: str | None = None) -> None:
+        self.models, self.data = tuple(models), data
+
+    def moments(self, preset: str) -> list[Snapshot]:
+        """The snapshots of all models.
+
+        Raises:
+            InfoFlowError: without models, or for two of one name.
+        """
+        if not self.models:
+            raise InfoFlowError("no model is named: expected at least one; give --model")
+        found = [part for model in self.models for part in snapshots(model, self.steps[preset])]
+        keys = [(part.model, part.step) for part in found]
+        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+            raise InfoFlowError(
+                f"two models are called {twice[0][0]!r}: expected different names of folders, by "
+                "which results tell them apart; rename one"
+            )
+        self._sources = {(part.model, part.step): part.source for part in found}
+        return found
+
+    def cases(self, preset: str) -> Sequence[Settings]:
+        """A configuration for each snapshot, or several."""
+        text = hashlib.sha256(self._text.encode()).hexdigest()[:12]
+        return [
+            {
+                "model": moment.model,
+                "step": moment.step,
+                "final": moment.final,
+                "weights": moment.weights,
+                "text": text,
+                "n_windows": self.windows[preset],
+                **more,
+            }
+            for moment in self.moments(preset)
+            for more in self.contexts(moment, preset)
+        ]
+
+    def contexts(self, moment: Snapshot, preset: str) -> Sequence[Settings]:
+        """What is varied on one snapshot; by default its longest context alone."""
+        return [{"n_context": self.longest(moment)}]
+
+    def longest(self, moment: Snapshot) -> int:
+        """The tokens of the longest window: the model's context, at most 512."""
+        return min(_MOST, shape_of_named(moment.source.partition("@")[0]).n_tokens)
+
+    @cached_property
+    def _text(self) -> str:
+        if self.data is None:
+            raise InfoFlowError("no text is named: expected a file of held-out text; give --data")
+        path = Path(self.data)
+        if not path.is_file():
+            raise InfoFlowError(f"there is no file {self.data!r}: expected one of held-out text")
+        return path.read_text(encoding="utf-8")
+
+    def source_of(self, settings: Settings) -> str:
+        """What the snapshot of these settings is loaded from."""
+        if not hasattr(self, "_sources"):
+            self.moments("full")
+        return self._sources[settings["model"], settings["step"]]
+
+    def sequences(self, model: nn.Module, settings: Settings, seed: int) -> Int[Tensor, "n pos"]:
+        """Windows of the text, spread evenly over it; other seeds begin at other tokens."""
+        length = settings["n_context"]
+        prefix, stream = self._stream(model)
+        stream = stream[len(prefix) :]
+        shift = seed * (length // 3) % max(1, len(stream) // 2)
+        whole = torch.cat([prefix, stream[shift:]])
+        return evenly_spread(prefix, whole, length, settings["n_windows"], "the text")
+
+    def _stream(self, model: nn.Module) -> tuple[Int[Tensor, " prefix"], Int[Tensor, " pos"]]:
+        return token_stream(model, [self._text])
+
+    def _prefix(self, model: nn.Module) -> Int[Tensor, " prefix"]:
+        """What the tokenizer puts before a text, such as BOS."""
+        return token_stream(model, [self._text[:100]])[0]
+
+
+def final(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The rows of each model's last snapshot."""
+    return results[results["final"].astype(bool)]
+
+
+def groups(results: "pd.DataFrame", columns: Sequence[str]) -> list[tuple[Any, "pd.DataFrame"]]:
+    """Rows by the values of some columns, in the order in which they come."""
+    return list(results.groupby(list(columns), sort=False))

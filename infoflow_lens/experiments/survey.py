@@ -1,0 +1,77 @@
+"""`infoflow-lens survey`: all that is asked of a language model, in one resumable run."""
+
+from pathlib import Path
+
+from infoflow_lens.experiments.memory import check_memory
+from infoflow_lens.experiments.survey_config import SurveyConfig
+from infoflow_lens.foundation.files import write_text
+from infoflow_lens.models.loading import DTYPES
+from infoflow_lens.probing.part import Say, Setting
+from infoflow_lens.probing.per_head import per_head
+from infoflow_lens.probing.result import ProbingResult
+from infoflow_lens.probing.run import run_probing
+
+_PASS_ROOM = 2**25  # numbers in the largest tensor of a pass of the mechanisms
+_TENSORS = 6  # of that size at a time: pattern, ideals, logits and their gradient
+
+
+def run_survey(
+    out: Path, config: SurveyConfig, progress: bool = True, say: Say = lambda line: None
+) -> ProbingResult:
+    """Measure mechanisms, their sufficiency, top k, influence, positions and recovery of a model.
+
+    A probe run of all parts (:func:`~infoflow_lens.probing.run.run_probing`), with defaults that a
+    laptop can pay: influence is estimated at the last position where exact Jacobians are dear,
+    damages are estimated to second order, recovery is sketched where the model is wide. What a
+    model cannot give is left out and told. Writes, beside what a probe run writes, ``heads.csv``, a
+    row for each head. Run again with the same settings to go on.
+
+    Args:
+        out: folder for results and ``report.html``.
+        config: the settings.
+        progress: show bars.
+        say: called with a line for every part that begins.
+
+    Raises:
+        InfoFlowError: for bad settings, model or data, too little memory, or a folder with results
+            of other settings.
+        KeyboardInterrupt: when it is stopped, with what to do to go on.
+    """
+    check_memory(_bytes_of_files(Path(config.model).expanduser(), config.dtype), config.device)
+    result = run_probing(
+        out,
+        config.probing(),
+        progress,
+        say,
+        if_possible=True,
+        ready=lambda setting: check_memory(survey_bytes(setting), config.device),
+    )
+    write_text(out / "heads.csv", per_head(result).to_csv(index=False))
+    return result
+
+
+def survey_bytes(setting: Setting) -> int:
+    """What a survey of a loaded model takes beside its weights, about; rather too much."""
+    cfg = getattr(setting.model, "cfg", None)
+    size = next(setting.model.parameters()).element_size()
+    n_pos, width = setting.batches.longest or 1, setting.width
+    layers = setting.capabilities.layers
+    n_heads = max((layer.n_heads or 0) for layer in layers)
+    batch = min(setting.config.batch_size, setting.batches.n_sequences or 1)
+    logits = batch * n_pos * int(getattr(cfg, "d_vocab", None) or 1)
+    # states and patterns of a pass with its gradient: about 16 states a layer, and a pattern and
+    # its five ideals
+    kept = len(layers) * batch * n_pos * (16 * width + 12 * n_heads * n_pos)
+    passes = _TENSORS * min(_PASS_ROOM, 64 * max(logits, 1)) + 4 * logits + kept
+    sums = len(layers) * width * (width + 4 * n_heads * min(width, 64))  # of recovery, float64
+    return size * passes + 2 * 8 * sums
+
+
+def _bytes_of_files(folder: Path, dtype: str | None) -> int:
+    """What the weights of a local folder take in memory; 0 for a name."""
+    if not folder.is_dir():
+        return 0
+    files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    on_disk = sum(path.stat().st_size for path in files)
+    wanted = DTYPES.get(dtype or "float32", DTYPES["float32"])
+    return on_disk * max(1, wanted.itemsize // 2)  # files may be of half precision

@@ -1,0 +1,129 @@
+"""Other answers to what states depend on, beside the predicted sets."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from infoflow_lens.hooks import (
+    AttendedResult,
+    InfluenceResult,
+    PositionsResult,
+    Result,
+    baselines,
+    run_probes,
+)
+from infoflow_lens.probing.checkpoint import Checkpoint
+from infoflow_lens.probing.compared import by_largest, by_mechanisms
+from infoflow_lens.probing.part import Part, Setting
+from infoflow_lens.ranking import compare_rankings
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RoutesComparison(Result):
+    """Predicted sets and baselines against influence, at equal set sizes.
+
+    Attributes:
+        rows: for each set that gives the sizes, layer and method, the columns of
+            :meth:`~infoflow_lens.ranking.RankingAgreement.to_frame`.
+    """
+
+    rows: tuple[Mapping[str, Any], ...]
+
+    def to_frame(self) -> "pd.DataFrame":
+        """One row for each size, layer and method."""
+        import pandas as pd
+
+        return pd.DataFrame(list(self.rows))
+
+    def plot(self, metric: str = "auroc") -> "go.Figure":
+        """A metric of every method by layer, a panel for each set that gives the sizes."""
+        import plotly.express as px
+
+        return px.line(
+            self.to_frame(),
+            x="layer",
+            y=metric,
+            color="method",
+            facet_col="size_of",
+            markers=True,
+            title="What states depend on: predicted sets and baselines of the same size",
+        )
+
+
+class RoutesPart(Part):
+    """Attention weights, rollout, flow, contribution routes and gradient x input."""
+
+    title = "Do other measures say better what states depend on?"
+    text = (
+        "Each baseline ranks the input tokens for each state, and is cut at the size of a "
+        "predicted set. AUROC is the probability that a token of the set has more measured "
+        "influence than one outside; a random order has one half, and measured influence itself "
+        "the most. Gradient x input is a derivative, as exact influence is, and is no independent "
+        "witness of it."
+    )
+    sequences = "detail"
+    after = ("influence",)
+    by_default = False
+
+    def measure(self, setting: Setting, checkpoint: Checkpoint) -> Result:
+        """Run all baselines over the sequences of influence; go on behind the last batch."""
+        influence: InfluenceResult = setting.found["influence"]
+        positions = influence.record.config["positions"]
+        probes = baselines(setting.model, positions=positions)
+        for name, state in (checkpoint.load() or {}).items():
+            probes[name].load_state(state)
+        first = next(iter(probes.values()))
+
+        def now() -> dict[str, Any]:
+            return {name: probe.state() for name, probe in probes.items()}
+
+        try:
+            results = run_probes(
+                setting.model,
+                setting.detail,
+                list(probes.values()),
+                batch_size=setting.config.batch_size,
+                skip=first.n_sequences,
+                after_batch=lambda n: checkpoint.keep(now),
+                progress=setting.progress,
+            )
+        except BaseException:
+            if len({probe.n_sequences for probe in probes.values()}) == 1 and first.n_sequences:
+                checkpoint.save(now())
+            raise
+        chosen: PositionsResult = setting.found["influence_positions"]
+        attended: AttendedResult = setting.found["influence_attended"]
+        n_source = influence.influence.shape[-1]
+        sets = by_largest(chosen, n_source)
+        if "mechanisms" in setting.found:
+            sets["mechanisms"] = by_mechanisms(
+                setting.found["mechanisms"], attended, chosen, n_source
+            )
+        found = compare_rankings(sets, dict(zip(probes, results, strict=True)), influence)
+        return RoutesComparison(
+            rows=tuple(found.to_frame().to_dict("records")),
+            record=influence.record,
+            notes=tuple(dict.fromkeys(note for result in results for note in result.notes)),
+        )
+
+    def figures(self, result: RoutesComparison) -> Sequence["go.Figure"]:
+        """AUROC, and the share of influence inside."""
+        return (result.plot("auroc"), result.plot("influence_inside"))
+
+    def sentences(self, result: RoutesComparison) -> Sequence[str]:
+        """The best method of the last layer, at the sizes of each set."""
+        frame = result.to_frame()
+        last = frame[(frame["layer"] == frame["layer"].max()) & (frame["kind"] != "control")]
+        lines = []
+        for size_of, rows in last.dropna(subset="auroc").groupby("size_of", sort=False):
+            best = rows.sort_values("auroc", ascending=False).iloc[0]
+            ours = rows[rows["method"] == size_of].iloc[0]
+            lines.append(
+                f"routes: sets {size_of} have AUROC {ours['auroc']:.3f} in the last layer; best at "
+                f"their size: {best['method']}, {best['auroc']:.3f}"
+            )
+        return lines

@@ -1,0 +1,58 @@
+"""How many keys the heads of a layer need."""
+
+from collections.abc import Sequence
+
+from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Result
+from infoflow_lens.hooks.mechanisms.top_k import TopKResult, measure_top_k
+from infoflow_lens.probing.checkpoint import Checkpoint
+from infoflow_lens.probing.part import Part, Setting
+
+
+class TopKPart(Part):
+    """All but the k largest keys of every row taken out."""
+
+    title = "How many keys does a layer need?"
+    text = (
+        "The heads of one layer, or of all at once, keep the k keys of largest weight, rescaled. "
+        "Shown is the least k, of powers of two, that keeps the loss of the next token within 1%: "
+        "1 where one token is passed on, all where a mean over the context is taken."
+    )
+    sequences = "detail"
+    by_default = False
+
+    def lacking_of_model(self, capabilities: ModelCapabilities) -> str:
+        """It reads the loss of the next token."""
+        if capabilities.reads_vectors:
+            return "its output is a vector, which predicts no next token"
+        return ""
+
+    def lacking(self, layer: LayerCapabilities) -> str:
+        """Patterns are edited."""
+        if "attn.hook_pattern" not in layer.edits_reach:
+            return "edits of hook_pattern do not reach its output"
+        return super().lacking(layer)
+
+    def measure(self, setting: Setting, checkpoint: Checkpoint) -> Result:
+        """Search by halves; go on behind the last finished point."""
+        return measure_top_k(
+            setting.model,
+            setting.detail,
+            search=True,
+            seed=setting.config.seed,
+            batch_size=setting.config.batch_size,
+            resume=checkpoint.load(),
+            after=checkpoint.save,
+            progress=setting.progress,
+        )
+
+    def sentences(self, result: TopKResult) -> Sequence[str]:
+        """The least k of every layer."""
+        *layers, together = result.least()
+        return (
+            f"top k: keys that keep the loss within {result.tolerance:.0%}, by layer: "
+            f"{' '.join(map(str, layers))}; all layers at once: {together} (of {result.n_pos})",
+        )
+
+    def facts(self, result: TopKResult) -> Sequence[tuple[str, str]]:
+        """Of all layers at once."""
+        return (("keys needed, all layers", f"{result.least()[-1]} of {result.n_pos}"),)

@@ -1,0 +1,50 @@
+"""One row a head: what the parts of a run say of it."""
+
+from typing import TYPE_CHECKING
+
+from infoflow_lens.hooks.mechanisms.sufficiency import SufficiencyResult
+from infoflow_lens.hooks.mechanisms.top_k import TopKResult
+from infoflow_lens.probing.result import ProbingResult
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_HEAD = ["layer", "head"]
+
+
+def per_head(result: ProbingResult) -> "pd.DataFrame":
+    """A row for each layer and head, with the columns of the parts that were measured.
+
+    ``mechanism`` and for every ideal ``damage_...``; ``replaced_by`` and ``replaced_as``, the ideal
+    of the joint replacement and the head's place in it (1 is first); the columns of
+    :meth:`~infoflow_lens.hooks.positions.PositionsResult.summary`; ``fvu_1``, ..., the fraction of
+    variance unexplained at each rank; ``layer_k``, the keys that the head's layer needs.
+    """
+    import pandas as pd
+
+    layers = [layer.n_heads or 0 for layer in result.capabilities.layers]
+    table = pd.DataFrame([(i, h) for i, n in enumerate(layers) for h in range(n)], columns=_HEAD)
+
+    def beside(frame: "pd.DataFrame") -> None:
+        nonlocal table
+        table = table.merge(frame, on=_HEAD, how="left", validate="one_to_one")
+
+    if result.mechanisms is not None:
+        ideals = list(result.mechanisms.ideals)
+        frame = result.mechanisms.to_frame()[[*_HEAD, "mechanism", *ideals]]
+        beside(frame.rename(columns={name: f"damage_{name}" for name in ideals}))
+    together = result.found.get("sufficiency")
+    if isinstance(together, SufficiencyResult):
+        frame = pd.DataFrame(together.heads.tolist(), columns=_HEAD)
+        order = range(1, len(frame) + 1)
+        beside(frame.assign(replaced_by=list(together.ideals), replaced_as=list(order)))
+    if result.positions is not None:
+        beside(result.positions.summary())
+    if result.recovery is not None:
+        frame = result.recovery.to_frame().pivot(index=_HEAD, columns="rank", values="fvu")
+        beside(frame.rename(columns=lambda rank: f"fvu_{rank}").reset_index())
+    needed = result.found.get("top_k")
+    if isinstance(needed, TopKResult):
+        least = dict(enumerate(needed.least()[:-1]))
+        table = table.assign(layer_k=table["layer"].map(least))
+    return table

@@ -1,0 +1,440 @@
+"""Scores of sources beside information sets: both compared with influence, at equal set sizes."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from infoflow_lens.agreement import auroc, check_norms, real_states
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.influence.base import influence_sets
+from infoflow_lens.hooks.scores import StateScores
+from infoflow_lens.theory.information_sets import InformationSets
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+METRICS = (
+    "auroc",
+    "average_precision",
+    "precision",
+    "precision_at_size",
+    "influence_inside",
+    "auroc_measured",
+)
+CONTROLS = ("random", "recency", "measured")
+_ROOM = 2**20  # numbers in a table of pairs
+
+
+@dataclass(frozen=True, eq=False)
+class RankingAgreement:
+    """How well sets and scores tell which sources a state depends on, state by state.
+
+    Each set fixes a size at each state, and every score is cut there: its set are its sources of
+    the largest scores, as many as the set has. So a size and a method have numbers together; see
+    :func:`compare_rankings`.
+
+    Attributes:
+        sets: the names of the sets, which give the sizes.
+        scores: the names of the scores.
+        n_candidates: float [layer, batch, pos], the sources among which each state chooses.
+        sizes: for each set float [layer, batch, pos], how many it chooses; NaN for states that do
+            not take part: those that are not there or were not measured, and those whose set is
+            empty or leaves no candidate out, where all methods are the same.
+        values: by (set that gives the size, method), then by metric, float [layer, batch, pos].
+    """
+
+    sets: tuple[str, ...]
+    scores: tuple[str, ...]
+    n_candidates: Float[Tensor, "layer batch pos"]
+    sizes: Mapping[str, Float[Tensor, "layer batch pos"]]
+    values: Mapping[tuple[str, str], Mapping[str, Float[Tensor, "layer batch pos"]]]
+
+    def kind(self, method: str) -> str:
+        """ "set", "score" or "control"."""
+        if method in self.sets:
+            return "set"
+        return "score" if method in self.scores else "control"
+
+    def to_frame(self, starts: Sequence[int] = (0,), *, confidence: float = 0.95) -> "pd.DataFrame":
+        """One row for each size, layer, range of positions and method.
+
+        Means are over the states of a sequence, then over sequences; ``_low`` and ``_high`` are
+        Student's t interval over sequences, NaN for a single one.
+
+        Args:
+            starts: where ranges of positions begin; each ends where the next begins.
+            confidence: of the intervals.
+
+        Raises:
+            InfoFlowError: for starts that do not rise from 0 on, or a confidence outside (0, 1).
+        """
+        return self._frame(starts, confidence, ahead=False)
+
+    def ahead(self, starts: Sequence[int] = (0,), *, confidence: float = 0.95) -> "pd.DataFrame":
+        """By how much a set is ahead of each score at its own sizes, in the same sequences.
+
+        The rows are those of :meth:`to_frame` without the sets; each metric is the set's minus the
+        method's, so below 0 the set loses.
+
+        Args:
+            starts, confidence: as for :meth:`to_frame`.
+
+        Raises:
+            InfoFlowError: as :meth:`to_frame`.
+        """
+        return self._frame(starts, confidence, ahead=True)
+
+    def _frame(self, starts: Sequence[int], confidence: float, ahead: bool) -> "pd.DataFrame":
+        import pandas as pd
+
+        if not 0 < confidence < 1:
+            raise InfoFlowError(f"confidence is {confidence}: expected a share between 0 and 1")
+        n_layers, _, n_pos = self.n_candidates.shape
+        rows: list[dict[str, Any]] = []
+        for (size, method), metrics in self.values.items():
+            if ahead and method == size:
+                continue
+            for layer in range(n_layers):
+                for first, end in _ranges(starts, n_pos):
+                    part = (layer, slice(None), slice(first, end))
+                    found = {metric: values[part] for metric, values in metrics.items()}
+                    if ahead:
+                        own = self.values[size, size]
+                        found = {metric: own[metric][part] - v for metric, v in found.items()}
+                    sizes = self.sizes[size][part]
+                    rows.append(
+                        {
+                            "size_of": size,
+                            "method": method,
+                            "kind": self.kind(method),
+                            "layer": layer,
+                            "positions": f"{first}-{end - 1}",
+                            "n_sequences": int((~sizes.isnan()).any(dim=1).sum()),
+                            "n_states": int((~sizes.isnan()).sum()),
+                            "mean_size": _of(sizes)[0],
+                            "mean_candidates": _of(
+                                self.n_candidates[part].masked_fill(sizes.isnan(), math.nan)
+                            )[0],
+                        }
+                        | {
+                            name: value
+                            for metric, values in found.items()
+                            for name, value in zip(
+                                (metric, f"{metric}_low", f"{metric}_high"),
+                                _interval(_of(values)[1], confidence),
+                                strict=True,
+                            )
+                        }
+                    )
+        return pd.DataFrame(rows)
+
+    def plot(self, size_of: str | None = None, metric: str = "auroc") -> "go.Figure":
+        """A metric of every method by layer, with intervals, at the sizes of one set.
+
+        Args:
+            size_of: the set; default, the first.
+            metric: of METRICS.
+
+        Raises:
+            InfoFlowError: for an unknown set or metric.
+        """
+        import plotly.express as px
+
+        chosen = self.sets[0] if size_of is None else size_of
+        if chosen not in self.sets or metric not in METRICS:
+            raise InfoFlowError(
+                f"size_of is {chosen!r} and metric {metric!r}: expected one of "
+                f"{', '.join(self.sets)} and one of {', '.join(METRICS)}"
+            )
+        frame = self.to_frame()
+        frame = frame[frame["size_of"] == chosen]
+        frame = frame.assign(
+            above=frame[f"{metric}_high"] - frame[metric],
+            below=frame[metric] - frame[f"{metric}_low"],
+        )
+        return px.scatter(
+            frame,
+            x=metric,
+            y="method",
+            error_x="above",
+            error_x_minus="below",
+            color="kind",
+            facet_col="layer",
+            title=f"What states depend on, at the sizes of {chosen}",
+        )
+
+    def _repr_html_(self) -> str:
+        columns = ["size_of", "method", "layer", "n_states", "mean_size", *METRICS]
+        frame = self.to_frame()[columns]
+        return str(frame.to_html(index=False, float_format="{:.3f}".format))
+
+
+def _ranges(starts: Sequence[int], n_pos: int) -> Iterator[tuple[int, int]]:
+    places = list(starts)
+    if not places or places[0] < 0 or sorted(set(places)) != places or places[-1] >= n_pos:
+        raise InfoFlowError(
+            f"starts are {places}: expected rising positions from 0 to {n_pos - 1}, where ranges "
+            "of positions begin"
+        )
+    yield from zip(places, [*places[1:], n_pos], strict=True)
+
+
+def _of(values: Float[Tensor, "batch pos"]) -> tuple[float, Float[Tensor, " sequence"]]:
+    """The mean over sequences of their means over states, and these; NaN left out."""
+    by_sequence = values.double().nanmean(dim=1)
+    by_sequence = by_sequence[~by_sequence.isnan()]
+    return float(by_sequence.mean()) if len(by_sequence) else math.nan, by_sequence
+
+
+def _interval(values: Float[Tensor, " sequence"], confidence: float) -> tuple[float, float, float]:
+    """Mean, and Student's t interval."""
+    from scipy.stats import t
+
+    if not len(values):
+        return math.nan, math.nan, math.nan
+    mean = float(values.mean())
+    if len(values) == 1:
+        return mean, math.nan, math.nan
+    half = float(t.ppf((1 + confidence) / 2, len(values) - 1) * values.std() / len(values) ** 0.5)
+    return mean, mean - half, mean + half
+
+
+def compare_rankings(
+    sets: Mapping[str, InformationSets],
+    scores: Mapping[str, StateScores | Float[Tensor, "layer batch pos source"]],
+    measured: StateScores | Float[Tensor, "layer batch pos source"],
+    *,
+    threshold: float = 0.1,
+    lengths: Int[Tensor, " batch"] | None = None,
+    with_self: bool = False,
+) -> RankingAgreement:
+    """Compare predicted sets, and scores cut at their sizes, with measured influence.
+
+    For each state and each of the sets S, a score's set are the |S| candidates that it ranks
+    highest, where S is counted among the candidates. Candidates are, as in :func:`compare`, the
+    sources that can reach the position: with influence, in a set, or with a score above 0 in any
+    sequence and layer; without the position itself, which the residual stream holds in any case.
+    Where equal scores stand at the cut, each of them is in the set with the same probability, and
+    every number is the expectation over which are taken, computed exactly. So a score that is the
+    same for all sources is a random order, without noise.
+
+    Metrics, for every state:
+
+    - ``auroc``, ``average_precision``, ``precision``, ``influence_inside``: as in
+      :class:`SetAgreement`, of the set; the first two rank the candidates by influence.
+    - ``precision_at_size``: share of the set among the |S| candidates of most influence.
+    - ``auroc_measured``: probability that a measured source has a higher score than one that is
+      not (ties count half), for the whole ranking; a set has two scores, 1 and 0. The size matters
+      to sets alone.
+
+    Beside the scores stand three controls: "random", "recency" (the nearest sources, by distance,
+    from the end of the sequence for CLS), and "measured", the influence itself, which is the most
+    that can be had.
+
+    Args:
+        sets: predicted sets by name.
+        scores: by name, such as results of :class:`AttentionRollout`; at least 0.
+        measured: influence, as of :class:`JacobianInfluence`. Only states that it and all scores
+            hold take part.
+        threshold: a source is measured if its influence is at least this share of the largest on
+            that state, over all sources, its own position included.
+        lengths: the tokens of each sequence, where they differ and `measured` is a tensor.
+        with_self: whether each position is a candidate of itself.
+
+    Raises:
+        InfoFlowError: for no sets, two methods of one name, shapes that differ, scores that are
+            negative or not finite, or a threshold that is not in (0, 1].
+    """
+    names = [*sets, *scores, *CONTROLS]
+    if not sets or len(set(names)) < len(names):
+        raise InfoFlowError(
+            f"sets are {', '.join(sets) or 'none'}, scores {', '.join(scores) or 'none'}: expected "
+            f"at least one set, and names of their own, other than {', '.join(CONTROLS)}"
+        )
+    influence, lengths, asked = _full(measured, lengths)
+    check_norms(influence)
+    ranked: dict[str, Tensor] = {}
+    for name, score in scores.items():
+        ranked[name], _, also = _full(score, lengths)
+        _same_shape(name, ranked[name], influence)
+        if not ranked[name].isfinite().all() or (ranked[name] < 0).any():
+            raise InfoFlowError(
+                f"scores of {name!r} are negative, infinite or NaN somewhere: expected scores >= 0"
+            )
+        asked = asked & also
+    for name, predicted in sets.items():
+        _same_shape(name, predicted.members, influence)
+    n_layers, n_batch, n_pos, n_source = influence.shape
+    exists, sources, _ = real_states(lengths, n_batch, n_pos, n_source, influence.device)
+    reachable = (influence > 0).flatten(0, 1).any(dim=0)
+    for one in (*(predicted.members for predicted in sets.values()), *ranked.values()):
+        reachable = reachable | (one > 0).flatten(0, 1).any(dim=0)
+    itself = torch.eye(n_pos, n_source, dtype=torch.bool, device=influence.device)
+    candidate = (reachable & (with_self | ~itself)) & sources[:, None]
+    everything = {
+        **ranked,
+        "random": torch.zeros_like(influence),
+        "recency": _recency(n_pos, n_source).to(influence).expand_as(influence),
+        "measured": influence,
+    }
+    above = influence_sets(influence, threshold).members
+    states = _States(influence, above, candidate, exists & asked)
+    values: dict[tuple[str, str], dict[str, Tensor]] = {}
+    sizes = {}
+    for size_of, predicted in sets.items():
+        chosen, size = states.taking_part(predicted.members)
+        sizes[size_of] = states.spread(chosen, size)
+        for method, score in {size_of: predicted.members.float(), **everything}.items():
+            found = states.measured(chosen, size, score)
+            values[size_of, method] = {
+                metric: states.spread(chosen, value) for metric, value in found.items()
+            }
+    return RankingAgreement(
+        sets=tuple(sets),
+        scores=tuple(scores),
+        n_candidates=candidate.sum(dim=-1).double().expand(n_layers, -1, -1).clone(),
+        sizes=sizes,
+        values=values,
+    )
+
+
+def _full(
+    values: StateScores | Tensor, lengths: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Values of all positions, the lengths of the sequences, and which states have values."""
+    if isinstance(values, StateScores):
+        return values.full(), values.lengths, values.asked
+    return values, lengths, torch.ones(values.shape[1:3], dtype=torch.bool, device=values.device)
+
+
+def _same_shape(name: str, one: Tensor, influence: Tensor) -> None:
+    if one.shape != influence.shape:
+        raise InfoFlowError(
+            f"{name!r} has shape {tuple(one.shape)}, the influence {tuple(influence.shape)}: "
+            "expected the same [layer, batch, pos, source]; probe and predict the same inputs"
+        )
+
+
+def _recency(n_pos: int, n_source: int) -> Float[Tensor, "pos source"]:
+    """Higher for nearer sources; CLS stands behind the last."""
+    return -(torch.arange(n_pos)[:, None] - torch.arange(n_source)).abs().float()
+
+
+class _Cut(NamedTuple):
+    """The sources of the largest scores; at the cut, equal ones by the same probability.
+
+    Attributes:
+        member: float [state, source], the probability to be in the set.
+        tied: bool [state, source], those that share what is left.
+        left, among: [state], how many places are left for how many.
+    """
+
+    member: Float[Tensor, "state source"]
+    tied: Bool[Tensor, "state source"]
+    left: Float[Tensor, " state"]
+    among: Float[Tensor, " state"]
+
+    @classmethod
+    def at(
+        cls,
+        scores: Float[Tensor, "state source"],
+        candidate: Bool[Tensor, "state source"],
+        size: Float[Tensor, " state"],
+    ) -> "_Cut":
+        """The `size` candidates of the largest scores."""
+        ranked = scores.double().masked_fill(~candidate, -torch.inf)
+        last = ranked.sort(dim=1, descending=True).values.gather(1, size.long()[:, None] - 1)
+        sure, tied = ranked > last, (ranked == last) & candidate
+        left, among = size - sure.sum(dim=1), tied.sum(dim=1).double()
+        return cls(sure + tied * (left / among)[:, None], tied, left, among)
+
+    def both(self) -> Float[Tensor, "state source source"]:
+        """The probability that two sources are in the set together."""
+        pairs = self.member[:, :, None] * self.member[:, None]
+        alike = self.left * (self.left - 1) / (self.among * (self.among - 1)).clamp(min=1)
+        tied = self.tied[:, :, None] & self.tied[:, None]
+        pairs = torch.where(tied, alike[:, None, None], pairs)
+        return pairs.diagonal_scatter(self.member, dim1=1, dim2=2)
+
+
+@dataclass(frozen=True)
+class _States:
+    """Influence on states, of which some take part."""
+
+    influence: Float[Tensor, "layer batch pos source"]
+    above: Bool[Tensor, "layer batch pos source"]
+    candidate: Bool[Tensor, "batch pos source"]
+    exists: Bool[Tensor, "batch pos"]
+
+    def taking_part(
+        self, members: Bool[Tensor, "layer batch pos source"]
+    ) -> tuple[Bool[Tensor, "layer batch pos"], Float[Tensor, " state"]]:
+        """The states whose set neither is empty nor holds all candidates, and its size there."""
+        size = (members & self.candidate).sum(dim=-1)
+        chosen = (size > 0) & (size < self.candidate.sum(dim=-1)) & self.exists
+        return chosen, size[chosen].double()
+
+    def spread(
+        self, chosen: Bool[Tensor, "layer batch pos"], values: Float[Tensor, " state"]
+    ) -> Float[Tensor, "layer batch pos"]:
+        """At their places, NaN elsewhere."""
+        full = torch.full(chosen.shape, math.nan, dtype=torch.float64, device=chosen.device)
+        full[chosen] = values.double()
+        return full.cpu()
+
+    def measured(
+        self,
+        chosen: Bool[Tensor, "layer batch pos"],
+        size: Float[Tensor, " state"],
+        scores: Float[Tensor, "layer batch pos source"],
+    ) -> dict[str, Float[Tensor, " state"]]:
+        """The metrics of the states that take part."""
+        candidate = self.candidate.expand_as(self.above)[chosen]
+        rows = max(1, _ROOM // candidate.shape[1] ** 2)
+        parts = [
+            _metrics(*part)
+            for part in zip(
+                self.influence[chosen].double().split(rows),
+                self.above[chosen].split(rows),
+                candidate.split(rows),
+                size.split(rows),
+                scores[chosen].split(rows),
+                strict=True,
+            )
+        ]
+        return {metric: torch.cat([part[metric] for part in parts]) for metric in METRICS}
+
+
+def _metrics(
+    influence: Float[Tensor, "state source"],
+    above: Bool[Tensor, "state source"],
+    candidate: Bool[Tensor, "state source"],
+    size: Float[Tensor, " state"],
+    scores: Float[Tensor, "state source"],
+) -> dict[str, Float[Tensor, " state"]]:
+    """Expectations over the order of equal scores."""
+    cut = _Cut.at(scores, candidate, size)
+    both = cut.both() * (candidate[:, :, None] & candidate[:, None])
+    more = influence[:, :, None] - influence[:, None]  # of the first over the second
+    inside_only = (cut.member[:, :, None] - both) * candidate[:, None]
+    wins = (more > 0).double() + 0.5 * (more == 0)
+    n_out = candidate.sum(dim=1) - size
+    at_least = more <= 0  # the second has at least the influence of the first
+    shown = (at_least & candidate[:, None]).sum(dim=2)
+    found = (both * at_least).sum(dim=2) / shown.clamp(min=1)
+    energy = influence.square() * candidate
+    top = _Cut.at(influence, candidate, size)
+    return {
+        "auroc": (inside_only * wins).sum(dim=(1, 2)) / (size * n_out),
+        "average_precision": found.sum(dim=1) / size,
+        "precision": (cut.member * above).sum(dim=1) / size,
+        "precision_at_size": (cut.member * top.member).sum(dim=1) / size,
+        "influence_inside": (energy * cut.member).sum(dim=1) / energy.sum(dim=1),
+        "auroc_measured": auroc(scores, above, candidate),
+    }

@@ -1,0 +1,73 @@
+"""Baselines in a probe run: the same numbers as by hand, also after a stop."""
+
+import pandas as pd
+import pytest
+
+from infoflow_lens import (
+    JacobianInfluence,
+    PositionsProbe,
+    baselines,
+    compare_rankings,
+    load_any,
+    run_probes,
+)
+from infoflow_lens.probing.compared import by_largest
+from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.parts import routes as part
+from infoflow_lens.probing.run import run_probing
+from tests.reference import zoo
+
+TEXTS = [" ".join(f"w{(7 * i + j * j) % 30 + 4}" for j in range(9 + i % 2)) for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = zoo.save("gpt2", tmp_path_factory.mktemp("gpt2"), n_head=1)
+    data = tmp_path_factory.mktemp("data") / "texts.txt"
+    data.write_text("\n\n".join(TEXTS))
+    return ProbingConfig(
+        str(folder), str(data), probes=("influence", "routes"), ranks=(1, 2), batch_size=2
+    )
+
+
+def test_its_table_is_that_of_the_measures_by_hand(tmp_path, config, monkeypatch):
+    run = part.run_probes
+
+    def stopped(*arguments, after_batch, **settings):
+        def stop(n):
+            after_batch(n)
+            raise KeyboardInterrupt
+
+        return run(*arguments, after_batch=stop, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(part, "run_probes", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            run_probing(tmp_path, config, progress=False)
+    skipped = []
+    monkeypatch.setattr(
+        part, "run_probes", lambda *a, skip, **k: skipped.append(skip) or run(*a, skip=skip, **k)
+    )
+    found = run_probing(tmp_path, config, progress=False)
+    table = pd.read_csv(tmp_path / "routes.csv")
+    assert skipped == [2]
+    model = load_any(config.model).model
+    ids = [model.to_tokens(text)[0] for text in TEXTS]
+    probes = baselines(model)
+    assert set(table["method"]) == {
+        "k=1", "k=2", *probes, "random", "recency", "measured",
+    }  # fmt: skip
+    chosen, influence, *scores = run_probes(
+        model,
+        ids,
+        [PositionsProbe((1, 2)), JacobianInfluence("resid_post"), *probes.values()],
+        progress=False,
+    )
+    expected = compare_rankings(
+        by_largest(chosen, influence.influence.shape[-1]),
+        dict(zip(probes, scores, strict=True)),
+        influence,
+    ).to_frame()
+    pd.testing.assert_frame_equal(table, expected, rtol=1e-3, atol=1e-3, check_dtype=False)
+    lines = found.parts["routes"].sentences(found.found["routes"])
+    assert lines[0].startswith("routes: sets k=1 have AUROC")

@@ -1,0 +1,241 @@
+"""Rankings against scikit-learn and against every way to break ties, counted one by one."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from sklearn.metrics import average_precision_score, roc_auc_score
+
+from infoflow_lens import (
+    AttentionRollout,
+    AttentionWeight,
+    InfoFlowError,
+    InformationSets,
+    JacobianInfluence,
+    PositionsProbe,
+    compare,
+    compare_rankings,
+    propagate,
+    run_probes,
+)
+from infoflow_lens.ranking import CONTROLS, METRICS
+from tests.conftest import make_token_model
+
+
+def ways_to_cut(scores, size):
+    """All sets of the `size` largest scores, each as likely."""
+    ranked = sorted(range(len(scores)), key=lambda i: -scores[i])
+    last = scores[ranked[size - 1]]
+    sure = [i for i in ranked if scores[i] > last]
+    tied = [i for i in ranked if scores[i] == last]
+    return [{*sure, *more} for more in itertools.combinations(tied, size - len(sure))]
+
+
+def one_set(chosen, influence, above, top_ways):
+    labels = np.array([i in chosen for i in range(len(influence))])
+    energy = influence**2
+    return {
+        "auroc": roc_auc_score(labels, influence),
+        "average_precision": average_precision_score(labels, influence),
+        "precision": np.mean([above[i] for i in chosen]),
+        "precision_at_size": np.mean([len(chosen & top) / len(chosen) for top in top_ways]),
+        "influence_inside": energy[labels].sum() / energy.sum(),
+    }
+
+
+def by_hand(scores, influence, above, size):
+    """The mean over all ways to break ties."""
+    top = ways_to_cut(influence, size)
+    rows = [one_set(chosen, influence, above, top) for chosen in ways_to_cut(scores, size)]
+    return {metric: np.mean([row[metric] for row in rows]) for metric in rows[0]}
+
+
+def integers(generator, *shape, most=3):
+    return torch.randint(0, most + 1, shape, generator=generator).float()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_numbers_are_means_over_all_ways_to_break_ties(seed):
+    """Small integers as scores and as influence, so that ties are everywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, 2, 6, 6)
+    influence = integers(generator, *shape)
+    influence[..., 0] += 1  # every state depends on something
+    scores = integers(generator, *shape)
+    members = torch.rand(shape, generator=generator) < 0.4
+    found = compare_rankings(
+        {"ours": InformationSets(members)}, {"theirs": scores}, influence, threshold=0.6
+    )
+    checked = 0
+    for layer, sequence, state in np.ndindex(2, 2, 6):
+        others = [i for i in range(6) if i != state]
+        here = (layer, sequence, state)
+        chosen = members[here][others]
+        size = int(chosen.sum())
+        assert found.n_candidates[here] == 5
+        if not 0 < size < 5:
+            assert found.sizes["ours"][here].isnan()
+            assert found.values["ours", "theirs"]["auroc"][here].isnan()
+            continue
+        assert found.sizes["ours"][here] == size
+        strength = influence[here].double().numpy()
+        above = (strength >= 0.6 * strength.max())[others]
+        for method, ranking in (
+            ("ours", chosen.double().numpy()),
+            ("theirs", scores[here][others].double().numpy()),
+            ("random", np.zeros(5)),
+            ("recency", -np.abs(np.array(others) - state)),
+            ("measured", strength[others]),
+        ):
+            values = found.values["ours", method]
+            expected = by_hand(ranking, strength[others], above, size)
+            for metric, value in expected.items():
+                assert float(values[metric][here]) == pytest.approx(value), (method, metric)
+            if 0 < above.sum() < 5:
+                assert float(values["auroc_measured"][here]) == pytest.approx(
+                    roc_auc_score(above, ranking)
+                )
+            else:
+                assert values["auroc_measured"][here].isnan()
+        checked += 1
+    assert checked > 10
+
+
+def test_a_random_order_is_known_without_drawing_one():
+    generator = torch.Generator().manual_seed(0)
+    influence = torch.rand(1, 3, 8, 8, generator=generator) + 0.1
+    sets = InformationSets(torch.rand(1, 3, 8, 8, generator=generator) < 0.5)
+    found = compare_rankings({"ours": sets}, {}, influence)
+    size, n = found.sizes["ours"], found.n_candidates
+    values = found.values["ours", "random"]
+    taking_part = ~size.isnan()
+    assert (values["auroc"][taking_part] - 0.5).abs().max() < 1e-12
+    assert values["influence_inside"].nan_to_num().allclose((size / n).nan_to_num())
+    assert values["precision_at_size"].nan_to_num().allclose((size / n).nan_to_num())
+
+
+@pytest.fixture(scope="module")
+def measured():
+    model = make_token_model(n_heads=1)
+    x = torch.randint(17, (6, 9), generator=torch.Generator().manual_seed(4))
+    positions, weights, rollout, influence = run_probes(
+        model,
+        x,
+        [
+            PositionsProbe((1, 2)),
+            AttentionWeight(),
+            AttentionRollout(),
+            JacobianInfluence("resid_post"),
+        ],
+        progress=False,
+    )
+    sets = {"k=1": propagate(positions.argmax), "k=2": propagate(positions.positions)}
+    return sets, {"weights": weights, "rollout": rollout}, influence
+
+
+def test_the_row_of_a_set_agrees_with_compare_where_all_states_take_part(measured):
+    """compare counts every state alike, and those without choice too; here means are by state."""
+    sets, scores, influence = measured
+    found = compare_rankings(sets, scores, influence)
+    plain = compare(sets["k=1"], influence)
+    for layer in range(2):
+        ours = found.values["k=1", "k=1"]["auroc"][layer]
+        assert float(ours.nanmean()) == pytest.approx(plain.layers[layer].auroc)
+
+
+def test_tables_have_means_over_sequences_and_intervals(measured):
+    found = compare_rankings(*measured)
+    frame = found.to_frame()
+    assert len(frame) == 2 * 2 * (1 + 2 + len(CONTROLS))  # sets, layers, methods
+    row = frame.query("size_of == 'k=2' and method == 'rollout' and layer == 1").iloc[0]
+    by_sequence = found.values["k=2", "rollout"]["auroc"][1].nanmean(dim=1).numpy()
+    assert row["auroc"] == pytest.approx(by_sequence.mean())
+    low, high = stats.t.interval(0.95, 5, by_sequence.mean(), stats.sem(by_sequence))
+    assert (row["auroc_low"], row["auroc_high"]) == pytest.approx((low, high))
+    assert row["kind"] == "score"
+    assert row["n_sequences"] == 6
+    best = frame[frame["method"] == "measured"]
+    assert (best["precision_at_size"] == 1).all()
+    for metric in ("auroc", "influence_inside"):
+        highest = frame.groupby(["size_of", "layer"])[metric].transform("max")
+        assert (best[metric] >= highest[best.index] - 1e-12).all()
+    assert frame["auroc"].notna().all()
+
+
+def test_a_set_is_ahead_by_the_paired_difference(measured):
+    found = compare_rankings(*measured)
+    ahead = found.ahead()
+    assert set(ahead["method"]) == {"weights", "rollout", *CONTROLS}
+    row = ahead.query("size_of == 'k=1' and method == 'weights' and layer == 1").iloc[0]
+    gap = found.values["k=1", "k=1"]["auroc"] - found.values["k=1", "weights"]["auroc"]
+    gap = gap[1].nanmean(dim=1).numpy()
+    assert row["auroc"] == pytest.approx(gap.mean())
+    low, high = stats.t.interval(0.95, 5, gap.mean(), stats.sem(gap))
+    assert (row["auroc_low"], row["auroc_high"]) == pytest.approx((low, high))
+
+
+def test_ranges_of_positions_have_their_own_rows(measured):
+    found = compare_rankings(*measured)
+    frame = found.to_frame(starts=(0, 4))
+    assert set(frame["positions"]) == {"0-3", "4-8"}
+    row = frame.query(
+        "size_of == 'k=1' and method == 'weights' and layer == 0 and positions == '4-8'"
+    ).iloc[0]
+    values = found.values["k=1", "weights"]["auroc"][0, :, 4:].nanmean(dim=1)
+    assert row["auroc"] == pytest.approx(float(values.mean()))
+    for starts in ((3, 1), (-1,), (), (0, 9)):
+        with pytest.raises(InfoFlowError, match="starts are"):
+            found.to_frame(starts=starts)
+
+
+def test_only_states_that_all_hold_take_part(measured, token_model, token_inputs):
+    sets, _, influence = measured
+    few = AttentionRollout(positions=(-1,))
+    (last,) = run_probes(token_model, token_inputs[:6], [few], progress=False)
+    found = compare_rankings(sets, {"last": last}, influence)
+    taking_part = ~found.sizes["k=1"].isnan()
+    assert not taking_part[:, :, :8].any()
+    assert taking_part[:, :, 8].any()
+
+
+def test_shorter_sequences_choose_among_their_own_sources(token_model, token_inputs):
+    rows = [row[:n] for row, n in zip(token_inputs[:3], (9, 5, 7), strict=True)]
+    probes = [PositionsProbe(), AttentionRollout(), JacobianInfluence("resid_post")]
+    positions, rollout, influence = run_probes(token_model, rows, probes, progress=False)
+    found = compare_rankings({"k=1": propagate(positions.argmax)}, {"rollout": rollout}, influence)
+    (alone,) = (
+        run_probes(token_model, rows[1][None], [probe()], progress=False)[0]
+        for probe in (AttentionRollout,)
+    )
+    assert found.n_candidates[0, 1].tolist() == [0, 1, 2, 3, 4, 5, 5, 5, 5]
+    assert found.sizes["k=1"][:, 1, 5:].isnan().all()
+    torch.testing.assert_close(alone.scores[:, 0], rollout.scores[:, 1, :5, :5])
+
+
+def test_it_is_drawn_and_shown(measured):
+    found = compare_rankings(*measured)
+    assert "rollout" in found._repr_html_()
+    assert len(found.plot(metric="influence_inside").data) == 2 * 3
+    with pytest.raises(InfoFlowError, match="metric 'f1'"):
+        found.plot(metric="f1")
+
+
+def test_bad_input_is_named(measured):
+    sets, scores, influence = measured
+    with pytest.raises(InfoFlowError, match="at least one set"):
+        compare_rankings({}, scores, influence)
+    with pytest.raises(InfoFlowError, match="names of their own"):
+        compare_rankings({"random": sets["k=1"]}, scores, influence)
+    with pytest.raises(InfoFlowError, match=r"'weights' has shape \(2, 6, 9, 8\)"):
+        compare_rankings(sets, {"weights": torch.ones(2, 6, 9, 8)}, influence)
+    with pytest.raises(InfoFlowError, match="scores of 'weights' are negative"):
+        compare_rankings(sets, {"weights": -torch.ones(2, 6, 9, 9)}, influence)
+    with pytest.raises(InfoFlowError, match="threshold is 0"):
+        compare_rankings(sets, scores, influence, threshold=0)
+    with pytest.raises(InfoFlowError, match="confidence is 1"):
+        compare_rankings(sets, scores, influence).to_frame(confidence=1)
+    assert set(METRICS) <= set(compare_rankings(*measured).to_frame())
+    assert not math.isnan(compare_rankings(*measured).to_frame()["auroc"].iloc[0])
