@@ -54,8 +54,8 @@ class Sets(LanguageModelStudy):
         "one where both lie below"
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 1, "full": 1}
-    windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 24, "full": 96}
-    steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 5, "full": None}
+    windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 16, "full": 96}
+    steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 4, "full": None}
     lengths: ClassVar[Mapping[str, int]] = {"smoke": 16, "quick": 64, "full": 128}
 
     def cases(self, preset: str) -> Sequence[Settings]:
