@@ -185,14 +185,14 @@ class _Parts:
             layer: whose attention.
             factor: by which the model multiplies what attention adds.
         """
-        attention: Any = seen.model.blocks[layer].attn  # type: ignore[index]
+        blocks: Any = seen.model.blocks
         matrix = _output_matrix(seen.model, layer).detach().float()
         pattern = seen.pattern(layer).float()
         n_heads, d_head, _ = matrix.shape
         values = seen.activation(f"blocks.{layer}.attn.hook_v").float()
         values = values.reshape(*values.shape[:2], -1, d_head)
         values = values.repeat_interleave(n_heads // values.shape[2], dim=2)
-        bias = getattr(attention, "b_O", None)
+        bias = getattr(blocks[layer].attn, "b_O", None)
         return cls(
             pattern,
             factor * torch.einsum("bkhd,hdm->bhkm", values, matrix.to(values.device)),

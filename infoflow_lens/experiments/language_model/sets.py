@@ -24,7 +24,7 @@ from infoflow_lens.hooks import (
 )
 from infoflow_lens.models.constructions import build_construction
 from infoflow_lens.probing.compared import by_largest, by_mechanisms
-from infoflow_lens.ranking import METRICS, RankingAgreement, compare_rankings
+from infoflow_lens.ranking import CONTROLS, METRICS, RankingAgreement, compare_rankings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,6 +34,7 @@ _CIRCUIT = "in_context_qa_softmax"
 _QUESTIONS = {"n_questions": 20, "n_answers": 10, "n_pairs": 10}
 _DONORS, _CHOOSING, _BATCH = 4, 8, 8
 _STATE = "resid_post"
+_INFLUENCES = ("jacobian", "resample")
 _JUDGED = ("auroc", "influence_inside")  # of the rule
 _MUST_WIN = ("random", "recency", "attention weight")
 _MUST_NOT_LOSE = ("attention rollout", "attention flow", "contribution routes")
@@ -96,7 +97,7 @@ class Sets(LanguageModelStudy):
             progress=False,
         )
         # the circuit answers at its last position, and gives nothing to read before
-        read = {"read": (-1,)} if settings["weights"] == _CIRCUIT else {}
+        read: Any = {"read": (-1,)} if settings["weights"] == _CIRCUIT else {}
         mechanisms = measure_mechanisms(
             model, choosing, metric="kl", batch_size=_BATCH, progress=False, **read
         )
@@ -116,8 +117,8 @@ class Sets(LanguageModelStudy):
         """Those that are measured, those whose tokens replace theirs, and those for mechanisms."""
         n = settings["n_windows"] + _DONORS + _CHOOSING
         if settings["weights"] == _CIRCUIT:
-            model, task = build_construction(_CIRCUIT, **_QUESTIONS)
-            return model.to(device), task.sample(n, seed=seed)[0]
+            circuit, task = build_construction(_CIRCUIT, **_QUESTIONS)
+            return circuit.to(device), task.sample(n, seed=seed)[0]
         model = loaded(self.source_of(settings), device)
         spread = self.sequences(model, {**settings, "n_windows": n}, seed)
         # neighbours in the text go to different parts
@@ -139,38 +140,24 @@ class Sets(LanguageModelStudy):
         return "\n\n".join(parts)
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
-        """AUROC of every method in the last layer over training, a row for each model."""
+        """AUROC of every method in the last layer, at the end and over training, by model."""
         from matplotlib.figure import Figure
 
         rows = _last_layer(_whole(results))
-        rows = rows[(rows["size_of"] == _SIZES)]
+        rows = rows[rows["size_of"] == _SIZES]
         models = list(dict.fromkeys(rows["model"]))
-        figure = Figure(figsize=(10, 2.9 * len(models)), layout="constrained")
-        axes = figure.subplots(len(models), 2, squeeze=False, sharex="row", sharey=True)
         methods = list(dict.fromkeys(rows["method"]))
-        for line, model in zip(axes, models, strict=True):
-            for axis, influence in zip(line, ("jacobian", "resample"), strict=True):
-                here = rows[(rows["model"] == model) & (rows["influence"] == influence)]
-                for index, method in enumerate(methods):
-                    some = here[here["method"] == method].sort_values("step")
-                    control = method in ("random", "recency", "measured")
-                    colour = "#000000" if method == _SIZES else f"C{index % 10}"
-                    style = ":" if control else "-"
-                    steps = some["step"].clip(lower=0)
-                    axis.plot(
-                        steps, some["auroc"], style, marker=".", color=colour,
-                        linewidth=2.2 if method == _SIZES else 1.2,
-                        label="InfoFlow, k = 1" if method == _SIZES else method,
-                    )  # fmt: skip
-                    axis.fill_between(
-                        steps, some["auroc_low"], some["auroc_high"], color=colour, alpha=0.1
-                    )
-                axis.set_xscale("symlog", linthresh=1)
+        figure = Figure(figsize=(11, 3.1 * len(models)), layout="constrained")
+        axes = figure.subplots(len(models), 3, squeeze=False)
+        for (dots, *lines), model in zip(axes, models, strict=True):
+            here = rows[rows["model"] == model]
+            _draw_final(dots, final(here), methods)
+            dots.set_title(f"{model}, at the end", fontsize="medium")
+            trained = here["step"].nunique() > 1
+            for axis, influence in zip(lines, _INFLUENCES, strict=True):
+                axis.set_visible(trained)
+                _draw_training(axis, here[here["influence"] == influence], methods)
                 axis.set_title(f"{model}: {influence}", fontsize="medium")
-                axis.set_xlabel("step")
-            line[0].set_ylabel("AUROC, last layer")
-        axes[0, 1].legend(frameon=False, fontsize="x-small", loc="center left",
-                          bbox_to_anchor=(1.0, 0.5))  # fmt: skip
         return figure
 
     def verdict(self, results: "pd.DataFrame") -> Verdict:
@@ -179,7 +166,8 @@ class Sets(LanguageModelStudy):
         rows = rows[(rows["size_of"] == _SIZES) & (rows["weights"] != _CIRCUIT)]
         reasons, passed = [], len(rows) > 0
         for (model, influence), some in groups(rows, ("model", "influence")):
-            outcome = {row["method"]: _outcome(row) for row in some.to_dict("records")}
+            records: list[Any] = some.to_dict("records")
+            outcome = {row["method"]: _outcome(row) for row in records}
             passed = passed and all(outcome.get(name) == "win" for name in _MUST_WIN)
             passed = passed and all(outcome.get(name) != "loss" for name in _MUST_NOT_LOSE)
             told = ", ".join(
@@ -194,6 +182,47 @@ class Sets(LanguageModelStudy):
             )
             reasons.append(f"{model}, {influence}: {told}")
         return Verdict(bool(passed), tuple(reasons))
+
+
+def _draw_final(axis: Any, rows: "pd.DataFrame", methods: Sequence[str]) -> None:
+    """A point with its interval for each method and influence."""
+    for shift, (influence, marker) in enumerate(zip(_INFLUENCES, ("o", "s"), strict=True)):
+        some = rows[rows["influence"] == influence].set_index("method")
+        for index, method in enumerate(methods):
+            if method in some.index:
+                at: Any = some.loc[method]
+                axis.errorbar(
+                    at["auroc"], index + 0.24 * shift - 0.12,
+                    xerr=(at["auroc_high"] - at["auroc_low"]) / 2, marker=marker, markersize=4,
+                    color=_colour(method, index), mfc=None if shift == 0 else "white",
+                )  # fmt: skip
+    axis.set_yticks(range(len(methods)), [_label(method) for method in methods], fontsize="small")
+    axis.invert_yaxis()
+    axis.axvline(0.5, color="#999999", linewidth=0.6)
+    axis.set_xlabel("AUROC, last layer (filled: jacobian, open: resample)", fontsize="small")
+
+
+def _draw_training(axis: Any, rows: "pd.DataFrame", methods: Sequence[str]) -> None:
+    """A line for each method."""
+    for index, method in enumerate(methods):
+        some = rows[rows["method"] == method].sort_values("step")
+        steps, colour = some["step"].clip(lower=0), _colour(method, index)
+        style = ":" if method in CONTROLS else "-"
+        axis.plot(
+            steps, some["auroc"], style, marker=".", color=colour,
+            linewidth=2.2 if method == _SIZES else 1.2,
+        )  # fmt: skip
+        axis.fill_between(steps, some["auroc_low"], some["auroc_high"], color=colour, alpha=0.1)
+    axis.set_xscale("symlog", linthresh=100)
+    axis.set_xlabel("step", fontsize="small")
+
+
+def _colour(method: str, index: int) -> str:
+    return "#000000" if method == _SIZES else f"C{index % 10}"
+
+
+def _label(method: str) -> str:
+    return "InfoFlow, k = 1" if method == _SIZES else method
 
 
 def _rows(agreement: RankingAgreement, starts: Sequence[int]) -> list[dict[str, Any]]:
