@@ -68,6 +68,14 @@ class Roles(LanguageModelStudy):
             bare = float(loss.sums().sum())
             n_tokens = int(loss.counts().sum())
             heads = self._heads(model, found, windows[0::2], loss, bare, n_tokens, seed)
+            # told beside: a first token on which attention rests outweighs what else keys differ in
+            without = [
+                roles
+                for own in directions(model, windows[0::2], _BATCH, first_key=1)
+                for roles in own.roles().tolist()
+            ]
+            for row, roles in zip(heads, without, strict=True):
+                row["roles_without_first"] = roles
             curve = self._curve(model, found, loss, bare, settings["draws"], seed)
         common = {"kind": kind, "loss": bare / n_tokens}
         return [{**common, **row} for row in (*heads, *curve)]
@@ -124,8 +132,9 @@ class Roles(LanguageModelStudy):
             ]  # fmt: skip
             for name, several in chosen.items():
                 for bases in several:
+                    edited: Any = model.hooks  # type: ignore[assignment]
                     hooks = projecting(found, bases)
-                    lost = loss.sums(lambda _b, _f, hooks=hooks: model.hooks(fwd_hooks=hooks))  # type: ignore[operator, misc]
+                    lost = loss.sums(lambda _b, _f, h=hooks, edited=edited: edited(fwd_hooks=h))
                     rise = float(lost.sum()) / bare - 1
                     rows.append({"part": "curve", "of": name, "rank": rank, "rise": rise})
         return rows
@@ -148,8 +157,9 @@ class Roles(LanguageModelStudy):
             )
         lines += [
             "",
-            "The heads of the last snapshots: the deviation of scores over keys (nats), roles, "
-            "shares of the energy (fixed direction; by the query's token, in brackets with "
+            "The heads of the last snapshots: the deviation of scores over keys (nats), roles (in "
+            "brackets where the first token is no key, told and not judged), shares of the energy "
+            "(fixed direction; by the query's token, in brackets with "
             "shuffled tokens; by position), and what the loss rises by without the head",
             "",
             "| model | head | deviation | roles | fixed | by token | by position | cost (nats) |",
@@ -161,7 +171,8 @@ class Roles(LanguageModelStudy):
             for (layer, head), row in _by_head(rows).iterrows():
                 lines.append(
                     f"| {model} | {layer:.0f}.{head:.0f} | {row['deviation']:.2f} | "
-                    f"{row['roles']:.1f} | {row['fixed']:.2f} | {row['by_token']:.2f} "
+                    f"{row['roles']:.1f} ({row['roles_without_first']:.1f}) | "
+                    f"{row['fixed']:.2f} | {row['by_token']:.2f} "
                     f"({row['by_token_shuffled']:.2f}) | {row['by_position']:.2f} | "
                     f"{row['cost']:+.3f} |"
                 )
@@ -245,7 +256,7 @@ def _needed(rows: "pd.DataFrame", of: str) -> int:
 
 
 def _by_head(rows: "pd.DataFrame") -> "pd.DataFrame":
-    columns = ["roles", "deviation", "cost", *_SHARES]
+    columns = ["roles", "roles_without_first", "deviation", "cost", *_SHARES]
     return rows.groupby(["layer", "head"], sort=True)[columns].mean()
 
 

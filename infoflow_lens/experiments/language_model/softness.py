@@ -249,13 +249,12 @@ def _tempered(
 ) -> Float[Tensor, "n query key"]:
     """The softmax of scores times the number that gives it this mean entropy."""
     masked = scores.masked_fill(~allowed, -torch.inf)
-    few = masked[:: max(1, len(masked) // 8)]  # enough to find the number by
     low, high = 0.0, 1.0
-    while _entropy(_softmax(few, high), allowed) > entropy and high < _WIDEST:
+    while _entropy(_softmax(masked, high), allowed) > entropy and high < _WIDEST:
         low, high = high, 2 * high
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if _entropy(_softmax(few, middle), allowed) > entropy:
+        if _entropy(_softmax(masked, middle), allowed) > entropy:
             low = middle
         else:
             high = middle
