@@ -39,7 +39,7 @@ class LanguageModelStudy(Study):
         steps: for each preset, how many moments of training at most; None for all.
     """
 
-    source: ClassVar[str] = "the open question of InfoFlow 2026, Sec. 6, on language models"
+    source: ClassVar[str] = "The question that InfoFlow 2026 leaves open, on language models"
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 1, "full": 3}
     windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 64, "full": 256}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 6, "full": None}
