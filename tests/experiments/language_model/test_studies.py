@@ -46,7 +46,11 @@ def test_a_study_gives_rows_a_table_a_figure_and_a_verdict(name, given, tmp_path
 
 @pytest.mark.parametrize(
     ("models", "data", "message"),
-    [((), __file__, "no model"), (("gpt2",), None, "no text"), (("gpt2",), "no.txt", "no file")],
+    [
+        ((), None, "no model is named"),
+        (("gpt2",), "no.txt", "no file"),
+        (("gpt2",), "ids.pt", "no texts"),
+    ],
 )
 def test_what_is_missing_is_refused_before_work(models, data, message):
     with pytest.raises(InfoFlowError, match=message):
