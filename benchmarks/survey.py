@@ -4,8 +4,8 @@ Run: python -m benchmarks.survey [--small]
 
 The model is a random one in the sizes of GPT-2 small (12 layers of 12 heads, width 768) with a
 vocabulary of 1,024, saved as a folder; the data are 32 sequences of 64 random ids. The time is of
-the processor, on one thread. `--small` takes a quarter of the layers and a third of the width, where
-fixed costs weigh more.
+the processor, on one thread. `--small` takes a quarter of the layers and a third of the width,
+where fixed costs weigh more.
 """
 
 import argparse

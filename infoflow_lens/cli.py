@@ -12,6 +12,7 @@ from infoflow_lens.commands.common import reported as _reported
 from infoflow_lens.commands.design import design
 from infoflow_lens.commands.estimate import estimate
 from infoflow_lens.commands.options import options_of
+from infoflow_lens.commands.train_language_model import train_language_model
 from infoflow_lens.experiments.survey_config import SurveyConfig
 from infoflow_lens.probing.config import ProbingConfig
 
@@ -137,7 +138,13 @@ def study(
             "owner/name@revision,revision of the hub; may be repeated."
         ),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="A file of held-out text.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="A file of held-out text, or rows with a column of texts; default, the part of "
+            "this Python's standard library that stdlib-2l has not seen."
+        ),
+    ] = None,
     preset: Annotated[str, typer.Option(help="smoke, quick or full.")] = "quick",
     seeds: Annotated[int | None, typer.Option(help="How many; default, the preset's.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes at a time, of one thread each.")] = 1,
@@ -186,7 +193,8 @@ def inspect_command(
     model: Annotated[
         str,
         typer.Argument(
-            help="An official name such as gpt2, owner/name of the Hugging Face hub, or a folder."
+            help="stdlib-2l, which comes with the package; an official name such as gpt2; "
+            "owner/name of the Hugging Face hub; or a folder."
         ),
     ],
     device: Device = "cpu",
@@ -397,6 +405,10 @@ app.command(short_help="Whether one attention layer can fit labelled sequences, 
     certify
 )
 app.command(short_help="The smallest architectures that the theory allows for a task.")(design)
+
+app.command(short_help="Train a small language model on Python's standard library.")(
+    train_language_model
+)
 
 
 def main() -> None:

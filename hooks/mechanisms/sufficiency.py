@@ -8,6 +8,7 @@ random mechanisms and no head at all.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,6 +160,7 @@ def measure_sufficiency(
     *,
     shares: Sequence[float] = SHARES,
     draws: int = 4,
+    last: int | None = None,
     seed: int = 0,
     attention_mask: Tensor | None = None,
     column: str | None = None,
@@ -179,7 +181,8 @@ def measure_sufficiency(
         mechanisms: of :func:`~infoflow_lens.hooks.measure_mechanisms`.
         shares: of all heads.
         draws: of random mechanisms.
-        seed: of these.
+        last: how many predictions of each sequence count, the last ones; None for all.
+        seed: of the random mechanisms.
         attention_mask, column, max_length: as for `run_probes`.
         batch_size: sequences in a pass.
         resume: what `after` was last given.
@@ -191,7 +194,7 @@ def measure_sufficiency(
             sequences that are longer than the mean patterns, or a model without next tokens.
     """
     batches = read_again(model, inputs, attention_mask, column, max_length)
-    loss = NextTokenLoss(model, batches, batch_size)
+    loss = NextTokenLoss(model, batches, batch_size, last)
     draws, seed = check_integer(draws, "draws"), check_seed(seed)
     chosen = tuple(float(share) for share in shares)
     if not chosen or not all(0 < share <= 1 for share in chosen):
@@ -244,7 +247,7 @@ def measure_sufficiency(
                     some = dict(zip(heads[:n], given, strict=False))
                     return substituted(model, some, mechanisms.mean_patterns, mechanisms.k)
 
-                rows.append(once(f"{name} {n}", lambda edited=edited: loss.sums(edited)))
+                rows.append(once(f"{name} {n}", partial(loss.sums, edited)))
                 step()
     return SufficiencyResult(
         shares=chosen,
@@ -261,6 +264,7 @@ def measure_sufficiency(
                 "probe": "sufficiency",
                 "shares": list(chosen),
                 "draws": draws,
+                "last": last,
                 "seed": seed,
                 "mechanisms": dict(mechanisms.record.config),
             },

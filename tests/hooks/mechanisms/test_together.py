@@ -1,0 +1,211 @@
+"""Many heads replaced at once, and keys taken out: against plain passes, and on a known circuit."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from infoflow_lens import InfoFlowError, measure_mechanisms
+from infoflow_lens.hooks.mechanisms import substituted
+from infoflow_lens.hooks.mechanisms.sufficiency import (
+    MEAN,
+    MECHANISMS,
+    RANDOM,
+    assigned,
+    measure_sufficiency,
+)
+from infoflow_lens.hooks.mechanisms.top_k import measure_top_k
+from tests.conftest import make_token_model
+from tests.reference.induction import induction_model, repeated_segments
+
+N_VOCAB, N_CTX = 11, 9
+
+
+@pytest.fixture(scope="module")
+def model():
+    generator = torch.Generator().manual_seed(5)
+    made = make_token_model(n_layers=2, n_heads=3, d_head=4, d_model=12, n_ctx=12, d_vocab=20)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(0.6 * torch.randn(parameter.shape, generator=generator))
+    return made
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return torch.randint(20, (12, 10), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def mechanisms(model, tokens):
+    return measure_mechanisms(model, tokens[:6], progress=False)
+
+
+@pytest.fixture(scope="module")
+def found(model, tokens, mechanisms):
+    return measure_sufficiency(model, tokens[6:], mechanisms, draws=2, progress=False)
+
+
+def plain_loss(model, tokens, hooks=()):
+    """Summed next-token loss of each sequence."""
+    with torch.no_grad():
+        logits = model.run_with_hooks(tokens, fwd_hooks=list(hooks))
+    loss = cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
+    return loss.double().sum(dim=1)
+
+
+def test_the_loss_of_the_model_as_it_is(model, tokens, found):
+    torch.testing.assert_close(found.bare, plain_loss(model, tokens[6:]), rtol=1e-5, atol=1e-5)
+    assert found.n_tokens.tolist() == [9] * 6
+    assert found.loss == pytest.approx(float(found.bare.sum()) / 54)
+
+
+def test_heads_are_replaced_in_the_order_of_their_damage(mechanisms, found):
+    mine = assigned(mechanisms)
+    damages = [damage for _, damage in mine.values()]
+    assert damages == sorted(damages)
+    assert [tuple(head) for head in found.heads.tolist()] == list(mine)
+    assert found.n_replaced == (2, 3, 4, 6)
+
+
+def test_each_point_is_a_pass_with_those_heads_replaced(model, tokens, mechanisms, found):
+    for column, n in enumerate(found.n_replaced):
+        some = {head: ideal for head, (ideal, _) in list(assigned(mechanisms).items())[:n]}
+        with substituted(model, some, mechanisms.mean_patterns, mechanisms.k):
+            expected = plain_loss(model, tokens[6:])
+        torch.testing.assert_close(found.losses[0, column], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_mean_ablation_by_hand(model, tokens, found):
+    with torch.no_grad():
+        _, cache = model.run_with_cache(tokens[6:])
+    hooks = []
+    for layer in range(2):
+        name = f"blocks.{layer}.attn.hook_z"
+        mean = cache[name].mean(dim=(0, 1))
+        hooks.append((name, lambda z, hook, mean=mean: mean.expand_as(z)))
+    row = found.assignments.index(MEAN)
+    expected = plain_loss(model, tokens[6:], hooks)
+    torch.testing.assert_close(found.losses[row, -1], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_random_mechanisms_are_the_same_ones_dealt_anew(model, tokens, mechanisms, found):
+    assert found.assignments == (MECHANISMS, MEAN, f"{RANDOM} 0", f"{RANDOM} 1")
+    again = measure_sufficiency(model, tokens[6:], mechanisms, draws=2, progress=False)
+    assert again.losses.equal(found.losses)
+    other = measure_sufficiency(model, tokens[6:], mechanisms, draws=2, seed=1, progress=False)
+    assert other.losses[:2].equal(found.losses[:2])
+    if len(set(found.ideals)) > 1:
+        assert not other.losses[2:].equal(found.losses[2:])
+
+
+def test_the_error_is_that_of_a_mean_over_sequences(found):
+    apart = (found.losses[0, -1] - found.bare) / 9  # of sequences of one length
+    assert float(found.errors()[0, -1]) == pytest.approx(float(apart.std()) / 6**0.5)
+
+
+def test_it_goes_on_where_it_stopped(model, tokens, mechanisms, found):
+    kept = {}
+    measure_sufficiency(
+        model, tokens[6:], mechanisms, draws=2, progress=False, after=lambda now: kept.update(now)
+    )
+    half = dict(list(kept.items())[:5])
+    ran = []
+    resumed = measure_sufficiency(
+        model, tokens[6:], mechanisms, draws=2, progress=False, resume=half, after=ran.append
+    )
+    assert resumed.losses.equal(found.losses)
+    assert len(ran) == len(kept) - 5
+
+
+def test_longer_sequences_and_other_models_are_refused(model, tokens, mechanisms):
+    longer = torch.cat([tokens, tokens[:, :1]], dim=1)
+    with pytest.raises(InfoFlowError, match="at most 10 positions"):
+        measure_sufficiency(model, longer, mechanisms, progress=False)
+    other = make_token_model(n_layers=2, n_heads=3, d_head=4, d_model=12, n_ctx=12, d_vocab=20)
+    with pytest.raises(InfoFlowError, match="other weights"):
+        measure_sufficiency(other, tokens, mechanisms, progress=False)
+    with pytest.raises(InfoFlowError, match="shares are"):
+        measure_sufficiency(model, tokens, mechanisms, shares=(0.5, 1.5), progress=False)
+
+
+def test_a_circuit_of_mechanisms_loses_nothing_and_without_heads_all():
+    model, (tokens, _) = induction_model(N_VOCAB, N_CTX), repeated_segments(N_VOCAB, 200)
+    chosen = measure_mechanisms(model, tokens[:100], read=(-1, -2, -3), progress=False)
+    found = measure_sufficiency(model, tokens[100:], chosen, draws=12, last=2, progress=False)
+    excess = dict(zip(found.assignments, found.excess()[:, -1].tolist(), strict=True))
+    assert sorted(found.ideals) == ["max_position", "specific_position"]
+    assert found.loss < 0.01
+    assert abs(excess[MECHANISMS]) < 0.01
+    assert excess[MEAN] > 1
+    swapped = [v for k, v in excess.items() if k.startswith(RANDOM)]
+    assert max(swapped) > 0.3  # the two dealt the other way round
+
+
+# Top k
+
+
+@pytest.fixture(scope="module")
+def keys(model, tokens):
+    return measure_top_k(model, tokens, control=True, progress=False)
+
+
+def test_all_keys_are_the_model_itself(model, tokens):
+    found = measure_top_k(model, tokens, ks=(10,), control=True, progress=False)
+    torch.testing.assert_close(found.rise(), torch.zeros(2, 3, 1).double(), rtol=0, atol=1e-6)
+
+
+def test_the_largest_keys_by_hand(model, tokens, keys):
+    def keep(pattern, hook):
+        order = pattern.argsort(dim=-1, descending=True, stable=True)
+        kept = torch.zeros_like(pattern).scatter_(-1, order[..., :2], 1.0) * pattern
+        return kept / kept.sum(dim=-1, keepdim=True)
+
+    expected = plain_loss(model, tokens, [("blocks.1.attn.hook_pattern", keep)])
+    found = keys.losses[0, 1, keys.ks.index(2)]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_random_keys_do_not_depend_on_the_batch_size(model, tokens, keys):
+    other = measure_top_k(model, tokens, control=True, batch_size=5, progress=False)
+    torch.testing.assert_close(other.losses, keys.losses, rtol=1e-5, atol=1e-5)
+
+
+def test_a_search_finds_what_looking_at_all_finds_where_the_loss_falls(model, tokens):
+    def least(search, tolerance):
+        return measure_top_k(model, tokens, tolerance=tolerance, search=search, progress=False)
+
+    for tolerance in (1e-4, 0.05):
+        whole = least(False, tolerance)
+        enough = whole.rise()[0] <= tolerance
+        falls = (enough.long().diff(dim=1) >= 0).all(dim=1)
+        searched = least(True, tolerance)
+        for layer in range(3):
+            if falls[layer]:
+                assert searched.least()[layer] == whole.least()[layer]
+        assert searched.losses[..., 0].isnan().any()
+
+
+def test_only_the_last_predictions_count(model, tokens):
+    found = measure_top_k(model, tokens, ks=(1,), last=2, progress=False)
+    with torch.no_grad():
+        logits = model(tokens)
+    loss = cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
+    torch.testing.assert_close(found.bare, loss[:, -2:].double().sum(dim=1), rtol=1e-5, atol=1e-5)
+    assert found.n_tokens.tolist() == [2] * 12
+
+
+def test_heads_of_one_key_need_one():
+    """Where it has an answer, the circuit's heads look at one key each."""
+    model, (tokens, _) = induction_model(N_VOCAB, N_CTX), repeated_segments(N_VOCAB, 50)
+    found = measure_top_k(model, tokens, ks=(1,), last=2, progress=False)
+    torch.testing.assert_close(found.losses, found.bare.expand_as(found.losses), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"tolerance": 0}, "tolerance is 0"), ({"ks": (0, 1)}, "ks are"), ({"last": 0}, "last is 0")],
+)
+def test_bad_settings_are_refused(model, tokens, arguments, message):
+    with pytest.raises(InfoFlowError, match=message):
+        measure_top_k(model, tokens, progress=False, **arguments)
