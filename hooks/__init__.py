@@ -15,6 +15,8 @@ from infoflow_lens.hooks.mechanisms import (
     replace_greedily,
     substituted,
 )
+from infoflow_lens.hooks.mechanisms.sufficiency import SufficiencyResult, measure_sufficiency
+from infoflow_lens.hooks.mechanisms.top_k import TopKResult, measure_top_k
 from infoflow_lens.hooks.model.capabilities import (
     LayerCapabilities,
     ModelCapabilities,
@@ -68,12 +70,16 @@ __all__ = [
     "RoutesResult",
     "Split",
     "StateScores",
+    "SufficiencyResult",
+    "TopKResult",
     "attach",
     "baselines",
     "check_damage",
     "example_input",
     "inspect_model",
     "measure_mechanisms",
+    "measure_sufficiency",
+    "measure_top_k",
     "probe_cache",
     "replace_greedily",
     "run_probes",

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from infoflow_lens.hooks import baselines as baselines
     from infoflow_lens.hooks import inspect_model as inspect_model
     from infoflow_lens.hooks import measure_mechanisms as measure_mechanisms
+    from infoflow_lens.hooks import measure_sufficiency as measure_sufficiency
+    from infoflow_lens.hooks import measure_top_k as measure_top_k
     from infoflow_lens.hooks import probe_cache as probe_cache
     from infoflow_lens.hooks import replace_greedily as replace_greedily
     from infoflow_lens.hooks import run_probes as run_probes
@@ -109,6 +111,8 @@ _HOMES = {
     "load_model": "models.host",
     "load_task": "tasks",
     "measure_mechanisms": "hooks",
+    "measure_sufficiency": "hooks",
+    "measure_top_k": "hooks",
     "one_layer_certificate": "theory",
     "probe": "probing.call",
     "probe_cache": "hooks",

@@ -138,7 +138,13 @@ def study(
             "owner/name@revision,revision of the hub; may be repeated."
         ),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="A file of held-out text.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="A file of held-out text, or rows with a column of texts; default, the part of "
+            "this Python's standard library that stdlib-2l has not seen."
+        ),
+    ] = None,
     preset: Annotated[str, typer.Option(help="smoke, quick or full.")] = "quick",
     seeds: Annotated[int | None, typer.Option(help="How many; default, the preset's.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes at a time, of one thread each.")] = 1,

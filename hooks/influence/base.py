@@ -1,7 +1,7 @@
 """Which inputs a state does depend on: the result, the sets it gives, and what its probes share."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial

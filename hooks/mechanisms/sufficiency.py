@@ -8,6 +8,7 @@ random mechanisms and no head at all.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -246,7 +247,7 @@ def measure_sufficiency(
                     some = dict(zip(heads[:n], given, strict=False))
                     return substituted(model, some, mechanisms.mean_patterns, mechanisms.k)
 
-                rows.append(once(f"{name} {n}", lambda edited=edited: loss.sums(edited)))
+                rows.append(once(f"{name} {n}", partial(loss.sums, edited)))
                 step()
     return SufficiencyResult(
         shares=chosen,

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.model.points import layer_count
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.routes.attention import AttentionRollout, AttentionWeight
 from infoflow_lens.hooks.routes.contributions import ContributionRoutes, factors_of
@@ -14,7 +15,11 @@ from infoflow_lens.hooks.routes.gradient import GradientTimesInput
 
 
 def baselines(
-    model: nn.Module, state: str = "resid_post", *, positions: Sequence[int] | None = None
+    model: nn.Module,
+    state: str = "resid_post",
+    *,
+    positions: Sequence[int] | None = None,
+    cheap: bool = False,
 ) -> dict[str, Probe[Any]]:
     """Probes of what else might say what a state depends on, for ``run_probes`` together.
 
@@ -23,6 +28,8 @@ def baselines(
             routes.
         state: of gradient x input: "resid_post" or "post_attention"; the others are the same.
         positions: whose states; default all.
+        cheap: only what costs a few bare forward passes: no gradient x input, which takes a
+            derivative a token, and no attention flow of more than two layers.
 
     Returns:
         By name: "attention weight", "attention rollout", "attention flow", "contribution routes"
@@ -32,8 +39,9 @@ def baselines(
     found: dict[str, Probe[Any]] = {
         "attention weight": AttentionWeight(positions=positions),
         "attention rollout": AttentionRollout(positions=positions),
-        "attention flow": AttentionFlow(positions=positions),
     }
+    if not cheap or layer_count(model) <= 2:
+        found["attention flow"] = AttentionFlow(positions=positions)
     try:
         factors_of(model)
     except InfoFlowError:
@@ -43,5 +51,6 @@ def baselines(
         found["contribution rollout"] = ContributionRoutes(
             "rollout", heads_apart=False, positions=positions
         )
-    found["gradient x input"] = GradientTimesInput(state, positions=positions)
+    if not cheap:
+        found["gradient x input"] = GradientTimesInput(state, positions=positions)
     return found

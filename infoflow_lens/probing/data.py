@@ -60,7 +60,7 @@ def read_data(
     if window is not None:
         window = check_integer(window, "window", 1, " token")
         max_length = min(window, max_length or window)
-        texts = _texts(model, data, column, seed)
+        texts = read_texts(data, column)
         if texts is not None:
             prefix, stream = token_stream(model, texts)
             return read_inputs(model, evenly_spread(prefix, stream, max_length, n, data), name=data)
@@ -85,8 +85,16 @@ def check_data(data: str) -> None:
         raise InfoFlowError(f"there is no file {data!r}: expected a file of texts or rows")
 
 
-def _texts(model: nn.Module, data: str, column: str | None, seed: int) -> list[str] | None:
-    """The texts of data, to be joined; None for what holds ids or vectors."""
+def read_texts(data: str, column: str | None = None) -> list[str] | None:
+    """The texts that a user names; None for what holds ids or vectors.
+
+    Args:
+        data: a text file, which is one text; rows with a column of texts; or a name on the hub.
+        column: of the rows.
+
+    Raises:
+        InfoFlowError: for data that are not there, cannot be read, or are empty.
+    """
     path = Path(data)
     if path.suffix == ".txt" and path.is_file():
         try:
@@ -98,7 +106,7 @@ def _texts(model: nn.Module, data: str, column: str | None, seed: int) -> list[s
         return [text]
     if path.suffix in _TENSORS or data == REPEATED or is_task(data):
         return None
-    given = _load(model, data, 256, None, seed)
+    given = read_rows(data) if path.is_dir() or path.suffix in _TABLES else _from_hub(data)
     names = list(getattr(given, "column_names", ()))
     chosen = column or next((name for name in COLUMNS if name in names), "")
     values = list(given[chosen]) if chosen in names else []

@@ -437,3 +437,25 @@ def test_what_is_no_model(model):
         load_any(model, tokenizer=zoo.tokenizer())
     with pytest.raises(InfoFlowError, match="models by name or folder bring their own"):
         load_any("gpt2", tokenizer=zoo.tokenizer())
+
+
+def test_a_revision_of_the_hub_is_that_revision(cache):
+    """The same name holds two models: main, and a branch with another seed."""
+    folder = zoo.save_in_cache("gpt2", "somebody/model", cache)
+    repository = folder.parent.parent
+    (repository / "refs" / "step1000").write_text("1" * 40)
+    other = repository / "snapshots" / ("1" * 40)
+    other.mkdir()
+    zoo.save("gpt2", other, n_inner=zoo.D_MLP // 2)
+    main = load_any("somebody/model@main")
+    found = load_any("somebody/model@step1000")
+    assert found.source == "name"
+    assert "somebody/model@step1000" in found.description
+    assert found.model.cfg.d_mlp == zoo.D_MLP // 2
+    torch.testing.assert_close(logits(main.model), plain("gpt2"), rtol=1e-4, atol=1e-4)
+
+
+def test_a_revision_that_is_not_there_is_refused_by_name(cache):
+    zoo.save_in_cache("gpt2", "somebody/model", cache)
+    with pytest.raises(InfoFlowError, match=r"'somebody/model@step7' .*cannot be downloaded"):
+        load_any("somebody/model@step7")

@@ -64,7 +64,11 @@ class Directions:
 
 
 def directions(
-    model: nn.Module, rows: Int[Tensor, "n pos"], batch_size: int, first: int = 1
+    model: nn.Module,
+    rows: Int[Tensor, "n pos"],
+    batch_size: int,
+    first: int = 1,
+    first_key: int = 0,
 ) -> list[Directions]:
     """The directions of all queries of all layers, layer by layer.
 
@@ -73,16 +77,19 @@ def directions(
         rows: sequences of one length.
         batch_size: of a pass.
         first: the first position whose queries count; earlier ones choose among too few keys.
+        first_key: the first position that counts as a key; 1 leaves out a first token on which
+            attention rests, and which outweighs all other differences between keys.
 
     Raises:
         InfoFlowError: if queries and keys do not make the scores, as where the model turns them by
             their positions behind the hook points.
     """
-    return [_of_layer(model, layer, rows, batch_size, first) for layer in range(layer_count(model))]
+    layers = range(layer_count(model))
+    return [_of_layer(model, i, rows, batch_size, first, first_key) for i in layers]
 
 
 def _of_layer(
-    model: nn.Module, layer: int, rows: Tensor, batch_size: int, first: int
+    model: nn.Module, layer: int, rows: Tensor, batch_size: int, first: int, first_key: int
 ) -> Directions:
     names = _names(model, layer)
     caught_q, caught_k = [], []
@@ -96,7 +103,7 @@ def _of_layer(
         if scale is None:
             scale = _scale(q, k, scores, layer)
         caught_q.append(q[:, :, first:].double().cpu())
-        caught_k.append(k.double().cpu())
+        caught_k.append(k[:, :, first_key:].double().cpu())
     assert scale is not None
     q = torch.cat(caught_q).transpose(0, 1).flatten(1, 2)
     k = torch.cat(caught_k).transpose(0, 1).flatten(1, 2)

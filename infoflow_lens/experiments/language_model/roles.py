@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,7 +21,7 @@ from infoflow_lens.experiments.study import Row, Settings, Verdict
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss
 from infoflow_lens.hooks.mechanisms.sufficiency import mean_ablated, mean_outputs
-from infoflow_lens.hooks.model.inputs import read_inputs
+from infoflow_lens.hooks.model.inputs import Batch, read_inputs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,8 +70,16 @@ class Roles(LanguageModelStudy):
             bare = float(loss.sums().sum())
             n_tokens = int(loss.counts().sum())
             heads = self._heads(model, found, windows[0::2], loss, bare, n_tokens, seed)
+            # told beside: a first token on which attention rests outweighs what else keys differ in
+            without = [
+                roles
+                for own in directions(model, windows[0::2], _BATCH, first_key=1)
+                for roles in own.roles().tolist()
+            ]
+            for row, roles in zip(heads, without, strict=True):
+                row["roles_without_first"] = roles
             curve = self._curve(model, found, loss, bare, settings["draws"], seed)
-        common = {"kind": kind, "loss": bare / n_tokens}
+        common: Row = {"kind": kind, "loss": bare / n_tokens}
         return [{**common, **row} for row in (*heads, *curve)]
 
     def _heads(
@@ -98,7 +108,7 @@ class Roles(LanguageModelStudy):
                 "deviation": own.u.square().sum(dim=2).mean(dim=1).sqrt(),
             }
             for head in range(len(own.u)):
-                lost = loss.sums(lambda _b, _f, at=(layer, head): mean_ablated(model, [at], means))
+                lost = loss.sums(partial(_without, model, (layer, head), means))
                 cost = (float(lost.sum()) - bare) / n_tokens
                 values: Row = {name: float(value[head]) for name, value in columns.items()}
                 rows.append({"part": "head", "layer": layer, "head": head, "cost": cost, **values})
@@ -124,8 +134,7 @@ class Roles(LanguageModelStudy):
             ]  # fmt: skip
             for name, several in chosen.items():
                 for bases in several:
-                    hooks = projecting(found, bases)
-                    lost = loss.sums(lambda _b, _f, hooks=hooks: model.hooks(fwd_hooks=hooks))  # type: ignore[operator, misc]
+                    lost = loss.sums(partial(_projected, model, projecting(found, bases)))
                     rise = float(lost.sum()) / bare - 1
                     rows.append({"part": "curve", "of": name, "rank": rank, "rise": rise})
         return rows
@@ -148,8 +157,9 @@ class Roles(LanguageModelStudy):
             )
         lines += [
             "",
-            "The heads of the last snapshots: the deviation of scores over keys (nats), roles, "
-            "shares of the energy (fixed direction; by the query's token, in brackets with "
+            "The heads of the last snapshots: the deviation of scores over keys (nats), roles (in "
+            "brackets where the first token is no key, told and not judged), shares of the energy "
+            "(fixed direction; by the query's token, in brackets with "
             "shuffled tokens; by position), and what the loss rises by without the head",
             "",
             "| model | head | deviation | roles | fixed | by token | by position | cost (nats) |",
@@ -158,10 +168,14 @@ class Roles(LanguageModelStudy):
         last = final(results)
         last = last[(last["part"] == "head") & (last["kind"] == TRAINED)]
         for (model,), rows in groups(last, ("model",)):
-            for (layer, head), row in _by_head(rows).iterrows():
+            heads = _by_head(rows)
+            places: list[tuple[int, int]] = list(heads.index)
+            for layer, head in places:
+                row: Any = heads.loc[(layer, head)]
                 lines.append(
-                    f"| {model} | {layer:.0f}.{head:.0f} | {row['deviation']:.2f} | "
-                    f"{row['roles']:.1f} | {row['fixed']:.2f} | {row['by_token']:.2f} "
+                    f"| {model} | {layer}.{head} | {row['deviation']:.2f} | "
+                    f"{row['roles']:.1f} ({row['roles_without_first']:.1f}) | "
+                    f"{row['fixed']:.2f} | {row['by_token']:.2f} "
                     f"({row['by_token_shuffled']:.2f}) | {row['by_position']:.2f} | "
                     f"{row['cost']:+.3f} |"
                 )
@@ -226,6 +240,16 @@ class Roles(LanguageModelStudy):
         return Verdict(passed and bool(reasons), tuple(reasons))
 
 
+def _without(
+    model: nn.Module, head: tuple[int, int], means: Sequence[Tensor], batch: Batch, first: int
+) -> AbstractContextManager[None]:
+    return mean_ablated(model, [head], means)
+
+
+def _projected(model: Any, hooks: Any, batch: Batch, first: int) -> Any:
+    return model.hooks(fwd_hooks=hooks)
+
+
 def _random(own: Directions, rank: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(own.axes.shape, generator=generator, dtype=torch.float64)
@@ -240,12 +264,12 @@ def _needed(rows: "pd.DataFrame", of: str) -> int:
     for rank, rise in reversed(list(by_rank.items())):
         if rise > _TOLERANCE:
             break
-        least = int(rank)  # type: ignore[call-overload]
+        least = int(rank)
     return least
 
 
 def _by_head(rows: "pd.DataFrame") -> "pd.DataFrame":
-    columns = ["roles", "deviation", "cost", *_SHARES]
+    columns = ["roles", "roles_without_first", "deviation", "cost", *_SHARES]
     return rows.groupby(["layer", "head"], sort=True)[columns].mean()
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.loading import load_any
+from infoflow_lens.models.shipped import shipped_folder
 
 _CHECKPOINTS, _STEP = "checkpoints", re.compile(r"step-?(\d+)$")
 _EARLY = 64  # steps before this are all alike
@@ -55,7 +56,9 @@ def snapshots(model: str, most: int | None = None) -> list[Snapshot]:
             f"model is {model!r}, most is {most}: expected a folder or a name, and at least 1"
         )
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if shipped := shipped_folder(model):
+        found = [(-1, str(shipped), _digest(shipped))]
+    elif folder.is_dir():
         found = _of_folder(folder)
     elif "@" in model:
         name, _, revisions = model.partition("@")
@@ -69,7 +72,7 @@ def snapshots(model: str, most: int | None = None) -> list[Snapshot]:
         model = name
     else:
         found = [(-1, model, model)]
-    name = folder.resolve().name if folder.is_dir() else model
+    name = folder.resolve().name if folder.is_dir() and not shipped else model
     chosen = [found[i] for i in _spread([step for step, _, _ in found], most)]
     last = len(chosen) - 1
     return [

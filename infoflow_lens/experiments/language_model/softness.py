@@ -118,9 +118,12 @@ class Softness(LanguageModelStudy):
         last = final(results)
         for (model,), rows in groups(last[last["kind"] == TRAINED], ("model",)):
             heads = _by_head(rows)
-            for (index, row), good in zip(heads.iterrows(), _learnt(heads), strict=True):
+            learnt = _learnt(heads)
+            places: list[tuple[int, int]] = list(heads.index)
+            for (layer, head), good in zip(places, learnt, strict=True):
+                row: Any = heads.loc[(layer, head)]
                 lines.append(
-                    f"| {model} | {index[0]:.0f}.{index[1]:.0f} | {row['entropy']:.2f} | "
+                    f"| {model} | {layer}.{head} | {row['entropy']:.2f} | "
                     f"{row['fvu']:.2f} | {row['fvu_control']:.2f} | {row['fvu_least']:.2f} | "
                     f"{row['fvu_pattern']:.2f} | {row['excess']:+.2f} | "
                     f"{'yes' if good else 'no'} |"
@@ -163,7 +166,7 @@ class Softness(LanguageModelStudy):
             share, chance = float(_learnt(own).mean()), float(_learnt(control).mean())
             good = share > chance + _CHANCE
             passed = passed and good
-            best = own["excess"].idxmax()
+            best: Any = own["excess"].idxmax()
             soft = float((own["excess"] < _EXCESS).mean())
             reasons.append(
                 f"{model}: {share:.0%} of the heads have learnt to retrieve, {chance:.0%} of the "
@@ -249,13 +252,12 @@ def _tempered(
 ) -> Float[Tensor, "n query key"]:
     """The softmax of scores times the number that gives it this mean entropy."""
     masked = scores.masked_fill(~allowed, -torch.inf)
-    few = masked[:: max(1, len(masked) // 8)]  # enough to find the number by
     low, high = 0.0, 1.0
-    while _entropy(_softmax(few, high), allowed) > entropy and high < _WIDEST:
+    while _entropy(_softmax(masked, high), allowed) > entropy and high < _WIDEST:
         low, high = high, 2 * high
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if _entropy(_softmax(few, middle), allowed) > entropy:
+        if _entropy(_softmax(masked, middle), allowed) > entropy:
             low = middle
         else:
             high = middle

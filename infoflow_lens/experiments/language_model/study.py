@@ -3,17 +3,18 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from infoflow_lens.experiments.language_model.corpus import read_corpus
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, snapshots
 from infoflow_lens.experiments.study import Settings, Study
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.configs import shape_of_named
+from infoflow_lens.probing.data import read_texts
 from infoflow_lens.probing.windows import evenly_spread, token_stream
 
 if TYPE_CHECKING:
@@ -32,14 +33,15 @@ class LanguageModelStudy(Study):
     Args:
         models: folders or names, as :func:`~infoflow_lens.experiments.language_model.snapshots`
             reads them.
-        data: a file of held-out text.
+        data: a file of held-out texts; default, the test part of this Python's standard library,
+            which the models of the package have not seen.
 
     Attributes:
         windows: for each preset, how many windows of text.
         steps: for each preset, how many moments of training at most; None for all.
     """
 
-    source: ClassVar[str] = "the open question of InfoFlow 2026, Sec. 6, on language models"
+    source: ClassVar[str] = "The question that InfoFlow 2026 leaves open, on language models"
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 1, "full": 3}
     windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 64, "full": 256}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 6, "full": None}
@@ -67,7 +69,7 @@ class LanguageModelStudy(Study):
 
     def cases(self, preset: str) -> Sequence[Settings]:
         """A configuration for each snapshot, or several."""
-        text = hashlib.sha256(self._text.encode()).hexdigest()[:12]
+        text = hashlib.sha256("\0".join(self._texts).encode()).hexdigest()[:12]
         return [
             {
                 "model": moment.model,
@@ -91,13 +93,16 @@ class LanguageModelStudy(Study):
         return min(_MOST, shape_of_named(moment.source.partition("@")[0]).n_tokens)
 
     @cached_property
-    def _text(self) -> str:
+    def _texts(self) -> list[str]:
         if self.data is None:
-            raise InfoFlowError("no text is named: expected a file of held-out text; give --data")
-        path = Path(self.data)
-        if not path.is_file():
-            raise InfoFlowError(f"there is no file {self.data!r}: expected one of held-out text")
-        return path.read_text(encoding="utf-8")
+            return read_corpus().texts("test")
+        texts = read_texts(self.data)
+        if texts is None:
+            raise InfoFlowError(
+                f"{self.data!r} gives no texts: expected a text file, or rows with a column of "
+                "texts"
+            )
+        return texts
 
     def source_of(self, settings: Settings) -> str:
         """What the snapshot of these settings is loaded from."""
@@ -115,11 +120,11 @@ class LanguageModelStudy(Study):
         return evenly_spread(prefix, whole, length, settings["n_windows"], "the text")
 
     def _stream(self, model: nn.Module) -> tuple[Int[Tensor, " prefix"], Int[Tensor, " pos"]]:
-        return token_stream(model, [self._text])
+        return token_stream(model, self._texts)
 
     def _prefix(self, model: nn.Module) -> Int[Tensor, " prefix"]:
         """What the tokenizer puts before a text, such as BOS."""
-        return token_stream(model, [self._text[:100]])[0]
+        return token_stream(model, [self._texts[0][:100]])[0]
 
 
 def final(results: "pd.DataFrame") -> "pd.DataFrame":

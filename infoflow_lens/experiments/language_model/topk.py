@@ -198,7 +198,7 @@ def _least(rows: "pd.DataFrame", most: int) -> int:
     for k, rise in reversed(list(by_k.items())):
         if rise > _TOLERANCE:
             break
-        least = int(k)  # type: ignore[call-overload]
+        least = int(k)
     return least
 
 

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 
+_LEFT_OUT = (
+    "influence is an estimate, as the model is large: gradient x input, and attention flow of more "
+    "than two layers, would take as long as exact influence and are left out"
+)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RoutesComparison(Result):
     """Predicted sets and baselines against influence, at equal set sizes.
@@ -73,7 +79,9 @@ class RoutesPart(Part):
         """Run all baselines over the sequences of influence; go on behind the last batch."""
         influence: InfluenceResult = setting.found["influence"]
         positions = influence.record.config["positions"]
-        probes = baselines(setting.model, positions=positions)
+        # where exact influence was too much, a derivative for each token is, too
+        cheap = influence.relative_error is not None
+        probes = baselines(setting.model, positions=positions, cheap=cheap)
         for name, state in (checkpoint.load() or {}).items():
             probes[name].load_state(state)
         first = next(iter(probes.values()))
@@ -104,10 +112,14 @@ class RoutesPart(Part):
                 setting.found["mechanisms"], attended, chosen, n_source
             )
         found = compare_rankings(sets, dict(zip(probes, results, strict=True)), influence)
+        rows: list[Any] = found.to_frame().to_dict("records")
         return RoutesComparison(
-            rows=tuple(found.to_frame().to_dict("records")),
+            rows=tuple(rows),
             record=influence.record,
-            notes=tuple(dict.fromkeys(note for result in results for note in result.notes)),
+            notes=(
+                *dict.fromkeys(note for result in results for note in result.notes),
+                *((_LEFT_OUT,) if cheap else ()),
+            ),
         )
 
     def figures(self, result: RoutesComparison) -> Sequence["go.Figure"]:
