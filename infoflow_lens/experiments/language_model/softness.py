@@ -154,6 +154,7 @@ class Softness(LanguageModelStudy):
                 right.plot(steps, line, ".-", color=f"C{int(layer)}", alpha=0.6)
             right.axhline(_EXCESS, color="#999999", linewidth=0.6)
             right.set_xscale("symlog", linthresh=100)
+            right.set_xlim(0, None)
             right.set_xlabel("training step (a line a head, a colour a layer)")
             right.set_ylabel("excess (share of the variance)")
         return figure
