@@ -42,11 +42,12 @@ class RankingAgreement:
     Attributes:
         sets: the names of the sets, which give the sizes.
         scores: the names of the scores.
-        n_candidates: float [layer, batch, pos], the sources among which each state chooses.
-        sizes: for each set float [layer, batch, pos], how many it chooses; NaN for states that do
-            not take part: those that are not there or were not measured, and those whose set is
-            empty or leaves no candidate out, where all methods are the same.
-        values: by (set that gives the size, method), then by metric, float [layer, batch, pos].
+        n_candidates: float [layer, batch, pos], the sources among which each state chooses; NaN
+            for states that are not there or were not measured.
+        sizes: for each set float [layer, batch, pos], how many of them it holds; NaN as above.
+            States whose set holds none or all take no part, since all methods are the same there.
+        values: by (set that gives the size, method), then by metric, float [layer, batch, pos];
+            NaN for states that take no part.
     """
 
     sets: tuple[str, ...]
@@ -63,6 +64,10 @@ class RankingAgreement:
 
     def to_frame(self, starts: Sequence[int] = (0,), *, confidence: float = 0.95) -> "pd.DataFrame":
         """One row for each size, layer, range of positions and method.
+
+        ``n_states`` take part; at ``n_empty`` others the set that gives the size is empty, at
+        ``n_whole`` it holds every candidate. ``mean_size`` and ``mean_candidates`` are of states
+        that take part.
 
         Means are over the states of a sequence, then over sequences; ``_low`` and ``_high`` are
         Student's t interval over sequences, NaN for a single one.
@@ -107,7 +112,9 @@ class RankingAgreement:
                     if ahead:
                         own = self.values[size, size]
                         found = {metric: own[metric][part] - v for metric, v in found.items()}
-                    sizes = self.sizes[size][part]
+                    sizes, candidates = self.sizes[size][part], self.n_candidates[part]
+                    there = candidates > 0
+                    takes_part = there & (sizes > 0) & (sizes < candidates)
                     rows.append(
                         {
                             "size_of": size,
@@ -115,12 +122,12 @@ class RankingAgreement:
                             "kind": self.kind(method),
                             "layer": layer,
                             "positions": f"{first}-{end - 1}",
-                            "n_sequences": int((~sizes.isnan()).any(dim=1).sum()),
-                            "n_states": int((~sizes.isnan()).sum()),
-                            "mean_size": _of(sizes)[0],
-                            "mean_candidates": _of(
-                                self.n_candidates[part].masked_fill(sizes.isnan(), math.nan)
-                            )[0],
+                            "n_sequences": int(takes_part.any(dim=1).sum()),
+                            "n_states": int(takes_part.sum()),
+                            "n_empty": int((there & (sizes == 0)).sum()),
+                            "n_whole": int((there & (sizes == candidates)).sum()),
+                            "mean_size": _of(sizes.where(takes_part, math.nan))[0],
+                            "mean_candidates": _of(candidates.where(takes_part, math.nan))[0],
                         }
                         | {
                             name: value
@@ -288,8 +295,8 @@ def compare_rankings(
     values: dict[tuple[str, str], dict[str, Tensor]] = {}
     sizes = {}
     for size_of, predicted in sets.items():
-        chosen, size = states.taking_part(predicted.members)
-        sizes[size_of] = states.spread(chosen, size)
+        sizes[size_of], chosen = states.sizes(predicted.members)
+        size = sizes[size_of].to(chosen.device)[chosen]
         for method, score in {size_of: predicted.members.float(), **everything}.items():
             found = states.measured(chosen, size, score)
             values[size_of, method] = {
@@ -298,7 +305,7 @@ def compare_rankings(
     return RankingAgreement(
         sets=tuple(sets),
         scores=tuple(scores),
-        n_candidates=candidate.sum(dim=-1).double().expand(n_layers, -1, -1).clone(),
+        n_candidates=states.counted(candidate.expand(n_layers, -1, -1, -1)),
         sizes=sizes,
         values=values,
     )
@@ -372,13 +379,20 @@ class _States:
     candidate: Bool[Tensor, "batch pos source"]
     exists: Bool[Tensor, "batch pos"]
 
-    def taking_part(
+    def counted(
         self, members: Bool[Tensor, "layer batch pos source"]
-    ) -> tuple[Bool[Tensor, "layer batch pos"], Float[Tensor, " state"]]:
-        """The states whose set neither is empty nor holds all candidates, and its size there."""
-        size = (members & self.candidate).sum(dim=-1)
-        chosen = (size > 0) & (size < self.candidate.sum(dim=-1)) & self.exists
-        return chosen, size[chosen].double()
+    ) -> Float[Tensor, "layer batch pos"]:
+        """How many candidates are in a set; NaN for states that are not measured."""
+        counts = (members & self.candidate).sum(dim=-1).double()
+        return counts.masked_fill(~self.exists, math.nan).cpu()
+
+    def sizes(
+        self, members: Bool[Tensor, "layer batch pos source"]
+    ) -> tuple[Float[Tensor, "layer batch pos"], Bool[Tensor, "layer batch pos"]]:
+        """How many candidates a set holds, and where it holds some and leaves some out."""
+        sizes = self.counted(members)
+        chooses = (sizes > 0) & (sizes < self.counted(torch.ones_like(members)))
+        return sizes, chooses.to(members.device)
 
     def spread(
         self, chosen: Bool[Tensor, "layer batch pos"], values: Float[Tensor, " state"]

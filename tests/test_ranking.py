@@ -76,11 +76,10 @@ def test_numbers_are_means_over_all_ways_to_break_ties(seed):
         chosen = members[here][others]
         size = int(chosen.sum())
         assert found.n_candidates[here] == 5
+        assert found.sizes["ours"][here] == size
         if not 0 < size < 5:
-            assert found.sizes["ours"][here].isnan()
             assert found.values["ours", "theirs"]["auroc"][here].isnan()
             continue
-        assert found.sizes["ours"][here] == size
         strength = influence[here].double().numpy()
         above = (strength >= 0.6 * strength.max())[others]
         for method, ranking in (
@@ -111,7 +110,8 @@ def test_a_random_order_is_known_without_drawing_one():
     found = compare_rankings({"ours": sets}, {}, influence)
     size, n = found.sizes["ours"], found.n_candidates
     values = found.values["ours", "random"]
-    taking_part = ~size.isnan()
+    taking_part = (size > 0) & (size < n)
+    size = size.where(taking_part, 0)
     assert (values["auroc"][taking_part] - 0.5).abs().max() < 1e-12
     assert values["influence_inside"].nan_to_num().allclose((size / n).nan_to_num())
     assert values["precision_at_size"].nan_to_num().allclose((size / n).nan_to_num())
@@ -191,14 +191,31 @@ def test_ranges_of_positions_have_their_own_rows(measured):
             found.to_frame(starts=starts)
 
 
+def test_states_without_a_choice_are_counted(measured):
+    _, scores, influence = measured
+    shape = influence.influence.shape
+    everything = InformationSets(torch.ones(shape, dtype=torch.bool))
+    nothing = InformationSets(torch.zeros(shape, dtype=torch.bool))
+    some = InformationSets(torch.zeros(shape, dtype=torch.bool))
+    some.members[:, :, 5, 0] = True
+    found = compare_rankings({"all": everything, "none": nothing, "some": some}, scores, influence)
+    frame = found.to_frame().query("method == 'random' and layer == 0").set_index("size_of")
+    counts = frame[["n_states", "n_empty", "n_whole", "n_sequences"]]
+    assert counts.loc["all"].tolist() == [0, 0, 6 * 9, 0]
+    assert counts.loc["none"].tolist() == [0, 6 * 9, 0, 0]
+    assert counts.loc["some"].tolist() == [6, 6 * 8, 0, 6]
+    assert frame["auroc"].isna().tolist() == [True, True, False]
+
+
 def test_only_states_that_all_hold_take_part(measured, token_model, token_inputs):
     sets, _, influence = measured
     few = AttentionRollout(positions=(-1,))
     (last,) = run_probes(token_model, token_inputs[:6], [few], progress=False)
     found = compare_rankings(sets, {"last": last}, influence)
-    taking_part = ~found.sizes["k=1"].isnan()
-    assert not taking_part[:, :, :8].any()
-    assert taking_part[:, :, 8].any()
+    measured_there = ~found.sizes["k=1"].isnan()
+    assert not measured_there[:, :, :8].any()
+    assert measured_there[:, :, 8].all()
+    assert found.values["k=1", "last"]["auroc"][:, :, :8].isnan().all()
 
 
 def test_shorter_sequences_choose_among_their_own_sources(token_model, token_inputs):
@@ -210,7 +227,8 @@ def test_shorter_sequences_choose_among_their_own_sources(token_model, token_inp
         run_probes(token_model, rows[1][None], [probe()], progress=False)[0]
         for probe in (AttentionRollout,)
     )
-    assert found.n_candidates[0, 1].tolist() == [0, 1, 2, 3, 4, 5, 5, 5, 5]
+    assert found.n_candidates[0, 1, :5].tolist() == [0, 1, 2, 3, 4]
+    assert found.n_candidates[0, 1, 5:].isnan().all()
     assert found.sizes["k=1"][:, 1, 5:].isnan().all()
     torch.testing.assert_close(alone.scores[:, 0], rollout.scores[:, 1, :5, :5])
 

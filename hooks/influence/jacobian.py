@@ -8,8 +8,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.checks import check_integer, check_seed
-from infoflow_lens.hooks.influence.base import StateInfluence
+from infoflow_lens.hooks.influence.base import InfluenceResult, StateInfluence
 from infoflow_lens.hooks.influence.rerun import Rerun, at_places, rows_at_once
+from infoflow_lens.hooks.scores import StateScoresProbe
 
 _DIRECTIONS_AT_ONCE = 16  # if memory is short, reduce the sequences in a pass down to this
 
@@ -203,7 +204,7 @@ class JacobianInfluence(StateInfluence):
         freedom = (self.estimate - 1) * max(1, int((positions >= 0).sum()))
         return tuple((float(t.ppf(0.975, freedom)) * standard).tolist())
 
-    def add(self, other: "StateInfluence") -> None:
+    def add(self, other: "StateScoresProbe[InfluenceResult]") -> None:
         """Append the sequences of another probe."""
         assert isinstance(other, JacobianInfluence)
         super().add(other)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +21,7 @@ from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.routes.base import RoutesProbe, rolled_out, rows_at
 
 Combine = Literal["widest", "rollout"]
+_known: WeakKeyDictionary[nn.Module, tuple[float, ...]] = WeakKeyDictionary()
 _ROOM = 2**22  # numbers in the largest tensor: queries are taken a few at a time
 
 
@@ -111,12 +113,15 @@ class ContributionRoutes(RoutesProbe):
 def factors_of(model: nn.Module) -> tuple[float, ...]:
     """The constants by which the layers multiply what attention adds, found out by running them.
 
-    They are 1 in nearly all models; Granite has another.
+    They are 1 in nearly all models; Granite has another. They are not weights, so they are found
+    out once.
 
     Raises:
         InfoFlowError: if the states of the model cannot be decomposed, saying why.
     """
     points, n_layers = _needs(model).points, layer_count(model)
+    if model in _known:
+        return _known[model]
     for layer in range(n_layers):
         if not isinstance(_output_matrix(model, layer), Tensor):
             raise _cannot(model, f"attention layer {layer} has no W_O")
@@ -137,7 +142,8 @@ def factors_of(model: nn.Module) -> tuple[float, ...]:
             reason = f"values, patterns and W_O do not fit together ({str(error).splitlines()[0]})"
         if reason:
             raise _cannot(model, f"in layer {layer} {reason}")
-    return tuple(factors)
+    _known[model] = tuple(factors)
+    return _known[model]
 
 
 def _cannot(model: nn.Module, reason: str) -> InfoFlowError:
@@ -185,14 +191,14 @@ class _Parts:
             layer: whose attention.
             factor: by which the model multiplies what attention adds.
         """
-        attention: Any = seen.model.blocks[layer].attn  # type: ignore[index]
+        blocks: Any = seen.model.blocks
         matrix = _output_matrix(seen.model, layer).detach().float()
         pattern = seen.pattern(layer).float()
         n_heads, d_head, _ = matrix.shape
         values = seen.activation(f"blocks.{layer}.attn.hook_v").float()
         values = values.reshape(*values.shape[:2], -1, d_head)
         values = values.repeat_interleave(n_heads // values.shape[2], dim=2)
-        bias = getattr(attention, "b_O", None)
+        bias = getattr(blocks[layer].attn, "b_O", None)
         return cls(
             pattern,
             factor * torch.einsum("bkhd,hdm->bhkm", values, matrix.to(values.device)),

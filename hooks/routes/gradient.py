@@ -84,7 +84,8 @@ def _moved(
         return tangents
 
     try:
-        return torch.func.vmap(derivative)(alone)  # type: ignore[no-any-return, arg-type]
+        moved: tuple[Tensor, ...] = torch.func.vmap(derivative)(alone)
+        return moved
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # also NotImplementedError

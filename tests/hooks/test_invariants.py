@@ -60,11 +60,8 @@ MAKES = {
     AttentionWeight: [lambda x: AttentionWeight()],
     AttentionRollout: [lambda x: AttentionRollout("max", positions=(-1, 2))],
     AttentionFlow: [lambda x: AttentionFlow()],
-    ContributionRoutes: [
-        lambda x: ContributionRoutes(),
-        lambda x: ContributionRoutes("rollout", heads_apart=False, positions=(-1,)),
-    ],
-    GradientTimesInput: [lambda x: GradientTimesInput("resid_post")],
+    ContributionRoutes: [lambda x: ContributionRoutes()],
+    GradientTimesInput: [lambda x: GradientTimesInput("resid_post", layers=(0,))],
 }
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from infoflow_lens.experiments.language_model.roles import Roles
+from infoflow_lens.experiments.language_model.sets import Sets
 from infoflow_lens.experiments.language_model.softness import Softness
 from infoflow_lens.experiments.language_model.study import LanguageModelStudy
 from infoflow_lens.experiments.language_model.sufficiency import Sufficiency
@@ -11,7 +12,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 
 LANGUAGE_MODEL_STUDIES: Mapping[str, type[LanguageModelStudy]] = {
-    kind.name: kind for kind in (Sufficiency, TopK, Roles, Softness)
+    kind.name: kind for kind in (Sufficiency, TopK, Sets, Roles, Softness)
 }
 
 

@@ -104,8 +104,9 @@ class RoutesPart(Part):
                 setting.found["mechanisms"], attended, chosen, n_source
             )
         found = compare_rankings(sets, dict(zip(probes, results, strict=True)), influence)
+        rows: list[Any] = found.to_frame().to_dict("records")
         return RoutesComparison(
-            rows=tuple(found.to_frame().to_dict("records")),
+            rows=tuple(rows),
             record=influence.record,
             notes=tuple(dict.fromkeys(note for result in results for note in result.notes)),
         )

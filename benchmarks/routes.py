@@ -1,0 +1,50 @@
+"""Ratios of the baselines of influence against bare forward passes, in one run.
+
+Run: python -m benchmarks.routes   (half a minute; medians of paired rounds; the time of the bare
+model, logits and all, is 1; width 128; for exact influence see benchmarks.influence)
+"""
+
+from collections.abc import Iterator
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.models import causal
+from benchmarks.timing import paired
+from infoflow_lens import baselines, run_probes
+
+
+def rows(n_layers: int, n_pos: int) -> Iterator[tuple[str, str, float]]:
+    """Every baseline by itself, of every state; attention flow of few where it is slow."""
+    model = causal(n_layers, 128, 8, n_pos)
+    ids = torch.randint(1000, (16, n_pos), generator=torch.Generator().manual_seed(0))
+
+    def bare() -> None:
+        with torch.no_grad():
+            model(ids)
+
+    what = f"{n_layers} layers, 16 x {n_pos} tokens"
+    for name in baselines(model):
+        positions = (-1,) if name == "attention flow" and n_layers > 2 else None
+
+        def measured(name: str = name, positions: tuple[int, ...] | None = positions) -> None:
+            probe = baselines(model, positions=positions)[name]
+            run_probes(model, ids, [probe], batch_size=16, progress=False)
+
+        label = f"{name}, last position" if positions else name
+        yield what, label, paired(measured, bare, 3)
+
+
+def main() -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    table = Table("model", "measure", "bare forwards")
+    for n_layers, n_pos in ((2, 64), (4, 64)):
+        for what, label, ratio in rows(n_layers, n_pos):
+            table.add_row(what, label, f"{ratio:.3g}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
