@@ -123,7 +123,7 @@ class Softness(LanguageModelStudy):
             for (layer, head), good in zip(places, learnt, strict=True):
                 row: Any = heads.loc[(layer, head)]
                 lines.append(
-                    f"| {model} | {layer}.{head} | {row['entropy']:.2f} | "
+                    f"| {model} | {int(layer)}.{int(head)} | {row['entropy']:.2f} | "
                     f"{row['fvu']:.2f} | {row['fvu_control']:.2f} | {row['fvu_least']:.2f} | "
                     f"{row['fvu_pattern']:.2f} | {row['excess']:+.2f} | "
                     f"{'yes' if good else 'no'} |"
@@ -172,8 +172,8 @@ class Softness(LanguageModelStudy):
             reasons.append(
                 f"{model}: {share:.0%} of the heads have learnt to retrieve, {chance:.0%} of the "
                 f"untrained model's; the largest excess, {own['excess'].max():+.2f}, has head "
-                f"{best[0]}.{best[1]}; {soft:.0%} of the heads exceed softness by less than "
-                f"{_EXCESS}"
+                f"{int(best[0])}.{int(best[1])}; {soft:.0%} of the heads exceed softness "
+                f"by less than {_EXCESS}"
             )
         return Verdict(passed and bool(reasons), tuple(reasons))
 
