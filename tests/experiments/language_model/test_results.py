@@ -8,12 +8,10 @@ import pandas as pd
 import pytest
 
 from infoflow_lens.experiments.language_model.roles import Roles
-from infoflow_lens.experiments.language_model.softness import Softness
 from infoflow_lens.experiments.language_model.sufficiency import Sufficiency
-from infoflow_lens.experiments.language_model.topk import TopK
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results" / "language_model"
-STUDIES = {study.name: study for study in (Sufficiency(), TopK(), Roles(), Softness())}
+STUDIES = {study.name: study for study in (Sufficiency(), Roles())}
 
 
 def rows_of(name):
@@ -113,3 +111,22 @@ def test_numbers_of_roles():
     assert (
         f"has {untrained:.1f} roles (median), a trained one {heads['roles'].median():.1f}" in said
     )
+
+
+def test_numbers_of_the_page():
+    said = words_of("README.md")
+    rows = rows_of("sufficiency")
+    end = rows[rows["final"] & (rows["n_context"] == 128)].set_index(["assignment", "share"])
+    own, mean = (end["excess"][name, 1.0] for name in ("mechanisms", "mean ablation"))
+    assert f"{shown(own)} nats of {shown(mean)}, {own / mean:.0%}; below all eight" in said
+    half, loss = end["excess"]["mechanisms", 0.5], end["loss"]["none", 0.0]
+    assert f"loses {shown(half)} nats of its loss of {shown(loss)}; with all of them" in said
+    assert f"with all of them {shown(own)}, where no head at all costs {shown(mean)}" in said
+    heads = rows_of("roles")
+    heads = heads[heads["final"] & (heads["part"] == "head")]
+    roles = heads.groupby("kind")["roles"].median()
+    assert f"{roles['untrained']:.1f} before, {roles['trained']:.1f} after (the median)" in said
+    rows_of_page = (RESULTS / "README.md").read_text().splitlines()
+    for name, study in STUDIES.items():
+        (line,) = [row for row in rows_of_page if row.startswith(f"| [{name.replace('_', ' ')}]")]
+        assert ("**seen**" if study.verdict(rows_of(name)).passed else "**not seen**") in line
