@@ -173,7 +173,7 @@ class Roles(LanguageModelStudy):
             for layer, head in places:
                 row: Any = heads.loc[(layer, head)]
                 lines.append(
-                    f"| {model} | {layer}.{head} | {row['deviation']:.2f} | "
+                    f"| {model} | {int(layer)}.{int(head)} | {row['deviation']:.2f} | "
                     f"{row['roles']:.1f} ({row['roles_without_first']:.1f}) | "
                     f"{row['fixed']:.2f} | {row['by_token']:.2f} "
                     f"({row['by_token_shuffled']:.2f}) | {row['by_position']:.2f} | "

@@ -123,7 +123,7 @@ class Softness(LanguageModelStudy):
             for (layer, head), good in zip(places, learnt, strict=True):
                 row: Any = heads.loc[(layer, head)]
                 lines.append(
-                    f"| {model} | {layer}.{head} | {row['entropy']:.2f} | "
+                    f"| {model} | {int(layer)}.{int(head)} | {row['entropy']:.2f} | "
                     f"{row['fvu']:.2f} | {row['fvu_control']:.2f} | {row['fvu_least']:.2f} | "
                     f"{row['fvu_pattern']:.2f} | {row['excess']:+.2f} | "
                     f"{'yes' if good else 'no'} |"
@@ -154,6 +154,7 @@ class Softness(LanguageModelStudy):
                 right.plot(steps, line, ".-", color=f"C{int(layer)}", alpha=0.6)
             right.axhline(_EXCESS, color="#999999", linewidth=0.6)
             right.set_xscale("symlog", linthresh=100)
+            right.set_xlim(0, None)
             right.set_xlabel("training step (a line a head, a colour a layer)")
             right.set_ylabel("excess (share of the variance)")
         return figure
@@ -171,8 +172,8 @@ class Softness(LanguageModelStudy):
             reasons.append(
                 f"{model}: {share:.0%} of the heads have learnt to retrieve, {chance:.0%} of the "
                 f"untrained model's; the largest excess, {own['excess'].max():+.2f}, has head "
-                f"{best[0]}.{best[1]}; {soft:.0%} of the heads exceed softness by less than "
-                f"{_EXCESS}"
+                f"{int(best[0])}.{int(best[1])}; {soft:.0%} of the heads exceed softness "
+                f"by less than {_EXCESS}"
             )
         return Verdict(passed and bool(reasons), tuple(reasons))
 

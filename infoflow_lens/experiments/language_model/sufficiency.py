@@ -142,6 +142,7 @@ class Sufficiency(LanguageModelStudy):
                 axis.set_xlabel(label)
                 axis.axhline(0, color="#999999", linewidth=0.6)
             row[1].set_xscale("symlog", linthresh=100)
+            row[1].set_xlim(0, None)
             row[2].set_xscale("log", base=2)
             row[2].xaxis.set_major_formatter("{x:g}")
             row[0].set_ylabel(f"{model}\nexcess loss (nats a token)")

@@ -1,0 +1,132 @@
+"""What docs/results/language_model says is what the studies make of their rows."""
+
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from infoflow_lens.experiments.language_model.roles import Roles
+from infoflow_lens.experiments.language_model.sufficiency import Sufficiency
+
+RESULTS = Path(__file__).parents[3] / "docs" / "results" / "language_model"
+STUDIES = {study.name: study for study in (Sufficiency(), Roles())}
+
+
+def rows_of(name):
+    return pd.read_csv(RESULTS / name / "results.csv")
+
+
+def words_of(name):
+    return " ".join((RESULTS / name).read_text().split())
+
+
+def shown(value, digits=3):
+    """As prose has it: without the zero before the point."""
+    return re.sub(r"(?<!\d)0\.", ".", f"{value:.{digits}f}")
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_table_and_the_verdict_are_those_of_the_rows(name):
+    study, rows = STUDIES[name], rows_of(name)
+    table = (RESULTS / name / "table.md").read_text()
+    record = json.loads((RESULTS / name / "record.json").read_text())["config"]
+    verdict = study.verdict(rows)
+    assert study.table(rows) in table
+    assert verdict.passed is record["verdict"]["passed"]
+    assert f"**{'Seen' if verdict.passed else 'Not seen'}**, by the rule" in table
+    for reason in verdict.reasons:
+        assert f"- {reason}" in table
+    verdicts = words_of(f"{name}.md")
+    assert ("**Seen**" if verdict.passed else "**Not seen**") in verdicts.split("## Rule")[1]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_table_and_a_figure_of_one_moment(name):
+    rows = rows_of(name)
+    assert STUDIES[name].table(rows[rows["final"]])
+    assert STUDIES[name].figure(rows).axes
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_rule_was_stated_before_and_is_the_one_that_judges(name):
+    said = words_of(f"{name}.md")
+    assert "before any trained model was looked at" in said
+    for part in ("## Question", "## Measure", "## Controls", "## Predicted", "## Rule"):
+        assert part in said
+
+
+def test_numbers_of_sufficiency():
+    rows = rows_of("sufficiency")
+    whole = rows[(rows["share"] == 1) & (rows["n_context"] == 128)]
+    end = whole[whole["final"]].set_index("assignment")["excess"]
+    dealt = end[end.index.str.startswith("random")]
+    early = whole[whole["step"] == 256].set_index("assignment")["excess"]
+    half = rows[(rows["share"] == 0.5) & rows["final"] & (rows["n_context"] == 128)]
+    half = half.set_index("assignment")["excess"]
+    said = words_of("sufficiency.md")
+    own, mean = end["mechanisms"], end["mean ablation"]
+    assert f"rises by {shown(own)} nats, {own / mean:.0%} of the {shown(mean)} nats" in said
+    assert f"({shown(dealt.min())} to {shown(dealt.max())})" in said
+    assert f"at once for {shown(half['mechanisms'])} nats" in said
+    assert (
+        f"cost more ({shown(early['mechanisms'])}) than mean ablation "
+        f"({shown(early['mean ablation'])})" in said
+    )
+    heads = rows[rows["final"] & (rows["n_context"] == 128)].iloc[0]
+    assert heads["n_max_position"] == heads["n_soft"] == heads["n_own_position"] == 0
+    assert (
+        f"are {heads['n_global']} global, {heads['n_specific_position']} specific position, and "
+        f"{heads['n_top_k']} top 4" in said
+    )
+    short = rows[(rows["share"] == 1) & rows["final"] & (rows["n_context"] == 32)]
+    short = short.set_index("assignment")["excess"]
+    assert (
+        f"({shown(short['mechanisms'])} to {shown(own)} and {shown(short['mean ablation'])} to "
+        f"{shown(mean)} nats" in said
+    )
+
+
+def test_numbers_of_roles():
+    rows = rows_of("roles")
+    end = rows[rows["final"]]
+    own = end[end["kind"] == "trained"]
+    curve = own[(own["part"] == "curve") & (own["of"] == "first")].groupby("rank")["rise"].mean()
+    said = words_of("roles.md")
+    assert f"rises by {curve[1]:.0%}, with four by {curve[4]:.0%}" in said
+    reasons = Roles().verdict(rows).reasons[0]
+    assert reasons.startswith("stdlib-2l: 12 directions needed, 16 of random ones")
+    assert "12 of 16 are needed" in said
+    heads = own[own["part"] == "head"].set_index(["layer", "head"])
+    rho = heads["roles"].corr(heads["cost"], method="spearman")
+    assert f"the rank correlation is {shown(rho, 2)}" in said
+    assert heads["cost"].idxmax() == (0, 6)
+    several = heads["roles"][heads["roles"] > 1.6]
+    assert list(several.index) == [(1, 0), (1, 1), (1, 5)]
+    assert (
+        " and ".join([", ".join(f"{r:.1f}" for r in several[:2]), f"{several.iloc[2]:.1f}"]) in said
+    )
+    untrained = end[(end["kind"] == "untrained") & (end["part"] == "head")]["roles"].median()
+    assert (
+        f"has {untrained:.1f} roles (median), a trained one {heads['roles'].median():.1f}" in said
+    )
+
+
+def test_numbers_of_the_page():
+    said = words_of("README.md")
+    rows = rows_of("sufficiency")
+    end = rows[rows["final"] & (rows["n_context"] == 128)].set_index(["assignment", "share"])
+    own, mean = (end["excess"][name, 1.0] for name in ("mechanisms", "mean ablation"))
+    assert f"{shown(own)} nats of {shown(mean)}, {own / mean:.0%}; below all eight" in said
+    half, loss = end["excess"]["mechanisms", 0.5], end["loss"]["none", 0.0]
+    assert f"loses {shown(half)} nats of its loss of {shown(loss)}; with all of them" in said
+    assert f"with all of them {shown(own)}, where no head at all costs {shown(mean)}" in said
+    heads = rows_of("roles")
+    heads = heads[heads["final"] & (heads["part"] == "head")]
+    roles = heads.groupby("kind")["roles"].median()
+    assert f"{roles['untrained']:.1f} before, {roles['trained']:.1f} after (the median)" in said
+    rows_of_page = (RESULTS / "README.md").read_text().splitlines()
+    for name, study in STUDIES.items():
+        (line,) = [row for row in rows_of_page if row.startswith(f"| [{name.replace('_', ' ')}]")]
+        assert ("**seen**" if study.verdict(rows_of(name)).passed else "**not seen**") in line
