@@ -274,7 +274,7 @@ def test_a_stopped_probe_run_says_how_to_go_on(small, tmp_path):
         assert program.wait(120) == 130
         assert "run the same again to go on" in program.stderr
         assert "Traceback" not in program.stderr
-    assert (tmp_path / ".all.pt").is_file()
+    assert (tmp_path / ".all.safetensors").is_file()
 
 
 def test_experiment_lists_the_studies_with_their_rules():
