@@ -59,7 +59,8 @@ def _said_of(target: Path) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or str(error)
         raise InfoFlowError(
             f"cannot write {str(target)!r} ({reason}): expected room on the disk and a folder that "
-            "you may write to; what was finished before is kept: make room and run the same again"
+            "you may write to; what was finished before is kept: make room, and run the same again (an "
+            "experiment with --resume)"
         ) from error
 
 

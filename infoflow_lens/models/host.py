@@ -23,10 +23,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
+from infoflow_lens.foundation.drawing import Drawing
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json
 from infoflow_lens.foundation.names import nearest
-from infoflow_lens.foundation.seeds import check_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.attention import AttentionKind, set_attention
 from infoflow_lens.models.hooked import Attention, HookedModel, TokenEmbed, hooked_config
@@ -361,16 +361,8 @@ def build_model(
 
     The global random state is left as it was.
     """
-    with _seeded(seed):
+    with Drawing(seed):
         return VectorTransformer(architecture, device)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        # the CPU's generator alone: torch.manual_seed would reseed those of accelerators
-        torch.default_generator.manual_seed(check_seed(seed))
-        yield
 
 
 def _zero_weights(model: nn.Module) -> None:
@@ -453,7 +445,7 @@ def build_token_model(
             f"{d_vocab + n_tokens}; raise d_model, or train the embeddings (init 'random' and "
             "one_hot False)"
         )
-    with _seeded(seed):
+    with Drawing(seed):
         model = TokenTransformer(architecture)
         model.init_weights()
         if one_hot or init == "chen_zou":

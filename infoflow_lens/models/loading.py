@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from infoflow_lens.foundation.checks import check_device
+from infoflow_lens.foundation.drawing import Drawing
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
@@ -218,7 +219,7 @@ def _by_hooked(name: str, device: str, dtype: torch.dtype) -> LoadedModel:
     import transformer_lens
     from huggingface_hub import errors, hf_hub_download
 
-    with _leaving_no_trace(device), _named(name):
+    with _leaving_no_trace(), _named(name):
         try:
             hf_hub_download(name, "config.json")  # without a network, stop at the first attempt
         except errors.LocalEntryNotFoundError:
@@ -242,7 +243,7 @@ def _in_old_format(name: str, device: str, dtype: torch.dtype) -> LoadedModel:
             f"{name!r} is not in the format of Hugging Face, which a bridge needs: expected "
             "backend 'auto' or 'hooked'"
         )
-    with _leaving_no_trace(device), _named(name):
+    with _leaving_no_trace(), _named(name):
         sources = import_module("transformer_lens.model_bridge.sources")
         model = sources.boot_tl_legacy(name, device=device, dtype=dtype)
     return _loaded(model, name, "name")
@@ -251,7 +252,7 @@ def _in_old_format(name: str, device: str, dtype: torch.dtype) -> LoadedModel:
 def _by_bridge(
     name: str, device: str, dtype: torch.dtype, source: Literal["folder", "name"]
 ) -> LoadedModel:
-    with _leaving_no_trace(device), _named(name):
+    with _leaving_no_trace(), _named(name):
         from transformer_lens.model_bridge import TransformerBridge
         from transformers import AutoConfig
 
@@ -371,15 +372,13 @@ def _description(model: Any, name: str) -> str:
 
 
 @contextmanager
-def _leaving_no_trace(device: str) -> Iterator[None]:
+def _leaving_no_trace() -> Iterator[None]:
     """Random state and warning filters are left as found, and nothing is printed to stdout.
 
     That TransformerLens 4 drops HookedTransformer is known.
     """
-    kind = torch.device(device)
-    accelerators = [] if kind.type != "cuda" else [kind.index or 0]
     with (
-        torch.random.fork_rng(devices=accelerators),
+        Drawing(0),
         warnings.catch_warnings(),
         open(os.devnull, "w", encoding="utf-8") as nowhere,
         redirect_stdout(nowhere),
