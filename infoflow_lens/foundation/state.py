@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load as from_bytes
+from safetensors.torch import load_file, save_file
+from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -69,7 +71,7 @@ def read_state(path: Path, what: str, hint: str) -> tuple[Any, dict[str, Any]]:
 def state_to_bytes(value: Any) -> bytes:
     """Nested tensors and plain values as bytes, for another process."""
     tensors, header = _encoded(value, {})
-    return bytes(save(tensors, metadata=header))
+    return bytes(to_bytes(tensors, metadata=header))
 
 
 def state_from_bytes(data: bytes) -> Any:
@@ -81,7 +83,7 @@ def state_from_bytes(data: bytes) -> Any:
     try:
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length]).get("__metadata__", {})
-        return _decoded(load(data), header)[0]
+        return _decoded(from_bytes(data), header)[0]
     except (SafetensorError, _Unreadable, ValueError, AttributeError) as error:
         raise InfoFlowError(f"what another process sent is no state ({error})") from error
 
