@@ -6,7 +6,6 @@ import signal
 
 import pytest
 import torch
-
 from safetensors.torch import save_file
 
 from infoflow_lens import (
@@ -18,8 +17,8 @@ from infoflow_lens import (
     load_task,
     train,
 )
-from infoflow_lens.foundation.state import read_state
 from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.state import read_state
 from infoflow_lens.models.attention import set_attention
 from infoflow_lens.training import (
     TrainingDivergedError,

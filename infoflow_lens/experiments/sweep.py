@@ -264,8 +264,7 @@ def _workers(study: Study, out: Path, jobs: int, scheduler: str | None) -> Itera
             raise
         what = "a worker process" if scheduler is None else f"the dask scheduler at {scheduler!r}"
         raise InfoFlowError(
-            f"{what} is gone ({type(error).__name__}): finished runs are kept; go on with "
-            f"{again}"
+            f"{what} is gone ({type(error).__name__}): finished runs are kept; go on with {again}"
         ) from error
 
 

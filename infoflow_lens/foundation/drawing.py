@@ -87,9 +87,7 @@ def _draws_at_all(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return not any(name in given and not given[name] for name in ("dropout_p", "dropout"))
 
 
-def _dropout(
-    drawing: Drawing, x: Tensor, p: float, train: bool | None
-) -> tuple[Tensor, Tensor]:
+def _dropout(drawing: Drawing, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     """nn.Dropout on accelerators; on a CPU it is made of operations that take a generator."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
@@ -116,4 +114,3 @@ _WITHOUT_GENERATOR = {
     _aten.rand_like.default: _like("uniform_"),
     _aten.randn_like.default: _like("normal_"),
 }
-

@@ -59,8 +59,8 @@ def _said_of(target: Path) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or str(error)
         raise InfoFlowError(
             f"cannot write {str(target)!r} ({reason}): expected room on the disk and a folder that "
-            "you may write to; what was finished before is kept: make room, and run the same again (an "
-            "experiment with --resume)"
+            "you may write to; what was finished before is kept: make room, and run the same again "
+            "(an experiment with --resume)"
         ) from error
 
 
@@ -220,4 +220,3 @@ def sweep(folder: Path) -> None:
     for path in folder.rglob(f".*{_UNFINISHED}"):
         with suppress(OSError):
             path.unlink()
-

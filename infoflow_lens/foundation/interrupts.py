@@ -27,7 +27,7 @@ def between_steps() -> Iterator[Callable[[], None]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
-        print("stopping behind this batch; again to stop at once", file=sys.stderr)
+        sys.stderr.write("stopping behind this batch; again to stop at once\n")
 
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not ours or threading.current_thread() is not threading.main_thread():

@@ -89,9 +89,7 @@ def configuration_fingerprint(model: nn.Module) -> str:
         for name, module in model.named_modules()
     }
     said["cfg"] = _settings_of(getattr(model, "cfg", None))
-    said["config"] = _settings_of(
-        getattr(getattr(model, "original_model", model), "config", None)
-    )
+    said["config"] = _settings_of(getattr(getattr(model, "original_model", model), "config", None))
     said["architecture"] = _settings_of(getattr(model, "architecture", None))
     blocks = getattr(model, "blocks", ())
     patterns = [getattr(getattr(block, "attn", None), "hook_pattern", None) for block in blocks]

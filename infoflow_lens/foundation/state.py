@@ -28,7 +28,7 @@ _VERSION = 1
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-class _Unreadable(Exception):
+class _UnreadableError(Exception):
     """What a state file holds is none."""
 
 
@@ -64,7 +64,7 @@ def read_state(path: Path, what: str, hint: str) -> tuple[Any, dict[str, Any]]:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
         return _decoded(load_file(path), header)
-    except (OSError, SafetensorError, _Unreadable, RuntimeError, ValueError) as error:
+    except (OSError, SafetensorError, _UnreadableError, RuntimeError, ValueError) as error:
         raise InfoFlowError(f"{what} {str(path)!r} cannot be read ({error}): {hint}") from error
 
 
@@ -84,7 +84,7 @@ def state_from_bytes(data: bytes) -> Any:
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length]).get("__metadata__", {})
         return _decoded(from_bytes(data), header)[0]
-    except (SafetensorError, _Unreadable, ValueError, AttributeError) as error:
+    except (SafetensorError, _UnreadableError, ValueError, AttributeError) as error:
         raise InfoFlowError(f"what another process sent is no state ({error})") from error
 
 
@@ -132,14 +132,14 @@ def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
 
 def _decoded(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> tuple[Any, Any]:
     if header.get("schema") != _SCHEMA:
-        raise _Unreadable("it is no state of infoflow-lens")
+        raise _UnreadableError("it is no state of infoflow-lens")
     if header.get("version") != str(_VERSION):
-        raise _Unreadable(
+        raise _UnreadableError(
             f"its format has version {header.get('version')}, this is {_VERSION}"
         )
     about, content = header.get("about", ""), header.get("content", "")
     if header.get("digest") != _digest(tensors, about + content):
-        raise _Unreadable("it has changed since it was written")
+        raise _UnreadableError("it has changed since it was written")
 
     def value(part: Any) -> Any:
         if isinstance(part, list):
@@ -155,9 +155,9 @@ def _decoded(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> tuple[
             return tuple(value(item) for item in inner)
         if kind == "dict":
             return {value(key): value(item) for key, item in inner}
-        raise _Unreadable(f"it holds a {kind!r}")
+        raise _UnreadableError(f"it holds a {kind!r}")
 
     try:
         return value(json.loads(content)), json.loads(about)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise _Unreadable(f"{type(error).__name__}: {error}") from error
+        raise _UnreadableError(f"{type(error).__name__}: {error}") from error

@@ -1,6 +1,7 @@
 """Models by name or folder: ours, Hugging Face's, and TransformerLens's official ones."""
 
 import difflib
+import math
 import os
 import tempfile
 import warnings
@@ -41,6 +42,16 @@ _WEIGHTS = (
 _NOT_HOOKED = ("google-bert/", "google-t5/", "facebook/hubert", "facebook/wav2vec2")
 # Official names whose files are not in the format of Hugging Face
 _IN_OLD_FORMAT = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
+# Sizes that a config says and that no weight may fall short of
+_WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_LARGEST = 10**7  # of a size that no weights tell
+_SLACK = 64  # layers may share their weights
 # How far a bridge's logits may lie from those of its model, as a share of their spread
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
@@ -262,6 +273,8 @@ def _by_bridge(
                 f"{name!r} is an encoder with a decoder: expected one stack of blocks, a decoder "
                 "such as gpt2 or an encoder such as bert-base-cased"
             )
+        if source == "folder":
+            _check_sizes(Path(name), config)
         alone = _of_hugging_face(name, config, device, dtype)
         tokens, expected = _few_tokens(config, device), None
         if alone.main_input_name == "input_ids":
@@ -301,6 +314,37 @@ def _of_hugging_face(name: str, config: Any, device: str, dtype: torch.dtype) ->
             f"expected all of {type(model).__name__}; save or download it again"
         )
     return model.to(device).eval()
+
+
+def _check_sizes(folder: Path, config: Any) -> None:
+    """Refuse a config far larger than the weights beside it, before memory is taken for it.
+
+    Raises:
+        InfoFlowError: with the size that is too large.
+    """
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    text = config.get_text_config()
+    asked = {name: getattr(text, name, None) for name in (*_WIDTHS, "num_hidden_layers")}
+    known = {name: size for name, size in asked.items() if isinstance(size, int)}
+    largest = max((size for shape in shapes.values() for size in shape), default=_LARGEST)
+    numbers = sum(math.prod(shape) for shape in shapes.values()) or _LARGEST**2
+    limits = dict.fromkeys(_WIDTHS, largest) | {"max_position_embeddings": _LARGEST}
+    counted = {int(part) for name in shapes for part in name.split(".") if part.isdigit()}
+    limits["num_hidden_layers"] = len(counted) if counted else _LARGEST
+    width = known.get("hidden_size", 1)
+    for name, size in known.items():
+        by = width if name == "max_position_embeddings" else size
+        squared = name in (*_WIDTHS[:2], "max_position_embeddings")
+        if size > limits[name] or (squared and size * by > _SLACK * max(numbers, 2**20)):
+            raise InfoFlowError(
+                f"config.json in {str(folder)!r} says {name} {size}, which the weights beside it do "
+                "not hold: expected what save_pretrained writes; save or download it again"
+            )
 
 
 def _few_tokens(config: Any, device: str) -> torch.Tensor:
