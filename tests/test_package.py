@@ -39,6 +39,10 @@ def test_the_wheel_holds_every_module(wheel):
     assert {name for name in names if name.endswith(".py")} == expected
     assert "infoflow_lens/py.typed" in names
     assert "infoflow_lens/report/templates/report.html.j2" in names
+    shipped = ROOT / "infoflow_lens" / "models" / "shipped"
+    for path in shipped.glob("*/*.*"):
+        if path.suffix != ".pyc":
+            assert str(path.relative_to(ROOT)) in names
 
 
 def test_every_public_name_is_there_and_documented():

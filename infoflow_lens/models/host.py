@@ -573,7 +573,8 @@ def _check_shapes(settings: dict[str, Any], folder: Path) -> None:
         InfoFlowError: with the first weight that differs.
     """
     with safe_open(folder / "model.safetensors", framework="pt") as file:
-        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        names = file.keys()
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     n_stored = sum(name.endswith(".attn.W_Q") for name in stored)
     heads = settings.get("n_heads")
     if isinstance(heads, (list, tuple)) and len(heads) != n_stored:
