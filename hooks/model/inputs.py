@@ -549,9 +549,10 @@ def _sequences(
 
 
 def _has_rows(mask: Any) -> bool:
-    return isinstance(mask, (list, tuple)) or (
-        isinstance(mask, (Tensor, np.ndarray)) and mask.ndim > 0
-    )
+    if isinstance(mask, (Tensor, np.ndarray)):
+        return mask.ndim > 0
+    rows = hasattr(mask, "__len__") and hasattr(mask, "__getitem__")
+    return rows and not isinstance(mask, (str, bytes, Mapping))
 
 
 def tokenized(

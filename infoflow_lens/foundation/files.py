@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -217,6 +218,9 @@ def sweep(folder: Path) -> None:
 
     Only for who holds the lock of the folder.
     """
-    for path in folder.rglob(f".*{_UNFINISHED}"):
-        with suppress(OSError):
-            path.unlink()
+    for path in list(folder.rglob(f".*{_UNFINISHED}")):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()

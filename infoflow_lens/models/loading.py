@@ -397,8 +397,8 @@ def _check_sizes(folder: Path, config: Any) -> None:
         squared = name in (*_WIDTHS[:2], "max_position_embeddings")
         if size > limits[name] or (squared and size * by > _SLACK * max(numbers, 2**20)):
             raise InfoFlowError(
-                f"config.json in {str(folder)!r} says {name} {size}, which the weights beside it do "
-                "not hold: expected what save_pretrained writes; save or download it again"
+                f"config.json in {str(folder)!r} says {name} {size}, which the weights beside it "
+                "do not hold: expected what save_pretrained writes; save or download it again"
             )
 
 

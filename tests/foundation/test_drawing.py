@@ -1,4 +1,4 @@
-"""Modules draw from a generator of their own: the numbers of the global one, which is left alone."""
+"""Modules draw from a generator of their own, the numbers that the global one would give."""
 
 import pytest
 import torch
