@@ -23,6 +23,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path
 from infoflow_lens.foundation.record import fingerprint
 
+_ENTRY = "infoflow-lens"  # of the metadata
 _SCHEMA = "infoflow-lens state"
 _VERSION = 1
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -123,21 +124,27 @@ def _encoded(value: Any, about: Mapping[str, Any]) -> tuple[dict[str, Tensor], d
     named = {str(index): tensor for index, tensor in enumerate(tensors)}
     text = json.dumps(about, sort_keys=True, allow_nan=False)
     header = {"schema": _SCHEMA, "version": str(_VERSION), "about": text, "content": content}
-    return named, {**header, "digest": _digest(named, text + content)}
+    header["digest"] = _digest(named, text + content)
+    # one entry: safetensors writes several in an order that changes
+    return named, {_ENTRY: json.dumps(header)}
 
 
 def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
     return hashlib.sha256((text + fingerprint(tensors)).encode()).hexdigest()[:16]
 
 
-def _decoded(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> tuple[Any, Any]:
-    if header.get("schema") != _SCHEMA:
+def _decoded(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[Any, Any]:
+    try:
+        header: Any = json.loads(metadata.get(_ENTRY, "{}"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _UnreadableError(f"its header is spoiled: {error}") from error
+    if not isinstance(header, dict) or header.get("schema") != _SCHEMA:
         raise _UnreadableError("it is no state of infoflow-lens")
     if header.get("version") != str(_VERSION):
         raise _UnreadableError(
             f"its format has version {header.get('version')}, this is {_VERSION}"
         )
-    about, content = header.get("about", ""), header.get("content", "")
+    about, content = str(header.get("about", "")), str(header.get("content", ""))
     if header.get("digest") != _digest(tensors, about + content):
         raise _UnreadableError("it has changed since it was written")
 

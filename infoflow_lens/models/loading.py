@@ -47,6 +47,9 @@ _IN_OLD_FORMAT = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
 _WIDTHS = (
     "hidden_size",
     "intermediate_size",
+    "n_inner",  # as GPT-2 calls it
+    "ffn_dim",
+    "d_ff",
     "num_attention_heads",
     "vocab_size",
     "max_position_embeddings",

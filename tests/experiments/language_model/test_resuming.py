@@ -49,5 +49,5 @@ def test_a_stopped_training_goes_on_to_the_same_bytes(tmp_path, corpus, monkeypa
     assert bytes_of(tmp_path / "stopped") == bytes_of(tmp_path / "whole")
     assert not list((tmp_path / "stopped" / "checkpoints").glob(".*"))
     torch.save({"callable": print}, tmp_path / "stopped" / "training.safetensors")
-    with pytest.raises(InfoFlowError, match="the unfinished training .* cannot be read"):
+    with pytest.raises(InfoFlowError, match=r"the unfinished training .* cannot be read"):
         train(tmp_path / "stopped", corpus)
