@@ -444,7 +444,8 @@ def read_inputs(
                 f"column {column!r} of {name} holds {type(given[0]).__name__}: expected texts or "
                 "lists of token ids; name another column"
             )
-        attention_mask = plain["attention_mask"] if has_mask else attention_mask
+        if has_mask and not (given and isinstance(given[0], str)):
+            attention_mask = plain["attention_mask"]
     if isinstance(given, str):
         given = [given]
     if isinstance(given, Tensor) or _is_list_of_sequences(given):
@@ -502,6 +503,11 @@ def _sequences(
     if not len(inputs):
         raise InfoFlowError(f"{name} is empty: expected at least one sequence")
     if isinstance(inputs[0], str):
+        if attention_mask is not None:
+            raise InfoFlowError(
+                f"{name} holds texts with an attention_mask: expected none, as texts have no "
+                "padding; give token ids with their mask, or the texts alone"
+            )
         return [tokenized(model, text, f"{name}[{i}]", max_length) for i, text in enumerate(inputs)]
     try:
         rows = [torch.as_tensor(row) for row in inputs]
