@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.checks import check_choice, check_integer
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
 from infoflow_lens.hooks.model.points import hook_name
 from infoflow_lens.hooks.passes.collector import HookFunction as HookFunction
 from infoflow_lens.hooks.passes.collector import NamedHook, hooks_of
@@ -246,8 +247,7 @@ class Probe(ABC, Generic[ResultT]):
         distributed = torch.distributed
         if not (distributed.is_available() and distributed.is_initialized()) or self._is_reduced:
             return self
-        states: list[dict[str, Any]] = [{}] * distributed.get_world_size()
-        distributed.all_gather_object(states, self.state())
+        states = _gathered(self.state())
         of_ranks = [copy.copy(self) for _ in states]
         for probe, state in zip(of_ranks, states, strict=True):
             probe.load_state(state)
@@ -286,7 +286,7 @@ class Probe(ABC, Generic[ResultT]):
                 "expected the same settings"
             )
         try:
-            record = None if state["record"] is None else RunRecord(**state["record"])
+            record = None if state["record"] is None else RunRecord.from_dict(state["record"])
             counts = int(state["n_sequences"]), int(state["n_partial"])
             seen = tuple(state["missing"]), bool(state["is_reduced"])
             self.restore(copied(state["measured"]))
@@ -362,6 +362,24 @@ class Probe(ABC, Generic[ResultT]):
                 f"{type(self).__name__} has measured model {self._record.model_fingerprint}, this "
                 f"is {record.model_fingerprint} (other weights): use a new probe for each model"
             )
+
+
+def _gathered(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The states of all processes, sent as tensors and JSON: nothing that is received is called."""
+    distributed = torch.distributed
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    sent = torch.frombuffer(bytearray(state_to_bytes(state)), dtype=torch.uint8).to(device)
+    length = torch.tensor([len(sent)], device=device)
+    lengths = [torch.zeros_like(length) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(lengths, length)
+    longest = max(int(length) for length in lengths)
+    padded = torch.nn.functional.pad(sent, (0, longest - len(sent)))
+    received = [torch.empty_like(padded) for _ in lengths]
+    distributed.all_gather(received, padded)
+    return [
+        state_from_bytes(part[: int(length)].cpu().numpy().tobytes())
+        for part, length in zip(received, lengths, strict=True)
+    ]
 
 
 def copied(value: Any) -> Any:

@@ -1,24 +1,32 @@
 """What probes return: named tensors and the run's record, saved as safetensors and JSON."""
 
-import json
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from infoflow_lens.foundation.display import Displayed, panel
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json
-from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.foundation.files import (
+    atomic_path,
+    read_signed,
+    writable_folder,
+    write_signed,
+)
+from infoflow_lens.foundation.record import RunRecord, fingerprint
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
+
+_SCHEMA = "infoflow-lens result 1"
 
 ResultT = TypeVar("ResultT", bound="Result")
 
@@ -56,11 +64,15 @@ class Result(Displayed, ABC):
         more = "more: .to_frame(), .plot(), .save(path)"
         return panel(type(self).__name__, facts, self.notes, more, head)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], of_run: Mapping[str, Any] | None = None) -> None:
         """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.
 
+        Args:
+            path: of both files, without the ends of their names.
+            of_run: what the result belongs to, as JSON-compatible values; see :func:`run_of`.
+
         Raises:
-            InfoFlowError: if the folder cannot be made or written.
+            InfoFlowError: if they cannot be written.
         """
         writable_folder(Path(path).parent)
         tensors: dict[str, Tensor] = {}
@@ -76,38 +88,65 @@ class Result(Displayed, ABC):
                 plain[item.name] = value
         with atomic_path(f"{os.fspath(path)}.safetensors") as temporary:
             save_file(tensors, temporary)
-        write_json(f"{os.fspath(path)}.json", plain)
+        about = {"of_run": of_run, "tensors": fingerprint(tensors)}
+        write_signed(f"{os.fspath(path)}.json", _SCHEMA, {**plain, **about})
 
     @classmethod
     def load(cls: type[ResultT], path: str | os.PathLike[str]) -> ResultT:
-        """The result that :meth:`save` wrote.
+        """The result that :meth:`save` wrote. Nothing that the files name is called.
 
         Raises:
-            InfoFlowError: if there is none, or it is of another kind.
+            InfoFlowError: if there is none, it is of another kind or version, or a file is spoiled.
         """
-        described = Path(f"{os.fspath(path)}.json")
-        if not described.is_file():
-            raise InfoFlowError(f"no result at {os.fspath(path)!r}: expected {described.name}")
-        try:
-            plain = json.loads(described.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise InfoFlowError(f"{described} is no JSON ({error}): expected a result") from error
-        kind = Result.kinds.get(plain.pop("kind", ""))
+        plain, hint = _described(path), _hint(path)
+        tensors = Path(f"{os.fspath(path)}.safetensors")
+        kind = Result.kinds.get(str(plain.pop("kind", "")))
         if kind is None or not issubclass(kind, cls):
             raise InfoFlowError(
-                f"{described.name} holds a {kind.__name__ if kind else 'foreign file'}: "
+                f"{tensors.stem}.json holds a {kind.__name__ if kind else 'foreign file'}: "
                 f"expected a {cls.__name__}"
             )
-        grouped: dict[str, Any] = {}
-        for name, tensor in load_file(f"{os.fspath(path)}.safetensors").items():
-            stem, _, index = name.partition(".")
-            if index:
-                grouped.setdefault(stem, {})[int(index)] = tensor
-            else:
-                grouped[stem] = tensor
-        for name, value in grouped.items():
-            if isinstance(value, dict):
-                grouped[name] = tuple(value[index] for index in sorted(value))
-        record = RunRecord(**plain.pop("record"))
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
-        return kind(record=record, **values, **grouped)
+        plain.pop("of_run", None)
+        try:
+            found = load_file(tensors)
+            if fingerprint(found) != plain.pop("tensors", None):
+                raise ValueError(f"it has changed since {tensors.stem}.json was written")
+            grouped: dict[str, Any] = {}
+            for name, tensor in found.items():
+                stem, _, index = name.partition(".")
+                if index:
+                    grouped.setdefault(stem, {})[int(index)] = tensor
+                else:
+                    grouped[stem] = tensor
+            for name, value in grouped.items():
+                if isinstance(value, dict):
+                    grouped[name] = tuple(value[index] for index in sorted(value))
+            record = RunRecord.from_dict(plain.pop("record", None))
+            values = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
+            return kind(record=record, **values, **grouped)
+        except (OSError, SafetensorError, ValueError, TypeError, RuntimeError) as error:
+            raise InfoFlowError(f"{str(tensors)!r} cannot be read ({error}): {hint}") from error
+
+
+def run_of(path: str | os.PathLike[str]) -> Mapping[str, Any] | None:
+    """What a saved result belongs to, as it was given to :meth:`Result.save`.
+
+    Raises:
+        InfoFlowError: if there is none, or the file is spoiled.
+    """
+    of_run = _described(path).get("of_run")
+    return of_run if isinstance(of_run, dict) else None
+
+
+def _described(path: str | os.PathLike[str]) -> dict[str, Any]:
+    described = Path(f"{os.fspath(path)}.json")
+    if not described.is_file():
+        raise InfoFlowError(f"no result at {os.fspath(path)!r}: expected {described.name}")
+    return read_signed(described, _SCHEMA, "result", _hint(path))
+
+
+def _hint(path: str | os.PathLike[str]) -> str:
+    name = Path(path).name
+    return (
+        f"expected what save() wrote; delete {name}.json and {name}.safetensors to measure it again"
+    )

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from infoflow_lens.commands.certify import certify
-from infoflow_lens.commands.common import AsJson, Quiet
+from infoflow_lens.commands.common import AsJson, Quiet, folder
 from infoflow_lens.commands.common import reported as _reported
 from infoflow_lens.commands.design import design
 from infoflow_lens.commands.estimate import estimate
@@ -54,7 +54,9 @@ def _common(
 
 @app.command(short_help="Train a small model, probe it, predict it, compare.")
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the report and the numbers.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder for the report and the numbers.", parser=folder)
+    ],
     seed: Annotated[int, typer.Option(help="Seed of target, weights and data.")] = 0,
     quiet: Quiet = False,
 ) -> None:
@@ -75,8 +77,8 @@ def demo(
         table.add_row(label, f"{initial:.3f}", f"{trained:.3f}")
     console = Console()
     console.print(table)
-    console.print(f"report: {result.out / 'report.html'}", soft_wrap=True)
-    console.print(f"numbers: {result.out / 'summary.json'}", soft_wrap=True)
+    console.print(f"report: {result.out / 'report.html'}", soft_wrap=True, markup=False)
+    console.print(f"numbers: {result.out / 'summary.json'}", soft_wrap=True, markup=False)
 
 
 @app.command(short_help="Reproduce a table or figure of the papers.")
@@ -88,7 +90,8 @@ def experiment(
     jobs: Annotated[int, typer.Option(help="Processes at a time, of one thread each.")] = 1,
     device: Device = "cpu",
     out: Annotated[
-        Path | None, typer.Option(help="Folder for results; default results/NAME-PRESET.")
+        Path | None,
+        typer.Option(help="Folder for results; default results/NAME-PRESET.", parser=folder),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Run only what the folder lacks.")
@@ -272,7 +275,7 @@ def _print_inspection(description: str, found: Any, notes: list[str]) -> None:
 @options_of(ProbingConfig, arguments=("model",))
 def probe(
     config: Callable[[], ProbingConfig],
-    out: Annotated[Path, typer.Option(help="Folder for results and the report.")],
+    out: Annotated[Path, typer.Option(help="Folder for results and the report.", parser=folder)],
     quiet: Quiet = False,
 ) -> None:
     """Measure what a model's states depend on, predict it, and compare; run again to go on."""

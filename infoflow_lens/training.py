@@ -1,10 +1,11 @@
 """Training of one model, interruptible at any moment and resumed to the same numbers."""
 
 import copy
+import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -13,13 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import Displayed
+from infoflow_lens.foundation.drawing import Drawing
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import atomic_path, writable_folder
+from infoflow_lens.foundation.files import locked
 from infoflow_lens.foundation.modules import modes_kept
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.progress import progress_bar
-from infoflow_lens.foundation.record import RunRecord, fingerprint
+from infoflow_lens.foundation.record import RunRecord, configuration_fingerprint, fingerprint
 from infoflow_lens.foundation.seeds import check_seed, derived_seed
+from infoflow_lens.foundation.state import read_state, write_state
 from infoflow_lens.objectives import (
     Data,
     LabelScores,
@@ -49,8 +52,7 @@ __all__ = [
     "train",
 ]
 
-_CHECKPOINT = "training.pt"
-_CHECKPOINT_FORMAT = 2
+_CHECKPOINT = "training.safetensors"
 _N_TRAIN, _N_VALIDATION = 8192, 2048
 
 OptimizerName = Literal["adamw", "sgd"]
@@ -211,6 +213,11 @@ class _Run:
         self.objective = objective
         self.identity = dict(identity)
         self.record = RunRecord.of_model(model, self.identity, config.seed)
+        versions = {
+            name: version for name, version in self.record.versions.items() if name != "python"
+        }
+        # as JSON gives it back
+        self.about = json.loads(json.dumps({"identity": self.identity, "versions": versions}))
         self.optimizer = _optimizer(model, config)
         self.initial_state = _copy_state(model)
         self.best_state = self.initial_state
@@ -219,8 +226,6 @@ class _Run:
 
     def save(self, path: Path) -> None:
         state = {
-            "format": _CHECKPOINT_FORMAT,
-            "identity": self.identity,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "initial_state": self.initial_state,
@@ -228,26 +233,23 @@ class _Run:
             "best": (self.best_score, self.best_epoch),
             "history": self.history,
         }
-        with atomic_path(path) as temporary:
-            torch.save(state, temporary)
+        write_state(path, state, self.about)
 
     def load(self, path: Path) -> None:
         device = next(self.model.parameters()).device
-        try:
-            state = torch.load(path, map_location=device, weights_only=True)
-        except Exception as error:  # whatever unpickling makes of bytes that are no checkpoint
+        hint = (
+            "expected one that train() wrote; delete it, or use another checkpoint_dir (--out on "
+            "the command line)"
+        )
+        state, about = read_state(path, "the checkpoint", hint)
+        if about.get("versions") != self.about["versions"]:
             raise InfoFlowError(
-                f"the checkpoint {str(path)!r} cannot be read ({error}): expected one that train() "
-                "wrote; delete it, or use another checkpoint_dir"
-            ) from error
-        if not isinstance(state, dict) or state.get("format") != _CHECKPOINT_FORMAT:
-            raise InfoFlowError(
-                f"{str(path)!r} is no checkpoint of this version: expected one that train() wrote; "
-                "delete it, or use another folder"
+                f"the checkpoint {str(path)!r} was written with other versions "
+                f"({about.get('versions')}, now {self.about['versions']}): {hint}"
             )
         # A notebook that was interrupted calls again with the model that holds the best weights.
         known = {fingerprint(state["initial_state"]), fingerprint(state["best_state"])}
-        if state["identity"] != self.identity or self.record.model_fingerprint not in known:
+        if about != self.about or self.record.model_fingerprint not in known:
             raise InfoFlowError(
                 f"the checkpoint {str(path)!r} belongs to a run with other settings: expected the "
                 "same config, initial weights and data; use another folder (checkpoint_dir, --out "
@@ -255,7 +257,8 @@ class _Run:
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.initial_state, self.best_state = state["initial_state"], state["best_state"]
+        for name in ("initial_state", "best_state"):
+            setattr(self, name, {key: value.to(device) for key, value in state[name].items()})
         self.best_score, self.best_epoch = state["best"]
         self.history = state["history"]
 
@@ -267,12 +270,15 @@ class _Run:
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
         predict, lr = self.objective.predict(self.model), config.lr
         totals: dict[str, Tensor] = {}
+        drawing = Drawing(derived_seed("noise", config.seed, done))
         self.model.train()
         for step, rows in enumerate(order.split(config.batch_size)):
             lr = config.learning_rate(done * steps + step, config.epochs * steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            measures = self.objective.measures(predict(x[rows]), y[rows])
+            # a model that draws does so in every batch; others need not be watched
+            with drawing if step == 0 or drawing.n_drawn else nullcontext():
+                measures = self.objective.measures(predict(x[rows]), y[rows])
             self.optimizer.zero_grad(set_to_none=True)
             measures["train_loss"].backward()
             if config.grad_clip is not None:
@@ -350,6 +356,7 @@ def _beside_the_weights(model: nn.Module) -> dict[str, Any]:
     patterns = [getattr(layer, "hook_pattern", None) for layer in layers]
     return {
         "attention": [getattr(pattern, "kind", "softmax") for pattern in patterns],
+        "configuration": configuration_fingerprint(model),
         "fixed": [name for name, p in model.named_parameters() if not p.requires_grad],
     }
 
@@ -443,13 +450,14 @@ def train(
         "model": _beside_the_weights(model),
     }
     run = _Run(model, config, objective, identity)
-    checkpoint = None
-    if checkpoint_dir is not None:
-        checkpoint = writable_folder(checkpoint_dir) / _CHECKPOINT
-        if checkpoint.exists():
-            run.load(checkpoint)
     x, y = x.to(device), y.to(device)
-    with modes_kept(model):
+    with ExitStack() as stack:
+        checkpoint = None
+        if checkpoint_dir is not None:
+            checkpoint = stack.enter_context(locked(checkpoint_dir, "train()")) / _CHECKPOINT
+            if checkpoint.exists():
+                run.load(checkpoint)
+        stack.enter_context(modes_kept(model))
         return _epochs(
             run,
             x,
@@ -519,8 +527,7 @@ def _epochs(
     try:
         with progress_bar("training", config.epochs, progress, done) as advance:
             while len(run.history) < config.epochs and not run.out_of_patience():
-                with _seeded(derived_seed("noise", config.seed, len(run.history)), x.device):
-                    run.epoch(x, y)
+                run.epoch(x, y)
                 run.validate(validation_x, validation_y)
                 advance(status=run.status())
                 if after_epoch is not None:
@@ -532,14 +539,6 @@ def _epochs(
     except KeyboardInterrupt:
         raise TrainingInterrupted(run.finish("interrupted"), checkpoint) from None
     return run.finish("finished" if len(run.history) == config.epochs else "early")
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """The global random state seeded for a block, and put back after it."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
 
 
 def restored(model: ModuleT, state: State) -> ModuleT:

@@ -141,7 +141,7 @@ def test_bad_estimates_are_one_line(arguments, message):
 def test_ctrl_c_is_a_clean_stop(tmp_path):
     arguments = ["demo", "--out", tmp_path, "--quiet"]
     with started("-m", "infoflow_lens.cli", *arguments, folder=tmp_path) as program:
-        program.wait_until((tmp_path / "training" / "training.pt").exists)
+        program.wait_until((tmp_path / "training" / "training.safetensors").exists)
         program.send_signal(signal.SIGINT)
         assert program.wait(300) == 130
         assert program.stderr.startswith("stopped: training stopped after epoch")
@@ -274,7 +274,7 @@ def test_a_stopped_probe_run_says_how_to_go_on(small, tmp_path):
         assert program.wait(120) == 130
         assert "run the same again to go on" in program.stderr
         assert "Traceback" not in program.stderr
-    assert (tmp_path / ".all.pt").is_file()
+    assert (tmp_path / ".all.safetensors").is_file()
 
 
 def test_experiment_lists_the_studies_with_their_rules():

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from infoflow_lens import (
     Architecture,
@@ -17,6 +18,7 @@ from infoflow_lens import (
     train,
 )
 from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.state import read_state
 from infoflow_lens.models.attention import set_attention
 from infoflow_lens.training import (
     TrainingDivergedError,
@@ -167,13 +169,13 @@ print(json.dumps([row["validation_nmse"] for row in result.history]))
 
 
 def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):
-    script, checkpoint = tmp_path / "script.py", tmp_path / "killed" / "training.pt"
+    script, checkpoint = tmp_path / "script.py", tmp_path / "killed" / "training.safetensors"
     script.write_text(SCRIPT)
     with started(script, "killed", folder=tmp_path) as killed:
         killed.wait_until(checkpoint.exists)
         killed.send_signal(signal.SIGKILL)
         assert killed.wait(60) == -signal.SIGKILL  # it had not finished by itself
-    done = len(torch.load(checkpoint, weights_only=True)["history"])
+    done = len(read_state(checkpoint, "the checkpoint", "")[0]["history"])
     assert 0 < done < 15
     outputs = [printed_by(script, name, folder=tmp_path) for name in ("killed", "whole")]
     assert json.loads(outputs[0]) == json.loads(outputs[1])
@@ -200,11 +202,11 @@ def test_a_checkpoint_of_other_settings_is_refused(task, data, tmp_path):
 
 
 def test_a_broken_checkpoint_is_named(data, tmp_path):
-    (tmp_path / "training.pt").write_bytes(b"half a file")
+    (tmp_path / "training.safetensors").write_bytes(b"half a file")
     with pytest.raises(InfoFlowError, match="cannot be read"):
         train(new_model(), *data, CONFIG, checkpoint_dir=tmp_path, progress=False)
-    torch.save([1, 2], tmp_path / "training.pt")
-    with pytest.raises(InfoFlowError, match="is no checkpoint"):
+    save_file({"x": torch.zeros(1)}, tmp_path / "training.safetensors")
+    with pytest.raises(InfoFlowError, match="no state of infoflow-lens"):
         train(new_model(), *data, CONFIG, checkpoint_dir=tmp_path, progress=False)
     with pytest.raises(InfoFlowError, match="checkpoint_every is 0"):
         train(new_model(), *data, CONFIG, checkpoint_every=0, progress=False)

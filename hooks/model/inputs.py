@@ -22,6 +22,7 @@ from infoflow_lens.hooks.model.points import (
 )
 
 COLUMNS = ("input_ids", "tokens", "text", "x")  # of datasets, in this order
+_LONG_TEXT = 2**16  # characters; shorter ones are tokenised whole
 _LONGEST_EXAMPLE = 256  # a longer window does not show in it
 _MASKS = ("attention_mask", "one_zero_attention_mask")  # HookedEncoder has the second
 
@@ -309,7 +310,7 @@ def check_mask(mask: Any, name: str) -> Bool[Tensor, "batch pos"]:
         InfoFlowError: for other values than 0 and 1, and for sequences without real tokens or whose
             real tokens are not one stretch.
     """
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or not _is_binary(mask):
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or not mask.shape[1] or not _is_binary(mask):
         shown = type(mask).__name__
         if isinstance(mask, Tensor):
             values = mask.unique()[:4].tolist() if not mask.is_complex() else ["complex"]
@@ -443,7 +444,8 @@ def read_inputs(
                 f"column {column!r} of {name} holds {type(given[0]).__name__}: expected texts or "
                 "lists of token ids; name another column"
             )
-        attention_mask = plain["attention_mask"] if has_mask else attention_mask
+        if has_mask and not (given and isinstance(given[0], str)):
+            attention_mask = plain["attention_mask"]
     if isinstance(given, str):
         given = [given]
     if isinstance(given, Tensor) or _is_list_of_sequences(given):
@@ -467,7 +469,7 @@ def _read_sequences(
     model: nn.Module, given: Any, attention_mask: Any, max_length: int | None, name: str
 ) -> Tensor | list[Tensor]:
     """Sequences, checked, and as one tensor where they are of one length."""
-    rows = _sequences(model, given, attention_mask, name)
+    rows = _sequences(model, given, attention_mask, name, max_length)
     if isinstance(rows, Tensor):
         check_inputs(model, rows, name)
         return rows
@@ -493,16 +495,23 @@ def _is_list_of_sequences(inputs: Any) -> bool:
 
 
 def _sequences(
-    model: nn.Module, inputs: Any, attention_mask: Any, name: str
+    model: nn.Module, inputs: Any, attention_mask: Any, name: str, max_length: int | None
 ) -> Tensor | list[Tensor]:
     """Sequences of ids, each as long as it is, or one tensor of vectors."""
+    if isinstance(inputs, Tensor) and not inputs.ndim:
+        raise InfoFlowError(f"{name} is a tensor without axes: expected token ids [n, pos]")
     if not len(inputs):
         raise InfoFlowError(f"{name} is empty: expected at least one sequence")
     if isinstance(inputs[0], str):
-        return [tokenized(model, text, f"{name}[{i}]") for i, text in enumerate(inputs)]
+        if attention_mask is not None:
+            raise InfoFlowError(
+                f"{name} holds texts with an attention_mask: expected none, as texts have no "
+                "padding; give token ids with their mask, or the texts alone"
+            )
+        return [tokenized(model, text, f"{name}[{i}]", max_length) for i, text in enumerate(inputs)]
     try:
         rows = [torch.as_tensor(row) for row in inputs]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InfoFlowError(
             f"{name} cannot be read as token ids ({error}): expected integers or strings"
         ) from error
@@ -521,12 +530,18 @@ def _sequences(
             )
     if attention_mask is None:
         return rows
+    n_masks = len(attention_mask) if _has_rows(attention_mask) else 0
+    if n_masks != len(rows):
+        given = f"has {n_masks} rows" if n_masks else f"is {_described(attention_mask)}"
+        raise InfoFlowError(
+            f"the attention_mask {given} for {len(rows)} sequences: expected a row for each"
+        )
     masks = []
-    for index, (row, given) in enumerate(zip(rows, attention_mask)):
+    for index, (row, given) in enumerate(zip(rows, attention_mask, strict=True)):
         label = f"the attention_mask of {name}[{index}]"
         try:
             (mask,) = check_mask(torch.as_tensor(given)[None], label)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             if isinstance(error, InfoFlowError):
                 raise
             raise InfoFlowError(f"{label} is {given!r}: expected 0 and 1") from error
@@ -536,16 +551,30 @@ def _sequences(
                 "entry for each id"
             )
         masks.append(mask)
-    if len(attention_mask) != len(rows):
-        raise InfoFlowError(
-            f"the attention_mask has {len(attention_mask)} rows for {len(rows)} sequences: "
-            "expected as many"
-        )
     return [row[mask] for row, mask in zip(rows, masks)]
 
 
-def tokenized(model: nn.Module, text: str, name: str) -> Int[Tensor, " pos"]:
+def _has_rows(mask: Any) -> bool:
+    if isinstance(mask, (Tensor, np.ndarray)):
+        return mask.ndim > 0
+    rows = hasattr(mask, "__len__") and hasattr(mask, "__getitem__")
+    return rows and not isinstance(mask, (str, bytes, Mapping))
+
+
+def tokenized(
+    model: nn.Module, text: str, name: str, max_length: int | None = None
+) -> Int[Tensor, " pos"]:
     """The ids of a text, as the model itself tokenises it, with BOS where that is its default.
+
+    Of a long text no more is read than its first tokens need: tokenizers take hundreds of bytes for
+    each character. What is read ends at a blank, and has twice the tokens that are kept, so that
+    the end does not change them.
+
+    Args:
+        model: with its tokenizer.
+        text: to be tokenised.
+        name: what errors call it.
+        max_length: tokens that will be kept; default, one more than the model takes.
 
     Raises:
         InfoFlowError: for an empty text, or a model without a tokenizer.
@@ -557,8 +586,17 @@ def tokenized(model: nn.Module, text: str, name: str) -> Int[Tensor, " pos"]:
         )
     if not isinstance(text, str) or not text:
         raise InfoFlowError(f"{name} is {text!r}: expected a text that is not empty")
-    tokens: Tensor = model.to_tokens(text, truncate=False)  # type: ignore[operator]
-    return tokens[0].cpu()
+    kept = max_length or int(getattr(getattr(model, "cfg", None), "n_ctx", None) or 2**20) + 1
+    length = max(_LONG_TEXT, 16 * kept)
+    while True:
+        part = text[: max(text.rfind(" ", length // 2, length), 0) or length]
+        part = text if length >= len(text) else part
+        tokens: Tensor = model.to_tokens(part, truncate=False)  # type: ignore[operator]
+        if part is text:
+            return tokens[0].cpu()
+        if tokens.shape[1] >= 2 * kept + 16:
+            return tokens[0, :kept].cpu()
+        length *= 4
 
 
 def readable_tokens(model: nn.Module, sequences: Iterable[Tensor]) -> tuple[tuple[str, ...], ...]:

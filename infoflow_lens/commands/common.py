@@ -2,9 +2,22 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+
+def folder(text: str) -> Path:
+    """A folder that a user names.
+
+    Raises:
+        typer.BadParameter: for an empty name, which would be the current folder.
+    """
+    if not text.strip():
+        raise typer.BadParameter("it is empty: expected a name; '.' is the current folder")
+    return Path(text)
+
 
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]

@@ -11,7 +11,8 @@ from torch import Tensor
 from infoflow_lens.agreement import Agreement, SetAgreement, compare
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import writable_folder, write_json, write_text
+from infoflow_lens.foundation.files import locked, write_json, write_text
+from infoflow_lens.foundation.processes import one_thread
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.seeds import check_seed
 from infoflow_lens.hooks import (
@@ -197,6 +198,7 @@ def _summary(
         "training": asdict(config.training()) | {"n_train": config.n_train},
         "seed": config.seed,
         "versions": dict(training.record.versions),
+        "environment": dict(training.record.environment),
         "nmse": training.nmse,
         "best_epoch": training.best_epoch,
         "recovery": {
@@ -270,12 +272,21 @@ def run_demo(
     Writes ``summary.json``, ``report.html`` and the trained model (``model/``) to `out`; the
     training checkpoint in ``training/`` lets an interrupted demo go on.
 
+    It computes with one thread: with others sums are rounded otherwise, and training leads to other
+    weights. So the same seed gives the same numbers on the same processor with the same versions;
+    ``summary.json`` holds all of these.
+
     Raises:
-        InfoFlowError: if `out` cannot be written, or holds the checkpoint of other settings.
+        InfoFlowError: if `out` cannot be written, another run writes to it, or it holds the
+            checkpoint of other settings.
         TrainingInterrupted: on Ctrl-C while training.
     """
     config = config or DemoConfig()
-    folder = writable_folder(out)
+    with locked(out, "infoflow-lens demo") as folder, one_thread():
+        return _run_demo(folder, config, progress)
+
+
+def _run_demo(folder: Path, config: DemoConfig, progress: bool) -> DemoResult:
     task = config.task()
     training_data = task.dataset("train", config.n_train, seed=config.seed)
     validation_data = task.dataset("validation", config.n_validation, seed=config.seed)

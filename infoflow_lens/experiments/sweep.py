@@ -1,27 +1,42 @@
 """Running a study: every configuration and seed, in parallel, resumable, with a verdict."""
 
+import asyncio
+import concurrent.futures
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+import matplotlib
 
 from infoflow_lens.experiments.memory import check_memory
 from infoflow_lens.experiments.study import Row, Settings, Study, Verdict
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json, write_text
+from infoflow_lens.foundation.files import (
+    atomic_path,
+    locked,
+    read_signed,
+    writable_folder,
+    write_signed,
+    write_text,
+)
 from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.processes import end_with, one_thread
 from infoflow_lens.foundation.progress import progress_bar
-from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.foundation.record import RunRecord, package_versions
 from infoflow_lens.training import TrainingDivergedError
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_STUDY, _RUN = "infoflow-lens study 1", "infoflow-lens study run 1"
+_RECORD = "infoflow-lens study record 1"
+_MOST_SEEDS, _MOST_JOBS = 10_000, 4096
 
 
 @dataclass(frozen=True)
@@ -94,52 +109,52 @@ def run_study(
     Raises:
         InfoFlowError: for bad settings, runs that do not fit in memory, a folder with results of
             another study or preset, or one that holds results where `resume` was not asked for.
+        InfoFlowError: if the scheduler or a worker is gone, or the disk is full; finished runs are
+            kept.
         KeyboardInterrupt: when it is stopped, with what to do to go on.
     """
     if preset not in study.presets:
         raise InfoFlowError(f"preset is {preset!r}{nearest(preset, study.presets)}")
     n_seeds = study.presets[preset] if seeds is None else seeds
-    for name, value in (("seeds", n_seeds), ("jobs", jobs)):
-        if value < 1:
-            raise InfoFlowError(f"{name} is {value}: expected at least 1")
+    for name, value, most in (("seeds", n_seeds, _MOST_SEEDS), ("jobs", jobs, _MOST_JOBS)):
+        if not 1 <= value <= most:
+            raise InfoFlowError(f"{name} is {value}: expected 1 to {most}")
     runs = [
         Run(index, settings, seed)
         for index, (settings, seed) in enumerate(
             (settings, seed) for settings in study.cases(preset) for seed in range(n_seeds)
         )
     ]
-    claim = _claim(out, study, preset, resume)
+    _check_claim(out, study, preset, resume)
     missing = [run for run in runs if not _path(out, run).is_file()]
     if scheduler is None and missing:  # else runs take the memory of other machines
         check_memory(max(study.memory(run.settings) for run in missing), device, jobs)
-    writable_folder(out / "runs")
-    write_json(out / "study.json", claim)
-    done = len(runs) - len(missing)
-    try:
+    with locked(out, f"infoflow-lens experiment {study.name}"):
+        claim = _check_claim(out, study, preset, resume)
+        writable_folder(out / "runs")
+        kept = {run.index: _kept(out, study, run) for run in runs if _path(out, run).is_file()}
+        missing = [run for run in runs if run.index not in kept]
+        # connected first: where no run can start, the folder stays free
         with (
-            _workers(jobs, scheduler) as start,
-            progress_bar(study.name, len(runs), progress, done=done) as advance,
+            _workers(study, out, jobs, scheduler) as start,
+            progress_bar(study.name, len(runs), progress, done=len(kept)) as advance,
         ):
+            write_signed(out / "study.json", _STUDY, claim)
             for run, rows in start(study, missing, device):
-                write_json(_path(out, run), {"settings": dict(run.settings), "rows": rows})
-                _write_csv(out, _rows(out, runs))
+                values = {"of_run": _identity(study, run), "rows": rows}
+                write_signed(_path(out, run), _RUN, values)
+                kept[run.index] = _kept(out, study, run)
+                _write_csv(out, _table(runs, kept))
                 advance()
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"finished runs are kept in {str(out)!r}; go on with --resume"
-        ) from None
-    except OSError as error:
-        raise InfoFlowError(
-            f"cannot write to {str(out)!r} ({error.strerror}): expected room for results; finished "
-            "runs are kept: make room, and go on with --resume"
-        ) from error
-    return _finish(study, out, runs, preset)
+        return _finish(study, out, runs, kept, preset)
 
 
-def _finish(study: Study, out: Path, runs: Sequence[Run], preset: str) -> StudyResult:
-    table = _rows(out, runs)
+def _finish(
+    study: Study, out: Path, runs: Sequence[Run], kept: Mapping[int, list[Row]], preset: str
+) -> StudyResult:
+    table = _table(runs, kept)
     _write_csv(out, table)
-    measured = _rows(out, runs, "finished")
+    measured = _table(runs, kept, "finished")
     n_diverged = table[table["status"] == "diverged"]["run"].nunique()
     if measured.empty:
         raise InfoFlowError(
@@ -157,8 +172,11 @@ def _finish(study: Study, out: Path, runs: Sequence[Run], preset: str) -> StudyR
     )
     figure = study.figure(measured)
     for kind in ("png", "svg"):
-        with atomic_path(out / f"figure.{kind}") as temporary:
-            # without the date, the same numbers give the same bytes
+        # without a date and random names, the same numbers give the same bytes
+        with (
+            atomic_path(out / f"figure.{kind}") as temporary,
+            matplotlib.rc_context({"svg.hashsalt": study.name}),
+        ):
             figure.savefig(
                 temporary, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None
             )
@@ -171,7 +189,7 @@ def _finish(study: Study, out: Path, runs: Sequence[Run], preset: str) -> StudyR
             "verdict": asdict(verdict),
         }
     )
-    write_json(out / "record.json", record.to_dict())
+    write_signed(out / "record.json", _RECORD, record.to_dict())
     return StudyResult(table, verdict, n_diverged, out)
 
 
@@ -198,17 +216,23 @@ def _verdict(
 Starter = Callable[[Study, Sequence[Run], str], Iterator[tuple[Run, list[Row]]]]
 
 
-def measure_run(study: Study, run: Run, device: str) -> tuple[Run, list[Row]]:
-    """One run, with one thread; a training that diverges is a row that says so."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        rows = study.measure(run.settings, run.seed, device)
-        status = "finished"
-    except TrainingDivergedError:
-        rows, status = [{}], "diverged"
-    finally:
-        torch.set_num_threads(threads)
+def measure_run(
+    study: Study, run: Run, device: str, parent: int | None = None
+) -> tuple[Run, list[Row]]:
+    """One run, with one thread; a training that diverges is a row that says so.
+
+    Args:
+        study, run, device: what to measure, and where.
+        parent: the process that has started this one as a worker, and with which it ends.
+    """
+    if parent is not None:
+        end_with(parent)
+    with one_thread():
+        try:
+            rows = study.measure(run.settings, run.seed, device)
+            status = "finished"
+        except TrainingDivergedError:
+            rows, status = [{}], "diverged"
     about: Row = {"run": run.index, "status": status, "seed": run.seed}
     shown = {key: _plain(value) for key, value in run.settings.items()}
     return run, [{**about, **shown, **row} for row in rows]
@@ -220,14 +244,53 @@ def _plain(value: Any) -> Any:
 
 
 @contextmanager
-def _workers(jobs: int, scheduler: str | None) -> Iterator[Starter]:
+def _workers(study: Study, out: Path, jobs: int, scheduler: str | None) -> Iterator[Starter]:
+    """What runs a study; whatever ends it says how to go on.
+
+    Raises:
+        InfoFlowError: if the scheduler does not answer, or it or a worker is gone.
+        KeyboardInterrupt: when it is stopped.
+    """
+    where = "" if scheduler is None else f" --scheduler {scheduler}"
+    again = f"infoflow-lens experiment {study.name} --out {out} --resume{where}"
+    try:
+        with _started(jobs, scheduler) as start:
+            yield start
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"finished runs are kept in {str(out)!r}; go on with --resume"
+        ) from None
+    except Exception as error:
+        if not _is_of_workers(error, scheduler):
+            raise
+        what = "a worker process" if scheduler is None else f"the dask scheduler at {scheduler!r}"
+        raise InfoFlowError(
+            f"{what} is gone ({type(error).__name__}): finished runs are kept; go on with {again}"
+        ) from error
+
+
+def _is_of_workers(error: BaseException, scheduler: str | None) -> bool:
+    """Whether an error tells of processes that are gone, not of a run."""
+    if isinstance(error, InfoFlowError):
+        return False
+    module = type(error).__module__
+    if scheduler is None:
+        return "process_executor" in module  # loky's
+    lost = (OSError, asyncio.CancelledError, concurrent.futures.CancelledError)
+    return isinstance(error, lost) or module.startswith(("distributed", "tornado"))
+
+
+@contextmanager
+def _started(jobs: int, scheduler: str | None) -> Iterator[Starter]:
     if scheduler is None and jobs == 1:
         yield lambda study, runs, device: (measure_run(study, run, device) for run in runs)
         return
     import joblib
 
+    parent = os.getpid() if scheduler is None else None
+
     def start(study: Study, runs: Sequence[Run], device: str) -> Iterator[tuple[Run, list[Row]]]:
-        tasks = (joblib.delayed(measure_run)(study, run, device) for run in runs)
+        tasks = (joblib.delayed(measure_run)(study, run, device, parent) for run in runs)
         parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)
         yield from parallel(tasks)
 
@@ -250,15 +313,15 @@ def _dask(scheduler: str) -> Iterator[None]:
         ) from error
     try:
         client = Client(scheduler, timeout="3s")
-    except OSError as error:
+    except Exception as error:  # an address that is none raises errors of many kinds
         raise InfoFlowError(
-            f"there is no dask scheduler at {scheduler!r} ({error}): expected the address of a "
-            "running one, such as tcp://127.0.0.1:8786"
+            f"there is no dask scheduler at {scheduler!r} ({type(error).__name__}: {error}): "
+            "expected the address of a running one, such as tcp://127.0.0.1:8786"
         ) from error
     try:
         yield
     finally:
-        client.close()
+        client.close(timeout=1)
 
 
 # The folder
@@ -268,7 +331,7 @@ def _path(out: Path, run: Run) -> Path:
     return out / "runs" / f"{run.key()}.json"
 
 
-def _claim(out: Path, study: Study, preset: str, resume: bool) -> dict[str, Any]:
+def _check_claim(out: Path, study: Study, preset: str, resume: bool) -> dict[str, Any]:
     """What makes the folder this study's; refuses one that is another's.
 
     Raises:
@@ -276,10 +339,18 @@ def _claim(out: Path, study: Study, preset: str, resume: bool) -> dict[str, Any]
     """
     path = out / "study.json"
     now: dict[str, Any] = json.loads(
-        json.dumps({"study": study.name, "preset": preset, "cases": list(study.cases(preset))})
+        json.dumps(
+            {
+                "study": study.name,
+                "preset": preset,
+                "cases": list(study.cases(preset)),
+                "versions": _versions(),
+            }
+        )
     )
     if path.is_file():
-        before: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        hint = "expected what this version wrote; delete it, which keeps finished runs"
+        before = read_signed(path, _STUDY, "study", hint)
         for name in now:
             if before.get(name) != now[name]:
                 raise InfoFlowError(
@@ -295,7 +366,46 @@ def _claim(out: Path, study: Study, preset: str, resume: bool) -> dict[str, Any]
     return now
 
 
-def _rows(out: Path, runs: Sequence[Run], status: str | None = None) -> "pd.DataFrame":
+def _versions() -> dict[str, str]:
+    """Versions on which the numbers of a run depend."""
+    return {name: v for name, v in package_versions().items() if name not in ("python", "datasets")}
+
+
+def _identity(study: Study, run: Run) -> dict[str, Any]:
+    """What the numbers of a run depend on, as JSON gives it back."""
+    identity: dict[str, Any] = json.loads(
+        json.dumps(
+            {
+                "study": study.name,
+                "settings": dict(run.settings),
+                "seed": run.seed,
+                "versions": _versions(),
+            }
+        )
+    )
+    return identity
+
+
+def _kept(out: Path, study: Study, run: Run) -> list[Row]:
+    """The rows of a finished run.
+
+    Raises:
+        InfoFlowError: if its file is spoiled, or of another run.
+    """
+    path = _path(out, run)
+    hint = "expected what this version wrote; delete it to run it again"
+    values = read_signed(path, _RUN, "run of a study", hint)
+    of_run, now = values.get("of_run"), _identity(study, run)
+    for name in now:
+        if not isinstance(of_run, dict) or of_run.get(name) != now[name]:
+            raise InfoFlowError(f"{str(path)!r} is of a run with other {name}: {hint}")
+    rows: list[Row] = values["rows"]
+    return rows
+
+
+def _table(
+    runs: Sequence[Run], kept: Mapping[int, list[Row]], status: str | None = None
+) -> "pd.DataFrame":
     """All rows, in the order of the sweep; with a status, those of such runs alone.
 
     Rows without numbers would make floats of integers, so they are left out before there is a
@@ -303,12 +413,7 @@ def _rows(out: Path, runs: Sequence[Run], status: str | None = None) -> "pd.Data
     """
     import pandas as pd
 
-    rows: list[Row] = []
-    for run in runs:
-        path = _path(out, run)
-        if path.is_file():
-            kept = json.loads(path.read_text(encoding="utf-8"))["rows"]
-            rows += [{**row, "run": run.index} for row in kept]
+    rows = [{**row, "run": run.index} for run in runs for row in kept.get(run.index, ())]
     return pd.DataFrame([row for row in rows if status in (None, row["status"])])
 
 

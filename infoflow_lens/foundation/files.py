@@ -1,16 +1,25 @@
-"""Files that are either whole or absent."""
+"""Files that are either whole or absent, and folders that one run writes to at a time."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+
 from infoflow_lens.foundation.errors import InfoFlowError
+
+_UNFINISHED = ".part"  # the end of the names of files that are being written
+_LOCK, _WRITER = ".lock", ".lock.json"
 
 
 @contextmanager
@@ -18,22 +27,42 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside `path` that replaces it when the block ends well.
 
     A process killed inside the block leaves `path` as it was.
+
+    Raises:
+        InfoFlowError: where the file cannot be written, such as on a full disk.
     """
     target = Path(path)
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(descriptor)
-    temporary = Path(name)
+    with _said_of(target):
+        descriptor, name = tempfile.mkstemp(
+            dir=target.parent, prefix=f".{target.name}.", suffix=_UNFINISHED
+        )
+        os.close(descriptor)
+        temporary = Path(name)
+        try:
+            yield temporary
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            # mkstemp makes private files; results get the permissions of an ordinary new file.
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod(0o666 & ~umask)
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _said_of(target: Path) -> Iterator[None]:
+    """What the system answers to a write, as an error that names the file."""
     try:
-        yield temporary
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        # mkstemp makes private files; results get the permissions of an ordinary new file.
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InfoFlowError(
+            f"cannot write {str(target)!r} ({reason}): expected room on the disk and a folder that "
+            "you may write to; what was finished before is kept: make room, and run the same again "
+            "(an experiment with --resume)"
+        ) from error
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -57,20 +86,141 @@ def _without_nan(value: Any) -> Any:
     return value
 
 
+def read_json(path: str | os.PathLike[str], what: str, hint: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+        path: of the file.
+        what: what errors call what it holds, such as "record of a run".
+        hint: the end of errors: what to do.
+
+    Raises:
+        InfoFlowError: if it cannot be read, or is no JSON object in UTF-8.
+    """
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, not UTF-8
+        reason = str(error) or type(error).__name__
+        raise InfoFlowError(f"{str(path)!r} is no {what} ({reason}): {hint}") from error
+    if not isinstance(value, dict):
+        raise InfoFlowError(
+            f"{str(path)!r} is no {what} (it holds a {type(value).__name__}): {hint}"
+        )
+    return value
+
+
+def write_signed(path: str | os.PathLike[str], schema: str, values: dict[str, Any]) -> None:
+    """Write JSON with the name of its schema, and a digest by which a change is noticed."""
+    signed = {"schema": schema, **_without_nan(values)}
+    write_json(path, {**signed, "digest": _digest(signed)})
+
+
+def read_signed(path: str | os.PathLike[str], schema: str, what: str, hint: str) -> dict[str, Any]:
+    """The values that :func:`write_signed` wrote; arguments as for :func:`read_json`.
+
+    Raises:
+        InfoFlowError: if the file cannot be read, is of another schema or version, or has changed.
+    """
+    values = read_json(path, what, hint)
+    found, digest = values.get("schema"), values.pop("digest", None)
+    if found != schema:
+        raise InfoFlowError(
+            f"{str(path)!r} is no {what} of this version (its schema is {found!r}): expected "
+            f"{schema!r}: {hint}"
+        )
+    if digest != _digest(values):
+        raise InfoFlowError(
+            f"{str(path)!r} is no {what} (it has changed since it was written): {hint}"
+        )
+    del values["schema"]
+    return values
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def writable_folder(path: str | os.PathLike[str]) -> Path:
     """Make `path` a folder that can be written, and say so before any work starts.
 
     Raises:
-        InfoFlowError: if it is a file, or cannot be made or written.
+        InfoFlowError: if it is empty or a file, or cannot be made or written.
     """
+    if not os.fspath(path):
+        raise InfoFlowError("the output folder is '': expected a name; '.' is the current folder")
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = getattr(error, "strerror", None) or str(error)
         raise InfoFlowError(
-            f"cannot write to the output folder {str(folder)!r} ({error.strerror}): "
+            f"cannot write to the output folder {str(folder)!r} ({reason}): "
             "expected a folder that you may write to; choose another folder"
         ) from error
     return folder
+
+
+@contextmanager
+def locked(path: str | os.PathLike[str], what: str) -> Iterator[Path]:
+    """A writable folder that no other run writes to for the length of a block.
+
+    The system gives the lock back when the process ends, however it ends. What dead runs have left
+    unfinished in the folder is removed.
+
+    Args:
+        path: the folder; made if it is not there.
+        what: what writes, as others are told.
+
+    Raises:
+        InfoFlowError: if another run holds it, with its name, process and machine; or if the folder
+            cannot be written.
+    """
+    folder = writable_folder(path)
+    lock, writer = FileLock(folder / _LOCK), folder / _WRITER
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise InfoFlowError(
+            f"{str(folder)!r} is being written by {_named_in(writer)}: expected one run at a time "
+            "in a folder; wait until it ends, or choose another folder"
+        ) from error
+    except OSError as error:
+        raise InfoFlowError(
+            f"{str(folder)!r} cannot be locked ({error.strerror}): expected a folder that you may "
+            "write to; choose another folder"
+        ) from error
+    try:
+        sweep(folder)
+        about = {"what": what, "process": os.getpid(), "machine": socket.gethostname()}
+        write_json(writer, about)
+        yield folder
+    finally:
+        # while the lock is held: who opens the file from now on finds another one, and who has it
+        # open already is told by filelock that it is gone
+        with suppress(OSError):
+            writer.unlink(missing_ok=True)
+            (folder / _LOCK).unlink(missing_ok=True)
+        lock.release()
+
+
+def _named_in(writer: Path) -> str:
+    try:
+        about = read_json(writer, "lock", "")
+        return f"{about['what']}, process {about['process']} on {about['machine']}"
+    except (InfoFlowError, KeyError):
+        return "another run"
+
+
+def sweep(folder: Path) -> None:
+    """Remove what dead runs have left unfinished in a folder and those below it.
+
+    Only for who holds the lock of the folder.
+    """
+    for path in list(folder.rglob(f".*{_UNFINISHED}")):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()

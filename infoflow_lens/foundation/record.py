@@ -6,11 +6,14 @@ record holds no clock and no path: the same run gives the same record.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import platform
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,28 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 
-_RECORDED_PACKAGES = ("infoflow-lens", "transformer-lens", "torch", "datasets", "numpy")
+_RECORDED_PACKAGES = (
+    "infoflow-lens",
+    "transformer-lens",
+    "transformers",
+    "torch",
+    "datasets",
+    "numpy",
+)
+# What a config says of where a model was found, and by which version it was written.
+_OF_NO_NUMBER = (
+    "_name_or_path",
+    "checkpoint_index",
+    "checkpoint_label_type",
+    "checkpoint_value",
+    "device",
+    "model_name",
+    "n_devices",
+    "name_or_path",
+    "seed",
+    "tokenizer_name",
+    "transformers_version",
+)
 
 
 def own_version() -> str:
@@ -46,6 +70,79 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
+def environment() -> dict[str, Any]:
+    """Threads and processor, on which the last digits of numbers depend."""
+    return {
+        "threads": torch.get_num_threads(),
+        "processor": _processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+@lru_cache
+def _processor() -> str:
+    """The processor's name, as the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model n")]
+    except OSError:
+        names = []
+    return next(iter(names), platform.processor() or platform.machine())
+
+
+def configuration_fingerprint(model: nn.Module) -> str:
+    """SHA-256 over what a model computes with beside its weights, as 16 hex digits.
+
+    That is the classes of its modules and their settings, its config, and that of the Hugging Face
+    model in a bridge; not where it was found, nor on which device it lies.
+    """
+    said: dict[str, Any] = {
+        name: f"{type(module).__name__}({module.extra_repr()})"
+        for name, module in model.named_modules()
+    }
+    said["cfg"] = _settings_of(getattr(model, "cfg", None))
+    said["config"] = _settings_of(getattr(getattr(model, "original_model", model), "config", None))
+    said["architecture"] = _settings_of(getattr(model, "architecture", None))
+    blocks = getattr(model, "blocks", ())
+    patterns = [getattr(getattr(block, "attn", None), "hook_pattern", None) for block in blocks]
+    said["attention"] = [getattr(pattern, "kind", "softmax") for pattern in patterns]
+    return _hashed(said)
+
+
+def _settings_of(config: Any) -> Any:
+    if config is None:
+        return None
+    values = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
+    return {key: value for key, value in values.items() if key not in _OF_NO_NUMBER}
+
+
+def tokenizer_fingerprint(tokenizer: Any | None) -> str | None:
+    """SHA-256 over a tokenizer's words, rules and special tokens; None without one."""
+    if tokenizer is None:
+        return None
+    rules = getattr(tokenizer, "backend_tokenizer", None)
+    told = rules.to_str() if rules is not None else sorted(tokenizer.get_vocab().items())
+    special = {name: str(word) for name, word in tokenizer.special_tokens_map.items()}
+    return _hashed([told, special, getattr(tokenizer, "padding_side", None)])
+
+
+def _hashed(values: Any) -> str:
+    """Of JSON-compatible values, and of others as they are shown, without their addresses."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return fingerprint({"": value})
+        if isinstance(value, (set, frozenset)):
+            return sorted(map(str, value))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return asdict(value)
+        return re.sub(r" at 0x[0-9a-f]+", "", getattr(value, "__qualname__", None) or repr(value))
+
+    text = json.dumps(values, sort_keys=True, default=shown)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over the names, shapes, dtypes and bytes of tensors, as 16 hex digits."""
     digest = hashlib.sha256()
@@ -54,7 +151,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         tensor = tensor.detach()
         flat = (tensor if tensor.layout is torch.strided else tensor.to_dense()).cpu()
         flat = flat.contiguous().flatten()
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
+        digest.update(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
     return digest.hexdigest()[:16]
 
 
@@ -93,14 +190,19 @@ class RunRecord(Displayed):
         seed: the seed of the run, or None where it draws nothing.
         versions: see :func:`package_versions`.
         model_fingerprint: see :func:`model_fingerprint`; None where no model took part.
+        configuration_fingerprint: see :func:`configuration_fingerprint`; None where it was not
+            asked for.
         weight_processing: see :func:`weight_processing`.
+        environment: see :func:`environment`.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
     versions: Mapping[str, str] = field(default_factory=package_versions)
     model_fingerprint: str | None = None
+    configuration_fingerprint: str | None = None
     weight_processing: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=environment)
 
     @classmethod
     def of_model(
@@ -117,6 +219,28 @@ class RunRecord(Displayed):
             model_fingerprint=fingerprint_of_model or model_fingerprint(model),
             weight_processing=weight_processing(model),
         )
+
+    @classmethod
+    def from_dict(cls, values: Any) -> RunRecord:
+        """The record that :meth:`to_dict` gave.
+
+        Raises:
+            InfoFlowError: for anything else.
+        """
+        kinds = {"config": dict, "versions": dict, "weight_processing": dict, "environment": dict}
+        known = {item.name for item in dataclasses.fields(cls)}
+        if not isinstance(values, dict) or values.keys() - known or "config" not in values:
+            names = sorted(values) if isinstance(values, dict) else type(values).__name__
+            raise InfoFlowError(
+                f"the record holds {names}: expected {', '.join(sorted(known))}; measure again"
+            )
+        found = {"environment": {}, "versions": {}, **values}
+        for name, kind in kinds.items():
+            if not isinstance(found.get(name, {}), kind):
+                raise InfoFlowError(
+                    f"{name} of the record is {found[name]!r}: expected a mapping; measure again"
+                )
+        return cls(**found)
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON-compatible values."""

@@ -10,27 +10,27 @@ one number is refused. What the models are made of is in :mod:`infoflow_lens.mod
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
+from infoflow_lens.foundation.drawing import Drawing
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json
 from infoflow_lens.foundation.names import nearest
-from infoflow_lens.foundation.seeds import check_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.attention import AttentionKind, set_attention
 from infoflow_lens.models.hooked import Attention, HookedModel, TokenEmbed, hooked_config
 from infoflow_lens.models.token_architecture import TOKEN_INITS, TokenArchitecture, TokenInit
+
+_MOST_TOKENS = 10**6  # of a saved model; its weights do not tell them
 
 
 class VectorEmbed(nn.Module):
@@ -369,16 +369,8 @@ def build_model(
             f"architecture is a {type(architecture).__name__}: expected an Architecture; make one "
             "of heads and sizes, or load a model by name with load_any"
         )
-    with _seeded(seed):
+    with Drawing(seed):
         return VectorTransformer(architecture, device)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        # the CPU's generator alone: torch.manual_seed would reseed those of accelerators
-        torch.default_generator.manual_seed(check_seed(seed))
-        yield
 
 
 def _zero_weights(model: nn.Module) -> None:
@@ -461,7 +453,7 @@ def build_token_model(
             f"{d_vocab + n_tokens}; raise d_model, or train the embeddings (init 'random' and "
             "one_hot False)"
         )
-    with _seeded(seed):
+    with Drawing(seed):
         model = TokenTransformer(architecture)
         model.init_weights()
         if one_hot or init == "chen_zou":
@@ -561,6 +553,7 @@ def load_model(
         )
     try:
         settings = json.loads((path / "architecture.json").read_text(encoding="utf-8"))
+        _check_shapes(dict(settings), path)
         model = _model_of(dict(settings), device)
         state = load_file(path / "model.safetensors", device=device)
         dtype = state["embed.W_E"].dtype
@@ -571,7 +564,10 @@ def load_model(
         TypeError,
         ValueError,  # of JSON, too
         KeyError,
-        RuntimeError,
+        AttributeError,
+        OverflowError,
+        OSError,
+        RuntimeError,  # RecursionError, too
         SafetensorError,
     ) as error:
         if isinstance(error, InfoFlowError):
@@ -581,6 +577,40 @@ def load_model(
             "save_model"
         ) from error
     return model
+
+
+def _check_shapes(settings: dict[str, Any], folder: Path) -> None:
+    """Refuse sizes that are not those of the weights, before memory is taken for them.
+
+    Raises:
+        InfoFlowError: with the first weight that differs.
+    """
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        names = file.keys()
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    n_stored = sum(name.endswith(".attn.W_Q") for name in stored)
+    heads = settings.get("n_heads")
+    if isinstance(heads, (list, tuple)) and len(heads) != n_stored:
+        raise InfoFlowError(
+            f"architecture.json in {str(folder)!r} says {len(heads)} layers, model.safetensors "
+            f"holds {n_stored}: expected a folder written by save_model"
+        )
+    n_tokens = settings.get("n_tokens")
+    if isinstance(n_tokens, int) and n_tokens > _MOST_TOKENS:
+        raise InfoFlowError(
+            f"n_tokens of the model in {str(folder)!r} is {n_tokens}: expected at most "
+            f"{_MOST_TOKENS}"
+        )
+    with torch.device("meta"):  # where tensors have sizes, and no numbers
+        twin = _model_of(settings, "meta")
+    expected = {name: tuple(value.shape) for name, value in twin.state_dict().items()}
+    for name in (*expected, *stored):
+        if stored.get(name) != expected.get(name):
+            raise InfoFlowError(
+                f"architecture.json in {str(folder)!r} gives {name} the shape "
+                f"{expected.get(name)}, model.safetensors {stored.get(name)}: expected a folder "
+                "written by save_model"
+            )
 
 
 def _model_of(settings: dict[str, Any], device: str) -> VectorTransformer | TokenTransformer:

@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import math
 import os
 import tempfile
 import warnings
@@ -18,6 +19,7 @@ from torch import nn
 
 from infoflow_lens.foundation.checks import check_device
 from infoflow_lens.foundation.display import panel
+from infoflow_lens.foundation.drawing import Drawing
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
@@ -43,6 +45,19 @@ _WEIGHTS = (
 _NOT_HOOKED = ("google-bert/", "google-t5/", "facebook/hubert", "facebook/wav2vec2")
 # Official names whose files are not in the format of Hugging Face
 _IN_OLD_FORMAT = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
+# Sizes that a config says and that no weight may fall short of
+_WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "n_inner",  # as GPT-2 calls it
+    "ffn_dim",
+    "d_ff",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_LARGEST = 10**7  # of a size that no weights tell
+_SLACK = 64  # layers may share their weights
 # How far a bridge's logits may lie from those of its model, as a share of their spread
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
@@ -234,7 +249,7 @@ def _gpt2_by_hooked(folder: Path, device: str, dtype: torch.dtype) -> LoadedMode
     from transformers import AutoConfig, AutoTokenizer
 
     name = folder.name
-    with _leaving_no_trace(device), _named(name):
+    with _leaving_no_trace(), _named(name):
         config = AutoConfig.from_pretrained(folder)
         alone = _of_hugging_face(str(folder), config, device, dtype)
         model = transformer_lens.HookedTransformer(
@@ -310,7 +325,7 @@ def _by_hooked(name: str, device: str, dtype: torch.dtype) -> LoadedModel:
     import transformer_lens
     from huggingface_hub import errors, hf_hub_download
 
-    with _leaving_no_trace(device), _named(name):
+    with _leaving_no_trace(), _named(name):
         try:
             hf_hub_download(name, "config.json")  # without a network, stop at the first attempt
         except errors.LocalEntryNotFoundError:
@@ -334,7 +349,7 @@ def _in_old_format(name: str, device: str, dtype: torch.dtype) -> LoadedModel:
             f"{name!r} is not in the format of Hugging Face, which a bridge needs: expected "
             "backend 'auto' or 'hooked'"
         )
-    with _leaving_no_trace(device), _named(name):
+    with _leaving_no_trace(), _named(name):
         sources = import_module("transformer_lens.model_bridge.sources")
         model = sources.boot_tl_legacy(name, device=device, dtype=dtype)
     return _loaded(model, name, "name")
@@ -359,11 +374,13 @@ def _by_bridge(
     known_as: str | None = None,
 ) -> LoadedModel:
     """A folder or a name of the hub; `known_as` is what messages call it, by default the same."""
-    with _leaving_no_trace(device), _named(known_as or name):
+    with _leaving_no_trace(), _named(known_as or name):
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(name)
         _check_one_stack(name, config)
+        if source == "folder":
+            _check_sizes(Path(name), config)
         alone = _of_hugging_face(name, config, device, dtype)
         found = _has_tokenizer(name)
         with nullcontext() if found else _no_words() as tokenizer:
@@ -467,7 +484,7 @@ def _in_memory(
             "'bridge'"
         )
     name = model.name_or_path or kind
-    with _leaving_no_trace(str(first.device)), _named(name):
+    with _leaving_no_trace():
         _check_one_stack(name, model.config)
         # other modules around the same tensors: a bridge puts its own parts into what it hosts
         shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
@@ -505,6 +522,38 @@ def _of_hugging_face(name: str, config: Any, device: str, dtype: torch.dtype) ->
             f"expected all of {type(model).__name__}; save or download it again"
         )
     return model.to(device).eval()
+
+
+def _check_sizes(folder: Path, config: Any) -> None:
+    """Refuse a config far larger than the weights beside it, before memory is taken for it.
+
+    Raises:
+        InfoFlowError: with the size that is too large.
+    """
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    text = config.get_text_config()
+    asked = {name: getattr(text, name, None) for name in (*_WIDTHS, "num_hidden_layers")}
+    known = {name: size for name, size in asked.items() if isinstance(size, int)}
+    largest = max((size for shape in shapes.values() for size in shape), default=_LARGEST)
+    numbers = sum(math.prod(shape) for shape in shapes.values()) or _LARGEST**2
+    limits = dict.fromkeys(_WIDTHS, largest) | {"max_position_embeddings": _LARGEST}
+    counted = {int(part) for name in shapes for part in name.split(".") if part.isdigit()}
+    limits["num_hidden_layers"] = len(counted) if counted else _LARGEST
+    width = known.get("hidden_size", 1)
+    for name, size in known.items():
+        by = width if name == "max_position_embeddings" else size
+        squared = name in (*_WIDTHS[:2], "max_position_embeddings")
+        if size > limits[name] or (squared and size * by > _SLACK * max(numbers, 2**20)):
+            raise InfoFlowError(
+                f"config.json in {str(folder)!r} says {name} {size}, which the weights beside it "
+                "do not hold: expected what save_pretrained writes; save or download it again"
+            )
 
 
 def _few_tokens(config: Any, device: str) -> torch.Tensor:
@@ -576,15 +625,13 @@ def _description(model: Any, name: str) -> str:
 
 
 @contextmanager
-def _leaving_no_trace(device: str) -> Iterator[None]:
+def _leaving_no_trace() -> Iterator[None]:
     """Random state and warning filters are left as found, and nothing is printed to stdout.
 
     That TransformerLens 4 drops HookedTransformer is known.
     """
-    kind = torch.device(device)
-    accelerators = [] if kind.type != "cuda" else [kind.index or 0]
     with (
-        torch.random.fork_rng(devices=accelerators),
+        Drawing(0),
         warnings.catch_warnings(),
         open(os.devnull, "w", encoding="utf-8") as nowhere,
         redirect_stdout(nowhere),

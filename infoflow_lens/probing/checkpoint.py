@@ -1,26 +1,26 @@
 """Where a long run stands, on disk, so that it can go on."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import atomic_path
+from infoflow_lens.foundation.state import read_state, write_state
+from infoflow_lens.probing.folder import check_same_run
 
 
 class Checkpoint:
     """One state on disk, tensors and plain values, written whole or not at all.
 
     Args:
-        path: of the file.
+        path: of the file, safetensors.
+        of_run: the record of the run that it belongs to, as JSON-compatible values.
         seconds: least time between two writes of :meth:`keep`.
     """
 
-    def __init__(self, path: Path, seconds: float = 30.0) -> None:
+    def __init__(self, path: Path, of_run: Mapping[str, Any], seconds: float = 30.0) -> None:
         self.path = path
+        self.of_run = of_run
         self.seconds = seconds
         self._written = time.monotonic()
 
@@ -28,22 +28,22 @@ class Checkpoint:
         """The state, or None if there is none. Nothing that the file names is called.
 
         Raises:
-            InfoFlowError: if the file is broken, or holds more than tensors and plain values.
+            InfoFlowError: if the file is spoiled, or belongs to another run.
         """
         if not self.path.is_file():
             return None
-        try:
-            return torch.load(self.path, weights_only=True, map_location="cpu")
-        except Exception as error:
-            raise InfoFlowError(
-                f"the unfinished run in {str(self.path.parent)!r} cannot be read ({error}): "
-                f"expected what this version wrote; delete {self.path.name} to begin again"
-            ) from error
+        hint = f"expected what this version wrote; delete {self.path.name} to begin again"
+        state, of_run = read_state(self.path, "the unfinished run", hint)
+        check_same_run(of_run, self.of_run, self.path)
+        return state
 
     def save(self, state: Any) -> None:
-        """Write the state now."""
-        with atomic_path(self.path) as temporary:
-            torch.save(state, temporary)
+        """Write the state now.
+
+        Raises:
+            InfoFlowError: if it cannot be written, such as on a full disk.
+        """
+        write_state(self.path, state, self.of_run)
         self._written = time.monotonic()
 
     def keep(self, state: Callable[[], Any]) -> None:

@@ -120,7 +120,7 @@ def _load(model: nn.Module, data: str, n: int, max_length: int | None, seed: int
     if path.is_dir():
         return _folder(path)
     if path.suffix in _TENSORS and path.is_file():
-        return _tensor(path)
+        return _with_axes(_tensor(path), path)
     if path.suffix in _TABLES:
         if not path.is_file():
             raise InfoFlowError(f"there is no file {data!r}: expected a file of texts or rows")
@@ -154,6 +154,8 @@ def _table(path: Path) -> Any:
 
     if not path.stat().st_size:
         raise InfoFlowError(f"{str(path)!r} is empty: expected at least one text or row")
+    told = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below says it
     try:
         table = datasets.load_dataset(
             _TABLES[path.suffix], data_files=str(path), split="train", keep_in_memory=True
@@ -167,6 +169,8 @@ def _table(path: Path) -> Any:
             f"{str(path)!r} cannot be read ({type(cause).__name__}: {reason}): expected rows of "
             f"{_TABLES[path.suffix]} in UTF-8"
         ) from error
+    finally:
+        datasets.logging.set_verbosity(told)
     if path.suffix == ".txt":  # blank lines part paragraphs
         table = table.select([i for i, text in enumerate(table["text"]) if text.strip()])
     if not len(table):
@@ -214,6 +218,20 @@ def _tensor(path: Path) -> Tensor:
     if not isinstance(loaded, Tensor):
         raise InfoFlowError(f"{str(path)!r} holds a {type(loaded).__name__}: expected a tensor")
     return loaded
+
+
+def _with_axes(tensor: Tensor, path: Path) -> Tensor:
+    """The tensor, if it may hold several sequences.
+
+    Raises:
+        InfoFlowError: if it has too few axes.
+    """
+    if tensor.ndim < 2:
+        raise InfoFlowError(
+            f"{str(path)!r} holds a tensor {tuple(tensor.shape)}: expected token ids [n, pos] or "
+            "vector tokens [n, pos, d_token]"
+        )
+    return tensor
 
 
 def _repeated(model: nn.Module, n: int, max_length: int | None, seed: int) -> Tensor:

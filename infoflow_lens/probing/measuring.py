@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
+from infoflow_lens.foundation.interrupts import between_steps
 from infoflow_lens.hooks import ModelCapabilities, Probe, Result, run_probes
+from infoflow_lens.hooks.result import run_of
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.folder import check_same_run
 from infoflow_lens.probing.part import Part, Say, Setting
 from infoflow_lens.probing.registry import load_part, part_names
 
@@ -62,8 +65,23 @@ def _why_not(
     return f"{name} needs {', '.join(missing)}, which is not measured" if missing else ""
 
 
-def measured(out: Path, parts: Mapping[str, Part], setting: Setting, say: Say) -> dict[str, Any]:
-    """The results of all parts, and of the probes that predictions are made from."""
+def measured(
+    out: Path, parts: Mapping[str, Part], setting: Setting, of_run: Mapping[str, Any], say: Say
+) -> dict[str, Any]:
+    """The results of all parts, and of the probes that predictions are made from.
+
+    Args:
+        out: the folder.
+        parts: by name.
+        setting: what they are measured on.
+        of_run: the record of the run, which every part carries.
+        say: called with a line for every part that begins.
+
+    Raises:
+        InfoFlowError: for parts on disk that are spoiled or of another run, and for what probes
+            refuse.
+        KeyboardInterrupt: behind the batch in which it was asked for; what was measured is kept.
+    """
     found: dict[str, Any] = {}
     for which in ("all", "detail"):  # probes of several parts share their passes
         wanted: dict[str, Probe[Any]] = {}
@@ -76,21 +94,27 @@ def measured(out: Path, parts: Mapping[str, Part], setting: Setting, say: Say) -
                     "expected a name of its own; rename it in the package that adds it"
                 )
             wanted |= mine
-        found |= _probed(out, which, wanted, setting, say)
+        found |= _probed(out, which, wanted, setting, of_run, say)
     for name, part in parts.items():
         if name not in found:
-            found[name] = _measured(out, name, part, replace(setting, found=dict(found)), say)
+            now = replace(setting, found=dict(found))
+            found[name] = _measured(out, name, part, now, of_run, say)
     return found
 
 
 def _probed(
-    out: Path, which: str, wanted: Mapping[str, Probe[Any]], setting: Setting, say: Say
+    out: Path,
+    which: str,
+    wanted: Mapping[str, Probe[Any]],
+    setting: Setting,
+    of_run: Mapping[str, Any],
+    say: Say,
 ) -> dict[str, Any]:
     """The results of probes that share their passes, read from disk if they are there."""
-    finished = {name: _finished(out, name) for name in wanted}
+    finished = {name: _finished(out, name, of_run) for name in wanted}
     if all(result is not None for result in finished.values()):
         return finished
-    checkpoint = Checkpoint(out / f".{which}.pt")
+    checkpoint = Checkpoint(out / f".{which}.safetensors", of_run)
     state = checkpoint.load()
     if state is not None:
         if not isinstance(state, dict) or state.keys() != wanted.keys():
@@ -108,15 +132,21 @@ def _probed(
         return {name: probe.state() for name, probe in wanted.items()}
 
     try:
-        run_probes(
-            setting.model,
-            setting.batches if which == "all" else setting.detail,
-            probes,
-            batch_size=setting.config.batch_size,
-            skip=seen,
-            after_batch=lambda n: checkpoint.keep(now),
-            progress=setting.progress,
-        )
+        with between_steps() as stop_if_asked:
+
+            def after_batch(n: int) -> None:
+                stop_if_asked()
+                checkpoint.keep(now)
+
+            run_probes(
+                setting.model,
+                setting.batches if which == "all" else setting.detail,
+                probes,
+                batch_size=setting.config.batch_size,
+                skip=seen,
+                after_batch=after_batch,
+                progress=setting.progress,
+            )
     except NothingMeasuredError:
         pass  # of one probe, as its own result says below; the others have theirs
     except BaseException:
@@ -131,7 +161,7 @@ def _probed(
         except NothingMeasuredError as error:
             failed.append(f"{name}: {error}")
             continue
-        found[name].save(out / name)
+        found[name].save(out / name, of_run)
     if failed:
         checkpoint.save(now())
         raise InfoFlowError("; ".join(failed))
@@ -139,23 +169,33 @@ def _probed(
     return found
 
 
-def _measured(out: Path, name: str, part: Part, setting: Setting, say: Say) -> Result:
+def _measured(
+    out: Path, name: str, part: Part, setting: Setting, of_run: Mapping[str, Any], say: Say
+) -> Result:
     """The result of a part that measures by itself, read from disk if it is there."""
-    finished = _finished(out, name)
+    finished = _finished(out, name, of_run)
     if finished is not None:
         return finished
     say(name)
-    checkpoint = Checkpoint(out / f".{name}.pt")
+    checkpoint = Checkpoint(out / f".{name}.safetensors", of_run)
     result = part.measure(setting, checkpoint)
     if result is None:
         raise InfoFlowError(
             f"{type(part).__name__} gave neither a probe called {name!r} nor a result of its own: "
             "expected probes(setting) with that name, or measure(setting, checkpoint)"
         )
-    result.save(out / name)
+    result.save(out / name, of_run)
     checkpoint.remove()
     return result
 
 
-def _finished(out: Path, name: str) -> Result | None:
-    return Result.load(out / name) if (out / f"{name}.json").is_file() else None
+def _finished(out: Path, name: str, of_run: Mapping[str, Any]) -> Result | None:
+    """The result of a part that is finished.
+
+    Raises:
+        InfoFlowError: if it is spoiled, or of another run.
+    """
+    if not (out / f"{name}.json").is_file():
+        return None
+    check_same_run(run_of(out / name), of_run, out / f"{name}.json")
+    return Result.load(out / name)

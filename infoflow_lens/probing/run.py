@@ -8,9 +8,15 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from infoflow_lens.foundation.files import atomic_path, writable_folder
+from infoflow_lens.foundation.files import atomic_path, locked
 from infoflow_lens.foundation.progress import no_bars_of_libraries
-from infoflow_lens.foundation.record import RunRecord, fingerprint, model_fingerprint
+from infoflow_lens.foundation.record import (
+    RunRecord,
+    configuration_fingerprint,
+    fingerprint,
+    model_fingerprint,
+    tokenizer_fingerprint,
+)
 from infoflow_lens.hooks import inspect_model
 from infoflow_lens.hooks.model.inputs import Batches, readable_tokens
 from infoflow_lens.models.loading import LoadedModel, load_any
@@ -51,13 +57,28 @@ def run_probing(
         ready: called before any part begins; what it raises ends the run.
 
     Raises:
-        InfoFlowError: for bad settings, models or data, before work starts; for a folder with
-            results of other settings; for what probes refuse. Finished parts stay on disk.
+        InfoFlowError: for bad settings, models or data, before work starts; for a folder that
+            another run writes to, with results of a run on other weights, configuration,
+            tokenizer, data, settings or versions, or with spoiled files; for what probes refuse,
+            and for a full disk. Finished parts stay on disk.
         KeyboardInterrupt: when it is stopped, with what to do to go on.
     """
     if batches is None:
         check_data(config.data)
-    writable_folder(out)
+    with locked(out, "infoflow-lens probe"):
+        return _run(out, config, progress, say, loaded, batches, if_possible, ready)
+
+
+def _run(
+    out: Path,
+    config: ProbingConfig,
+    progress: bool,
+    say: Say,
+    loaded: LoadedModel | None,
+    batches: Batches | None,
+    if_possible: bool,
+    ready: Callable[[Setting], None],
+) -> ProbingResult:
     check_folder(out, config)
     with nullcontext() if progress else no_bars_of_libraries():
         if loaded is None:
@@ -80,12 +101,17 @@ def run_probing(
     parts = possible_parts(capabilities, config, say, if_possible)
     say(f"{loaded.description}; {batches.n_sequences} sequences")
     record = RunRecord(
-        config={**asdict(config), "inputs": fingerprint(contents)},
+        config={
+            **asdict(config),
+            "inputs": fingerprint(contents),
+            "tokenizer": tokenizer_fingerprint(loaded.tokenizer),
+        },
         seed=config.seed,
         model_fingerprint=model_fingerprint(model),
+        configuration_fingerprint=configuration_fingerprint(model),
         weight_processing=capabilities.normalization,
     )
-    claim_folder(out, record)
+    of_run = claim_folder(out, record)
     with atomic_path(out / "inputs.safetensors") as temporary:
         save_file(contents, temporary)
     setting = Setting(config, model, capabilities, batches, progress)
@@ -93,7 +119,7 @@ def run_probing(
         part.check(setting)
     ready(setting)
     try:
-        found = measured(out, parts, setting, say)
+        found = measured(out, parts, setting, of_run, say)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"finished batches are kept in {str(out)!r}; run the same again to go on"

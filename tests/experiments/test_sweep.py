@@ -1,16 +1,20 @@
 """Sweeps: the same numbers however they are run, nothing lost, nothing mixed."""
 
 import json
+import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
 from infoflow_lens import InfoFlowError
+from infoflow_lens.experiments import sweep
 from infoflow_lens.experiments.studies import STUDIES, find_study
 from infoflow_lens.experiments.sweep import run_study
+from infoflow_lens.foundation import record
 from infoflow_lens.training import TrainingDivergedError
 from tests.experiments.studies_for_tests import Squares
 from tests.processes import server
@@ -31,9 +35,10 @@ def test_a_sweep_writes_rows_table_figure_and_record(tmp_path):
     table = (tmp_path / "table.md").read_text()
     assert "Preset smoke, 4 runs." in table
     assert "**Seen**, by the rule: the square of 3 is larger" in table
-    record = json.loads((tmp_path / "record.json").read_text())
-    assert record["config"]["verdict"]["passed"] is True
-    assert record["versions"]["torch"]
+    about = json.loads((tmp_path / "record.json").read_text())
+    assert about["config"]["verdict"]["passed"] is True
+    assert about["versions"]["torch"]
+    assert about["environment"]["threads"] >= 1
     for kind in ("png", "svg"):
         assert (tmp_path / f"figure.{kind}").stat().st_size > 500
 
@@ -188,16 +193,63 @@ def test_the_smoke_preset_of_every_study_runs_to_its_verdict(name, tmp_path):
     assert result.rows["run"].nunique() == len(study.cases("smoke"))
 
 
-def test_a_full_disk_is_one_error(tmp_path, monkeypatch):
-    from infoflow_lens.experiments import sweep
+def test_a_full_disk_is_one_error_and_finished_runs_stay(tmp_path, monkeypatch):
+    replace = os.replace
 
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+    def full(source, target):
+        if target.name == "results.csv":
+            raise OSError(28, "No space left on device")
+        replace(source, target)
 
-    monkeypatch.setattr(sweep, "_write_csv", full)
-    with pytest.raises(InfoFlowError, match=r"No space left on device.*go on with --resume"):
-        run(Squares(), tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(InfoFlowError, match=r"No space left on device.*with --resume"):
+            run(Squares(), tmp_path)
     assert len(list((tmp_path / "runs").iterdir())) == 1
+    assert not list(tmp_path.rglob(".*"))
+    run(Squares(), tmp_path, resume=True)
+    run(Squares(), tmp_path / "undisturbed")
+    for name in ("results.csv", "figure.svg", "figure.png", "table.md", "record.json"):
+        undisturbed = (tmp_path / "undisturbed" / name).read_bytes()
+        assert (tmp_path / name).read_bytes() == undisturbed
+
+
+def test_runs_of_another_version_are_not_mixed(tmp_path, monkeypatch):
+    run(Squares(), tmp_path, preset="smoke")
+    now = {**record.package_versions(), "infoflow-lens": "0.0.9"}
+    monkeypatch.setattr(sweep, "package_versions", lambda: now)
+    with pytest.raises(InfoFlowError, match="with other versions"):
+        run(Squares(), tmp_path, preset="smoke", resume=True)
+    (tmp_path / "study.json").unlink()  # the runs themselves know it
+    with pytest.raises(InfoFlowError, match="is of a run with other versions"):
+        run(Squares(), tmp_path, preset="smoke", resume=True)
+
+
+def test_two_sweeps_at_once_in_one_folder(tmp_path):
+    (tmp_path / "seen").mkdir()
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(run, Squares(tmp_path / "seen", pause=0.2), tmp_path / "out")
+        while not any((tmp_path / "seen").iterdir()):
+            time.sleep(0.01)
+        with pytest.raises(InfoFlowError, match="is being written by infoflow-lens experiment"):
+            run(Squares(), tmp_path / "out", resume=True)
+    assert first.result().verdict.passed
+
+
+def test_a_scheduler_that_is_not_there_leaves_the_folder_free(tmp_path):
+    for address in ("tcp://127.0.0.1:1", "nonsense://x", "127.0.0.1:notaport"):
+        with pytest.raises(InfoFlowError, match="no dask scheduler at"):
+            run(Squares(), tmp_path, scheduler=address)
+    assert run(Squares(), tmp_path).verdict.passed
+
+
+def test_absurd_counts_are_refused_at_once(tmp_path):
+    begun = time.monotonic()
+    with pytest.raises(InfoFlowError, match="seeds is 1000000: expected 1 to 10000"):
+        run(find_study("head_count"), tmp_path, seeds=10**6)
+    with pytest.raises(InfoFlowError, match="jobs is 100000"):
+        run(Squares(), tmp_path, jobs=10**5)
+    assert time.monotonic() - begun < 5
 
 
 @pytest.mark.filterwarnings("ignore")  # of the cluster's own

@@ -38,12 +38,12 @@ from infoflow_lens.experiments.language_model.tokens import (
     train_tokenizer,
 )
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json, write_text
+from infoflow_lens.foundation.files import atomic_path, locked, write_json, write_text
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord, fingerprint
+from infoflow_lens.foundation.state import read_state, write_state
 
-_STATE = "training.pt"
-_FORMAT = 1
+_STATE = "training.safetensors"
 # A checkpoint is also written where the best prefix matching has moved by this much.
 _MOVED = 0.05
 HELD_OUT: tuple[Split, ...] = ("validation", "test")
@@ -93,10 +93,9 @@ def train_language_model(
             small, or the loss is no longer finite.
         KeyboardInterrupt: when stopped by Ctrl-C, saying from where the same call goes on.
     """
-    folder = writable_folder(out)
-    (folder / "checkpoints").mkdir(exist_ok=True)
     corpus = corpus or read_corpus()
-    with _threads(config.threads):
+    with locked(out, "training of a language model") as folder, _threads(config.threads):
+        (folder / "checkpoints").mkdir(exist_ok=True)
         run = _Run(folder, config, corpus, name)
         run.resume()
         with progress_bar(name, config.n_steps, progress, done=run.step) as advance:
@@ -226,8 +225,6 @@ class _Run:
     def save(self) -> None:
         write_json(self.folder / "history.json", self.history)
         state = {
-            "format": _FORMAT,
-            "identity": self.identity,
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -235,29 +232,29 @@ class _Run:
             "losses": self.losses,
             "prefix_matching_saved": self.prefix_matching_saved,
         }
-        with atomic_path(self.folder / _STATE) as temporary:
-            torch.save(state, temporary)
+        write_state(self.folder / _STATE, state, self._about())
         self.saved = self.step
+
+    def _about(self) -> dict[str, Any]:
+        """What the numbers depend on, as JSON gives it back."""
+        versions = {
+            name: value for name, value in self.record.versions.items() if name != "datasets"
+        }
+        about: dict[str, Any] = json.loads(
+            json.dumps({"identity": self.identity, "versions": versions})
+        )
+        return about
 
     def resume(self) -> None:
         path = self.folder / _STATE
         if not path.exists():
             return
-        try:
-            state = torch.load(path, weights_only=True)
-        except Exception as error:  # whatever unpickling makes of bytes that are no state
-            raise InfoFlowError(
-                f"{str(path)!r} cannot be read ({error}): expected the state of a training run; "
-                "delete it, or use another folder"
-            ) from error
-        if (
-            not isinstance(state, dict)
-            or state.get("format") != _FORMAT
-            or state["identity"] != self.identity
-        ):
+        hint = "expected the state of a training run; delete it, or use another folder"
+        state, about = read_state(path, "the unfinished training", hint)
+        if about != self._about():
             raise InfoFlowError(
                 f"{str(path)!r} belongs to another run: expected the same settings, text and "
-                "version; use another folder, or delete it"
+                "versions; use another folder, or delete it"
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -267,7 +264,9 @@ class _Run:
 
     def _save_model(self, target: Path) -> None:
         """The model with its tokenizer, whole or not at all."""
-        temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+        temporary = Path(
+            tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+        )
         try:
             self._write_model(temporary, self.model.state_dict(), "float32")
             temporary.chmod(0o755)

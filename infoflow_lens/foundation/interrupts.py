@@ -1,0 +1,45 @@
+"""Ctrl-C that waits for the end of a step, so that what a step changes is whole."""
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def between_steps() -> Iterator[Callable[[], None]]:
+    """Hold back the first Ctrl-C (SIGINT) or SIGTERM of a block until the yielded check is called.
+
+    The check raises KeyboardInterrupt if there was one. A second one is raised at once. Outside the
+    main thread, which alone is sent signals, and where somebody handles SIGINT himself, nothing
+    changes.
+    """
+    asked = False
+
+    def check() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        sys.stderr.write("stopping behind this batch; again to stop at once\n")
+
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not ours or threading.current_thread() is not threading.main_thread():
+        yield check
+        return
+    numbers = [signal.SIGINT]
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        numbers.append(signal.SIGTERM)
+    before = [signal.signal(number, hold) for number in numbers]
+    try:
+        yield check
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    check()  # of one that came behind the last step

@@ -1,0 +1,49 @@
+"""Threads and worker processes."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_lock = threading.Lock()
+_inside, _before = 0, 1
+_watched: set[int] = set()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch computes with one thread in a block, on which the last digits of numbers depend.
+
+    Blocks of several threads of a program may overlap: the last to end puts the number back.
+    """
+    global _inside, _before
+    with _lock:
+        if not _inside:
+            _before = torch.get_num_threads()
+        _inside += 1
+    torch.set_num_threads(1)  # which OpenMP keeps for each thread
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                torch.set_num_threads(_before)
+
+
+def end_with(parent: int) -> None:
+    """End this process soon after `parent`, which has started it, is gone, even by kill -9."""
+    if os.getpid() == parent or parent in _watched:
+        return
+    _watched.add(parent)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    if os.getppid() == parent:
+        threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,170 @@
+"""State on disk: nested tensors and plain values in one safetensors file.
+
+The tensors are safetensors', the rest is JSON in its header, with the name and the version of this
+format, what the state belongs to, and a digest of all of it. Reading calls nothing that the file
+names.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as from_bytes
+from safetensors.torch import load_file, save_file
+from safetensors.torch import save as to_bytes
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import atomic_path
+from infoflow_lens.foundation.record import fingerprint
+
+_ENTRY = "infoflow-lens"  # of the metadata
+_SCHEMA = "infoflow-lens state"
+_VERSION = 1
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class _UnreadableError(Exception):
+    """What a state file holds is none."""
+
+
+def write_state(path: Path, value: Any, about: Mapping[str, Any]) -> None:
+    """Write nested tensors and plain values to one file, whole or not at all.
+
+    Args:
+        path: of the file, safetensors.
+        value: tensors, numbers, strings, booleans and None in dicts, lists and tuples.
+        about: what the state belongs to, as JSON-compatible values.
+
+    Raises:
+        InfoFlowError: if the file cannot be written.
+        TypeError: for values of other kinds, which are mistakes of the caller.
+    """
+    tensors, header = _encoded(value, about)
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary, metadata=header)
+
+
+def read_state(path: Path, what: str, hint: str) -> tuple[Any, dict[str, Any]]:
+    """What :func:`write_state` wrote: the values, on the CPU, and what they belong to.
+
+    Args:
+        path: of the file.
+        what: what errors call it, such as "the unfinished run".
+        hint: the end of errors: what to do.
+
+    Raises:
+        InfoFlowError: for a file that is spoiled, of another format or of another version of it.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+        return _decoded(load_file(path), header)
+    except (OSError, SafetensorError, _UnreadableError, RuntimeError, ValueError) as error:
+        raise InfoFlowError(f"{what} {str(path)!r} cannot be read ({error}): {hint}") from error
+
+
+def state_to_bytes(value: Any) -> bytes:
+    """Nested tensors and plain values as bytes, for another process."""
+    tensors, header = _encoded(value, {})
+    return bytes(to_bytes(tensors, metadata=header))
+
+
+def state_from_bytes(data: bytes) -> Any:
+    """What :func:`state_to_bytes` was given.
+
+    Raises:
+        InfoFlowError: for other bytes.
+    """
+    try:
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length]).get("__metadata__", {})
+        return _decoded(from_bytes(data), header)[0]
+    except (SafetensorError, _UnreadableError, ValueError, AttributeError) as error:
+        raise InfoFlowError(f"what another process sent is no state ({error})") from error
+
+
+def _encoded(value: Any, about: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    tensors: list[Tensor] = []
+    places: dict[tuple[Any, ...], int] = {}
+    stored: set[int] = set()
+    alive: list[Tensor] = []  # so that no other tensor comes to lie at the same place
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            part = part.detach().cpu()
+            key = (part.data_ptr(), tuple(part.shape), part.stride(), part.dtype)
+            if not part.numel() or key not in places:  # the same tensor is written once
+                alive.append(part)
+                storage = part.untyped_storage().data_ptr()
+                if storage in stored or not part.is_contiguous():
+                    part = part.clone(memory_format=torch.contiguous_format)
+                stored.add(storage)
+                places[key] = len(tensors)
+                tensors.append(part)
+            return {"tensor": places[key]}
+        if isinstance(part, Mapping):
+            return {"dict": [[plain(key), plain(item)] for key, item in part.items()]}
+        if isinstance(part, tuple):
+            return {"tuple": [plain(item) for item in part]}
+        if isinstance(part, list):
+            return [plain(item) for item in part]
+        if isinstance(part, float) and not math.isfinite(part):
+            return {"float": "nan" if part != part else "inf" if part > 0 else "-inf"}
+        if part is None or isinstance(part, (str, bool, int, float)):
+            return part
+        raise TypeError(f"a state holds a {type(part).__name__}: expected tensors and plain values")
+
+    content = json.dumps(plain(value), allow_nan=False)
+    named = {str(index): tensor for index, tensor in enumerate(tensors)}
+    text = json.dumps(about, sort_keys=True, allow_nan=False)
+    header = {"schema": _SCHEMA, "version": str(_VERSION), "about": text, "content": content}
+    header["digest"] = _digest(named, text + content)
+    # one entry: safetensors writes several in an order that changes
+    return named, {_ENTRY: json.dumps(header)}
+
+
+def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
+    return hashlib.sha256((text + fingerprint(tensors)).encode()).hexdigest()[:16]
+
+
+def _decoded(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[Any, Any]:
+    try:
+        header: Any = json.loads(metadata.get(_ENTRY, "{}"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _UnreadableError(f"its header is spoiled: {error}") from error
+    if not isinstance(header, dict) or header.get("schema") != _SCHEMA:
+        raise _UnreadableError("it is no state of infoflow-lens")
+    if header.get("version") != str(_VERSION):
+        raise _UnreadableError(
+            f"its format has version {header.get('version')}, this is {_VERSION}"
+        )
+    about, content = str(header.get("about", "")), str(header.get("content", ""))
+    if header.get("digest") != _digest(tensors, about + content):
+        raise _UnreadableError("it has changed since it was written")
+
+    def value(part: Any) -> Any:
+        if isinstance(part, list):
+            return [value(item) for item in part]
+        if not isinstance(part, dict):
+            return part
+        ((kind, inner),) = part.items()
+        if kind == "tensor":
+            return tensors[str(inner)]
+        if kind == "float":
+            return _FLOATS[inner]
+        if kind == "tuple":
+            return tuple(value(item) for item in inner)
+        if kind == "dict":
+            return {value(key): value(item) for key, item in inner}
+        raise _UnreadableError(f"it holds a {kind!r}")
+
+    try:
+        return value(json.loads(content)), json.loads(about)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise _UnreadableError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,279 @@
+"""Folders of runs that somebody has spoiled, shares, or fills: nothing wrong, nothing let in."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infoflow_lens import InfoFlowError
+from infoflow_lens.foundation import files
+from infoflow_lens.foundation.errors import InfoFlowWarning
+from infoflow_lens.foundation.files import locked
+from infoflow_lens.probing import run as run_module
+from infoflow_lens.probing.checkpoint import Checkpoint
+from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.run import run_probing
+from tests.fuzz import OF_A_RUN, SPOILS, spoiled
+from tests.processes import started
+from tests.reference import zoo
+
+TABLES = ("positions.csv", "influence.csv", "agreement.csv", "coverage_curve.csv")
+
+
+@pytest.fixture(autouse=True)
+def few_rows():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InfoFlowWarning)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gpt2")
+    zoo.save("gpt2", path)
+    return path
+
+
+def settings(folder, **changes):
+    given = {
+        "data": "repeated", "n": 6, "max_length": 8, "ranks": (1,), "n_detail": 2, "batch_size": 2,
+        "probes": ("positions", "influence"),
+    }  # fmt: skip
+    return ProbingConfig(str(folder), **{**given, **changes})
+
+
+def run(out, config):
+    return run_probing(out, config, progress=False)
+
+
+def attempted(out, config):
+    """What a run is refused with; nothing if it ends well."""
+    try:
+        run(out, config)
+    except InfoFlowError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def finished(folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InfoFlowWarning)
+        run(out, settings(folder))
+    return out
+
+
+@pytest.fixture
+def out(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def same_tables(out, finished):
+    return all((out / name).read_bytes() == (finished / name).read_bytes() for name in TABLES)
+
+
+@pytest.fixture(scope="module")
+def measured(folder):
+    """What the model shows; loaded once for all spoiled folders."""
+    from infoflow_lens.models.loading import load_any
+
+    return load_any(str(folder))
+
+
+@pytest.mark.parametrize("name", OF_A_RUN)
+def test_a_spoiled_file_is_named_or_made_anew(name, out, finished, folder, monkeypatch, measured):
+    monkeypatch.setattr(run_module, "load_any", lambda *args, **kwargs: measured)
+    if name.startswith("."):
+        about = {k: v for k, v in record(out).items() if k not in ("schema", "digest")}
+        Checkpoint(out / name, about).save({"begun": torch.zeros(3)})
+        (out / "influence.json").unlink()
+    whole = (out / name).read_bytes()
+    for how in SPOILS:
+        spoiled(out / name, how, 0.5, b"\x80\x04N.")
+        said = attempted(out, settings(folder))
+        if said:
+            assert name.removesuffix(".json").removesuffix(".safetensors") in said
+        else:
+            assert same_tables(out, finished), how
+        shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink(missing_ok=True)
+        (out / name).write_bytes(whole)
+
+
+def record(out):
+    return json.loads((out / "record.json").read_text())
+
+
+class Calls:
+    """What a pickle would call when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return files.write_text, (str(self.path), "written")
+
+
+@pytest.mark.parametrize("name", [".all.safetensors", ".all.pt", "positions.safetensors"])
+def test_a_pickle_in_a_folder_calls_nothing(out, folder, tmp_path, name):
+    """The unfinished run of earlier versions wrote a file of an attacker's choice."""
+    for finished in out.glob("positions.*"):
+        if name.startswith("."):
+            finished.unlink()
+    torch.save({"positions": Calls(tmp_path / "target")}, out / name)
+    said = attempted(out, settings(folder))
+    assert (name in said) is (name != ".all.pt")  # which nothing reads any more
+    assert not (tmp_path / "target").exists()
+
+
+def test_data_that_are_a_pickle_call_nothing(folder, tmp_path):
+    torch.save(Calls(tmp_path / "target"), tmp_path / "data.pt")
+    with pytest.raises(InfoFlowError, match=r"data.pt.* cannot be read as a tensor"):
+        run(tmp_path / "out", settings(folder, data=str(tmp_path / "data.pt")))
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+@pytest.mark.parametrize("what", ["weights", "configuration", "tokenizer", "versions", "settings"])
+def test_nothing_is_taken_from_another_run(out, folder, tmp_path, monkeypatch, what, has_record):
+    """Every part knows what its numbers depend on, also without the folder's record."""
+    changed, changes = tmp_path / "model", {}
+    shutil.copytree(folder, changed)
+    (changed / "x").touch()
+    if what == "weights":
+        weights = load_file(changed / "model.safetensors")
+        first = next(iter(weights))
+        weights[first] = weights[first] + 1e-3
+        save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
+    elif what == "configuration":
+        config = json.loads((changed / "config.json").read_text())
+        config["activation_function"] = "relu"
+        (changed / "config.json").write_text(json.dumps(config))
+    elif what == "tokenizer":
+        words = (changed / "tokenizer.json").read_text()
+        (changed / "tokenizer.json").write_text(words.replace('"w7"', '"other"'))
+    elif what == "versions":
+        from infoflow_lens.foundation import record as module
+
+        now = {**module.package_versions(), "torch": "1.0"}
+        monkeypatch.setattr(module, "package_versions", lambda: now)
+        monkeypatch.setattr(
+            run_module, "RunRecord", lambda **values: module.RunRecord(versions=now, **values)
+        )
+    else:
+        changes["threshold"] = 0.1
+    shutil.rmtree(folder.with_name("kept"), ignore_errors=True)
+    folder.rename(folder.with_name("kept"))  # the model's name is a setting, too
+    changed.rename(folder)
+    try:
+        if not has_record:
+            (out / "record.json").unlink()
+        with pytest.raises(InfoFlowError, match=what):
+            run(out, settings(folder, **changes))
+    finally:
+        shutil.rmtree(folder)
+        folder.with_name("kept").rename(folder)
+
+
+def test_an_unfinished_run_is_not_taken_up_by_another(out):
+    about = record(out)
+    Checkpoint(out / ".x.safetensors", about).save({"begun": 1})
+    other = {**about, "model_fingerprint": "0" * 16}
+    with pytest.raises(InfoFlowError, match="the model's weights have changed since"):
+        Checkpoint(out / ".x.safetensors", other).load()
+
+
+def test_two_runs_at_once_in_one_folder(out, folder):
+    with (
+        locked(out, "infoflow-lens probe"),
+        pytest.raises(
+            InfoFlowError, match=rf"written by infoflow-lens probe, process {os.getpid()}"
+        ),
+    ):
+        run(out, settings(folder))
+
+
+def test_what_dead_runs_left_is_swept(out, folder):
+    left = out / ".positions.safetensors.abc.part"
+    left.write_text("half")
+    run(out, settings(folder))
+    assert not left.exists()
+
+
+def test_a_full_disk_is_one_error_and_what_was_finished_stays(tmp_path, folder, monkeypatch):
+    finished = []
+    replace = os.replace
+
+    def full(source, target):
+        if "influence" in target.name:
+            raise OSError(28, "No space left on device")
+        finished.append(target.name)
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(InfoFlowError, match=r"cannot write .*No space left on device.*is kept"):
+            run(tmp_path / "out", settings(folder))
+    assert "positions.json" in finished
+    assert (tmp_path / "out" / "positions.json").is_file()
+    run(tmp_path / "out", settings(folder))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX limits")
+def test_a_write_that_the_system_refuses(tmp_path):
+    """The system's own answer, from inside of safetensors."""
+    import resource
+
+    from infoflow_lens.foundation.state import write_state
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(InfoFlowError, match=r"cannot write .*File too large"):
+            write_state(tmp_path / "x", {"x": torch.zeros(10_000)}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_every_finished_batch(tmp_path, folder, number):
+    """However short ago the state was written: behind the batch that runs."""
+    config = settings(folder, probes=("positions",), n=4000)
+    arguments = ["--data", "repeated", "--n", "4000", "--max-length", "8", "--ranks", "1",
+                 "--n-detail", "2", "--batch-size", "2", "--probes", "positions"]  # fmt: skip
+    arguments = ["probe", str(folder), "--out", "out", "--quiet", *arguments]
+    with started("-m", "infoflow_lens.cli", *arguments, folder=tmp_path) as program:
+        program.wait_until(lambda: "positions" in program.stderr)
+        time.sleep(0.5)
+        program.send_signal(number)
+        assert program.wait(60) == 130
+        assert "stopping behind this batch" in program.stderr
+        assert "run the same again to go on" in program.stderr
+    about = record(tmp_path / "out")
+    about = {name: value for name, value in about.items() if name not in ("schema", "digest")}
+    state = Checkpoint(tmp_path / "out" / ".all.safetensors", about).load()
+    assert 0 < state["positions"]["n_sequences"] < config.n
+    assert not (tmp_path / "out" / ".lock").exists()
+
+
+def test_a_signal_to_a_run_in_a_thread_is_left_alone(out, folder):
+    """Handlers are put up in the main thread alone, and taken down again."""
+    before = signal.getsignal(signal.SIGINT)
+    (out / "positions.json").unlink()
+    thread = threading.Thread(target=lambda: run(out, settings(folder)))
+    thread.start()
+    thread.join()
+    assert (out / "positions.json").is_file()
+    assert signal.getsignal(signal.SIGINT) is before
