@@ -15,7 +15,7 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 @cache
 def asset(name: str) -> str:
     """The text of a file that pages carry."""
-    path = files("infoflow_lens.report").joinpath("assets", name)
+    path = files("infoflow_lens.report") / "assets" / name
     return path.read_text(encoding="utf-8").replace("</", "<\\/")
 
 
