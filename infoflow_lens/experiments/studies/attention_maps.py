@@ -20,7 +20,8 @@ from infoflow_lens.experiments.studies.token_models import (
     paper_training,
     train_run,
 )
-from infoflow_lens.experiments.study import Row, Settings, Verdict, spread
+from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks import (
@@ -153,43 +154,65 @@ class AttentionMaps(TokenStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Shares by operation and model."""
-        lines = [
-            "| start | task | operation | trained | before training | construction | by chance | "
-            "test accuracy |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
+        shares = []
         operations: Any = results[results["kind"] == "operation"].groupby(
             ["start", "task", "operation"], sort=False
         )
         for (start, task, operation), rows in operations:
             of = {name: rows[rows["model"] == name] for name in ("trained", "initial")}
             built = rows.loc[rows["model"] == "construction", "share"]
-            lines.append(
-                f"| {STARTS[start]} | {TASKS[task]} | {operation} | "
-                f"{spread(of['trained']['share'])} | {spread(of['initial']['share'])} | "
-                f"{spread(built)} | {spread(of['trained']['chance'])} | "
-                f"{spread(of['trained']['test_accuracy'])} |"
+            shares.append(
+                (
+                    STARTS[start],
+                    TASKS[task],
+                    operation,
+                    spread(of["trained"]["share"]),
+                    spread(of["initial"]["share"]),
+                    spread(built),
+                    spread(of["trained"]["chance"]),
+                    spread(of["trained"]["test_accuracy"]),
+                )
             )
-        lines += [
-            "",
-            *(f"- {operation}, {what}" for operation, what in _OPERATIONS.items()),
-            "",
-            "| start | task | layer | mechanism of the head, a seed each | KL if it attends to its "
-            "own position alone |",
-            "|---|---|---|---|---|",
-        ]
+        mechanisms = []
         heads: Any = results[results["kind"] == "head"].groupby(
             ["start", "task", "layer"], sort=False
         )
         for (start, task, layer), rows in heads:
-            lines.append(
-                f"| {STARTS[start]} | {TASKS[task]} | {int(layer) + 1} | "
-                f"{', '.join(rows['mechanism'])} | {spread(rows['own_position_kl'])} |"
+            mechanisms.append(
+                (
+                    STARTS[start],
+                    TASKS[task],
+                    int(layer) + 1,
+                    ", ".join(rows["mechanism"]),
+                    spread(rows["own_position_kl"]),
+                )
             )
-        return "\n".join(
+        return "\n\n".join(
             [
-                *lines,
-                "",
+                markdown_table(
+                    [
+                        "start",
+                        "task",
+                        "operation",
+                        "trained",
+                        "before training",
+                        "construction",
+                        "by chance",
+                        "test accuracy",
+                    ],
+                    shares,
+                ),
+                "\n".join(f"- {operation}, {what}" for operation, what in _OPERATIONS.items()),
+                markdown_table(
+                    [
+                        "start",
+                        "task",
+                        "layer",
+                        "mechanism of the head, a seed each",
+                        "KL if it attends to its own position alone",
+                    ],
+                    mechanisms,
+                ),
                 "Shares of test sequences, over seeds, mean (least to largest). The paper shows "
                 "maps of single sequences, without numbers.",
             ]

@@ -12,9 +12,9 @@ from infoflow_lens.experiments.study import (
     Settings,
     VectorStudy,
     Verdict,
-    spread,
     standardised,
 )
+from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.constructions import build_construction
 from infoflow_lens.models.host import build_model
@@ -139,31 +139,40 @@ class DepthSeparationStudy(VectorStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Errors by parameters, then slopes beside the exponents of the theorem."""
-        lines = ["| model | parameters | NMSE | least NMSE |", "|---|---|---|---|"]
         groups: Any = results.groupby(["model", "parameters"])
-        for (model, parameters), rows in groups:
-            lines.append(
-                f"| {model} | {parameters} | {spread(rows['nmse'])} | {rows['nmse'].min():.2e} |"
-            )
+        errors = markdown_table(
+            ["model", "parameters", "NMSE", "least NMSE"],
+            [
+                (model, parameters, spread(rows["nmse"]), f"{rows['nmse'].min():.2e}")
+                for (model, parameters), rows in groups
+            ],
+        )
         n_tokens = int(results["n_tokens"].iloc[0])
-        lines += [
-            "",
-            "| model | fitted slope of log NMSE | exponent of the theorem | "
-            "slope that it stands for |",
-            "|---|---|---|---|",
-        ]
         least = _least(results)
+        slopes = []
         for model in least.index.unique(level="model"):
             cells = _stated(n_tokens) if model == _ONE else ("at most 1", "-2 can be reached")
-            lines.append(f"| {model} | {_slope(least[model]):.2f} | {cells[0]} | {cells[1]} |")
+            slopes.append((model, f"{_slope(least[model]):.2f}", *cells))
+        parts = [
+            errors,
+            markdown_table(
+                [
+                    "model",
+                    "fitted slope of log NMSE",
+                    "exponent of the theorem",
+                    "slope that it stands for",
+                ],
+                slopes,
+            ),
+        ]
         built = results[results["model"] == _BUILT]
         if len(built):
             worst = ", ".join(
                 f"{rows['max_error'].max():.2g} (eps = {eps:g})"
                 for eps, rows in built.groupby("eps")
             )
-            lines += ["", f"Largest errors of the built models: {worst}; parameters are those set."]
-        return "\n".join([*lines, "", f"The paper prints no experiment. {_CAVEAT}"])
+            parts.append(f"Largest errors of the built models: {worst}; parameters are those set.")
+        return "\n\n".join([*parts, f"The paper prints no experiment. {_CAVEAT}"])
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
         """NMSE over parameters, log-log, with the fitted lines."""

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict, spread
+from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict
+from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
 from infoflow_lens.tasks import DRetrieval
@@ -134,19 +135,31 @@ class HeadCount(VectorStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Minima over seeds beside the published ones, and all seeds."""
-        lines = [
-            "| table | T | heads | NMSE: least over seeds | all seeds | by second moment: least | "
-            "published |",
-            "|---|---|---|---|---|---|---|",
-        ]
         groups: Any = results.groupby(["table", "n_tokens", "heads"])
-        for (table, length, heads), rows in groups:
-            lines.append(
-                f"| {table} | {length} | {heads} | {rows['nmse'].min():.2e} | "
-                f"{spread(rows['nmse'])} | {rows['relative'].min():.2e} | "
-                f"{_published(table, heads, length):.2e} |"
-            )
-        return "\n".join([*lines, "", "Published: minima over seeds, in Table 2 means."])
+        cells = markdown_table(
+            [
+                "table",
+                "T",
+                "heads",
+                "NMSE: least over seeds",
+                "all seeds",
+                "by second moment: least",
+                "published",
+            ],
+            [
+                (
+                    table,
+                    length,
+                    heads,
+                    f"{rows['nmse'].min():.2e}",
+                    spread(rows["nmse"]),
+                    f"{rows['relative'].min():.2e}",
+                    f"{_published(table, heads, length):.2e}",
+                )
+                for (table, length, heads), rows in groups
+            ],
+        )
+        return f"{cells}\n\nPublished: minima over seeds, in Table 2 means."
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
         """Errors by second moment over heads, a panel for each table; published dotted."""

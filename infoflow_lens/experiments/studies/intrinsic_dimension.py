@@ -9,9 +9,9 @@ from infoflow_lens.experiments.study import (
     Settings,
     VectorStudy,
     Verdict,
-    spread,
     standardised,
 )
+from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
 from infoflow_lens.tasks import IntrinsicDimension
@@ -105,24 +105,34 @@ class IntrinsicDimensionStudy(VectorStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Means over seeds by D and heads, beside what theory says and what is published."""
-        lines = [
-            "| D | heads | theory, large T | NMSE, over seeds | times that of (D, D) | published |",
-            "|---|---|---|---|---|---|",
-        ]
+        cells = []
         groups: Any = results.groupby(["D", "heads"], sort=False)
         means = groups["nmse"].mean()
         for (d, heads), rows in groups:
             enough = _first(heads) >= d
-            lines.append(
-                f"| {d} | {_shown(heads)} | {'allowed' if enough else 'excluded'} | "
-                f"{spread(rows['nmse'])} | "
-                f"{means[d, heads] / means.get((d, f'{d} {d}'), math.nan):.3g} | "
-                f"{'lowest' if enough else 'higher by two to three orders'} |"
+            cells.append(
+                (
+                    d,
+                    _shown(heads),
+                    "allowed" if enough else "excluded",
+                    spread(rows["nmse"]),
+                    f"{means[d, heads] / means.get((d, f'{d} {d}'), math.nan):.3g}",
+                    "lowest" if enough else "higher by two to three orders",
+                )
             )
-        return "\n".join(
+        return "\n\n".join(
             [
-                *lines,
-                "",
+                markdown_table(
+                    [
+                        "D",
+                        "heads",
+                        "theory, large T",
+                        "NMSE, over seeds",
+                        "times that of (D, D)",
+                        "published",
+                    ],
+                    cells,
+                ),
                 "Published in words and a figure (at the largest D the gap narrows); the numbers "
                 "of Table 11 did not survive in print. Theory: counting comparisons (count "
                 "'paper'), for max-position retrieval alone.",

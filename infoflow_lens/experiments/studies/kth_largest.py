@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict, spread
+from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict
+from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.hooks import PositionsProbe, run_probes
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
@@ -76,17 +77,13 @@ class KthLargestStudy(VectorStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Errors and choices by k."""
-        lines = [
-            "| T | k | NMSE | attends to the largest | to the k-th | to the smallest |",
-            "|---|---|---|---|---|---|",
-        ]
+        measured = ("nmse", "chooses_largest", "chooses_kth", "chooses_smallest")
         groups: Any = results.groupby(["n_tokens", "k"])
-        for (n_tokens, k), rows in groups:
-            cells = [spread(rows[c]) for c in ("nmse", "chooses_largest", "chooses_kth")]
-            lines.append(
-                f"| {n_tokens} | {k} | {' | '.join(cells)} | {spread(rows['chooses_smallest'])} |"
-            )
-        return "\n".join([*lines, "", "The paper states exponents and prints no experiment."])
+        table = markdown_table(
+            ["T", "k", "NMSE", "attends to the largest", "to the k-th", "to the smallest"],
+            [(*key, *(spread(rows[name]) for name in measured)) for key, rows in groups],
+        )
+        return f"{table}\n\nThe paper states exponents and prints no experiment."
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
         """NMSE over k."""

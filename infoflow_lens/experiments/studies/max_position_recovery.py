@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict, spread
+from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict
+from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.hooks import RecoveryProbe, RecoveryResult, run_probes
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
@@ -116,24 +117,24 @@ class MaxPositionRecovery(VectorStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Errors and ratios by heads and rank, both normalisations, with the controls."""
-        lines = [
-            "| heads | rank | initial | trained | ratio, each head | ratio by variance | "
-            "unexplained: trained | random key | own token | NMSE |",
-            "|---|---|---|---|---|---|---|---|---|---|",
-        ]
+        columns = {
+            "initial": "initial_second_moment",
+            "trained": "trained_second_moment",
+            "ratio, each head": "ratio_second_moment",
+            "ratio by variance": "ratio_fvu",
+            "unexplained: trained": "trained_fvu",
+            "random key": "trained_fvu_random",
+            "own token": "trained_fvu_self",
+            "NMSE": "nmse",
+        }
         groups: Any = results.groupby(["heads", "rank"])
-        for (heads, rank), rows in groups:
-            lines.append(
-                f"| {heads} | {rank} | {spread(rows['initial_second_moment'])} | "
-                f"{spread(rows['trained_second_moment'])} | "
-                f"{spread(rows['ratio_second_moment'])} | "
-                f"{spread(rows['ratio_fvu'])} | {spread(rows['trained_fvu'])} | "
-                f"{spread(rows['trained_fvu_random'])} | {spread(rows['trained_fvu_self'])} | "
-                f"{spread(rows['nmse'])} |"
-            )
+        table = markdown_table(
+            ["heads", "rank", *columns],
+            [(*key, *(spread(rows[name]) for name in columns.values())) for key, rows in groups],
+        )
         published = "\n".join(f"- rank {rank}: {numbers}" for rank, numbers in _PUBLISHED.items())
         return "\n".join(
-            [*lines, "", "Published ratios (by second moment; sizes are not printed):", published]
+            [table, "", "Published ratios (by second moment; sizes are not printed):", published]
         )
 
     def figure(self, results: "pd.DataFrame") -> "Figure":

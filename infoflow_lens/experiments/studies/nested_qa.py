@@ -16,7 +16,8 @@ from infoflow_lens.experiments.studies.token_models import (
     last_epochs,
     paper_training,
 )
-from infoflow_lens.experiments.study import Settings, Verdict, spread
+from infoflow_lens.experiments.study import Settings, Verdict
+from infoflow_lens.experiments.tables import markdown_table, spread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -85,23 +86,25 @@ class NestedQuestions(TokenStudy):
         """Test accuracies by hops and layers, beside the layers that are enough by construction."""
         runs = last_epochs(results)
         layers = [int(n) for n in sorted(runs["layers"].unique())]
-        head = " | ".join(counted(n, "layer") for n in layers)
-        lines = [
-            f"| start | hops | chance | {head} | layers: copy-match a hop (the paper's design) | "
-            "copy once, match a hop | matching at facts, too |",
-            f"|---|---|---|{'---|' * len(layers)}---|---|---|",
+        columns = [
+            "start",
+            "hops",
+            "chance",
+            *(counted(n, "layer") for n in layers),
+            "layers: copy-match a hop (the paper's design)",
+            "copy once, match a hop",
+            "matching at facts, too",
         ]
+        lines = []
         groups: Any = runs.groupby(["start", "hops"], sort=False)
         for (start, hops), rows in groups:
             cells = [spread(rows.loc[rows["layers"] == n, "test_accuracy"]) for n in layers]
-            lines.append(
-                f"| {STARTS[start]} | {hops} | {rows['chance'].mean():.3g} | {' | '.join(cells)} | "
-                f"{2 * hops} | {hops + 1} | {layers_needed(int(hops))} |"
-            )
-        return "\n".join(
+            chance = f"{rows['chance'].mean():.3g}"
+            needed = (2 * hops, hops + 1, layers_needed(int(hops)))
+            lines.append((STARTS[start], hops, chance, *cells, *needed))
+        return "\n\n".join(
             [
-                *lines,
-                "",
+                markdown_table(columns, lines),
                 "Test accuracy over seeds, mean (least to largest), of the epoch of the least "
                 "validation loss. The paper proposes the task and gives no numbers.",
             ]

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict, spread
+from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict
+from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.hooks.model.points import run_catching
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
@@ -86,19 +87,21 @@ class SpecificPosition(VectorStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Mean weights by position, beside the published ones."""
-        lines = [
-            "| position | weight of CLS, over seeds | deviation between samples | published |",
-            "|---|---|---|---|",
-        ]
         groups: Any = results.groupby("position")
-        for position, rows in groups:
-            published = "1/3" if int(position) <= _N_SUMMED else "0"
-            lines.append(
-                f"| {position} | {spread(rows['weight'])} | {spread(rows['weight_deviation'])} | "
-                f"{published} |"
-            )
+        table = markdown_table(
+            ["position", "weight of CLS, over seeds", "deviation between samples", "published"],
+            [
+                (
+                    position,
+                    spread(rows["weight"]),
+                    spread(rows["weight_deviation"]),
+                    "1/3" if int(position) <= _N_SUMMED else "0",
+                )
+                for position, rows in groups
+            ],
+        )
         errors = results.drop_duplicates("run")["mse"]
-        return "\n".join([*lines, "", f"Test MSE {spread(errors)}; published: near zero."])
+        return f"{table}\n\nTest MSE {spread(errors)}; published: near zero."
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
         """Weights by position, a bar each, with the spread between samples."""

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict, spread
+from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict
+from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
 from infoflow_lens.tasks import TriangleCenter
@@ -101,24 +102,35 @@ class TriangleCenterStudy(VectorStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Errors by T and size, and what was estimated."""
-        lines = [
-            "| T | heads | E | NMSE | on training data | \\|I\\| by counting: paper, proved | "
-            "exponent: at least, at most |",
-            "|---|---|---|---|---|---|---|",
-        ]
+        cells = []
         groups: Any = results.groupby(["n_tokens", "d_model"])
         for (n_tokens, d_model), rows in groups:
             one = rows.iloc[0]
-            lines.append(
-                f"| {n_tokens} | {one['heads'].replace(' ', ', ')} | {d_model} | "
-                f"{spread(rows['nmse'])} | {spread(rows['train_nmse'])} | "
-                f"{one['information']}, {one['information_proved']} | "
-                f"{one['exponent_lower']:.3g}, {one['exponent_upper']:.3g} |"
+            cells.append(
+                (
+                    n_tokens,
+                    one["heads"].replace(" ", ", "),
+                    d_model,
+                    spread(rows["nmse"]),
+                    spread(rows["train_nmse"]),
+                    f"{one['information']}, {one['information_proved']}",
+                    f"{one['exponent_lower']:.3g}, {one['exponent_upper']:.3g}",
+                )
             )
-        return "\n".join(
+        return "\n\n".join(
             [
-                *lines,
-                "",
+                markdown_table(
+                    [
+                        "T",
+                        "heads",
+                        "E",
+                        "NMSE",
+                        "on training data",
+                        "|I| by counting: paper, proved",
+                        "exponent: at least, at most",
+                    ],
+                    cells,
+                ),
                 "Published (the numbers of Table 12 do not survive): NMSE grows fast with T and "
                 "approaches 1, almost identically for all three sizes. The exponent is that of the "
                 "cost law, |I| d/E, with |I| from counting (paper) and from the best schedule; "

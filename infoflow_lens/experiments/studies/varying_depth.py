@@ -20,7 +20,8 @@ from infoflow_lens.experiments.studies.token_models import (
     last_epochs,
     paper_training,
 )
-from infoflow_lens.experiments.study import Settings, Verdict, spread
+from infoflow_lens.experiments.study import Settings, Verdict
+from infoflow_lens.experiments.tables import markdown_table, spread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -99,28 +100,42 @@ class VaryingDepth(TokenStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Test accuracies by task and layers, beside what Fig. 2 shows."""
-        lines = [
-            "| start | task | layers | heads | chance (floor) | train accuracy | test accuracy | "
-            "seeds >= .95 | Fig. 2 |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
+        cells = []
         runs = last_epochs(results)
         by = ["start", "task", "layers", "heads"]
         for _, rows in runs.groupby(by, sort=False):
             start, task, layers, heads = (rows[name].iloc[0] for name in by)
             solved = int((rows["test_accuracy"] >= SOLVED).sum())
             shown = "solved" if layers >= _ENOUGH[task] else "chance"
-            lines.append(
-                f"| {STARTS[start]} | {TASKS[task]} | {layers} | {heads} | "
-                f"{rows['chance'].mean():.3g} ({rows['floor'].mean():.3g}) | "
-                f"{spread(rows['train_accuracy'])} | "
-                f"{spread(rows['test_accuracy'])} | {solved} of {len(rows)} | "
-                f"{shown if start == PAPER else '-'} |"
+            cells.append(
+                (
+                    STARTS[start],
+                    TASKS[task],
+                    layers,
+                    heads,
+                    f"{rows['chance'].mean():.3g} ({rows['floor'].mean():.3g})",
+                    spread(rows["train_accuracy"]),
+                    spread(rows["test_accuracy"]),
+                    f"{solved} of {len(rows)}",
+                    shown if start == PAPER else None,
+                )
             )
-        return "\n".join(
+        return "\n\n".join(
             [
-                *lines,
-                "",
+                markdown_table(
+                    [
+                        "start",
+                        "task",
+                        "layers",
+                        "heads",
+                        "chance (floor)",
+                        "train accuracy",
+                        "test accuracy",
+                        "seeds >= .95",
+                        "Fig. 2",
+                    ],
+                    cells,
+                ),
                 "Accuracies over seeds, mean (least to largest); train: of the last epoch; test: "
                 "of the epoch of the least validation loss. Chance: any of the answers in the "
                 "context (1/k), the most frequent template, one of N; floor: one of all labels. "

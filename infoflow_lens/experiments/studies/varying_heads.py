@@ -21,7 +21,8 @@ from infoflow_lens.experiments.studies.token_models import (
     last_epochs,
     paper_training,
 )
-from infoflow_lens.experiments.study import Settings, Verdict, spread
+from infoflow_lens.experiments.study import Settings, Verdict
+from infoflow_lens.experiments.tables import markdown_table, spread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -89,11 +90,7 @@ class VaryingHeads(TokenStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Epochs to .95 and test accuracies by heads."""
-        lines = [
-            "| start | task | heads of each layer | epochs to .95 | seeds that reach it | "
-            "test accuracy | published |",
-            "|---|---|---|---|---|---|---|",
-        ]
+        cells = []
         published = {
             _MEMORY: "more heads, faster",
             "in_context_qa": "no significant effect",
@@ -102,15 +99,31 @@ class VaryingHeads(TokenStudy):
         }
         for (start, task, heads), runs in _groups(results):
             reached = runs["until"].dropna()
-            lines.append(
-                f"| {STARTS[start]} | {TASKS[task]} | {heads} | {spread(reached)} | "
-                f"{len(reached)} of {len(runs)} | {spread(runs['test_accuracy'])} | "
-                f"{published[task]} |"
+            cells.append(
+                (
+                    STARTS[start],
+                    TASKS[task],
+                    heads,
+                    spread(reached),
+                    f"{len(reached)} of {len(runs)}",
+                    spread(runs["test_accuracy"]),
+                    published[task],
+                )
             )
-        return "\n".join(
+        return "\n\n".join(
             [
-                *lines,
-                "",
+                markdown_table(
+                    [
+                        "start",
+                        "task",
+                        "heads of each layer",
+                        "epochs to .95",
+                        "seeds that reach it",
+                        "test accuracy",
+                        "published",
+                    ],
+                    cells,
+                ),
                 "Over seeds, mean (least to largest); epochs to .95: the first epoch after which "
                 "the validation accuracy is at least .95, of the seeds that reach it. Fig. 4 to 7 "
                 "are curves without numbers.",
