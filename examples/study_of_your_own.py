@@ -25,6 +25,7 @@ class Span(VectorStudy):
     acceptance = "the mean error of two heads is below a fifth of that of one"
     statement = Statement(  # written before the numbers; the folder keeps it beside them
         written="2026-11-22",
+        in_short="the span of numbers needs two heads",
         prediction="one head cannot hold both ends: the error with two is far smaller",
         controls={"one head": "its errors in the place of those of two"},
         refuted_by="one head within a factor of five of two",

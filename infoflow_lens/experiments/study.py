@@ -40,6 +40,7 @@ class Statement:
 
     Attributes:
         written: the day, as in ``2026-01-31``.
+        in_short: the prediction in a line, for the summary of all studies.
         prediction: what theory, or the paper, says that the numbers will be.
         controls: by name, a comparison without which the rule could pass for another reason.
         refuted_by: the numbers that would speak against the prediction.
@@ -47,6 +48,7 @@ class Statement:
     """
 
     written: str
+    in_short: str
     prediction: str
     controls: Mapping[str, str]
     refuted_by: str
@@ -81,7 +83,8 @@ class Study(ABC):
         title: what is asked, in a line.
         source: paper, section, table.
         acceptance: the rule of the verdict, in words.
-        statement: prediction, controls, and what would refute it, written before the run.
+        statement: prediction, controls, and what would refute it, written before the run; a run
+            puts it into its folder before it starts.
         presets: for each preset, how many seeds it runs by default.
         judges_every_run: whether the rule is about every run, so that one that diverged breaks it.
     """
@@ -90,7 +93,7 @@ class Study(ABC):
     title: ClassVar[str]
     source: ClassVar[str]
     acceptance: ClassVar[str]
-    statement: ClassVar[Statement]
+    statement: ClassVar[Statement | None] = None
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
     judges_every_run: ClassVar[bool] = False
 
@@ -123,10 +126,6 @@ class Study(ABC):
 
         A rule that passes with these proves nothing.
         """
-        return {}
-
-    def facts(self, results: "pd.DataFrame") -> Mapping[str, str]:
-        """Numbers by name, as pages quote them (see `infoflow_lens.experiments.summary`)."""
         return {}
 
     def measured(self, results: "pd.DataFrame") -> str:

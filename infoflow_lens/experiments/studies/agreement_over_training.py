@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.agreement import compare, coverage
 from infoflow_lens.experiments.demo import RANKS, DemoConfig
-from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict
+from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy, Verdict
 from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.hooks import JacobianInfluence, PositionsProbe, RecoveryProbe, run_probes
 from infoflow_lens.models.architecture import Architecture
@@ -53,6 +53,23 @@ class AgreementOverTraining(VectorStudy):
         "in every run the AUROC of the predicted sets of CLS against measured influence is below "
         ".75 before training and above .95 at its end, where these sets hold above 97% of the "
         "active tokens; which comes first, agreement or a small error, is told and not judged"
+    )
+    statement: ClassVar[Statement] = Statement(
+        written="2026-11-22",
+        after_run=True,
+        in_short=("a model that has learnt holds the active tokens in its sets"),
+        prediction=(
+            "Before training the predicted sets of CLS do not agree with its measured "
+            "influence; at the end they do, and hold the active tokens."
+        ),
+        controls={
+            "before training": "the untrained model in the place of the trained one",
+        },
+        refuted_by=(
+            "a model of small error whose predicted sets miss active tokens, or whose "
+            "influence lies elsewhere. The thresholds stand just inside numbers that were "
+            "known when they were chosen."
+        ),
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
     judges_every_run: ClassVar[bool] = True
@@ -194,6 +211,14 @@ class AgreementOverTraining(VectorStudy):
             and (end["coverage"] > _COVERED).all()
         )
         return Verdict(bool(passed), tuple(reasons))
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """The untrained model at both ends."""
+        import pandas as pd
+
+        first = results[results["epoch"] == results["epoch"].min()]
+        twin = first.assign(epoch=int(results["epoch"].max()))
+        return {"before training": pd.concat([first, twin])}
 
 
 def _demo(settings: Settings, seed: int) -> DemoConfig:

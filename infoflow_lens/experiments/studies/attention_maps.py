@@ -20,7 +20,7 @@ from infoflow_lens.experiments.studies.token_models import (
     paper_training,
     train_run,
 )
-from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.study import Row, Settings, Statement, Verdict
 from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
@@ -113,6 +113,25 @@ class AttentionMaps(TokenStudy):
         "from the paper's start, in every model with a test accuracy of .95 or more, of which each "
         "task has one: copying, matching and parsing happen in at least .9 of the test sequences, "
         "and in more than before training, unless the start already does it in .9"
+    )
+    statement: ClassVar[Statement] = Statement(
+        written="2026-11-22",
+        after_run=True,
+        in_short="copying and matching, parsing",
+        prediction=(
+            "Models that solve their task copy, match and parse in nearly all sequences, "
+            "as the constructions do, and training brings what the start does not have."
+        ),
+        controls={
+            "before training": (
+                "the shares of the untrained models in the place of those of the trained ones"
+            ),
+            "by chance": "the shares with keys drawn at random in their place",
+        },
+        refuted_by=(
+            "a model that solves its task without the operations: seen from random starts, "
+            "which are not judged, so the rule speaks of the start of the paper alone."
+        ),
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 5, "full": 5}
 
@@ -273,6 +292,20 @@ class AttentionMaps(TokenStudy):
                     f"{'as' if seen else 'not as'} published"
                 )
         return Verdict(passed, tuple(reasons))
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Untrained models, and random keys, in the place of the trained models."""
+        import pandas as pd
+
+        trained = (results["kind"] == "operation") & (results["model"] == "trained")
+        initial = results[(results["kind"] == "operation") & (results["model"] == "initial")]
+        by = ["run", "operation"]
+        of_untrained = results[trained].merge(initial[[*by, "share"]], on=by, suffixes=("_", ""))
+        chance = results["share"].mask(trained, results["chance"])
+        return {
+            "before training": pd.concat([results[~trained], of_untrained]),
+            "by chance": results.assign(share=chance),
+        }
 
 
 # Operations

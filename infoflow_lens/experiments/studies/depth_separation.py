@@ -10,6 +10,7 @@ import torch
 from infoflow_lens.experiments.study import (
     Row,
     Settings,
+    Statement,
     VectorStudy,
     Verdict,
     standardised,
@@ -63,6 +64,23 @@ class DepthSeparationStudy(VectorStudy):
         "the least NMSE over seeds of the largest two-layer model is at least 5 times below that "
         "of every one-layer model, one of which has at least as many parameters, and the slope "
         "fitted to the least NMSE over parameters (log-log) is steeper for two layers than for one"
+    )
+    statement: ClassVar[Statement] = Statement(
+        written="2026-11-22",
+        after_run=True,
+        in_short=("on the closest pair one layer pays eps^-k, two layers 1 / eps"),
+        prediction=(
+            "Wide two-layer models reach small errors on the closest pair; one-layer "
+            "models of more parameters stay near the error of a constant, whatever their "
+            "width."
+        ),
+        controls={
+            "one layer twice": "the errors of one layer in the place of those of two",
+        },
+        refuted_by=(
+            "a one-layer model within a factor of 5 of the largest two-layer model of no "
+            "more parameters."
+        ),
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
 
@@ -216,6 +234,13 @@ class DepthSeparationStudy(VectorStudy):
         )
         passed = largest >= size and best >= 5 * error and slopes[1] < slopes[0]
         return Verdict(passed, reasons)
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """One layer in the place of two."""
+        import pandas as pd
+
+        one = results[results["model"] == _ONE]
+        return {"one layer twice": pd.concat([one, one.assign(model=_TWO)])}
 
 
 def _built(n_tokens: int, eps: float, data: tuple[torch.Tensor, torch.Tensor]) -> Row:

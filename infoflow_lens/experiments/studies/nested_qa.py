@@ -16,7 +16,7 @@ from infoflow_lens.experiments.studies.token_models import (
     last_epochs,
     paper_training,
 )
-from infoflow_lens.experiments.study import Settings, Verdict
+from infoflow_lens.experiments.study import Settings, Statement, Verdict
 from infoflow_lens.experiments.tables import markdown_table, spread
 
 if TYPE_CHECKING:
@@ -56,6 +56,27 @@ class NestedQuestions(TokenStudy):
         "with which, from some start, the seed of the least validation loss reaches .95 is two for "
         "one hop, three or four for two hops, and does not fall from two to three "
         "hops, which no depth that was run may solve"
+    )
+    statement: ClassVar[Statement] = Statement(
+        written="2026-11-22",
+        after_run=True,
+        in_short=(
+            "a chain of h hops needs at least ceil(log2(2h + 1)) layers; the paper proposes 2h"
+        ),
+        prediction=(
+            "With fewer layers than sets that double allow, accuracy stays at naming "
+            "either end of a chain; one hop is learnt with two layers, two hops with three "
+            "or four."
+        ),
+        controls={
+            "a layer less": ("the accuracies of a layer less in the place of those of each depth"),
+        },
+        refuted_by=(
+            "a model with fewer layers above chance by more than .1. That models with "
+            "enough layers do not learn refutes nothing: weights set by hand solve every "
+            "chain with as many (`nested_qa` of the constructions), so training is what "
+            "fails."
+        ),
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
     judges_every_run: ClassVar[bool] = True
@@ -163,3 +184,8 @@ class NestedQuestions(TokenStudy):
             least.get(1) == 2 and least.get(2) in (3, 4) and least[2] <= least.get(3, float("inf"))
         )
         return Verdict(passed and grows, tuple(reasons))
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Every depth with the accuracies of a layer less."""
+        deeper = results.assign(layers=results["layers"] + 1)
+        return {"a layer less": deeper[deeper["layers"] <= results["layers"].max()]}

@@ -20,7 +20,7 @@ from infoflow_lens.experiments.studies.token_models import (
     last_epochs,
     paper_training,
 )
-from infoflow_lens.experiments.study import Settings, Verdict
+from infoflow_lens.experiments.study import Settings, Statement, Verdict
 from infoflow_lens.experiments.tables import markdown_table, spread
 
 if TYPE_CHECKING:
@@ -69,6 +69,30 @@ class VaryingDepth(TokenStudy):
         "reasoning and generalization, three for contextual generalization), no seed is more than "
         ".1 above chance; with just as many (one for memorization), the seed of the least "
         "validation loss reaches .95. Random starts and softmax are reported, not judged"
+    )
+    statement: ClassVar[Statement] = Statement(
+        written="2026-11-22",
+        after_run=True,
+        in_short=(
+            "one layer memorises; reasoning and generalization need two, contextual "
+            "generalization three"
+        ),
+        prediction=(
+            "With fewer layers than Fig. 2 needs test accuracy stays at chance; with as "
+            "many it reaches .95."
+        ),
+        controls={
+            "fewer layers": (
+                "the accuracies of a layer less in the place of those of just enough layers"
+            ),
+            "more layers": ("the accuracies of just enough layers in the place of those of fewer"),
+        },
+        refuted_by=(
+            "a model with fewer layers above chance by more than .1. That one layer fails "
+            "from the start used proves little by itself: its gradients on the tasks in "
+            "context are exactly 0 there, so it cannot move. Random starts, reported "
+            "beside it, can."
+        ),
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
     judges_every_run: ClassVar[bool] = True
@@ -189,6 +213,16 @@ class VaryingDepth(TokenStudy):
                     f"{TASKS[task]}: no finished run with {counted(_ENOUGH[task], 'layer')}"
                 )
         return Verdict(passed and bool(reasons), tuple(reasons))
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Accuracies with too few and with just enough layers, each in the other's place."""
+        enough = results["layers"] == results["task"].map(_ENOUGH)
+        few = results["layers"] < results["task"].map(_ENOUGH)
+        here, chance = results["test_accuracy"], results["chance"]
+        return {
+            "fewer layers": results.assign(test_accuracy=here.mask(enough, chance)),
+            "more layers": results.assign(test_accuracy=here.mask(few, here[enough].max())),
+        }
 
 
 def _training(preset: str, task: str) -> dict[str, Any]:
