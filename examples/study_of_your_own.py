@@ -7,11 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import ClassVar
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from infoflow_lens import Architecture, TrainingConfig, build_model, load_task, train
-from infoflow_lens.experiments.study import VectorStudy, Verdict, spread
+from infoflow_lens.experiments.study import Statement, VectorStudy, Verdict
 from infoflow_lens.experiments.sweep import run_study
+from infoflow_lens.experiments.tables import markdown_table, spread
 
 
 class Span(VectorStudy):
@@ -21,6 +23,13 @@ class Span(VectorStudy):
     title = "Does the span of T numbers need two heads?"
     source = "our own"
     acceptance = "the mean error of two heads is below a fifth of that of one"
+    statement = Statement(  # written before the numbers; the folder keeps it beside them
+        written="2026-11-22",
+        in_short="the span of numbers needs two heads",
+        prediction="one head cannot hold both ends: the error with two is far smaller",
+        controls={"one head": "its errors in the place of those of two"},
+        refuted_by="one head within a factor of five of two",
+    )
     presets: ClassVar = {"quick": 2}  # how many seeds
 
     def cases(self, preset):
@@ -57,8 +66,8 @@ class Span(VectorStudy):
 
     def table(self, results):
         """What table.md shows."""
-        rows = [f"| {n} | {spread(group.nmse)} |" for n, group in results.groupby("heads")]
-        return "\n".join(["| heads | NMSE |", "|---|---|", *rows])
+        rows = [(n, spread(group.nmse)) for n, group in results.groupby("heads")]
+        return markdown_table(["heads", "NMSE"], rows)
 
     def figure(self, results):
         """What figure.png shows."""
@@ -72,6 +81,11 @@ class Span(VectorStudy):
         return Verdict(
             bool(means[2] < means[1] / 5), (f"{means[1]:.2g} and {means[2]:.2g} by heads",)
         )
+
+    def controlled(self, results):
+        """A rule that passes with one head's numbers for two proves nothing."""
+        one = results[results["heads"] == 1]
+        return {"one head": pd.concat([one, one.assign(heads=2)])}
 
 
 with tempfile.TemporaryDirectory() as folder:

@@ -85,6 +85,10 @@ def demo(
 def experiment(
     name: Annotated[str | None, typer.Argument(help="A study; see --list.")] = None,
     list_all: Annotated[bool, typer.Option("--list", help="The studies and their rules.")] = False,
+    summary: Annotated[
+        bool,
+        typer.Option("--summary", help="Write the tables of the runs in --out, and its README's."),
+    ] = False,
     preset: Annotated[str, typer.Option(help="smoke, quick or full.")] = "quick",
     seeds: Annotated[int | None, typer.Option(help="How many; default, the preset's.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes at a time, of one thread each.")] = 1,
@@ -110,6 +114,13 @@ def experiment(
         if list_all:
             for study in STUDIES.values():
                 typer.echo(f"{study.name}: {study.title}\n  {study.source}\n  {study.acceptance}")
+            return
+        if summary:
+            from infoflow_lens.experiments.summary import summarise
+
+            folder = out or Path("docs/results")
+            summarise(folder)
+            typer.echo(f"summary: {folder / 'README.md'}")
             return
         if name is None:
             raise InfoFlowError(f"no study is named: expected one of {', '.join(STUDIES)}")

@@ -103,6 +103,9 @@ class TrainingConfig:
         weight_decay: AdamW's; for SGD, the factor of the weights in the gradient (PyTorch's).
         grad_clip: largest gradient norm; None for no clipping.
         patience: epochs without a better validation error after which to stop; None for never.
+        improvement: by which share of itself the error must fall to count as better for
+            `patience`, so that a slow drift on a plateau does not; the best weights are kept by
+            the plain error.
         seed: of the order of the training sequences (the model's own seed is `build_model`'s), and
             of the sequences that are drawn from a task.
         optimizer: "adamw" or "sgd".
@@ -120,6 +123,7 @@ class TrainingConfig:
     weight_decay: float = 1e-4
     grad_clip: float | None = 1.0
     patience: int | None = None
+    improvement: float = 0.0
     seed: int = 0
     optimizer: OptimizerName = "adamw"
     momentum: float = 0.0
@@ -140,6 +144,10 @@ class TrainingConfig:
             raise InfoFlowError(f"grad_clip is {self.grad_clip!r}: expected > 0, or None")
         if self.patience is not None and self.patience < 1:
             raise InfoFlowError(f"patience is {self.patience!r}: expected >= 1, or None")
+        if not 0 <= self.improvement < 1:
+            raise InfoFlowError(
+                f"improvement is {self.improvement!r}: expected a share of at least 0, below 1"
+            )
         known = get_args(OptimizerName)
         if self.optimizer not in known:
             raise InfoFlowError(f"optimizer is {self.optimizer!r}{nearest(self.optimizer, known)}")
@@ -308,7 +316,16 @@ class _Run:
 
     def out_of_patience(self) -> bool:
         patience = self.config.patience
-        return patience is not None and len(self.history) - self.best_epoch >= patience
+        return patience is not None and len(self.history) - self._last_better() >= patience
+
+    def _last_better(self) -> int:
+        """The last epoch whose error fell by the share that `patience` asks for."""
+        least, last = math.inf, 0
+        for epoch, row in enumerate(self.history, start=1):
+            error = row[self.objective.score]
+            if error < least * (1 - self.config.improvement):
+                least, last = error, epoch
+        return last
 
     def finish(self, stopped: str) -> TrainingResult:
         """Put the best weights into the model and report."""

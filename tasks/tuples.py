@@ -59,27 +59,40 @@ class IntrinsicDimension(RetrievalTask):
     paper's estimate says that fewer are not. Dimension and order of comparison are 2.
 
     Attributes:
-        n_components: D, the number of matrices A_i, Gaussian with variance 1/d, from the seed.
+        n_components: D, the number of matrices A_i, drawn from the seed.
+        matrix_kind: "gaussian", with entries of variance 1/d; or "orthogonal", under which every
+            token of a sphere reaches the same score, so that no token tells which matrix it is
+            good for and one head cannot serve two (`infoflow_lens.theory.routing`) [chosen].
 
     Raises:
-        InfoFlowError: for D below 1.
+        InfoFlowError: for D below 1, or an unknown kind.
     """
 
     name: ClassVar[str] = "intrinsic_dimension"
     source: ClassVar[str] = "InfoFlow 2026, Sec. 6.1, eqs 6 and 58"
 
     n_components: int = 2
+    matrix_kind: Literal["gaussian", "orthogonal"] = "gaussian"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count(self.n_components, "n_components")
+        if self.matrix_kind not in ("gaussian", "orthogonal"):
+            raise InfoFlowError(
+                f"matrix_kind is {self.matrix_kind!r}: expected 'gaussian' or 'orthogonal'"
+            )
 
     @property
     def matrices(self) -> Float[Tensor, "component d_token d_token"]:
         """A_1 .. A_D."""
         generator = torch.Generator().manual_seed(derived_seed("matrices", self.seed))
         shape = (self.n_components, self.d_token, self.d_token)
-        return torch.randn(shape, generator=generator) / self.d_token**0.5
+        gaussian = torch.randn(shape, generator=generator)
+        if self.matrix_kind == "orthogonal":
+            q, r = torch.linalg.qr(gaussian)
+            signs: Tensor = r.diagonal(dim1=-2, dim2=-1).sign()
+            return q * signs[:, None]  # uniform over the orthogonal group
+        return gaussian / self.d_token**0.5
 
     @property
     def components(self) -> tuple[Component, ...]:

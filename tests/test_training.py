@@ -300,6 +300,16 @@ def test_patience_stops_early(data, monkeypatch):
     assert result.best_epoch == 2
 
 
+def test_a_slow_drift_is_no_improvement(data, monkeypatch):
+    errors = iter([5.0, 4.0, 3.9, 3.8, 3.5, 3.4, 3.3])
+    monkeypatch.setattr("infoflow_lens.objectives.nmse", lambda *arguments: next(errors))
+    config = TrainingConfig(epochs=30, batch_size=32, patience=2, improvement=0.1)
+    result = train(new_model(), *data, config, progress=False)
+    # 3.9 and 3.8 are not a tenth below 4.0
+    assert [row["validation_nmse"] for row in result.history] == [5.0, 4.0, 3.9, 3.8]
+    assert result.best_epoch == 4  # the best weights are kept all the same
+
+
 def test_divergence_is_said_and_the_best_weights_kept(data):
     x, y = (data[0].with_format("torch")[:][c] for c in ("x", "y"))
     model = new_model()
@@ -407,6 +417,7 @@ def test_an_output_folder_that_cannot_be_written(data, tmp_path):
         ({"weight_decay": -1}, "weight_decay is -1"),
         ({"grad_clip": 0}, "grad_clip is 0"),
         ({"patience": 0}, "patience is 0"),
+        ({"improvement": 1.0}, "improvement is 1.0"),
         ({"seed": None}, "seed is None"),
         ({"seed": 2**63}, "expected an integer from 0"),
         ({"optimizer": "sdg"}, "did you mean 'sgd'"),

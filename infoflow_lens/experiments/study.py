@@ -34,6 +34,43 @@ class Verdict:
     reasons: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Statement:
+    """What is said of a study before it is run, so that its numbers can be held against it.
+
+    Attributes:
+        written: the day, as in ``2026-01-31``.
+        in_short: the prediction in a line, for the summary of all studies.
+        prediction: what theory, or the paper, says that the numbers will be.
+        controls: by name, a comparison without which the rule could pass for another reason.
+        refuted_by: the numbers that would speak against the prediction.
+        after_run: whether numbers by the present settings were known when it was written.
+    """
+
+    written: str
+    in_short: str
+    prediction: str
+    controls: Mapping[str, str]
+    refuted_by: str
+    after_run: bool = False
+
+    def markdown(self, study: "Study") -> str:
+        """The file ``statement.md`` of a study's folder."""
+        when = (
+            "when a run by these settings was known: its rule is older than the run, the rest is "
+            "not"
+            if self.after_run
+            else "before any run by these settings"
+        )
+        controls = "\n".join(f"- {name}: {what}" for name, what in self.controls.items())
+        return (
+            f"# {study.title}\n\n{study.source}. Written on {self.written}, {when}.\n\n"
+            f"**Prediction.** {self.prediction}\n\n**Rule.** Seen if {study.acceptance}\n\n"
+            f"**Controls.** The rule must fail with the numbers of each in the place of its own.\n"
+            f"\n{controls}\n\n**What would refute it.** {self.refuted_by}\n"
+        )
+
+
 class Study(ABC):
     """A table or figure of a paper: what to train, what to measure, what to compare it with.
 
@@ -46,6 +83,8 @@ class Study(ABC):
         title: what is asked, in a line.
         source: paper, section, table.
         acceptance: the rule of the verdict, in words.
+        statement: prediction, controls, and what would refute it, written before the run; a run
+            puts it into its folder before it starts.
         presets: for each preset, how many seeds it runs by default.
         judges_every_run: whether the rule is about every run, so that one that diverged breaks it.
     """
@@ -54,6 +93,7 @@ class Study(ABC):
     title: ClassVar[str]
     source: ClassVar[str]
     acceptance: ClassVar[str]
+    statement: ClassVar[Statement | None] = None
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
     judges_every_run: ClassVar[bool] = False
 
@@ -80,6 +120,17 @@ class Study(ABC):
     @abstractmethod
     def verdict(self, results: "pd.DataFrame") -> Verdict:
         """Whether the effect was seen, by the stated rule."""
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """By control of the statement: results with its numbers in the place of the judged ones.
+
+        A rule that passes with these proves nothing.
+        """
+        return {}
+
+    def measured(self, results: "pd.DataFrame") -> str:
+        """What was measured, in a sentence for the summary of all studies."""
+        return "; ".join(self.verdict(results).reasons)
 
 
 class VectorStudy(Study):
@@ -119,12 +170,3 @@ def standardised(train: Pair, validation: Pair) -> tuple[Pair, Pair]:
         validation[0],
         (validation[1] - mean) / deviation,
     )
-
-
-def spread(values: "pd.Series[float]") -> str:
-    """A mean and the range over seeds, for tables."""
-    if not len(values):
-        return "-"
-    if len(values) == 1:
-        return f"{values.iloc[0]:.3g}"
-    return f"{values.mean():.3g} ({values.min():.3g} to {values.max():.3g})"

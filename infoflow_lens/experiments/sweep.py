@@ -90,10 +90,10 @@ def run_study(
 ) -> StudyResult:
     """Run what is missing of a study, and write its results.
 
-    Writes ``results.csv`` as runs finish, in the order of the sweep, then ``table.md``,
-    ``figure.png``, ``figure.svg`` and ``record.json``. Every finished run is a file of its own in
-    ``runs/``, so that nothing is lost whatever stops the sweep. Each run has one thread, so numbers
-    do not depend on `jobs`.
+    Writes ``statement.md`` before the first run, ``results.csv`` as runs finish, in the order of
+    the sweep, then ``table.md``, ``figure.png``, ``figure.svg`` and ``record.json``. Every finished
+    run is a file of its own in ``runs/``, so that nothing is lost whatever stops the sweep. Each
+    run has one thread, so numbers do not depend on `jobs`.
 
     Args:
         study: what to run.
@@ -140,6 +140,7 @@ def run_study(
             progress_bar(study.name, len(runs), progress, done=len(kept)) as advance,
         ):
             write_signed(out / "study.json", _STUDY, claim)
+            write_statement(study, out)
             for run, rows in start(study, missing, device):
                 values = {"of_run": _identity(study, run), "rows": rows}
                 write_signed(_path(out, run), _RUN, values)
@@ -161,14 +162,8 @@ def _finish(
             f"all {len(runs)} runs of {study.name} diverged: expected numbers; see results.csv"
         )
     verdict = _verdict(study, runs, measured, n_diverged)
-    heading = f"# {study.title}\n\n{study.source}. Preset {preset}, {len(runs)} runs"
-    diverged = f", of which {n_diverged} diverged" if n_diverged else ""
-    reasons = "\n".join(f"- {reason}" for reason in verdict.reasons)
     write_text(
-        out / "table.md",
-        f"{heading}{diverged}.\n\n{study.table(measured)}\n\n"
-        f"**{'Seen' if verdict.passed else 'Not seen'}**, by the rule: {study.acceptance}\n\n"
-        f"{reasons}\n",
+        out / "table.md", report_text(study, measured, verdict, preset, len(runs), n_diverged)
     )
     figure = study.figure(measured)
     for kind in ("png", "svg"):
@@ -191,6 +186,31 @@ def _finish(
     )
     write_signed(out / "record.json", _RECORD, record.to_dict())
     return StudyResult(table, verdict, n_diverged, out)
+
+
+def report_text(
+    study: Study,
+    measured: "pd.DataFrame",
+    verdict: Verdict,
+    preset: str,
+    n_runs: int,
+    n_diverged: int,
+) -> str:
+    """The file ``table.md``: our numbers beside the published, and the verdict with its reasons."""
+    heading = f"# {study.title}\n\n{study.source}. Preset {preset}, {n_runs} runs"
+    diverged = f", of which {n_diverged} diverged" if n_diverged else ""
+    reasons = "\n".join(f"- {reason}" for reason in verdict.reasons)
+    return (
+        f"{heading}{diverged}.\n\n{study.table(measured)}\n\n"
+        f"**{'Seen' if verdict.passed else 'Not seen'}**, by the rule: {study.acceptance}\n\n"
+        f"{reasons}\n"
+    )
+
+
+def write_statement(study: Study, out: Path) -> None:
+    """What the study states beforehand, as ``statement.md``."""
+    if study.statement is not None:
+        write_text(out / "statement.md", study.statement.markdown(study))
 
 
 def _verdict(

@@ -121,23 +121,29 @@ class RoutedError:
     n: int
 
 
-def routed_error(task: Any, n_heads: int, n: int = 400, seed: int = 0) -> RoutedError:
+def routed_error(
+    task: Any, n_heads: int, n: int = 400, seed: int = 0, *, one_role: bool = False
+) -> RoutedError:
     """The error that `n_heads` routed heads of the first of two layers leave on a task of pairs.
 
     Every token retrieves by its `n_heads` best roles; CLS then takes for each component the largest
     score of a pair that some token holds, and the target's outer function is applied to these.
+    With `one_role` every head has a component of its own, the first ones of the target, as heads
+    behind a linear encoder have; then components without a head are found by luck.
 
     Args:
         task: a target whose components are pairs, such as ``intrinsic_dimension``.
         n_heads: h_1.
         n: sequences.
         seed: of the sequences.
+        one_role: whether heads may not choose.
 
     Raises:
         InfoFlowError: for components that are not pairs, no head, or fewer than 2 sequences.
     """
     from infoflow_lens.theory.schedule import (
         LayerSchedule,
+        Max,
         Routed,
         Schedule,
         best_inside,
@@ -150,9 +156,12 @@ def routed_error(task: Any, n_heads: int, n: int = 400, seed: int = 0) -> Routed
         raise InfoFlowError(f"n_heads is {n_heads}, n {n}: expected at least 1 head, 2 sequences")
     indices = tuple(range(len(components)))
     roles = roles_of(components, indices)
-    if n_heads > len(roles):
-        n_heads = len(roles)
-    jobs = tuple(Routed(indices, choice) for choice in range(n_heads))
+    n_heads = min(n_heads, len(indices) if one_role else len(roles))
+    jobs: tuple[Any, ...] = (
+        tuple(Max(index) for index in indices[:n_heads])
+        if one_role
+        else tuple(Routed(indices, choice) for choice in range(n_heads))
+    )
     schedule = Schedule((LayerSchedule(token=jobs),))
     reference = reference_tokens(task, seed)
     x, y = task.sample(n, seed)
@@ -171,7 +180,7 @@ def routed_error(task: Any, n_heads: int, n: int = 400, seed: int = 0) -> Routed
     low, high = _interval(values_reached, y, seed)
     return RoutedError(
         n_heads=n_heads,
-        roles=len(roles),
+        roles=1 if one_role else len(roles),
         nmse=float(_nmse(values_reached, y)),
         low=low,
         high=high,

@@ -1,32 +1,23 @@
 """Routed heads: what they hold, what they leave, and where they cannot choose."""
 
 import pytest
-import torch
 
 from infoflow_lens import InfoFlowError, load_task
-from infoflow_lens.tasks import Target
-from infoflow_lens.theory.comparison import Component, model_comparisons
+from infoflow_lens.theory.comparison import model_comparisons
 from infoflow_lens.theory.routing import choose_roles, roles_of, routed_error
 from infoflow_lens.theory.schedule import LayerSchedule, Max, Routed, Schedule, learns
 
 
-def rotations(n_tokens, n=2):
-    """Best pairs of rotations of the sphere, for which every token is as good as any other."""
-    generator = torch.Generator().manual_seed(1)
-    matrices = [torch.linalg.qr(torch.randn(3, 3, generator=generator)).Q for _ in range(n)]
-
-    def form(matrix):
-        return lambda x: ((x[..., 0, :] @ matrix) * x[..., 1, :]).sum(dim=-1)
-
-    components = tuple(Component(2, form(matrix)) for matrix in matrices)
-    return Target(components=components, n_tokens=n_tokens, d_token=3, tokens="sphere")
-
-
-def intrinsic(n_tokens, n=2, seed=0):
+def intrinsic(n_tokens, n=2, seed=0, kind="gaussian"):
     return load_task(
         "intrinsic_dimension", n_tokens=n_tokens, d_token=3, tokens="sphere", n_components=n,
-        seed=seed,
+        seed=seed, matrix_kind=kind,
     )  # fmt: skip
+
+
+def rotations(n_tokens, n=2):
+    """Best pairs of rotations of the sphere, for which every token is as good as any other."""
+    return intrinsic(n_tokens, n, seed=1, kind="orthogonal")
 
 
 def test_one_routed_head_holds_two_best_pairs_in_long_sequences():
@@ -49,6 +40,16 @@ def test_as_many_heads_as_roles_leave_nothing():
     found = routed_error(intrinsic(12, n=3), 6)
     assert found.nmse < 1e-9
     assert found.held == 1
+
+
+def test_a_head_of_one_role_finds_the_other_pair_by_luck_alone():
+    task = intrinsic(16)
+    routed, alone = routed_error(task, 1, n=200), routed_error(task, 1, n=200, one_role=True)
+    assert alone.roles == 1
+    assert alone.nmse > 5 * routed.nmse
+    assert alone.held < 0.7 < routed.held
+    assert routed_error(task, 2, n=50, one_role=True).nmse < 1e-9
+    assert routed_error(task, 5, n=50, one_role=True).n_heads == 2  # one for each pair
 
 
 def test_rotations_cannot_be_routed():

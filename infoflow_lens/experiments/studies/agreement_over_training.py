@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from infoflow_lens.agreement import compare, coverage
 from infoflow_lens.experiments.demo import RANKS, DemoConfig
-from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict, spread
+from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy, Verdict
+from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.hooks import JacobianInfluence, PositionsProbe, RecoveryProbe, run_probes
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
@@ -52,6 +53,23 @@ class AgreementOverTraining(VectorStudy):
         "in every run the AUROC of the predicted sets of CLS against measured influence is below "
         ".75 before training and above .95 at its end, where these sets hold above 97% of the "
         "active tokens; which comes first, agreement or a small error, is told and not judged"
+    )
+    statement: ClassVar[Statement] = Statement(
+        written="2026-11-22",
+        after_run=True,
+        in_short=("a model that has learnt holds the active tokens in its sets"),
+        prediction=(
+            "Before training the predicted sets of CLS do not agree with its measured "
+            "influence; at the end they do, and hold the active tokens."
+        ),
+        controls={
+            "before training": "the untrained model in the place of the trained one",
+        },
+        refuted_by=(
+            "a model of small error whose predicted sets miss active tokens, or whose "
+            "influence lies elsewhere. The thresholds stand just inside numbers that were "
+            "known when they were chosen."
+        ),
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
     judges_every_run: ClassVar[bool] = True
@@ -120,27 +138,23 @@ class AgreementOverTraining(VectorStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Means and ranges over seeds, a row a checkpoint; then what came first."""
-        lines = [
-            f"| epoch | {' | '.join(_COLUMNS.values())} |",
-            f"|{'---|' * (1 + len(_COLUMNS))}",
-        ]
         groups: Any = results.groupby("epoch")
-        for epoch, rows in groups:
-            cells = [spread(rows[column]) for column in _COLUMNS]
-            lines.append(f"| {epoch} | {' | '.join(cells)} |")
-        lines += [
-            "",
-            "First epoch that was looked at with",
-            "",
-            f"| seed | AUROC above {_AGREES} | NMSE below {_LEARNT} |",
-            "|---|---|---|",
-        ]
-        for seed, agreement, error in _firsts(results):
-            lines.append(f"| {seed} | {_shown(agreement)} | {_shown(error)} |")
-        return "\n".join(
+        of_epochs = markdown_table(
+            ["epoch", *_COLUMNS.values()],
+            [[epoch, *(spread(rows[column]) for column in _COLUMNS)] for epoch, rows in groups],
+        )
+        firsts = markdown_table(
+            ["seed", f"AUROC above {_AGREES}", f"NMSE below {_LEARNT}"],
             [
-                *lines,
-                "",
+                (seed, _shown(agreement), _shown(error))
+                for seed, agreement, error in _firsts(results)
+            ],
+        )
+        return "\n\n".join(
+            [
+                of_epochs,
+                "First epoch that was looked at with",
+                firsts,
                 "The sets are those of CLS. Predicted: at the end they hold the active tokens. "
                 "Published: nothing between the ends of training; at its end recovery ratios of "
                 ".065-.096 or .34-.78 (rank 1, six or five heads) and .78-1.09 (rank 2), of other "
@@ -197,6 +211,14 @@ class AgreementOverTraining(VectorStudy):
             and (end["coverage"] > _COVERED).all()
         )
         return Verdict(bool(passed), tuple(reasons))
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """The untrained model at both ends."""
+        import pandas as pd
+
+        first = results[results["epoch"] == results["epoch"].min()]
+        twin = first.assign(epoch=int(results["epoch"].max()))
+        return {"before training": pd.concat([first, twin])}
 
 
 def _demo(settings: Settings, seed: int) -> DemoConfig:

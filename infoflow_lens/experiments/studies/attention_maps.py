@@ -20,7 +20,8 @@ from infoflow_lens.experiments.studies.token_models import (
     paper_training,
     train_run,
 )
-from infoflow_lens.experiments.study import Row, Settings, Verdict, spread
+from infoflow_lens.experiments.study import Row, Settings, Statement, Verdict
+from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks import (
@@ -113,6 +114,25 @@ class AttentionMaps(TokenStudy):
         "task has one: copying, matching and parsing happen in at least .9 of the test sequences, "
         "and in more than before training, unless the start already does it in .9"
     )
+    statement: ClassVar[Statement] = Statement(
+        written="2026-11-22",
+        after_run=True,
+        in_short="copying and matching, parsing",
+        prediction=(
+            "Models that solve their task copy, match and parse in nearly all sequences, "
+            "as the constructions do, and training brings what the start does not have."
+        ),
+        controls={
+            "before training": (
+                "the shares of the untrained models in the place of those of the trained ones"
+            ),
+            "by chance": "the shares with keys drawn at random in their place",
+        },
+        refuted_by=(
+            "a model that solves its task without the operations: seen from random starts, "
+            "which are not judged, so the rule speaks of the start of the paper alone."
+        ),
+    )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 5, "full": 5}
 
     def cases(self, preset: str) -> Sequence[Settings]:
@@ -153,43 +173,65 @@ class AttentionMaps(TokenStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Shares by operation and model."""
-        lines = [
-            "| start | task | operation | trained | before training | construction | by chance | "
-            "test accuracy |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
+        shares = []
         operations: Any = results[results["kind"] == "operation"].groupby(
             ["start", "task", "operation"], sort=False
         )
         for (start, task, operation), rows in operations:
             of = {name: rows[rows["model"] == name] for name in ("trained", "initial")}
             built = rows.loc[rows["model"] == "construction", "share"]
-            lines.append(
-                f"| {STARTS[start]} | {TASKS[task]} | {operation} | "
-                f"{spread(of['trained']['share'])} | {spread(of['initial']['share'])} | "
-                f"{spread(built)} | {spread(of['trained']['chance'])} | "
-                f"{spread(of['trained']['test_accuracy'])} |"
+            shares.append(
+                (
+                    STARTS[start],
+                    TASKS[task],
+                    operation,
+                    spread(of["trained"]["share"]),
+                    spread(of["initial"]["share"]),
+                    spread(built),
+                    spread(of["trained"]["chance"]),
+                    spread(of["trained"]["test_accuracy"]),
+                )
             )
-        lines += [
-            "",
-            *(f"- {operation}, {what}" for operation, what in _OPERATIONS.items()),
-            "",
-            "| start | task | layer | mechanism of the head, a seed each | KL if it attends to its "
-            "own position alone |",
-            "|---|---|---|---|---|",
-        ]
+        mechanisms = []
         heads: Any = results[results["kind"] == "head"].groupby(
             ["start", "task", "layer"], sort=False
         )
         for (start, task, layer), rows in heads:
-            lines.append(
-                f"| {STARTS[start]} | {TASKS[task]} | {int(layer) + 1} | "
-                f"{', '.join(rows['mechanism'])} | {spread(rows['own_position_kl'])} |"
+            mechanisms.append(
+                (
+                    STARTS[start],
+                    TASKS[task],
+                    int(layer) + 1,
+                    ", ".join(rows["mechanism"]),
+                    spread(rows["own_position_kl"]),
+                )
             )
-        return "\n".join(
+        return "\n\n".join(
             [
-                *lines,
-                "",
+                markdown_table(
+                    [
+                        "start",
+                        "task",
+                        "operation",
+                        "trained",
+                        "before training",
+                        "construction",
+                        "by chance",
+                        "test accuracy",
+                    ],
+                    shares,
+                ),
+                "\n".join(f"- {operation}, {what}" for operation, what in _OPERATIONS.items()),
+                markdown_table(
+                    [
+                        "start",
+                        "task",
+                        "layer",
+                        "mechanism of the head, a seed each",
+                        "KL if it attends to its own position alone",
+                    ],
+                    mechanisms,
+                ),
                 "Shares of test sequences, over seeds, mean (least to largest). The paper shows "
                 "maps of single sequences, without numbers.",
             ]
@@ -250,6 +292,20 @@ class AttentionMaps(TokenStudy):
                     f"{'as' if seen else 'not as'} published"
                 )
         return Verdict(passed, tuple(reasons))
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Untrained models, and random keys, in the place of the trained models."""
+        import pandas as pd
+
+        trained = (results["kind"] == "operation") & (results["model"] == "trained")
+        initial = results[(results["kind"] == "operation") & (results["model"] == "initial")]
+        by = ["run", "operation"]
+        of_untrained = results[trained].merge(initial[[*by, "share"]], on=by, suffixes=("_", ""))
+        chance = results["share"].mask(trained, results["chance"])
+        return {
+            "before training": pd.concat([results[~trained], of_untrained]),
+            "by chance": results.assign(share=chance),
+        }
 
 
 # Operations

@@ -10,11 +10,12 @@ import torch
 from infoflow_lens.experiments.study import (
     Row,
     Settings,
+    Statement,
     VectorStudy,
     Verdict,
-    spread,
     standardised,
 )
+from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.constructions import build_construction
 from infoflow_lens.models.host import build_model
@@ -63,6 +64,23 @@ class DepthSeparationStudy(VectorStudy):
         "the least NMSE over seeds of the largest two-layer model is at least 5 times below that "
         "of every one-layer model, one of which has at least as many parameters, and the slope "
         "fitted to the least NMSE over parameters (log-log) is steeper for two layers than for one"
+    )
+    statement: ClassVar[Statement] = Statement(
+        written="2026-11-22",
+        after_run=True,
+        in_short=("on the closest pair one layer pays eps^-k, two layers 1 / eps"),
+        prediction=(
+            "Wide two-layer models reach small errors on the closest pair; one-layer "
+            "models of more parameters stay near the error of a constant, whatever their "
+            "width."
+        ),
+        controls={
+            "one layer twice": "the errors of one layer in the place of those of two",
+        },
+        refuted_by=(
+            "a one-layer model within a factor of 5 of the largest two-layer model of no "
+            "more parameters."
+        ),
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
 
@@ -139,31 +157,40 @@ class DepthSeparationStudy(VectorStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Errors by parameters, then slopes beside the exponents of the theorem."""
-        lines = ["| model | parameters | NMSE | least NMSE |", "|---|---|---|---|"]
         groups: Any = results.groupby(["model", "parameters"])
-        for (model, parameters), rows in groups:
-            lines.append(
-                f"| {model} | {parameters} | {spread(rows['nmse'])} | {rows['nmse'].min():.2e} |"
-            )
+        errors = markdown_table(
+            ["model", "parameters", "NMSE", "least NMSE"],
+            [
+                (model, parameters, spread(rows["nmse"]), f"{rows['nmse'].min():.2e}")
+                for (model, parameters), rows in groups
+            ],
+        )
         n_tokens = int(results["n_tokens"].iloc[0])
-        lines += [
-            "",
-            "| model | fitted slope of log NMSE | exponent of the theorem | "
-            "slope that it stands for |",
-            "|---|---|---|---|",
-        ]
         least = _least(results)
+        slopes = []
         for model in least.index.unique(level="model"):
             cells = _stated(n_tokens) if model == _ONE else ("at most 1", "-2 can be reached")
-            lines.append(f"| {model} | {_slope(least[model]):.2f} | {cells[0]} | {cells[1]} |")
+            slopes.append((model, f"{_slope(least[model]):.2f}", *cells))
+        parts = [
+            errors,
+            markdown_table(
+                [
+                    "model",
+                    "fitted slope of log NMSE",
+                    "exponent of the theorem",
+                    "slope that it stands for",
+                ],
+                slopes,
+            ),
+        ]
         built = results[results["model"] == _BUILT]
         if len(built):
             worst = ", ".join(
                 f"{rows['max_error'].max():.2g} (eps = {eps:g})"
                 for eps, rows in built.groupby("eps")
             )
-            lines += ["", f"Largest errors of the built models: {worst}; parameters are those set."]
-        return "\n".join([*lines, "", f"The paper prints no experiment. {_CAVEAT}"])
+            parts.append(f"Largest errors of the built models: {worst}; parameters are those set.")
+        return "\n\n".join([*parts, f"The paper prints no experiment. {_CAVEAT}"])
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
         """NMSE over parameters, log-log, with the fitted lines."""
@@ -207,6 +234,13 @@ class DepthSeparationStudy(VectorStudy):
         )
         passed = largest >= size and best >= 5 * error and slopes[1] < slopes[0]
         return Verdict(passed, reasons)
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """One layer in the place of two."""
+        import pandas as pd
+
+        one = results[results["model"] == _ONE]
+        return {"one layer twice": pd.concat([one, one.assign(model=_TWO)])}
 
 
 def _built(n_tokens: int, eps: float, data: tuple[torch.Tensor, torch.Tensor]) -> Row:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict, spread
+from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy, Verdict
+from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
 from infoflow_lens.tasks import DRetrieval
@@ -64,6 +65,26 @@ class HeadCount(VectorStudy):
         "with one layer and E = 32 the least NMSE over seeds falls by at least 20 times from 3 to "
         "4 heads, at every T; preset full: by second moment "
         "within a factor of 5 of Table 3 at T = 16 with D heads"
+    )
+    statement: ClassVar[Statement] = Statement(
+        written="2026-11-22",
+        after_run=True,
+        in_short="one layer needs D heads for D tokens",
+        prediction=(
+            "With one layer the error falls off a cliff from D - 1 to D heads, at every "
+            "length, and more heads than D bring little; two layers do it with fewer "
+            "heads."
+        ),
+        controls={
+            "one head more": (
+                "the errors of D and D + 1 heads in the place of those of D - 1 and D: a "
+                "fall that any further head brings is no cliff at D"
+            ),
+        },
+        refuted_by=(
+            "a fall from D - 1 to D no larger than that from D to D + 1 or from D - 2 to D "
+            "- 1, or D - 1 heads that reach the error of D with more training."
+        ),
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
 
@@ -134,19 +155,31 @@ class HeadCount(VectorStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Minima over seeds beside the published ones, and all seeds."""
-        lines = [
-            "| table | T | heads | NMSE: least over seeds | all seeds | by second moment: least | "
-            "published |",
-            "|---|---|---|---|---|---|---|",
-        ]
         groups: Any = results.groupby(["table", "n_tokens", "heads"])
-        for (table, length, heads), rows in groups:
-            lines.append(
-                f"| {table} | {length} | {heads} | {rows['nmse'].min():.2e} | "
-                f"{spread(rows['nmse'])} | {rows['relative'].min():.2e} | "
-                f"{_published(table, heads, length):.2e} |"
-            )
-        return "\n".join([*lines, "", "Published: minima over seeds, in Table 2 means."])
+        cells = markdown_table(
+            [
+                "table",
+                "T",
+                "heads",
+                "NMSE: least over seeds",
+                "all seeds",
+                "by second moment: least",
+                "published",
+            ],
+            [
+                (
+                    table,
+                    length,
+                    heads,
+                    f"{rows['nmse'].min():.2e}",
+                    spread(rows["nmse"]),
+                    f"{rows['relative'].min():.2e}",
+                    f"{_published(table, heads, length):.2e}",
+                )
+                for (table, length, heads), rows in groups
+            ],
+        )
+        return f"{cells}\n\nPublished: minima over seeds, in Table 2 means."
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
         """Errors by second moment over heads, a panel for each table; published dotted."""
@@ -188,6 +221,11 @@ class HeadCount(VectorStudy):
                 passed &= factor <= 5
                 reasons.append(f"a factor of {factor:.1f} from Table 3 at T = {length}, D heads")
         return Verdict(bool(passed), tuple(reasons))
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Head counts D and D + 1 in the place of D - 1 and D."""
+        more = results[results["heads"] >= _D]
+        return {"one head more": more.assign(heads=more["heads"] - 1)}
 
 
 def _published(table: str, heads: float, n_tokens: float) -> float:

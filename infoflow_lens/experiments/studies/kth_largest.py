@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict, spread
+from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy, Verdict
+from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.hooks import PositionsProbe, run_probes
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
@@ -25,6 +26,28 @@ class KthLargestStudy(VectorStudy):
         "the least NMSE over seeds of every k in between is at least 5 times that of k = 1 and of "
         "k = T, and the head of the best model of k = 1 attends to the largest number in 95% of "
         "the samples"
+    )
+    statement: ClassVar[Statement] = Statement(
+        written="2026-11-22",
+        after_run=True,
+        in_short=(
+            "one layer picks the largest and the smallest number; what lies between costs "
+            "exponentially"
+        ),
+        prediction=(
+            "One head of one layer fits k = 1 and k = T; every k in between stays at least "
+            "5 times above."
+        ),
+        controls={
+            "an extreme between": (
+                "the errors of k = 1, which one head can pick, in the place of those between"
+            ),
+            "another head": ("the choices of the head of k = T in the place of those of k = 1"),
+        },
+        refuted_by=(
+            "a k in between within a factor of 5 of the extremes at some seed, or k = 1 "
+            "fitted by a head that does not attend to the largest number."
+        ),
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
 
@@ -76,17 +99,13 @@ class KthLargestStudy(VectorStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Errors and choices by k."""
-        lines = [
-            "| T | k | NMSE | attends to the largest | to the k-th | to the smallest |",
-            "|---|---|---|---|---|---|",
-        ]
+        measured = ("nmse", "chooses_largest", "chooses_kth", "chooses_smallest")
         groups: Any = results.groupby(["n_tokens", "k"])
-        for (n_tokens, k), rows in groups:
-            cells = [spread(rows[c]) for c in ("nmse", "chooses_largest", "chooses_kth")]
-            lines.append(
-                f"| {n_tokens} | {k} | {' | '.join(cells)} | {spread(rows['chooses_smallest'])} |"
-            )
-        return "\n".join([*lines, "", "The paper states exponents and prints no experiment."])
+        table = markdown_table(
+            ["T", "k", "NMSE", "attends to the largest", "to the k-th", "to the smallest"],
+            [(*key, *(spread(rows[name]) for name in measured)) for key, rows in groups],
+        )
+        return f"{table}\n\nThe paper states exponents and prints no experiment."
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
         """NMSE over k."""
@@ -119,3 +138,17 @@ class KthLargestStudy(VectorStudy):
         reasons.append(f"the best model of k = 1 attends to the largest in {picks:.1%}")
         passed = picks >= 0.95 and bool((between >= 5 * extremes).all())
         return Verdict(passed, tuple(reasons))
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """k = 1 in the place of what lies between; the head of k = T in that of k = 1."""
+        of_k = results.groupby("k")
+        first, last = min(results["k"]), max(results["k"])
+        easy = float(of_k["nmse"].min().loc[first])
+        picks = float(of_k["chooses_largest"].min().loc[last])
+        between = results["k"].between(first, last, inclusive="neither")
+        return {
+            "an extreme between": results.assign(nmse=results["nmse"].mask(between, easy)),
+            "another head": results.assign(
+                chooses_largest=results["chooses_largest"].mask(results["k"] == first, picks)
+            ),
+        }

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict, spread
+from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy, Verdict
+from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.hooks import RecoveryProbe, RecoveryResult, run_probes
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
@@ -36,6 +37,28 @@ class MaxPositionRecovery(VectorStudy):
         "with at least D heads in the first layer the error (by second moment) of every head's "
         "first choice falls below .5 of its initial value, and the mean ratio of the second "
         "choice stays within .75 and 1.15"
+    )
+    statement: ClassVar[Statement] = Statement(
+        written="2026-11-22",
+        after_run=True,
+        in_short=("a head passes on the token of its largest score, and no other"),
+        prediction=(
+            "With D heads or more in the first layer, training makes the token of the "
+            "largest score of each head linearly recoverable, and leaves the second as it "
+            "was."
+        ),
+        controls={
+            "second choice": ("the ratios of the second choice in the place of those of the first"),
+            "untrained": (
+                "the untrained heads, whose ratio is 1, in the place of the trained ones"
+            ),
+        },
+        refuted_by=(
+            "heads that the target needs (by ablation) whose first choice is no better "
+            "recoverable than before, on a target that needs the whole token. D-retrieval, "
+            "the target here, needs one coordinate of it, so what is not seen here does "
+            "not refute the paper."
+        ),
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
     judges_every_run: ClassVar[bool] = True
@@ -116,24 +139,24 @@ class MaxPositionRecovery(VectorStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Errors and ratios by heads and rank, both normalisations, with the controls."""
-        lines = [
-            "| heads | rank | initial | trained | ratio, each head | ratio by variance | "
-            "unexplained: trained | random key | own token | NMSE |",
-            "|---|---|---|---|---|---|---|---|---|---|",
-        ]
+        columns = {
+            "initial": "initial_second_moment",
+            "trained": "trained_second_moment",
+            "ratio, each head": "ratio_second_moment",
+            "ratio by variance": "ratio_fvu",
+            "unexplained: trained": "trained_fvu",
+            "random key": "trained_fvu_random",
+            "own token": "trained_fvu_self",
+            "NMSE": "nmse",
+        }
         groups: Any = results.groupby(["heads", "rank"])
-        for (heads, rank), rows in groups:
-            lines.append(
-                f"| {heads} | {rank} | {spread(rows['initial_second_moment'])} | "
-                f"{spread(rows['trained_second_moment'])} | "
-                f"{spread(rows['ratio_second_moment'])} | "
-                f"{spread(rows['ratio_fvu'])} | {spread(rows['trained_fvu'])} | "
-                f"{spread(rows['trained_fvu_random'])} | {spread(rows['trained_fvu_self'])} | "
-                f"{spread(rows['nmse'])} |"
-            )
+        table = markdown_table(
+            ["heads", "rank", *columns],
+            [(*key, *(spread(rows[name]) for name in columns.values())) for key, rows in groups],
+        )
         published = "\n".join(f"- rank {rank}: {numbers}" for rank, numbers in _PUBLISHED.items())
         return "\n".join(
-            [*lines, "", "Published ratios (by second moment; sizes are not printed):", published]
+            [table, "", "Published ratios (by second moment; sizes are not printed):", published]
         )
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
@@ -170,3 +193,15 @@ class MaxPositionRecovery(VectorStudy):
             f"rank 2: means of {len(second)} models from {second.min():.2f} to {second.max():.2f}",
         )
         return Verdict(bool((first < 0.5).all() and second.between(0.75, 1.15).all()), reasons)
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """The second choice, and the untrained heads, in the place of the first choice."""
+        ratio, first = results["ratio_second_moment"], results["rank"] == 1
+        second = results[~first].set_index(["run", "head"])["ratio_second_moment"]
+        at = list(zip(results["run"], results["head"], strict=True))
+        return {
+            "second choice": results.assign(
+                ratio_second_moment=ratio.mask(first, second.reindex(at).to_numpy())
+            ),
+            "untrained": results.assign(ratio_second_moment=ratio.mask(first, 1.0)),
+        }

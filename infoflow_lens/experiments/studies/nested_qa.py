@@ -16,7 +16,8 @@ from infoflow_lens.experiments.studies.token_models import (
     last_epochs,
     paper_training,
 )
-from infoflow_lens.experiments.study import Settings, Verdict, spread
+from infoflow_lens.experiments.study import Settings, Statement, Verdict
+from infoflow_lens.experiments.tables import markdown_table, spread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,6 +57,27 @@ class NestedQuestions(TokenStudy):
         "one hop, three or four for two hops, and does not fall from two to three "
         "hops, which no depth that was run may solve"
     )
+    statement: ClassVar[Statement] = Statement(
+        written="2026-11-22",
+        after_run=True,
+        in_short=(
+            "a chain of h hops needs at least ceil(log2(2h + 1)) layers; the paper proposes 2h"
+        ),
+        prediction=(
+            "With fewer layers than sets that double allow, accuracy stays at naming "
+            "either end of a chain; one hop is learnt with two layers, two hops with three "
+            "or four."
+        ),
+        controls={
+            "a layer less": ("the accuracies of a layer less in the place of those of each depth"),
+        },
+        refuted_by=(
+            "a model with fewer layers above chance by more than .1. That models with "
+            "enough layers do not learn refutes nothing: weights set by hand solve every "
+            "chain with as many (`nested_qa` of the constructions), so training is what "
+            "fails."
+        ),
+    )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
     judges_every_run: ClassVar[bool] = True
 
@@ -85,23 +107,25 @@ class NestedQuestions(TokenStudy):
         """Test accuracies by hops and layers, beside the layers that are enough by construction."""
         runs = last_epochs(results)
         layers = [int(n) for n in sorted(runs["layers"].unique())]
-        head = " | ".join(counted(n, "layer") for n in layers)
-        lines = [
-            f"| start | hops | chance | {head} | layers: copy-match a hop (the paper's design) | "
-            "copy once, match a hop | matching at facts, too |",
-            f"|---|---|---|{'---|' * len(layers)}---|---|---|",
+        columns = [
+            "start",
+            "hops",
+            "chance",
+            *(counted(n, "layer") for n in layers),
+            "layers: copy-match a hop (the paper's design)",
+            "copy once, match a hop",
+            "matching at facts, too",
         ]
+        lines = []
         groups: Any = runs.groupby(["start", "hops"], sort=False)
         for (start, hops), rows in groups:
             cells = [spread(rows.loc[rows["layers"] == n, "test_accuracy"]) for n in layers]
-            lines.append(
-                f"| {STARTS[start]} | {hops} | {rows['chance'].mean():.3g} | {' | '.join(cells)} | "
-                f"{2 * hops} | {hops + 1} | {layers_needed(int(hops))} |"
-            )
-        return "\n".join(
+            chance = f"{rows['chance'].mean():.3g}"
+            needed = (2 * hops, hops + 1, layers_needed(int(hops)))
+            lines.append((STARTS[start], hops, chance, *cells, *needed))
+        return "\n\n".join(
             [
-                *lines,
-                "",
+                markdown_table(columns, lines),
                 "Test accuracy over seeds, mean (least to largest), of the epoch of the least "
                 "validation loss. The paper proposes the task and gives no numbers.",
             ]
@@ -160,3 +184,8 @@ class NestedQuestions(TokenStudy):
             least.get(1) == 2 and least.get(2) in (3, 4) and least[2] <= least.get(3, float("inf"))
         )
         return Verdict(passed and grows, tuple(reasons))
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Every depth with the accuracies of a layer less."""
+        deeper = results.assign(layers=results["layers"] + 1)
+        return {"a layer less": deeper[deeper["layers"] <= results["layers"].max()]}

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infoflow_lens.experiments.study import Row, Settings, VectorStudy, Verdict, spread
+from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy, Verdict
+from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.hooks.model.points import run_catching
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
@@ -32,6 +33,27 @@ class SpecificPosition(VectorStudy):
         "positions 1 to 3, and below .02 elsewhere"
     )
 
+    statement: ClassVar[Statement] = Statement(
+        written="2026-11-22",
+        after_run=True,
+        in_short=(
+            "one head with positional encoding aggregates fixed positions evenly, whatever "
+            "the tokens"
+        ),
+        prediction=(
+            "One head with positional encoding puts a third of its attention on each of "
+            "the three summed positions, in every sample, and fits the target."
+        ),
+        controls={
+            "other positions": (
+                "the weights of three positions that are not summed in the place of those that are"
+            ),
+        },
+        refuted_by=(
+            "a fitted target with uneven weights, or weights that vary between samples: "
+            "then the sum is found in another way."
+        ),
+    )
     _SIZES: ClassVar[Mapping[str, Mapping[str, int]]] = {
         "smoke": {"n_tokens": 8, "epochs": 12, "n_train": 2000},
         "quick": {"n_tokens": 16, "epochs": 60, "n_train": 8000},
@@ -86,19 +108,21 @@ class SpecificPosition(VectorStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Mean weights by position, beside the published ones."""
-        lines = [
-            "| position | weight of CLS, over seeds | deviation between samples | published |",
-            "|---|---|---|---|",
-        ]
         groups: Any = results.groupby("position")
-        for position, rows in groups:
-            published = "1/3" if int(position) <= _N_SUMMED else "0"
-            lines.append(
-                f"| {position} | {spread(rows['weight'])} | {spread(rows['weight_deviation'])} | "
-                f"{published} |"
-            )
+        table = markdown_table(
+            ["position", "weight of CLS, over seeds", "deviation between samples", "published"],
+            [
+                (
+                    position,
+                    spread(rows["weight"]),
+                    spread(rows["weight_deviation"]),
+                    "1/3" if int(position) <= _N_SUMMED else "0",
+                )
+                for position, rows in groups
+            ],
+        )
         errors = results.drop_duplicates("run")["mse"]
-        return "\n".join([*lines, "", f"Test MSE {spread(errors)}; published: near zero."])
+        return f"{table}\n\nTest MSE {spread(errors)}; published: near zero."
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
         """Weights by position, a bar each, with the spread between samples."""
@@ -128,3 +152,8 @@ class SpecificPosition(VectorStudy):
             f"largest weight elsewhere: {rest:.3f}",
         )
         return Verdict(error < 1e-3 and gap <= 0.03 and rest < 0.02, reasons)
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """The last positions in the place of the summed ones."""
+        last = int(results["position"].max()) + 1
+        return {"other positions": results.assign(position=last - results["position"])}

@@ -20,7 +20,8 @@ from infoflow_lens.experiments.studies.token_models import (
     last_epochs,
     paper_training,
 )
-from infoflow_lens.experiments.study import Settings, Verdict, spread
+from infoflow_lens.experiments.study import Settings, Statement, Verdict
+from infoflow_lens.experiments.tables import markdown_table, spread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,6 +70,30 @@ class VaryingDepth(TokenStudy):
         ".1 above chance; with just as many (one for memorization), the seed of the least "
         "validation loss reaches .95. Random starts and softmax are reported, not judged"
     )
+    statement: ClassVar[Statement] = Statement(
+        written="2026-11-22",
+        after_run=True,
+        in_short=(
+            "one layer memorises; reasoning and generalization need two, contextual "
+            "generalization three"
+        ),
+        prediction=(
+            "With fewer layers than Fig. 2 needs test accuracy stays at chance; with as "
+            "many it reaches .95."
+        ),
+        controls={
+            "fewer layers": (
+                "the accuracies of a layer less in the place of those of just enough layers"
+            ),
+            "more layers": ("the accuracies of just enough layers in the place of those of fewer"),
+        },
+        refuted_by=(
+            "a model with fewer layers above chance by more than .1. That one layer fails "
+            "from the start used proves little by itself: its gradients on the tasks in "
+            "context are exactly 0 there, so it cannot move. Random starts, reported "
+            "beside it, can."
+        ),
+    )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
     judges_every_run: ClassVar[bool] = True
 
@@ -99,28 +124,42 @@ class VaryingDepth(TokenStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Test accuracies by task and layers, beside what Fig. 2 shows."""
-        lines = [
-            "| start | task | layers | heads | chance (floor) | train accuracy | test accuracy | "
-            "seeds >= .95 | Fig. 2 |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
+        cells = []
         runs = last_epochs(results)
         by = ["start", "task", "layers", "heads"]
         for _, rows in runs.groupby(by, sort=False):
             start, task, layers, heads = (rows[name].iloc[0] for name in by)
             solved = int((rows["test_accuracy"] >= SOLVED).sum())
             shown = "solved" if layers >= _ENOUGH[task] else "chance"
-            lines.append(
-                f"| {STARTS[start]} | {TASKS[task]} | {layers} | {heads} | "
-                f"{rows['chance'].mean():.3g} ({rows['floor'].mean():.3g}) | "
-                f"{spread(rows['train_accuracy'])} | "
-                f"{spread(rows['test_accuracy'])} | {solved} of {len(rows)} | "
-                f"{shown if start == PAPER else '-'} |"
+            cells.append(
+                (
+                    STARTS[start],
+                    TASKS[task],
+                    layers,
+                    heads,
+                    f"{rows['chance'].mean():.3g} ({rows['floor'].mean():.3g})",
+                    spread(rows["train_accuracy"]),
+                    spread(rows["test_accuracy"]),
+                    f"{solved} of {len(rows)}",
+                    shown if start == PAPER else None,
+                )
             )
-        return "\n".join(
+        return "\n\n".join(
             [
-                *lines,
-                "",
+                markdown_table(
+                    [
+                        "start",
+                        "task",
+                        "layers",
+                        "heads",
+                        "chance (floor)",
+                        "train accuracy",
+                        "test accuracy",
+                        "seeds >= .95",
+                        "Fig. 2",
+                    ],
+                    cells,
+                ),
                 "Accuracies over seeds, mean (least to largest); train: of the last epoch; test: "
                 "of the epoch of the least validation loss. Chance: any of the answers in the "
                 "context (1/k), the most frequent template, one of N; floor: one of all labels. "
@@ -174,6 +213,16 @@ class VaryingDepth(TokenStudy):
                     f"{TASKS[task]}: no finished run with {counted(_ENOUGH[task], 'layer')}"
                 )
         return Verdict(passed and bool(reasons), tuple(reasons))
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Accuracies with too few and with just enough layers, each in the other's place."""
+        enough = results["layers"] == results["task"].map(_ENOUGH)
+        few = results["layers"] < results["task"].map(_ENOUGH)
+        here, chance = results["test_accuracy"], results["chance"]
+        return {
+            "fewer layers": results.assign(test_accuracy=here.mask(enough, chance)),
+            "more layers": results.assign(test_accuracy=here.mask(few, here[enough].max())),
+        }
 
 
 def _training(preset: str, task: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from infoflow_lens.models.constructions import (
     depth_separation,
     kth_largest,
     memorization,
+    nested,
     position_attention,
     question_answering,
     retrieval,
@@ -87,6 +88,7 @@ CONSTRUCTIONS: Mapping[str, Construction] = {
         question_answering.in_context_qa_one_layer,
         "derived, beyond Chen & Zou 2024, Theorem 2",
     ),
+    "nested_qa": Construction("nested_qa", nested.nested_qa, "Chen & Zou 2024, Sec. 7"),
     "template_matching": Construction(
         "template_matching", templates.template_matching, "Chen & Zou 2024, Theorem 5"
     ),

@@ -1,81 +1,130 @@
 """The study of D best pairs: its configurations, its rule, what stands beside what."""
 
+import itertools
+
 import pandas as pd
 import pytest
+import torch
 
-from infoflow_lens.experiments.studies.intrinsic_dimension import IntrinsicDimensionStudy
+from infoflow_lens.experiments.studies.intrinsic_dimension import IntrinsicDimensionStudy, routes
 from infoflow_lens.tasks import IntrinsicDimension
-from infoflow_lens.theory.estimate import min_heads
 
 STUDY = IntrinsicDimensionStudy()
+ROTATED, PLAIN, LINEAR = "orthogonal", "gaussian", "gaussian, linear encoder"
 
 
-def frame(errors):
-    return pd.DataFrame(
-        [
-            {"run": i, "seed": seed, "D": d, "heads": heads, "n_tokens": 8, "nmse": nmse * factor}
-            for i, ((d, heads), nmse) in enumerate(errors.items())
-            for seed, factor in ((0, 0.5), (1, 1.5))
-        ]
-    )
+def frame(errors, floor=0.6):
+    """Two seeds by (D, matrices, heads), the second three times worse, of one draw."""
+    rows = []
+    for i, ((d, kind, heads), nmse) in enumerate(errors.items()):
+        h1 = int(heads.split()[0])
+        reached = 0.0 if h1 >= d else 0.01 if kind == PLAIN else floor
+        rows += [
+            {
+                "run": 2 * i + seed, "seed": seed, "D": d, "matrices": kind, "draw": 0,
+                "heads": heads, "n_tokens": 8, "nmse": nmse * (1 + 2 * seed), "head": head,
+                "floor": reached, "floor_low": 0.9 * reached, "floor_high": 1.1 * reached,
+                **{f"first_{c + 1}": 0.9 if c == head else 0.2 for c in range(d)},
+                **{f"second_{c + 1}": 0.1 for c in range(d)},
+            }
+            for seed in (0, 1)
+            for head in range(h1)
+        ]  # fmt: skip
+    return pd.DataFrame(rows)
 
 
-SEEN = {(2, "2 2"): 1e-4, (2, "1 3"): 2e-3, (3, "3 3"): 1e-4, (3, "2 4"): 1e-3, (3, "1 5"): 1e-2}
+SEEN = {
+    (2, ROTATED, "2 2"): 1e-3,
+    (2, ROTATED, "1 3"): 0.5,
+    (3, LINEAR, "3 3"): 1e-3,
+    (3, LINEAR, "2 4"): 1.1e-2,
+    (3, LINEAR, "1 5"): 0.5,
+    (2, PLAIN, "2 2"): 1e-3,
+    (2, PLAIN, "1 3"): 2e-3,
+}
+
+
+def best_pair(tokens, matrix):
+    """By looking at all pairs, a token with itself included."""
+
+    def score(pair):
+        x, y = tokens[pair[0]], tokens[pair[1]]
+        return sum(x[i] * matrix[i][j] * y[j] for i in range(len(x)) for j in range(len(y)))
+
+    return max(itertools.product(range(len(tokens)), repeat=2), key=score)
+
+
+def passing():
+    return frame(SEEN)
 
 
 @pytest.mark.parametrize(
     ("changed", "passed"),
     [
         ({}, True),
-        ({(2, "1 3"): 9e-4}, False),
-        ({(3, "2 4"): 9e-4}, False),  # one head fewer counts, too
-        ({(3, "1 5"): 9e-4}, False),
+        ({(2, ROTATED, "1 3"): 9e-3}, False),
+        ({(3, LINEAR, "2 4"): 9e-3}, False),  # one head fewer counts, too
+        ({(2, PLAIN, "1 3"): 1e-3}, True),  # routed heads come close: no gap is owed
     ],
 )
 def test_the_rule(changed, passed):
     verdict = STUDY.verdict(frame({**SEEN, **changed}))
     assert verdict.passed is passed
-    assert len(verdict.reasons) == 3
+    assert len(verdict.reasons) == 4
 
 
-def test_nothing_to_judge_is_not_seen():
-    assert not STUDY.verdict(frame({(4, "4 4"): 1e-4, (4, "3 5"): 1e-2})).passed
+def test_a_gap_that_is_owed_nowhere_is_not_seen():
+    verdict = STUDY.verdict(frame(SEEN, floor=0.05))
+    assert not verdict.passed
+    assert all("no gap is owed" in reason for reason in verdict.reasons)
 
 
 @pytest.mark.parametrize("preset", ["smoke", "quick", "full"])
 def test_for_every_d_the_heads_go_around_it_and_number_2d(preset):
     cases = STUDY.cases(preset)
-    for d in {case["D"] for case in cases}:
-        heads = [case["heads"] for case in cases if case["D"] == d]
+    for key in {(case["D"], case["matrices"], case["draw"]) for case in cases}:
+        heads = [c["heads"] for c in cases if (c["D"], c["matrices"], c["draw"]) == key]
+        d = key[0]
         assert heads[0] == [d, d]
         assert all(sum(pair) == 2 * d and pair[0] < d for pair in heads[1:])
         assert len({tuple(pair) for pair in heads}) == len(heads) == (2 if d == 2 else 3)
 
 
-def test_the_column_of_theory_is_what_counting_says():
+def test_what_theory_owes_stands_beside_the_errors():
     table = STUDY.table(frame(SEEN))
-    for (d, heads), nmse in SEEN.items():
-        pair = tuple(map(int, heads.split()))
-        needed = min_heads(IntrinsicDimension(n_components=d).comparison, pair, "paper")
-        says = "allowed" if pair[0] >= needed else "excluded"
-        (line,) = [row for row in table.splitlines() if row.startswith(f"| {d} | {pair} ")]
-        assert f"| {says} |" in line
-        assert f"| {nmse / 1e-4:.3g} |" in line
+    assert "| 2 | orthogonal | (1, 3) | excluded | 0.6 (0.6 to 0.6) | yes |" in table
+    assert "| 2 | gaussian | (1, 3) | excluded | 0.01 (0.01 to 0.01) | no |" in table
+    assert "| 2 | orthogonal | (2, 2) | allowed | 0 (0 to 0) | no |" in table
+    assert "| 2 | orthogonal | (1, 3) | 1 | 0.90 / 0.10; 0.20 / 0.10 | 1 |" in table
 
 
-def test_the_figure_has_a_line_for_each_kind_of_heads_and_the_phase_diagram():
-    errors, phases = STUDY.figure(frame(SEEN)).axes
-    assert [text.get_text() for text in errors.get_legend().get_texts()] == [
-        "(D, D)",
-        "(D - 1, D + 1)",
-        "(1, 2D - 1)",
-    ]
+def test_the_figure_has_a_panel_for_each_kind_of_matrices_and_the_phase_diagram():
+    *panels, phases = STUDY.figure(frame(SEEN)).axes
+    assert [panel.get_title() for panel in panels] == [ROTATED, LINEAR, PLAIN]
     assert [label.get_text() for label in phases.get_yticklabels()] == ["1", "2", "3", "4"]
-    assert "8" in [label.get_text() for label in phases.get_xticklabels()]
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "orthogonal"])
+def test_routes_count_the_partners_that_heads_attend_to(kind):
+    task = IntrinsicDimension(n_tokens=6, d_token=3, matrix_kind=kind, tokens="sphere", seed=4)
+    x, _ = task.sample(40, 0)
+    chosen = torch.zeros(40, 2, 7, dtype=torch.long)
+    for sample, matrix in ((s, m) for s in range(40) for m in range(2)):
+        first, second = best_pair(x[sample].tolist(), task.matrices[matrix].tolist())
+        # head 0 finds the partner of the first matrix from its first token; head 1 never does
+        if matrix == 0:
+            chosen[sample, 0, first] = second
+            chosen[sample, 1] = (second + 1) % 6
+    first, second = routes(task, x, chosen)
+    assert first.shape == second.shape == (2, 2)
+    assert first[0, 0] == 1.0
+    assert first[1, 0] == 0.0
 
 
 def test_a_row_is_a_model_trained_on_the_target():
-    (settings, *_) = STUDY.cases("smoke")
-    one, again = (STUDY.measure({**settings, "epochs": 6}, 3, "cpu") for _ in range(2))
+    settings = {**STUDY.cases("smoke")[0], "epochs": 12, "n_train": 1000}
+    one, again = (STUDY.measure(settings, 3, "cpu") for _ in range(2))
     assert one == again
+    assert [row["head"] for row in one] == [0, 1]
     assert 0 < one[0]["nmse"] < 0.9  # a constant predictor has 1
+    assert one[0]["floor"] < 1e-6  # two heads of two roles hold all pairs

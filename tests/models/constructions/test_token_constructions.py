@@ -4,13 +4,17 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, build_construction, load_task
+from infoflow_lens.experiments.studies.nested_qa import layers_needed
 from infoflow_lens.models.constructions import CONSTRUCTIONS, AttentionOnly
+from infoflow_lens.models.constructions.nested import doubling_hops
 
 from ...reference import attention_only as reference
 
 QA = {"n_questions": 4, "n_answers": 3, "n_pairs": 2}
 TM = {"n_words": 5, "length": 3}
 ICTM = {"n_words": 3, "length": 2, "n_answers": 3, "n_pairs": 2}
+CHAIN = {"n_entities": 5, "hops": 3, "n_chains": 1}
+CHAINS = {"n_entities": 4, "hops": 1, "n_chains": 2}
 MEMORY = {"n_words": 4, "length": 3, "n_sequences": 30}
 
 # construction, its parameters, small sizes for all sequences, the paper's or larger ones for
@@ -25,6 +29,12 @@ EXACT = [
     ("in_context_qa_softmax", {"form": "scaled"}, QA, {}, 0.166),
     ("in_context_qa_softmax", {"form": "scaled", "beta": 0.5}, QA, {}, 0.0),
     ("in_context_qa_one_layer", {}, QA, {"n_questions": 30}, 0.999),
+    ("nested_qa", {}, CHAINS, {"hops": 4}, 1.0),
+    ("nested_qa", {}, CHAIN, {"hops": 2, "n_chains": 5}, 1.0),
+    ("nested_qa", {"form": "copy_once"}, CHAINS, {"hops": 6}, 1.0),
+    ("nested_qa", {"form": "copy_once"}, CHAIN, {}, 1.0),
+    ("nested_qa", {"form": "doubling"}, CHAINS, {"hops": 6}, 1.0),
+    ("nested_qa", {"form": "doubling"}, CHAIN, {}, 1.0),
     ("template_matching", {}, TM, {}, 2.5),
     ("template_matching", {}, TM | {"length": 4}, {"length": 5}, 2.5),
     ("template_matching", {"form": "ternary"}, TM, {}, 0.0),
@@ -113,6 +123,9 @@ SHAPES = [
     ("in_context_qa", {}, QA, (2, 1, 8 + 8)),
     ("in_context_qa_softmax", {}, QA, (2, 1, 8 + 8 + 4)),
     ("in_context_qa_one_layer", {}, QA, (1, 2 * 4, 8 + 8)),
+    ("nested_qa", {}, CHAIN, (2 * 3, 1, 6 + 11 + 2 * 5)),
+    ("nested_qa", {"form": "copy_once"}, CHAIN, (3 + 1, 1, 6 + 11 + 4 * 5)),
+    ("nested_qa", {"form": "doubling"}, CHAIN, (1 + 2, 2, 6 + 11 + 4 * 5)),
     ("template_matching", {}, TM, (2, 1, 6 + 4 + 3)),
     ("template_matching", {"form": "ternary"}, TM, (2, 1, 6 + 4)),
     ("template_matching_one_layer", {}, TM, (1, 5 * 3, 6 + 4 + 3)),
@@ -124,6 +137,40 @@ SHAPES = [
 def test_layers_heads_and_width_are_the_theorems(name, own, sizes, shape):
     model, _ = build_construction(name, **sizes, **own)
     assert (model.cfg.n_layers, model.cfg.n_heads, model.cfg.d_model) == shape
+
+
+@pytest.mark.parametrize("hops", range(1, 11))
+def test_doubling_takes_as_few_layers_as_sets_that_double_allow(hops):
+    model, task = build_construction(
+        "nested_qa", n_entities=2 * hops + 4, hops=hops, form="doubling"
+    )
+    taken = doubling_hops(hops)
+    assert sum(taken) == hops
+    assert all(count in [2**j for j in range(step + 1)] for step, count in enumerate(taken))
+    assert model.cfg.n_layers == 1 + len(taken) == layers_needed(hops)
+    x, y = task.sample(100, seed=0)
+    lead = margins(model, x, y)
+    assert lead.eq(1).all()  # integers: exact, for any number of hops
+
+
+def test_chains_need_the_right_order_of_facts_and_not_their_places():
+    """The same facts in another order lead to the same end; another query leads elsewhere."""
+    model, task = build_construction("nested_qa", n_entities=8, hops=3, n_chains=2)
+    x, y = task.sample(50, seed=1)
+    facts = x[:, :-2].view(50, 6, 3)
+    turned = torch.cat([facts.flip(1).flatten(1), x[:, -2:]], dim=1)
+    assert model(turned)[:, -1].argmax(dim=1).equal(y)
+    other = x.clone()
+    starts, ends = facts[:, :, 0], facts[:, :, 2]
+    first = ~(starts[:, :, None] == ends[:, None, :]).any(dim=2)  # of two facts: chains' starts
+    other[:, -2] = torch.where(
+        starts[first].view(50, 2)[:, 0] == x[:, -2],
+        starts[first].view(50, 2)[:, 1],
+        starts[first].view(50, 2)[:, 0],
+    )
+    answer = model(other)[:, -1].argmax(dim=1)
+    assert answer.equal(task.target(other))
+    assert not answer.eq(y).any()
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 5])

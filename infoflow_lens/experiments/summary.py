@@ -1,0 +1,109 @@
+"""The page over all studies: its table is written from their rows, not by hand."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infoflow_lens.experiments.studies import STUDIES
+from infoflow_lens.experiments.study import Study
+from infoflow_lens.experiments.sweep import report_text, write_statement
+from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import write_text
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+BEGIN, END = "<!-- summary -->", "<!-- end of summary -->"
+EARLIER = "earlier"  # the folder of a run by settings that the study no longer has
+
+
+def summarise(folder: Path) -> None:
+    """Write statements, tables and the summary of a folder that has a folder for each study.
+
+    Each study's ``statement.md`` and ``table.md`` are written anew from its code and its
+    ``results.csv`` (or ``results.csv.gz``), and the table of all studies into ``README.md``,
+    between the lines ``<!-- summary -->`` and ``<!-- end of summary -->``. A study whose settings
+    changed after its run is said to wait for one.
+
+    Raises:
+        InfoFlowError: where there is no README.md with these lines, or a run that cannot be read.
+    """
+    page = folder / "README.md"
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise InfoFlowError(
+            f"{str(page)!r} has no place for the summary: expected a line {BEGIN} and, behind it, "
+            f"a line {END}"
+        )
+    for study in STUDIES.values():
+        if not (folder / study.name).is_dir():
+            continue
+        write_statement(study, folder / study.name)
+        if has_run(study, folder):
+            write_text(folder / study.name / "table.md", _report(study, folder))
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    write_text(page, f"{before}{BEGIN}\n{summary_table(folder)}\n{END}{after}")
+
+
+def summary_table(folder: Path) -> str:
+    """A row for each study: what theory says, what was measured, and the verdict by its rule."""
+    rows = [_summary_row(study, folder) for study in STUDIES.values()]
+    return markdown_table(
+        ["experiment", "what theory says", "what was measured", "by its rule"], rows
+    )
+
+
+def _summary_row(study: Study, folder: Path) -> tuple[str, str, str, str]:
+    theory = study.statement.in_short if study.statement else study.title
+    if has_run(study, folder):
+        measured = rows_of(folder / study.name)
+        verdict = study.verdict(measured)
+        seen = "seen" if verdict.passed else "**not seen**"
+        return f"[`{study.name}`]({study.name}/table.md)", theory, study.measured(measured), seen
+    link = f"[`{study.name}`]({study.name}/statement.md)"
+    written = f" of {study.statement.written}" if study.statement else ""
+    note = f"the statement{written} awaits its run"
+    if (folder / study.name / EARLIER).is_dir():
+        note += f"; an [earlier run]({study.name}/{EARLIER}/table.md) had other settings"
+    return link, theory, note, "awaits its run"
+
+
+def has_run(study: Study, folder: Path) -> bool:
+    """Whether a folder holds a run of the study by the settings that it has now."""
+    record = folder / study.name / "record.json"
+    if not record.is_file():
+        return False
+    config = _config(record)
+    now = json.loads(json.dumps(list(study.cases(config["preset"]))))
+    return bool(config["study"] == study.name and config["cases"] == now)
+
+
+def rows_of(folder: Path, status: str | None = "finished") -> "pd.DataFrame":
+    """The rows of a study's folder; those of finished runs alone, unless told otherwise.
+
+    Raises:
+        InfoFlowError: where there is no results.csv.
+    """
+    import pandas as pd
+
+    paths = sorted(folder.glob("results.csv*"))
+    if not paths:
+        raise InfoFlowError(f"{str(folder)!r} has no results.csv: expected the rows of a study")
+    rows = pd.read_csv(paths[0], dtype={"table": str})
+    return rows if status is None else rows[rows["status"] == status]
+
+
+def _config(record: Path) -> dict[str, object]:
+    config: dict[str, object] = json.loads(record.read_text(encoding="utf-8"))["config"]
+    return config
+
+
+def _report(study: Study, folder: Path) -> str:
+    rows = rows_of(folder / study.name, None)
+    measured = rows[rows["status"] == "finished"]
+    n_diverged = rows[rows["status"] == "diverged"]["run"].nunique()
+    preset = str(_config(folder / study.name / "record.json")["preset"])
+    return report_text(
+        study, measured, study.verdict(measured), preset, rows["run"].nunique(), n_diverged
+    )

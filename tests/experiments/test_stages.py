@@ -1,0 +1,51 @@
+"""Training in stages: lengths that grow, a constant rate, then a cosine."""
+
+import pytest
+import torch
+
+from infoflow_lens import Architecture, InfoFlowError, TrainingConfig, build_model, load_task
+from infoflow_lens.experiments.stages import Stages, train_in_stages
+
+ARCHITECTURE = Architecture(n_heads=(1, 1), d_model=8, d_token=2, n_tokens=6, d_mlp=8)
+CONFIG = TrainingConfig(batch_size=64, lr=3e-3)
+
+
+def data(n_tokens):
+    task = load_task("d_retrieval", n_tokens=n_tokens, d_token=2, n_components=1)
+    return task.sample(256, 0), task.sample(100, 1)
+
+
+def run(stages, architecture=ARCHITECTURE):
+    return train_in_stages(architecture, data, stages, CONFIG, model_seed=3)
+
+
+def test_every_stage_goes_on_from_the_one_before():
+    result = run(Stages((3, 4), epochs_each=1, epochs=2, last_epochs=1))
+    assert result.epochs == {"T = 3": 1, "T = 4": 1, "constant": 2, "cosine": 1}
+    assert len(result.history) == 3  # those at the full length
+    assert result.model.architecture == ARCHITECTURE
+    untrained = build_model(ARCHITECTURE, seed=3)
+    for name, parameter in untrained.named_parameters():
+        assert torch.equal(result.initial_state[name], parameter)
+    assert result.last.history[-1]["lr"] < CONFIG.lr / 2
+    again = run(Stages((3, 4), epochs_each=1, epochs=2, last_epochs=1))
+    assert again.history == result.history
+
+
+def test_the_constant_rate_ends_when_nothing_is_gained():
+    stages = Stages(epochs=12, last_epochs=1, patience=2, improvement=0.9)
+    result = run(stages)
+    assert result.epochs["constant"] < 12
+    assert run(Stages(epochs=12, last_epochs=1, patience=12)).epochs["constant"] == 12
+
+
+def test_lengths_must_grow_below_the_full_one():
+    with pytest.raises(InfoFlowError, match=r"lengths is \(4, 3\): expected numbers that grow"):
+        Stages((4, 3))
+    with pytest.raises(InfoFlowError, match="reach n_tokens 6"):
+        run(Stages((6,)))
+    with_positions = Architecture(
+        n_heads=(1,), d_model=8, d_token=2, n_tokens=6, d_mlp=8, positional_embedding="learned"
+    )
+    with pytest.raises(InfoFlowError, match="has positions"):
+        run(Stages((3,)), with_positions)

@@ -1,0 +1,64 @@
+"""What studies state beforehand, and that no rule passes without its controls."""
+
+import pytest
+
+from infoflow_lens.experiments.studies import STUDIES
+from tests.experiments.studies import (
+    test_agreement_over_training,
+    test_depth_separation,
+    test_head_count,
+    test_intrinsic_dimension,
+    test_kth_largest,
+    test_max_position_recovery,
+    test_nested_qa,
+    test_specific_position,
+    test_triangle_center,
+    test_varying_depth,
+    test_varying_heads,
+)
+from tests.experiments.test_results import RESULTS, rows_of
+
+# results of each study that pass its rule
+PASSING = {
+    "max_position_recovery": lambda: test_max_position_recovery.frame((0.1,) * 4, (1.0,) * 4),
+    "specific_position": lambda: test_specific_position.frame((0.33, 0.34, 0.33, 0.0, 0.0, 0.0)),
+    "intrinsic_dimension": test_intrinsic_dimension.passing,
+    "triangle_center": lambda: test_triangle_center.frame(
+        {8: (0.2, 0.22), 16: (0.8, 0.85), 32: (0.95, 1.0)}
+    ),
+    "head_count": lambda: test_head_count.frame({3: 1e-3, 4: 1e-5, 5: 9e-6}),
+    "depth_separation": lambda: test_depth_separation.frame(
+        test_depth_separation.depths(-0.02, -2), test_depth_separation.depths(0.95, 0.5)
+    ),
+    "kth_largest": lambda: test_kth_largest.frame({1: 1e-3, 2: 0.1, 4: 0.2, 8: 1e-3}).assign(
+        chooses_largest=lambda rows: (rows["k"] == 1).astype(float)
+    ),
+    "varying_depth": lambda: test_varying_depth.frame(test_varying_depth.as_published()),
+    "varying_heads": lambda: test_varying_heads.frame(test_varying_heads.PUBLISHED),
+    "attention_maps": lambda: rows_of(RESULTS / "attention_maps"),
+    "nested_qa": lambda: test_nested_qa.frame(test_nested_qa.predicted()),
+    "agreement_over_training": test_agreement_over_training.frame,
+}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_states_what_it_expects_and_what_would_refute_it(name):
+    study = STUDIES[name]
+    text = study.statement.markdown(study)
+    for part in (study.title, study.acceptance, study.statement.prediction, study.source):
+        assert part in text
+    for control, what in study.statement.controls.items():
+        assert f"- {control}: {what}" in text
+    assert study.statement.refuted_by in text
+    assert ("before any run" in text) is not study.statement.after_run
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_no_rule_passes_with_the_numbers_of_its_controls(name):
+    study, passing = STUDIES[name], PASSING[name]()
+    assert study.verdict(passing).passed
+    controlled = study.controlled(passing)
+    assert set(controlled) == set(study.statement.controls)
+    for control, results in controlled.items():
+        assert not study.verdict(results).passed, control
+    assert study.verdict(passing).passed  # and the results are as they were
