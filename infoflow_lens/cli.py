@@ -34,9 +34,12 @@ Backend = Annotated[
 
 def _show_version(value: bool) -> None:
     if value:
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        typer.echo(f"infoflow-lens {version('infoflow-lens')}")
+        try:
+            typer.echo(f"infoflow-lens {version('infoflow-lens')}")
+        except PackageNotFoundError:
+            typer.echo("infoflow-lens, from a clone that is not installed")
         raise typer.Exit
 
 

@@ -13,6 +13,7 @@ import torch
 from infoflow_lens.experiments.memory import check_memory
 from infoflow_lens.experiments.study import Row, Settings, Study, Verdict
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.extras import optional
 from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json, write_text
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.progress import progress_bar
@@ -91,7 +92,8 @@ def run_study(
         progress: show a bar.
 
     Raises:
-        InfoFlowError: for bad settings, runs that do not fit in memory, a folder with results of
+        InfoFlowError: for bad settings, without the packages that several processes (extra
+            ``studies``) or a scheduler (``cluster``) need, runs that do not fit in memory, a folder with results of
             another study or preset, or one that holds results where `resume` was not asked for.
         KeyboardInterrupt: when it is stopped, with what to do to go on.
     """
@@ -101,6 +103,10 @@ def run_study(
     for name, value in (("seeds", n_seeds), ("jobs", jobs)):
         if value < 1:
             raise InfoFlowError(f"{name} is {value}: expected at least 1")
+    if scheduler is not None:
+        optional("distributed", "cluster", f"the scheduler {scheduler!r}")
+    if scheduler is not None or jobs > 1:
+        optional("joblib", "studies", "a study in several processes")
     runs = [
         Run(index, settings, seed)
         for index, (settings, seed) in enumerate(
@@ -240,13 +246,8 @@ def _workers(jobs: int, scheduler: str | None) -> Iterator[Starter]:
 
 @contextmanager
 def _dask(scheduler: str) -> Iterator[None]:
-    try:
-        from distributed import Client
-    except ImportError as error:
-        raise InfoFlowError(
-            f"scheduler is {scheduler!r}, but dask is not installed: expected it; install "
-            "infoflow-lens[cluster]"
-        ) from error
+    from distributed import Client
+
     try:
         client = Client(scheduler, timeout="3s")
     except OSError as error:
