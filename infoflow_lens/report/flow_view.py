@@ -1,0 +1,224 @@
+"""What the interactive picture of information flow shows; it knows nothing of models."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.theory.information_sets import MaxPosition, Rule
+
+RULES = {
+    "argmax": "each head passes on the token of its largest score",
+    "top_k": "each head passes on its k largest scores",
+    "mechanisms": "each head passes on what its mechanism does",
+}
+ALL_KEYS = "all keys"
+
+
+@dataclass(frozen=True, eq=False)
+class ViewedMechanism:
+    """The mechanism of one head on one input.
+
+    Attributes:
+        name: one of those of MechanismsResult ("max_position", "global", ...), or "none".
+        passes: what it passes on: int [pos, k], key positions, -1 for none; None for what is the
+            same as `ranked` with k = 1 (max_position); or "all keys", every key that the query may
+            read (those up to its own position where the input is causal).
+    """
+
+    name: str
+    passes: Int[Tensor, "pos k"] | str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ViewedInput:
+    """One input, its attention and its measured influence. Layers count from 0.
+
+    Attributes:
+        tokens: readable strings, one for each source position.
+        n_queries: positions of states; more than tokens where there is a CLS.
+        ranked: for each layer int [head, pos, k], key positions by falling score, -1 where there
+            are fewer.
+        weights: for each layer float [head, pos, k], the attention weights of these keys; None if
+            they were not read.
+        scores: for each layer float [head, pos, k], their attention scores; None if not read.
+        patterns: for each layer float [head, pos, key]; given for few inputs only, as they are
+            large.
+        mechanisms: for each layer one for each head; None if they were not measured.
+        influence: float [layer, pos, source], NaN where it was not measured; None if it was not
+            measured at all.
+        edges: for each layer float [pos, key], the measured influence of the state below on the
+            state above; None if not measured.
+        marked: sources with a mark of their own, such as the active index set of a target.
+        causal: whether queries read no later keys; "all keys" depends on it.
+        name: of the input, where its number says too little.
+
+    Raises:
+        InfoFlowError: if shapes do not fit.
+    """
+
+    tokens: Sequence[str]
+    n_queries: int
+    ranked: Sequence[Int[Tensor, "_head pos k"]]
+    weights: Sequence[Float[Tensor, "_head pos k"]] | None = None
+    scores: Sequence[Float[Tensor, "_head pos k"]] | None = None
+    patterns: Sequence[Float[Tensor, "_head pos key"]] | None = None
+    mechanisms: Sequence[Sequence[ViewedMechanism]] | None = None
+    influence: Float[Tensor, "layer pos source"] | None = None
+    edges: Sequence[Float[Tensor, "pos key"]] | None = None
+    marked: Sequence[int] = ()
+    causal: bool = True
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        n_layers, n_source, n_pos = len(self.ranked), len(self.tokens), self.n_queries
+        if not n_layers or not 1 <= n_source <= n_pos:
+            raise InfoFlowError(
+                f"the input has {n_layers} layers, {n_source} tokens and {n_pos} states: expected "
+                "at least one layer and one token, and a state for every token"
+            )
+        for layer, keys in enumerate(self.ranked):
+            if keys.ndim != 3 or keys.shape[1] != n_pos or keys.is_floating_point():
+                raise InfoFlowError(
+                    f"ranked keys of layer {layer} are {keys.dtype} of shape {tuple(keys.shape)}: "
+                    f"expected integers [head, {n_pos}, k]"
+                )
+            if keys.numel() and not -1 <= int(keys.min()) <= int(keys.max()) < n_pos:
+                raise InfoFlowError(
+                    f"ranked keys of layer {layer} lie in [{int(keys.min())}, {int(keys.max())}]: "
+                    f"expected 0 to {n_pos - 1}, or -1 for none"
+                )
+        shapes = [tuple(keys.shape) for keys in self.ranked]
+        for what, found in (("weights", self.weights), ("scores", self.scores)):
+            if found is not None and [tuple(layer.shape) for layer in found] != shapes:
+                raise InfoFlowError(
+                    f"{what} have shapes {[tuple(layer.shape) for layer in found]}: expected those "
+                    f"of the ranked keys, {shapes}"
+                )
+        self._check("patterns", self.patterns, [(h, n_pos) for h, _, _ in shapes])
+        self._check("edges", self.edges, [(n_pos,)] * n_layers)
+        if self.influence is not None and self.influence.shape != (n_layers, n_pos, n_source):
+            raise InfoFlowError(
+                f"influence has shape {tuple(self.influence.shape)}: expected [layer, pos, source] "
+                f"= {(n_layers, n_pos, n_source)}"
+            )
+        if self.mechanisms is not None and [len(m) for m in self.mechanisms] != [
+            h for h, _, _ in shapes
+        ]:
+            raise InfoFlowError(
+                f"mechanisms are given for {[len(m) for m in self.mechanisms]} heads: expected "
+                f"{[h for h, _, _ in shapes]}, one for each head of each layer"
+            )
+        if not all(0 <= source < n_source for source in self.marked):
+            raise InfoFlowError(
+                f"marked sources are {list(self.marked)}: expected 0 to {n_source - 1}"
+            )
+
+    def _check(
+        self, what: str, found: Sequence[Tensor] | None, expected: Sequence[tuple[int, ...]]
+    ) -> None:
+        if found is not None and [tuple(layer.shape[:-1]) for layer in found] != list(expected):
+            raise InfoFlowError(
+                f"{what} have shapes {[tuple(layer.shape) for layer in found]}: expected "
+                f"{[(*shape, 'key') for shape in expected]}"
+            )
+
+    def layers_of(self, rule: str, k: int = 1) -> list[list[Rule]]:
+        """What `propagate` takes, for the same sets as the picture's.
+
+        Args:
+            rule: "argmax", "top_k" or "mechanisms".
+            k: of "top_k".
+
+        Raises:
+            InfoFlowError: for other rules, and for mechanisms that were not measured.
+        """
+        if rule not in RULES or (rule == "mechanisms" and self.mechanisms is None):
+            raise InfoFlowError(
+                f"there is no rule {rule!r} for this input: expected {', '.join(RULES)}, "
+                "mechanisms only where they were measured"
+            )
+        layers: list[list[Rule]] = []
+        for layer, ranked in enumerate(self.ranked):
+            if rule != "mechanisms":
+                layers.append([MaxPosition(ranked[None, :, :, : k if rule == "top_k" else 1])])
+                continue
+            assert self.mechanisms is not None
+            none = torch.full((1, 1, self.n_queries), -1)
+            rules: list[Rule] = [MaxPosition(none)]
+            for head, mechanism in enumerate(self.mechanisms[layer]):
+                keys = self.passed_by(mechanism, ranked[head])
+                rules.append(MaxPosition(keys[None, None]))
+            layers.append(rules)
+        return layers
+
+    def passed_by(
+        self, mechanism: ViewedMechanism, ranked: Int[Tensor, "pos k"]
+    ) -> Int[Tensor, "pos _k"]:
+        """The keys that a head passes on by its mechanism."""
+        if isinstance(mechanism.passes, Tensor):
+            return mechanism.passes
+        if mechanism.passes is None:
+            first = ranked[:, :1]
+            return first if mechanism.name == "max_position" else torch.full_like(first, -1)
+        keys = torch.arange(len(self.tokens))
+        queries = torch.arange(self.n_queries)[:, None]
+        allowed: Bool[Tensor, "pos key"] = (keys <= queries) | torch.tensor(not self.causal)
+        return torch.where(allowed, keys, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class FlowView:
+    """Inputs and what is said of them.
+
+    Attributes:
+        title: of the picture, in a few words.
+        inputs: at least one.
+        rules: the rules to choose from, the first of which is shown at first: a name of `RULES`
+            and what the page calls it, in words.
+        record: of the run, as JSON-compatible values; shown as it is.
+        notes: what a reader must know, a sentence each.
+        influence_name: how influence was measured, in words.
+        marked_name: what the marked sources are.
+        selected: layer and position of the state that is shown at first; None for the last one.
+        groups: of inputs, as (name, number of inputs), in their order: a model before and after
+            training. The page then has a switch.
+
+    Raises:
+        InfoFlowError: without inputs, or for rules that the page does not know.
+    """
+
+    title: str
+    inputs: Sequence[ViewedInput]
+    rules: Mapping[str, str] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    influence_name: str = "norm of the Jacobian"
+    marked_name: str = ""
+    selected: tuple[int, int] | None = None
+    groups: Sequence[tuple[str, int]] = ()
+
+    def __post_init__(self) -> None:
+        if not self.inputs:
+            raise InfoFlowError("there is no input to show: expected at least one")
+        rules = dict(self.rules) or self._possible_rules()
+        unknown = [name for name in rules if name not in RULES]
+        if unknown:
+            raise InfoFlowError(
+                f"rules are {', '.join(rules)}: expected some of {', '.join(RULES)}"
+            )
+        object.__setattr__(self, "rules", rules)
+        if self.groups and sum(n for _, n in self.groups) != len(self.inputs):
+            raise InfoFlowError(
+                f"groups hold {sum(n for _, n in self.groups)} inputs: expected {len(self.inputs)}"
+            )
+
+    def _possible_rules(self) -> dict[str, str]:
+        possible = {"argmax": True}
+        possible["top_k"] = any(layer.shape[2] > 1 for i in self.inputs for layer in i.ranked)
+        possible["mechanisms"] = any(i.mechanisms is not None for i in self.inputs)
+        return {name: words for name, words in RULES.items() if possible[name]}
