@@ -23,7 +23,7 @@ TORCH := torch==2.13.0
 COMPILE := uv pip compile --universal --python-version 3.10 --all-extras --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links --constraint build/pins.txt pyproject.toml
 
-.PHONY: demo test acceptance lint format bench constraints clean
+.PHONY: demo test acceptance docs notebooks lint format bench constraints clean
 
 demo: $(CORE)  ## train, probe, predict, compare; the report is demo/report.html
 	$(BIN)/infoflow-lens demo --out demo
@@ -33,6 +33,12 @@ test: $(READY)  ## all tests, or those of TESTS="tests/models tests/hooks"
 
 acceptance: $(READY)  ## the demo's promises with three seeds (about five minutes)
 	$(BIN)/python -m pytest -m acceptance -n 0
+
+notebooks: $(READY)  ## run examples/notebooks; with their output they are in build/notebooks
+	$(BIN)/python docs/tools/notebooks.py
+
+docs: $(READY)  ## the site, in build/site; it asks for no network, built or read
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -93,8 +93,9 @@ def run_study(
 
     Raises:
         InfoFlowError: for bad settings, without the packages that several processes (extra
-            ``studies``) or a scheduler (``cluster``) need, runs that do not fit in memory, a folder with results of
-            another study or preset, or one that holds results where `resume` was not asked for.
+            ``studies``) or a scheduler (``cluster``) need, runs that do not fit in memory, a
+            folder with results of another study or preset, or one that holds results where
+            `resume` was not asked for.
         KeyboardInterrupt: when it is stopped, with what to do to go on.
     """
     if preset not in study.presets:
