@@ -12,6 +12,7 @@ from infoflow_lens.commands.common import reported as _reported
 from infoflow_lens.commands.design import design
 from infoflow_lens.commands.estimate import estimate
 from infoflow_lens.commands.options import options_of
+from infoflow_lens.commands.train_language_model import train_language_model
 from infoflow_lens.probing.config import ProbingConfig
 
 app = typer.Typer(
@@ -133,7 +134,8 @@ def inspect_command(
     model: Annotated[
         str,
         typer.Argument(
-            help="An official name such as gpt2, owner/name of the Hugging Face hub, or a folder."
+            help="stdlib-2l, which comes with the package; an official name such as gpt2; "
+            "owner/name of the Hugging Face hub; or a folder."
         ),
     ],
     device: Device = "cpu",
@@ -324,6 +326,10 @@ app.command(short_help="Whether one attention layer can fit labelled sequences, 
     certify
 )
 app.command(short_help="The smallest architectures that the theory allows for a task.")(design)
+
+app.command(short_help="Train a small language model on Python's standard library.")(
+    train_language_model
+)
 
 
 def main() -> None:

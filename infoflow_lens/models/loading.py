@@ -20,6 +20,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import load_model
+from infoflow_lens.models.shipped import SHIPPED, shipped_folder
 
 Backend = Literal["auto", "hooked", "bridge"]
 BACKENDS = ("auto", "hooked", "bridge")
@@ -70,6 +71,8 @@ def load_any(
 ) -> LoadedModel:
     """Load a model by its official name or from a folder.
 
+    "stdlib-2l" comes with the package and needs no network; a folder of that name goes before it.
+
     A folder with architecture.json is one that ``save_model`` wrote. A folder with config.json, as
     ``save_pretrained`` writes it, is hosted by TransformerBridge with eager attention, so that its
     patterns can be seen. On TransformerLens 3, a name that TransformerLens calls official, or an
@@ -86,7 +89,7 @@ def load_any(
     them would be about other states than the trained ones.
 
     Args:
-        name_or_path: a folder, an official name such as "gpt2", or owner/name.
+        name_or_path: a folder, "stdlib-2l", an official name such as "gpt2", or owner/name.
         device: where to put it, such as "cpu" or "cuda:0".
         dtype: "float32", "bfloat16", "float16" or "float64"; default, float32, and for a folder of
             ours what was saved.
@@ -129,6 +132,8 @@ def load_any(
         )
     if is_folder:
         return _by_bridge(str(folder), device, wanted or torch.float32, "folder")
+    if shipped := shipped_folder(name):
+        return _shipped(shipped, device, wanted or torch.float32, backend)
     return _by_name(name, device, wanted or torch.float32, backend)
 
 
@@ -174,6 +179,50 @@ def _checkpoint(folder: Path, device: str, dtype: torch.dtype | None) -> LoadedM
     return LoadedModel(model, None, "checkpoint", _description(model, str(folder)))
 
 
+def _shipped(folder: Path, device: str, dtype: torch.dtype, backend: str) -> LoadedModel:
+    if backend == "bridge" or not HAS_HOOKED_TRANSFORMER:
+        return _by_bridge(str(folder), device, dtype, "name", folder.name)
+    return _gpt2_by_hooked(folder, device, dtype)
+
+
+def _gpt2_by_hooked(folder: Path, device: str, dtype: torch.dtype) -> LoadedModel:
+    """A folder of a GPT-2 of any size; HookedTransformer itself loads only official ones."""
+    import transformer_lens
+    from transformers import AutoConfig, AutoTokenizer
+
+    name = folder.name
+    with _leaving_no_trace(device), _named(name):
+        config = AutoConfig.from_pretrained(folder)
+        alone = _of_hugging_face(str(folder), config, device, dtype)
+        model = transformer_lens.HookedTransformer(
+            transformer_lens.HookedTransformerConfig(
+                n_layers=config.n_layer,
+                d_model=config.n_embd,
+                n_heads=config.n_head,
+                d_head=config.n_embd // config.n_head,
+                d_mlp=config.n_inner or 4 * config.n_embd,
+                n_ctx=config.n_positions,
+                d_vocab=config.vocab_size,
+                act_fn=config.activation_function,
+                normalization_type="LN",
+                eps=config.layer_norm_epsilon,
+                original_architecture="GPT2LMHeadModel",
+                model_name=name,
+                device=device,
+                dtype=dtype,
+            ),
+            tokenizer=AutoTokenizer.from_pretrained(folder),
+        )
+        conversions = import_module("transformer_lens.pretrained.weight_conversions")
+        weights = conversions.convert_gpt2_weights(alone, model.cfg)
+        model.load_and_process_state_dict(
+            weights, fold_ln=False, center_writing_weights=False, center_unembed=False,
+            fold_value_biases=False,
+        )  # fmt: skip
+        model.to(device)
+    return _loaded(model, name, "name")
+
+
 def _by_name(name: str, device: str, dtype: torch.dtype, backend: str) -> LoadedModel:
     official = _official_names().get(name.lower())
     for_hooked = official is not None and not official.startswith(_NOT_HOOKED)
@@ -186,7 +235,7 @@ def _by_name(name: str, device: str, dtype: torch.dtype, backend: str) -> Loaded
         raise InfoFlowError(
             f"{name!r} is no official name of TransformerLens{_meant(name)}; expected an official "
             "name such as gpt2, owner/name of the Hugging Face hub (backend 'auto' or 'bridge'), "
-            "or a local folder"
+            f"a local folder, or what comes with this package: {', '.join(SHIPPED)}"
         )
     if official is not None and for_hooked and backend != "bridge" and HAS_HOOKED_TRANSFORMER:
         return _by_hooked(official, device, dtype)
@@ -207,8 +256,8 @@ def _official_names() -> dict[str, str]:
 
 
 def _meant(name: str) -> str:
-    """The official names that look most like `name`."""
-    known = _official_names()
+    """The official names, and those of models that come with the package, most like `name`."""
+    known = {**_official_names(), **{label: label for label in SHIPPED}}
     near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     names = list(dict.fromkeys(known[label] for label in near))
     return f" (did you mean {', '.join(names)}?)" if names else ""
@@ -249,9 +298,14 @@ def _in_old_format(name: str, device: str, dtype: torch.dtype) -> LoadedModel:
 
 
 def _by_bridge(
-    name: str, device: str, dtype: torch.dtype, source: Literal["folder", "name"]
+    name: str,
+    device: str,
+    dtype: torch.dtype,
+    source: Literal["folder", "name"],
+    label: str | None = None,
 ) -> LoadedModel:
-    with _leaving_no_trace(device), _named(name):
+    """A folder or a name of the hub; `label` is what messages call it, by default the same."""
+    with _leaving_no_trace(device), _named(label or name):
         from transformer_lens.model_bridge import TransformerBridge
         from transformers import AutoConfig
 
@@ -274,7 +328,7 @@ def _by_bridge(
             )
         if not found:
             model.tokenizer = None
-        loaded = _loaded(model, name, source)
+        loaded = _loaded(model, label or name, source)
         if expected is not None:
             _check_computes(model, tokens, expected, name, type(alone).__name__)
     return loaded
@@ -448,8 +502,8 @@ def _why(name: str, error: BaseException) -> str:
         return (
             f"{name!r} is not in the local cache of Hugging Face and cannot be downloaded (no "
             f"network, or HF_HUB_OFFLINE is set){'' if known else _meant(name)}: "
-            "give a local folder with config.json, weights and tokenizer, or load it once where "
-            "there is a network"
+            "give a local folder with config.json, weights and tokenizer, load it once where "
+            f"there is a network, or take what comes with this package: {', '.join(SHIPPED)}"
         )
     missing = (hub.RepositoryNotFoundError, hub.HFValidationError)
     if any(isinstance(cause, missing) for cause in causes) or "not a valid model id" in text:

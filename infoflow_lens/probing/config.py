@@ -25,7 +25,11 @@ class ProbingConfig:
         InfoFlowError: for values that make no sense, naming them.
     """
 
-    model: Annotated[str, "An official name, a Hugging Face folder, or a checkpoint."]
+    model: Annotated[
+        str,
+        "stdlib-2l, which comes with the package; an official name; a Hugging Face folder; or a "
+        "checkpoint.",
+    ]
     data: Annotated[
         str,
         "A file (txt, json, jsonl, csv, parquet, pt, npy, safetensors), a saved dataset, "

@@ -1,0 +1,55 @@
+"""`infoflow-lens train-language-model`: a small model of the standard library, made anew."""
+
+from collections.abc import Callable
+from dataclasses import field, fields, make_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+from infoflow_lens.commands.common import Quiet, console, reported
+from infoflow_lens.commands.options import options_of
+from infoflow_lens.experiments.language_model.config import PRESETS, LanguageModelConfig, preset
+
+_HINTS = get_type_hints(LanguageModelConfig, include_extras=True)
+
+# The same settings, each of which may be left to the preset.
+Changes = make_dataclass(
+    "Changes",
+    [
+        (item.name, Annotated[kind | None, text], field(default=None))
+        for item in fields(LanguageModelConfig)
+        for kind, text in [get_args(_HINTS[item.name])[:2]]
+    ],
+    frozen=True,
+)
+
+
+@options_of(Changes)
+def train_language_model(
+    config: Callable[[], Any],
+    name: Annotated[str, typer.Argument(help=f"A preset: {', '.join(PRESETS)}.")],
+    out: Annotated[Path, typer.Option(help="Folder for the model, checkpoints and numbers.")],
+    quiet: Quiet = False,
+) -> None:
+    """Train a small language model on Python's standard library; run again to go on.
+
+    Options that are not given are the preset's. With the same versions, text and threads the same
+    command gives the same bytes, also if it was stopped in between.
+    """
+    with reported():
+        settings = preset(name)
+        changes = {key: value for key, value in vars(config()).items() if value is not None}
+        settings = replace(settings, **changes)
+        from infoflow_lens.experiments.language_model.training import (
+            train_language_model as train,
+        )
+
+        trained = train(out, settings, name=name, progress=not quiet)
+    say = console().print
+    measured = trained.measured
+    order, baseline = min(measured["ngram"]["test"].items(), key=lambda item: item[1])
+    best = max(max(layer) for layer in measured["prefix_matching"])
+    say(f"test loss {measured['loss']['test']:.3f} nats a token; {order}-gram {baseline:.3f}")
+    say(f"repeated random tokens {measured['repeated_loss']:.2f} nats; prefix matching {best:.2f}")
+    say(f"model and card: {trained.folder}", soft_wrap=True, markup=False)

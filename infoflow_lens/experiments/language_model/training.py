@@ -1,0 +1,316 @@
+"""Training of a language model, interruptible at any moment and resumed to the same bytes."""
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from infoflow_lens.experiments.language_model.batches import (
+    repeated_random,
+    text_windows,
+    training_batch,
+)
+from infoflow_lens.experiments.language_model.card import model_card
+from infoflow_lens.experiments.language_model.config import LanguageModelConfig
+from infoflow_lens.experiments.language_model.corpus import SPLITS, Corpus, Split, read_corpus
+from infoflow_lens.experiments.language_model.measures import (
+    mean_loss,
+    patterns,
+    prefix_matching,
+    previous_token,
+    repeated_loss,
+)
+from infoflow_lens.experiments.language_model.model import build_language_model
+from infoflow_lens.experiments.language_model.ngram import NGram
+from infoflow_lens.experiments.language_model.tokens import (
+    save_tokenizer,
+    token_stream,
+    train_tokenizer,
+)
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json, write_text
+from infoflow_lens.foundation.progress import progress_bar
+from infoflow_lens.foundation.record import RunRecord, fingerprint
+
+_STATE = "training.pt"
+_FORMAT = 1
+# A checkpoint is also written where the best prefix matching has moved by this much.
+_MOVED = 0.05
+HELD_OUT: tuple[Split, ...] = ("validation", "test")
+_N_REPEATED, _N_WATCHED = 32, 64  # sequences for the history
+
+
+@dataclass(frozen=True)
+class TrainedLanguageModel:
+    """What a training run left.
+
+    Attributes:
+        folder: of the model in the format of Hugging Face, in half precision.
+        history: a row every ``evaluate_every`` steps.
+        measured: what was measured at the end, as in measured.json.
+    """
+
+    folder: Path
+    history: tuple[Mapping[str, Any], ...]
+    measured: Mapping[str, Any]
+
+
+def train_language_model(
+    out: Path,
+    config: LanguageModelConfig,
+    *,
+    name: str = "language model",
+    corpus: Corpus | None = None,
+    progress: bool = True,
+) -> TrainedLanguageModel:
+    """Train a model on the standard library and save it with its tokenizer, history and record.
+
+    The folder gets the model in the format of Hugging Face and half precision, its card and
+    ``measured.json``, of which the card is made; ``checkpoints/step-XXXXXX`` in the same format and
+    float32 (after 0, 1, 2, 4, ... steps, and wherever the best prefix matching has moved by .05);
+    ``history.json``; and ``test.jsonl``, the held-out texts in chunks. A run that was stopped goes
+    on from its last saved state, to the same bytes.
+
+    Args:
+        out: the folder.
+        config: the settings.
+        name: what the bar shows.
+        corpus: texts; default, those of the running Python.
+        progress: whether to show a bar.
+
+    Raises:
+        InfoFlowError: if the folder cannot be written or holds another run, the corpus is too
+            small, or the loss is no longer finite.
+    """
+    folder = writable_folder(out)
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    corpus = corpus or read_corpus()
+    with _threads(config.threads):
+        run = _Run(folder, config, corpus, name)
+        run.resume()
+        with progress_bar(name, config.n_steps, progress, done=run.step) as advance:
+            while run.step < config.n_steps:
+                run.take_step()
+                advance(1, run.status())
+        return run.finish()
+
+
+@contextmanager
+def _threads(n: int) -> Iterator[None]:
+    """PyTorch on `n` threads, and on as many as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Run:
+    """A run between two steps."""
+
+    def __init__(
+        self, folder: Path, config: LanguageModelConfig, corpus: Corpus, name: str
+    ) -> None:
+        self.folder, self.config, self.corpus, self.name = folder, config, corpus, name
+        self.tokenizer = train_tokenizer(corpus.texts("train"), config.vocabulary)
+        self.streams = {
+            split: token_stream(self.tokenizer, corpus.texts(split)) for split in SPLITS
+        }
+        for split, stream in self.streams.items():
+            if len(stream) < config.n_context:
+                raise InfoFlowError(
+                    f"the {split} part has {len(stream)} tokens: expected at least n_context, "
+                    f"{config.n_context}; give more text"
+                )
+        self.model = build_language_model(config)
+        self.identity = {
+            "config": config.to_dict(),
+            "corpus": corpus.fingerprint,
+            "tokens": fingerprint(self.streams),
+        }
+        self.record = RunRecord.of_model(self.model, self.identity, config.seed)
+        # what is fixed gets no weight decay either
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay)
+        half = min(config.longest_repeat, (config.n_context - 1) // 2)
+        self.repeated = repeated_random(config.vocabulary, _N_REPEATED, half)
+        self.watched = text_windows(self.streams["validation"], config.n_context, _N_WATCHED)
+        self.step = 0
+        self.history: list[dict[str, Any]] = []
+        self.losses: list[float] = []  # since the last row of the history
+        self.prefix_matching_saved = 0.0  # the best of the last checkpoint
+
+    def take_step(self) -> None:
+        if self.step == 0:
+            self._evaluate()
+        config = self.config
+        ids = training_batch(self.streams["train"], config, self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.learning_rate(self.step)
+        self.model.train()
+        logits = self.model(ids).logits[:, :-1]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        value = loss.item()
+        if not math.isfinite(value):
+            raise InfoFlowError(
+                f"the loss is no longer finite in step {self.step + 1} (learning rate "
+                f"{config.learning_rate(self.step):.2e}): expected a finite loss; lower lr or "
+                "grad_clip, and use another folder"
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)
+        self.optimizer.step()
+        self.losses.append(value)
+        self.step += 1
+        self._evaluate()
+        if self.step % config.save_every == 0 or self.step == config.n_steps:
+            self.save()
+
+    def _evaluate(self) -> None:
+        """A row of the history and a checkpoint, where this step has them."""
+        config, step = self.config, self.step
+        due = step & (step - 1) == 0 or step == config.n_steps
+        if step % config.evaluate_every and not due:
+            return
+        row = self._row()
+        best = max(max(layer) for layer in row["prefix_matching"])
+        due |= abs(best - self.prefix_matching_saved) >= _MOVED
+        self.history.append(row)
+        self.losses = []
+        if due:
+            self.prefix_matching_saved = best
+            self._save_model(self.folder / "checkpoints" / f"step-{step:06d}")
+
+    def _row(self) -> dict[str, Any]:
+        pattern = patterns(self.model, self.repeated)
+        return {
+            "step": self.step,
+            "lr": self.config.learning_rate(self.step),
+            "train_loss": sum(self.losses) / len(self.losses) if self.losses else math.nan,
+            "validation_loss": mean_loss(self.model, self.watched),
+            "repeated_loss": repeated_loss(self.model, self.repeated),
+            "prefix_matching": prefix_matching(pattern).tolist(),
+            "previous_token": previous_token(pattern).tolist(),
+        }
+
+    def status(self) -> str:
+        row = self.history[-1]
+        best = max(max(layer) for layer in row["prefix_matching"])
+        return f"validation {row['validation_loss']:.3f} nats, prefix matching {best:.2f}"
+
+    def save(self) -> None:
+        write_json(self.folder / "history.json", self.history)
+        state = {
+            "format": _FORMAT,
+            "identity": self.identity,
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "history": self.history,
+            "losses": self.losses,
+            "prefix_matching_saved": self.prefix_matching_saved,
+        }
+        with atomic_path(self.folder / _STATE) as temporary:
+            torch.save(state, temporary)
+
+    def resume(self) -> None:
+        path = self.folder / _STATE
+        if not path.exists():
+            return
+        try:
+            state = torch.load(path, weights_only=True)
+        except Exception as error:  # whatever unpickling makes of bytes that are no state
+            raise InfoFlowError(
+                f"{str(path)!r} cannot be read ({error}): expected the state of a training run; "
+                "delete it, or use another folder"
+            ) from error
+        if (
+            not isinstance(state, dict)
+            or state.get("format") != _FORMAT
+            or state["identity"] != self.identity
+        ):
+            raise InfoFlowError(
+                f"{str(path)!r} belongs to another run: expected the same settings, text and "
+                "version; use another folder, or delete it"
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.history, self.losses = state["step"], state["history"], state["losses"]
+        self.prefix_matching_saved = state["prefix_matching_saved"]
+
+    def _save_model(self, target: Path) -> None:
+        """The model with its tokenizer, whole or not at all."""
+        temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+        try:
+            self._write_model(temporary, self.model.state_dict(), "float32")
+            temporary.chmod(0o755)
+            if target.exists():
+                shutil.rmtree(target)  # of the run before it was stopped: the same bytes
+            temporary.rename(target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def finish(self) -> TrainedLanguageModel:
+        """The model in half precision, and what is measured of it as it was saved."""
+        write_json(self.folder / "history.json", self.history)
+        write_text(self.folder / "test.jsonl", self._test_text())
+        windows = {
+            split: text_windows(self.streams[split], self.config.n_context) for split in HELD_OUT
+        }
+        loss_float32 = mean_loss(self.model, windows["validation"])
+        half = {name: weight.half() for name, weight in self.model.state_dict().items()}
+        self.model.load_state_dict(half)
+        pattern = patterns(self.model, self.repeated)
+        ngram = NGram(self.streams["train"], self.config.vocabulary)
+        # the last tokens, which fill no window, are predicted by neither
+        predicted = {split: windows[split][:, 1:].flatten() for split in HELD_OUT}
+        measured = {
+            "loss": {split: mean_loss(self.model, windows[split]) for split in HELD_OUT},
+            "loss_float32": loss_float32,
+            "ngram": {
+                split: {str(order): loss for order, loss in ngram.losses(stream).items()}
+                for split, stream in predicted.items()
+            },
+            "repeated_loss": repeated_loss(self.model, self.repeated),
+            "chance": math.log(self.config.vocabulary - 1),
+            "half": (self.repeated.shape[1] - 1) // 2,
+            "prefix_matching": prefix_matching(pattern).tolist(),
+            "previous_token": previous_token(pattern).tolist(),
+            "parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+            "corpus": {
+                split: {**size, "tokens": len(self.streams[split])}
+                for split, size in self.corpus.sizes().items()
+            },
+            "fingerprint": fingerprint(half),
+            "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers")},
+            "record": self.record.to_dict(),
+        }
+        self._write_model(self.folder, half, "float16")
+        write_json(self.folder / "measured.json", measured)
+        write_text(self.folder / "README.md", model_card(self.name, measured))
+        return TrainedLanguageModel(self.folder, tuple(self.history), measured)
+
+    def _write_model(self, folder: Path, weights: Mapping[str, Tensor], dtype: str) -> None:
+        settings = {**self.model.config.to_diff_dict(), "dtype": dtype}
+        write_json(folder / "config.json", settings)
+        with atomic_path(folder / "model.safetensors") as temporary:
+            save_file(dict(weights), temporary, metadata={"format": "pt"})
+        save_tokenizer(self.tokenizer, folder, self.config.n_context)
+
+    def _test_text(self) -> str:
+        """The test part in chunks that fill the context, a line of JSON each."""
+        rows = text_windows(self.streams["test"], self.config.n_context)[:, 1:]
+        chunks = self.tokenizer.decode_batch(rows.tolist())
+        return "".join(json.dumps({"text": chunk}) + "\n" for chunk in chunks)
