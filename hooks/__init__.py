@@ -23,6 +23,7 @@ from infoflow_lens.hooks.model.capabilities import (
 from infoflow_lens.hooks.model.inputs import example_input
 from infoflow_lens.hooks.passes.attach import AttachedProbes, attach, probe_cache, run_probes
 from infoflow_lens.hooks.passes.view import Needs, Pass
+from infoflow_lens.hooks.patterns import PatternsProbe, PatternsResult
 from infoflow_lens.hooks.positions import PositionsProbe, PositionsResult
 from infoflow_lens.hooks.probe import Probe, Split
 from infoflow_lens.hooks.recovery.probe import RecoveryProbe, RecoveryResult
@@ -43,6 +44,8 @@ __all__ = [
     "ModelCapabilities",
     "Needs",
     "Pass",
+    "PatternsProbe",
+    "PatternsResult",
     "PositionsProbe",
     "PositionsResult",
     "Probe",

@@ -39,6 +39,11 @@ class AttendedResult(Result):
             layers.append(torch.where(attended, keys, -1))
         return tuple(layers)
 
+    @property
+    def passed(self) -> tuple[Int[Tensor, "sample _head query key"], ...]:
+        """What heads pass on, :attr:`positions`; `propagate` takes the result for it."""
+        return self.positions
+
     def to_frame(self) -> "pd.DataFrame":
         """One row for each layer and head: how many keys a query draws from."""
         import pandas as pd

@@ -64,6 +64,11 @@ class PositionsResult(Result):
             raise InfoFlowError(f"ranks are {self.ranks}, without 1: probe with ranks=(1, ...)")
         return tuple(p[..., self.ranks.index(1)] for p in self.positions)
 
+    @property
+    def passed(self) -> tuple[Int[Tensor, "sample _head query"], ...]:
+        """What heads pass on by rule (1), :attr:`argmax`; `propagate` takes the result for it."""
+        return self.argmax
+
     def summary(self, skip: int = 0) -> "pd.DataFrame":
         """How position-like and how content-like each head's first choice is.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from infoflow_lens.foundation.display import Displayed, panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json
 from infoflow_lens.foundation.record import RunRecord
@@ -23,7 +24,7 @@ ResultT = TypeVar("ResultT", bound="Result")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Result(ABC):
+class Result(Displayed, ABC):
     """Measured numbers, with what is needed to reproduce them.
 
     Attributes:
@@ -32,6 +33,7 @@ class Result(ABC):
     """
 
     kinds: ClassVar[dict[str, type["Result"]]] = {}
+    small: ClassVar[bool] = False  # whether its frame has few rows, whatever was measured
 
     record: RunRecord = field(repr=False)
     notes: tuple[str, ...] = ()
@@ -49,9 +51,10 @@ class Result(ABC):
         """The measurements as an interactive figure."""
 
     def _repr_html_(self) -> str:
-        head = self.to_frame().head(12)
-        notes = "".join(f"<li>{note}</li>" for note in self.notes)
-        return f"<b>{type(self).__name__}</b><ul>{notes}</ul>{head.to_html(index=False)}"
+        head = self.to_frame() if self.small else None
+        facts = {name: value for name, value in self._facts().items() if name != "notes"}
+        more = "more: .to_frame(), .plot(), .save(path)"
+        return panel(type(self).__name__, facts, self.notes, more, head)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.

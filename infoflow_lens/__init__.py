@@ -4,14 +4,23 @@ that what theory allows?
 Names load on first use, so that importing the package costs nothing that you do not use.
 """
 
+import sys
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
+
+if "ipykernel" in sys.modules:  # a notebook, in which the libraries below would warn
+    from infoflow_lens.foundation.progress import quiet_tqdm
+
+    quiet_tqdm()
 
 if TYPE_CHECKING:
     from infoflow_lens.agreement import Agreement as Agreement
     from infoflow_lens.agreement import compare as compare
     from infoflow_lens.agreement import compare_by_position as compare_by_position
     from infoflow_lens.agreement import coverage_curve as coverage_curve
+    from infoflow_lens.flows.result import Flow as Flow
+    from infoflow_lens.flows.run import flow as flow
     from infoflow_lens.foundation.errors import InfoFlowError as InfoFlowError
     from infoflow_lens.foundation.errors import InfoFlowWarning as InfoFlowWarning
     from infoflow_lens.hooks import AttendedProbe as AttendedProbe
@@ -33,6 +42,10 @@ if TYPE_CHECKING:
     from infoflow_lens.models.host import load_model as load_model
     from infoflow_lens.models.host import save_model as save_model
     from infoflow_lens.models.loading import load_any as load_any
+    from infoflow_lens.named import design as design
+    from infoflow_lens.named import estimate as estimate
+    from infoflow_lens.named import learns as learns
+    from infoflow_lens.probing.call import probe as probe
     from infoflow_lens.tasks import Target as Target
     from infoflow_lens.tasks import dataset_card as dataset_card
     from infoflow_lens.tasks import list_tasks as list_tasks
@@ -40,11 +53,8 @@ if TYPE_CHECKING:
     from infoflow_lens.theory import Component as Component
     from infoflow_lens.theory import InformationSets as InformationSets
     from infoflow_lens.theory import dependence as dependence
-    from infoflow_lens.theory import learns as learns
     from infoflow_lens.theory import one_layer_certificate as one_layer_certificate
     from infoflow_lens.theory import propagate as propagate
-    from infoflow_lens.theory.design import design as design
-    from infoflow_lens.theory.estimate import estimate as estimate
     from infoflow_lens.training import TrainingConfig as TrainingConfig
     from infoflow_lens.training import train as train
 
@@ -53,6 +63,7 @@ _HOMES = {
     "AttendedProbe": "hooks",
     "Architecture": "models.architecture",
     "Component": "theory",
+    "Flow": "flows.result",
     "InfoFlowError": "foundation.errors",
     "InfoFlowWarning": "foundation.errors",
     "InformationSets": "theory",
@@ -71,10 +82,11 @@ _HOMES = {
     "coverage_curve": "agreement",
     "dataset_card": "tasks",
     "dependence": "theory",
-    "design": "theory.design",
-    "estimate": "theory.estimate",
+    "design": "named",
+    "estimate": "named",
+    "flow": "flows.run",
     "inspect_model": "hooks",
-    "learns": "theory",
+    "learns": "named",
     "list_constructions": "models.constructions",
     "list_tasks": "tasks",
     "load_any": "models.loading",
@@ -82,6 +94,7 @@ _HOMES = {
     "load_task": "tasks",
     "measure_mechanisms": "hooks",
     "one_layer_certificate": "theory",
+    "probe": "probing.call",
     "probe_cache": "hooks",
     "propagate": "theory",
     "replace_greedily": "hooks",
@@ -94,10 +107,21 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name == "__version__":
+        from infoflow_lens.foundation.record import own_version
+
+        return own_version()
+    if name in _rooms():
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _rooms() -> list[str]:
+    """The modules of the package."""
+    return [module.name for module in iter_modules(__path__)]
 
 
 def __dir__() -> list[str]:
-    return sorted(_HOMES)
+    return sorted({*_HOMES, *_rooms(), "__version__"})

@@ -9,13 +9,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.influence.base import InfluenceResult, influence_sets
-from infoflow_lens.theory.information_sets import InformationSets, propagate
+from infoflow_lens.hooks.positions import PositionsResult
+from infoflow_lens.theory.information_sets import InformationSets, Passing, propagate
 
 if TYPE_CHECKING:
     import pandas as pd
 
+Predicted: TypeAlias = InformationSets | Bool[Tensor, "layer batch pos source"] | Passing
 Measured: TypeAlias = Float[Tensor, "layer batch pos source"] | InfluenceResult
 
 
@@ -98,8 +101,15 @@ class Agreement:
         rows.append({"layer": last, "states": "cls", "with_self": False, **asdict(self.cls)})
         return pd.DataFrame(rows)
 
+    def __repr__(self) -> str:
+        shares = ", ".join(f"{layer.influence_inside:.3f}" for layer in self.layers[:12])
+        return (
+            f"Agreement({len(self.layers)} layers, influence inside the sets: {shares}, read-out "
+            f"{self.cls.influence_inside:.3f})"
+        )
+
     def _repr_html_(self) -> str:
-        return str(self.to_frame().to_html(index=False, float_format="{:.3f}".format))
+        return panel("Agreement", {"threshold": self.threshold}, head=self.to_frame())
 
 
 def auroc(
@@ -195,7 +205,7 @@ def _check_norms(influence: Tensor) -> None:
 
 
 def compare(
-    predicted: InformationSets,
+    predicted: Predicted,
     measured: Measured | InformationSets,
     *,
     threshold: float = 0.1,
@@ -205,7 +215,8 @@ def compare(
     """Compare predicted information sets with what was measured on the same inputs.
 
     Args:
-        predicted: sets from theory, as `propagate` gives them.
+        predicted: sets from theory, as `propagate` gives them; or the result of a probe that it
+            takes, which is propagated.
         measured: an `InfluenceResult`, whose states alone take part where it holds only some
             positions; influence scores; or measured sets, which count as scores 0 and 1.
         threshold: a source is in the measured set if its influence is at least this share of the
@@ -218,6 +229,7 @@ def compare(
         InfoFlowError: if shapes differ, scores are negative or NaN, or the threshold is not in
             (0, 1].
     """
+    predicted = _sets(predicted, measured)
     states = _States(predicted, measured, threshold, lengths)
     n_layers, n_batch, _, n_source = states.scores.shape
     if active is not None and (active.shape != (n_batch, n_source) or active.dtype != torch.bool):
@@ -237,7 +249,7 @@ def compare(
 
 
 def compare_by_position(
-    predicted: InformationSets,
+    predicted: Predicted,
     measured: Measured | InformationSets,
     *,
     threshold: float = 0.1,
@@ -254,7 +266,7 @@ def compare_by_position(
     """
     import pandas as pd
 
-    states = _States(predicted, measured, threshold, lengths)
+    states = _States(_sets(predicted, measured), measured, threshold, lengths)
     n_layers, _, n_pos, _ = states.scores.shape
     places = torch.arange(n_pos, device=states.scores.device)
     rows = []
@@ -265,6 +277,42 @@ def compare_by_position(
                 values = asdict(states.agreement(layer, chosen, False))
                 rows.append({"layer": layer, "position": position, **values})
     return pd.DataFrame(rows)
+
+
+def _check_measured(measured: Any) -> None:
+    """Refuse what no probe of influence gave.
+
+    Raises:
+        InfoFlowError: naming its type.
+    """
+    if not isinstance(measured, (Tensor, InfluenceResult, InformationSets)):
+        raise InfoFlowError(
+            f"what was measured is a {type(measured).__name__}: expected an InfluenceResult, or "
+            "influence [layer, batch, pos, source]"
+        )
+
+
+def _sets(predicted: Any, measured: Any) -> InformationSets:
+    """Predicted sets, propagated where they are not sets yet.
+
+    Raises:
+        InfoFlowError: for what is no prediction.
+    """
+    _check_measured(measured)
+    if isinstance(predicted, InformationSets):
+        return predicted
+    if isinstance(predicted, Tensor):
+        return InformationSets(predicted)
+    if isinstance(predicted, Passing):
+        if isinstance(measured, InformationSets):
+            return propagate(predicted, measured.n_sources)
+        scores = measured.influence if isinstance(measured, InfluenceResult) else measured
+        return propagate(predicted, scores.shape[-1])
+    hint = "; what was measured comes second" if isinstance(predicted, InfluenceResult) else ""
+    raise InfoFlowError(
+        f"predicted is a {type(predicted).__name__}: expected InformationSets, as propagate gives "
+        f"them, or a result of PositionsProbe or AttendedProbe{hint}"
+    )
 
 
 class _States:
@@ -352,6 +400,7 @@ def _scores(
     measured: Measured, lengths: Int[Tensor, " batch"] | None
 ) -> tuple[Tensor, Tensor | None, Bool[Tensor, "batch pos"]]:
     """Influence on all positions, the lengths of the sequences, and which states were measured."""
+    _check_measured(measured)
     if isinstance(measured, Tensor):
         asked = torch.ones(measured.shape[1:3], dtype=torch.bool, device=measured.device)
         return measured, lengths, asked
@@ -392,12 +441,18 @@ class CoverageCurve:
         ]
         return pd.DataFrame(rows)
 
+    def __repr__(self) -> str:
+        shares = ", ".join(f"{share:.3f}" for share in self.last[:12])
+        return (
+            f"CoverageCurve({len(self.last)} ranks, influence inside at the last state: {shares})"
+        )
+
     def _repr_html_(self) -> str:
-        return str(self.to_frame().to_html(index=False, float_format="{:.3f}".format))
+        return panel("CoverageCurve", {}, head=self.to_frame())
 
 
 def coverage_curve(
-    positions: Sequence[Int[Tensor, "batch _head pos rank"]],
+    positions: Sequence[Int[Tensor, "batch _head pos rank"]] | PositionsResult,
     influence: Measured,
     lengths: Int[Tensor, " batch"] | None = None,
 ) -> CoverageCurve:
@@ -405,13 +460,14 @@ def coverage_curve(
 
     Args:
         positions: for every layer the positions of ranks 1, 2, .., in this order, as
-            ``PositionsProbe(range(1, K + 1))`` gives them.
+            ``PositionsProbe(range(1, K + 1))`` gives them; or its result.
         influence: measured on the same inputs: an `InfluenceResult`, or its scores.
         lengths: as for :func:`compare`.
 
     Raises:
         InfoFlowError: if shapes do not fit, or influence is negative or not finite.
     """
+    positions = _by_rank(positions)
     influence, lengths, asked = _scores(influence, lengths)
     n_layers, batch, n_pos, n_source = influence.shape
     expected = (batch, n_pos)
@@ -440,3 +496,24 @@ def coverage_curve(
         last.append(_mean(influence_inside(influence[-1][final], read, candidate[final])))
         size.append(_mean(read.sum(dim=1).double()))
     return CoverageCurve(tuple(layers), tuple(last), tuple(size))
+
+
+def _by_rank(positions: Any) -> Sequence[Tensor]:
+    """The positions of ranks 1, 2, .. of every layer.
+
+    Raises:
+        InfoFlowError: for a result of other ranks, or what has no ranks.
+    """
+    if isinstance(positions, PositionsResult):
+        if positions.ranks != tuple(range(1, len(positions.ranks) + 1)):
+            raise InfoFlowError(
+                f"positions are of ranks {positions.ranks}: expected 1 to some K, in this order; "
+                "probe with PositionsProbe((1, 2, 3))"
+            )
+        return positions.positions
+    if not isinstance(positions, (Sequence, Tensor)):
+        raise InfoFlowError(
+            f"positions is a {type(positions).__name__}: expected what PositionsProbe((1, 2, 3)) "
+            "gives, or its positions"
+        )
+    return positions  # type: ignore[return-value]

@@ -35,12 +35,9 @@ Backend = Annotated[
 
 def _show_version(value: bool) -> None:
     if value:
-        from importlib.metadata import PackageNotFoundError, version
+        from infoflow_lens import __version__
 
-        try:
-            typer.echo(f"infoflow-lens {version('infoflow-lens')}")
-        except PackageNotFoundError:
-            typer.echo("infoflow-lens, from a clone that is not installed")
+        typer.echo(f"infoflow-lens {__version__}")
         raise typer.Exit
 
 

@@ -5,13 +5,14 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder
 from infoflow_lens.foundation.modules import modes_kept
@@ -31,7 +32,7 @@ from infoflow_lens.objectives import (
     outputs_of,
     tensors_of,
 )
-from infoflow_lens.tasks import Task
+from infoflow_lens.tasks import Task, load_task
 from infoflow_lens.tasks.task import check_count
 
 __all__ = [
@@ -159,7 +160,7 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
-class TrainingResult:
+class TrainingResult(Displayed):
     """What a training run gave.
 
     Attributes:
@@ -355,7 +356,7 @@ def _beside_the_weights(model: nn.Module) -> dict[str, Any]:
 
 def train(
     model: nn.Module,
-    train_data: Data | Task,
+    train_data: Data | Task | str,
     validation_data: Data | TrainingConfig | None = None,
     config: TrainingConfig | None = None,
     *,
@@ -383,7 +384,8 @@ def train(
     Args:
         model: the module, at its initial weights.
         train_data: a dataset with columns x and y; or the pair of tensors ([batch, ...],
-            [batch, d_output]), or ([batch, ...], integers [batch]) for labels; or a task.
+            [batch, d_output]), or ([batch, ...], integers [batch]) for labels; or a task, or the
+            name of one.
         validation_data: the same, left out for a task; it chooses the best epoch, so report
             numbers on other data if that choice matters.
         config: settings; default, ``TrainingConfig()``.
@@ -409,6 +411,13 @@ def train(
     if isinstance(validation_data, TrainingConfig) and config is None:
         validation_data, config = None, validation_data
     config = config or TrainingConfig()
+    if not isinstance(model, nn.Module):
+        raise InfoFlowError(
+            f"model is a {type(model).__name__}: expected a module; make one with build_model, or "
+            "load it with load_any(name).model"
+        )
+    if isinstance(train_data, str):
+        train_data = _task_for(model, train_data)
     train_data, validation_data = _both(
         train_data, validation_data, n_train, n_validation, config.seed
     )
@@ -454,8 +463,19 @@ def train(
         )
 
 
+def _task_for(model: nn.Module, name: str) -> Task:
+    """The task of that name in the sizes of the model."""
+    task, architecture = load_task(name), getattr(model, "architecture", None)
+    sizes = {
+        size: getattr(architecture, size)
+        for size in ("n_tokens", "d_token")
+        if size in {item.name for item in fields(task)} and hasattr(architecture, size)
+    }
+    return load_task(name, **sizes)
+
+
 def _both(
-    train_data: Data | Task,
+    train_data: Data | Task | str,
     validation_data: Data | TrainingConfig | None,
     n_train: int | None,
     n_validation: int | None,

@@ -4,6 +4,8 @@ import inspect
 
 from huggingface_hub import DatasetCard, DatasetCardData
 
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.tasks.registry import list_tasks, load_task
 from infoflow_lens.tasks.target import Target
 from infoflow_lens.tasks.task import Task, VectorTask
 from infoflow_lens.tasks.tokens import SHARES, TokenTask
@@ -53,11 +55,23 @@ def summary(task: Task | type[Task]) -> str:
     return inspect.cleandoc(task.__doc__ or "").split("\n\nAttributes:")[0].split("\n\nRaises:")[0]
 
 
-def dataset_card(task: Task) -> DatasetCard:
+def dataset_card(task: Task | str) -> DatasetCard:
     """The card of a task's datasets, in the Hugging Face Hub's format.
 
     ``dataset_card(task).save(path)`` writes it beside a saved dataset as ``README.md``.
+
+    Args:
+        task: a task, or its name.
+
+    Raises:
+        InfoFlowError: for an unknown name, or what is no task.
     """
+    task = load_task(task) if isinstance(task, str) else task
+    if not isinstance(task, Task):
+        raise InfoFlowError(
+            f"task is a {_kind(task)}: expected a task, or the name of one: "
+            f"{', '.join(list_tasks())}"
+        )
     header = DatasetCardData(
         pretty_name=f"infoflow-lens: {task.name}",
         license="mit",
@@ -80,6 +94,10 @@ def dataset_card(task: Task) -> DatasetCard:
         ),
         ignore_metadata_errors=False,
     )
+
+
+def _kind(value: object) -> str:
+    return f"class, {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def _call(task: Task) -> str:

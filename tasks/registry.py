@@ -164,7 +164,12 @@ def load_task(name: str, **parameters: Any) -> Task:
     Raises:
         InfoFlowError: for an unknown name or parameter, with the nearest known one.
     """
-    if isinstance(name, str) and name not in _TASKS and ":" in name:
+    if not isinstance(name, str):
+        raise InfoFlowError(
+            f"name is a {type(name).__name__}: expected the name of a task, such as "
+            f"{next(iter(_TASKS))!r}; a task itself is used as it is"
+        )
+    if name not in _TASKS and ":" in name:
         return _load_own(name, parameters)
     task = _task_of(name)
     known = [field.name for field in fields(task)]

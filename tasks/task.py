@@ -1,5 +1,6 @@
 """What every task offers: samples, datasets, and what theory needs to know of its target."""
 
+import inspect
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from datasets.fingerprint import Hasher
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import check_seed, derived_seed
 from infoflow_lens.theory.comparison import ComparisonProfile, Component
@@ -88,6 +90,11 @@ class Task(ABC):
     def parameters(self) -> dict[str, Any]:
         """The parameters that make this task."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def _repr_html_(self) -> str:
+        about = inspect.cleandoc(self.__doc__ or "").split("\n\n")[0]
+        facts = {**self.parameters(), "source": self.source}
+        return panel(self.name, facts, (about,), "more: .sample(n, seed), .target(x), .dataset()")
 
     def sample(
         self, n: int, seed: int

@@ -194,8 +194,8 @@ def test_every_public_name_is_there_and_documented():
         value = getattr(infoflow_lens, name)
         assert value.__doc__, name
     assert set(dir(infoflow_lens)) >= set(infoflow_lens.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'porbe'"):
-        infoflow_lens.porbe  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'prob'"):
+        infoflow_lens.prob  # noqa: B018
 
 
 def test_public_names_are_those_that_type_checkers_see():

@@ -187,7 +187,12 @@ class StateInfluence(Probe[InfluenceResult]):
     enters there replaced. Padding has no influence and receives none.
 
     What it keeps grows with the sequences, since every one has its own result.
+
+    Attributes:
+        watch: called with the share of a batch's work that is done, from 0 to 1; for progress bars.
     """
+
+    watch: Callable[[float], None] | None = None
 
     def __init__(
         self,
@@ -208,6 +213,7 @@ class StateInfluence(Probe[InfluenceResult]):
         self._batches: list[dict[str, Tensor]] = []
         self._layers: tuple[int, ...] = ()
         self._n_positions = 0
+        self._work = self._worked = 0
 
     def config(self) -> Mapping[str, Any]:
         """The settings, as JSON-compatible values."""
@@ -255,6 +261,15 @@ class StateInfluence(Probe[InfluenceResult]):
         for layer in layers:
             names += state_hooks(model, layer, self.of_state)
         return Needs.of(model, points=names)
+
+    def _expect(self, work: int) -> None:
+        """How much work this batch is, in any unit, for `watch`."""
+        self._work, self._worked = work, 0
+
+    def _work_done(self, work: int) -> None:
+        self._worked += work
+        if self.watch is not None:
+            self.watch(min(1.0, self._worked / max(1, self._work)))
 
     def _reached(self, model: nn.Module) -> tuple[int, ...]:
         """The layers whose states are asked for."""

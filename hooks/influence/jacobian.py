@@ -90,6 +90,7 @@ class JacobianInfluence(StateInfluence):
             together = batch
         errors = torch.zeros(len(expected), 2, dtype=torch.float64)
         parts = []
+        groups = -(-batch // together)
         for first in range(0, batch, together):
             some = torch.arange(first, min(first + together, batch))
             chunk = self.chunk_size or max(1, rows // len(some))
@@ -97,12 +98,21 @@ class JacobianInfluence(StateInfluence):
             targets = [state[some.to(state.device)] for state in expected]
             energy = None
             if self.estimate is None and by_forward and not self._lacks_forward_mode:
+                self._expect_groups(first // together, groups, n_source * d_source)
                 energy = self._forward(here, targets, chunk)
             if energy is None:
+                m = d_model if self.estimate is None else min(self.estimate, d_model)
+                each = sum(layer + 1 for layer in rerun.layers) * m * place.shape[1]
+                self._expect_groups(first // together, groups, each)
                 energy = self._reverse(here, targets, chunk, errors)
             parts.append(energy)
         self._errors.append(errors)
         return torch.cat(parts, dim=1).sqrt().float()
+
+    def _expect_groups(self, behind: int, n_groups: int, each: int) -> None:
+        """Of the groups of sequences of a batch, so many lie behind."""
+        self._expect(n_groups * each)
+        self._worked = behind * each
 
     def _forward(
         self, here: "_Some", expected: list[Tensor], chunk: int
@@ -141,6 +151,7 @@ class JacobianInfluence(StateInfluence):
                 # [direction, batch, pos, d_model]
                 energy = _energy(tangent, total.dtype).permute(1, 2, 0)
                 total.index_add_(2, (index // d_source).to(total.device), energy)
+            self._work_done(len(index))
         return torch.stack([at_places(total, here.place).cpu() for total in squares])
 
     def _reverse(
@@ -168,6 +179,7 @@ class JacobianInfluence(StateInfluence):
                         value, start, towards, retain_graph=True, is_grads_batched=True
                     )
                     energies[pairs] = _energy(found, torch.float32).cpu()
+                    self._work_done(len(pairs) * (layer + 1))
                 energy = energies.view(len(rows), m, batch, n_source).transpose(0, 2).double()
                 squares[i, :, rows] = energy.sum(dim=1)
                 if self.estimate is None:

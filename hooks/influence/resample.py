@@ -1,6 +1,7 @@
 """Influence by resample ablation: how far a state moves when a token is replaced by another's."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -17,10 +18,11 @@ from infoflow_lens.hooks.influence.rerun import (
     rows_at_once,
     start_point,
 )
-from infoflow_lens.hooks.model.inputs import Batch
+from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.model.points import check_inputs, run_catching
 from infoflow_lens.hooks.passes.view import Needs
 
+_DONORS = 8
 _ROUNDING = 8.0  # times the precision of the dtype: smaller changes are rounding [chosen]
 
 
@@ -156,6 +158,7 @@ class ResampleInfluence(StateInfluence):
         rounding = [
             _ROUNDING * torch.finfo(state.dtype).eps * state.float().norm(dim=-1) for state in plain
         ]
+        self._expect(n_source * n_donors * batch)
         for sources, sequences, end in self._groups(lengths, place, n_donors, rows, cache):
             first = sources[0] if cache is not None else 0
             here = place[sequences] - first
@@ -179,6 +182,7 @@ class ResampleInfluence(StateInfluence):
                     gap = (value - plain[layer][at, first:end]).float().norm(dim=-1)
                     gap = gap.masked_fill(gap <= rounding[layer][at, first:end], 0).cpu()
                     moved[layer, part] = gap.gather(1, here[each[part, 2]].clamp(min=0))
+                self._work_done(len(part))
             moved = moved.view(n_layers, len(sources), n_donors, len(sequences), -1)
             joined = self._joined(moved)  # [layer, source, sequence, asked]
             reached = (here >= 0).float()  # earlier positions were not computed: they are the same
@@ -247,3 +251,41 @@ def _shares(
         if not (gap <= strict * tolerance(state) * target.float().norm(dim=-1) + 1e-12).all():
             return False
     return True
+
+
+def donors_from(
+    batches: Batches, n_measured: int, length: int
+) -> Shaped[Tensor, "donor pos *token"]:
+    """Tokens that take the place of others: of sequences that are not measured, if possible.
+
+    Where sequences differ in length, a donor's later tokens come from other sequences than its
+    first: what enters at a position is its token alone.
+
+    Args:
+        batches: sequences, the first of which are measured.
+        n_measured: how many are.
+        length: tokens of the longest that is measured.
+
+    Raises:
+        InfoFlowError: if some position has no other sequence's token.
+    """
+    rows = list(batches.sequences())
+    donors = []
+    for position in range(length):
+        found = _last_at(position, rows[n_measured:])
+        if len(found) < 2:
+            found = _last_at(position, rows)
+        if len(found) < 2:
+            raise InfoFlowError(
+                "influence 'resample' replaces tokens by those of other sequences, and only one "
+                f"has a token {position}: expected at least 2; give more sequences, cut them with "
+                "max_length, or choose influence 'estimate'"
+            )
+        donors.append(torch.stack([found[i % len(found)] for i in range(_DONORS)]))
+    return torch.stack(donors, dim=1)
+
+
+def _last_at(position: int, rows: Sequence[Tensor]) -> list[Tensor]:
+    """The tokens at a position of the last sequences that have it."""
+    long = (row[position] for row in reversed(rows) if len(row) > position)
+    return list(islice(long, _DONORS))[::-1]

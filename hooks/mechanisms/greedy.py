@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.checks import check_integer
+from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.hooks.mechanisms.damage import check_damage, metric_of
@@ -17,7 +18,7 @@ from infoflow_lens.hooks.passes.own import own_pass
 
 
 @dataclass(frozen=True)
-class JointReplacement:
+class JointReplacement(Displayed):
     """Heads that are replaced at once.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,7 +12,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.mechanisms.damage import check_damage
 from infoflow_lens.hooks.mechanisms.ideals import SOFT
 from infoflow_lens.hooks.result import Result
-from infoflow_lens.theory.information_sets import MaxPosition, Rule, SpecificPositions
+from infoflow_lens.theory.information_sets import MaxPosition, Passing, Rule, SpecificPositions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,6 +41,8 @@ class MechanismsResult(Result):
             known in this run, makes of it.
         mean_patterns: for every layer the mean pattern of each head, float [head, query, key].
     """
+
+    small: ClassVar[bool] = True
 
     ideals: tuple[str, ...]
     metric: str
@@ -83,24 +85,31 @@ class MechanismsResult(Result):
 
     def rules(
         self,
-        attended: Sequence[Int[Tensor, "batch _head query key"]],
-        chosen: Sequence[Int[Tensor, "batch _head query"]],
+        attended: Sequence[Int[Tensor, "batch _head query key"]] | Passing,
+        chosen: Sequence[Int[Tensor, "batch _head query"]] | Passing,
         threshold: float | None = None,
         share: float = 0.05,
     ) -> list[list[Rule]]:
         """Update rules for `propagate`, each head by its own mechanism (Sec. 5.1).
 
         Args:
-            attended: all keys that heads draw from, `AttendedResult.positions`: for heads that stay
-                soft, or need several keys.
-            chosen: the argmax positions, `PositionsResult.argmax`: for max-position heads.
+            attended: all keys that heads draw from, an `AttendedResult` or its positions: for heads
+                that stay soft, or need several keys.
+            chosen: the argmax positions, a `PositionsResult` or its argmax: for max-position heads.
             threshold: as for :meth:`mechanisms`.
             share: the least share of a row's largest mean weight that is a fixed position.
 
         Raises:
             InfoFlowError: if they were measured on shorter ones, whose fixed positions say nothing
-                of the rest.
+                of the rest, or the two stand in the other's place.
         """
+        attended = attended.passed if isinstance(attended, Passing) else attended
+        chosen = chosen.passed if isinstance(chosen, Passing) else chosen
+        if attended[0].ndim != 4 or chosen[0].ndim != 3:
+            raise InfoFlowError(
+                f"attended and chosen keys have {attended[0].ndim} and {chosen[0].ndim} axes: "
+                "expected 4 and 3; give results of AttendedProbe and PositionsProbe, in this order"
+            )
         layers: list[list[Rule]] = []
         n_pos = chosen[0].shape[2]
         longest = self.mean_patterns[0].shape[1]

@@ -8,9 +8,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.record import weight_processing
+from infoflow_lens.hooks.model.inputs import Inputs, read_inputs
+from infoflow_lens.hooks.model.inputs import example_input as inputs_of_examples
 from infoflow_lens.hooks.model.points import (
     check_inputs,
     devices_of,
@@ -162,10 +165,15 @@ class ModelCapabilities:
             ]
         )
 
+    def __repr__(self) -> str:
+        problems = self.problems()
+        said = f"{len(problems)} problems: {problems[0]}" if problems else "no problems"
+        line = f"{self.kind}, {len(self.layers)} layers, {self.dtype}, {self.device}; {said}"
+        return f"ModelCapabilities({line[:400]})"
+
     def _repr_html_(self) -> str:
-        problems = "".join(f"<li>{problem}</li>" for problem in self.problems())
-        head = f"<b>{self.kind}</b>, {self.dtype}, {self.device}<ul>{problems}</ul>"
-        return head + str(self.to_frame().to_html(index=False))
+        facts = {"dtype": self.dtype, "device": self.device}
+        return panel(self.kind, facts, self.problems(), head=self.to_frame())
 
 
 def _problems_of(layer: LayerCapabilities) -> list[str]:
@@ -206,7 +214,7 @@ def _numbers(indices: list[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def inspect_model(model: nn.Module, example_input: Tensor) -> ModelCapabilities:
+def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> ModelCapabilities:
     """Find out by running a model what it is and what it can be asked.
 
     It is run once to see which hook points fire and what they carry, and once for each hook point
@@ -215,13 +223,18 @@ def inspect_model(model: nn.Module, example_input: Tensor) -> ModelCapabilities:
 
     Args:
         model: a TransformerLens model.
-        example_input: a few sequences, vector tokens [batch, pos, d_token] or ids [batch, pos]; the
-            longer, the more a local window shows.
+        example_input: a few sequences, vector tokens [batch, pos, d_token] or ids [batch, pos], or
+            a text; the longer, the more a local window shows; default, random ones.
 
     Raises:
         InfoFlowError: if it is no TransformerLens model, or the input is none for it.
     """
     n_layers = layer_count(model)
+    if example_input is None:
+        example_input = inputs_of_examples(model)
+    elif not isinstance(example_input, Tensor):
+        read = read_inputs(model, example_input, name="example_input")
+        example_input = next(read.batches(1)).tokens
     check_inputs(model, example_input, "example_input")
     devices = devices_of(model)
     first = next(model.parameters())

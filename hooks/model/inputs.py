@@ -561,6 +561,27 @@ def tokenized(model: nn.Module, text: str, name: str) -> Int[Tensor, " pos"]:
     return tokens[0].cpu()
 
 
+def readable_tokens(model: nn.Module, sequences: Iterable[Tensor]) -> tuple[tuple[str, ...], ...]:
+    """The tokens of every sequence as one reads them: words of the model's tokenizer, with blanks
+    and line breaks that can be seen; else ids, and places where tokens are vectors.
+    """
+    tokenizer = getattr(model, "tokenizer", None)
+    return tuple(
+        tuple(str(place) for place in range(len(row)))
+        if row.ndim > 1
+        else tuple(
+            str(i) if tokenizer is None else _readable(tokenizer.decode([i])) for i in row.tolist()
+        )
+        for row in sequences
+    )
+
+
+def _readable(token: str) -> str:
+    if token.isprintable() and token.strip():
+        return token
+    return repr(token)[1:-1].replace(" ", "\u00b7")
+
+
 def call_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor | None, Bool[Tensor, "batch pos"] | None]:

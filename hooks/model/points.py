@@ -28,10 +28,25 @@ def layer_count(model: nn.Module) -> int:
     blocks = getattr(model, "blocks", None)
     if blocks is None or not hasattr(model, "hook_dict") or len(blocks) == 0:
         raise InfoFlowError(
-            f"{type(model).__name__} has no transformer blocks with hook points: expected a "
-            "TransformerLens model such as HookedTransformer"
+            f"{_words(model)} has no transformer blocks with hook points: expected a "
+            f"TransformerLens model such as HookedTransformer{_what_to_give(model)}"
         )
     return len(blocks)
+
+
+def _words(model: object) -> str:
+    return f"the text {model!r}" if isinstance(model, str) else type(model).__name__
+
+
+def _what_to_give(model: Any) -> str:
+    """The end of an error: where the model is that was meant."""
+    if isinstance(model, str):
+        return f"; give load_any({model!r}).model"
+    if hasattr(getattr(model, "model", None), "hook_dict"):
+        return "; give its .model"
+    if hasattr(model, "config") and hasattr(model, "main_input_name"):  # of transformers
+        return "; give load_any(model).model, which hosts it"
+    return ""
 
 
 def devices_of(model: nn.Module) -> list[str]:

@@ -1,7 +1,7 @@
 """Errors of recovery maps, and the maps."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -57,6 +57,8 @@ class RecoveryResult(Result):
         accuracy: for each layer [head, rank], the share of held-out rows in which the class of the
             largest predicted value is the attended token's.
     """
+
+    small: ClassVar[bool] = True
 
     ranks: tuple[int, ...]
     second_moment: tuple[Float[Tensor, "_head rank"], ...]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from infoflow_lens.agreement import Agreement, SetAgreement, compare
+from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import writable_folder, write_json, write_text
 from infoflow_lens.foundation.record import RunRecord
@@ -115,7 +116,7 @@ class DemoConfig:
 
 
 @dataclass(frozen=True)
-class DemoResult:
+class DemoResult(Displayed):
     """What the demo found.
 
     Attributes:

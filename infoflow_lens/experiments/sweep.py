@@ -12,6 +12,7 @@ import torch
 
 from infoflow_lens.experiments.memory import check_memory
 from infoflow_lens.experiments.study import Row, Settings, Study, Verdict
+from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.extras import optional
 from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json, write_text
@@ -45,7 +46,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class StudyResult:
+class StudyResult(Displayed):
     """What a study found.
 
     Attributes:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infoflow_lens.experiments.study import standardised
+from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import Advance
 from infoflow_lens.foundation.seeds import derived_seed
@@ -35,7 +36,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Verification:
+class Verification(Displayed):
     """Predicted beside measured.
 
     Attributes:

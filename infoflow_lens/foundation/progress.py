@@ -1,20 +1,15 @@
-"""One look for every progress bar."""
+"""One look for every progress bar, in terminals, notebooks and pipes."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+_PAUSE = 0.5  # seconds that work lasts before a bar is worth showing
+_PAUSE_OF_PIPES = 30.0  # seconds between two lines of a log
 
 
 @runtime_checkable
@@ -32,20 +27,62 @@ def progress_bar(
 ) -> Iterator[Advance]:
     """A bar on standard error of `total` steps, `done` of which lie behind; none if not `show`.
 
-    A total of None is one that nobody knows.
+    In a notebook it is a widget where there are widgets, else a line of text; in a pipe or a file
+    it is a line now and then. Work of a moment shows none. A total of None is one that nobody
+    knows.
     """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[status]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
-        task = bar.add_task(description, total=total, completed=done, status="")
+    seen = _is_seen()
+    settings: dict[str, Any] = {} if seen else {"mininterval": _PAUSE_OF_PIPES}
+    with quiet_tqdm()(
+        desc=description,
+        total=total,
+        initial=done,
+        disable=not show,
+        delay=_PAUSE,
+        dynamic_ncols=True,
+        file=sys.stderr,
+        **settings,
+    ) as bar:
 
         def advance(steps: int = 1, status: str = "") -> None:
-            bar.update(task, advance=steps, status=status)
+            bar.set_postfix_str(status, refresh=False)
+            bar.update(steps)
+            if not steps and seen:
+                bar.refresh()
 
         yield advance
+
+
+@contextmanager
+def no_bars_of_libraries() -> Iterator[None]:
+    """Loading models and data shows no bars in this block."""
+    import datasets
+    from transformers.utils import logging
+
+    shown = datasets.are_progress_bars_disabled(), logging.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if not shown[0]:
+            datasets.enable_progress_bars()
+        if shown[1]:
+            logging.enable_progress_bar()
+
+
+def quiet_tqdm() -> Any:
+    """The bar of this place: tqdm warns where a notebook has no widgets, and falls back to text.
+
+    It does so once, when it is first imported.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from tqdm.auto import tqdm
+    return tqdm
+
+
+def _is_seen() -> bool:
+    """Whether somebody looks at the bar while it moves: a terminal, or a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return sys.stderr.isatty() or "IPKernelApp" in getattr(shell, "config", {})

@@ -8,17 +8,31 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 
 _RECORDED_PACKAGES = ("infoflow-lens", "transformer-lens", "torch", "datasets", "numpy")
+
+
+def own_version() -> str:
+    """The version of this package; of a clone that is not installed, what it would be."""
+    try:
+        return version("infoflow-lens")
+    except PackageNotFoundError:
+        project = Path(__file__).parents[2] / "pyproject.toml"
+        text = project.read_text(encoding="utf-8") if project.is_file() else ""
+        found = re.search(r'^version = "(.+)"$', text, re.MULTILINE)
+        return found[1] if found else "unknown"
 
 
 def package_versions() -> dict[str, str]:
@@ -71,7 +85,7 @@ def weight_processing(model: nn.Module) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class RunRecord(Displayed):
     """What a result needs to be reproduced.
 
     Attributes:

@@ -360,7 +360,15 @@ def build_model(
     """A freshly initialised model; the same seed gives the same weights.
 
     The global random state is left as it was.
+
+    Raises:
+        InfoFlowError: for what is no Architecture.
     """
+    if not isinstance(architecture, Architecture):
+        raise InfoFlowError(
+            f"architecture is a {type(architecture).__name__}: expected an Architecture; make one "
+            "of heads and sizes, or load a model by name with load_any"
+        )
     with _seeded(seed):
         return VectorTransformer(architecture, device)
 
@@ -539,6 +547,11 @@ def load_model(
     Raises:
         InfoFlowError: if the folder holds no such model.
     """
+    if not isinstance(folder, (str, os.PathLike)):
+        raise InfoFlowError(
+            f"folder is a {type(folder).__name__}: expected a folder that save_model wrote; a "
+            "model in memory is hosted by load_any(model)"
+        )
     path = Path(folder)
     missing = [n for n in ("architecture.json", "model.safetensors") if not (path / n).is_file()]
     if missing:

@@ -1,5 +1,6 @@
-"""Models by name or folder: ours, Hugging Face's, and TransformerLens's official ones."""
+"""Models by name, by folder or in memory: ours, Hugging Face's, TransformerLens's official ones."""
 
+import copy
 import difflib
 import os
 import tempfile
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from infoflow_lens.foundation.checks import check_device
+from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
@@ -45,31 +47,42 @@ _IN_OLD_FORMAT = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
-@dataclass(frozen=True)
+Source = Literal["checkpoint", "folder", "name", "memory"]
+
+
+@dataclass(frozen=True, repr=False)
 class LoadedModel:
     """A model that was loaded, in evaluation mode.
 
     Attributes:
         model: a TransformerLens model.
         tokenizer: its tokenizer, or None where there is none.
-        source: "checkpoint" (a folder of ours), "folder" (of Hugging Face) or "name".
+        source: "checkpoint" (a folder of ours), "folder" (of Hugging Face), "name" or "memory".
         description: one line that says what it is.
     """
 
     model: nn.Module
     tokenizer: Any | None
-    source: Literal["checkpoint", "folder", "name"]
+    source: Source
     description: str
+
+    def __repr__(self) -> str:
+        return f"LoadedModel({self.description[:300]})"
+
+    def _repr_html_(self) -> str:
+        facts = {"source": self.source, "tokenizer": self.tokenizer is not None}
+        return panel(self.description, facts, more=".model is what probes take")
 
 
 def load_any(
-    name_or_path: str | os.PathLike[str],
+    name_or_path: str | os.PathLike[str] | nn.Module | LoadedModel,
     *,
-    device: str = "cpu",
+    tokenizer: Any | None = None,
+    device: str | None = None,
     dtype: str | torch.dtype | None = None,
     backend: str = "auto",
 ) -> LoadedModel:
-    """Load a model by its official name or from a folder.
+    """Load a model by its official name or from a folder, or host one that is in memory.
 
     "stdlib-2l" comes with the package and needs no network; a folder of that name goes before it.
 
@@ -83,16 +96,24 @@ def load_any(
     What is hosted by a bridge is run once on a few tokens, beside the model of Hugging Face alone:
     a bridge that computes something else, and files that lack weights, are refused.
 
+    A model of TransformerLens that is in memory is taken as it is. One of transformers is hosted by
+    a bridge over the same weights, in evaluation mode and with eager attention; your own model is
+    left as it was found, and training it trains what the bridge shows.
+
     Weights are left as they were trained. TransformerLens would by default fold layer norms into
     the weights after them and center what writes to the residual stream: queries, keys and patterns
     stay, but the states change their basis and lose a dimension, so that what is recovered from
     them would be about other states than the trained ones.
 
     Args:
-        name_or_path: a folder, "stdlib-2l", an official name such as "gpt2", or owner/name.
-        device: where to put it, such as "cpu" or "cuda:0".
+        name_or_path: a folder, "stdlib-2l", an official name such as "gpt2", or owner/name; a model
+            in memory, of transformers or TransformerLens; or what this function gave.
+        tokenizer: of a model of transformers in memory; default, the one of the place that it was
+            loaded from. Models by name or folder bring their own.
+        device: where to put it, such as "cpu" or "cuda:0"; default "cpu", and for a model in memory
+            where it is.
         dtype: "float32", "bfloat16", "float16" or "float64"; default, float32, and for a folder of
-            ours what was saved.
+            ours, or a model in memory, what it is.
         backend: "hooked" for HookedTransformer, "bridge" for TransformerBridge, or "auto".
 
     Raises:
@@ -100,15 +121,28 @@ def load_any(
             bridge computes something else, it has no attention over tokens, or an option is unknown
             or not of the installed TransformerLens.
     """
-    name = os.fspath(name_or_path)
+    if backend not in BACKENDS:
+        raise InfoFlowError(f"backend is {backend!r}{nearest(str(backend), BACKENDS)}")
+    wanted = _dtype(dtype)
+    if device is not None:
+        check_device(device)
+    if isinstance(name_or_path, nn.Module | LoadedModel):
+        return _in_memory(name_or_path, tokenizer, device, wanted, backend)
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise InfoFlowError(
+            f"the model is of type {type(name_or_path).__name__}: expected a name such as gpt2, a "
+            "folder, or a model of transformers or TransformerLens"
+        )
+    device, name = device or "cpu", os.fspath(name_or_path)
     if not name.strip():
         raise InfoFlowError(
             "the model's name is empty: expected an official name such as gpt2, or a folder"
         )
-    if backend not in BACKENDS:
-        raise InfoFlowError(f"backend is {backend!r}{nearest(str(backend), BACKENDS)}")
-    wanted = _dtype(dtype)
-    check_device(device)
+    if tokenizer is not None:
+        raise InfoFlowError(
+            f"a tokenizer is given beside {name!r}: expected none, as models by name or folder "
+            "bring their own; load the model with transformers, and give both"
+        )
     folder = Path(name).expanduser()
     is_folder = folder.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if is_folder:
@@ -306,32 +340,129 @@ def _by_bridge(
 ) -> LoadedModel:
     """A folder or a name of the hub; `label` is what messages call it, by default the same."""
     with _leaving_no_trace(device), _named(label or name):
-        from transformer_lens.model_bridge import TransformerBridge
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(name)
-        if getattr(config, "is_encoder_decoder", False):
-            raise InfoFlowError(
-                f"{name!r} is an encoder with a decoder: expected one stack of blocks, a decoder "
-                "such as gpt2 or an encoder such as bert-base-cased"
-            )
+        _check_one_stack(name, config)
         alone = _of_hugging_face(name, config, device, dtype)
-        tokens, expected = _few_tokens(config, device), None
-        if alone.main_input_name == "input_ids":
-            # now: a bridge puts its own parts into the model
-            with torch.no_grad():
-                expected = getattr(alone(tokens), "logits", None)
         found = _has_tokenizer(name)
         with nullcontext() if found else _no_words() as tokenizer:
-            model = TransformerBridge.boot_transformers(
-                name, hf_model=alone, device=device, dtype=dtype, tokenizer=tokenizer
-            )
-        if not found:
-            model.tokenizer = None
-        loaded = _loaded(model, label or name, source)
-        if expected is not None:
-            _check_computes(model, tokens, expected, name, type(alone).__name__)
+            return _hosted(name, alone, tokenizer, found, source, label)
+
+
+def _check_one_stack(name: str, config: Any) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise InfoFlowError(
+            f"{name!r} is an encoder with a decoder: expected one stack of blocks, a decoder "
+            "such as gpt2 or an encoder such as bert-base-cased"
+        )
+
+
+def _hosted(
+    name: str,
+    alone: Any,
+    tokenizer: Any,
+    has_words: bool,
+    source: Source,
+    label: str | None = None,
+) -> LoadedModel:
+    """A model of transformers in a bridge, which puts its own parts into it.
+
+    Args:
+        name: of the model.
+        alone: the model, with eager attention.
+        tokenizer: of it; None for that of the name.
+        has_words: whether the tokenizer is its own.
+        source: where it comes from.
+        label: what messages call it; default, its name.
+    """
+    from transformer_lens.model_bridge import TransformerBridge
+
+    first = next(alone.parameters())
+    device, dtype = str(first.device), first.dtype
+    tokens, expected = _few_tokens(alone.config, device), None
+    if alone.main_input_name == "input_ids":
+        # now: a bridge changes the model
+        with torch.no_grad():
+            expected = getattr(alone(tokens), "logits", None)
+    model = TransformerBridge.boot_transformers(
+        name, hf_model=alone, device=device, dtype=dtype, tokenizer=tokenizer
+    )
+    if not has_words:
+        model.tokenizer = None
+    loaded = _loaded(model, label or name, source)
+    if expected is not None:
+        _check_computes(model, tokens, expected, name, type(alone).__name__)
     return loaded
+
+
+def _in_memory(
+    given: nn.Module | LoadedModel,
+    tokenizer: Any,
+    device: str | None,
+    dtype: torch.dtype | None,
+    backend: str,
+) -> LoadedModel:
+    """A model that is there already.
+
+    Raises:
+        InfoFlowError: for a class that is neither of transformers nor of TransformerLens, and for a
+            device or dtype that it does not have: moving it would move the user's own.
+    """
+    loaded = given if isinstance(given, LoadedModel) else None
+    model = given.model if isinstance(given, LoadedModel) else given
+    kind = type(model).__name__
+    first = next(model.parameters(), None)
+    if first is None:
+        raise InfoFlowError(f"the model, a {kind}, has no weights: expected a Transformer")
+    other_device = device is not None and device not in (str(first.device), first.device.type)
+    for what, wanted, has, differs in (
+        ("device", device, first.device, other_device),
+        ("dtype", dtype, first.dtype, dtype not in (None, first.dtype)),
+    ):
+        if differs:
+            raise InfoFlowError(
+                f"{what} is {str(wanted)!r}, but the {kind} in memory has {str(has)!r}: expected "
+                f"no {what}; move the model yourself, with model.to(...)"
+            )
+    if hasattr(model, "hook_dict"):
+        if tokenizer is not None:
+            raise InfoFlowError(
+                f"a tokenizer is given beside a {kind}: expected none, as a model of "
+                "TransformerLens has its own; set it there, model.tokenizer = ..."
+            )
+        return loaded or LoadedModel(
+            model, getattr(model, "tokenizer", None), "memory", _description(model, "in memory")
+        )
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise InfoFlowError(
+            f"the model is a {kind}, which has no hook points: expected a model of transformers or "
+            "TransformerLens, or a name"
+        )
+    if backend == "hooked":
+        raise InfoFlowError(
+            f"the {kind} in memory is hosted by TransformerBridge: expected backend 'auto' or "
+            "'bridge'"
+        )
+    name = model.name_or_path or kind
+    with _leaving_no_trace(str(first.device)), _named(name):
+        _check_one_stack(name, model.config)
+        # other modules around the same tensors: a bridge puts its own parts into what it hosts
+        shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        alone = copy.deepcopy(model, shared)
+        alone.set_attn_implementation("eager")
+        alone.eval()
+        if tokenizer is not None:
+            words: Any = _copied(tokenizer)
+        elif model.name_or_path and _has_tokenizer(name):
+            words = nullcontext()
+        else:
+            words = _no_words()
+        has_words = tokenizer is not None or isinstance(words, nullcontext)
+        with words as own:
+            return _hosted(name, alone, own, has_words, "memory")
 
 
 def _of_hugging_face(name: str, config: Any, device: str, dtype: torch.dtype) -> Any:
@@ -385,7 +516,7 @@ def _check_computes(
         )
 
 
-def _loaded(model: Any, name: str, source: Literal["folder", "name"]) -> LoadedModel:
+def _loaded(model: Any, name: str, source: Source) -> LoadedModel:
     """The model in evaluation mode, if it has attention over tokens in every block."""
     for flag, read in (("is_audio_model", "sound"), ("is_visual_model", "images")):
         if getattr(model.cfg, flag, False):
@@ -458,6 +589,14 @@ def _has_tokenizer(name: str) -> bool:
     except Exception:  # of many kinds: no file, no network, a missing package
         return False
     return not set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
+
+
+@contextmanager
+def _copied(tokenizer: Any) -> Iterator[Any]:
+    """The same tokenizer, from a folder: TransformerLens copies it by the place it came from."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        yield type(tokenizer).from_pretrained(folder)
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def claim_folder(out: Path, record: RunRecord) -> None:
     write_json(path, record.to_dict())
 
 
-def write_tables(result: ProbingResult) -> None:
+def write_tables(out: Path, result: ProbingResult) -> None:
     """A csv for every result."""
     import pandas as pd
 
@@ -80,4 +80,4 @@ def write_tables(result: ProbingResult) -> None:
     if result.curve is not None:
         tables["coverage_curve"] = result.curve.to_frame()
     for name, table in tables.items():
-        write_text(result.out / f"{name}.csv", table.to_csv(index=False))
+        write_text(out / f"{name}.csv", table.to_csv(index=False))

@@ -1,11 +1,14 @@
 """What a probe run found."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from infoflow_lens.agreement import Agreement, CoverageCurve
+from infoflow_lens.foundation.display import panel
+from infoflow_lens.foundation.files import writable_folder, write_text
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import (
     InfluenceResult,
@@ -20,12 +23,12 @@ from infoflow_lens.probing.part import Part
 from infoflow_lens.theory import InformationSets
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ProbingResult:
-    """What a probe run found.
+    """What a probe run found; in a notebook, its main findings.
 
     Attributes:
-        out: the folder with all of it.
+        out: the folder with all of it; None where nothing was to be kept.
         config: the settings.
         capabilities: what the model is.
         parts: the parts that were measured, by name.
@@ -38,7 +41,7 @@ class ProbingResult:
         record: of the run.
     """
 
-    out: Path
+    out: Path | None
     config: ProbingConfig
     capabilities: ModelCapabilities
     parts: Mapping[str, Part]
@@ -69,9 +72,57 @@ class ProbingResult:
         """What heads need."""
         return self._of("mechanisms", MechanismsResult)
 
+    def report(self, path: str | os.PathLike[str] = "report.html") -> Path:
+        """Write the report, a page that needs no network.
+
+        Returns:
+            The file.
+
+        Raises:
+            InfoFlowError: if it cannot be written.
+        """
+        from infoflow_lens.probing.page import report_of
+        from infoflow_lens.report.probing import render_probing
+
+        target = Path(path)
+        writable_folder(target.parent)
+        write_text(target, render_probing(report_of(self)))
+        return target
+
+    def __repr__(self) -> str:
+        n = 0 if self.positions is None else len(self.positions.lengths)
+        seen = f", {n} sequences" if n else ""
+        what = f"{self.config.model[:100]!r} on {self.config.data[:100]!r}{seen}"
+        return f"ProbingResult({what}: {', '.join(self.found)[:200]})"
+
+    def _repr_html_(self) -> str:
+        facts = {name: type(result).__name__ for name, result in self.found.items()}
+        title = f"{self.config.model} on {self.config.data}"
+        return panel(
+            title, facts, self.findings(), "more: .report(path), .positions, .influence, ..."
+        )
+
     def _of(self, name: str, kind: type[Any]) -> Any:
         result = self.found.get(name)
         return result if isinstance(result, kind) else None
+
+    def findings(self) -> list[str]:
+        """How far the sets of each rule explain what states depend on, and what the parts found."""
+        lines = []
+        for rule, agreement in self.agreement.items():
+            last = agreement.cls
+            if last.predicted_size == 0:
+                lines.append(
+                    f"by the rule {rule!r} no other token can reach the last state: its set says "
+                    "nothing of what the state depends on"
+                )
+            elif last.influence_inside == last.influence_inside:  # defined
+                lines.append(
+                    f"{last.influence_inside:.0%} of the influence of other tokens on the last "
+                    f"state lies inside the sets by the rule {rule!r}, which hold "
+                    f"{last.predicted_size:.3g} other tokens"
+                )
+        return [*lines, *self.sentences()]
 
     def sentences(self) -> list[str]:
         """What the parts found, in words."""

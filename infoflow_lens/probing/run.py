@@ -1,31 +1,34 @@
 """Probe any model on any data: measure, predict, compare; finished parts stay on disk."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from infoflow_lens.foundation.files import atomic_path, writable_folder, write_text
+from infoflow_lens.foundation.files import atomic_path, writable_folder
+from infoflow_lens.foundation.progress import no_bars_of_libraries
 from infoflow_lens.foundation.record import RunRecord, fingerprint, model_fingerprint
 from infoflow_lens.hooks import inspect_model
-from infoflow_lens.hooks.model.inputs import Batches
+from infoflow_lens.hooks.model.inputs import Batches, readable_tokens
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.compared import compared
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import read_data
 from infoflow_lens.probing.folder import check_folder, claim_folder, write_tables
 from infoflow_lens.probing.measuring import measured, possible_parts
-from infoflow_lens.probing.page import report_of
 from infoflow_lens.probing.part import Say, Setting
 from infoflow_lens.probing.result import ProbingResult
-from infoflow_lens.report.probing import render_probing
 
 
 def run_probing(
-    out: Path, config: ProbingConfig, progress: bool = True, say: Say = lambda line: None
+    out: Path,
+    config: ProbingConfig,
+    progress: bool = True,
+    say: Say = lambda line: None,
+    loaded: LoadedModel | None = None,
+    batches: Batches | None = None,
 ) -> ProbingResult:
     """Load the model, measure, predict, compare, and write all of it to a folder.
 
@@ -38,6 +41,8 @@ def run_probing(
         config: the settings.
         progress: show bars.
         say: called with a line for every part that begins.
+        loaded: the model, where it is in memory already.
+        batches: the data, where they are in memory already.
 
     Raises:
         InfoFlowError: for bad settings, models or data, before work starts; for a folder with
@@ -46,19 +51,21 @@ def run_probing(
     """
     writable_folder(out)
     check_folder(out, config)
-    with nullcontext() if progress else _no_bars_of_libraries():
-        loaded = load_any(
-            config.model, device=config.device, dtype=config.dtype, backend=config.backend
-        )
+    with nullcontext() if progress else no_bars_of_libraries():
+        if loaded is None:
+            loaded = load_any(
+                config.model, device=config.device, dtype=config.dtype, backend=config.backend
+            )
         model = loaded.model
-        batches = read_data(
-            model,
-            config.data,
-            column=config.column,
-            n=config.n,
-            max_length=config.max_length,
-            seed=config.seed,
-        )
+        if batches is None:
+            batches = read_data(
+                model,
+                config.data,
+                column=config.column,
+                n=config.n,
+                max_length=config.max_length,
+                seed=config.seed,
+            )
     contents = _contents(batches)
     capabilities = inspect_model(model, next(batches.batches(1)).tokens)
     parts = possible_parts(capabilities, config, say)
@@ -90,53 +97,15 @@ def run_probing(
         found=found,
         agreement=agreement,
         curve=curve,
-        texts=_texts(loaded, batches, config.n_shown),
+        texts=readable_tokens(model, batches.first(config.n_shown).sequences()),
         predicted=predicted,
         record=record,
     )
-    write_tables(result)
-    write_text(out / "report.html", render_probing(report_of(result)))
+    write_tables(out, result)
+    result.report(out / "report.html")
     return result
-
-
-@contextmanager
-def _no_bars_of_libraries() -> Iterator[None]:
-    import datasets
-    from transformers.utils import logging
-
-    shown = datasets.are_progress_bars_disabled(), logging.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if not shown[0]:
-            datasets.enable_progress_bars()
-        if shown[1]:
-            logging.enable_progress_bar()
 
 
 def _contents(batches: Batches) -> dict[str, Tensor]:
     whole = batches.whole()
     return {"tokens": whole.tokens.contiguous(), "lengths": whole.mask().sum(dim=1)}
-
-
-def _texts(loaded: LoadedModel, batches: Batches, n: int) -> tuple[tuple[str, ...], ...]:
-    """The tokens of the first sequences, as one reads them."""
-    texts = []
-    for batch in batches.first(n).batches(1):
-        row = batch.tokens[0]
-        if row.ndim > 1:
-            texts.append(tuple(str(index) for index in range(len(row))))
-        elif loaded.tokenizer is not None:
-            texts.append(tuple(_readable(loaded.tokenizer.decode([i])) for i in row.tolist()))
-        else:
-            texts.append(tuple(str(i) for i in row.tolist()))
-    return tuple(texts)
-
-
-def _readable(token: str) -> str:
-    """A token whose blanks and line breaks can be seen."""
-    if token.isprintable() and token.strip():
-        return token
-    return repr(token)[1:-1].replace(" ", "\u00b7")

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,6 +16,7 @@ from infoflow_lens.agreement import Agreement, SetAgreement, influence_inside
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import RecoveryResult
 from infoflow_lens.report import figures
+from infoflow_lens.report.templating import templates
 from infoflow_lens.theory.information_sets import InformationSets
 
 
@@ -115,15 +115,6 @@ def figure_json(figure: go.Figure) -> Any:
     # plotly's default template is long and the same in every figure
     figure.update_layout(template="none")
     return json.loads(figure.to_json(validate=False))
-
-
-def templates() -> jinja2.Environment:
-    """The pages' templates."""
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("infoflow_lens.report", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
 
 
 def render_report(report: Report) -> str:

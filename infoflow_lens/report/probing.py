@@ -13,7 +13,8 @@ from torch import Tensor
 
 from infoflow_lens.agreement import Agreement, CoverageCurve
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.report.page import METRICS, agreement_rows, figure_json, templates
+from infoflow_lens.report.page import METRICS, agreement_rows, figure_json
+from infoflow_lens.report.templating import templates
 
 
 @dataclass(frozen=True)

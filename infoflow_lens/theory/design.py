@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import Advance
 from infoflow_lens.theory.comparison import Count
@@ -80,7 +81,7 @@ class Neighbour:
 
 
 @dataclass(frozen=True)
-class Design:
+class Design(Displayed):
     """The front of architectures for a target.
 
     Attributes:

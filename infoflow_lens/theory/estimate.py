@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.theory.comparison import (
     COUNTS,
@@ -40,7 +41,7 @@ _MOST_SCORES = 5 * 10**7  # in a verification: a few seconds
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(Displayed):
     """What InfoFlow says of an architecture and a target, before any training.
 
     Attributes:

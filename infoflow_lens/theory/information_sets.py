@@ -7,12 +7,13 @@ comparing them is one function (`infoflow_lens.agreement.compare`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 
 _BITS_PER_WORD = 64
@@ -37,6 +38,11 @@ class InformationSets:
 
     def __post_init__(self) -> None:
         members = self.members
+        if not isinstance(members, Tensor):
+            raise InfoFlowError(
+                f"information sets are a {type(members).__name__}: expected bool [layer, batch, "
+                "pos, source]; propagate(...) makes them from what heads pass on"
+            )
         if members.ndim != 4 or members.dtype != torch.bool:
             raise InfoFlowError(
                 f"information sets are {members.dtype} of shape {tuple(members.shape)}: "
@@ -61,6 +67,19 @@ class InformationSets:
     def of(self, layer: int, sequence: int, position: int) -> set[int]:
         """One information set as a Python set of source positions."""
         return set(self.members[layer, sequence, position].nonzero().flatten().tolist())
+
+    def __repr__(self) -> str:
+        n_layers, n_batch, n_pos, n_source = self.members.shape
+        return (
+            f"InformationSets({n_layers} layers, {n_batch} sequences, {n_pos} positions, "
+            f"{n_source} sources)"
+        )
+
+    def _repr_html_(self) -> str:
+        n_layers, n_batch, n_pos, n_source = self.members.shape
+        facts = {"layers": n_layers, "sequences": n_batch, "positions": n_pos, "sources": n_source}
+        more = ".of(layer, sequence, position) is one set, .sizes() how large all are"
+        return panel("InformationSets", facts, more=more)
 
     def sizes(self) -> Int[Tensor, "layer batch pos"]:
         """The sizes |I_t^(l)|, on which the paper's parameter cost depends (Sec. 5.2)."""
@@ -107,6 +126,16 @@ class GlobalAggregation:
     """
 
     queries: Bool[Tensor, " pos"]
+
+
+@runtime_checkable
+class Passing(Protocol):
+    """A result that says what heads pass on, as those of PositionsProbe and AttendedProbe do."""
+
+    @property
+    def passed(self) -> Sequence[Tensor]:
+        """For every layer integers [batch, head, pos] or [batch, head, pos, rank]."""
+        ...
 
 
 Rule: TypeAlias = MaxPosition | SpecificPositions | GlobalAggregation
@@ -249,7 +278,29 @@ def update(
     return _unpack(words[:-1], sets.shape[2]).view_as(sets)
 
 
-def propagate(layers: Sequence[Layer], n_sources: int | None = None) -> InformationSets:
+def _layers(given: object) -> Sequence[Layer]:
+    """The layers of what `propagate` takes.
+
+    Raises:
+        InfoFlowError: for what says nothing of what heads pass on.
+    """
+    if isinstance(given, Passing):
+        return given.passed
+    if hasattr(given, "rules"):
+        raise InfoFlowError(
+            f"layers is a {type(given).__name__}, which says by what mechanism heads pass on, not "
+            "what: expected result.rules(attended, positions), with results of AttendedProbe and "
+            "PositionsProbe on the same inputs"
+        )
+    if not isinstance(given, (Sequence, Tensor)) or isinstance(given, str):
+        raise InfoFlowError(
+            f"layers is a {type(given).__name__}: expected the positions or rules of every layer, "
+            "or a result of PositionsProbe or AttendedProbe"
+        )
+    return given  # type: ignore[return-value]
+
+
+def propagate(layers: Sequence[Layer] | Passing, n_sources: int | None = None) -> InformationSets:
     """Information sets after every layer, from what each head passes on (Sec. 5.1).
 
     Starting from I_t = {t} for tokens and the empty set for positions beyond the sources (CLS),
@@ -260,7 +311,8 @@ def propagate(layers: Sequence[Layer], n_sources: int | None = None) -> Informat
         layers: for every layer, integers [batch, head, pos] or [batch, head, pos, rank], the key
             positions that each head retrieves for each query (-1 for none; the number of heads may
             differ between layers), or a :class:`MaxPosition`, :class:`SpecificPositions`,
-            :class:`GlobalAggregation`, or several of them.
+            :class:`GlobalAggregation`, or several of them. A result of `PositionsProbe` stands for
+            its positions of rank 1, one of `AttendedProbe` for all its positions.
         n_sources: T, the number of input tokens; default, the number of positions. Positions from
             n_sources on are CLS-like and start empty.
 
@@ -280,7 +332,7 @@ def propagate(layers: Sequence[Layer], n_sources: int | None = None) -> Informat
         >>> sets.of(1, 0, 4)  # CLS holds the active index set of the target
         {1, 2}
     """
-    by_layer = [_rules(layer) for layer in layers]
+    by_layer = [_rules(layer) for layer in _layers(layers)]
     batch, n_pos, device = _sizes(by_layer)
     n_sources = n_pos if n_sources is None else n_sources
     if not 1 <= n_sources <= n_pos:

@@ -26,6 +26,7 @@ from scipy import sparse
 from scipy.optimize import linprog
 from torch import Tensor
 
+from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.theory.exact import exact_arithmetic, independent_rows, integer_kernel
@@ -329,7 +330,7 @@ class Witness:
 
 
 @dataclass(frozen=True, eq=False)
-class OneLayerCertificate:
+class OneLayerCertificate(Displayed):
     """Whether one attention layer can fit a set of sequences, and the proof.
 
     Attributes:
@@ -543,7 +544,7 @@ def _run_everywhere(problem: Problem, model: OneLayerModel) -> None:
 
 
 @dataclass(frozen=True)
-class Dependence:
+class Dependence(Displayed):
     """Whether sequences are dependent (Def. 3), and one dependence.
 
     Attributes:

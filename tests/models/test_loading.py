@@ -370,3 +370,70 @@ def test_the_zoo_is_saved_in_the_format_of_hugging_face(tmp_path):
     folder = zoo.save("llama", tmp_path / "llama")
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert {"model.safetensors", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
+
+
+# Models that are in memory
+
+
+def test_a_model_of_transformers_in_memory_is_hosted_and_left_alone():
+    alone = zoo.build("gpt2")
+    alone.train()
+    alone.set_attn_implementation("sdpa")
+    before = {name: type(module) for name, module in alone.named_modules()}
+    loaded = load_any(alone, tokenizer=zoo.tokenizer())
+    assert (type(loaded.model).__name__, loaded.source) == ("TransformerBridge", "memory")
+    torch.testing.assert_close(logits(loaded.model), plain("gpt2"), rtol=1e-4, atol=1e-4)
+    assert loaded.model.to_tokens("w5 w7")[0].tolist()[-2:] == [5, 7]
+    assert {name: type(module) for name, module in alone.named_modules()} == before
+    assert alone.training
+    assert alone.config._attn_implementation == "sdpa"
+    assert not alone.transformer.h[0].attn._forward_hooks
+    with torch.no_grad():  # the weights are the same ones
+        alone.transformer.wte.weight *= 2
+    assert not torch.allclose(logits(loaded.model), plain("gpt2"), atol=1e-2)
+
+
+def test_a_model_in_memory_needs_no_tokenizer():
+    loaded = load_any(zoo.build("llama"))
+    assert loaded.tokenizer is None
+    torch.testing.assert_close(logits(loaded.model), plain("llama"), rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_in_memory_finds_the_tokenizer_of_its_folder(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    alone = AutoModelForCausalLM.from_pretrained(zoo.save("gpt2", tmp_path / "gpt2"))
+    assert load_any(alone).model.to_tokens("w5 w7")[0].tolist()[-2:] == [5, 7]
+
+
+def test_what_hosts_already_is_taken_as_it_is(model):
+    loaded = load_any(model)
+    assert loaded.model is model
+    assert load_any(loaded) is loaded
+    assert "in memory" in repr(loaded)
+    assert len(repr(loaded)) < 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "bfloat16"}, "dtype is 'torch.bfloat16', but the .* in memory has"),
+        ({"backend": "hooked"}, "is hosted by TransformerBridge: expected backend"),
+    ],
+)
+def test_a_model_in_memory_is_neither_moved_nor_cast(settings, message):
+    with pytest.raises(InfoFlowError, match=message):
+        load_any(zoo.build("gpt2"), **settings)
+
+
+def test_what_is_no_model(model):
+    with pytest.raises(
+        InfoFlowError, match="Linear, which has no hook points: expected a model of"
+    ):
+        load_any(torch.nn.Linear(2, 3))
+    with pytest.raises(InfoFlowError, match="the model is of type int: expected a name"):
+        load_any(5)
+    with pytest.raises(InfoFlowError, match=r"set it there, model\.tokenizer"):
+        load_any(model, tokenizer=zoo.tokenizer())
+    with pytest.raises(InfoFlowError, match="models by name or folder bring their own"):
+        load_any("gpt2", tokenizer=zoo.tokenizer())

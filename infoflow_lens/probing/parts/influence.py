@@ -1,13 +1,8 @@
 """What states depend on."""
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks import (
     AttendedProbe,
     JacobianInfluence,
@@ -16,14 +11,13 @@ from infoflow_lens.hooks import (
     Probe,
     ResampleInfluence,
 )
-from infoflow_lens.hooks.model.inputs import Batches
+from infoflow_lens.hooks.influence.resample import donors_from
 from infoflow_lens.probing.part import Part, Setting
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 _DIRECTIONS = 16  # of an estimate
-_DONORS = 8
 _EXACT_UP_TO = 2048  # input directions (tokens times width) that are differentiated one by one
 
 
@@ -57,40 +51,9 @@ def _probe(setting: Setting) -> Probe[Any]:
     config, longest = setting.config, setting.detail.longest or 1
     if config.influence == "resample":
         return ResampleInfluence(
-            _donors(setting.batches, config.n_detail, longest), "median", "resid_post"
+            donors_from(setting.batches, config.n_detail, longest), "median", "resid_post"
         )
     affordable = longest * setting.width <= _EXACT_UP_TO
     if config.influence == "exact" or (config.influence == "auto" and affordable):
         return JacobianInfluence("resid_post")
     return JacobianInfluence("resid_post", positions=(-1,), estimate=_DIRECTIONS, seed=config.seed)
-
-
-def _donors(batches: Batches, n_measured: int, length: int) -> Tensor:
-    """Tokens that take the place of others: of sequences that are not measured, if possible.
-
-    Where sequences differ in length, a donor's later tokens come from other sequences than its
-    first: what enters at a position is its token alone.
-
-    Raises:
-        InfoFlowError: if some position has no other sequence's token.
-    """
-    rows = list(batches.sequences())
-    donors = []
-    for position in range(length):
-        found = _last_at(position, rows[n_measured:])
-        if len(found) < 2:
-            found = _last_at(position, rows)
-        if len(found) < 2:
-            raise InfoFlowError(
-                "influence 'resample' replaces tokens by those of other sequences, and only one "
-                f"has a token {position}: expected at least 2; give more sequences, cut them with "
-                "max_length, or choose influence 'estimate'"
-            )
-        donors.append(torch.stack([found[i % len(found)] for i in range(_DONORS)]))
-    return torch.stack(donors, dim=1)
-
-
-def _last_at(position: int, rows: Sequence[Tensor]) -> list[Tensor]:
-    """The tokens at a position of the last sequences that have it."""
-    long = (row[position] for row in reversed(rows) if len(row) > position)
-    return list(islice(long, _DONORS))[::-1]

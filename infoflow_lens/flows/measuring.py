@@ -1,0 +1,115 @@
+"""How influence is measured on a few inputs, and what that costs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infoflow_lens.flows.settings import InfluenceKind
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.progress import progress_bar
+from infoflow_lens.hooks import JacobianInfluence, ResampleInfluence, run_probes
+from infoflow_lens.hooks.influence.base import StateInfluence
+from infoflow_lens.hooks.influence.resample import donors_from
+from infoflow_lens.hooks.model.inputs import Batches
+from infoflow_lens.hooks.model.points import layer_count, reads_vectors
+
+_FEW_SECONDS = 2e11  # multiplications of all passes, up to which influence is exact [chosen]
+_MOST_DONORS = 8
+
+
+def influence_probe(
+    model: nn.Module,
+    influence: InfluenceKind | None,
+    layers: tuple[int, ...],
+    positions: tuple[int, ...] | None,
+    rows: Sequence[Tensor],
+    reference: Batches | None,
+    n_directions: int,
+    seed: int,
+) -> StateInfluence | None:
+    """The kind of influence that was asked for, or that is affordable."""
+    if influence is None:
+        return None
+    if influence == "resample":
+        donors = _donors(rows, reference)
+        return ResampleInfluence(donors, "median", "resid_post", layers=layers, positions=positions)
+    exact = JacobianInfluence("resid_post", layers=layers, positions=positions)
+    if influence == "exact":
+        return exact
+    estimate = JacobianInfluence(
+        "resid_post", layers=layers, positions=positions, estimate=n_directions, seed=seed
+    )
+    width = int(getattr(getattr(model, "cfg", None), "d_model", 0))
+    blocks: Any = model.blocks
+    weights = sum(parameter.numel() for parameter in blocks.parameters())
+    work = weights * sum(_passes(model, exact, len(row), width) * len(row) for row in rows)
+    affordable = 0 < work <= _FEW_SECONDS
+    return exact if influence == "auto" and affordable else estimate
+
+
+def _passes(model: nn.Module, probe: StateInfluence, n_source: int, width: int) -> float:
+    """About how many forward passes of a sequence the influence on its asked states costs."""
+    if isinstance(probe, ResampleInfluence):
+        return n_source * len(probe.donors)
+    assert isinstance(probe, JacobianInfluence)
+    layers = probe.layers or ()
+    n_asked = n_source if probe.positions is None else len(probe.positions)
+    directions = width if probe.estimate is None else min(probe.estimate, width)
+    reverse = directions * n_asked * sum(layer + 1 for layer in layers) / layer_count(model)
+    if probe.estimate is not None:
+        return reverse
+    architecture: Any = getattr(model, "architecture", None)
+    d_source = architecture.d_token if reads_vectors(model) else width
+    return min(reverse, 2.0 * n_source * d_source)
+
+
+def _donors(rows: Sequence[Tensor], reference: Batches | None) -> Tensor:
+    """Tokens that take the place of others.
+
+    Raises:
+        InfoFlowError: if some position has no other token.
+    """
+    longest = max(map(len, rows))
+    if reference is not None:
+        return donors_from(reference, 0, longest)
+    pool = torch.cat(list(rows))
+    shifts = range(1, min(_MOST_DONORS, len(pool) - 1) + 1)
+    if len(shifts) < 2:
+        raise InfoFlowError(
+            f"influence is 'resample' and the text has {len(pool)} tokens: expected other tokens "
+            "to put in their place; give reference=[...], or choose influence 'estimate'"
+        )
+    return torch.stack([pool.roll(shift, dims=0)[:longest] for shift in shifts])
+
+
+def measured(
+    model: nn.Module, inputs: Batches, probes: Sequence[Any], progress: bool
+) -> tuple[Any, ...]:
+    """The results of all probes, input by input, with a bar over the passes of influence."""
+    measure = probes[-1]
+    if not isinstance(measure, StateInfluence):
+        return run_probes(model, inputs, probes, batch_size=1, progress=False)
+    width = int(getattr(getattr(model, "cfg", None), "d_model", 0))
+    costs = [_passes(model, measure, len(row), width) for row in inputs.sequences()]
+    total, seen, shown = max(1, round(sum(costs))), 0.0, 0
+    with progress_bar("passes for influence", total, progress) as advance:
+
+        def show(done: float) -> None:
+            nonlocal shown
+            steps = min(total, round(done)) - shown
+            if steps > 0:
+                shown += steps
+                advance(steps)
+
+        def watch(share: float) -> None:
+            show(seen + share * costs[measure.n_sequences])
+
+        def after(n: int) -> None:
+            nonlocal seen
+            seen = sum(costs[: measure.n_sequences])
+            show(seen)
+
+        measure.watch = watch
+        return run_probes(model, inputs, probes, batch_size=1, after_batch=after, progress=False)

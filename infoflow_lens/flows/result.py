@@ -1,0 +1,219 @@
+"""What can reach the states of a few inputs, beside what does."""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from infoflow_lens.agreement import Agreement, SetAgreement
+from infoflow_lens.foundation.checks import check_integer
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import writable_folder, write_text
+from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.hooks import InfluenceResult, MechanismsResult, PatternsResult, PositionsResult
+from infoflow_lens.report.flow_view import FlowView
+from infoflow_lens.theory.information_sets import InformationSets, Rule
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+RuleName = Literal["attention", "top_k", "mechanisms"]
+RULES_OF_VIEW = {"attention": "argmax", "top_k": "top_k", "mechanisms": "mechanisms"}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Flow:
+    """What can reach the states of a few inputs, by theory, beside what does, measured.
+
+    Layers and positions count from 0. In a notebook it shows itself as the interactive picture.
+
+    Attributes:
+        tokens: of every input, as one reads them.
+        rule: what heads pass on: "attention", the key of their largest score; "top_k", the keys
+            of their k largest; "mechanisms", what each head's mechanism does.
+        k: of "top_k".
+        sets: predicted information sets of all layers and positions, bool [layer, input, pos,
+            source], by this rule.
+        influence: measured influence on the asked states; None if it was not measured.
+        agreement: of these sets with it; None without influence.
+        positions: the ranked keys of every head.
+        attention: the patterns and scores of every head.
+        mechanisms: of every head, for this rule; else None.
+        notes: what a reader must know, a sentence each.
+        record: config, seed, versions, fingerprint of the model.
+        title: of the picture.
+        rules: the rules by mechanisms, for `propagate`; else None.
+    """
+
+    tokens: tuple[tuple[str, ...], ...]
+    rule: RuleName
+    k: int
+    sets: InformationSets
+    influence: InfluenceResult | None
+    agreement: Agreement | None
+    positions: PositionsResult
+    attention: PatternsResult
+    mechanisms: MechanismsResult | None
+    notes: tuple[str, ...]
+    record: RunRecord
+    title: str
+    rules: Sequence[Sequence[Rule]] | None = None
+
+    @property
+    def asked(self) -> tuple[tuple[int, ...], ...]:
+        """For every input the positions whose influence was measured."""
+        if self.influence is None:
+            return tuple(() for _ in self.tokens)
+        return tuple(tuple(p for p in row.tolist() if p >= 0) for row in self.influence.positions)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers whose states were asked for."""
+        n_layers = self.sets.n_layers
+        return tuple(range(n_layers)) if self.influence is None else self.influence.layers
+
+    def summary(self) -> str:
+        """In a sentence, how far the sets explain what the asked states of the last layer, of
+        those that were asked for, depend on.
+        """
+        if self.influence is None or self.agreement is None:
+            return "influence was not measured"
+        found = asked_states(self.agreement)
+        if found is None or found.influence_inside != found.influence_inside:
+            return "no other token has any influence on the asked states"
+        others = self.others()
+        several = sum(map(len, self.asked)) > 1
+        states = "the asked states" if several else f"position {self.asked[0][0]}"
+        if found.predicted_size == 0:
+            return f"by this rule no other token can reach {states} in layer {self.layers[-1]}"
+        if found.predicted_size >= others:
+            return (
+                f"the predicted sets of {states} in layer {self.layers[-1]} hold every other token "
+                f"that they can see ({others:.3g}), so that they exclude nothing"
+            )
+        return (
+            f"{found.influence_inside:.0%} of the influence of other tokens on {states} in layer "
+            f"{self.layers[-1]} lies inside the predicted sets, which hold "
+            f"{found.predicted_size:.3g} of {others:.3g} other tokens"
+        )
+
+    def others(self) -> float:
+        """How many other tokens the asked states could depend on by the model's mask, a mean."""
+        causal = is_causal(self.attention)
+        counts = [
+            min(place, len(tokens)) if causal else len(tokens) - (place < len(tokens))
+            for tokens, places in zip(self.tokens, self.asked, strict=True)
+            for place in places
+        ]
+        return sum(counts) / max(1, len(counts))
+
+    def to_frame(self) -> "pd.DataFrame":
+        """One row for each input, asked state and source: whether the predicted set holds the
+        source, its influence, and its share of the squared influence on that state.
+
+        Without influence, rows for all states and no columns of it.
+        """
+        import pandas as pd
+
+        measured = None if self.influence is None else self.influence.full()
+        frames = []
+        for index, tokens in enumerate(self.tokens):
+            n_source = len(tokens)
+            n_states = n_source + self.sets.members.shape[2] - self.sets.n_sources
+            positions = self.asked[index] if measured is not None else range(n_states)
+            for row, layer in enumerate(self.layers):
+                for position in positions:
+                    columns: dict[str, Any] = {
+                        "input": index,
+                        "layer": layer,
+                        "position": position,
+                        "token": tokens[position] if position < n_source else "CLS",
+                        "source": range(n_source),
+                        "source_token": tokens,
+                        "predicted": self.sets.members[layer, index, position, :n_source].numpy(),
+                    }
+                    if measured is not None:
+                        found = measured[row, index, position, :n_source]
+                        columns["influence"] = found.numpy()
+                        energy = found.double().square()
+                        columns["share"] = (energy / energy.sum()).numpy()
+                    frames.append(pd.DataFrame(columns))
+        return pd.concat(frames, ignore_index=True)
+
+    def plot(
+        self, input: int = 0, position: int | None = None, layer: int | None = None
+    ) -> "Figure":
+        """The paths to one state and the influence of every source on it, as a matplotlib figure.
+
+        Args:
+            input: which input.
+            position, layer: of the state; default, the last that was asked for, in the last layer.
+
+        Raises:
+            InfoFlowError: for an input or a state that there is not.
+        """
+        from infoflow_lens.report.flow_plot import draw_flow
+
+        n_inputs = len(self.tokens)
+        if not -n_inputs <= check_integer(input, "input", -n_inputs) < n_inputs:
+            raise InfoFlowError(f"input is {input}: expected 0 to {n_inputs - 1}")
+        asked = self.asked[input]
+        viewed = self.view.inputs[input]
+        if position is None:
+            position = max(asked) if asked else viewed.n_queries - 1
+        position = position + viewed.n_queries if position < 0 else position
+        layer = self.layers[-1] if layer is None else layer
+        layer = layer + self.sets.n_layers if layer < 0 else layer
+        return draw_flow(viewed, RULES_OF_VIEW[self.rule], self.k, layer, position)
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write the interactive picture as a page of its own, which needs no network.
+
+        Returns:
+            The file.
+
+        Raises:
+            InfoFlowError: if the file cannot be written.
+        """
+        from infoflow_lens.report.flow import render_flow
+
+        target = Path(path)
+        writable_folder(target.parent)
+        write_text(target, render_flow(self.view, fragment=False))
+        return target
+
+    @cached_property
+    def view(self) -> FlowView:
+        """What the interactive picture shows."""
+        from infoflow_lens.flows.view import view_of
+
+        return view_of(self)
+
+    def __repr__(self) -> str:
+        n, longest = len(self.tokens), max(map(len, self.tokens))
+        inputs = f"{longest} tokens" if n == 1 else f"{n} inputs of up to {longest} tokens"
+        return f"Flow({inputs}, {self.sets.n_layers} layers, rule {self.rule!r}: {self.summary()})"
+
+    def _repr_html_(self) -> str:
+        from infoflow_lens.report.flow import render_flow
+
+        return render_flow(self.view, fragment=True)
+
+
+def asked_states(agreement: Agreement) -> SetAgreement | None:
+    """The agreement on the asked states of the last of their layers."""
+    last = agreement.layers[-1]
+    found = last if last.n_states else agreement.cls
+    return found if found.n_states else None
+
+
+def is_causal(attention: PatternsResult) -> bool:
+    """Whether no query reads a later key."""
+    return not any(
+        bool((layer > -math.inf).flatten(0, 1).any(dim=0).triu(1).any())
+        for layer in attention.scores
+    )

@@ -1,0 +1,208 @@
+"""From a model and a text to its flow."""
+
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from infoflow_lens.agreement import compare
+from infoflow_lens.flows.measuring import influence_probe, measured
+from infoflow_lens.flows.result import Flow, RuleName, asked_states
+from infoflow_lens.flows.settings import (
+    FEWEST,
+    InfluenceKind,
+    check_enough,
+    check_given,
+    checked,
+    layers_of,
+    positions_of,
+    several,
+)
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.progress import no_bars_of_libraries
+from infoflow_lens.hooks import (
+    AttendedProbe,
+    AttendedResult,
+    InfluenceResult,
+    MechanismsResult,
+    PatternsProbe,
+    PositionsProbe,
+    PositionsResult,
+    measure_mechanisms,
+)
+from infoflow_lens.hooks.model.inputs import Inputs, read_inputs, readable_tokens
+from infoflow_lens.hooks.model.points import key_count, layer_count, reads_vectors
+from infoflow_lens.models.loading import LoadedModel, load_any
+from infoflow_lens.theory.information_sets import InformationSets, Rule, propagate
+
+_MOST_RANKS = 8  # that the picture's switch offers
+
+
+def flow(
+    model: str | os.PathLike[str] | nn.Module | LoadedModel,
+    text: Inputs,
+    position: int | Sequence[int] | Literal["all"] = -1,
+    layer: int | Sequence[int] | None = None,
+    influence: InfluenceKind | None = "auto",
+    rule: RuleName | MechanismsResult = "attention",
+    *,
+    k: int = 3,
+    without: Sequence[int] = (),
+    n_directions: int = 8,
+    reference: Inputs | None = None,
+    threshold: float = 0.1,
+    max_length: int | None = None,
+    seed: int = 0,
+    tokenizer: Any | None = None,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    backend: str = "auto",
+    progress: bool = True,
+) -> Flow:
+    """What can reach a state, predicted from attention, beside what does, measured.
+
+    Predicted are the information sets of all states, as heads pass keys on from layer to layer
+    (Yu, Jiang, Bao, Li 2026, Sec. 5.1; `propagate`). Measured is the influence of every token on
+    the states at the asked positions, in all layers (`JacobianInfluence`, `ResampleInfluence`).
+
+    Influence at one position of all layers costs about 45 forward passes of the text where it is
+    estimated, whatever the model. More positions cost as much each; a bar shows how much that is
+    before the first of them.
+
+    Args:
+        model: a name, a folder, a model of TransformerLens, of this package or of transformers, or
+            what `load_any` gave.
+        text: a text or several, token ids, or vectors for models over vectors.
+        position: of the states whose influence is measured, from 0, or from -1 backwards; several,
+            or "all".
+        layer: of these states, from 0, or from -1 backwards; several; None for all.
+        influence: "exact" Jacobian norms, an "estimate" of them by random directions, or
+            "resample", by other tokens in their place; "auto" is exact where that takes a few
+            seconds, else an estimate. None measures nothing.
+        rule: what heads pass on: "attention", the key of their largest score; "top_k", the keys of
+            the k largest; "mechanisms", measured on `reference`; or mechanisms that were measured.
+        k: of "top_k".
+        without: key positions that no head passes on, such as (0,) for a BOS token that attention
+            rests on.
+        n_directions: of an estimate, for each state.
+        reference: other inputs: mechanisms are measured on them, and tokens of theirs take the
+            place of others with "resample"; default, the inputs themselves, and other tokens of
+            theirs.
+        threshold: the share of the largest influence on a state from which `agreement` counts a
+            source as measured.
+        max_length: longer texts are cut to so many tokens.
+        seed: of the random directions.
+        tokenizer, device, dtype, backend: as for `load_any`.
+        progress: show a bar, where it takes longer than a moment.
+
+    Raises:
+        InfoFlowError: for a model, texts, positions, layers or a rule that do not fit, before work
+            starts.
+
+    Example:
+        >>> import infoflow_lens as il
+        >>> f = il.flow("gpt2", "The cat sat on the mat because it was tired")
+        >>> f.to_html("flow.html")
+    """
+    settings = checked(position, layer, influence, rule, k, n_directions, threshold, seed)
+    check_given(text)
+    with nullcontext() if progress else no_bars_of_libraries():
+        loaded = load_any(model, tokenizer=tokenizer, device=device, dtype=dtype, backend=backend)
+    host = loaded.model
+    inputs = read_inputs(host, several(host, text), max_length=max_length, name="text")
+    rows = list(inputs.sequences())
+    others = None
+    if reference is not None:
+        others = read_inputs(
+            host, several(host, reference), max_length=max_length, name="reference"
+        )
+    layers = layers_of(settings.layers, layer_count(host))
+    positions = positions_of(settings.positions, rows, int(reads_vectors(host)))
+    longest = max(map(len, rows))
+    n_keys = key_count(host, longest) - sum(place < longest for place in without)
+    if settings.rule == "top_k" and k > n_keys:
+        raise InfoFlowError(f"k is {k}: expected 1 to {n_keys}, the keys that a query has")
+    ranks = range(1, max(k if settings.rule == "top_k" else 1, min(_MOST_RANKS, n_keys)) + 1)
+    mechanisms = rule if isinstance(rule, MechanismsResult) else None
+    if settings.rule == "mechanisms" and mechanisms is None:
+        check_enough(others, rows)
+    ranking, patterns = PositionsProbe(tuple(ranks), without=without), PatternsProbe()
+    measure = influence_probe(host, influence, layers, positions, rows, others, n_directions, seed)
+    wanted: dict[str, Any] = {"positions": ranking, "attention": patterns}
+    if settings.rule == "mechanisms":
+        wanted["attended"] = AttendedProbe()
+    if measure is not None:
+        wanted["influence"] = measure
+    results = measured(host, inputs, list(wanted.values()), progress)
+    found: dict[str, Any] = dict(zip(wanted, results, strict=True))
+    chosen: PositionsResult = found["positions"]
+    rules: list[list[Rule]] | None = None
+    if settings.rule == "mechanisms":
+        if mechanisms is None:
+            mechanisms = measure_mechanisms(
+                host, others or inputs, batch_size=FEWEST, progress=progress
+            )
+        attended: AttendedResult = found["attended"]
+        rules = mechanisms.rules(attended.positions, chosen.argmax)
+    depth = k if settings.rule == "top_k" else 1
+    by_rank = [layer_positions[..., :depth] for layer_positions in chosen.positions]
+    sets = propagate(by_rank if rules is None else rules, longest)
+    result: InfluenceResult | None = found.get("influence")
+    agreement = None
+    if result is not None:
+        asked = InformationSets(sets.members[list(result.layers)])
+        agreement = compare(asked, result, threshold=threshold)
+    config = {
+        "flow": loaded.description.split(":")[0],
+        "rule": settings.rule,
+        "k": k if settings.rule == "top_k" else 1,
+        "position": list(positions) if positions is not None else "all",
+        "layer": list(layers),
+        "without": list(without),
+        "threshold": threshold,
+        "influence": None if result is None else dict(result.record.config),
+    }
+    made = Flow(
+        tokens=readable_tokens(host, rows),
+        rule=settings.rule,
+        k=depth,
+        sets=sets,
+        influence=result,
+        agreement=agreement,
+        positions=chosen,
+        attention=found["attention"],
+        mechanisms=mechanisms,
+        notes=(),
+        record=replace(chosen.record, config=config, seed=seed),
+        title=f"Information flow in {loaded.description.split(':')[0]}",
+        rules=rules,
+    )
+    return replace(made, notes=_notes(made, loaded, without))
+
+
+def _notes(made: Flow, loaded: LoadedModel, without: Sequence[int]) -> tuple[str, ...]:
+    """What a reader must know."""
+    results = (made.positions, made.attention, made.influence, made.mechanisms)
+    notes = [note for result in results if result is not None for note in result.notes]
+    if made.agreement is not None and made.influence is not None:
+        found = asked_states(made.agreement)
+        others = made.others()
+        if found is not None and found.predicted_size > 0.95 * others > 0:
+            notes.append(
+                "the predicted sets hold nearly every other token, so that they exclude nothing"
+            )
+        if found is not None and found.predicted_size == 0 and others > 0:
+            notes.append(
+                "the predicted sets hold no other token: the heads that matter here pass on their "
+                "own position alone"
+            )
+    if without:
+        places = ", ".join(map(str, without))
+        notes.append(f"no head passes on position {places}, as was asked")
+    if loaded.tokenizer is None and not reads_vectors(loaded.model):
+        notes.append("the model has no tokenizer, so that tokens are shown as ids")
+    return tuple(dict.fromkeys(notes))

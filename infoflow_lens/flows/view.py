@@ -1,0 +1,105 @@
+"""A flow as what the interactive picture shows."""
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from infoflow_lens.flows.result import RULES_OF_VIEW, Flow, is_causal
+from infoflow_lens.hooks import InfluenceResult
+from infoflow_lens.report.flow_view import RULES, FlowView, ViewedInput, ViewedMechanism
+from infoflow_lens.theory.information_sets import MaxPosition, Rule, SpecificPositions
+
+_MOST_PATTERNS = 2_000_000  # weights that the picture takes along
+
+
+def view_of(flow: Flow) -> FlowView:
+    """What the interactive picture shows."""
+    n_patterns = sum(layer[0].numel() for layer in flow.attention.patterns)
+    with_patterns = n_patterns * len(flow.tokens) <= _MOST_PATTERNS
+    possible = ["argmax", *(["top_k"] if len(flow.positions.ranks) > 1 else [])]
+    possible += ["mechanisms"] if flow.rules is not None else []
+    first = RULES_OF_VIEW[flow.rule]
+    order = [first, *(rule for rule in possible if rule != first)]
+    asked = flow.asked[0]
+    return FlowView(
+        title=flow.title,
+        inputs=[_viewed(flow, i, with_patterns) for i in range(len(flow.tokens))],
+        rules={rule: RULES[rule] for rule in order},
+        record=flow.record.to_dict(),
+        notes=flow.notes,
+        influence_name=_how(flow.influence),
+        k=flow.k if flow.rule == "top_k" else 2,
+        selected=(flow.layers[-1], max(asked)) if asked else None,
+    )
+
+
+def _viewed(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
+    n_source = len(flow.tokens[index])
+    members = flow.sets.members
+    n_states = n_source + members.shape[2] - members.shape[3]
+    ranked, weights, scores, patterns = [], [], [], []
+    for layer, positions in enumerate(flow.positions.positions):
+        keys = positions[index, :, :n_states].long()
+        at, none = keys.clamp(min=0), keys < 0
+        pattern = flow.attention.patterns[layer][index, :, :n_states]
+        score = flow.attention.scores[layer][index, :, :n_states]
+        ranked.append(keys)
+        weights.append(pattern.gather(2, at).masked_fill(none, 0))
+        scores.append(score.gather(2, at).masked_fill(none, 0))
+        patterns.append(pattern[:, :, :n_states])
+    influence = None
+    if flow.influence is not None:
+        influence = torch.full((members.shape[0], n_states, n_source), torch.nan)
+        full = flow.influence.full()
+        for row, layer in enumerate(flow.influence.layers):
+            for position in flow.asked[index]:
+                influence[layer, position] = full[row, index, position, :n_source]
+    return ViewedInput(
+        tokens=flow.tokens[index],
+        n_queries=n_states,
+        ranked=ranked,
+        weights=weights,
+        scores=scores,
+        patterns=patterns if with_patterns else None,
+        mechanisms=_mechanisms(flow, index, n_states),
+        influence=influence,
+        causal=is_causal(flow.attention),
+    )
+
+
+def _mechanisms(flow: Flow, index: int, n_states: int) -> list[list[ViewedMechanism]] | None:
+    if flow.rules is None or flow.mechanisms is None:
+        return None
+    layers = []
+    for rules, names in zip(flow.rules, flow.mechanisms.mechanisms(), strict=True):
+        others = iter(rules[1:])  # the first says how many positions there are
+        layers.append(
+            [
+                ViewedMechanism(name)
+                if name == "own_position"
+                else ViewedMechanism(name, _keys_of(next(others), index, n_states))
+                for name in names
+            ]
+        )
+    return layers
+
+
+def _keys_of(rule: Rule, index: int, n_states: int) -> Int[Tensor, "pos k"]:
+    """The keys that a rule passes on in one input; -1 for none."""
+    if isinstance(rule, MaxPosition):
+        positions = rule.positions[index if len(rule.positions) > 1 else 0, 0, :n_states].long()
+        return positions if positions.ndim == 2 else positions[:, None]
+    assert isinstance(rule, SpecificPositions)
+    reads = rule.reads[:n_states, :n_states]
+    return torch.where(reads, torch.arange(n_states), -1)
+
+
+def _how(influence: InfluenceResult | None) -> str:
+    if influence is None:
+        return "not measured"
+    config = influence.record.config
+    if config["probe"] == "ResampleInfluence":
+        return "how far the state moves when another token takes the place (median)"
+    if config["estimate"]:
+        return f"norm of the Jacobian, estimated by {config['estimate']} random directions"
+    return "norm of the Jacobian"

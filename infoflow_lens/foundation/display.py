@@ -1,0 +1,165 @@
+"""How objects show themselves: in a line, and in a notebook as a small table."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import islice
+from typing import Any
+
+_LONGEST = 80  # characters of a value
+_LONGEST_LINE = 400
+_ROWS = 12
+
+
+class Displayed:
+    """Shows itself briefly; for dataclasses whose values may be large.
+
+    A class says more with :meth:`_facts` and :meth:`_notes`, both without work that grows with the
+    data.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in vars(cls):  # a dataclass would write one with all values
+            cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
+
+    def _facts(self) -> Mapping[str, Any]:
+        """What is worth showing, by name; by default the fields of the dataclass."""
+        if not is_dataclass(self):
+            return {}
+        return {
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if item.repr and not item.name.startswith("_")
+        }
+
+    def _notes(self) -> Sequence[str]:
+        """What a reader must know, in sentences."""
+        return tuple(getattr(self, "notes", ()))
+
+    def __repr__(self) -> str:
+        facts = {name: value for name, value in self._facts().items() if name != "notes"}
+        line = ", ".join(f"{name}={brief(value)}" for name, value in facts.items())
+        return f"{type(self).__name__}({_cut(line, _LONGEST_LINE)})"
+
+    def _repr_html_(self) -> str:
+        facts = {name: value for name, value in self._facts().items() if name != "notes"}
+        return panel(type(self).__name__, facts, self._notes(), _what_to_do(self))
+
+
+def brief(value: Any) -> str:
+    """A value in a few words: of tensors and tables their shapes, of sequences how many."""
+    shape = getattr(value, "shape", None)
+    if shape is not None and not callable(shape):
+        kind = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
+        return f"{kind} {list(shape)}" if len(shape) else str(value)
+    if value is None or isinstance(value, (bool, int)):
+        return _cut(repr(value), _LONGEST)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, str):
+        return repr(_cut(value, _LONGEST))
+    if isinstance(value, Mapping):
+        return f"{len(value)} of {_names(value)}" if len(value) else "{}"
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return _sequence(value)
+    return _cut(repr(value), _LONGEST) if isinstance(value, Displayed) else _other(value)
+
+
+def _other(value: Any) -> str:
+    """Of what we do not know, its own words if these are few; else its class."""
+    if callable(value):  # a model's words are many, and take their time
+        return getattr(value, "__name__", type(value).__name__)
+    try:
+        words = repr(value)
+    except Exception:
+        return type(value).__name__
+    return words if len(words) <= _LONGEST and "\n" not in words else type(value).__name__
+
+
+def _sequence(values: Any) -> str:
+    items = list(values)
+    if items and hasattr(items[0], "shape"):
+        shapes = {brief(item) for item in items[:64]}
+        return f"{len(items)} of {' or '.join(sorted(shapes))[:_LONGEST]}"
+    if len(items) <= 8:
+        line = ", ".join(map(brief, items))
+        if len(line) <= _LONGEST:
+            return f"({line})"
+    return f"{len(items)} of {type(items[0]).__name__}"
+
+
+def _names(names: Iterable[Any]) -> str:
+    return _cut(", ".join(map(str, islice(names, _ROWS))), _LONGEST)
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def _what_to_do(shown: Any) -> str:
+    calls = [
+        f".{name}()"
+        for name in ("to_frame", "summary", "plot", "report", "save")
+        if callable(getattr(shown, name, None))
+    ]
+    return f"more: {', '.join(calls)}" if calls else ""
+
+
+def panel(
+    title: str,
+    facts: Mapping[str, Any],
+    notes: Sequence[str] = (),
+    more: str = "",
+    head: Any | None = None,
+) -> str:
+    """A small table for a notebook; every string is escaped.
+
+    Args:
+        title: what is shown.
+        facts: values by name; see :func:`brief`.
+        notes: sentences above the table.
+        more: a line below it.
+        head: a small data frame, of which the first rows are shown.
+    """
+    esc = html.escape
+    rows = "".join(
+        f"<tr><th style='text-align:left'>{esc(str(name))}</th>"
+        f"<td style='text-align:left'>{esc(_plain(value))}</td></tr>"
+        for name, value in list(facts.items())[:40]
+    )
+    said = "".join(f"<li>{esc(_cut(str(note), 400))}</li>" for note in list(notes)[:_ROWS])
+    parts = [
+        f"<b>{esc(title)}</b>",
+        f"<ul>{said}</ul>" if said else "",
+        f"<table>{rows}</table>" if rows else "",
+        "" if head is None else table(head),
+        f"<small>{esc(more)}</small>" if more else "",
+    ]
+    return f"<div>{''.join(parts)}</div>"
+
+
+def _plain(value: Any) -> str:
+    return _cut(value, 400) if isinstance(value, str) else brief(value)
+
+
+def table(frame: Any) -> str:
+    """The first rows of a data frame as HTML, its strings escaped and cut."""
+    first = frame.head(_ROWS)
+    esc = html.escape
+    head = "".join(f"<th>{esc(_cut(str(name), 40))}</th>" for name in list(first.columns)[:20])
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{esc(_cell(value))}</td>" for value in row[:20]) + "</tr>"
+        for row in first.itertuples(index=False, name=None)
+    )
+    left = len(frame) - len(first)
+    more = f"<small>{left} more rows</small>" if left else ""
+    return f"<table><tr>{head}</tr>{rows}</table>{more}"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return "\u2013" if value != value else f"{value:.3g}"
+    return _cut(str(value), 60)

@@ -1,0 +1,70 @@
+"""The theory's questions with names in the place of tasks, and sizes in that of architectures."""
+
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any
+
+from infoflow_lens.foundation.checks import check_integer
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.tasks import load_task
+from infoflow_lens.theory import design as _design
+from infoflow_lens.theory import estimate as _estimate
+from infoflow_lens.theory import schedule as _schedule
+from infoflow_lens.theory.shapes import ModelShape
+
+_WIDTH = 32  # of every layer, where head counts alone are given, as in the command
+
+
+@wraps(_estimate.estimate)
+def estimate(architecture: Any, task: Any, **settings: Any) -> _estimate.Estimate:  # noqa: D103
+    if _is_heads(task) and not _is_heads(architecture):
+        architecture, task = task, architecture
+    target = named_task(task)
+    if _is_heads(architecture):
+        architecture = _of_heads(architecture, target.n_tokens)
+    return _estimate.estimate(architecture, target, **settings)
+
+
+@wraps(_design.design)
+def design(task: Any, n_tokens: Any, *args: Any, **settings: Any) -> _design.Design:  # noqa: D103
+    lengths = [n_tokens] if isinstance(n_tokens, int) else n_tokens
+    return _design.design(named_task(task), lengths, *args, **settings)
+
+
+@wraps(_schedule.learns)
+def learns(task: Any, schedule: Any, *args: Any, **settings: Any) -> float:  # noqa: D103
+    if not isinstance(schedule, _schedule.Schedule):
+        raise InfoFlowError(
+            f"schedule is a {type(schedule).__name__}: expected a Schedule, such as "
+            "estimate(architecture, task).schedule"
+        )
+    return _schedule.learns(named_task(task), schedule, *args, **settings)
+
+
+def named_task(task: Any) -> Any:
+    """The task of that name with its own sizes; what is no name, as it is.
+
+    Raises:
+        InfoFlowError: for an unknown name, and for a class in the place of a task.
+    """
+    if isinstance(task, str):
+        return load_task(task)
+    if isinstance(task, type):
+        raise InfoFlowError(
+            f"task is the class {task.__name__}: expected a task; make one, {task.__name__}()"
+        )
+    return task
+
+
+def _is_heads(value: Any) -> bool:
+    return isinstance(value, int) or (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(isinstance(count, int) for count in value)
+    )
+
+
+def _of_heads(heads: Any, n_tokens: int) -> ModelShape:
+    given = [heads] if isinstance(heads, int) else heads
+    counts = tuple(check_integer(count, "a layer's number of heads", 1) for count in given)
+    return ModelShape(n_heads=counts, d_model=(_WIDTH,) * len(counts), n_tokens=n_tokens)

@@ -1,0 +1,167 @@
+"""What `infoflow-lens probe` does, called from Python, also on what is in memory."""
+
+import inspect
+import os
+import shutil
+import tempfile
+from collections.abc import Sized
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from infoflow_lens.foundation.display import brief
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.names import nearest
+from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
+from infoflow_lens.models.loading import LoadedModel, load_any
+from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.part import Say
+from infoflow_lens.probing.result import ProbingResult
+from infoflow_lens.probing.run import run_probing
+
+_SETTINGS = {item.name: item for item in fields(ProbingConfig)}
+_OF_MODEL = ("device", "dtype", "backend")
+
+
+def probe(
+    model: str | os.PathLike[str] | nn.Module | LoadedModel,
+    data: str | os.PathLike[str] | Inputs,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    tokenizer: Any | None = None,
+    progress: bool = True,
+    say: Say = lambda line: None,
+    **settings: Any,
+) -> ProbingResult:
+    """Probe a model on data: measure, predict, compare. The same as `infoflow-lens probe`.
+
+    Args:
+        model: a name or a folder, or a model in memory; see `load_any`.
+        data: what the command takes: a file, a saved dataset, "repeated", a task, or a name on the
+            hub; or data in memory: a list of texts, token ids, vectors, a ``datasets.Dataset``.
+        out: a folder for results, from which an interrupted run goes on; None keeps nothing but
+            what is returned.
+        tokenizer: of a model of transformers in memory.
+        progress: show bars.
+        say: called with a line for every part that begins.
+        settings: those of :class:`ProbingConfig`, the command's options: probes, n, max_length,
+            ranks, influence, batch_size, seed, ...
+
+    Returns:
+        The results; ``.report("report.html")`` writes the page.
+
+    Raises:
+        InfoFlowError: for bad settings, models or data, before work starts; for a folder with
+            results of other settings; for what probes refuse.
+        KeyboardInterrupt: when it is stopped, with what to do to go on.
+
+    Example:
+        >>> import infoflow_lens as il
+        >>> found = il.probe("gpt2", ["The cat sat on the mat.", "The dog ate the cat."] * 40)
+        >>> found.report("report.html")
+    """
+    unknown = [name for name in settings if name not in _SETTINGS]
+    if unknown:
+        known = [name for name in _SETTINGS if name not in ("model", "data")]
+        raise InfoFlowError(f"there is no setting {unknown[0]!r}{nearest(unknown[0], known)}")
+    _check_is_named(data)
+    config = ProbingConfig(
+        model=os.fspath(model) if isinstance(model, (str, os.PathLike)) else _name_of(model),
+        data=os.fspath(data) if isinstance(data, (str, os.PathLike)) else _described(data),
+        **settings,
+    )
+    loaded = None
+    if not isinstance(model, (str, os.PathLike)):
+        of_model: dict[str, Any] = {
+            name: settings.get(name, "auto" if name == "backend" else None) for name in _OF_MODEL
+        }
+        loaded = load_any(model, tokenizer=tokenizer, **of_model)
+        config = replace(config, device=str(next(loaded.model.parameters()).device))
+    elif tokenizer is not None:
+        load_any(model, tokenizer=tokenizer)  # refuses it
+    batches = None
+    if not isinstance(data, (str, os.PathLike)):
+        if loaded is None:
+            loaded = load_any(
+                config.model, device=config.device, dtype=config.dtype, backend=config.backend
+            )
+        batches = _read(loaded.model, data, config)
+    if out is not None:
+        return run_probing(Path(out), config, progress, say, loaded, batches)
+    folder = Path(tempfile.mkdtemp(prefix="infoflow-probe-"))
+    try:
+        result = run_probing(folder, config, progress, say, loaded, batches)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"finished batches are kept; run the same with out={str(folder)!r} to go on"
+        ) from None
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    return replace(result, out=None)
+
+
+def _with_settings() -> inspect.Signature:
+    """The signature with every setting, for completion and help."""
+    own = inspect.signature(probe)
+    kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    more = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=item.type
+        )
+        for name, item in _SETTINGS.items()
+        if name not in ("model", "data")
+    ]
+    return own.replace(parameters=[*kept, *more])
+
+
+probe.__signature__ = _with_settings()  # type: ignore[attr-defined]
+
+
+def _name_of(model: Any) -> str:
+    """What records and errors call a model in memory."""
+    if isinstance(model, LoadedModel):
+        return model.description.split(":")[0]
+    name = getattr(model, "name_or_path", "") or type(model).__name__
+    return f"{name} in memory"
+
+
+def _check_is_named(data: Any) -> None:
+    """Refuse a text in the place of the name of data.
+
+    Raises:
+        InfoFlowError: for it, and for no data.
+    """
+    if isinstance(data, str) and len(data.split()) > 1 and not Path(data).exists():
+        raise InfoFlowError(
+            f"data is the text {brief(data)}: expected a list of texts, as in [text], or the name "
+            "of a file, a task or a dataset"
+        )
+    if data is None or (isinstance(data, (list, tuple)) and not len(data)):
+        raise InfoFlowError(f"data is {data!r}: expected at least one text or sequence")
+
+
+def _described(data: Any) -> str:
+    if isinstance(data, Batches):
+        return f"{data.n_sequences} sequences in memory"
+    n = f"{len(data)} " if isinstance(data, Sized) else ""
+    first = data[0] if isinstance(data, (list, tuple)) and data else None
+    return f"{n}{'texts' if isinstance(first, str) else 'sequences'} in memory"
+
+
+def _read(model: nn.Module, data: Any, config: ProbingConfig) -> Batches:
+    """Data in memory as sequences, at most `config.n` of them.
+
+    Raises:
+        InfoFlowError: for what is no data, or a loader, which may be read once only.
+    """
+    if config.n is not None and hasattr(data, "column_names") and hasattr(data, "select"):
+        data = data.select(range(min(config.n, len(data))))
+    batches = read_inputs(
+        model, data, column=config.column, max_length=config.max_length, name="data"
+    )
+    batches.sequences()
+    return batches if config.n is None else batches.first(config.n)

@@ -1,0 +1,203 @@
+"""The interactive picture as HTML: a page, or a fragment of one."""
+
+import base64
+import hashlib
+import json
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import escape
+from torch import Tensor
+
+from infoflow_lens.report.assets import asset, script, with_policy
+from infoflow_lens.report.flow_view import ALL_KEYS, FlowView, ViewedInput, ViewedMechanism
+from infoflow_lens.report.templating import templates
+from infoflow_lens.theory.information_sets import propagate
+
+
+def render_flow(view: FlowView, fragment: bool = False) -> str:
+    """The interactive picture, with all that it needs in itself.
+
+    Args:
+        view: what it shows.
+        fragment: True for HTML to put into a notebook or a bigger page; False for a whole page.
+            Several fragments may stand in one page, also the same one twice.
+    """
+    picture = picture_data(view)
+    body = picture_element(picture, fallback(view))
+    if fragment:
+        return f"{body}\n<script>{mounting([picture])}</script>"
+    page = (
+        templates()
+        .get_template("flow.html.j2")
+        .render(title=view.title, body=body, script=mounting([picture]))
+    )
+    return with_policy(page)
+
+
+def picture_data(view: FlowView) -> str:
+    """The JSON that the page's script reads, safe inside a script element."""
+    groups, first = [], 0
+    for name, count in view.groups:
+        groups.append({"name": name, "first": first, "count": count})
+        first += count
+    n_layers, n_pos = len(view.inputs[0].ranked), view.inputs[0].n_queries
+    layer, position = view.selected or (n_layers - 1, n_pos - 1)
+    return str(
+        htmlsafe_json_dumps(
+            {
+                "title": view.title,
+                "rules": view.rules,
+                "record": view.record,
+                "notes": [*view.notes, *_measured_how(view)],
+                "marked_name": view.marked_name,
+                "selected": [layer, position],
+                "k": view.k,
+                "groups": groups,
+                "inputs": [_packed(each) for each in view.inputs],
+            },
+            dumps=_dumps,
+        )
+    )
+
+
+def _dumps(value: Any, **kwargs: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, **kwargs)
+
+
+def _measured_how(view: FlowView) -> list[str]:
+    if all(each.influence is None for each in view.inputs):
+        return []
+    return [f"Measured influence: {view.influence_name}."]
+
+
+def picture_element(data: str, inside: str = "") -> str:
+    """The element that a picture is mounted on; `inside` is shown where no script runs."""
+    return (
+        f'<div data-infoflow="{identity(data)}">{inside}'
+        f'<script type="application/json">{data}</script></div>'
+    )
+
+
+def identity(data: str) -> str:
+    """A name for a picture: pictures of the same content share it."""
+    return hashlib.sha256(data.encode()).hexdigest()[:16]
+
+
+def mounting(pictures: Sequence[str]) -> str:
+    """The script that mounts pictures."""
+    style = json.dumps(asset("flow.css"))
+    calls = "".join(
+        f'infoflow.mount("{identity(data)}", {style});' for data in dict.fromkeys(pictures)
+    )
+    return f"{script('flow.js')}\n{calls}\n}})();"
+
+
+def fallback(view: FlowView) -> str:
+    """What is read where scripts do not run: the first input and the set of its shown state."""
+    first = view.inputs[0]
+    layer, position = view.selected or (len(first.ranked) - 1, first.n_queries - 1)
+    rule = next(iter(view.rules))
+    if rule == "mechanisms" and first.mechanisms is None:
+        rule = "argmax"
+    sets = propagate(first.layers_of(rule), len(first.tokens))
+    held = [f"{s} \u201c{first.tokens[s]}\u201d" for s in sorted(sets.of(layer, 0, position))]
+    return (
+        f"<p><b>{escape(view.title)}</b></p><p>{escape(' '.join(first.tokens))}</p>"
+        f"<p>The state after layer {layer} at position {position} can hold: "
+        f"{escape(', '.join(held) or 'nothing')}. The interactive picture needs scripts.</p>"
+    )
+
+
+class _Blob:
+    """Arrays one behind the other, each aligned."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.size = 0
+        self._known: dict[tuple[str, bytes], list[Any]] = {}
+
+    def add(self, kind: str, values: np.ndarray[Any, Any]) -> list[Any]:
+        data = np.ascontiguousarray(values).tobytes()
+        if (kind, data) not in self._known:
+            self._known[kind, data] = [kind, self.size, int(values.size)]
+            padding = -len(data) % 4
+            self.parts.append(data + bytes(padding))
+            self.size += len(data) + padding
+        return self._known[kind, data]
+
+    def keys(self, keys: Tensor) -> list[Any]:
+        small = keys.numel() == 0 or int(keys.max()) < 255
+        values = keys.numpy().astype(np.int64) + 1
+        if small:
+            return self.add("key8", values.astype("u1"))
+        return self.add("key16", values.astype("<u2"))
+
+    def half(self, values: Tensor) -> list[Any]:
+        limit = torch.finfo(torch.float16).max
+        return self.add("half", values.float().clamp(-limit, limit).numpy().astype("<f2"))
+
+    def float(self, values: Tensor) -> list[Any]:
+        return self.add("float", values.float().numpy().astype("<f4"))
+
+    def share8(self, values: Tensor) -> list[Any]:
+        # the square root spends the 256 steps on small weights
+        steps = (values.float().clamp(0, 1).sqrt() * 255).round()
+        return self.add("share8", steps.numpy().astype("u1"))
+
+
+def _packed(view: ViewedInput) -> dict[str, Any]:
+    """An input as text for the page: arrays in one compressed blob."""
+    blob = _Blob()
+    arrays: dict[str, Any] = {"ranked": [blob.keys(keys.cpu()) for keys in view.ranked]}
+    for name in ("weights", "scores"):
+        layers = getattr(view, name)
+        arrays[name] = None if layers is None else [blob.half(v.detach().cpu()) for v in layers]
+    arrays["patterns"] = (
+        None if view.patterns is None else [blob.share8(v.detach().cpu()) for v in view.patterns]
+    )
+    arrays["edges"] = (
+        None if view.edges is None else [blob.half(_shares(e.detach().cpu())) for e in view.edges]
+    )
+    arrays["mechanisms"] = (
+        None
+        if view.mechanisms is None
+        else [[_mechanism(blob, head) for head in layer] for layer in view.mechanisms]
+    )
+    arrays["influence"] = arrays["largest"] = None
+    if view.influence is not None:
+        influence = view.influence.detach().cpu().float()
+        largest = influence.nan_to_num(0).amax(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+        arrays["influence"] = blob.half(influence / largest[..., None])
+        arrays["largest"] = blob.float(largest)
+    compressed = zlib.compress(b"".join(blob.parts), 9)
+    return {
+        "name": view.name,
+        "tokens": list(view.tokens),
+        "n_queries": view.n_queries,
+        "heads": [keys.shape[0] for keys in view.ranked],
+        "depths": [keys.shape[2] for keys in view.ranked],
+        "causal": view.causal,
+        "marked": [int(source) for source in view.marked],
+        "arrays": arrays,
+        "blob": base64.b64encode(compressed).decode(),
+    }
+
+
+def _shares(edges: Tensor) -> Tensor:
+    """Of the largest in each row, which is all that the page draws."""
+    largest = edges.float().amax(dim=-1, keepdim=True)
+    return edges.float() / largest.clamp(min=1e-30)
+
+
+def _mechanism(blob: _Blob, mechanism: ViewedMechanism) -> dict[str, Any]:
+    name, passes = mechanism.name, mechanism.passes
+    if isinstance(passes, Tensor):
+        return {"name": name, "width": passes.shape[1], "passes": blob.keys(passes.cpu())}
+    if passes == ALL_KEYS:
+        return {"name": name, "passes": "all"}
+    return {"name": name, "passes": "ranked" if name == "max_position" else None}

@@ -1,0 +1,318 @@
+"""One call from a model and a text to predicted sets beside measured influence."""
+
+import math
+
+import matplotlib.figure
+import numpy as np
+import pytest
+import torch
+
+from infoflow_lens import (
+    InfoFlowError,
+    JacobianInfluence,
+    PositionsProbe,
+    ResampleInfluence,
+    build_construction,
+    compare,
+    flow,
+    load_any,
+    measure_mechanisms,
+    propagate,
+    run_probes,
+)
+from infoflow_lens.foundation.record import model_fingerprint
+from tests.conftest import make_token_model
+from tests.reference import zoo
+
+TEXT = "w5 w7 w9 w11 w5 w7"
+
+
+@pytest.fixture(scope="module")
+def hf_model():
+    return zoo.build("gpt2")
+
+
+@pytest.fixture(scope="module")
+def host(hf_model):
+    return load_any(hf_model, tokenizer=zoo.tokenizer()).model
+
+
+def quick(model, text, *args, **settings):
+    return flow(model, text, *args, progress=False, **settings)
+
+
+@pytest.fixture(scope="module")
+def found(host):
+    return quick(host, TEXT)
+
+
+def test_a_flow_is_what_the_probes_say(found, host):
+    ids = host.to_tokens(TEXT)
+    chosen, influence = run_probes(
+        host,
+        ids,
+        [PositionsProbe((1,)), JacobianInfluence("resid_post", positions=(-1,))],
+        progress=False,
+    )
+    sets = propagate(chosen.argmax)
+    assert found.sets.members.equal(sets.members)
+    torch.testing.assert_close(found.influence.influence, influence.influence)
+    assert found.agreement == compare(sets, found.influence)
+    assert found.tokens == (("<bos>", "w5", "w7", "w9", "w11", "w5", "w7"),)
+    assert found.asked == ((6,),)
+
+
+def test_its_table_has_a_row_for_each_source_of_each_asked_state(found):
+    frame = found.to_frame()
+    assert list(zip(frame["layer"], frame["source"], strict=True)) == [
+        (layer, source) for layer in range(2) for source in range(7)
+    ]
+    assert set(frame["position"]) == {6}
+    assert list(frame["source_token"][:7]) == list(found.tokens[0])
+    np.testing.assert_allclose(frame.groupby("layer")["share"].sum(), 1)
+    members = found.sets.members[:, 0, 6].flatten().numpy()
+    assert (frame["predicted"].to_numpy() == members).all()
+
+
+def test_models_of_every_kind_give_the_same(found, hf_model, host, tmp_path):
+    folder = zoo.save("gpt2", tmp_path / "gpt2")
+    ids = host.to_tokens(TEXT)[0]
+    for other in (
+        quick(str(folder), TEXT),
+        quick(hf_model, TEXT, tokenizer=zoo.tokenizer()),
+        quick(load_any(folder), TEXT),
+        quick(hf_model, ids),
+        quick(hf_model, ids.tolist()),
+        quick(hf_model, ids[None].numpy()),
+    ):
+        assert other.sets.members.equal(found.sets.members)
+        torch.testing.assert_close(other.influence.influence, found.influence.influence)
+
+
+def test_several_texts_of_different_lengths_are_each_as_alone(found, host):
+    both = quick(host, [TEXT, "w5 w9 w4"], position=(-1, 1))
+    alone = quick(host, "w5 w9 w4", position=(-1, 1))
+    assert both.asked == ((6, 1), (3, 1))
+    frame = both.to_frame()
+    again = frame[frame["input"] == 1].drop(columns="input").reset_index(drop=True)
+    expected = alone.to_frame().drop(columns="input")
+    assert list(again["predicted"]) == list(expected["predicted"])
+    np.testing.assert_allclose(again["influence"], expected["influence"], rtol=1e-4)
+    assert both.view.inputs[1].influence.shape == (2, 4, 4)
+
+
+def test_all_positions_and_chosen_layers(host):
+    everywhere = quick(host, TEXT, position="all", layer=-1)
+    assert everywhere.layers == (1,)
+    assert everywhere.asked == (tuple(range(7)),)
+    (influence,) = run_probes(
+        host, host.to_tokens(TEXT), [JacobianInfluence("resid_post")], progress=False
+    )
+    torch.testing.assert_close(everywhere.influence.influence[0], influence.influence[1])
+    viewed = everywhere.view.inputs[0].influence
+    assert viewed[0].isnan().all()
+    assert not viewed[1].isnan().any()
+
+
+def test_vectors_and_a_cls_token(model, inputs):
+    found = quick(model, inputs[0])
+    assert found.tokens == (tuple("0123456"),)
+    assert found.asked == ((7,),)
+    assert set(found.to_frame()["token"]) == {"CLS"}
+    assert found.view.inputs[0].n_queries == 8
+    torch.testing.assert_close(
+        quick(model, inputs[:2]).influence.influence[:, :1], found.influence.influence
+    )
+
+
+def test_a_construction_flows_as_its_theorem_says():
+    """Chen & Zou's memoriser answers from its tokens: all influence on CLS is inside its sets."""
+    made, task = build_construction("d_retrieval")
+    x, _ = task.sample(2, seed=0)
+    found = quick(made, x)
+    assert found.agreement.cls.influence_inside == pytest.approx(1)
+
+
+def test_rules(host):
+    top = quick(host, TEXT, rule="top_k", k=2)
+    (chosen,) = run_probes(host, host.to_tokens(TEXT), [PositionsProbe((1, 2))], progress=False)
+    assert top.sets.members.equal(propagate(chosen.positions).members)
+    assert (next(iter(top.view.rules)), top.view.k) == ("top_k", 2)
+    assert quick(host, TEXT, without=(0,)).notes == ("no head passes on position 0, as was asked",)
+    kept = quick(host, TEXT, without=(0,)).sets.members
+    assert not kept[:, 0, 1:, 0].any()
+
+
+def test_mechanisms_are_measured_on_reference_inputs_or_taken_as_they_are(host):
+    texts = [" ".join(f"w{(7 * i + j) % 30 + 4}" for j in range(6)) for i in range(8)]
+    found = quick(host, TEXT, rule="mechanisms", reference=texts)
+    mechanisms = measure_mechanisms(host, texts, progress=False)
+    assert found.mechanisms.mechanisms() == mechanisms.mechanisms()
+    again = quick(host, TEXT, rule=mechanisms)
+    assert again.sets.members.equal(found.sets.members)
+    viewed = found.view.inputs[0]
+    assert [[m.name for m in layer] for layer in viewed.mechanisms] == [
+        list(names) for names in mechanisms.mechanisms()
+    ]
+    assert propagate(viewed.layers_of("mechanisms")).members.equal(found.sets.members)
+
+
+def test_the_view_propagates_to_the_same_sets(found, host):
+    viewed = quick(host, [TEXT, "w5 w9 w4"]).view.inputs
+    assert propagate(viewed[0].layers_of("argmax")).members.equal(found.sets.members)
+    alone = quick(host, "w5 w9 w4").sets.members
+    assert propagate(viewed[1].layers_of("argmax")).members.equal(alone)
+
+
+def test_influence_is_estimated_resampled_or_left_out(host, found):
+    estimate = quick(host, TEXT, influence="estimate", n_directions=6, seed=1).influence
+    assert estimate.record.config["estimate"] == 6
+    assert estimate.relative_error is not None
+    ids = host.to_tokens(TEXT)[0]
+    shifts = torch.stack([ids.roll(shift) for shift in range(1, 7)])
+    (expected,) = run_probes(
+        host,
+        ids[None],
+        [ResampleInfluence(shifts, "median", "resid_post", positions=(-1,))],
+        progress=False,
+    )
+    resampled = quick(host, TEXT, influence="resample").influence
+    torch.testing.assert_close(resampled.influence, expected.influence)
+    nothing = quick(host, TEXT, influence=None)
+    assert nothing.influence is nothing.agreement is None
+    assert "not measured" in repr(nothing)
+    assert len(nothing.to_frame()) == 2 * 7 * 7
+    assert nothing.view.inputs[0].influence is None
+
+
+def test_influence_is_exact_where_that_is_quick_and_estimated_where_not(found, monkeypatch):
+    assert found.influence.relative_error is None
+    monkeypatch.setattr("infoflow_lens.flows.measuring._FEW_SECONDS", 10)
+    assert quick(zoo.build("gpt2"), [[2, 5, 7]]).influence.relative_error is not None
+
+
+def test_the_bar_knows_all_passes_before_it_moves(host, monkeypatch):
+    from contextlib import contextmanager
+
+    bars = []
+
+    @contextmanager
+    def bar(description, total, show=True, done=0):
+        steps = []
+        bars.append((description, total, show, steps))
+        yield lambda n=1, status="": steps.append(n)
+
+    monkeypatch.setattr("infoflow_lens.flows.measuring.progress_bar", bar)
+    flow(host, [TEXT, "w5 w7"], position="all", influence="estimate")
+    ((description, total, show, steps),) = bars
+    assert description == "passes for influence"
+    assert (total, show) == (8 * 7 * 1.5 + 8 * 3 * 1.5, True)
+    assert sum(steps) == total
+    assert len(steps) > 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"position": 7}, r"position is 7, but the text has 7 positions: expected 0 to 6, or -1"),
+        ({"position": -8}, r"position is -8, but the text has 7 positions"),
+        ({"position": (3, 3)}, r"position is \[3, 3\]|position is \(3, 3\)"),
+        ({"position": "every"}, r"position is \['every'\].*'all'"),
+        ({"position": 1.5}, r"position is \[1\.5\]: expected different integers"),
+        ({"layer": 2}, "layer is 2: expected 0 to 1, or -1 to -2"),
+        ({"rule": "argmx"}, "rule is 'argmx': expected one of attention, top_k, mechanisms"),
+        ({"influence": "exakt"}, "influence is 'exakt'.* did you mean 'exact'"),
+        ({"rule": "top_k", "k": 9}, "k is 9: expected 1 to 7"),
+        ({"rule": "mechanisms"}, "over one its mean pattern is its pattern; expected at least 8"),
+        ({"rule": "mechanisms", "reference": ["w5"] * 8}, "have at most 2 tokens, the text 7"),
+        ({"threshold": 0}, "threshold is 0: expected a share"),
+        ({"n_directions": 1}, "n_directions is 1: expected an integer of at least 2"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_bad_settings_are_named_before_work(host, settings, message, monkeypatch):
+    monkeypatch.setattr("infoflow_lens.flows.run.measured", None)
+    with pytest.raises(InfoFlowError, match=message):
+        quick(host, TEXT, **settings)
+
+
+@pytest.mark.parametrize("text", ["", [], ()])
+def test_no_text_is_refused_before_a_model_is_loaded(text):
+    with pytest.raises(InfoFlowError, match="expected at least one text that is not empty"):
+        quick("no/such/model", text)
+
+
+def test_texts_that_do_not_fit(host):
+    with pytest.raises(InfoFlowError, match="the model takes at most n_ctx"):
+        quick(host, " ".join(["w5"] * 99))
+    with pytest.raises(InfoFlowError, match=r"text\[1\] is ''"):
+        quick(host, [TEXT, ""])
+    with pytest.raises(InfoFlowError, match=r"position is 5, but text\[1\] has 2 positions"):
+        quick(host, [TEXT, "w5"], position=5)
+    with pytest.raises(InfoFlowError, match="text is a NoneType"):
+        quick(host, None)
+    with pytest.raises(InfoFlowError, match="the model has no tokenizer"):
+        quick(zoo.build("gpt2"), TEXT)
+
+
+def test_one_token_alone(host):
+    found = quick(host, [[5]])
+    assert found.sets.of(1, 0, 0) == {0}
+    assert "no other token" in found.summary()
+    assert isinstance(found.plot(), matplotlib.figure.Figure)
+    with pytest.raises(InfoFlowError, match=r"the text has 1 tokens: .* give reference="):
+        quick(host, [[5]], influence="resample")
+
+
+def test_its_repr_is_a_sentence(found):
+    assert len(repr(found)) < 300
+    share = found.agreement.layers[-1].influence_inside
+    assert f"{share:.0%} of the influence of other tokens on position 6" in repr(found)
+    assert not math.isnan(share)
+
+
+def test_what_excludes_nothing_is_said(host):
+    assert any("exclude nothing" in note for note in quick(host, TEXT, rule="top_k", k=7).notes)
+
+
+def test_it_leaves_the_model_and_the_random_state_alone():
+    model = make_token_model()
+    model.train()
+    before, state = model_fingerprint(model), torch.random.get_rng_state()
+    quick(model, [[1, 2, 3]], influence="estimate")
+    assert model_fingerprint(model) == before
+    assert model.training
+    assert torch.random.get_rng_state().equal(state)
+
+
+def test_the_still_picture_shows_the_paths_and_the_influence(found):
+    figure = found.plot()
+    lattice, bars = figure.axes
+    heights = [bar.get_height() for bar in bars.patches]
+    influence = found.influence.influence[1, 0, 0]
+    np.testing.assert_allclose(heights, influence / influence.max(), rtol=1e-5)
+    assert [label.get_text() for label in bars.get_xticklabels()] == list(found.tokens[0])
+    kept, passed = (len(lines.get_segments()) for lines in lattice.collections[:2])
+    assert kept >= 2  # the residual stream, layer by layer
+    assert passed >= len(found.sets.of(1, 0, 6)) - 1
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    other = found.plot(position=3, layer=0)
+    assert "position 3) in layer 0" in other.axes[0].get_title()
+    with pytest.raises(InfoFlowError, match="layer 5, position 3: expected a layer from 0 to 1"):
+        found.plot(position=3, layer=5)
+    with pytest.raises(InfoFlowError, match="input is 3: expected 0 to 0"):
+        found.plot(input=3)
+
+
+def test_dollars_in_tokens_are_no_mathematics(found):
+    from dataclasses import replace
+
+    found = replace(found, tokens=((r"$\frac", "$", "_", "^", "x" * 40, "\\", "<b>"),))
+    assert found.plot()._repr_png_()
+
+
+def test_the_name_stays_a_function_whatever_is_imported():
+    import infoflow_lens.flows.run
+
+    assert callable(infoflow_lens.flow)
+    assert infoflow_lens.flow is infoflow_lens.flows.run.flow

@@ -1,0 +1,123 @@
+"""`infoflow_lens.probe` does what the command does, also on what is in memory."""
+
+import inspect
+import json
+import warnings
+
+import pytest
+import torch
+
+from infoflow_lens import InfoFlowError, load_any, probe
+from infoflow_lens.foundation.errors import InfoFlowWarning
+from infoflow_lens.probing.config import ProbingConfig
+from tests.reference import zoo
+
+TEXTS = [" ".join(f"w{(7 * i + j) % 30 + 4}" for j in range(4 + i % 5)) for i in range(20)]
+SETTINGS = {"ranks": (1, 2), "n_detail": 3, "batch_size": 4, "progress": False}
+
+
+@pytest.fixture(autouse=True)
+def few_rows():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InfoFlowWarning)
+        yield
+
+
+@pytest.fixture(scope="module")
+def hf_model():
+    return zoo.build("gpt2")
+
+
+@pytest.fixture(scope="module")
+def found(hf_model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InfoFlowWarning)
+        return probe(hf_model, TEXTS, tokenizer=zoo.tokenizer(), **SETTINGS)
+
+
+def test_what_is_in_memory_gives_what_files_give(found, tmp_path):
+    (tmp_path / "texts.txt").write_text("\n\n".join(TEXTS))
+    folder = zoo.save("gpt2", tmp_path / "gpt2")
+    named = probe(folder, tmp_path / "texts.txt", tmp_path / "out", **SETTINGS)
+    assert named.agreement == found.agreement
+    assert named.positions.to_frame().equals(found.positions.to_frame())
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert named.out == tmp_path / "out"
+    assert json.loads((tmp_path / "out" / "record.json").read_text())
+
+
+def test_without_a_folder_nothing_is_kept_but_the_result(found, tmp_path, monkeypatch):
+    assert found.out is None
+    page = found.report(tmp_path / "new" / "page.html")
+    assert page.read_text(encoding="utf-8").count("GPT2LMHeadModel in memory") >= 1
+
+
+def test_no_folder_is_left_behind(hf_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ids = torch.randint(4, 30, (6, 5), generator=torch.Generator().manual_seed(0))
+    result = probe(hf_model, ids, probes=("positions",), n=4, **SETTINGS)
+    assert len(result.positions.lengths) == 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_call_tells_how_to_go_on(hf_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def stopped(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    ids = torch.randint(4, 30, (6, 5), generator=torch.Generator().manual_seed(0))
+    with monkeypatch.context() as patch:
+        patch.setattr("infoflow_lens.probing.run.measured", stopped)
+        with pytest.raises(KeyboardInterrupt, match=r"run the same with out='.*' to go on"):
+            probe(hf_model, ids, probes=("positions",), **SETTINGS)
+    (kept,) = tmp_path.iterdir()
+    result = probe(hf_model, ids, kept, probes=("positions",), **SETTINGS)
+    assert result.out == kept
+
+
+def test_it_shows_itself_briefly(found):
+    assert len(repr(found)) < 500
+    shown = found._repr_html_()
+    assert len(shown) < 20_000
+    assert "of the influence of other tokens on the last state lies inside the sets" in shown
+    assert found.findings()[-1] == found.sentences()[-1]
+
+
+def test_its_settings_are_those_of_the_command():
+    shown = list(inspect.signature(probe).parameters)
+    assert shown[:3] == ["model", "data", "out"]
+    settings = set(ProbingConfig.__dataclass_fields__) - {"model", "data"}
+    assert settings <= set(shown)
+    assert inspect.signature(probe).parameters["batch_size"].default == 8
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "message"),
+    [
+        (TEXTS, {"batchsize": 3}, "there is no setting 'batchsize'.* did you mean 'batch_size'"),
+        (TEXTS, {"probes": ("positons",)}, "no probe 'positons'.* did you mean 'positions'"),
+        ("w5 w7", {}, r"data is the text 'w5 w7': expected a list of texts, as in \[text\]"),
+        ([], {}, r"data is \[\]: expected at least one"),
+        (None, {}, "data is None"),
+        (iter([TEXTS]), {}, "data is a loader, which may be read once only"),
+        (TEXTS, {"dtype": "bfloat16"}, "dtype is 'torch.bfloat16', but"),
+    ],
+)
+def test_what_is_refused(hf_model, data, settings, message):
+    with pytest.raises(InfoFlowError, match=message):
+        probe(hf_model, data, tokenizer=zoo.tokenizer(), **{**SETTINGS, **settings})
+
+
+def test_hosted_models_and_loaded_ones(model, inputs):
+    for given in (model, load_any(model)):
+        result = probe(given, inputs, probes=("positions",), **SETTINGS)
+        assert len(result.positions.lengths) == 23
+        assert result.texts[0] == tuple("0123456")
+
+
+def test_the_name_stays_a_function():
+    import infoflow_lens.hooks.probe
+    import infoflow_lens.probing.call
+
+    assert infoflow_lens.probe is infoflow_lens.probing.call.probe

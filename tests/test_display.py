@@ -1,0 +1,126 @@
+"""Everything shows itself briefly, whatever it holds, and strings of others stay strings."""
+
+import dataclasses
+import importlib
+import pkgutil
+import types
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import pandas as pd
+import pytest
+import torch
+
+import infoflow_lens as il
+from infoflow_lens.agreement import CoverageCurve
+from infoflow_lens.foundation import display
+from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Result
+from infoflow_lens.models.loading import LoadedModel
+from infoflow_lens.tasks import list_tasks, load_task
+
+for module in pkgutil.walk_packages(il.hooks.__path__, "infoflow_lens.hooks."):
+    importlib.import_module(module.name)  # every class of results registers itself
+
+KINDS = {name: kind for name, kind in Result.kinds.items() if "infoflow_lens" in kind.__module__}
+HOSTILE = "<script>alert('1')</script>" + "x" * 300
+
+
+def made(hint: Any, axis: int) -> Any:
+    """A value of a type; tensors have `axis` entries along every axis, and take no memory."""
+    if hasattr(hint, "dims") and hasattr(hint, "array_type"):
+        shape = (axis,) * len(hint.dims)
+        dtype = torch.float32 if "float" in str(hint.dtypes) else torch.int64
+        dtype = torch.bool if str(hint.dtypes).count("bool") else dtype
+        return torch.zeros((), dtype=dtype).expand(shape)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return made(arguments[0], axis)
+    if origin is tuple:
+        many = len(arguments) == 2 and arguments[1] is Ellipsis
+        return tuple(made(part, axis) for part in (arguments[:1] * 12 if many else arguments))
+    if hint is RunRecord:
+        return RunRecord(config={"probe": HOSTILE})
+    values = {str: HOSTILE, int: 7, float: 0.5, bool: True}
+    return values.get(hint)
+
+
+def result_of(kind: type[Result], axis: int) -> Result:
+    hints = get_type_hints(kind, include_extras=True)
+    values = {item.name: made(hints[item.name], axis) for item in dataclasses.fields(kind)}
+    return kind(**values)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_big_result_shows_itself_without_being_read(name, monkeypatch):
+    kind = KINDS[name]
+    if not kind.small:
+        # 10^12 entries or more: a frame of them, or a look at each, would never come back
+        monkeypatch.setattr(kind, "to_frame", None)
+    result = result_of(kind, 12 if kind.small else 3000)
+    assert len(repr(result)) < 500
+    shown = result._repr_html_()
+    assert len(shown) < 20_000
+    assert name in shown
+    for text in (shown, result._repr_html_()):
+        assert "<script" not in text
+        assert "alert(&#x27;1&#x27;)" in text
+
+
+def hostile_objects() -> dict[str, Any]:
+    members = torch.zeros(12, 2000, 300, 300, dtype=torch.bool)[:, :1].expand(12, 2000, 300, 300)
+    layer = LayerCapabilities(12, 12, HOSTILE, HOSTILE, "scores", False, (HOSTILE,), ())
+    sizes = dict.fromkeys(il.agreement.SetAgreement.__dataclass_fields__, 0.5)
+    one = il.agreement.SetAgreement(**sizes)
+    return {
+        "InformationSets": il.InformationSets(members),
+        "Agreement": il.Agreement(0.1, (one,) * 96, (one,) * 96, one),
+        "CoverageCurve": CoverageCurve(((0.5,) * 96,) * 64, (0.5,) * 64, (1.0,) * 64),
+        "ModelCapabilities": ModelCapabilities(
+            HOSTILE, (layer,) * 96, False, True, HOSTILE, HOSTILE, False, False, {"x": HOSTILE}
+        ),
+        "LoadedModel": LoadedModel(torch.nn.Linear(2, 2), None, "memory", HOSTILE * 9),
+        **{f"task {name}": load_task(name) for name in list_tasks()},
+    }
+
+
+OBJECTS = hostile_objects()
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_show_themselves_briefly(name):
+    assert len(repr(OBJECTS[name])) < 500
+    shown = OBJECTS[name]._repr_html_()
+    assert len(shown) < 20_000
+    assert "<script" not in shown
+
+
+def test_a_flow_escapes_its_tokens(tmp_path):
+    pytest.importorskip("infoflow_lens.report.flow")
+    from tests.conftest import make_token_model
+
+    found = il.flow(make_token_model(), [[1, 2, 3]], progress=False)
+    hostile = dataclasses.replace(found, tokens=((HOSTILE, "</script>", "&amp;"),), title=HOSTILE)
+    assert len(repr(hostile)) < 500
+    assert "<script>alert" not in hostile._repr_html_()
+    page = hostile.to_html(tmp_path / "flow.html").read_text(encoding="utf-8")
+    assert "<script>alert" not in page
+
+
+def test_a_value_in_a_few_words():
+    assert display.brief(torch.zeros(3, 4)) == "float32 [3, 4]"
+    assert display.brief((torch.zeros(3), torch.zeros(3))) == "2 of float32 [3]"
+    assert display.brief(tuple(range(100))) == "100 of int"
+    assert display.brief({"a": 1, "b": 2}) == "2 of a, b"
+    assert display.brief("x" * 999) == repr("x" * 79 + "…")
+    assert display.brief(0.123456) == "0.1235"
+    assert display.brief(torch.nn.Linear(2, 2)) == "Linear"
+
+
+def test_a_table_shows_the_first_rows_and_says_how_many_are_left():
+    frame = pd.DataFrame({"<b>": ["<i>"] * 50, "share": [0.5] + [float("nan")] * 49})
+    shown = display.table(frame)
+    assert shown.count("<tr>") == 13
+    assert "&lt;b&gt;" in shown
+    assert "<i>" not in shown
+    assert "38 more rows" in shown
+    assert "\N{EN DASH}" in shown
