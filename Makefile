@@ -1,8 +1,13 @@
 # Two commands set up everything: `make demo` and `make test`. With TL=3 they, and all others, use
-# TransformerLens 3 in an environment of its own: `make test TL=3`.
+# TransformerLens 3 in an environment of its own: `make test TL=3`; with NEWEST=1, the newest
+# packages that pyproject.toml allows, unpinned.
 PYTHON ?= python3
 TL ?= 4
-ifeq ($(TL),3)
+NEWEST ?=
+ifneq ($(NEWEST),)
+VENV := .venv-newest
+PINS :=
+else ifeq ($(TL),3)
 VENV := .venv-tl3
 PINS := constraints-tl3.txt
 else
@@ -11,14 +16,16 @@ PINS := constraints.txt
 endif
 TESTS ?=
 BIN := $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --quiet $(addprefix --constraint ,$(PINS)) --editable
+CORE := $(VENV)/.core
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 COMPILE := uv pip compile --universal --python-version 3.10 --all-extras --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links --constraint build/pins.txt pyproject.toml
 
-.PHONY: demo test acceptance lint format bench constraints clean
+.PHONY: demo test acceptance docs notebooks lint format bench constraints clean
 
-demo: $(READY)  ## train, probe, predict, compare; the report is demo/report.html
+demo: $(CORE)  ## train, probe, predict, compare; the report is demo/report.html
 	$(BIN)/infoflow-lens demo --out demo
 
 test: $(READY)  ## all tests, or those of TESTS="tests/models tests/hooks"
@@ -26,6 +33,12 @@ test: $(READY)  ## all tests, or those of TESTS="tests/models tests/hooks"
 
 acceptance: $(READY)  ## the demo's promises with three seeds (about five minutes)
 	$(BIN)/python -m pytest -m acceptance -n 0
+
+notebooks: $(READY)  ## run examples/notebooks; with their output they are in build/notebooks
+	$(BIN)/python docs/tools/notebooks.py
+
+docs: $(READY)  ## the site, in build/site; it asks for no network, built or read
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -54,9 +67,14 @@ constraints:  ## pin both environments anew (needs uv)
 	$(COMPILE) --upgrade-package transformer-lens -o constraints-tl3.txt
 
 clean:
-	rm -rf .venv .venv-tl3 build dist demo
+	rm -rf .venv .venv-tl3 .venv-newest build dist demo
 
-$(READY): pyproject.toml $(PINS)
+# What the package itself needs is there sooner than what its development needs.
+$(CORE): pyproject.toml $(PINS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable ".[dev]"
+	$(INSTALL) .
+	touch $@
+
+$(READY): $(CORE)
+	$(INSTALL) ".[dev]"
 	touch $@

@@ -36,9 +36,9 @@ Backend = Annotated[
 
 def _show_version(value: bool) -> None:
     if value:
-        from importlib.metadata import version
+        from infoflow_lens import __version__
 
-        typer.echo(f"infoflow-lens {version('infoflow-lens')}")
+        typer.echo(f"infoflow-lens {__version__}")
         raise typer.Exit
 
 

@@ -1,6 +1,7 @@
-"""Every script in examples/ and the README's example run alone."""
+"""Every script in examples/, and all that README and the how-to pages say to run."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,51 @@ def test_example_runs(path, tmp_path):
     assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
 
 
-def test_the_readme_example_runs(tmp_path):
-    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
-    path = tmp_path / "readme.py"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "how-to").glob("*.md"))]
+BLOCKS = [
+    (page.name, number, script)
+    for page in PAGES
+    for number, script in enumerate(
+        re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.S)
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(script, id=f"{name}-{number}") for name, number, script in BLOCKS]
+)
+def test_what_a_page_says_to_run_runs(script, tmp_path):
+    path = tmp_path / "script.py"
     path.write_text(script)
-    assert "second_moment" in printed_by(path, folder=tmp_path)
+    assert printed_by(path, folder=tmp_path)
+
+
+MODEL = str(ROOT / "infoflow_lens" / "models" / "shipped" / "stdlib-2l")
+
+
+def commands(page):
+    """The command lines of this package on a page; a local folder stands for a model of the hub."""
+    for block in re.findall(r"```console\n(.*?)```", page.read_text("utf-8"), flags=re.S):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if words and words[0] == "infoflow-lens":
+                named = {"gpt2": MODEL, "gpt2-probed": "probed", "MODEL": MODEL}
+                yield [named.get(word, word) for word in words[1:]]
+
+
+# What stands last is what counts: less work by the same command.
+SMALLER = {
+    "probe": ["--n", "4", "--n-detail", "1", "--probes", "positions", "--max-length", "12"],
+    "experiment": ["--preset", "smoke", "--jobs", "1"],
+}
+COMMANDS = sorted({" ".join(words): words for page in PAGES for words in commands(page)}.values())
+
+
+@pytest.mark.parametrize(
+    "words", COMMANDS, ids=lambda words: " ".join(words).replace(MODEL, "MODEL")
+)
+def test_a_command_that_a_page_names_works(words, tmp_path):
+    words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
+    (tmp_path / "texts.txt").write_text("import os, sys, re, json, math\n" * 4)
+    extra = [] if "--list" in words else SMALLER.get(words[0], [])
+    assert printed_by("-m", "infoflow_lens.cli", *words, *extra, folder=tmp_path)

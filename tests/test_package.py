@@ -1,48 +1,192 @@
-"""What is installed: every package, the type marker, the public names, and no more."""
+"""What is installed and what is shipped: every module and file, the public names, and no more."""
 
+import email
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import infoflow_lens
+from tests.processes import printed_by
 
 ROOT = Path(__file__).parent.parent
+ROOMS = ("hooks", "tasks")  # at the top of a clone, and linked to from the package
+JUNK = {"__pycache__", ".ipynb_checkpoints", "build", "dist", "demo"}
+
+
+def kept_files():
+    """The files of the project, those that git keeps or would keep if it were asked."""
+    if not (ROOT / ".git").exists():  # an unpacked source distribution
+        found = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
+        return {
+            path
+            for path in found
+            if not JUNK.intersection(path.parts) and "egg-info" not in str(path)
+        }
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return {Path(name) for name in listed.split("\0") if name and (ROOT / name).exists()}
+
+
+def in_package(paths):
+    """Files of the package, by their place in it: each room stands inside."""
+    top = "infoflow_lens"
+    return {str(p) for p in paths if p.parts[0] == top and (ROOT / p).is_file()} | {
+        str(Path(top) / p) for p in paths if p.parts[0] in ROOMS
+    }
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    source = tmp_path_factory.mktemp("source")
-    for folder in ("infoflow_lens", "hooks", "tasks"):
-        shutil.copytree(
-            ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, source)
-    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(source / "dist")]
-    subprocess.run([*command, str(source)], check=True, capture_output=True)
-    (built,) = (source / "dist").glob("*.whl")
-    return zipfile.ZipFile(built)
+def clone(tmp_path_factory):
+    """The files that git keeps, elsewhere; links stay links."""
+    folder = tmp_path_factory.mktemp("clone")
+    for path in kept_files():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, folder / path, follow_symlinks=False)
+    return folder
 
 
-def test_the_wheel_holds_every_module(wheel):
-    names = set(wheel.namelist())
-    rooms = {"hooks": "infoflow_lens/hooks", "tasks": "infoflow_lens/tasks"}
-    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "infoflow_lens").rglob("*.py")} | {
-        f"{inside}/{path.relative_to(ROOT / room)}"
-        for room, inside in rooms.items()
-        for path in (ROOT / room).rglob("*.py")
+@pytest.fixture(scope="module")
+def built(clone, tmp_path_factory):
+    """The source distribution, and the wheel that is built from it."""
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--outdir", str(out), str(clone)]
+    subprocess.run(command, check=True, capture_output=True)
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    (path,) = built.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+@pytest.fixture(scope="module")
+def unpacked(built, tmp_path_factory):
+    (path,) = built.glob("*.tar.gz")
+    out = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(path) as archive:
+        archive.extractall(out, filter="data")
+    (folder,) = out.iterdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def description(wheel):
+    (name,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+    return email.message_from_bytes(wheel.read(name))
+
+
+def run(*arguments, folder, **environment):
+    """What ``python *arguments`` prints in a folder, from which it may import."""
+    environment = {**os.environ, "PYTHONPATH": "", "PYTHONWARNINGS": "ignore", **environment}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+def test_the_wheel_holds_every_file_of_the_package(wheel):
+    """Modules, and what they read: templates, scripts of pages, the model, the type marker."""
+    held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert held == in_package(kept_files())
+    assert {"infoflow_lens/py.typed", "infoflow_lens/hooks/__init__.py"} <= held
+    assert any(name.startswith("infoflow_lens/report/templates/") for name in held)
+
+
+def test_the_source_distribution_holds_everything_else_too(unpacked):
+    held = {path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_file()}
+    paths = {path for path in kept_files() if (ROOT / path).is_file()}
+    outside = {path for path in paths if path.parts[0] not in ("infoflow_lens", *ROOMS)}
+    assert outside - held == {Path(".gitignore")} & outside
+    assert in_package(paths) <= {str(path) for path in held}
+
+
+def test_the_source_distribution_tests_itself(unpacked):
+    where = "import infoflow_lens.hooks as h; print(h.__file__)"
+    assert Path(run("-c", where, folder=unpacked)).is_relative_to(unpacked)
+    few = ("tests/theory/test_cost.py", "tests/foundation/test_files.py")
+    assert "passed" in run("-m", "pytest", "-n", "0", "-q", *few, folder=unpacked)
+
+
+@pytest.mark.parametrize("installed", ["elsewhere", "not at all"])
+def test_a_clone_works_from_its_root(installed, clone, wheel, tmp_path):
+    """The clone's package, whole, whatever is installed beside it."""
+    place = tmp_path / "site-packages"
+    wheel.extractall(place)
+    if installed == "not at all":
+        shutil.rmtree(place)
+    script = (
+        "import importlib.metadata as metadata, pathlib, sys\n"
+        "known = metadata.version\n"
+        "def version(name):\n"
+        "    if name == 'infoflow-lens': raise metadata.PackageNotFoundError(name)\n"
+        "    return known(name)\n"
+        f"if {installed == 'not at all'}: metadata.version = version\n"
+        "import infoflow_lens.hooks, infoflow_lens.tasks\n"
+        "from infoflow_lens.cli import main\n"
+        "assert infoflow_lens.load_task('d_retrieval') and infoflow_lens.propagate\n"
+        "for module in (infoflow_lens, infoflow_lens.hooks, infoflow_lens.tasks):\n"
+        "    assert pathlib.Path(module.__file__).is_relative_to(pathlib.Path.cwd()), module\n"
+        "sys.argv = ['infoflow-lens', '--version']\n"
+        "main()\n"
+    )
+    assert run("-c", script, folder=clone, PYTHONPATH=str(place)).startswith("infoflow-lens")
+
+
+def test_one_version_is_named_everywhere(description):
+    version = description["Version"]
+    changes = re.findall(r"^## (\S+)(?: - (\S+))?$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    citation = (ROOT / "CITATION.cff").read_text()
+    cited = re.findall(r"^(?:version|date-released): (\S+)$", citation, re.M)
+    assert changes[0] == (version, cited[1])
+    assert cited[0] == version
+
+
+def test_a_package_page_can_follow_every_link(description):
+    """It shows README.md without the files beside it."""
+    home = re.search(r"Homepage, (\S+)", "\n".join(description.get_all("Project-URL")))[1]
+    text = description.get_payload(decode=True).decode()
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", text)
+    assert all(link.startswith(("https://", "#")) for _, link in links)
+    own = [(picture, link) for picture, link in links if link.startswith(home)]
+    pages = {link.removeprefix(f"{home}/blob/main/") for picture, link in own if not picture}
+    pictures = {link.removeprefix(f"{home}/raw/main/") for picture, link in own if picture}
+    assert pages
+    assert pictures
+    assert all((ROOT / path.split("#")[0]).exists() for path in pages | pictures)
+
+
+def test_packages_that_only_some_work_needs_are_extras(description):
+    core = {
+        re.match(r"[\w-]+", line)[0]
+        for line in description.get_all("Requires-Dist")
+        if "extra ==" not in line
     }
-    assert {name for name in names if name.endswith(".py")} == expected
-    assert "infoflow_lens/py.typed" in names
-    assert "infoflow_lens/report/templates/report.html.j2" in names
-    shipped = ROOT / "infoflow_lens" / "models" / "shipped"
-    for path in shipped.glob("*/*.*"):
-        if path.suffix != ".pyc":
-            assert str(path.relative_to(ROOT)) in names
+    assert not core & {"joblib", "python-flint", "dask", "distributed", "pytest"}
+    assert {"all", "certificates", "cluster", "studies"} <= set(
+        description.get_all("Provides-Extra")
+    )
+
+
+def test_only_what_needs_an_extra_imports_it(clone):
+    """Everything public loads without them."""
+    script = clone / "script.py"
+    script.write_text(
+        "import sys\n"
+        "for name in ('joblib', 'flint', 'dask', 'distributed'): sys.modules[name] = None\n"
+        "import infoflow_lens, infoflow_lens.experiments.studies, infoflow_lens.experiments.demo\n"
+        "[getattr(infoflow_lens, name) for name in infoflow_lens.__all__]\n"
+        "import infoflow_lens.probing.run, infoflow_lens.commands.certify\n"
+        "print('loaded')"
+    )
+    assert printed_by(script, folder=clone).strip() == "loaded"
 
 
 def test_every_public_name_is_there_and_documented():
@@ -67,10 +211,7 @@ def test_importing_the_package_loads_nothing_heavy():
         "heavy = ('torch', 'transformer_lens', 'datasets', 'pandas')\n"
         "print([m for m in heavy if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "[]"
+    assert run("-c", script, folder=ROOT) == "[]"
 
 
 def test_probes_and_theory_do_without_transformer_lens():
@@ -78,7 +219,4 @@ def test_probes_and_theory_do_without_transformer_lens():
         "import sys, infoflow_lens.hooks, infoflow_lens.theory, infoflow_lens.tasks\n"
         "print('transformer_lens' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], check=True, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "False"
+    assert run("-c", script, folder=ROOT) == "False"

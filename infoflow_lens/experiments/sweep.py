@@ -17,6 +17,7 @@ from infoflow_lens.experiments.memory import check_memory
 from infoflow_lens.experiments.study import Row, Settings, Study, Verdict
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.extras import optional
 from infoflow_lens.foundation.files import (
     atomic_path,
     locked,
@@ -107,8 +108,10 @@ def run_study(
         progress: show a bar.
 
     Raises:
-        InfoFlowError: for bad settings, runs that do not fit in memory, a folder with results of
-            another study or preset, or one that holds results where `resume` was not asked for.
+        InfoFlowError: for bad settings, without the packages that several processes (extra
+            ``studies``) or a scheduler (``cluster``) need, runs that do not fit in memory, a
+            folder with results of another study or preset, or one that holds results where
+            `resume` was not asked for.
         InfoFlowError: if the scheduler or a worker is gone, or the disk is full; finished runs are
             kept.
         KeyboardInterrupt: when it is stopped, with what to do to go on.
@@ -119,6 +122,10 @@ def run_study(
     for name, value, most in (("seeds", n_seeds, _MOST_SEEDS), ("jobs", jobs, _MOST_JOBS)):
         if not 1 <= value <= most:
             raise InfoFlowError(f"{name} is {value}: expected 1 to {most}")
+    if scheduler is not None:
+        optional("distributed", "cluster", f"the scheduler {scheduler!r}")
+    if scheduler is not None or jobs > 1:
+        optional("joblib", "studies", "a study in several processes")
     runs = [
         Run(index, settings, seed)
         for index, (settings, seed) in enumerate(
@@ -324,13 +331,8 @@ def _started(jobs: int, scheduler: str | None) -> Iterator[Starter]:
 
 @contextmanager
 def _dask(scheduler: str) -> Iterator[None]:
-    try:
-        from distributed import Client
-    except ImportError as error:
-        raise InfoFlowError(
-            f"scheduler is {scheduler!r}, but dask is not installed: expected it; install "
-            "infoflow-lens[cluster]"
-        ) from error
+    from distributed import Client
+
     try:
         client = Client(scheduler, timeout="3s")
     except Exception as error:  # an address that is none raises errors of many kinds

@@ -5,11 +5,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from flint import fmpz_mat, nmod_mat
 from numpy.typing import NDArray
 from scipy.linalg import lapack
 
+from infoflow_lens.foundation.extras import optional
+
 _PRIME = 2**61 - 1
+
+
+def exact_arithmetic() -> Any:
+    """python-flint, on which exact integers rest.
+
+    Raises:
+        InfoFlowError: if it is not installed.
+    """
+    return optional("flint", "certificates", "exact linear algebra in integers")
 
 
 def integer_kernel(matrix: Any, guess: NDArray[np.float64], positive: bool) -> list[int] | None:
@@ -52,8 +62,9 @@ def _solve(square: NDArray[np.int64], right: NDArray[np.int64]) -> tuple[list[in
     """Numerators and their denominator of the solution; None if `square` is singular."""
     if len(right) == 0:
         return [], 1
+    flint = exact_arithmetic()
     try:
-        solution = fmpz_mat(square.tolist()).solve(fmpz_mat(right[:, None].tolist()))
+        solution = flint.fmpz_mat(square.tolist()).solve(flint.fmpz_mat(right[:, None].tolist()))
     except ZeroDivisionError:
         return None
     numerators, denominator = solution.numer_denom()
@@ -86,7 +97,7 @@ def independent_rows(matrix: Any) -> NDArray[np.int64]:
         matrix: scipy-sparse integers [row, column].
     """
     dense = matrix.T.toarray().astype(np.int64)
-    reduced, rank = nmod_mat(*dense.shape, dense.ravel().tolist(), _PRIME).rref()
+    reduced, rank = exact_arithmetic().nmod_mat(*dense.shape, dense.ravel().tolist(), _PRIME).rref()
     pivots: list[int] = []
     for row in range(rank):
         column = pivots[-1] + 1 if pivots else 0

@@ -29,7 +29,7 @@ from torch import Tensor
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import progress_bar
-from infoflow_lens.theory.exact import independent_rows, integer_kernel
+from infoflow_lens.theory.exact import exact_arithmetic, independent_rows, integer_kernel
 from infoflow_lens.theory.separation import (
     Integers,
     Multipliers,
@@ -492,8 +492,9 @@ def one_layer_certificate(
     Raises:
         InfoFlowError: for input that is no such set (tokens or labels that are not integers of 0
             or more, several lengths or last tokens, no sequence, too many), or if neither answer
-            could be checked in integers.
+            could be checked in integers; without python-flint (extra ``certificates``).
     """
+    exact_arithmetic()  # before the work that would need it
     problem, classes = _parse(dataset, max_sequences)
     n, n_pos = problem.sequences.tokens.shape
     with progress_bar("one-layer certificate", total=1, show=progress) as advance:
@@ -639,8 +640,9 @@ def dependence(sequences: Any, *, max_sequences: int = MAX_SEQUENCES) -> Depende
 
     Raises:
         InfoFlowError: for input that is no such set, or if a dependence must exist but none was
-            found in integers.
+            found in integers; without python-flint (extra ``certificates``).
     """
+    exact_arithmetic()
     if hasattr(sequences, "column_names"):
         _check_number(len(sequences), max_sequences)
         sequences = _column(sequences, "x")

@@ -1,0 +1,218 @@
+"""What the site has beside the pages in docs/: README.md and its like, examples, notebooks, API.
+
+MkDocs calls these functions (``hooks`` in mkdocs.yml). Nothing is written into docs/: pages are
+made in memory, from files that stand elsewhere and from the public names.
+"""
+
+import ast
+import importlib
+import posixpath
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+import notebooks  # noqa: E402  (beside this file)
+
+HOME = re.search(r'^Homepage = "(.+)"$', (ROOT / "pyproject.toml").read_text("utf-8"), re.M)[1]
+
+# files of the repository that are pages of the site
+PAPERS = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "development/changelog.md",
+    "CONTRIBUTING.md": "development/contributing.md",
+    "SECURITY.md": "development/security.md",
+    "benchmarks/README.md": "development/benchmarks.md",
+}
+
+# public names by the module that defines them; the first that fits
+AREAS = {
+    "Flow of one model": ("infoflow_lens.flow", "infoflow_lens.probing"),
+    "Probes": ("infoflow_lens.hooks",),
+    "Theory": ("infoflow_lens.theory",),
+    "Agreement": ("infoflow_lens.agreement",),
+    "Models": ("infoflow_lens.models", "infoflow_lens.training", "infoflow_lens.objectives"),
+    "Tasks": ("infoflow_lens.tasks",),
+    "All else": ("infoflow_lens",),
+}
+ROOMS = ("infoflow_lens", "infoflow_lens.hooks", "infoflow_lens.theory", "infoflow_lens.tasks")
+
+
+def public_names() -> dict[str, str]:
+    """Where each public name is defined: ``{"module.name": "the room that exports it"}``."""
+    found: dict[str, str] = {}
+    for room in ROOMS:
+        module = importlib.import_module(room)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if callable(value):
+                found.setdefault(f"{value.__module__}.{value.__qualname__}", room)
+    return found
+
+
+def reference() -> Iterator[tuple[str, str, str]]:
+    """Title, path and text of each page of the API reference."""
+    left = public_names()
+    for title, prefixes in AREAS.items():
+        own = {
+            path: room
+            for path, room in left.items()
+            if any(path == prefix or path.startswith(f"{prefix}.") for prefix in prefixes)
+        }
+        left = {path: room for path, room in left.items() if path not in own}
+        if not own:
+            continue
+        text = [f"# {title}"]
+        for room in ROOMS:
+            names = sorted(path for path in own if own[path] == room)
+            if names:
+                text += [f"## In `{room}`", *(f"::: {path}" for path in names)]
+        yield title, f"reference/{title.lower().replace(' ', '-')}.md", "\n\n".join(text) + "\n"
+
+
+def _example(path: Path) -> tuple[str, str]:
+    """Title and page of an example: its own text, then its code."""
+    source = path.read_text("utf-8")
+    said = ast.get_docstring(ast.parse(source)) or ""
+    title, _, more = said.partition("\n")
+    title = title.rstrip(".")
+    code = source[source.index('"""', source.index('"""') + 3) + 3 :].strip()
+    run = f"```console\npython examples/{path.name}\n```"
+    return title, f"# {title}\n\n{more.strip()}\n\n{run}\n\n```python\n{code}\n```\n"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages, and put them where the navigation has their names."""
+    origins: dict[str, str] = {}
+    places: dict[str, list[Any]] = {"examples": [], "notebooks": [], "reference": []}
+
+    def add(uri: str, text: str, origin: str = "") -> None:
+        files.append(File.generated(config, uri, content=text))
+        if origin:
+            origins[uri] = origin
+
+    for origin, uri in PAPERS.items():
+        if (ROOT / origin).exists():
+            add(uri, (ROOT / origin).read_text("utf-8"), origin)
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        title, text = _example(path)
+        add(f"examples/{path.stem}.md", text, f"examples/{path.name}")
+        places["examples"].append({path.stem.replace("_", " "): f"examples/{path.stem}.md"})
+    for path in sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")):
+        title, text, pieces = notebooks.as_page(path)
+        add(f"notebooks/{path.stem}.md", text, f"examples/notebooks/{path.name}")
+        for name, content in pieces.items():
+            add(f"notebooks/{name}", content)
+        places["notebooks"].append({title: f"notebooks/{path.stem}.md"})
+    for title, uri, text in reference():
+        add(uri, text)
+        places["reference"].append({title: uri})
+    for table in sorted((ROOT / "docs" / "results").glob("*/table.md")):
+        origins[f"results/{table.parent.name}/table.md"] = str(table.relative_to(ROOT))
+    config.extra["origins"] = origins
+    config.nav = list(_filled(config.nav or [], places, files))
+    return files
+
+
+def _filled(nav: Any, places: dict[str, list[Any]], files: Files) -> Iterator[Any]:
+    """The navigation, with what stands for generated pages (``"<examples>"``) in its place."""
+    for entry in nav:
+        if isinstance(entry, str) and entry.strip("<>") in places:
+            yield from places[entry.strip("<>")]
+        elif isinstance(entry, str) and entry == "<results>":
+            for file in sorted(files.documentation_pages(), key=lambda file: file.src_uri):
+                if re.fullmatch(r"results/\w+/(table|README|index)\.md", file.src_uri):
+                    name = file.src_uri.split("/")[1]
+                    yield {name.replace("_", " "): file.src_uri}
+        elif isinstance(entry, dict):
+            ((title, below),) = entry.items()
+            if isinstance(below, list):
+                filled = list(_filled(below, places, files))
+                if filled:
+                    yield {title: filled}
+            elif files.get_file_from_path(below) is not None:
+                yield entry
+        else:
+            yield entry
+
+
+def _in_site(path: str) -> str:
+    """Where the site shows a file of the repository."""
+    if path in PAPERS:
+        return PAPERS[path]
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if match := re.fullmatch(r"examples/(\w+)\.py", path):
+        return f"examples/{match[1]}.md"
+    if match := re.fullmatch(r"examples/notebooks/([\w-]+)\.ipynb", path):
+        return f"notebooks/{match[1]}.md"
+    return f"{HOME}/blob/main/{path}"
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links between files of the repository become links between pages of the site."""
+    uri = page.file.src_uri
+    origin = config.extra["origins"].get(uri, f"docs/{uri}")
+
+    def moved(match: re.Match[str]) -> str:
+        path, _, anchor = match["target"].partition("#")
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), path))
+        if not (ROOT / target).exists() or uri.startswith("reference/"):
+            return match[0]
+        place = _in_site(target)
+        if not place.startswith("https://"):
+            place = posixpath.relpath(place, posixpath.dirname(uri) or ".")
+        return f"{match['text']}({place}{'#' + anchor if anchor else ''})"
+
+    text = re.sub(
+        r"(?P<text>!?\[[^\]]*\])\((?P<target>(?!https?://|#|mailto:)[^)\s]+)\)", moved, markdown
+    )
+    if re.fullmatch(r"results/\w+/table\.md", uri):
+        folder = ROOT / "docs" / posixpath.dirname(uri)
+        if (folder / "figure.png").exists():
+            text += "\n\n![The same as a figure](figure.png)\n"
+        data = [name for name in ("results.csv", "results.csv.gz") if (folder / name).exists()]
+        held = [f"[{name}]({name})" for name in (*data, "record.json")]
+        text += f"\nAll numbers and how they were made: {', '.join(held)}.\n"
+    return text
+
+
+# what makes a browser ask for something when it opens a page; links ask for nothing until followed
+ASKS = re.compile(
+    r"<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc=[\"']?((?:https?:)?//[^\"'\s>]+)"
+    r"|<link\b(?=[^>]*\brel=[\"']?(?:stylesheet|icon|preload|preconnect|manifest))"
+    r"[^>]*\bhref=[\"']?((?:https?:)?//[^\"'\s>]+)"
+    r"|@import\s+[^;]*((?:https?:)?//[^\"')\s]+)"
+    r"|url\([\"']?((?:https?:)?//[^\"')\s]+)"
+)
+
+
+def problems(site: Path) -> list[str]:
+    """What a strict build does not see: requests to others, public names without an entry."""
+    found = []
+    ids: set[str] = set()
+    for page in sorted([*site.rglob("*.html"), *site.rglob("*.css")]):
+        text = page.read_text("utf-8")
+        if page.parent.name == "reference":
+            ids.update(re.findall(r'\bid="(infoflow_lens\.[\w.]+)"', text))
+        for match in ASKS.finditer(text):
+            asked = next(group for group in match.groups() if group)
+            found.append(f"{page.relative_to(site)} asks for {asked}")
+    missing = sorted(set(public_names()) - ids)
+    return found + [f"the API reference lacks {name}" for name in missing]
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Refuse a site that asks for a network, or leaves a public name out."""
+    found = problems(Path(config.site_dir))
+    if found:
+        raise PluginError("; ".join(found[:10]))

@@ -1,0 +1,43 @@
+"""What only some work needs is asked for by name, before the work starts."""
+
+import sys
+
+import pytest
+
+from infoflow_lens import InfoFlowError, dependence, one_layer_certificate
+from infoflow_lens.experiments.sweep import run_study
+from infoflow_lens.foundation.extras import optional
+from tests.experiments.studies_for_tests import Squares
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """As if a package were not installed."""
+    return lambda name: monkeypatch.setitem(sys.modules, name, None)
+
+
+def test_a_package_that_is_there_is_given():
+    assert optional("json", "studies", "a test") is sys.modules["json"]
+
+
+@pytest.mark.parametrize("asked", [one_layer_certificate, dependence])
+def test_certificates_name_their_extra(without, asked):
+    without("flint")
+    with pytest.raises(InfoFlowError, match=r'pip install "infoflow-lens\[certificates\]"'):
+        asked(([[0, 1], [1, 1]], [0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("package", "settings", "extra"),
+    [
+        ("joblib", {"jobs": 2}, "studies"),
+        ("distributed", {"scheduler": "tcp://127.0.0.1:1"}, "cluster"),
+    ],
+)
+def test_studies_name_their_extra_and_leave_nothing_behind(
+    without, package, settings, extra, tmp_path
+):
+    without(package)
+    with pytest.raises(InfoFlowError, match=rf'pip install "infoflow-lens\[{extra}\]"'):
+        run_study(Squares(), tmp_path / "study", preset="smoke", **settings)
+    assert not (tmp_path / "study").exists()
