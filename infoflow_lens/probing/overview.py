@@ -113,7 +113,8 @@ def overview_table(
     rows: dict[tuple[str, str], Explained],
 ) -> Table:
     """Every rule beside every other, by (states, rule)."""
-    shown, reasons = [], {}
+    shown: list[list[object]] = []
+    reasons: dict[tuple[int, int], str] = {}
     for index, ((states, rule), row) in enumerate(rows.items()):
         size = f"{row.size:.1f} of {row.others:.1f}" if row.n_states else ""
         shown.append(
