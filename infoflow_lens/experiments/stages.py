@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -97,7 +98,11 @@ def train_in_stages(
             "the model has positions, which shorter sequences would not train: expected no "
             "lengths, or a model without positions"
         )
-    constant = {"lr_end": config.lr, "patience": stages.patience, "improvement": stages.improvement}
+    constant: dict[str, Any] = {
+        "lr_end": config.lr,
+        "patience": stages.patience,
+        "improvement": stages.improvement,
+    }
     initial: State = {}
     model: VectorTransformer | None = None
     epochs: dict[str, int] = {}

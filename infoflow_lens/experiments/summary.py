@@ -75,7 +75,7 @@ def has_run(study: Study, folder: Path) -> bool:
     if not record.is_file():
         return False
     config = _config(record)
-    now = json.loads(json.dumps(list(study.cases(config["preset"]))))
+    now = json.loads(json.dumps(list(study.cases(str(config["preset"])))))
     return bool(config["study"] == study.name and config["cases"] == now)
 
 

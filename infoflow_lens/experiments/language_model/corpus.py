@@ -37,7 +37,7 @@ class Corpus:
         """The texts of a part."""
         return list(self.files[split].values())
 
-    def sizes(self) -> dict[str, dict[str, int]]:
+    def sizes(self) -> dict[Split, dict[str, int]]:
         """Files and characters of each part."""
         return {
             split: {"files": len(files), "characters": sum(map(len, files.values()))}

@@ -167,7 +167,7 @@ class Induction(LanguageModelStudy):
             circuit = _Circuit.of(rows)
             for role, score, control, heads in circuit.roles():
                 for layer, head in heads:
-                    row = circuit.heads.loc[(layer, head)]
+                    row = circuit.row((layer, head))
                     damages = " | ".join(f"{row[f'damage_{ideal}']:.3f}" for ideal in IDEALS[:4])
                     lines.append(
                         f"| {model} | {layer}.{head} | {role} | {row[score]:.2f} | "
@@ -277,7 +277,12 @@ class _Circuit:
         if induction:
             before = heads[heads.index.get_level_values("layer") < induction[0][0]]
             previous = before["previous_token"].idxmax() if len(before) else None
-        return cls(heads, induction, previous, float(heads["loss"].iloc[0]), heads.iloc[0])
+        together = {str(name): value for name, value in heads.iloc[0].items()}
+        return cls(heads, induction, previous, float(heads["loss"].iloc[0]), together)
+
+    def row(self, head: Head) -> Any:
+        """What was measured of a head."""
+        return self.heads.loc[head]
 
     def roles(self) -> list[tuple[str, str, str, tuple[Head, ...]]]:
         """Role, its score, its control and its heads."""
@@ -293,7 +298,7 @@ class _Circuit:
             return dict.fromkeys(("mechanism", "recovery", "ablation"))
         if self.previous is None:
             return dict.fromkeys(("mechanism", "recovery", "ablation"), False)
-        before, after = self.heads.loc[self.previous], self.heads.loc[self.induction[0]]
+        before, after = self.row(self.previous), self.row(self.induction[0])
         mechanism = (before["mechanism"], after["mechanism"])
         return {
             "mechanism": mechanism == ("specific_position", "max_position"),
@@ -325,7 +330,7 @@ class _Circuit:
         """The numbers behind it."""
         if self.previous is None:
             return f"no layer before the induction head {self.induction[0]}"
-        before, after = self.heads.loc[self.previous], self.heads.loc[self.induction[0]]
+        before, after = self.row(self.previous), self.row(self.induction[0])
         name, other = ("{}.{}".format(*head) for head in (self.previous, self.induction[0]))
         rise = self.heads["mean_ablated"] - self.loss
         jointly = self.together["induction_ablated"] - self.loss

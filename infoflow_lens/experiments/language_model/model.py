@@ -1,6 +1,6 @@
 """The models: transformers' GPT-2, so that what is saved loads like any other model."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -36,13 +36,13 @@ def build_language_model(config: LanguageModelConfig) -> "GPT2LMHeadModel":
         bos_token_id=END_OF_TEXT_ID,
         eos_token_id=END_OF_TEXT_ID,
         architectures=["GPT2LMHeadModel"],
-        attn_implementation="sdpa",
     )
+    settings._attn_implementation = "sdpa"
     with Drawing(derived_seed("weights", config.seed)):
         model = GPT2LMHeadModel(settings)
     if config.attention_only:
         for block in model.transformer.h:
-            for parameter in block.mlp.parameters():
+            for parameter in cast("torch.nn.Module", block.mlp).parameters():
                 torch.nn.init.zeros_(parameter)
             block.mlp.requires_grad_(False)
             block.ln_2.requires_grad_(False)  # only the MLP reads it

@@ -149,7 +149,7 @@ class _Run:
         self.identity = {
             "config": config.to_dict(),
             "corpus": corpus.fingerprint,
-            "tokens": fingerprint(self.streams),
+            "tokens": fingerprint({str(split): stream for split, stream in self.streams.items()}),
         }
         self.record = RunRecord.of_model(self.model, self.identity, config.seed)
         # what is fixed gets no weight decay either

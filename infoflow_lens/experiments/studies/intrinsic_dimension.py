@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -327,7 +327,8 @@ class IntrinsicDimensionStudy(VectorStudy):
         """(1, 2D - 1) in the place of (D, D)."""
         numbers = results.copy()
         few = _least(results)
-        for (d, kind, heads), value in few.items():
+        for key, value in few.items():
+            d, kind, heads = cast("tuple[int, str, str]", key)
             if heads == f"1 {2 * d - 1}":
                 here = (numbers["D"] == d) & (numbers["matrices"] == kind)
                 numbers.loc[here & (numbers["heads"] == f"{d} {d}"), "nmse"] = value

@@ -289,7 +289,7 @@ def task_of(target: str, n_tokens: int, d_token: int) -> RetrievalTask:
     def tokens(shape: tuple[int, int, int], generator: torch.Generator) -> Tensor:
         return triples.draw(shape[0], generator)
 
-    sizes = {"n_tokens": n_tokens, "d_token": d_token}
+    sizes: dict[str, Any] = {"n_tokens": n_tokens, "d_token": d_token}
     components = {
         _PAIRS: DepthSeparation(n_tokens=n_tokens).components,
         _TOKENS: DRetrieval(n_components=3, **sizes).components,
