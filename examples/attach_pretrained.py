@@ -1,18 +1,12 @@
-"""Probe a pretrained model by name; without a network, a small random one in the same format.
+"""Probe a pretrained model by name, by default the one that comes with the package.
 
-Run: python examples/attach_pretrained.py [MODEL]   (seconds for the small one, minutes for gpt2)
+Run: python examples/attach_pretrained.py [MODEL]   (seconds for the shipped one, minutes for gpt2)
 """
 
 import sys
-import tempfile
 import warnings
 
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-
 from infoflow_lens import (
-    InfoFlowError,
     InfoFlowWarning,
     JacobianInfluence,
     PositionsProbe,
@@ -27,39 +21,14 @@ from infoflow_lens import (
 warnings.simplefilter("ignore", InfoFlowWarning)  # few texts: the maps are under-determined
 
 TEXTS = [
-    "When Mary and John went to the store, John gave a drink to Mary",
-    "The keys to the cabinet are on the table, and the cabinet is open",
-    "One two three four five, one two three four five",
-    "The cat sat on the mat and the dog sat on the rug",
-    "Paris is in France, Rome is in Italy, Berlin is in Germany",
+    "if not isinstance(name, str):\n    raise TypeError(name)\nif not isinstance(",
+    "def area(width, height):\n    return width * height\n\ndef volume(width, height",
+    "import os\nimport sys\nimport re\nimport os",
+    "self.name = name\nself.value = value\nself.name",
+    "for key, value in items:\n    print(key, value",
 ]
 
-
-def small_model(folder):
-    """A random GPT-2 of the size of a toy, with a tokenizer for the texts."""
-    words = sorted({word for text in TEXTS for word in text.replace(",", " ,").split()})
-    vocabulary = {word: index for index, word in enumerate(["<unk>", *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<unk>", bos_token="<unk>"
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    size = len(vocabulary)
-    config = GPT2Config(
-        n_layer=2, n_head=4, n_embd=32, n_positions=64, vocab_size=size, bos_token_id=0,
-        eos_token_id=0,
-    )  # fmt: skip
-    GPT2LMHeadModel(config).save_pretrained(folder)
-
-
-with tempfile.TemporaryDirectory() as folder:
-    try:
-        loaded = load_any(sys.argv[1] if len(sys.argv) > 1 else "gpt2")
-    except InfoFlowError as error:
-        print(f"{error}\n\nGoing on with a small random model.\n")
-        small_model(folder)
-        loaded = load_any(folder)
+loaded = load_any(sys.argv[1] if len(sys.argv) > 1 else "stdlib-2l")
 model = loaded.model
 print(loaded.description)
 
