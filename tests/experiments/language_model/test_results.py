@@ -8,10 +8,11 @@ import pandas as pd
 import pytest
 
 from infoflow_lens.experiments.language_model.roles import Roles
+from infoflow_lens.experiments.language_model.softness import Softness
 from infoflow_lens.experiments.language_model.sufficiency import Sufficiency
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results" / "language_model"
-STUDIES = {study.name: study for study in (Sufficiency(), Roles())}
+STUDIES = {study.name: study for study in (Sufficiency(), Roles(), Softness())}
 
 
 def rows_of(name):
@@ -130,3 +131,21 @@ def test_numbers_of_the_page():
     for name, study in STUDIES.items():
         (line,) = [row for row in rows_of_page if row.startswith(f"| [{name.replace('_', ' ')}]")]
         assert ("**seen**" if study.verdict(rows_of(name)).passed else "**not seen**") in line
+
+
+def test_numbers_of_softness():
+    rows = rows_of("softness")
+    own = rows[rows["final"] & (rows["kind"] == "trained")].set_index(["layer", "head"])
+    learnt = (own["fvu"] < own["fvu_least"]) & (own["excess"] >= 0.1)
+    assert list(own.index[learnt]) == [(0, 4), (1, 7)]
+    said = words_of("softness.md")
+    assert f"{learnt.sum()} of {len(own)} heads have learnt to retrieve" in said
+    assert (
+        f"{(own['excess'] < 0.1).mean():.0%} of the heads exceed softness by less than .1" in said
+    )
+    first, *others = (
+        f"{own['excess'][head]:+.2f}".replace("0.", ".", 1)
+        for head in ((0, 6), (1, 0), (1, 1), (1, 5))
+    )
+    assert f"has an excess of {first} and" in said
+    assert f"have {others[0]}, {others[1]} and {others[2]}." in said
