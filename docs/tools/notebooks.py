@@ -72,9 +72,9 @@ def as_page(source: Path) -> tuple[str, str, dict[str, str | bytes]]:
         ]
     title = parts[0].splitlines()[0].lstrip("# ")
     heading, _, rest = parts[0].partition("\n")
-    parts[0] = (
-        f"{heading}\n\n[Download this notebook](../../examples/notebooks/{source.name})\n{rest}"
-    )
+    link = f'<a href="{source.name}" download>Download this notebook</a>'
+    parts[0] = f"{heading}\n\n{link}\n{rest}"
+    pieces[source.name] = source.read_text("utf-8")
     return title, "\n\n".join(part for part in parts if part) + "\n", pieces
 
 

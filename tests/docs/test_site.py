@@ -91,7 +91,7 @@ def test_a_notebook_becomes_a_page_with_its_pictures_beside_it(tmp_path):
     title, text, pieces = notebooks.as_page(path)
     assert title == "A look"
     assert text.index("```python\nflow") < text.index("said") < text.index("Flow()")
-    assert set(pieces) == {"a-look-1-1.html", "a-look-1-2.png"}
+    assert set(pieces) == {"a-look.ipynb", "a-look-1-1.html", "a-look-1-2.png"}
     assert all(name in text for name in pieces)
 
 
