@@ -10,9 +10,10 @@ import pytest
 from infoflow_lens.experiments.language_model.roles import Roles
 from infoflow_lens.experiments.language_model.softness import Softness
 from infoflow_lens.experiments.language_model.sufficiency import Sufficiency
+from infoflow_lens.experiments.language_model.topk import TopK
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results" / "language_model"
-STUDIES = {study.name: study for study in (Sufficiency(), Roles(), Softness())}
+STUDIES = {study.name: study for study in (Sufficiency(), TopK(), Roles(), Softness())}
 
 
 def rows_of(name):
@@ -149,3 +150,14 @@ def test_numbers_of_softness():
     )
     assert f"has an excess of {first} and" in said
     assert f"have {others[0]}, {others[1]} and {others[2]}." in said
+
+
+def test_numbers_of_top_k():
+    first, second, together = TopK().verdict(rows_of("top_k")).reasons
+    assert together.endswith("growing (global)")
+    said = words_of("top_k.md")
+    for reason, layer, word in ((first, 0, "from"), (second, 1, "from")):
+        low, high, slope = re.search(r": (\d+) to (\d+) keys, slope ([\d.]+)", reason).groups()
+        keys = "keys " if layer == 0 else ""
+        assert f"{word} {low} to {high} {keys}in layer {layer} (slope {slope.lstrip('0')}" in said
+        assert reason.split("random keys ")[1].startswith("128,")
