@@ -25,6 +25,7 @@ SIZES = {
     "in_context_qa": {"n_questions": 5, "n_answers": 5, "n_pairs": 3},
     "in_context_qa_softmax": {"n_questions": 5, "n_answers": 5, "n_pairs": 3},
     "in_context_qa_one_layer": {"n_questions": 5, "n_answers": 5, "n_pairs": 3},
+    "nested_qa": {"n_entities": 6, "hops": 2, "n_chains": 2},
     "template_matching": {"n_words": 6, "length": 3},
     "template_matching_one_layer": {"n_words": 6, "length": 3},
     "in_context_template_matching": {"n_words": 4, "length": 3, "n_answers": 4},

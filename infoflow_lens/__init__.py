@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from infoflow_lens.hooks import ContributionRoutes as ContributionRoutes
     from infoflow_lens.hooks import GradientTimesInput as GradientTimesInput
     from infoflow_lens.hooks import JacobianInfluence as JacobianInfluence
+    from infoflow_lens.hooks import PatternsProbe as PatternsProbe
     from infoflow_lens.hooks import PositionsProbe as PositionsProbe
     from infoflow_lens.hooks import RecoveryProbe as RecoveryProbe
     from infoflow_lens.hooks import ResampleInfluence as ResampleInfluence
@@ -83,6 +84,7 @@ _HOMES = {
     "InfoFlowWarning": "foundation.errors",
     "InformationSets": "theory",
     "JacobianInfluence": "hooks",
+    "PatternsProbe": "hooks",
     "PositionsProbe": "hooks",
     "RankingAgreement": "ranking",
     "RecoveryProbe": "hooks",

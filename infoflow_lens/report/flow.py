@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import escape
@@ -140,7 +141,7 @@ class _Blob:
         self.size = 0
         self._known: dict[tuple[str, bytes], list[Any]] = {}
 
-    def add(self, kind: str, values: np.ndarray[Any, Any]) -> list[Any]:
+    def add(self, kind: str, values: npt.NDArray[np.generic]) -> list[Any]:
         data = np.ascontiguousarray(values).tobytes()
         if (kind, data) not in self._known:
             self._known[kind, data] = [kind, self.size, int(values.size)]

@@ -43,6 +43,7 @@ UNSAFE = {
     "np.load": {"infoflow_lens/probing/data.py": "with allow_pickle=False"},
     "import_module": {
         "infoflow_lens/__init__.py": "the public names, from a table in the file",
+        "infoflow_lens/foundation/extras.py": "packages that the callers name in the source",
         "infoflow_lens/probing/registry.py": "parts of ours, from a table in the file",
         "infoflow_lens/models/hooked.py": "transformer_lens, which two versions arrange otherwise",
         "infoflow_lens/models/loading.py": "transformer_lens, as before",

@@ -427,7 +427,7 @@ def test_a_construction_over_token_ids_is_saved_with_its_attention(tmp_path):
     [
         ({"kind": "image"}, "of kind 'image'"),
         ({"depth": 3}, r"unknown architecture fields \['depth'\]"),
-        ({"d_model": 20}, "cannot be read"),
+        ({"d_model": 20}, r"gives embed.W_E the shape \(11, 20\), model.safetensors \(11, 19\)"),
         ({"d_model": None}, "d_model is None"),
     ],
 )

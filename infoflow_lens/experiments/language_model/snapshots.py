@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from infoflow_lens.foundation.drawing import Drawing
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.shipped import shipped_folder
@@ -140,9 +140,10 @@ def untrained(source: str, seed: int) -> Iterator[str]:
         transformers, next(iter(config.architectures or ()), ""), transformers.AutoModelForCausalLM
     )
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or None)
-    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as scratch:
-        torch.manual_seed(seed)
-        made = kind(config) if kind.__name__ != "AutoModelForCausalLM" else kind.from_config(config)
+    with tempfile.TemporaryDirectory() as scratch:
+        with Drawing(seed):
+            plain = kind.__name__ == "AutoModelForCausalLM"
+            made = kind.from_config(config) if plain else kind(config)
         made.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         yield scratch

@@ -131,7 +131,7 @@ def test_another_run_in_the_folder_is_refused(whole):
 
 
 def test_a_broken_state_is_refused(tmp_path):
-    (tmp_path / "training.pt").write_bytes(b"no state")
+    (tmp_path / "training.safetensors").write_bytes(b"no state")
     with pytest.raises(InfoFlowError, match="cannot be read"):
         run(tmp_path)
 
