@@ -53,6 +53,7 @@ def commands(page):
 # What stands last is what counts: less work by the same command.
 SMALLER = {
     "probe": ["--n", "4", "--n-detail", "1", "--probes", "positions", "--max-length", "12"],
+    "survey": ["--n", "8", "--device", "cpu"],
     "experiment": ["--preset", "smoke", "--jobs", "1"],
 }
 COMMANDS = sorted({" ".join(words): words for page in PAGES for words in commands(page)}.values())
@@ -63,6 +64,6 @@ COMMANDS = sorted({" ".join(words): words for page in PAGES for words in command
 )
 def test_a_command_that_a_page_names_works(words, tmp_path):
     words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
-    (tmp_path / "texts.txt").write_text("import os, sys, re, json, math\n" * 4)
+    (tmp_path / "texts.txt").write_text("import os, sys, re, json, math\n" * 100)
     extra = [] if "--list" in words else SMALLER.get(words[0], [])
     assert printed_by("-m", "infoflow_lens.cli", *words, *extra, folder=tmp_path)

@@ -325,7 +325,11 @@ def test_folders_that_are_no_models(tmp_path):
     [
         ("config.json", "{}", r"cannot be loaded \(ValueError: Unrecognized model"),
         ("config.json", "{nope", r"cannot be loaded \(OSError: .*not a valid JSON file"),
-        ("config.json", '{"model_type": "vit"}', "cannot be loaded"),
+        (
+            "config.json",
+            '{"model_type": "vit"}',
+            "hidden_size 768, which the weights beside it do not hold",
+        ),
         ("model.safetensors", "rubbish", r"cannot be loaded \(SafetensorError"),
     ],
 )

@@ -363,8 +363,13 @@ class _Seen:
         for layer in range(n_layers):
             for point in (pattern_hook(model, layer), self.z[layer]):
 
-                def catch(activation: Tensor, hook: Any, point: str = point) -> None:
-                    if activation.ndim == 4 and activation.shape[2] == activation.shape[3]:
+                def catch(
+                    activation: Tensor,
+                    hook: Any,
+                    point: str = point,
+                    is_pattern: bool = point != self.z[layer],
+                ) -> None:
+                    if is_pattern:
                         pattern = activation.detach().float().cpu()[None]
                         add(f"{point} prefix", len(pattern[0]) * prefix_matching(pattern)[0])
                         add(f"{point} previous", len(pattern[0]) * previous_token(pattern)[0])
