@@ -7,9 +7,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from infoflow_lens import InfoFlowError
+from infoflow_lens.experiments.language_model.card import comparison
+from infoflow_lens.experiments.language_model.config import PRESETS
 from infoflow_lens.experiments.language_model.roles import Roles
 from infoflow_lens.experiments.language_model.softness import Softness
 from infoflow_lens.experiments.language_model.sufficiency import Sufficiency
+from infoflow_lens.models.shipped import SHIPPED, shipped_folder
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results" / "language_model"
 STUDIES = {study.name: study for study in (Sufficiency(), Roles(), Softness())}
@@ -149,3 +153,27 @@ def test_numbers_of_softness():
     )
     assert f"has an excess of {first} and" in said
     assert f"have {others[0]}, {others[1]} and {others[2]}." in said
+
+
+def measured_of(name):
+    return json.loads((RESULTS / "models" / f"{name}.json").read_text())
+
+
+def test_the_models_on_the_page_are_those_that_were_measured():
+    measured = {name: measured_of(name) for name in PRESETS}
+    page = (RESULTS / "README.md").read_text()
+    assert f"<!-- models -->\n\n{comparison(measured)}\n\n<!-- end of models -->" in page
+    for name, config in PRESETS.items():
+        assert measured[name]["record"]["config"]["config"] == config.to_dict()
+    for name in SHIPPED:
+        assert measured[name] == json.loads((shipped_folder(name) / "measured.json").read_text())
+
+
+def test_models_side_by_side_are_of_one_text():
+    first, other = measured_of("stdlib-2l"), measured_of("stdlib-4l-mlp")
+    assert len(comparison({"a": first, "b": other}).splitlines()) == 2 + 2 + 5 + 1
+    other["record"]["config"]["corpus"] = "another"
+    with pytest.raises(InfoFlowError, match="of 2 texts"):
+        comparison({"a": first, "b": other})
+    with pytest.raises(InfoFlowError, match="of 0 texts"):
+        comparison({})
