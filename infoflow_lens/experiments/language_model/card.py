@@ -1,8 +1,9 @@
-"""The model card, made from what was measured."""
+"""The model card, and models side by side, made from what was measured."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.shipped import SHIPPED
 
 _CARD = """\
@@ -158,6 +159,58 @@ def model_card(name: str, measured: Mapping[str, Any]) -> str:
             for head, (matched, previous) in enumerate(zip(matches, before, strict=True))
         ),
     )
+
+
+def comparison(measured: Mapping[str, Mapping[str, Any]]) -> str:
+    """Models side by side, and the n-grams that count the same tokens, as a table in Markdown.
+
+    Args:
+        measured: by the model's name, what training wrote to measured.json; of the same text and
+            tokens.
+
+    Raises:
+        InfoFlowError: without a model, or for models of different texts or tokens.
+    """
+    texts = {
+        (of["record"]["config"]["corpus"], of["record"]["config"]["tokens"])
+        for of in measured.values()
+    }
+    if len(texts) != 1:
+        raise InfoFlowError(
+            f"models are {list(measured)}, of {len(texts)} texts: expected at least one model, all "
+            "trained on the same text with the same tokens; train them again on one text"
+        )
+    rows = [
+        "| | parameters | steps | validation | test | repeated | heads above .5 | "
+        "largest prefix matching | largest previous token |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, of in measured.items():
+        matches, before = of["prefix_matching"], of["previous_token"]
+        above = sum(score > 0.5 for layer in matches for score in layer)
+        steps = of["record"]["config"]["config"]["n_steps"]
+        rows.append(
+            f"| {name} | {of['parameters']:,} | {steps:,} | {of['loss']['validation']:.3f} | "
+            f"{of['loss']['test']:.3f} | {of['repeated_loss']:.2f} | {above} | {_largest(matches)} "
+            f"| {_largest(before)} |"
+        )
+    ngram, chance = (next(iter(measured.values()))[key] for key in ("ngram", "chance"))
+    rows += [
+        f"| {order}-gram | | | {ngram['validation'][order]:.3f} | {ngram['test'][order]:.3f} | "
+        "| | | |"
+        for order in ngram["test"]
+    ]
+    return "\n".join([*rows, f"| chance | | | | | {chance:.2f} | | | |"])
+
+
+def _largest(scores: Any) -> str:
+    """The largest score, and the head that has it."""
+    score, layer, head = max(
+        (score, layer, head)
+        for layer, of_layer in enumerate(scores)
+        for head, score in enumerate(of_layer)
+    )
+    return f"{score:.2f} ({layer}.{head})"
 
 
 def _verdict(loss: float, ngram: Mapping[str, float]) -> str:

@@ -7,10 +7,16 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from infoflow_lens import InfoFlowError
+from infoflow_lens.experiments.language_model.card import comparison
+from infoflow_lens.experiments.language_model.config import PRESETS
+from infoflow_lens.experiments.language_model.induction import Induction
 from infoflow_lens.experiments.language_model.roles import Roles
+from infoflow_lens.experiments.language_model.sets import Sets
 from infoflow_lens.experiments.language_model.softness import Softness
 from infoflow_lens.experiments.language_model.sufficiency import Sufficiency
 from infoflow_lens.experiments.language_model.topk import TopK
+from infoflow_lens.models.shipped import SHIPPED, shipped_folder
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results" / "language_model"
 STUDIES = {study.name: study for study in (Sufficiency(), TopK(), Roles(), Softness())}
@@ -161,3 +167,63 @@ def test_numbers_of_top_k():
         keys = "keys " if layer == 0 else ""
         assert f"{word} {low} to {high} {keys}in layer {layer} (slope {slope.lstrip('0')}" in said
         assert reason.split("random keys ")[1].startswith("128,")
+
+
+def measured_of(name):
+    return json.loads((RESULTS / "models" / f"{name}.json").read_text())
+
+
+def test_the_models_on_the_page_are_those_that_were_measured():
+    measured = {name: measured_of(name) for name in PRESETS}
+    page = (RESULTS / "README.md").read_text()
+    assert f"<!-- models -->\n\n{comparison(measured)}\n\n<!-- end of models -->" in page
+    for name, config in PRESETS.items():
+        assert measured[name]["record"]["config"]["config"] == config.to_dict()
+    for name in SHIPPED:
+        assert measured[name] == json.loads((shipped_folder(name) / "measured.json").read_text())
+
+
+def test_models_side_by_side_are_of_one_text():
+    first, other = measured_of("stdlib-2l"), measured_of("stdlib-4l-mlp")
+    assert len(comparison({"a": first, "b": other}).splitlines()) == 2 + 2 + 5 + 1
+    other["record"]["config"]["corpus"] = "another"
+    with pytest.raises(InfoFlowError, match="of 2 texts"):
+        comparison({"a": first, "b": other})
+    with pytest.raises(InfoFlowError, match="of 0 texts"):
+        comparison({})
+
+
+@pytest.mark.parametrize(
+    ("study", "folder", "file"),
+    [(Sets(), "sets", "results.csv.gz"), (Induction(), "induction_mlp", "results.csv")],
+)
+def test_tables_and_records_of_all_three_models(study, folder, file):
+    rows = pd.read_csv(RESULTS / folder / file)
+    record = json.loads((RESULTS / folder / "record.json").read_text())["config"]
+    verdict = study.verdict(rows)
+    assert study.table(rows) in (RESULTS / folder / "table.md").read_text()
+    assert [verdict.passed, list(verdict.reasons)] == list(record["verdict"].values())
+    for case in record["cases"]:
+        if case["final"] and case["model"] in PRESETS:
+            assert case["step"] == PRESETS[case["model"]].n_steps
+        assert "/" not in case["model"]
+
+
+def test_numbers_of_sets():
+    rows = pd.read_csv(RESULTS / "sets" / "results.csv.gz")
+    rows = rows[(rows["part"] == "all") & rows["final"] & (rows["size_of"] == "k=1")]
+    last = rows[rows["layer"] == rows.groupby("model")["layer"].transform("max")]
+    page = (RESULTS / "sets.md").read_text().replace("**", "")
+    for method, some in last[last["model"] != "built circuit"].groupby("method"):
+        cells = [
+            f"{'1' if method == 'measured' else shown(auroc)} ({shown(inside)})"
+            for auroc, inside in zip(some["auroc"], some["influence_inside"], strict=True)
+        ]
+        name = "InfoFlow, k = 1" if method == "k=1" else method
+        assert f"| {name} | {' | '.join(cells)} |" in page
+    own = last[(last["model"] == "stdlib-4l-mlp") & (last["method"] == "k=1")].iloc[0]
+    said = words_of("sets.md")
+    assert (
+        f"hold {own['mean_size']:.1f} of {own['mean_candidates']:.1f} candidates in the "
+        f"{own['n_states']} states where they leave any out, and all in {own['n_whole']};" in said
+    )
