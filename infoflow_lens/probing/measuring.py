@@ -1,19 +1,20 @@
 """Measuring the parts of a run, each read from disk where it is finished."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
-from infoflow_lens.foundation.interrupts import between_steps
-from infoflow_lens.hooks import ModelCapabilities, Probe, Result, run_probes
+from infoflow_lens.hooks import ModelCapabilities, Probe, Result
 from infoflow_lens.hooks.result import run_of
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.folder import check_same_run
 from infoflow_lens.probing.part import Part, Say, Setting
 from infoflow_lens.probing.registry import load_part, part_names
+from infoflow_lens.probing.resuming import run_on
 
 
 def possible_parts(
@@ -115,45 +116,9 @@ def _probed(
     if all(result is not None for result in finished.values()):
         return finished
     checkpoint = Checkpoint(out / f".{which}.safetensors", of_run)
-    state = checkpoint.load()
-    if state is not None:
-        if not isinstance(state, dict) or state.keys() != wanted.keys():
-            raise InfoFlowError(
-                f"the unfinished run in {str(out)!r} is of other probes than {', '.join(wanted)}: "
-                f"expected the same; delete {checkpoint.path.name} to begin again"
-            )
-        for name, probe in wanted.items():
-            probe.load_state(state[name])
-    probes = list(wanted.values())
-    seen = probes[0].n_sequences
-    say(f"{', '.join(wanted)}" + (f": going on behind {seen} sequences" if seen else ""))
-
-    def now() -> dict[str, Any]:
-        return {name: probe.state() for name, probe in wanted.items()}
-
-    try:
-        with between_steps() as stop_if_asked:
-
-            def after_batch(n: int) -> None:
-                stop_if_asked()
-                checkpoint.keep(now)
-
-            run_probes(
-                setting.model,
-                setting.batches if which == "all" else setting.detail,
-                probes,
-                batch_size=setting.config.batch_size,
-                skip=seen,
-                after_batch=after_batch,
-                progress=setting.progress,
-            )
-    except NothingMeasuredError:
-        pass  # of one probe, as its own result says below; the others have theirs
-    except BaseException:
-        counts = {probe.n_sequences for probe in probes}
-        if len(counts) == 1 and counts != {0}:
-            checkpoint.save(now())
-        raise
+    batches = setting.batches if which == "all" else setting.detail
+    with suppress(NothingMeasuredError):  # of one probe, as its own result says; others have theirs
+        run_on(setting, batches, wanted, checkpoint, say)
     found, failed = {}, []
     for name, probe in wanted.items():
         try:
@@ -163,7 +128,7 @@ def _probed(
             continue
         found[name].save(out / name, of_run)
     if failed:
-        checkpoint.save(now())
+        checkpoint.save({name: probe.state() for name, probe in wanted.items()})
         raise InfoFlowError("; ".join(failed))
     checkpoint.remove()
     return found

@@ -24,7 +24,7 @@ from infoflow_lens import (
 )
 from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
-from infoflow_lens.probing import measuring
+from infoflow_lens.probing import resuming
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import read_data
 from infoflow_lens.probing.parts import mechanisms as mechanisms_part
@@ -154,7 +154,7 @@ def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypa
             found.mechanisms.to_frame(), whole.mechanisms.to_frame(), rtol=1e-3, atol=1e-7
         )
     with monkeypatch.context() as patch:  # all is finished: nothing is run but the inspection
-        patch.setattr(measuring, "run_probes", None)
+        patch.setattr(resuming, "run_probes", None)
         patch.setattr(mechanisms_part, "measure_mechanisms", None)
         run(out, only)
 

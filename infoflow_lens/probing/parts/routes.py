@@ -10,11 +10,11 @@ from infoflow_lens.hooks import (
     PositionsResult,
     Result,
     baselines,
-    run_probes,
 )
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.compared import by_largest, by_mechanisms
 from infoflow_lens.probing.part import Part, Setting
+from infoflow_lens.probing.resuming import run_on
 from infoflow_lens.ranking import compare_rankings
 
 if TYPE_CHECKING:
@@ -82,27 +82,7 @@ class RoutesPart(Part):
         # where exact influence was too much, a derivative for each token is, too
         cheap = influence.relative_error is not None
         probes = baselines(setting.model, positions=positions, cheap=cheap)
-        for name, state in (checkpoint.load() or {}).items():
-            probes[name].load_state(state)
-        first = next(iter(probes.values()))
-
-        def now() -> dict[str, Any]:
-            return {name: probe.state() for name, probe in probes.items()}
-
-        try:
-            results = run_probes(
-                setting.model,
-                setting.detail,
-                list(probes.values()),
-                batch_size=setting.config.batch_size,
-                skip=first.n_sequences,
-                after_batch=lambda n: checkpoint.keep(now),
-                progress=setting.progress,
-            )
-        except BaseException:
-            if len({probe.n_sequences for probe in probes.values()}) == 1 and first.n_sequences:
-                checkpoint.save(now())
-            raise
+        results = run_on(setting, setting.detail, probes, checkpoint)
         chosen: PositionsResult = setting.found["influence_positions"]
         attended: AttendedResult = setting.found["influence_attended"]
         n_source = influence.influence.shape[-1]
@@ -111,20 +91,16 @@ class RoutesPart(Part):
             sets["mechanisms"] = by_mechanisms(
                 setting.found["mechanisms"], attended, chosen, n_source
             )
-        found = compare_rankings(sets, dict(zip(probes, results, strict=True)), influence)
+        found = compare_rankings(sets, results, influence)
         rows: list[Any] = found.to_frame().to_dict("records")
         return RoutesComparison(
             rows=tuple(rows),
             record=influence.record,
             notes=(
-                *dict.fromkeys(note for result in results for note in result.notes),
+                *dict.fromkeys(note for result in results.values() for note in result.notes),
                 *((_LEFT_OUT,) if cheap else ()),
             ),
         )
-
-    def figures(self, result: RoutesComparison) -> Sequence["go.Figure"]:
-        """AUROC, and the share of influence inside."""
-        return (result.plot("auroc"), result.plot("influence_inside"))
 
     def sentences(self, result: RoutesComparison) -> Sequence[str]:
         """The best method of the last layer, at the sizes of each set."""

@@ -4,6 +4,7 @@ import pandas as pd
 import pytest
 
 from infoflow_lens import (
+    AttentionRollout,
     JacobianInfluence,
     PositionsProbe,
     baselines,
@@ -11,9 +12,9 @@ from infoflow_lens import (
     load_any,
     run_probes,
 )
+from infoflow_lens.probing import resuming
 from infoflow_lens.probing.compared import by_largest
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.parts import routes as part
 from infoflow_lens.probing.run import run_probing
 from tests.reference import zoo
 
@@ -31,23 +32,30 @@ def config(tmp_path_factory):
 
 
 def test_its_table_is_that_of_the_measures_by_hand(tmp_path, config, monkeypatch):
-    run = part.run_probes
+    run, skipped = resuming.run_probes, []
 
-    def stopped(*arguments, after_batch, **settings):
-        def stop(n):
-            after_batch(n)
-            raise KeyboardInterrupt
+    def watched(stops):
+        def run_watched(model, inputs, probes, *, skip, after_batch, **settings):
+            if any(isinstance(probe, AttentionRollout) for probe in probes):
+                skipped.append(skip)
 
-        return run(*arguments, after_batch=stop, **settings)
+                def after(n):
+                    after_batch(n)
+                    if stops:
+                        raise KeyboardInterrupt
+
+            else:
+                after = after_batch
+            return run(model, inputs, probes, skip=skip, after_batch=after, **settings)
+
+        return run_watched
 
     with monkeypatch.context() as patch:
-        patch.setattr(part, "run_probes", stopped)
+        patch.setattr(resuming, "run_probes", watched(stops=True))
         with pytest.raises(KeyboardInterrupt):
             run_probing(tmp_path, config, progress=False)
-    skipped = []
-    monkeypatch.setattr(
-        part, "run_probes", lambda *a, skip, **k: skipped.append(skip) or run(*a, skip=skip, **k)
-    )
+    skipped.clear()
+    monkeypatch.setattr(resuming, "run_probes", watched(stops=False))
     found = run_probing(tmp_path, config, progress=False)
     table = pd.read_csv(tmp_path / "routes.csv")
     assert skipped == [2]
