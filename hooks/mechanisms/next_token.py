@@ -1,7 +1,8 @@
 """The next-token loss of a model whose inside is edited, sequence by sequence."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -11,9 +12,50 @@ from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.model.points import check_finite, reads_vectors
+from infoflow_lens.hooks.result import Result
 
+Losses = Mapping[str, Float[Tensor, " sequence"]]
 Edit = Callable[[Batch, int], AbstractContextManager[object]]
 """The model edited for one batch, whose first sequence has that index, while the block lasts."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NextTokenResult(Result):
+    """The base of results that tell by how much an edited model's loss rises.
+
+    Attributes:
+        bare: float [sequence], summed next-token loss of the model as it is, in nats.
+        n_tokens: int [sequence], predictions that count.
+    """
+
+    bare: Float[Tensor, " sequence"]
+    n_tokens: Int[Tensor, " sequence"]
+
+    @property
+    def loss(self) -> float:
+        """Of the model as it is, in nats a token."""
+        return float(self.bare.sum() / self.n_tokens.sum())
+
+
+class KeptLosses:
+    """Losses by name, each measured once, also by a run that was stopped and goes on.
+
+    Args:
+        resume: those of the run before.
+        after: called after each that is measured, with all so far.
+    """
+
+    def __init__(self, resume: Losses | None, after: Callable[[Losses], None] | None) -> None:
+        self._found = dict(resume or {})
+        self._after = after
+
+    def once(self, name: str, measured: Callable[[], Tensor]) -> Tensor:
+        """The loss of that name, measured unless it is there."""
+        if name not in self._found:
+            self._found[name] = measured()
+            if self._after is not None:
+                self._after(dict(self._found))
+        return self._found[name]
 
 
 class NextTokenLoss:

@@ -23,12 +23,16 @@ from infoflow_lens.foundation.record import RunRecord, model_fingerprint
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.mechanisms.ideals import Ideal, substituted
 from infoflow_lens.hooks.mechanisms.measure import read_again
-from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss
+from infoflow_lens.hooks.mechanisms.next_token import (
+    KeptLosses,
+    Losses,
+    NextTokenLoss,
+    NextTokenResult,
+)
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs
 from infoflow_lens.hooks.model.points import hook_name, run_catching
 from infoflow_lens.hooks.passes.own import own_pass
-from infoflow_lens.hooks.result import Result
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,11 +42,10 @@ MECHANISMS, MEAN, RANDOM = "mechanisms", "mean ablation", "random mechanisms"
 SHARES = (0.25, 0.5, 0.75, 1.0)
 
 Head = tuple[int, int]
-Losses = dict[str, Float[Tensor, " sequence"]]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class SufficiencyResult(Result):
+class SufficiencyResult(NextTokenResult):
     """The loss with shares of the heads replaced.
 
     Attributes:
@@ -52,8 +55,6 @@ class SufficiencyResult(Result):
             its own; "mean ablation", its mean output; "random mechanisms 0", ..., the mechanisms of
             all heads dealt at random.
         losses: float [assignment, share, sequence], summed next-token loss in nats.
-        bare: float [sequence], of the model as it is.
-        n_tokens: int [sequence], predictions that count.
         heads: int [head, 2], layer and head in the order of replacement.
         ideals: for each of these the ideal that takes its place.
     """
@@ -62,15 +63,8 @@ class SufficiencyResult(Result):
     n_replaced: tuple[int, ...]
     assignments: tuple[str, ...]
     losses: Float[Tensor, "assignment share sequence"]
-    bare: Float[Tensor, " sequence"]
-    n_tokens: Int[Tensor, " sequence"]
     heads: Int[Tensor, "head two"]
     ideals: tuple[str, ...]
-
-    @property
-    def loss(self) -> float:
-        """Of the model as it is, in nats a token."""
-        return float(self.bare.sum() / self.n_tokens.sum())
 
     def excess(self) -> Float[Tensor, "assignment share"]:
         """What the loss rises by, in nats a token."""
@@ -220,14 +214,7 @@ def measure_sufficiency(
         order = torch.randperm(len(heads), generator=generator).tolist()
         dealt[f"{RANDOM} {draw}"] = [ideals[i] for i in order]
     counts = [max(1, round(share * len(heads))) for share in chosen]
-    found = dict(resume or {})
-
-    def once(name: str, measured: Callable[[], Tensor]) -> Tensor:
-        if name not in found:
-            found[name] = measured()
-            if after is not None:
-                after(dict(found))
-        return found[name]
+    once = KeptLosses(resume, after).once
 
     with (
         eval_mode(model),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.checks import check_integers, check_seed
@@ -21,22 +21,25 @@ from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.mechanisms.ideals import SeeingAllowed, ideal_pattern
 from infoflow_lens.hooks.mechanisms.measure import read_again
-from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss
+from infoflow_lens.hooks.mechanisms.next_token import (
+    KeptLosses,
+    Losses,
+    NextTokenLoss,
+    NextTokenResult,
+)
 from infoflow_lens.hooks.model.inputs import Batch, Inputs
 from infoflow_lens.hooks.model.points import layer_count, pattern_hook
 from infoflow_lens.hooks.passes.own import own_pass
-from infoflow_lens.hooks.result import Result
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
 LARGEST, RANDOM = "largest", "random"
-Losses = dict[str, Float[Tensor, " sequence"]]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TopKResult(Result):
+class TopKResult(NextTokenResult):
     """The loss with all but k keys of every row taken out, and the rest rescaled.
 
     Attributes:
@@ -46,8 +49,6 @@ class TopKResult(Result):
             "random", the control, any that are allowed.
         losses: float [kept, layer, k, sequence], summed next-token loss in nats; the last entry of
             the layer axis is all layers at once; NaN where a search did not look.
-        bare: float [sequence], of the model as it is.
-        n_tokens: int [sequence], predictions that count.
         n_pos: tokens of the longest sequence.
     """
 
@@ -55,14 +56,7 @@ class TopKResult(Result):
     tolerance: float
     kept: tuple[str, ...]
     losses: Float[Tensor, "kept layer k sequence"]
-    bare: Float[Tensor, " sequence"]
-    n_tokens: Int[Tensor, " sequence"]
     n_pos: int
-
-    @property
-    def loss(self) -> float:
-        """Of the model as it is, in nats a token."""
-        return float(self.bare.sum() / self.n_tokens.sum())
 
     def rise(self) -> Float[Tensor, "kept layer k"]:
         """By how much the loss rises, relative to it."""
@@ -171,14 +165,7 @@ def measure_top_k(
     chosen = tuple(sorted(check_integers(powers or (1,) if ks is None else ks, "ks", 1)))
     kinds = (LARGEST, RANDOM) if control else (LARGEST,)
     n_layers = layer_count(model)
-    found = dict(resume or {})
-
-    def once(name: str, measured: Callable[[], Tensor]) -> Tensor:
-        if name not in found:
-            found[name] = measured()
-            if after is not None:
-                after(dict(found))
-        return found[name]
+    once = KeptLosses(resume, after).once
 
     with (
         eval_mode(model),

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from infoflow_lens.hooks import PositionsResult
+from infoflow_lens.probing.per_head import per_head
 from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.report.charts import Table
 
@@ -26,36 +27,25 @@ _COLUMNS = {
 
 def heads_table(result: ProbingResult) -> Table | None:
     """A row for each head; None where nothing that concerns heads was measured."""
-    positions, mechanisms, recovery = result.positions, result.mechanisms, result.recovery
-    if positions is None and mechanisms is None and recovery is None:
+    recovery = result.recovery
+    if result.positions is None and result.mechanisms is None and recovery is None:
         return None
-    by_position: dict[tuple[int, int], Any] = {}
-    if positions is not None and 1 in positions.ranks:
-        for row in positions.summary().to_dict("records"):
-            by_position[int(row["layer"]), int(row["head"])] = row
-    names = mechanisms.mechanisms() if mechanisms is not None else None
     rows = []
-    for layer, capabilities in enumerate(result.capabilities.layers):
-        for head in range(capabilities.n_heads or 0):
-            name, damage, without = None, math.nan, math.nan
-            if mechanisms is not None and names is not None:
-                name = names[layer][head]
-                ideal = name if name in mechanisms.ideals else "max_position"
-                damages = dict(zip(mechanisms.ideals, mechanisms.damage[layer][head].tolist()))
-                damage = damages.get(ideal, math.nan)
-                without = damages.get("own_position", math.nan)
-            fvu = control = math.nan
-            if recovery is not None:
-                fvu = float(recovery.fvu[layer][head, 0])
-                if recovery.control_fvu:
-                    control = float(recovery.control_fvu[layer][:, head, 0].min())
-            chosen = by_position.get((layer, head), {})
-            rows.append(
-                [
-                    *(layer, head, name and name.replace("_", " "), damage, without, fvu, control),
-                    *(chosen.get(key, math.nan) for key in ("by_content", "offset", "entropy")),
-                ]
-            )
+    for head in per_head(result).to_dict("records"):
+        name = head.get("mechanism")
+        ideal = name if f"damage_{name}" in head else "max_position"
+        control = math.nan
+        if recovery is not None and recovery.control_fvu:
+            control = float(recovery.control_fvu[head["layer"]][:, head["head"], 0].min())
+        rows.append(
+            [
+                *(head["layer"], head["head"], name and name.replace("_", " ")),
+                head.get(f"damage_{ideal}", math.nan),
+                head.get("damage_own_position", math.nan),
+                *(head.get("fvu_1", math.nan), control),
+                *(head.get(key, math.nan) for key in ("by_content", "offset", "entropy")),
+            ]
+        )
     empty = [all(_is_missing(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     columns = {n: m for (n, m), gone in zip(_COLUMNS.items(), empty, strict=True) if not gone}
     kept = [[v for v, gone in zip(row, empty, strict=True) if not gone] for row in rows]

@@ -129,4 +129,16 @@ class Part:
         return ()
 
 
+class NextTokenPart(Part):
+    """The base of parts that read the loss of the next token; measured only where asked for."""
+
+    by_default = False
+
+    def lacking_of_model(self, capabilities: ModelCapabilities) -> str:
+        """A language model's logits."""
+        if capabilities.reads_vectors:
+            return "its output is a vector, which predicts no next token"
+        return ""
+
+
 Say = Callable[[str], None]

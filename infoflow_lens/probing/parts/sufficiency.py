@@ -1,10 +1,10 @@
 """Whether the mechanisms of all heads are enough together."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Result
+from infoflow_lens.hooks import LayerCapabilities, Result
 from infoflow_lens.hooks.mechanisms.sufficiency import (
     MEAN,
     MECHANISMS,
@@ -13,15 +13,13 @@ from infoflow_lens.hooks.mechanisms.sufficiency import (
     measure_sufficiency,
 )
 from infoflow_lens.probing.checkpoint import Checkpoint
-from infoflow_lens.probing.part import Part, Setting
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
+from infoflow_lens.probing.part import NextTokenPart, Setting
+from infoflow_lens.report.charts import Lines
 
 _DRAWS = 3  # of random mechanisms
 
 
-class SufficiencyPart(Part):
+class SufficiencyPart(NextTokenPart):
     """Many heads replaced at once by their mechanisms, on sequences that did not choose these."""
 
     title = "Are the mechanisms enough together?"
@@ -31,13 +29,6 @@ class SufficiencyPart(Part):
         "the same mechanisms dealt to the heads at random, and every head's output its mean."
     )
     after = ("mechanisms",)
-    by_default = False
-
-    def lacking_of_model(self, capabilities: ModelCapabilities) -> str:
-        """It reads the loss of the next token."""
-        if capabilities.reads_vectors:
-            return "its output is a vector, which predicts no next token"
-        return ""
 
     def lacking(self, layer: LayerCapabilities) -> str:
         """Patterns are edited, and head outputs."""
@@ -70,9 +61,24 @@ class SufficiencyPart(Part):
             progress=setting.progress,
         )
 
-    def figures(self, result: SufficiencyResult) -> Sequence["go.Figure"]:
-        """The loss by the share of heads."""
-        return (result.plot(),)
+    def figures(self, result: SufficiencyResult) -> Sequence[Lines]:
+        """What the loss rises by with the heads that are replaced; the mean of random draws."""
+        rises: dict[str, list[list[float]]] = {}
+        for name, rise in zip(result.assignments, result.excess().tolist(), strict=True):
+            rises.setdefault(RANDOM if name.startswith(RANDOM) else name, []).append(rise)
+        series = {
+            name: [0.0, *(sum(at) / len(at) for at in zip(*some, strict=True))]
+            for name, some in sorted(rises.items(), key=lambda item: item[0] == MECHANISMS)
+        }
+        return (
+            Lines(
+                "What the loss of the next token rises by with heads replaced at once",
+                [0, *result.n_replaced],
+                series,
+                "heads replaced",
+                "nats a token",
+            ),
+        )
 
     def sentences(self, result: SufficiencyResult) -> Sequence[str]:
         """All heads at once, and the controls."""

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Result
+from infoflow_lens.hooks import LayerCapabilities, Result
 from infoflow_lens.hooks.mechanisms.top_k import TopKResult, measure_top_k
 from infoflow_lens.probing.checkpoint import Checkpoint
-from infoflow_lens.probing.part import Part, Setting
+from infoflow_lens.probing.part import NextTokenPart, Setting
 
 
-class TopKPart(Part):
+class TopKPart(NextTokenPart):
     """All but the k largest keys of every row taken out."""
 
     title = "How many keys does a layer need?"
@@ -18,13 +18,6 @@ class TopKPart(Part):
         "1 where one token is passed on, all where a mean over the context is taken."
     )
     sequences = "detail"
-    by_default = False
-
-    def lacking_of_model(self, capabilities: ModelCapabilities) -> str:
-        """It reads the loss of the next token."""
-        if capabilities.reads_vectors:
-            return "its output is a vector, which predicts no next token"
-        return ""
 
     def lacking(self, layer: LayerCapabilities) -> str:
         """Patterns are edited."""
