@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 import pkgutil
 import types
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -21,7 +22,11 @@ from infoflow_lens.tasks import list_tasks, load_task
 for module in pkgutil.walk_packages(il.hooks.__path__, "infoflow_lens.hooks."):
     importlib.import_module(module.name)  # every class of results registers itself
 
-KINDS = {name: kind for name, kind in Result.kinds.items() if "infoflow_lens" in kind.__module__}
+KINDS = {
+    name: kind
+    for name, kind in Result.kinds.items()
+    if "infoflow_lens" in kind.__module__ and not inspect.isabstract(kind)
+}
 HOSTILE = "<script>alert('1')</script>" + "x" * 300
 
 

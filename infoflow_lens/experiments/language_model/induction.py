@@ -16,8 +16,11 @@ from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     final,
     groups,
+    panels,
+    step_shown,
 )
 from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.seeds import derived_seed
@@ -37,6 +40,12 @@ _STRETCH = (20, 33)  # different ids before they repeat
 _MORE = 4  # times as many sequences for recovery, whose maps are large
 
 Head = tuple[int, int]
+
+
+_MODELS = (
+    "model", "step", "loss on repeats (nats)", "induction heads", "largest prefix matching",
+    "mechanism", "recovery", "ablation",
+)  # fmt: skip
 
 
 class Induction(LanguageModelStudy):
@@ -135,71 +144,64 @@ class Induction(LanguageModelStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Each way by model and step; then the heads of the circuit."""
-        lines = [
-            "| model | step | loss on repeats (nats) | induction heads | largest prefix matching | "
-            "mechanism | recovery | ablation |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        circuits = [(key, _Circuit.of(rows)) for key, rows in groups(results, MODEL)]
-        for (model, step), circuit in circuits:
+        models = []
+        for (model, step), rows in groups(results, MODEL):
+            circuit = _Circuit.of(rows)
             ways = [
-                "-" if way is None else "confirms" if way else "disagrees"
+                None if way is None else "confirms" if way else "disagrees"
                 for way in circuit.ways().values()
             ]
-            lines.append(
-                f"| {model} | {'-' if step < 0 else int(step)} | {circuit.loss:.2f} | "
-                f"{len(circuit.induction)} | {circuit.heads['prefix_matching'].max():.2f} | "
-                f"{' | '.join(ways)} |"
+            largest = f"{circuit.heads['prefix_matching'].max():.2f}"
+            models.append(
+                (
+                    *(model, step_shown(step), f"{circuit.loss:.2f}", len(circuit.induction)),
+                    *(largest, *ways),
+                )
             )
-        lines += [
-            "",
+        note = (
             "Heads of the circuits at the last step: damage in nats of divergence when the pattern "
             "is replaced, fvu of the attended token beside its control's (random keys for the "
             "previous-token head, shuffled ones for induction heads) and the least that a linear "
             "map behind one head of that width can reach, and the rise of the loss when the output "
-            "is replaced by its mean or by zero",
-            "",
-            "| model | head | role | score | mechanism | own position | global | specific position "
-            "| max position | fvu | least | control | mean | zero |",
-            "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-        ]
+            "is replaced by its mean or by zero"
+        )
+        of_heads, together = [], []
         for (model,), rows in groups(final(results), ("model",)):
             circuit = _Circuit.of(rows)
             for role, score, control, heads in circuit.roles():
                 for layer, head in heads:
                     row = circuit.row((layer, head))
-                    damages = " | ".join(f"{row[f'damage_{ideal}']:.3f}" for ideal in IDEALS[:4])
-                    lines.append(
-                        f"| {model} | {layer}.{head} | {role} | {row[score]:.2f} | "
-                        f"{row['mechanism']} | {damages} | "
-                        f"{row['fvu']:.2f} | {row['fvu_bound']:.2f} | "
-                        f"{row[control]:.2f} | {row['mean_ablated'] - circuit.loss:+.2f} | "
-                        f"{row['zero_ablated'] - circuit.loss:+.2f} |"
+                    of_heads.append(
+                        (
+                            *(model, f"{layer}.{head}", role, f"{row[score]:.2f}"),
+                            row["mechanism"],
+                            *(f"{row[f'damage_{ideal}']:.3f}" for ideal in IDEALS[:4]),
+                            *(f"{row[name]:.2f}" for name in ("fvu", "fvu_bound", control)),
+                            f"{row['mean_ablated'] - circuit.loss:+.2f}",
+                            f"{row['zero_ablated'] - circuit.loss:+.2f}",
+                        )
                     )
-        lines += [
-            "",
-            "All induction heads at once, replaced by one ideal (nats of divergence), or by their "
-            "mean outputs (rise of the loss)",
-            "",
-            f"| model | {' | '.join(ideal.replace('_', ' ') for ideal in IDEALS)} | ablated |",
-            f"|---|{'---|' * (len(IDEALS) + 1)}",
-        ]
-        for (model,), rows in groups(final(results), ("model",)):
-            circuit = _Circuit.of(rows)
             if circuit.induction:
-                cells = [f"{circuit.together[f'induction_{ideal}']:.3f}" for ideal in IDEALS]
+                cells = (f"{circuit.together[f'induction_{ideal}']:.3f}" for ideal in IDEALS)
                 rise = circuit.together["induction_ablated"] - circuit.loss
-                lines.append(f"| {model} | {' | '.join(cells)} | {rise:+.2f} |")
-        return "\n".join(lines)
+                together.append((model, *cells, f"{rise:+.2f}"))
+        ideals = [ideal.replace("_", " ") for ideal in IDEALS]
+        damages = ("score", "mechanism", *ideals[:4], "fvu", "least", "control", "mean", "zero")
+        return "\n\n".join(
+            (
+                markdown_table(_MODELS, models),
+                note,
+                markdown_table(("model", "head", "role", *damages), of_heads),
+                "All induction heads at once, replaced by one ideal (nats of divergence), or by "
+                "their mean outputs (rise of the loss)",
+                markdown_table(("model", *ideals, "ablated"), together),
+            )
+        )
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
         """Scores and losses over training, and what each head's ablation costs at its end."""
-        from matplotlib.figure import Figure
-
-        models = list(dict.fromkeys(results["model"]))
-        figure = Figure(figsize=(9, 3.2 * len(models)), layout="constrained")
-        axes = figure.subplots(len(models), 2, squeeze=False)
-        for (left, right), model in zip(axes, models, strict=True):
+        figure, by_model = panels(results, 2, 9, 3.2)
+        for model, (left, right) in by_model:
             rows = results[results["model"] == model]
             over = rows.groupby("step")
             for column, colour in (("prefix_matching", "#d55e00"), ("previous_token", "#0072b2")):

@@ -10,14 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.experiments.language_model.queries import Directions, directions, projecting
-from infoflow_lens.experiments.language_model.snapshots import loaded, untrained
 from infoflow_lens.experiments.language_model.study import (
     MODEL,
-    LanguageModelStudy,
+    TRAINED,
+    UNTRAINED,
+    BesideUntrained,
     final,
     groups,
+    panels,
+    step_shown,
 )
 from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss
 from infoflow_lens.hooks.mechanisms.sufficiency import mean_ablated, mean_outputs
@@ -27,13 +31,19 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-TRAINED, UNTRAINED = "trained", "untrained"
 _TOLERANCE, _BATCH, _PERMUTATIONS, _LEVEL = 0.01, 16, 1000, 0.95
 _RANKS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 _SHARES = ("fixed", "by_token", "by_token_shuffled", "by_position")
+_MODELS = (
+    "model", "step", "weights", "loss", "directions needed", "of random ones", "of d_head",
+    "roles (median, range)", "roles with cost",
+)  # fmt: skip
+_HEADS = (
+    "model", "head", "deviation", "roles", "fixed", "by token", "by position", "cost (nats)",
+)  # fmt: skip
 
 
-class Roles(LanguageModelStudy):
+class Roles(BesideUntrained):
     """Directions of the queries of every head; projections of all; mean ablation of each."""
 
     name: ClassVar[str] = "roles"
@@ -53,16 +63,8 @@ class Roles(LanguageModelStudy):
         longest = 24 if preset == "smoke" else self.longest(moment)
         return [{"n_context": longest, "draws": self.draws[preset]}]
 
-    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """A row for each head, and for each number of directions; beside the untrained model."""
-        source = self.source_of(settings)
-        rows = self._of_model(loaded(source, device), settings, seed, TRAINED)
-        if settings["final"]:
-            with untrained(source, derived_seed("untrained", seed)) as folder:
-                rows += self._of_model(loaded(folder, device), settings, seed, UNTRAINED)
-        return rows
-
-    def _of_model(self, model: nn.Module, settings: Settings, seed: int, kind: str) -> list[Row]:
+    def of_model(self, model: nn.Module, settings: Settings, seed: int, kind: str) -> list[Row]:
+        """A row for each head, and for each number of directions."""
         windows = self.sequences(model, settings, seed)
         found = directions(model, windows[0::2], _BATCH)
         loss = NextTokenLoss(model, read_inputs(model, windows[1::2]), _BATCH)
@@ -141,55 +143,52 @@ class Roles(LanguageModelStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Directions needed and correlations; then every head of the last snapshots."""
-        lines = [
-            "| model | step | weights | loss | directions needed | of random ones | of d_head | "
-            "roles (median, range) | roles with cost |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
+        models = []
         for (model, step, kind), rows in groups(results, (*MODEL, "kind")):
             heads = rows[rows["part"] == "head"]
             roles = _by_head(heads)["roles"]
-            lines.append(
-                f"| {model} | {'-' if step < 0 or kind == UNTRAINED else int(step)} | {kind} | "
-                f"{rows['loss'].mean():.3f} | {_needed(rows, 'first')} | "
-                f"{_needed(rows, 'random')} | {int(rows['rank'].max())} | {roles.median():.1f} "
-                f"({roles.min():.1f} to {roles.max():.1f}) | {_correlation(heads):+.2f} |"
+            models.append(
+                (
+                    *(model, step_shown(step, kind), kind, f"{rows['loss'].mean():.3f}"),
+                    *(_needed(rows, "first"), _needed(rows, "random"), int(rows["rank"].max())),
+                    f"{roles.median():.1f} ({roles.min():.1f} to {roles.max():.1f})",
+                    f"{_correlation(heads):+.2f}",
+                )
             )
-        lines += [
-            "",
+        note = (
             "The heads of the last snapshots: the deviation of scores over keys (nats), roles (in "
             "brackets where the first token is no key, told and not judged), shares of the energy "
             "(fixed direction; by the query's token, in brackets with "
-            "shuffled tokens; by position), and what the loss rises by without the head",
-            "",
-            "| model | head | deviation | roles | fixed | by token | by position | cost (nats) |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
+            "shuffled tokens; by position), and what the loss rises by without the head"
+        )
         last = final(results)
         last = last[(last["part"] == "head") & (last["kind"] == TRAINED)]
+        of_heads = []
         for (model,), rows in groups(last, ("model",)):
-            heads = _by_head(rows)
-            places: list[tuple[int, int]] = list(heads.index)
-            for layer, head in places:
-                row: Any = heads.loc[(layer, head)]
-                lines.append(
-                    f"| {model} | {int(layer)}.{int(head)} | {row['deviation']:.2f} | "
-                    f"{row['roles']:.1f} ({row['roles_without_first']:.1f}) | "
-                    f"{row['fixed']:.2f} | {row['by_token']:.2f} "
-                    f"({row['by_token_shuffled']:.2f}) | {row['by_position']:.2f} | "
-                    f"{row['cost']:+.3f} |"
+            for row in _by_head(rows).reset_index().to_dict("records"):
+                of_heads.append(
+                    (
+                        *(
+                            model,
+                            f"{row['layer']:.0f}.{row['head']:.0f}",
+                            f"{row['deviation']:.2f}",
+                        ),
+                        f"{row['roles']:.1f} ({row['roles_without_first']:.1f})",
+                        f"{row['fixed']:.2f}",
+                        f"{row['by_token']:.2f} ({row['by_token_shuffled']:.2f})",
+                        f"{row['by_position']:.2f}",
+                        f"{row['cost']:+.3f}",
+                    )
                 )
-        return "\n".join(lines)
+        return "\n\n".join(
+            (markdown_table(_MODELS, models), note, markdown_table(_HEADS, of_heads))
+        )
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
         """Loss by directions, cost by roles, shares of the energy."""
-        from matplotlib.figure import Figure
-
         last = final(results)
-        models = list(dict.fromkeys(last["model"]))
-        figure = Figure(figsize=(11, 3.3 * len(models)), layout="constrained")
-        axes = figure.subplots(len(models), 3, squeeze=False)
-        for (left, middle, right), model in zip(axes, models, strict=True):
+        figure, by_model = panels(last, 3, 11, 3.3)
+        for model, (left, middle, right) in by_model:
             rows = last[last["model"] == model]
             own = rows[rows["kind"] == TRAINED]
             for name, style in (("first", ".-"), ("random", ".:")):

@@ -7,12 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
-from infoflow_lens.experiments.language_model.study import (
-    LanguageModelStudy,
-    final,
-    groups,
-)
+from infoflow_lens.experiments.language_model.study import LanguageModelStudy, final, groups, panels
 from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.hooks import (
     AttendedProbe,
     JacobianInfluence,
@@ -141,15 +138,11 @@ class Sets(LanguageModelStudy):
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
         """AUROC of every method in the last layer, at the end and over training, by model."""
-        from matplotlib.figure import Figure
-
         rows = _last_layer(_whole(results))
         rows = rows[rows["size_of"] == _SIZES]
-        models = list(dict.fromkeys(rows["model"]))
         methods = list(dict.fromkeys(rows["method"]))
-        figure = Figure(figsize=(11, 3.1 * len(models)), layout="constrained")
-        axes = figure.subplots(len(models), 3, squeeze=False)
-        for (dots, *lines), model in zip(axes, models, strict=True):
+        figure, by_model = panels(rows, 3, 11, 3.1)
+        for model, (dots, *lines) in by_model:
             here = rows[rows["model"] == model]
             _draw_final(dots, final(here), methods)
             dots.set_title(f"{model}, at the end", fontsize="medium")
@@ -267,21 +260,20 @@ def _table_of(rows: "pd.DataFrame") -> str:
     columns = [
         (influence, layer) for (influence, layer), _ in groups(wanted, ("influence", "layer"))
     ]
-    head = " | ".join(f"{influence}, layer {layer}" for influence, layer in columns)
-    lines = [f"| method | {head} |", f"|---|{'---|' * len(columns)}"]
+    lines = []
     for (method,), some in groups(wanted, ("method",)):
-        cells = []
+        cells: list[str | None] = []
         for influence, layer in columns:
             at = some[(some["influence"] == influence) & (some["layer"] == layer)]
             record: Any = at.to_dict("records")
             if not record or record[0]["auroc"] != record[0]["auroc"]:
-                cells.append("-")
+                cells.append(None)
                 continue
             sign = ""
             if method not in ("measured",) and record[0]["size_of"] != method:
                 sign = {"win": " (behind)", "loss": " (ahead)", "level": ""}[_outcome(record[0])]
             cells.append(f"{_cell(record[0], 'auroc')}; {record[0]['influence_inside']:.3f}{sign}")
-        lines.append(f"| {method} | {' | '.join(cells)} |")
+        lines.append((method, *cells))
     sizes = wanted[wanted["method"] == wanted["size_of"]]
     told = "; ".join(
         f"{row['size_of']}, layer {row['layer']}: "
@@ -295,19 +287,17 @@ def _table_of(rows: "pd.DataFrame") -> str:
         for row in sizes[sizes["influence"] == columns[0][0]].to_dict("records")
     )
     note = "(ahead): k = 1 loses to it by the rule's intervals; (behind): it loses to k = 1"
-    return "\n".join([*lines, "", f"{note}. Sizes: {told}."])
+    names = (f"{influence}, layer {layer}" for influence, layer in columns)
+    return f"{markdown_table(('method', *names), lines)}\n\n{note}. Sizes: {told}."
 
 
 def _over_training(rows: "pd.DataFrame") -> str:
     last = _last_layer(rows)
     last = last[(last["size_of"] == _SIZES) & (last["weights"] != _CIRCUIT)]
     methods = list(dict.fromkeys(last["method"]))
-    lines = [
-        f"| model | influence | step | {' | '.join(methods)} |",
-        f"|{'---|' * (3 + len(methods))}",
-    ]
+    lines = []
     for (model, influence, step), some in groups(last, ("model", "influence", "step")):
         by_method = dict(zip(some["method"], some["auroc"], strict=True))
-        cells = " | ".join(f"{by_method[m]:.3f}" if m in by_method else "-" for m in methods)
-        lines.append(f"| {model} | {influence} | {step} | {cells} |")
-    return "\n".join(lines)
+        cells = (f"{by_method[m]:.3f}" if m in by_method else None for m in methods)
+        lines.append((model, influence, step, *cells))
+    return markdown_table(("model", "influence", "step", *methods), lines)

@@ -7,14 +7,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.experiments.language_model.snapshots import loaded, untrained
 from infoflow_lens.experiments.language_model.study import (
     MODEL,
-    LanguageModelStudy,
+    TRAINED,
+    UNTRAINED,
+    BesideUntrained,
     final,
     groups,
+    panels,
+    step_shown,
 )
 from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_name, layer_count, pattern_hook, run_catching
@@ -24,11 +28,19 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-TRAINED, UNTRAINED = "trained", "untrained"
 _HALVINGS, _WIDEST, _EVERY, _EXCESS, _CHANCE = 24, 1e4, 5, 0.1, 0.1
+_FVU = ("fvu", "fvu_control", "fvu_least", "fvu_pattern")
+_MODELS = (
+    "model", "step", "weights", "heads", "of these learnt", "fvu (median)",
+    "of tempered untrained heads", "excess (median)", "largest",
+)  # fmt: skip
+_HEADS = (
+    "model", "head", "entropy (nats)", "fvu", "untrained", "least", "untrained pattern", "excess",
+    "learnt",
+)  # fmt: skip
 
 
-class Softness(LanguageModelStudy):
+class Softness(BesideUntrained):
     """Every head beside nineteen untrained ones that are tempered to its entropy."""
 
     name: ClassVar[str] = "softness"
@@ -47,16 +59,8 @@ class Softness(LanguageModelStudy):
         longest = min(24 if preset == "smoke" else 64, self.longest(moment))
         return [{"n_context": longest, "draws": self.draws[preset]}]
 
-    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """A row for each head; for the last snapshot beside the untrained model."""
-        source = self.source_of(settings)
-        rows = self._of_model(loaded(source, device), settings, seed, TRAINED)
-        if settings["final"]:
-            with untrained(source, derived_seed("untrained", seed)) as folder:
-                rows += self._of_model(loaded(folder, device), settings, seed, UNTRAINED)
-        return rows
-
-    def _of_model(self, model: nn.Module, settings: Settings, seed: int, kind: str) -> list[Row]:
+    def of_model(self, model: nn.Module, settings: Settings, seed: int, kind: str) -> list[Row]:
+        """A row for each head."""
         windows = self.sequences(model, settings, seed)
         rows: list[Row] = []
         for layer in range(layer_count(model)):
@@ -93,51 +97,42 @@ class Softness(LanguageModelStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Shares of heads; then every head of the last snapshots."""
-        lines = [
-            "| model | step | weights | heads | of these learnt | fvu (median) | of tempered "
-            "untrained heads | excess (median) | largest |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
+        models = []
         for (model, step, kind), rows in groups(results, (*MODEL, "kind")):
             heads = _by_head(rows)
-            lines.append(
-                f"| {model} | {'-' if step < 0 or kind == UNTRAINED else int(step)} | {kind} | "
-                f"{len(heads)} | {int(_learnt(heads).sum())} | {heads['fvu'].median():.2f} | "
-                f"{heads['fvu_control'].median():.2f} | {heads['excess'].median():+.2f} | "
-                f"{heads['excess'].max():+.2f} |"
+            models.append(
+                (
+                    *(model, step_shown(step, kind), kind, len(heads)),
+                    *(int(_learnt(heads).sum()), f"{heads['fvu'].median():.2f}"),
+                    f"{heads['fvu_control'].median():.2f}",
+                    f"{heads['excess'].median():+.2f}",
+                    f"{heads['excess'].max():+.2f}",
+                )
             )
-        lines += [
-            "",
+        note = (
             "The heads of the last snapshots: fvu of the head, of tempered untrained heads (median "
-            "and least of the draws), and of such patterns with the head's own values",
-            "",
-            "| model | head | entropy (nats) | fvu | untrained | least | untrained pattern | "
-            "excess | learnt |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
+            "and least of the draws), and of such patterns with the head's own values"
+        )
+        of_heads = []
         last = final(results)
         for (model,), rows in groups(last[last["kind"] == TRAINED], ("model",)):
             heads = _by_head(rows)
-            learnt = _learnt(heads)
-            places: list[tuple[int, int]] = list(heads.index)
-            for (layer, head), good in zip(places, learnt, strict=True):
-                row: Any = heads.loc[(layer, head)]
-                lines.append(
-                    f"| {model} | {int(layer)}.{int(head)} | {row['entropy']:.2f} | "
-                    f"{row['fvu']:.2f} | {row['fvu_control']:.2f} | {row['fvu_least']:.2f} | "
-                    f"{row['fvu_pattern']:.2f} | {row['excess']:+.2f} | "
-                    f"{'yes' if good else 'no'} |"
+            for row in heads.assign(learnt=_learnt(heads)).reset_index().to_dict("records"):
+                fvu = (f"{row[name]:.2f}" for name in _FVU)
+                of_heads.append(
+                    (
+                        *(model, f"{row['layer']}.{row['head']}", f"{row['entropy']:.2f}", *fvu),
+                        *(f"{row['excess']:+.2f}", "yes" if row["learnt"] else "no"),
+                    )
                 )
-        return "\n".join(lines)
+        return "\n\n".join(
+            (markdown_table(_MODELS, models), note, markdown_table(_HEADS, of_heads))
+        )
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
         """Each head against its control, and the excess over training."""
-        from matplotlib.figure import Figure
-
-        models = list(dict.fromkeys(results["model"]))
-        figure = Figure(figsize=(9, 3.6 * len(models)), layout="constrained")
-        axes = figure.subplots(len(models), 2, squeeze=False)
-        for (left, right), model in zip(axes, models, strict=True):
+        figure, by_model = panels(results, 2, 9, 3.6)
+        for model, (left, right) in by_model:
             rows = results[results["model"] == model]
             for kind, colour in ((UNTRAINED, "#bbbbbb"), (TRAINED, "#d55e00")):
                 some = _by_head(final(rows)[final(rows)["kind"] == kind])
@@ -271,7 +266,7 @@ def _softmax(masked: Tensor, sharpness: float) -> Tensor:
 
 
 def _by_head(rows: "pd.DataFrame") -> "pd.DataFrame":
-    columns = ["entropy", "fvu", "fvu_control", "fvu_least", "fvu_pattern", "excess"]
+    columns = ["entropy", *_FVU, "excess"]
     return rows.groupby(["layer", "head"], sort=True)[columns].mean()
 
 

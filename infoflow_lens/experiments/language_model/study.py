@@ -1,6 +1,7 @@
 """What the studies of language models share: which models, which text, which windows."""
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,17 +11,26 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from infoflow_lens.experiments.language_model.corpus import read_corpus
-from infoflow_lens.experiments.language_model.snapshots import Snapshot, snapshots
-from infoflow_lens.experiments.study import Settings, Study
+from infoflow_lens.experiments.language_model.snapshots import (
+    Snapshot,
+    loaded,
+    snapshots,
+    untrained,
+)
+from infoflow_lens.experiments.study import Row, Settings, Study
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.configs import shape_of_named
 from infoflow_lens.probing.data import read_texts
 from infoflow_lens.probing.windows import evenly_spread, token_stream
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MODEL = ("model", "step")
+TRAINED, UNTRAINED = "trained", "untrained"
 _MOST = 512  # tokens of the longest context that is looked at
 
 
@@ -125,6 +135,51 @@ class LanguageModelStudy(Study):
     def _prefix(self, model: nn.Module) -> Int[Tensor, " prefix"]:
         """What the tokenizer puts before a text, such as BOS."""
         return token_stream(model, [self._texts[0][:100]])[0]
+
+
+class BesideUntrained(LanguageModelStudy):
+    """A study that looks at the last snapshot of a model with random weights, too."""
+
+    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
+        """The rows of the snapshot; for the last one those of the untrained model beside them."""
+        source = self.source_of(settings)
+        rows = self.of_model(loaded(source, device), settings, seed, TRAINED)
+        if settings["final"]:
+            with untrained(source, derived_seed("untrained", seed)) as folder:
+                rows += self.of_model(loaded(folder, device), settings, seed, UNTRAINED)
+        return rows
+
+    @abstractmethod
+    def of_model(self, model: nn.Module, settings: Settings, seed: int, kind: str) -> list[Row]:
+        """The rows of one model, whose ``kind`` is "trained" or "untrained"."""
+
+
+def step_shown(step: int, kind: str = TRAINED) -> str:
+    """A step of training as tables show it; ``-`` where there is none."""
+    return "-" if step < 0 or kind == UNTRAINED else str(int(step))
+
+
+def panels(
+    results: "pd.DataFrame", columns: int, width: float, height: float, **shared: Any
+) -> tuple["Figure", list[tuple[str, Sequence["Axes"]]]]:
+    """A figure with a row of panels for each model.
+
+    Args:
+        results: with a column ``model``.
+        columns: panels of a row.
+        width: of the figure, in inches.
+        height: of a row.
+        shared: more for ``Figure.subplots``.
+
+    Returns:
+        The figure, and the panels by model.
+    """
+    from matplotlib.figure import Figure
+
+    models = list(dict.fromkeys(results["model"]))
+    figure = Figure(figsize=(width, height * len(models)), layout="constrained")
+    axes = figure.subplots(len(models), columns, squeeze=False, **shared)
+    return figure, list(zip(models, axes, strict=True))
 
 
 def final(results: "pd.DataFrame") -> "pd.DataFrame":

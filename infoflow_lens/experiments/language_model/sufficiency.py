@@ -10,8 +10,11 @@ from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     final,
     groups,
+    panels,
+    step_shown,
 )
 from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.hooks import IDEALS, measure_mechanisms
 from infoflow_lens.hooks.mechanisms.ideals import SOFT
 from infoflow_lens.hooks.mechanisms.sufficiency import (
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 _SHARE, _LEAST_COST, _DRAWS, _BATCH = 0.25, 0.1, 8, 16
 _COLOURS = {MECHANISMS: "#d55e00", MEAN: "#444444", RANDOM: "#56b4e9"}
+_ASSIGNED = ("mechanisms", "random mechanisms", "mean ablation")
 
 
 class Sufficiency(LanguageModelStudy):
@@ -77,63 +81,47 @@ class Sufficiency(LanguageModelStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """Excess losses with all heads replaced; what the heads need; then shares."""
-        lines = [
-            "All heads replaced: by how many nats a token the loss rises (one standard error)",
-            "",
-            "| model | step | context | loss | mechanisms | random mechanisms | mean ablation |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        needs = [
-            "",
-            "The cheapest mechanism of each head alone, heads of each",
-            "",
-            f"| model | step | context | {' | '.join(n.replace('_', ' ') for n in _kinds())} |",
-            f"|---|---|---|{'---|' * len(_kinds())}",
-        ]
+        together, alone, shares = [], [], []
         for (model, step, context), rows in groups(results, (*MODEL, "n_context")):
             at = _all(rows)
-            place = f"| {model} | {_shown(step)} | {context} |"
+            place = (model, step_shown(step), context)
             own, mean = (at[at["assignment"] == kind] for kind in (MECHANISMS, MEAN))
             dealt = at[at["assignment"].str.startswith(RANDOM)]["excess"]
-            lines.append(
-                f"{place} {rows['loss'].iloc[0]:.3f} | {_with_error(own)} | {dealt.median():+.3f} "
-                f"({dealt.min():+.3f} to {dealt.max():+.3f}) | {_with_error(mean)} |"
-            )
-            counts = " | ".join(str(int(rows[f"n_{name}"].iloc[0])) for name in _kinds())
-            needs.append(f"{place} {counts} |")
-        shares = [
-            "",
-            "The last snapshots at their full context, by the share of heads that is replaced",
-            "",
-            "| model | share | heads | mechanisms | random mechanisms | mean ablation |",
-            "|---|---|---|---|---|---|",
-        ]
-        for model, rows in groups(_at_longest(final(results)), ("model",)):
-            for share, at in groups(rows[rows["share"] > 0], ("share",)):
+            random = f"{dealt.median():+.3f} ({dealt.min():+.3f} to {dealt.max():+.3f})"
+            loss = f"{rows['loss'].iloc[0]:.3f}"
+            together.append((*place, loss, _with_error(own), random, _with_error(mean)))
+            alone.append((*place, *(int(rows[f"n_{name}"].iloc[0]) for name in _kinds())))
+        for (model,), rows in groups(_at_longest(final(results)), ("model",)):
+            for (share,), at in groups(rows[rows["share"] > 0], ("share",)):
                 value = at.groupby("assignment")["excess"].mean()
                 dealt = value[value.index.str.startswith(RANDOM)].median()
-                shares.append(
-                    f"| {model[0]} | {share[0]:.0%} | {int(at['n_replaced'].iloc[0])} | "
-                    f"{value[MECHANISMS]:+.3f} | {dealt:+.3f} | {value[MEAN]:+.3f} |"
-                )
-        return "\n".join([*lines, *needs, *shares])
+                rises = (f"{rise:+.3f}" for rise in (value[MECHANISMS], dealt, value[MEAN]))
+                shares.append((model, f"{share:.0%}", int(at["n_replaced"].iloc[0]), *rises))
+        place_names = ("model", "step", "context")
+        kinds = (name.replace("_", " ") for name in _kinds())
+        return "\n\n".join(
+            (
+                "All heads replaced: by how many nats a token the loss rises (one standard error)",
+                markdown_table((*place_names, "loss", *_ASSIGNED), together),
+                "The cheapest mechanism of each head alone, heads of each",
+                markdown_table((*place_names, *kinds), alone),
+                "The last snapshots at their full context, by the share of heads that is replaced",
+                markdown_table(("model", "share", "heads", *_ASSIGNED), shares),
+            )
+        )
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
         """By share, over training, and by context, for each model."""
-        from matplotlib.figure import Figure
-
-        models = list(dict.fromkeys(results["model"]))
-        figure = Figure(figsize=(11, 3.2 * len(models)), layout="constrained")
-        axes = figure.subplots(len(models), 3, squeeze=False, sharey="row")
-        for row, model in zip(axes, models, strict=True):
+        figure, by_model = panels(results, 3, 11, 3.2, sharey="row")
+        for model, row in by_model:
             of_model = results[results["model"] == model]
             last = final(of_model)
-            panels = (
+            shown = (
                 (_at_longest(last), "share", "share of heads replaced"),
                 (_all(_at_longest(of_model)), "step", "training step"),
                 (_all(last), "n_context", "tokens of context"),
             )
-            for axis, (rows, column, label) in zip(row, panels, strict=True):
+            for axis, (rows, column, label) in zip(row, shown, strict=True):
                 for kind, colour in _COLOURS.items():
                     some = rows[rows["assignment"].str.startswith(kind)]
                     by = some.groupby(column)["excess"].agg(["median", "min", "max"])
@@ -146,7 +134,7 @@ class Sufficiency(LanguageModelStudy):
             row[2].set_xscale("log", base=2)
             row[2].xaxis.set_major_formatter("{x:g}")
             row[0].set_ylabel(f"{model}\nexcess loss (nats a token)")
-        axes[0, 0].legend(frameon=False, fontsize="small")
+        by_model[0][1][0].legend(frameon=False, fontsize="small")
         return figure
 
     def verdict(self, results: "pd.DataFrame") -> Verdict:
@@ -182,7 +170,3 @@ def _at_longest(rows: "pd.DataFrame") -> "pd.DataFrame":
 
 def _with_error(rows: "pd.DataFrame") -> str:
     return f"{rows['excess'].mean():+.3f} ({rows['error'].mean():.3f})"
-
-
-def _shown(step: int) -> str:
-    return "-" if step < 0 else str(int(step))

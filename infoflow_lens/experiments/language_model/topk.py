@@ -12,8 +12,11 @@ from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     final,
     groups,
+    panels,
+    step_shown,
 )
 from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.hooks.mechanisms.top_k import LARGEST, RANDOM, measure_top_k
 
 if TYPE_CHECKING:
@@ -75,38 +78,31 @@ class TopK(LanguageModelStudy):
     def table(self, results: "pd.DataFrame") -> str:
         """The least k by context, a row a layer."""
         lengths = sorted(set(results["n_context"]))
-        lines = [
+        note = (
             "The least k that keeps the loss within 1%, in brackets with random keys; a layer "
-            "matters if one random key a row costs more than 1%",
-            "",
-            f"| model | step | layer | matters | {' | '.join(f'T = {t}' for t in lengths)} | "
-            "slope | with random keys |",
-            f"|---|---|---|---|{'---|' * len(lengths)}---|---|",
-        ]
+            "matters if one random key a row costs more than 1%"
+        )
+        lines = []
         for (model, step), rows in groups(results, MODEL):
             for layer, curve in _curves(rows).items():
                 cells = [
                     f"{curve.least[LARGEST][t]} ({curve.least[RANDOM][t]})"
                     if t in curve.least[LARGEST]
-                    else "-"
+                    else None
                     for t in lengths
                 ]
-                lines.append(
-                    f"| {model} | {'-' if step < 0 else int(step)} | {layer} | "
-                    f"{'yes' if curve.matters else 'no'} | {' | '.join(cells)} | "
-                    f"{curve.slope(LARGEST):.2f} | {curve.slope(RANDOM):.2f} |"
-                )
-        return "\n".join(lines)
+                matters = "yes" if curve.matters else "no"
+                slopes = (f"{curve.slope(kind):.2f}" for kind in (LARGEST, RANDOM))
+                lines.append((model, step_shown(step), layer, matters, *cells, *slopes))
+        by_length = (f"T = {t}" for t in lengths)
+        columns = ("model", "step", "layer", "matters", *by_length, "slope", "with random keys")
+        return f"{note}\n\n{markdown_table(columns, lines)}"
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
         """The least k against the context, and the loss against k at the longest."""
-        from matplotlib.figure import Figure
-
         last = final(results)
-        models = list(dict.fromkeys(last["model"]))
-        figure = Figure(figsize=(9, 3.4 * len(models)), layout="constrained")
-        axes = figure.subplots(len(models), 2, squeeze=False)
-        for (left, right), model in zip(axes, models, strict=True):
+        figure, by_model = panels(last, 2, 9, 3.4)
+        for model, (left, right) in by_model:
             rows = last[last["model"] == model]
             for index, (layer, curve) in enumerate(_curves(rows).items()):
                 colour = "#444444" if layer == "all" else f"C{index}"
@@ -134,7 +130,7 @@ class TopK(LanguageModelStudy):
             right.set_ylabel("rise of the loss (%)")
             right.set_yscale("symlog", linthresh=1)
             right.axhline(100 * _TOLERANCE, color="#999999", linewidth=0.6)
-        axes[0, 0].legend(frameon=False, fontsize="small", title="dotted: random keys")
+        by_model[0][1][0].legend(frameon=False, fontsize="small", title="dotted: random keys")
         return figure
 
     def verdict(self, results: "pd.DataFrame") -> Verdict:
