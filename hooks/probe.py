@@ -61,6 +61,12 @@ class Split:
             return indices % self.every == self.every - 1
         return torch.full(indices.shape, self.mode == "evaluate")
 
+    def n_held_out(self, n: int) -> int:
+        """How many of the first `n` sequences are held out."""
+        if self.mode == "by_index" and self.step == 1:
+            return (self.first + n) // self.every - self.first // self.every
+        return int(self.held_out(self.indices(0, n)).sum())
+
     def turns(self, indices: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Numbers by which held-out sequences are dealt to blocks in turn."""
         return indices // self.every if self.mode == "by_index" else indices

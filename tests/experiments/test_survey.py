@@ -115,7 +115,7 @@ def test_bfloat16_is_measured(config, tmp_path):
 
 def test_memory_is_asked_before_work(config, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(memory, "free_memory", lambda: 2**20)
+    monkeypatch.setattr(memory, "free_on", lambda device: 2**20)
     with pytest.raises(InfoFlowError, match=r"need.* of memory on cpu"):
         run_survey(tmp_path, config, progress=False, say=asked.append)
     assert [line for line in asked if line.startswith("positions")] == []
