@@ -4,7 +4,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -19,6 +19,9 @@ from infoflow_lens.hooks.passes.collector import HookFunction as HookFunction
 from infoflow_lens.hooks.passes.collector import NamedHook, hooks_of
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.result import Result
+
+if TYPE_CHECKING:
+    from infoflow_lens.hooks.sharded import ShardedResult
 
 ResultT = TypeVar("ResultT", bound=Result)
 ProbeT = TypeVar("ProbeT", bound="Probe[Any]")
@@ -85,9 +88,12 @@ class Probe(ABC, Generic[ResultT]):
     `compute`.
 
     Attributes:
+        sharded: the kind of result that keeps parts on disk, for what grows with the sequences.
         n_sequences: how many it has measured.
         pending: takes in what plain hooks have collected so far.
     """
+
+    sharded: ClassVar[type["ShardedResult[Any]"] | None] = None
 
     def __init__(self) -> None:
         self.n_sequences = 0
@@ -326,6 +332,21 @@ class Probe(ABC, Generic[ResultT]):
             )
         return self.compute()
 
+    def check_model(self, fingerprint: str) -> None:
+        """Refuse what was measured on another model.
+
+        Args:
+            fingerprint: of the model.
+
+        Raises:
+            InfoFlowError: if it is not the one that was measured.
+        """
+        if self._record is not None and self._record.model_fingerprint != fingerprint:
+            raise InfoFlowError(
+                f"{type(self).__name__} has measured model {self._record.model_fingerprint}, this "
+                f"is {fingerprint} (other weights): use a new probe for each model"
+            )
+
     def refuse(self, reason: str) -> None:
         """From now on there is no result, for this reason."""
         self._refused = reason
@@ -363,11 +384,8 @@ class Probe(ABC, Generic[ResultT]):
             raise InfoFlowError(self._refused)
 
     def _same_model(self, record: RunRecord) -> None:
-        if self._record and self._record.model_fingerprint != record.model_fingerprint:
-            raise InfoFlowError(
-                f"{type(self).__name__} has measured model {self._record.model_fingerprint}, this "
-                f"is {record.model_fingerprint} (other weights): use a new probe for each model"
-            )
+        if record.model_fingerprint is not None:
+            self.check_model(record.model_fingerprint)
 
 
 def _gathered(state: dict[str, Any]) -> list[dict[str, Any]]:

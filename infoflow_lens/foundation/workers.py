@@ -5,6 +5,7 @@ import concurrent.futures
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, Protocol
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -12,6 +13,7 @@ from infoflow_lens.foundation.extras import optional
 from infoflow_lens.foundation.processes import end_with, threads
 
 MOST_JOBS = 4096
+_PATIENCE = 30  # seconds until a scheduler must have a worker
 
 
 class Spread(Protocol):
@@ -99,22 +101,41 @@ def _started(jobs: int, scheduler: str | None, n_threads: int) -> Iterator[Sprea
     if scheduler is None and jobs == 1:
         yield lambda function, values: (_called(function, value, n_threads) for value in values)
         return
+    if scheduler is not None:
+        with _dask(scheduler) as client:
+            yield lambda function, values: _on_cluster(client, function, values, n_threads)
+        return
     import joblib
 
-    parent = os.getpid() if scheduler is None else None
+    parent = os.getpid()
 
     def spread(function: Callable[[Any], Any], values: Iterable[Any]) -> Iterator[Any]:
         calls = (joblib.delayed(_called)(function, value, n_threads, parent) for value in values)
-        yield from joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)(
-            calls
-        )
+        parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)
+        yield from parallel(calls)
 
-    if scheduler is None:
-        with joblib.parallel_config("loky", inner_max_num_threads=n_threads):
-            yield spread
-        return
-    with _dask(scheduler), joblib.parallel_config("dask"):
+    with joblib.parallel_config("loky", inner_max_num_threads=n_threads):
         yield spread
+
+
+def _on_cluster(
+    client: Any, function: Callable[[Any], Any], values: Iterable[Any], n_threads: int
+) -> Iterator[Any]:
+    """The calls' results, with two calls at a time for each thread of the cluster's workers."""
+    from distributed import as_completed
+
+    coming = iter(values)
+    at_once = 2 * max(1, sum(client.nthreads().values()))
+    running = as_completed(
+        [
+            client.submit(_called, function, v, n_threads, pure=False)
+            for v in islice(coming, at_once)
+        ]
+    )
+    for future in running:
+        yield future.result()
+        for value in islice(coming, 1):
+            running.add(client.submit(_called, function, value, n_threads, pure=False))
 
 
 def _called(
@@ -128,7 +149,7 @@ def _called(
 
 
 @contextmanager
-def _dask(scheduler: str) -> Iterator[None]:
+def _dask(scheduler: str) -> Iterator[Any]:
     from distributed import Client
 
     try:
@@ -139,6 +160,13 @@ def _dask(scheduler: str) -> Iterator[None]:
             "expected the address of a running one, such as tcp://127.0.0.1:8786"
         ) from error
     try:
-        yield
+        try:
+            client.wait_for_workers(1, timeout=_PATIENCE)
+        except TimeoutError as error:
+            raise InfoFlowError(
+                f"the dask scheduler at {scheduler!r} has no workers: expected at least one within "
+                f"{_PATIENCE} seconds; start some, such as `dask worker {scheduler}`"
+            ) from error
+        yield client
     finally:
         client.close(timeout=1)

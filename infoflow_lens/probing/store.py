@@ -106,11 +106,11 @@ class StoredSequences(Sequence[Tensor]):
 
 
 def store(rows: Iterable[Tensor], folder: Path, what: str) -> tuple[StoredSequences, str]:
-    """Write sequences to a folder, in the place of what it held, as they come.
+    """Write sequences as they come, for `folder`, but beside it until :func:`settle`.
 
     Args:
         rows: token ids [pos] or vectors [pos, d_token].
-        folder: of the files.
+        folder: where they will be.
         what: what errors call the rows.
 
     Returns:
@@ -119,12 +119,11 @@ def store(rows: Iterable[Tensor], folder: Path, what: str) -> tuple[StoredSequen
     Raises:
         InfoFlowError: for no rows, and where they cannot be written.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=UNFINISHED))
+    digest = hashlib.sha256()
+    n, longest, shortest = 0, 0, 0
+    coming = iter(rows)
     try:
-        digest = hashlib.sha256()
-        n, longest, shortest = 0, 0, 0
-        coming = iter(rows)
         while together := list(islice(coming, _SHARD)):
             lengths = [len(row) for row in together]
             for row in together:
@@ -141,14 +140,19 @@ def store(rows: Iterable[Tensor], folder: Path, what: str) -> tuple[StoredSequen
             n += len(together)
         if not n:
             raise InfoFlowError(f"{what} is empty: expected at least one sequence")
-        new.chmod(0o755)
-        if folder.exists():
-            shutil.rmtree(folder)
-        new.rename(folder)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
-    return StoredSequences(folder, Extent(n, longest, shortest)), digest.hexdigest()[:16]
+    return StoredSequences(new, Extent(n, longest, shortest)), digest.hexdigest()[:16]
+
+
+def settle(stored: StoredSequences, folder: Path) -> StoredSequences:
+    """Stored sequences in their folder, in the place of what it held."""
+    stored.folder.chmod(0o755)
+    if folder.exists():
+        shutil.rmtree(folder)
+    stored.folder.rename(folder)
+    return StoredSequences(folder, stored.extent)
 
 
 def _path(folder: Path, number: int) -> Path:
