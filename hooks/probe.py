@@ -255,11 +255,22 @@ class Probe(ABC, Generic[ResultT]):
 
         Every process ends with the same probe, which takes no further passes; calling it again
         changes nothing. Without an initialised process group nothing happens.
+
+        Raises:
+            InfoFlowError: if another process is gone or does not answer; what this one has measured
+                stays in its probe.
         """
         distributed = torch.distributed
         if not (distributed.is_available() and distributed.is_initialized()) or self._is_reduced:
             return self
-        states = _gathered(self.state())
+        try:
+            states = _gathered(self.state())
+        except RuntimeError as error:  # of the backend
+            raise InfoFlowError(
+                f"another process of torch.distributed is gone or does not answer ({error}): "
+                "expected each to call all_reduce_() on the same probes; what this process has "
+                "measured is still in this probe, whose state() can be kept"
+            ) from error
         of_ranks = [copy.copy(self) for _ in states]
         for probe, state in zip(of_ranks, states, strict=True):
             probe.load_state(state)
