@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -71,9 +72,9 @@ def check_threshold(threshold: float) -> None:
     Raises:
         InfoFlowError: unless ``0 < threshold <= 1``.
     """
-    if not 0 < threshold <= 1:
+    if not isinstance(threshold, Real) or not 0 < threshold <= 1:
         raise InfoFlowError(
-            f"threshold is {threshold}: expected a share of the largest influence, 0 < t <= 1"
+            f"threshold is {threshold!r}: expected a share of the largest influence, 0 < t <= 1"
         )
 
 
@@ -98,9 +99,9 @@ def _above(influence: Float[Tensor, "*state source"], threshold: float) -> Tenso
 
 def holding(influence: Float[Tensor, "*state source"], share: float) -> Tensor:
     """The fewest sources with this share of the squared influence, the lowest first of equals."""
-    if not 0 < share <= 1:
+    if not isinstance(share, Real) or not 0 < share <= 1:
         raise InfoFlowError(
-            f"share is {share}: expected a share of the squared influence, 0 < share <= 1"
+            f"share is {share!r}: expected a share of the squared influence, 0 < share <= 1"
         )
     energy = influence.double().square()
     energy, order = energy.sort(dim=-1, descending=True, stable=True)
