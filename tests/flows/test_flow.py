@@ -177,7 +177,7 @@ def test_influence_is_estimated_resampled_or_left_out(host, found):
 def moved_by_hand(model, ids, place, donors):
     """How far the last state moves with other vectors where those of a token enter; the median."""
     name = "blocks.0.hook_resid_pre"
-    plain, cache = model.run_with_cache(ids[None])
+    _, cache = model.run_with_cache(ids[None])
     last = f"blocks.{len(model.blocks) - 1}.hook_resid_post"
     moved = []
     for donor in donors:

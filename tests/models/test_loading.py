@@ -422,7 +422,9 @@ def test_a_model_in_memory_that_cannot_run_is_said_by_name():
 
     alone = zoo.build("gpt2")
     alone.register_forward_pre_hook(fail)
-    with pytest.raises(InfoFlowError, match=r"'GPT2LMHeadModel' cannot be loaded \(RuntimeError: ex"):
+    with pytest.raises(
+        InfoFlowError, match=r"'GPT2LMHeadModel' cannot be loaded \(RuntimeError: ex"
+    ):
         load_any(alone)
 
 
