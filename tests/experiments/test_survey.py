@@ -1,7 +1,6 @@
 """A survey of a language model: whole, killed and resumed to the same bytes, refused."""
 
 import json
-import warnings
 
 import pandas as pd
 import pytest
@@ -11,18 +10,15 @@ from infoflow_lens import InfoFlowError, build_construction, save_model
 from infoflow_lens.experiments import memory
 from infoflow_lens.experiments.survey import run_survey
 from infoflow_lens.experiments.survey_config import SurveyConfig
-from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.probing.checkpoint import Checkpoint
 from tests.reference import zoo
 
 N_HEADS = zoo.N_LAYERS * zoo.N_HEADS
 
 
-@pytest.fixture(autouse=True)
-def few_rows():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InfoFlowWarning)
-        yield
+pytestmark = pytest.mark.filterwarnings(  # few rows are told of
+    "ignore::infoflow_lens.foundation.errors.InfoFlowWarning"
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +35,7 @@ def config(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(config, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InfoFlowWarning)
-        return run_survey(out, config, progress=False)
+    return run_survey(out, config, progress=False)
 
 
 def test_a_survey_gives_a_row_for_each_head(whole):
