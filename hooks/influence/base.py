@@ -20,7 +20,7 @@ from infoflow_lens.hooks.model.points import layer_count, run_catching
 from infoflow_lens.hooks.model.shown import STATES, state_hooks
 from infoflow_lens.hooks.passes.own import own_pass, stashes_kept, without_user_hooks
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, existing, optional
+from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, existing, unless_none
 from infoflow_lens.theory.information_sets import InformationSets
 
 _RERUN_TOLERANCE = 1e-3
@@ -141,9 +141,9 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
     ) -> None:
         super().__init__(positions)
         self.of_state = check_choice(state, "state", STATES)
-        self.source_layer = optional(check_integer, source_layer, "source_layer")
-        self.layers = optional(check_integers, layers, "layers")
-        self.chunk_size = optional(partial(check_integer, least=1), chunk_size, "chunk_size")
+        self.source_layer = unless_none(check_integer, source_layer, "source_layer")
+        self.layers = unless_none(check_integers, layers, "layers")
+        self.chunk_size = unless_none(partial(check_integer, least=1), chunk_size, "chunk_size")
         self.through_hooks = through_hooks
         self._work = self._worked = 0
 
