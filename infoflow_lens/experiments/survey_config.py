@@ -7,6 +7,8 @@ from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.probing.config import Backend, Device, Dtype, ProbingConfig, Seed
 from infoflow_lens.probing.registry import part_names
 
+_MOST_RANKS = 4  # of attended keys
+
 
 @dataclass(frozen=True)
 class SurveyConfig:
@@ -47,6 +49,7 @@ class SurveyConfig:
             column=self.column,
             n=self.n,
             window=self.window,
+            ranks=tuple(range(1, min(_MOST_RANKS, self.window) + 1)),
             n_detail=self.n // 2,
             threshold=self.threshold,
             batch_size=self.batch_size,

@@ -96,6 +96,17 @@ def test_killed_and_resumed_it_gives_the_same_bytes(whole, config, tmp_path, mon
     assert differing == []
 
 
+def test_short_windows_have_fewer_ranks(config):
+    ranks = {w: SurveyConfig(**{**vars(config), "window": w}).probing().ranks for w in (3, 4, 9)}
+    assert ranks == {3: (1, 2, 3), 4: (1, 2, 3, 4), 9: (1, 2, 3, 4)}
+
+
+def test_too_little_text_says_what_n_may_be(config, tmp_path):
+    settings = {**vars(config), "n": 90}
+    with pytest.raises(InfoFlowError, match=r"all 24 sequences .* survey, .* n of at most 24"):
+        run_survey(tmp_path, SurveyConfig(**settings), progress=False)
+
+
 def test_bfloat16_is_measured(config, tmp_path):
     before = torch.random.get_rng_state()
     found = run_survey(

@@ -15,5 +15,5 @@ def test_one_number_for_all_layers_or_one_for_each():
 
 @pytest.mark.parametrize("given", [0, (3,), (3, 0), (3, 1.5), 2.0, None, True, "32"])
 def test_other_numbers_are_refused_by_name(given):
-    with pytest.raises(InfoFlowError, match=r"width is .*: expected .* or one for each of 2 layers"):
+    with pytest.raises(InfoFlowError, match=r"width is .*: expected .* each of 2 layers"):
         check_by_layer(given, "width", 2)
