@@ -162,6 +162,14 @@ def test_a_folder_of_other_settings_is_refused(tmp_path, config, texts):
         run(tmp_path, ProbingConfig(**{**vars(only), "ranks": (1,)}))
 
 
+def test_what_a_part_refuses_leaves_the_folder_to_other_settings(tmp_path, config):
+    few = {**vars(config), "probes": ("mechanisms", "sufficiency"), "n_detail": 20}
+    with pytest.raises(InfoFlowError, match="all 20 sequences choose the mechanisms"):
+        run(tmp_path, ProbingConfig(**few))
+    assert list(tmp_path.iterdir()) == []
+    run(tmp_path, ProbingConfig(**{**few, "n_detail": 3}))
+
+
 def test_changed_data_are_refused(tmp_path, config):
     data = tmp_path / "data.txt"
     data.write_text("w5 w6 w7\nw8 w9\n")
