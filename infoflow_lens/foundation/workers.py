@@ -108,13 +108,19 @@ def _started(jobs: int, scheduler: str | None, n_threads: int) -> Iterator[Sprea
         return
     import joblib
 
-    parent, running = os.getpid(), []
+    parent = os.getpid()
 
     def spread(function: Callable[[Any], Any], values: Iterable[Any]) -> Iterator[Any]:
         calls = (joblib.delayed(_called)(function, value, n_threads, parent) for value in values)
         parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)
-        running.append(parallel(calls))
-        yield from running[-1]
+        results = parallel(calls)
+        try:
+            for result in results:  # noqa: UP028 - `yield from` would close it first
+                yield result
+        finally:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of calls that are given up, as an error has said
+                results.close()
 
     from joblib.externals.loky import get_reusable_executor
 
@@ -122,10 +128,6 @@ def _started(jobs: int, scheduler: str | None, n_threads: int) -> Iterator[Sprea
         with joblib.parallel_config("loky", inner_max_num_threads=n_threads):
             yield spread
     finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of calls that are given up, as an error has said
-            for results in running:
-                results.close()
         # joblib keeps them for later, and a process that multiprocessing has started waits for them
         get_reusable_executor().shutdown(wait=True, kill_workers=True)
 
