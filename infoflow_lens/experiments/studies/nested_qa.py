@@ -356,8 +356,9 @@ class NestedQuestions(TokenStudy):
                 f"{_as(stays)} predicted"
             )
         most = int(whole["hops"].max())
-        if most > _JUDGED_HOPS:
-            rows = whole[(whole["hops"] == most) & (whole["asked"] == _GROWING)]
+        rows = whole[(whole["hops"] == most) & (whole["asked"] == _GROWING)]
+        if most > _JUDGED_HOPS and len(rows):
+            rows = rows[rows["layers"] == rows["layers"].max()]
             best = rows.sort_values("best_validation_loss").iloc[0]
             shown = ", ".join(f"{best[f'from_{n}']:.3f}" for n in range(1, most + 1))
             reasons.append(

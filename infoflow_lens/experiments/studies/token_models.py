@@ -35,13 +35,15 @@ TASKS: Mapping[str, str] = {
     "template_matching": "generalization",
     "in_context_template_matching": "contextual generalization",
 }
+MEMORIZATION = "memorization"
 SOLVED, ABOVE_CHANCE = 0.95, 0.1
-PAPER, SUMMED, NOISY = "paper", "summed", "noisy"
+PAPER, SUMMED, NOISY, NOISY_SUMMED = "paper", "summed", "noisy", "noisy summed"
 RANDOM, SOFTMAX, WHOLE, CONSTRUCTED = "random", "softmax", "whole", "constructed"
 STARTS: Mapping[str, str] = {
     PAPER: "the paper's start",
     SUMMED: "the paper's start, heads summed",
     NOISY: "the paper's start plus noise",
+    NOISY_SUMMED: "the paper's start plus noise, heads summed",
     RANDOM: "random start",
     SOFTMAX: "softmax, random start",
     WHOLE: "random start, whole matrices",
@@ -181,8 +183,8 @@ def start_model(settings: Settings, seed: int) -> tuple[TokenTransformer, TokenT
     on [0, 1), W_QK of the first layer as constructed; for memorization uniform on [0, 1). What W_QK
     of the deeper layers starts from is not said: here uniform on [0, a) with a = `scale` [chosen:
     on [0, 1) ReLU attention grows with every layer until no unit is left that learns]. Heads are
-    averaged (eq 2); "summed" leaves the factor 1 / m out. "noisy" adds Gaussian noise of deviation
-    `noise` to W_QK, W_V and the classifier.
+    averaged (eq 2); "summed" leaves the factor 1 / m out. "noisy", and "noisy summed", add Gaussian
+    noise of deviation `noise` to W_QK, W_V and the classifier.
 
     "whole" has the matrices of the paper, W_QK and W_V whole, and Gaussian: deviation
     1 / sqrt(d_model). `padding` rows stand below tokens and positions. "constructed" is the
@@ -193,7 +195,7 @@ def start_model(settings: Settings, seed: int) -> tuple[TokenTransformer, TokenT
     task: Any = load_settings_task(settings)
     if settings["start"] == CONSTRUCTED:
         return _constructed(task, settings, seed)
-    paper = settings["start"] in (PAPER, SUMMED, NOISY)
+    paper = settings["start"] in (PAPER, SUMMED, NOISY, NOISY_SUMMED)
     construction = _first_layer(task, _parameters(settings)) if paper else None
     d_model = task.d_vocab + task.n_tokens + settings.get("padding", 0)
     if construction is not None:
@@ -217,9 +219,9 @@ def start_model(settings: Settings, seed: int) -> tuple[TokenTransformer, TokenT
         with torch.no_grad():
             for block in model.blocks[1:]:
                 block.attn.W_Q.mul_(settings["scale"])
-            for block in model.blocks if settings["start"] == SUMMED else ():
+            for block in model.blocks if settings["start"] in (SUMMED, NOISY_SUMMED) else ():
                 block.attn.W_O.mul_(len(block.attn.W_O))
-    if settings["start"] == NOISY:
+    if settings["start"] in (NOISY, NOISY_SUMMED):
         _add_noise(model, 1.0, settings["noise"], seed)
     elif settings["start"] == WHOLE:
         _add_noise(model, 0.0, d_model**-0.5, seed)
@@ -375,9 +377,13 @@ def epochs_until(results: "pd.DataFrame", accuracy: float) -> "pd.Series[float]"
 
 
 def curves_figure(
-    results: "pd.DataFrame", by: str, label: Callable[[Any], str], dashed: Callable[..., float]
+    results: "pd.DataFrame",
+    by: str,
+    label: Callable[[Any], str],
+    dashed: Callable[..., float],
+    start: str,
 ) -> "Figure":
-    """Accuracy (above) and loss over epochs from the paper's start, a column for each task.
+    """Accuracy (above) and loss over epochs from a start, a column for each task.
 
     Solid: validation sequences; dotted: training sequences; a line for each run.
 
@@ -386,10 +392,11 @@ def curves_figure(
         by: the column that has a colour for each value.
         label: its values in words.
         dashed: the accuracy, from the rows of a task, to draw a line at.
+        start: of the runs to draw.
     """
     from matplotlib.figure import Figure
 
-    results = results[results["start"] == PAPER]
+    results = results[results["start"] == start]
     tasks = [task for task in TASKS if (results["task"] == task).any()]
     figure = Figure(figsize=(3.2 * max(1, len(tasks)), 5), layout="constrained")
     axes = figure.subplots(2, max(1, len(tasks)), squeeze=False)
