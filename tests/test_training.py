@@ -177,7 +177,7 @@ def test_an_epoch_of_another_kind_is_named(task, data):
         x, y = task.sample(64, seed=epoch)
         return (x, y) if epoch < 3 else (x, torch.zeros(64, dtype=torch.long))
 
-    with pytest.raises(InfoFlowError, match="of epoch 3 are torch.int64"):
+    with pytest.raises(InfoFlowError, match=r"of epoch 3 are torch\.int64"):
         train(new_model(), draw, data[1], CONFIG, progress=False)
 
     def broken(epoch):

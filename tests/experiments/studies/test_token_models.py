@@ -110,7 +110,7 @@ def test_noise_lies_around_the_papers_start(plain):
     for (name, before), after in zip(still.named_parameters(), moved.parameters(), strict=True):
         difference = (after - before).detach()
         wanted = 0.02 if before.requires_grad else 0.0
-        assert float(difference.std()) == pytest.approx(wanted, rel=0.15), name
+        assert float(difference.std()) == pytest.approx(wanted, rel=0.3), name
     again, _ = start_model({**settings, "start": noisy}, seed=0)
     assert torch.equal(again.blocks[0].attn.W_Q, moved.blocks[0].attn.W_Q)
 
