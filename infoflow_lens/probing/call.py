@@ -4,7 +4,7 @@ import inspect
 import os
 import shutil
 import tempfile
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from torch import nn
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
-from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
+from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, Inputs, read_inputs
+from infoflow_lens.hooks.sharded import ShardedResult
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.part import Say
 from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.probing.run import run_probing
+from infoflow_lens.probing.windows import evenly_spread, token_stream
 
 _SETTINGS = {item.name: item for item in fields(ProbingConfig)}
 _OF_MODEL = ("device", "dtype", "backend")
@@ -33,6 +35,9 @@ def probe(
     tokenizer: Any | None = None,
     progress: bool = True,
     say: Say = lambda line: None,
+    jobs: int = 1,
+    scheduler: str | None = None,
+    n_threads: int | None = None,
     **settings: Any,
 ) -> ProbingResult:
     """Probe a model on data: measure, predict, compare. The same as `infoflow-lens probe`.
@@ -46,6 +51,8 @@ def probe(
         tokenizer: of a model of transformers in memory.
         progress: show bars.
         say: called with a line for every part that begins.
+        jobs, scheduler, n_threads: who measures; see
+            :func:`~infoflow_lens.probing.run.run_probing`. Workers load the model by its name.
         settings: those of :class:`ProbingConfig`, the command's options: probes, n, max_length,
             ranks, influence, batch_size, seed, ...
 
@@ -54,7 +61,8 @@ def probe(
 
     Raises:
         InfoFlowError: for bad settings, models or data, before work starts; for a folder with
-            results of other settings; for what probes refuse.
+            results of other settings; for what probes refuse; without a folder, for results that
+            do not fit in memory.
         KeyboardInterrupt: when it is stopped, with what to do to go on.
 
     Example:
@@ -67,6 +75,10 @@ def probe(
         known = [name for name in _SETTINGS if name not in ("model", "data")]
         raise InfoFlowError(f"there is no setting {unknown[0]!r}{nearest(unknown[0], known)}")
     _check_is_named(data)
+    if out is not None and not os.fspath(out).strip():
+        raise InfoFlowError(
+            f"out is {out!r}: expected a folder for results; give '.' for this one, or None"
+        )
     config = ProbingConfig(
         model=os.fspath(model) if isinstance(model, (str, os.PathLike)) else _name_of(model),
         data=os.fspath(data) if isinstance(data, (str, os.PathLike)) else _described(data),
@@ -74,6 +86,11 @@ def probe(
     )
     loaded = None
     if not isinstance(model, (str, os.PathLike)):
+        if jobs != 1 or scheduler is not None:
+            raise InfoFlowError(
+                f"the model is in memory, and jobs is {jobs}, scheduler {scheduler!r}: expected a "
+                "name or a folder, from which workers load it; save it first"
+            )
         of_model: dict[str, Any] = {
             name: settings.get(name, "auto" if name == "backend" else None) for name in _OF_MODEL
         }
@@ -88,11 +105,16 @@ def probe(
                 config.model, device=config.device, dtype=config.dtype, backend=config.backend
             )
         batches = _read(loaded.model, data, config)
+    crew: dict[str, Any] = {"jobs": jobs, "scheduler": scheduler, "n_threads": n_threads}
     if out is not None:
-        return run_probing(Path(out), config, progress, say, loaded, batches)
+        return run_probing(Path(out), config, progress, say, loaded, batches, **crew)
     folder = Path(tempfile.mkdtemp(prefix="infoflow-probe-"))
     try:
-        result = run_probing(folder, config, progress, say, loaded, batches)
+        result = run_probing(folder, config, progress, say, loaded, batches, **crew)
+        in_memory = {
+            name: part.whole() if isinstance(part, ShardedResult) else part
+            for name, part in result.found.items()
+        }
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"finished batches are kept; run the same with out={str(folder)!r} to go on"
@@ -101,7 +123,7 @@ def probe(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
-    return replace(result, out=None)
+    return replace(result, out=None, found=in_memory)
 
 
 def _with_settings() -> inspect.Signature:
@@ -153,15 +175,32 @@ def _described(data: Any) -> str:
 
 
 def _read(model: nn.Module, data: Any, config: ProbingConfig) -> Batches:
-    """Data in memory as sequences, at most `config.n` of them.
+    """Data in memory as sequences, at most `config.n` of them; texts in windows if it says so.
 
     Raises:
         InfoFlowError: for what is no data, or a loader, which may be read once only.
     """
+    longest = config.max_length
+    if config.window is not None:
+        longest = min(config.window, longest or config.window)
+        texts = _texts(data, config.column)
+        if texts is not None:
+            prefix, stream = token_stream(model, texts)
+            data = evenly_spread(prefix, stream, longest, config.n, "data")
     if config.n is not None and hasattr(data, "column_names") and hasattr(data, "select"):
         data = data.select(range(min(config.n, len(data))))
-    batches = read_inputs(
-        model, data, column=config.column, max_length=config.max_length, name="data"
-    )
+    batches = read_inputs(model, data, column=config.column, max_length=longest, name="data")
     batches.sequences()
     return batches if config.n is None else batches.first(config.n)
+
+
+def _texts(data: Any, column: str | None) -> list[str] | None:
+    """The texts among data in memory; None for ids and vectors."""
+    names = getattr(data, "column_names", None)
+    if names is not None or isinstance(data, Mapping):
+        names = list(names or data)
+        chosen = column or next((name for name in COLUMNS if name in names), "")
+        data = list(data[chosen]) if chosen in names else []
+    if not isinstance(data, (list, tuple)) or not all(isinstance(text, str) for text in data):
+        return None
+    return [text for text in data if text.strip()] or None

@@ -16,6 +16,14 @@ from infoflow_lens.probing.registry import part_names
 InfluenceKind = Literal["auto", "exact", "estimate", "resample"]
 Metric = Literal["nmse", "kl", "loss"]
 
+# Options that other settings share
+Seed = Annotated[int, "Seed of all that is drawn."]
+Device = Annotated[str, "Where to run it: cpu, cuda:0, ..."]
+Dtype = Annotated[str | None, "float32 (default), bfloat16, float16 or float64."]
+Backend = Annotated[
+    Literal["auto", "hooked", "bridge"], "HookedTransformer, TransformerBridge, or what fits."
+]
+
 
 @dataclass(frozen=True)
 class ProbingConfig:
@@ -58,13 +66,15 @@ class ProbingConfig:
     metric: Annotated[Metric | None, "Of the mechanisms' damage; default by the output."] = None
     threshold: Annotated[float, "Damage up to which an ideal is enough."] = 0.05
     batch_size: Annotated[int, "Sequences in a pass."] = 8
+    shard: Annotated[
+        int,
+        "Sequences that are measured together and kept as one; numbers are put together by shards.",
+    ] = 512
     n_shown: Annotated[int, "Sequences that the report shows."] = 6
-    seed: Annotated[int, "Seed of all that is drawn."] = 0
-    device: Annotated[str, "Where to run it: cpu, cuda:0, ..."] = "cpu"
-    dtype: Annotated[str | None, "float32 (default), bfloat16, float16 or float64."] = None
-    backend: Annotated[
-        Literal["auto", "hooked", "bridge"], "HookedTransformer, TransformerBridge, or what fits."
-    ] = "auto"
+    seed: Seed = 0
+    device: Device = "cpu"
+    dtype: Dtype = None
+    backend: Backend = "auto"
 
     def __post_init__(self) -> None:
         ranks = check_integers(self.ranks, "ranks", 1)
@@ -96,7 +106,7 @@ class ProbingConfig:
                 "sketch is 1: expected 0, which is exact, or at least 2 directions, whose spread "
                 "tells the error"
             )
-        for name in ("batch_size", "n_detail", "n_shown"):
+        for name in ("batch_size", "n_detail", "shard", "n_shown"):
             found[name] = check_integer(getattr(self, name), name, 1)
         for name in ("n", "max_length", "window"):
             if getattr(self, name) is not None:

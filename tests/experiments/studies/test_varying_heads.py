@@ -202,7 +202,7 @@ def test_each_task_has_one_head_a_layer_and_more_at_the_same_rates(preset):
 
 def test_a_run_has_the_heads_it_is_asked_for():
     case = next(c for c in STUDY.cases("smoke") if c["heads"] == [2])
-    _, rows = measure_run(STUDY, Run(0, {**case, "epochs": 2, "n_train": 256}, 0), "cpu")
+    _, rows = measure_run((STUDY, Run(0, {**case, "epochs": 2, "n_train": 256}, 0), "cpu"))
     assert [row["epoch"] for row in rows] == [1, 2]
     assert {row["heads"] for row in rows} == {"2"}
     assert 0 <= rows[0]["test_accuracy"] <= 1
