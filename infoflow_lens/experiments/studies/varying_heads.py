@@ -129,12 +129,13 @@ class VaryingHeads(TokenStudy):
                 "layers": len(heads),
                 **sizes,
                 "heads": list(heads),
-                "lr": lr,
+                "lr": rate,
+                "rate": rate,  # rows have the rate of their epoch as lr
             }
             for task, sizes in sizes_of.items()
             for heads in _HEADS[task][:few]
             for start in _STARTS[task == _MEMORY][: 2 if max(heads) > 1 else 1]
-            for lr in _RATES[task][:few]
+            for rate in _RATES[task][:few]
         ]
 
     def table(self, results: "pd.DataFrame") -> str:
@@ -153,7 +154,7 @@ class VaryingHeads(TokenStudy):
                     STARTS[start],
                     TASKS[task],
                     heads,
-                    f"{runs['lr'].iloc[0]:g}",
+                    f"{runs['rate'].iloc[0]:g}",
                     spread(reached),
                     f"{len(reached)} of {len(runs)}",
                     spread(runs["test_accuracy"]),
@@ -194,7 +195,7 @@ class VaryingHeads(TokenStudy):
             of_task = runs[runs["task"] == task]
             colours = {h: f"C{i}" for i, h in enumerate(dict.fromkeys(of_task["heads"].map(str)))}
             for (start, heads), rows in of_task.groupby(["start", of_task["heads"].astype(str)]):
-                reached = rows.dropna(subset="until").groupby("lr")["until"].mean()
+                reached = rows.dropna(subset="until").groupby("rate")["until"].mean()
                 style = "o-" if start in _AVERAGED else "s:"
                 label = f"[{heads.replace(' ', ', ')}]" if start in _AVERAGED else None
                 # summed heads each have the whole rate
@@ -203,8 +204,16 @@ class VaryingHeads(TokenStudy):
                     axes[row, column].plot(
                         rates, reached, style, color=colours[heads], label=label, alpha=0.8
                     )
+            most = max(int(n) for heads in colours for n in heads.split())
             for row, what in enumerate(("learning rate", "learning rate / heads if averaged")):
                 axes[row, column].set_xscale("log")
+                # also where no rate reaches it
+                least = of_task["rate"].min() / (most if row else 1)
+                axes[row, column].set_xlim(0.7 * least, 1.4 * of_task["rate"].max())
+                ticks = sorted({r / (most if row else 1) for r in of_task["rate"]})
+                ticks = sorted({*ticks, *of_task["rate"]})
+                axes[row, column].set_xticks(ticks, [f"{t:.2g}" for t in ticks], rotation=90)
+                axes[row, column].minorticks_off()
                 axes[row, column].set_xlabel(what)
             axes[0, column].set_title(TASKS[task])
             axes[0, column].legend(frameon=False, fontsize="small")
@@ -227,10 +236,10 @@ class VaryingHeads(TokenStudy):
                 passed &= seen
                 reasons.append(f"{TASKS[task]}, {reason}: {'as' if seen else 'not as'} published")
         passed &= bool(reasons)
-        for (start, task, heads), runs in _groups(others):
+        for (start, task, heads), at_rate in _groups(others):
             reasons.append(
                 f"not judged, {TASKS[task]}, {STARTS[start]}, heads {heads}: "
-                f"{_shown(_fastest(runs))} for the fastest seed"
+                f"{_shown(_fastest(at_rate))} for the fastest seed"
             )
         return Verdict(passed, tuple(reasons))
 
@@ -244,10 +253,10 @@ class VaryingHeads(TokenStudy):
         most = max(heads[memory], key=int)
         of_most = memory & (heads == most)
         twin = one.assign(heads=most, run=one["run"] + results["run"].max() + 1)
-        rate = next(rows["lr"].iloc[0] for _, rows in _groups(one))
+        rate = next(rows["rate"].iloc[0] for _, rows in _groups(one))
         return {
             "one head": pd.concat([results[~of_most], twin]),
-            "one rate for all": results[~of_most | (results["lr"] == rate)],
+            "one rate for all": results[~of_most | (results["rate"] == rate)],
         }
 
 
@@ -266,7 +275,7 @@ def _groups(results: "pd.DataFrame") -> list[tuple[tuple[str, str, str], "pd.Dat
     groups: Any = runs.groupby(["start", "task", "heads"], sort=False)
     for key, rows in groups:
         rate = _best_rate(rows[rows["seed"].isin(choosing)])
-        at_rate = rows[(rows["lr"] == rate) & rows["seed"].isin(judged)]
+        at_rate = rows[(rows["rate"] == rate) & rows["seed"].isin(judged)]
         if len(at_rate):
             found.append((key, at_rate))
     return found
@@ -276,10 +285,10 @@ def _best_rate(runs: "pd.DataFrame") -> float | None:
     """The rate of the fewest mean epochs to .95, of several the one of the least loss."""
 
     def order(rate: float) -> tuple[float, float]:
-        rows = runs[runs["lr"] == rate]
+        rows = runs[runs["rate"] == rate]
         return _mean_epochs(rows), float(rows["best_validation_loss"].mean())
 
-    return min(runs["lr"].unique(), key=order, default=None)
+    return min(runs["rate"].unique(), key=order, default=None)
 
 
 def _fastest(runs: "pd.DataFrame") -> float:

@@ -47,7 +47,8 @@ def frame(until, summed=False, others=()):
                     "task": task,
                     "layers": len(heads.split()),
                     "heads": heads,
-                    "lr": lr,
+                    "rate": lr,
+                    "lr": 1e-9,  # of the epoch
                     "epoch": at,
                     "validation_accuracy": accuracy,
                     "validation_loss": 1 - accuracy,
@@ -65,7 +66,7 @@ def passing():
     results = frame(PUBLISHED)
     eight = results[(results["heads"] == "8") & (results["task"] == "memorization")]
     slow = eight.assign(run=eight["run"] + 1000, epoch=eight["epoch"] + 40)
-    results.loc[eight.index, "lr"] = 8.0
+    results.loc[eight.index, "rate"] = 8.0
     return pd.concat([results, slow], ignore_index=True)
 
 
@@ -125,7 +126,7 @@ def test_each_head_count_has_the_rate_that_other_seeds_choose():
     assert verdict.passed, verdict.reasons
     assert "| memorization | 8 | 8 | 25 (20 to 30) | 2 of 2 |" in STUDY.table(results)
     # seeds that are judged have no say
-    tempting = (results["lr"] == 8) & (results["seed"] < 2)
+    tempting = (results["rate"] == 8) & (results["seed"] < 2)
     results.loc[tempting, "epoch"] += 60
     verdict = STUDY.verdict(results)
     assert not verdict.passed
@@ -135,7 +136,7 @@ def test_each_head_count_has_the_rate_that_other_seeds_choose():
 def test_of_rates_that_never_reach_it_the_one_of_the_least_loss_is_chosen():
     results = frame({"memorization": {"1": (9, 9)}}, others=(3.0,))
     results["validation_accuracy"] = 0.5
-    results.loc[results["lr"] == 3, "best_validation_loss"] = 0.01
+    results.loc[results["rate"] == 3, "best_validation_loss"] = 0.01
     assert "| 1 | 3 | - | 0 of 2 |" in STUDY.table(results)
 
 
@@ -176,6 +177,15 @@ def test_the_figure_has_epochs_over_the_rate_and_over_the_rate_per_head():
     assert list(per_head["[1]"].get_xdata()) == [1]
 
 
+def test_the_figure_is_drawn_where_no_rate_reaches_it():
+    results = frame({"memorization": {"1": (9, 9)}})
+    results["validation_accuracy"] = 0.5
+    figure = STUDY.figure(results)
+    figure.canvas.draw()
+    low, high = figure.axes[0].get_xlim()
+    assert 0 < low < 1 < high
+
+
 def test_epochs_until_an_accuracy():
     results = frame({"memorization": {"1": (7, NAN)}})
     until = epochs_until(results, 0.95)
@@ -189,11 +199,12 @@ def test_each_task_has_one_head_a_layer_and_more_at_the_same_rates(preset):
     assert all(len(case["heads"]) == case["layers"] for case in cases)
     for task in PUBLISHED:
         of_task = [case for case in cases if case["task"] == task]
+        assert all(case["lr"] == case["rate"] for case in of_task)
         assert set(of_task[0]["heads"]) == {1}
         assert max(max(case["heads"]) for case in of_task) > 1
         rates = {}
         for case in of_task:
-            rates.setdefault((case["start"], str(case["heads"])), []).append(case["lr"])
+            rates.setdefault((case["start"], str(case["heads"])), []).append(case["rate"])
         assert len({tuple(grid) for grid in rates.values()}) == 1
         summed = {heads for start, heads in rates if "summed" in start}
         averaged = {heads for start, heads in rates if "summed" not in start}
@@ -205,6 +216,7 @@ def test_a_run_has_the_heads_it_is_asked_for():
     _, rows = measure_run((STUDY, Run(0, {**case, "epochs": 2, "n_train": 256}, 0), "cpu"))
     assert [row["epoch"] for row in rows] == [1, 2]
     assert {row["heads"] for row in rows} == {"2"}
+    assert {row["rate"] for row in rows} == {case["lr"]} != {row["lr"] for row in rows}
     assert 0 <= rows[0]["test_accuracy"] <= 1
     model, task = start_model(case, 0)
     assert model.architecture.n_heads == (2,)
