@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from scipy.stats import gmean
 from typer.testing import CliRunner
 
 from infoflow_lens import InfoFlowError
@@ -25,7 +26,6 @@ def record_of(name):
 def test_studies_without_a_run_by_their_present_settings_are_told():
     """And have none that could be taken for one."""
     awaited = {
-        "intrinsic_dimension",
         "triangle_center",
         "nested_qa",
         "varying_depth",
@@ -110,6 +110,43 @@ def test_what_the_page_says_of_earlier_runs_over_token_ids_is_in_their_rows():
     assert "one hop needed a layer more than the construction, and longer chains stayed" in page
     assert solved[1, 2] == 0 < solved[1, 3]
     assert solved[2].sum() == solved[3].sum() == 0
+
+
+def test_what_the_page_says_of_intrinsic_dimension_is_in_its_rows():
+    page = " ".join((RESULTS / "README.md").read_text().split())
+    rows = rows_of(RESULTS / "intrinsic_dimension")
+    runs = rows.drop_duplicates("run")
+    least = runs.groupby(["matrices", "heads", "draw"])["nmse"].min()
+    least = least.groupby(["matrices", "heads"]).agg(gmean)
+    times = {
+        kind: least[kind, "1 3"] / least[kind, "2 2"]
+        for kind in ("gaussian, linear encoder", "orthogonal", "gaussian")
+    }
+    linear, rotated, plain = (f"{value:.0f}" for value in times.values())
+    assert f"{linear} times behind a linear encoder, {rotated} times with orthogonal" in page
+    assert f"{plain} times with Gaussian ones" in page
+    assert f"the gap of {plain} times there" in page
+    best = runs.loc[runs.groupby(["matrices", "heads"])["nmse"].idxmin(), "run"]
+    for kind, heads in rows[rows["run"].isin(best) & (rows["heads"] == "2 2")].groupby("matrices"):
+        shares = [heads[[f"first_{i}", f"second_{i}"]].max(axis=1) for i in (1, 2)]
+        assert sorted(int(share.argmax()) for share in shares) == [0, 1]
+        if kind == "orthogonal":
+            two = sorted(f"{share.max():.2f}".lstrip("0") for share in shares)
+            assert f"({' and '.join(two)} of the sequences" in page
+    worst = runs[(runs["matrices"] == "orthogonal") & (runs["heads"] == "2 2")]["nmse"]
+    said = f"({worst.max():.2f}), whose best is {worst.min():.3f}".replace("0.", ".")
+    assert said in page
+    few = runs[runs["heads"] == "1 3"].groupby("matrices")[["nmse", "floor"]].agg(["min", "max"])
+    nmse, floor = few["nmse"]["min"], few["floor"]
+    said = (
+        f"an NMSE of {nmse['gaussian, linear encoder']:.3f} behind a linear encoder and "
+        f"{nmse['orthogonal']:.2f} with orthogonal matrices"
+    )
+    assert said.replace("0.", ".") in page
+    said = f"{floor['max']['gaussian, linear encoder']:.2f} and {floor['max']['orthogonal']:.2f}:"
+    assert f"leaves {said}".replace("0.", ".") in page
+    said = f"({floor['min']['gaussian']:.2f} and {floor['max']['gaussian']:.3f})"
+    assert said.replace("0.", ".") in page
 
 
 def test_a_page_without_a_place_for_the_summary_is_left_alone(tmp_path):
