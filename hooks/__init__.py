@@ -26,7 +26,8 @@ from infoflow_lens.hooks.model.inputs import example_input
 from infoflow_lens.hooks.passes.attach import AttachedProbes, attach, probe_cache, run_probes
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.patterns import PatternsProbe, PatternsResult
-from infoflow_lens.hooks.positions import PositionsProbe, PositionsResult
+from infoflow_lens.hooks.positions.probe import PositionsProbe
+from infoflow_lens.hooks.positions.result import PositionsResult, ShardedPositions
 from infoflow_lens.hooks.probe import Probe, Split
 from infoflow_lens.hooks.recovery.probe import RecoveryProbe, RecoveryResult
 from infoflow_lens.hooks.result import Result
@@ -68,6 +69,7 @@ __all__ = [
     "ResampleInfluence",
     "Result",
     "RoutesResult",
+    "ShardedPositions",
     "Split",
     "StateScores",
     "SufficiencyResult",

@@ -4,7 +4,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -19,6 +19,9 @@ from infoflow_lens.hooks.passes.collector import HookFunction as HookFunction
 from infoflow_lens.hooks.passes.collector import NamedHook, hooks_of
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.result import Result
+
+if TYPE_CHECKING:
+    from infoflow_lens.hooks.sharded import ShardedResult
 
 ResultT = TypeVar("ResultT", bound=Result)
 ProbeT = TypeVar("ProbeT", bound="Probe[Any]")
@@ -61,6 +64,12 @@ class Split:
             return indices % self.every == self.every - 1
         return torch.full(indices.shape, self.mode == "evaluate")
 
+    def n_held_out(self, n: int) -> int:
+        """How many of the first `n` sequences are held out."""
+        if self.mode == "by_index" and self.step == 1:
+            return (self.first + n) // self.every - self.first // self.every
+        return int(self.held_out(self.indices(0, n)).sum())
+
     def turns(self, indices: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Numbers by which held-out sequences are dealt to blocks in turn."""
         return indices // self.every if self.mode == "by_index" else indices
@@ -79,9 +88,12 @@ class Probe(ABC, Generic[ResultT]):
     `compute`.
 
     Attributes:
+        sharded: the kind of result that keeps parts on disk, for what grows with the sequences.
         n_sequences: how many it has measured.
         pending: takes in what plain hooks have collected so far.
     """
+
+    sharded: ClassVar[type["ShardedResult[Any]"] | None] = None
 
     def __init__(self) -> None:
         self.n_sequences = 0
@@ -243,11 +255,22 @@ class Probe(ABC, Generic[ResultT]):
 
         Every process ends with the same probe, which takes no further passes; calling it again
         changes nothing. Without an initialised process group nothing happens.
+
+        Raises:
+            InfoFlowError: if another process is gone or does not answer; what this one has measured
+                stays in its probe.
         """
         distributed = torch.distributed
         if not (distributed.is_available() and distributed.is_initialized()) or self._is_reduced:
             return self
-        states = _gathered(self.state())
+        try:
+            states = _gathered(self.state())
+        except RuntimeError as error:  # of the backend
+            raise InfoFlowError(
+                f"another process of torch.distributed is gone or does not answer ({error}): "
+                "expected each to call all_reduce_() on the same probes; what this process has "
+                "measured is still in this probe, whose state() can be kept"
+            ) from error
         of_ranks = [copy.copy(self) for _ in states]
         for probe, state in zip(of_ranks, states, strict=True):
             probe.load_state(state)
@@ -320,6 +343,21 @@ class Probe(ABC, Generic[ResultT]):
             )
         return self.compute()
 
+    def check_model(self, fingerprint: str) -> None:
+        """Refuse what was measured on another model.
+
+        Args:
+            fingerprint: of the model.
+
+        Raises:
+            InfoFlowError: if it is not the one that was measured.
+        """
+        if self._record is not None and self._record.model_fingerprint != fingerprint:
+            raise InfoFlowError(
+                f"{type(self).__name__} has measured model {self._record.model_fingerprint}, this "
+                f"is {fingerprint} (other weights): use a new probe for each model"
+            )
+
     def refuse(self, reason: str) -> None:
         """From now on there is no result, for this reason."""
         self._refused = reason
@@ -357,11 +395,8 @@ class Probe(ABC, Generic[ResultT]):
             raise InfoFlowError(self._refused)
 
     def _same_model(self, record: RunRecord) -> None:
-        if self._record and self._record.model_fingerprint != record.model_fingerprint:
-            raise InfoFlowError(
-                f"{type(self).__name__} has measured model {self._record.model_fingerprint}, this "
-                f"is {record.model_fingerprint} (other weights): use a new probe for each model"
-            )
+        if record.model_fingerprint is not None:
+            self.check_model(record.model_fingerprint)
 
 
 def _gathered(state: dict[str, Any]) -> list[dict[str, Any]]:

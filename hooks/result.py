@@ -123,9 +123,14 @@ class Result(Displayed, ABC):
                     grouped[name] = tuple(value[index] for index in sorted(value))
             record = RunRecord.from_dict(plain.pop("record", None))
             values = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
-            return kind(record=record, **values, **grouped)
+            result = kind(record=record, **values, **grouped)
         except (OSError, SafetensorError, ValueError, TypeError, RuntimeError) as error:
             raise InfoFlowError(f"{str(tensors)!r} cannot be read ({error}): {hint}") from error
+        return result._located(path)
+
+    def _located(self: ResultT, path: str | os.PathLike[str]) -> ResultT:
+        """The result, knowing from where it was loaded, if it must."""
+        return self
 
 
 def run_of(path: str | os.PathLike[str]) -> Mapping[str, Any] | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.influence.base import InfluenceResult, influence_sets
-from infoflow_lens.hooks.positions import PositionsResult
+from infoflow_lens.hooks.positions.result import PositionsResult
 from infoflow_lens.theory.information_sets import InformationSets, Passing, propagate
 
 if TYPE_CHECKING:

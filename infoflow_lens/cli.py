@@ -287,6 +287,13 @@ def _print_inspection(description: str, found: Any, notes: list[str]) -> None:
 def probe(
     config: Callable[[], ProbingConfig],
     out: Annotated[Path, typer.Option(help="Folder for results and the report.", parser=folder)],
+    jobs: Annotated[int, typer.Option(help="Processes that measure at a time.")] = 1,
+    scheduler: Annotated[
+        str | None, typer.Option(help="Address of a dask scheduler, in place of own processes.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of each process; one where there are several.")
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Measure what a model's states depend on, predict it, and compare; run again to go on."""
@@ -295,7 +302,13 @@ def probe(
         from infoflow_lens.probing.run import run_probing
 
         result = run_probing(
-            out, settings, progress=not quiet, say=lambda line: typer.echo(line, err=True)
+            out,
+            settings,
+            progress=not quiet,
+            say=lambda line: typer.echo(line, err=True),
+            jobs=jobs,
+            scheduler=scheduler,
+            n_threads=threads,
         )
     _print_probing(result)
 

@@ -89,7 +89,7 @@ def finished() -> Path:
 
 def probing() -> ProbingConfig:
     return ProbingConfig(
-        str(model_folder()), "repeated", n=6, max_length=8, ranks=(1,), n_detail=2,
+        str(model_folder()), "repeated", n=6, max_length=8, ranks=(1,), n_detail=2, shard=4,
         probes=("positions", "influence"),
     )  # fmt: skip
 
@@ -305,9 +305,10 @@ SPOILS = (
     "a folder",
 )  # fmt: skip
 OF_A_RUN = (
-    "record.json", "positions.json", "positions.safetensors", "influence.json",
+    "record.json", "positions.json", "positions.safetensors", "positions/000001.json",
+    "positions/000001.safetensors", "influence.json",
     "influence.safetensors", "influence_attended.json", "influence_attended.safetensors",
-    "influence_positions.json", "inputs.safetensors", ".detail.safetensors",
+    "influence_positions.json", "inputs/000000.safetensors", ".detail.safetensors",
 )  # fmt: skip
 
 

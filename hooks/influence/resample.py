@@ -1,7 +1,7 @@
 """Influence by resample ablation: how far a state moves when a token is replaced by another's."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -269,12 +269,16 @@ def donors_from(
     Raises:
         InfoFlowError: if some position has no other sequence's token.
     """
-    rows = list(batches.sequences())
+    others: list[deque[Tensor]] = [deque(maxlen=_DONORS) for _ in range(length)]
+    every: list[deque[Tensor]] = [deque(maxlen=_DONORS) for _ in range(length)]
+    for index, row in enumerate(batches.sequences()):
+        for position, token in enumerate(row[:length]):
+            every[position].append(token)
+            if index >= n_measured:
+                others[position].append(token)
     donors = []
     for position in range(length):
-        found = _last_at(position, rows[n_measured:])
-        if len(found) < 2:
-            found = _last_at(position, rows)
+        found = others[position] if len(others[position]) >= 2 else every[position]
         if len(found) < 2:
             raise InfoFlowError(
                 "influence 'resample' replaces tokens by those of other sequences, and only one "
@@ -283,9 +287,3 @@ def donors_from(
             )
         donors.append(torch.stack([found[i % len(found)] for i in range(_DONORS)]))
     return torch.stack(donors, dim=1)
-
-
-def _last_at(position: int, rows: Sequence[Tensor]) -> list[Tensor]:
-    """The tokens at a position of the last sequences that have it."""
-    long = (row[position] for row in reversed(rows) if len(row) > position)
-    return list(islice(long, _DONORS))[::-1]

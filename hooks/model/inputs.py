@@ -67,10 +67,26 @@ class Batch:
         return places < lengths[:, None]
 
 
+@dataclass(frozen=True)
+class Extent:
+    """How many sequences there are, and how long.
+
+    Attributes:
+        n_sequences: how many.
+        longest: tokens of the longest.
+        shortest: tokens of the shortest.
+    """
+
+    n_sequences: int
+    longest: int
+    shortest: int
+
+
 class Batches:
     """Sequences in their own order, in batches of at most so many.
 
     Attributes:
+        extent: how many and how long; None for a loader.
         n_sequences: how many; None for a loader of unknown length.
         longest: tokens of the longest; None if unknown.
         shortest: tokens of the shortest; 1 if unknown.
@@ -88,13 +104,16 @@ class Batches:
         self._model, self._name, self._column = model, name, column
         self._max_length = max_length
         self._sequences, self._loader = sequences, loader
+        self.extent: Extent | None = None
         self.n_sequences: int | None = None
         self.longest: int | None = None
         self.shortest = 1
         if sequences is not None:
-            self.n_sequences = len(sequences)
-            self.longest = max(len(sequence) for sequence in sequences)
-            self.shortest = min(len(sequence) for sequence in sequences)
+            # sequences on disk know it, and are not read for it
+            extent = getattr(sequences, "extent", None) or _extent(sequences)
+            self.extent = extent
+            self.n_sequences = extent.n_sequences
+            self.longest, self.shortest = extent.longest, extent.shortest
 
     def sequences(self) -> Tensor | Sequence[Tensor]:
         """All sequences.
@@ -111,7 +130,17 @@ class Batches:
 
     def first(self, n: int) -> "Batches":
         """The first `n` sequences."""
-        return Batches(self._model, self.sequences()[:n], name=self._name)
+        return self.part(0, n)
+
+    def part(self, start: int, stop: int | None = None, longest: int | None = None) -> "Batches":
+        """The sequences from `start` to before `stop`, cut to `longest` tokens."""
+        rows = self.sequences()[start:stop]
+        if longest is not None and len(rows):
+            if isinstance(rows, Tensor):
+                rows = rows[:, :longest]
+            else:
+                rows = rows.cut(longest) if hasattr(rows, "cut") else [r[:longest] for r in rows]
+        return Batches(self._model, rows, name=self._name)
 
     def whole(self) -> Batch:
         """All sequences together, whether or not the model may be run on them so."""
@@ -167,6 +196,13 @@ class Batches:
                 continue
             yield from part.batches(batch_size, skip)
             skip = 0
+
+
+def _extent(sequences: Tensor | Sequence[Tensor]) -> Extent:
+    if isinstance(sequences, Tensor):
+        return Extent(len(sequences), sequences.shape[1], sequences.shape[1])
+    lengths = [len(sequence) for sequence in sequences]
+    return Extent(len(lengths), max(lengths), min(lengths))
 
 
 Inputs: TypeAlias = Tensor | str | Sequence[str] | Sequence[Tensor] | Iterable[Any] | Batches
@@ -396,6 +432,7 @@ def read_inputs(
     column: str | None = None,
     max_length: int | None = None,
     name: str = "inputs",
+    first: int = 0,
 ) -> Batches:
     """Whatever a user has, as :class:`Batches`: checked, tokenised once, padding taken off.
 
@@ -408,6 +445,7 @@ def read_inputs(
         column: of a dataset; default, the first of input_ids, tokens, text, x.
         max_length: longer sequences of ids are cut to it.
         name: what errors call them.
+        first: the number of the first, where these are a part of more.
 
     Raises:
         InfoFlowError: for an empty string, no tokenizer, a dataset without the column, sequences
@@ -449,7 +487,9 @@ def read_inputs(
     if isinstance(given, str):
         given = [given]
     if isinstance(given, Tensor) or _is_list_of_sequences(given):
-        return Batches(model, _read_sequences(model, given, attention_mask, max_length, name))
+        return Batches(
+            model, _read_sequences(model, given, attention_mask, max_length, name, first)
+        )
     if not isinstance(given, Iterable) or isinstance(given, bytes):
         raise InfoFlowError(
             f"{name} is {type(given).__name__}: expected a tensor, strings, a list of token ids, "
@@ -466,10 +506,10 @@ def read_inputs(
 
 
 def _read_sequences(
-    model: nn.Module, given: Any, attention_mask: Any, max_length: int | None, name: str
+    model: nn.Module, given: Any, attention_mask: Any, max_length: int | None, name: str, first: int
 ) -> Tensor | list[Tensor]:
     """Sequences, checked, and as one tensor where they are of one length."""
-    rows = _sequences(model, given, attention_mask, name, max_length)
+    rows = _sequences(model, given, attention_mask, name, max_length, first)
     if isinstance(rows, Tensor):
         check_inputs(model, rows, name)
         return rows
@@ -495,7 +535,12 @@ def _is_list_of_sequences(inputs: Any) -> bool:
 
 
 def _sequences(
-    model: nn.Module, inputs: Any, attention_mask: Any, name: str, max_length: int | None
+    model: nn.Module,
+    inputs: Any,
+    attention_mask: Any,
+    name: str,
+    max_length: int | None,
+    first: int,
 ) -> Tensor | list[Tensor]:
     """Sequences of ids, each as long as it is, or one tensor of vectors."""
     if isinstance(inputs, Tensor) and not inputs.ndim:
@@ -508,7 +553,8 @@ def _sequences(
                 f"{name} holds texts with an attention_mask: expected none, as texts have no "
                 "padding; give token ids with their mask, or the texts alone"
             )
-        return [tokenized(model, text, f"{name}[{i}]", max_length) for i, text in enumerate(inputs)]
+        texts = enumerate(inputs, first)
+        return [tokenized(model, text, f"{name}[{i}]", max_length) for i, text in texts]
     try:
         rows = [torch.as_tensor(row) for row in inputs]
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -522,7 +568,7 @@ def _sequences(
                 "sequence of vectors has the same length"
             )
         return torch.stack(rows)
-    for index, row in enumerate(rows):
+    for index, row in enumerate(rows, first):
         if row.ndim != 1 or not len(row) or row.is_floating_point():
             raise InfoFlowError(
                 f"{name}[{index}] is {row.dtype} of shape {tuple(row.shape)}: expected a row of at "
@@ -537,7 +583,7 @@ def _sequences(
             f"the attention_mask {given} for {len(rows)} sequences: expected a row for each"
         )
     masks = []
-    for index, (row, given) in enumerate(zip(rows, attention_mask, strict=True)):
+    for index, (row, given) in enumerate(zip(rows, attention_mask, strict=True), first):
         label = f"the attention_mask of {name}[{index}]"
         try:
             (mask,) = check_mask(torch.as_tensor(given)[None], label)

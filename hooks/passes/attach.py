@@ -13,7 +13,14 @@ from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import model_fingerprint
-from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs, check_mask, read_inputs
+from infoflow_lens.hooks.model.inputs import (
+    Batch,
+    Batches,
+    Extent,
+    Inputs,
+    check_mask,
+    read_inputs,
+)
 from infoflow_lens.hooks.model.points import (
     check_one_device,
     key_count,
@@ -105,15 +112,22 @@ def attach(
     """
     if not probes:
         raise InfoFlowError("no probes to attach: expected at least one, as in attach(model, p)")
+    with _attached(model, probes, Split(eval_every, first=first_index, step=index_step)) as found:
+        yield found
+
+
+@contextmanager
+def _attached(
+    model: nn.Module, probes: Sequence[Probe[Any]], split: Split, weights: Weights | None = None
+) -> Iterator[AttachedProbes]:
     _check_probes(probes)
     check_apart(probes)
-    split = Split(eval_every, first=first_index, step=index_step)
     _check_not_compiled(model)
     layer_count(model)
     check_one_device(model)
-    weights = Weights(model)
+    weights = Weights(model) if weights is None else weights
     needs = _prepared(model, probes, weights.fingerprint)
-    session = Session(probes, split, needs, weights)
+    session = Session(tuple(probes), split, needs, weights)
     join(model, session)
     try:
         yield AttachedProbes(session)
@@ -258,6 +272,56 @@ def run_probes(
         InfoFlowError: for bad inputs or a model that lacks what a probe needs, before the first
             pass; for NaN in activations, and for too little memory even for half a batch.
     """
+    run_passes(
+        model,
+        inputs,
+        probes,
+        eval_inputs,
+        attention_mask=attention_mask,
+        column=column,
+        max_length=max_length,
+        batch_size=batch_size,
+        eval_every=eval_every,
+        first_index=first_index,
+        index_step=index_step,
+        skip=skip,
+        after_batch=after_batch,
+        progress=progress,
+    )
+    return tuple(probe.result() for probe in probes)
+
+
+def run_passes(
+    model: nn.Module,
+    inputs: Inputs,
+    probes: Sequence[Probe[Any]],
+    eval_inputs: Inputs | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    column: str | None = None,
+    max_length: int | None = None,
+    batch_size: int = 256,
+    eval_every: int = 5,
+    first_index: int = 0,
+    index_step: int = 1,
+    skip: int = 0,
+    after_batch: Callable[[int], None] | None = None,
+    progress: bool = True,
+    extent: Extent | None = None,
+    weights: Weights | None = None,
+) -> None:
+    """:func:`run_probes` without the results, such as for a part of the sequences of a run.
+
+    Args:
+        extent: of all sequences of which `inputs` are a part; by it probes check what they get.
+        weights: of the model, looked at before; of several calls on one model the first alone must
+            read all of them.
+        model, inputs, probes, eval_inputs, attention_mask, column, max_length, batch_size,
+            eval_every, first_index, index_step, skip, after_batch, progress: as there.
+
+    Raises:
+        InfoFlowError: as there.
+    """
     layer_count(model)  # is it a model at all?
     _check_probes(probes)
     split = Split(eval_every, first=first_index, step=index_step)
@@ -268,9 +332,11 @@ def run_probes(
     )
     parts: list[tuple[str, Batches]] = [("by_index" if eval_inputs is None else "fit", read)]
     n_fit = n_evaluate = None
-    if read.n_sequences is not None:
-        n_evaluate = int(split.held_out(split.indices(0, read.n_sequences)).sum())
-        n_fit = read.n_sequences - n_evaluate
+    n_all = read.n_sequences if extent is None else extent.n_sequences
+    if n_all is not None:
+        all_of_them = split if extent is None else Split(eval_every)
+        n_evaluate = all_of_them.n_held_out(n_all)
+        n_fit = n_all - n_evaluate
     if eval_inputs is not None:
         held_out = read_inputs(
             model, eval_inputs, column=column, max_length=max_length, name="eval_inputs"
@@ -278,6 +344,7 @@ def run_probes(
         parts.append(("evaluate", held_out))
         n_fit, n_evaluate = read.n_sequences, held_out.n_sequences
     longest = [part.longest for _, part in parts if part.longest is not None]
+    longest += [] if extent is None else [extent.longest]
     if longest:
         for probe in probes:
             probe.check(n_fit, n_evaluate, key_count(model, max(longest)))
@@ -287,13 +354,7 @@ def run_probes(
     has_other_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     with (
         eval_mode(model),
-        attach(
-            model,
-            *probes,
-            eval_every=eval_every,
-            first_index=first_index,
-            index_step=index_step,
-        ) as attached,
+        _attached(model, probes, split, weights) as attached,
         progress_bar("probing", total, progress, done=skip) as advance,
     ):
         attached.session.stops_early = starts_at_layers(model) and not has_other_hooks
@@ -306,7 +367,6 @@ def run_probes(
                     advance(len(batch))
                     if after_batch is not None:
                         after_batch(len(batch))
-    return attached.results()
 
 
 def _run(model: nn.Module, batch: Batch, session: Session, halved: bool) -> bool:

@@ -12,7 +12,7 @@ from infoflow_lens.agreement import Agreement, SetAgreement, compare
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import locked, write_json, write_text
-from infoflow_lens.foundation.processes import one_thread
+from infoflow_lens.foundation.processes import threads
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.seeds import check_seed
 from infoflow_lens.hooks import (
@@ -282,7 +282,7 @@ def run_demo(
         TrainingInterrupted: on Ctrl-C while training.
     """
     config = config or DemoConfig()
-    with locked(out, "infoflow-lens demo") as folder, one_thread():
+    with locked(out, "infoflow-lens demo") as folder, threads(1):
         return _run_demo(folder, config, progress)
 
 

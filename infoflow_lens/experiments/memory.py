@@ -1,13 +1,10 @@
-"""Whether runs fit in memory: an estimate, and what is free."""
+"""Whether runs fit in memory: an estimate beside what is free."""
 
-import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-
-import torch
+from collections.abc import Sequence
 
 from infoflow_lens.foundation.checks import check_device as check_device
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.memory import free_on, shown_bytes
 
 _WORKER_BYTES = 5 * 2**27  # of a process that has imported everything and trained nothing
 _FLOAT = 4
@@ -32,15 +29,14 @@ def check_memory(needed_bytes: int, device: str, jobs: int = 1) -> None:
     needed = needed_bytes * jobs
     if jobs > 1:
         needed += _WORKER_BYTES * jobs
-    on_cuda = torch.device(device).type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if on_cuda else free_memory()
+    free = free_on(device)
     if free is None or needed <= free:
         return
     runs = f"{jobs} runs at a time need" if jobs > 1 else "a run needs"
     fewer = "fewer jobs, or " if jobs > 1 else ""
     raise InfoFlowError(
-        f"{runs} about {_shown(needed)} of memory on {device}, but {_shown(free)} is free: "
-        f"expected it to fit; choose {fewer}a smaller preset"
+        f"{runs} about {shown_bytes(needed)} of memory on {device}, but {shown_bytes(free)} is "
+        f"free: expected it to fit; choose {fewer}a smaller preset"
     )
 
 
@@ -88,74 +84,3 @@ def run_bytes(
     data = 3 * n_train * (n_tokens * d_token + 1)
     weights = 6 * sum(d_model * (4 * width + 2 * d_mlp) for width in widths)
     return _FLOAT * (data + weights + max(step, evaluation))
-
-
-def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may still take, by the machine and by its control groups.
-
-    None where the system tells nothing. What files occupy in caches counts as free.
-
-    Args:
-        root: where the system's files are.
-    """
-    free = [_free_on_machine(root), *_free_in_groups(root)]
-    known = [value for value in free if value is not None]
-    return max(0, min(known)) if known else None
-
-
-def _free_on_machine(root: Path) -> int | None:
-    for line in _lines(root / "proc/meminfo"):
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    try:  # without such a list, all that there is
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
-
-
-def _free_in_groups(root: Path) -> Iterator[int]:
-    """What the control groups of this process leave, and those that they are in; both versions."""
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mounted = root / "sys/fs/cgroup"
-            limit, usage, cache = "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            mounted = root / "sys/fs/cgroup/memory"
-            limit, usage, cache = (
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
-        else:
-            continue
-        group = mounted / path.strip("/")
-        # in a container the path may be the host's: only its root is to be seen
-        for folder in (group, *group.parents):
-            allowed, used = (_number(folder / name) for name in (limit, usage))
-            if allowed is not None and used is not None:
-                stat = dict(row.split(" ", 1) for row in _lines(folder / "memory.stat"))
-                yield allowed - used + int(stat.get(cache, 0))
-            if folder == mounted:
-                break
-
-
-def _lines(path: Path) -> list[str]:
-    """The lines of one of the system's files; none where there is no such file."""
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-
-
-def _number(path: Path) -> int | None:
-    """What the file holds, if it is a number ("max" is none)."""
-    text = "".join(_lines(path)).strip()
-    return int(text) if text.isdigit() else None
-
-
-def _shown(n_bytes: int) -> str:
-    if n_bytes < 2**30:
-        return f"{n_bytes / 2**20:.0f} MiB"
-    return f"{n_bytes / 2**30:.1f} GiB"

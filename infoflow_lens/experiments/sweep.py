@@ -1,12 +1,8 @@
 """Running a study: every configuration and seed, in parallel, resumable, with a verdict."""
 
-import asyncio
-import concurrent.futures
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +13,6 @@ from infoflow_lens.experiments.memory import check_memory
 from infoflow_lens.experiments.study import Row, Settings, Study, Verdict
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.extras import optional
 from infoflow_lens.foundation.files import (
     atomic_path,
     locked,
@@ -27,9 +22,9 @@ from infoflow_lens.foundation.files import (
     write_text,
 )
 from infoflow_lens.foundation.names import nearest
-from infoflow_lens.foundation.processes import end_with, one_thread
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord, package_versions
+from infoflow_lens.foundation.workers import check_workers, workers
 from infoflow_lens.training import TrainingDivergedError
 
 if TYPE_CHECKING:
@@ -37,7 +32,7 @@ if TYPE_CHECKING:
 
 _STUDY, _RUN = "infoflow-lens study 1", "infoflow-lens study run 1"
 _RECORD = "infoflow-lens study record 1"
-_MOST_SEEDS, _MOST_JOBS = 10_000, 4096
+_MOST_SEEDS = 10_000
 
 
 @dataclass(frozen=True)
@@ -119,13 +114,9 @@ def run_study(
     if preset not in study.presets:
         raise InfoFlowError(f"preset is {preset!r}{nearest(preset, study.presets)}")
     n_seeds = study.presets[preset] if seeds is None else seeds
-    for name, value, most in (("seeds", n_seeds, _MOST_SEEDS), ("jobs", jobs, _MOST_JOBS)):
-        if not 1 <= value <= most:
-            raise InfoFlowError(f"{name} is {value}: expected 1 to {most}")
-    if scheduler is not None:
-        optional("distributed", "cluster", f"the scheduler {scheduler!r}")
-    if scheduler is not None or jobs > 1:
-        optional("joblib", "studies", "a study in several processes")
+    if not 1 <= n_seeds <= _MOST_SEEDS:
+        raise InfoFlowError(f"seeds is {n_seeds}: expected 1 to {_MOST_SEEDS}")
+    check_workers(jobs, scheduler, "a study")
     runs = [
         Run(index, settings, seed)
         for index, (settings, seed) in enumerate(
@@ -143,12 +134,18 @@ def run_study(
         missing = [run for run in runs if run.index not in kept]
         # connected first: where no run can start, the folder stays free
         with (
-            _workers(study, out, jobs, scheduler) as start,
+            workers(
+                jobs,
+                scheduler,
+                finished="finished runs are kept",
+                again=f"infoflow-lens experiment {study.name} --out {out} --resume",
+                go_on=f"finished runs are kept in {str(out)!r}; go on with --resume",
+            ) as spread,
             progress_bar(study.name, len(runs), progress, done=len(kept)) as advance,
         ):
             write_signed(out / "study.json", _STUDY, claim)
             write_statement(study, out)
-            for run, rows in start(study, missing, device):
+            for run, rows in spread(measure_run, ((study, run, device) for run in missing)):
                 values = {"of_run": _identity(study, run), "rows": rows}
                 write_signed(_path(out, run), _RUN, values)
                 kept[run.index] = _kept(out, study, run)
@@ -238,28 +235,14 @@ def _verdict(
     return Verdict(verdict.passed, (*verdict.reasons, f"{reason}: the rule is about the others"))
 
 
-# Runs, here or elsewhere
-
-Starter = Callable[[Study, Sequence[Run], str], Iterator[tuple[Run, list[Row]]]]
-
-
-def measure_run(
-    study: Study, run: Run, device: str, parent: int | None = None
-) -> tuple[Run, list[Row]]:
-    """One run, with one thread; a training that diverges is a row that says so.
-
-    Args:
-        study, run, device: what to measure, and where.
-        parent: the process that has started this one as a worker, and with which it ends.
-    """
-    if parent is not None:
-        end_with(parent)
-    with one_thread():
-        try:
-            rows = study.measure(run.settings, run.seed, device)
-            status = "finished"
-        except TrainingDivergedError:
-            rows, status = [{}], "diverged"
+def measure_run(task: tuple[Study, Run, str]) -> tuple[Run, list[Row]]:
+    """One run of a study on a device; a training that diverges is a row that says so."""
+    study, run, device = task
+    try:
+        rows = study.measure(run.settings, run.seed, device)
+        status = "finished"
+    except TrainingDivergedError:
+        rows, status = [{}], "diverged"
     about: Row = {"run": run.index, "status": status, "seed": run.seed}
     shown = {key: _plain(value) for key, value in run.settings.items()}
     return run, [{**about, **shown, **row} for row in rows]
@@ -268,82 +251,6 @@ def measure_run(
 def _plain(value: Any) -> Any:
     """A setting as a cell of a table."""
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-
-
-@contextmanager
-def _workers(study: Study, out: Path, jobs: int, scheduler: str | None) -> Iterator[Starter]:
-    """What runs a study; whatever ends it says how to go on.
-
-    Raises:
-        InfoFlowError: if the scheduler does not answer, or it or a worker is gone.
-        KeyboardInterrupt: when it is stopped.
-    """
-    where = "" if scheduler is None else f" --scheduler {scheduler}"
-    again = f"infoflow-lens experiment {study.name} --out {out} --resume{where}"
-    try:
-        with _started(jobs, scheduler) as start:
-            yield start
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"finished runs are kept in {str(out)!r}; go on with --resume"
-        ) from None
-    except Exception as error:
-        if not _is_of_workers(error, scheduler):
-            raise
-        what = "a worker process" if scheduler is None else f"the dask scheduler at {scheduler!r}"
-        raise InfoFlowError(
-            f"{what} is gone ({type(error).__name__}): finished runs are kept; go on with {again}"
-        ) from error
-
-
-def _is_of_workers(error: BaseException, scheduler: str | None) -> bool:
-    """Whether an error tells of processes that are gone, not of a run."""
-    if isinstance(error, InfoFlowError):
-        return False
-    module = type(error).__module__
-    if scheduler is None:
-        return "process_executor" in module  # loky's
-    lost = (OSError, asyncio.CancelledError, concurrent.futures.CancelledError)
-    return isinstance(error, lost) or module.startswith(("distributed", "tornado"))
-
-
-@contextmanager
-def _started(jobs: int, scheduler: str | None) -> Iterator[Starter]:
-    if scheduler is None and jobs == 1:
-        yield lambda study, runs, device: (measure_run(study, run, device) for run in runs)
-        return
-    import joblib
-
-    parent = os.getpid() if scheduler is None else None
-
-    def start(study: Study, runs: Sequence[Run], device: str) -> Iterator[tuple[Run, list[Row]]]:
-        tasks = (joblib.delayed(measure_run)(study, run, device, parent) for run in runs)
-        parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)
-        yield from parallel(tasks)
-
-    if scheduler is None:
-        with joblib.parallel_config("loky", inner_max_num_threads=1):
-            yield start
-        return
-    with _dask(scheduler), joblib.parallel_config("dask"):
-        yield start
-
-
-@contextmanager
-def _dask(scheduler: str) -> Iterator[None]:
-    from distributed import Client
-
-    try:
-        client = Client(scheduler, timeout="3s")
-    except Exception as error:  # an address that is none raises errors of many kinds
-        raise InfoFlowError(
-            f"there is no dask scheduler at {scheduler!r} ({type(error).__name__}: {error}): "
-            "expected the address of a running one, such as tcp://127.0.0.1:8786"
-        ) from error
-    try:
-        yield
-    finally:
-        client.close(timeout=1)
 
 
 # The folder

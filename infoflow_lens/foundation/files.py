@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from infoflow_lens.foundation.errors import InfoFlowError
 
-_UNFINISHED = ".part"  # the end of the names of files that are being written
+UNFINISHED = ".part"  # the end of the names of files that are being written
 _LOCK, _WRITER = ".lock", ".lock.json"
 
 
@@ -34,7 +34,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     target = Path(path)
     with _said_of(target):
         descriptor, name = tempfile.mkstemp(
-            dir=target.parent, prefix=f".{target.name}.", suffix=_UNFINISHED
+            dir=target.parent, prefix=f".{target.name}.", suffix=UNFINISHED
         )
         os.close(descriptor)
         temporary = Path(name)
@@ -218,7 +218,7 @@ def sweep(folder: Path) -> None:
 
     Only for who holds the lock of the folder.
     """
-    for path in list(folder.rglob(f".*{_UNFINISHED}")):
+    for path in list(folder.rglob(f".*{UNFINISHED}")):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -14,17 +14,18 @@ _watched: set[int] = set()
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """PyTorch computes with one thread in a block, on which the last digits of numbers depend.
+def threads(count: int) -> Iterator[None]:
+    """PyTorch computes with so many threads in a block: the last digits of numbers depend on it.
 
-    Blocks of several threads of a program may overlap: the last to end puts the number back.
+    Blocks of several threads of a program may overlap, with the same count: the last to end puts
+    the number back.
     """
     global _inside, _before
     with _lock:
         if not _inside:
             _before = torch.get_num_threads()
         _inside += 1
-    torch.set_num_threads(1)  # which OpenMP keeps for each thread
+    torch.set_num_threads(count)  # which OpenMP keeps for each thread
     try:
         yield
     finally:

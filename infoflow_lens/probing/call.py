@@ -15,6 +15,7 @@ from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
+from infoflow_lens.hooks.sharded import ShardedResult
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.part import Say
@@ -33,6 +34,9 @@ def probe(
     tokenizer: Any | None = None,
     progress: bool = True,
     say: Say = lambda line: None,
+    jobs: int = 1,
+    scheduler: str | None = None,
+    n_threads: int | None = None,
     **settings: Any,
 ) -> ProbingResult:
     """Probe a model on data: measure, predict, compare. The same as `infoflow-lens probe`.
@@ -46,6 +50,8 @@ def probe(
         tokenizer: of a model of transformers in memory.
         progress: show bars.
         say: called with a line for every part that begins.
+        jobs, scheduler, n_threads: who measures; see
+            :func:`~infoflow_lens.probing.run.run_probing`. Workers load the model by its name.
         settings: those of :class:`ProbingConfig`, the command's options: probes, n, max_length,
             ranks, influence, batch_size, seed, ...
 
@@ -54,7 +60,8 @@ def probe(
 
     Raises:
         InfoFlowError: for bad settings, models or data, before work starts; for a folder with
-            results of other settings; for what probes refuse.
+            results of other settings; for what probes refuse; without a folder, for results that
+            do not fit in memory.
         KeyboardInterrupt: when it is stopped, with what to do to go on.
 
     Example:
@@ -74,6 +81,11 @@ def probe(
     )
     loaded = None
     if not isinstance(model, (str, os.PathLike)):
+        if jobs != 1 or scheduler is not None:
+            raise InfoFlowError(
+                f"the model is in memory, and jobs is {jobs}, scheduler {scheduler!r}: expected a "
+                "name or a folder, from which workers load it; save it first"
+            )
         of_model: dict[str, Any] = {
             name: settings.get(name, "auto" if name == "backend" else None) for name in _OF_MODEL
         }
@@ -88,11 +100,16 @@ def probe(
                 config.model, device=config.device, dtype=config.dtype, backend=config.backend
             )
         batches = _read(loaded.model, data, config)
+    crew: dict[str, Any] = {"jobs": jobs, "scheduler": scheduler, "n_threads": n_threads}
     if out is not None:
-        return run_probing(Path(out), config, progress, say, loaded, batches)
+        return run_probing(Path(out), config, progress, say, loaded, batches, **crew)
     folder = Path(tempfile.mkdtemp(prefix="infoflow-probe-"))
     try:
-        result = run_probing(folder, config, progress, say, loaded, batches)
+        result = run_probing(folder, config, progress, say, loaded, batches, **crew)
+        in_memory = {
+            name: part.whole() if isinstance(part, ShardedResult) else part
+            for name, part in result.found.items()
+        }
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"finished batches are kept; run the same with out={str(folder)!r} to go on"
@@ -101,7 +118,7 @@ def probe(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
-    return replace(result, out=None)
+    return replace(result, out=None, found=in_memory)
 
 
 def _with_settings() -> inspect.Signature:

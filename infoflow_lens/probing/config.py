@@ -58,6 +58,10 @@ class ProbingConfig:
     metric: Annotated[Metric | None, "Of the mechanisms' damage; default by the output."] = None
     threshold: Annotated[float, "Damage up to which an ideal is enough."] = 0.05
     batch_size: Annotated[int, "Sequences in a pass."] = 8
+    shard: Annotated[
+        int,
+        "Sequences that are measured together and kept as one; numbers are put together by shards.",
+    ] = 512
     n_shown: Annotated[int, "Sequences that the report shows."] = 6
     seed: Annotated[int, "Seed of all that is drawn."] = 0
     device: Annotated[str, "Where to run it: cpu, cuda:0, ..."] = "cpu"
@@ -96,7 +100,7 @@ class ProbingConfig:
                 "sketch is 1: expected 0, which is exact, or at least 2 directions, whose spread "
                 "tells the error"
             )
-        for name in ("batch_size", "n_detail", "n_shown"):
+        for name in ("batch_size", "n_detail", "shard", "n_shown"):
             found[name] = check_integer(getattr(self, name), name, 1)
         for name in ("n", "max_length", "window"):
             if getattr(self, name) is not None:

@@ -1,7 +1,9 @@
 """Data for a probe run, by what a user types: a file, a folder, a task, or a name on the hub."""
 
+from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, read_inputs
-from infoflow_lens.probing.windows import evenly_spread, token_stream
+from infoflow_lens.probing.windows import windows
 from infoflow_lens.tasks import TokenTask, is_task, list_tasks, load_task
 
 REPEATED = "repeated"  # random tokens, twice: the test of induction
@@ -23,6 +25,9 @@ _TABLES = {
     ".parquet": "parquet",
 }
 _TENSORS = (".pt", ".npy", ".safetensors")
+_ROWS = 1000  # read at a time
+_PIECE = 2**20  # characters of a text that is joined, at a time
+_LINE = 2**26  # characters of a text that is a line of its own, at most
 
 
 def read_data(
@@ -35,7 +40,29 @@ def read_data(
     window: int | None = None,
     seed: int = 0,
 ) -> Batches:
-    """The sequences that a user names, tokenised once.
+    """The sequences that a user names, tokenised once, in memory; see :func:`stream_data`."""
+    rows = list(
+        stream_data(
+            model, data, column=column, n=n, max_length=max_length, window=window, seed=seed
+        )
+    )
+    together = len({len(row) for row in rows}) == 1
+    return Batches(model, torch.stack(rows) if together else rows, name=data)
+
+
+def stream_data(
+    model: nn.Module,
+    data: str,
+    *,
+    column: str | None = None,
+    n: int | None = None,
+    max_length: int | None = None,
+    window: int | None = None,
+    seed: int = 0,
+) -> Iterator[Tensor]:
+    """The sequences that a user names, tokenised as they are read: token ids [pos], or vectors.
+
+    Of texts and rows in files no more is in memory than some hundreds of sequences.
 
     Args:
         model: the model that will read them.
@@ -60,15 +87,21 @@ def read_data(
     if window is not None:
         window = check_integer(window, "window", 1, " token")
         max_length = min(window, max_length or window)
-        texts = read_texts(data, column)
+        texts = stream_texts(data, column)
         if texts is not None:
-            prefix, stream = token_stream(model, texts)
-            return read_inputs(model, evenly_spread(prefix, stream, max_length, n, data), name=data)
-    given = _load(model, data, n or 256, max_length, seed)
-    if n is not None:
-        table = hasattr(given, "column_names")
-        given = given.select(range(min(n, len(given)))) if table else given[:n]
-    return read_inputs(model, given, column=column, max_length=max_length, name=data)
+            one_text = Path(data).suffix == ".txt"
+            yield from windows(model, texts, max_length, n, data, one_text=one_text)
+            return
+    seen = 0
+    for part in _parts(model, data, n or 256, max_length, seed):
+        if n is not None:
+            most = min(n - seen, len(part))
+            part = part[:most] if isinstance(part, Tensor) else part.select(range(most))
+        read = read_inputs(model, part, column=column, max_length=max_length, name=data, first=seen)
+        yield from read.sequences()
+        seen += len(part)
+        if seen == n:
+            return
 
 
 def check_data(data: str) -> None:
@@ -86,10 +119,24 @@ def check_data(data: str) -> None:
 
 
 def read_texts(data: str, column: str | None = None) -> list[str] | None:
-    """The texts that a user names; None for what holds ids or vectors.
+    """The texts that a user names, in memory; None for what holds ids or vectors.
+
+    Raises:
+        InfoFlowError: as for :func:`stream_texts`; and for a text file that holds no text.
+    """
+    texts = stream_texts(data, column)
+    if texts is None:
+        return None
+    found = list(texts)
+    return ["".join(found)] if Path(data).suffix == ".txt" else found or None
+
+
+def stream_texts(data: str, column: str | None = None) -> Iterator[str] | None:
+    """The texts that a user names, as they are read; None for what holds ids or vectors.
 
     Args:
-        data: a text file, which is one text; rows with a column of texts; or a name on the hub.
+        data: a text file, which is one text, given in pieces that end with a line; rows with a
+            column of texts; or a name on the hub.
         column: of the rows.
 
     Raises:
@@ -97,70 +144,123 @@ def read_texts(data: str, column: str | None = None) -> list[str] | None:
     """
     path = Path(data)
     if path.suffix == ".txt" and path.is_file():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InfoFlowError(f"{data!r} cannot be read ({error}): expected UTF-8") from error
-        if not text.strip():
-            raise InfoFlowError(f"{data!r} holds no text: expected some")
-        return [text]
+        return _pieces(path)
     if path.suffix in _TENSORS or data == REPEATED or is_task(data):
         return None
-    given = read_rows(data) if path.is_dir() or path.suffix in _TABLES else _from_hub(data)
-    names = list(getattr(given, "column_names", ()))
-    chosen = column or next((name for name in COLUMNS if name in names), "")
-    values = list(given[chosen]) if chosen in names else []
-    if not values or not all(isinstance(value, str) for value in values):
+    is_file = path.is_dir() or path.suffix in _TABLES
+    parts = _rows_of(path) if is_file else iter([_from_hub(data)])
+    first = next(parts)
+    chosen = column or next((name for name in COLUMNS if name in first.column_names), "")
+    if chosen not in first.column_names or not isinstance(first[0][chosen], str):
         return None
-    return [text for text in values if text.strip()] or None
+    every = (row for part in chain([first], parts) for row in part[chosen])
+    return (text for text in every if isinstance(text, str) and text.strip())
 
 
-def _load(model: nn.Module, data: str, n: int, max_length: int | None, seed: int) -> Any:
-    path = Path(data)
-    if path.is_dir():
-        return _folder(path)
-    if path.suffix in _TENSORS and path.is_file():
-        return _with_axes(_tensor(path), path)
-    if path.suffix in _TABLES:
-        if not path.is_file():
-            raise InfoFlowError(f"there is no file {data!r}: expected a file of texts or rows")
-        return _table(path)
-    if data == REPEATED:
-        return _repeated(model, n, max_length, seed)
-    if is_task(data):
-        return _task(model, data, n, seed)
-    return _from_hub(data)
-
-
-def read_rows(data: str) -> Any:
-    """A dataset from a file of rows or a folder that ``datasets`` has saved.
+def _pieces(path: Path) -> Iterator[str]:
+    """A text file in pieces that end with a line, or with a word where lines are very long.
 
     Raises:
-        InfoFlowError: for what is neither, or cannot be read.
+        InfoFlowError: if it is not UTF-8, or holds nothing but blanks.
     """
+    empty, rest = True, ""
+    try:
+        with path.open(encoding="utf-8") as file:
+            while read := file.read(_PIECE):
+                empty = empty and not read.strip()
+                text = rest + read
+                stop = text.rfind("\n") + 1 or max(text.rfind(" "), 0) or len(text)
+                rest = text[stop:]
+                yield text[:stop]
+        if rest:
+            yield rest
+    except (OSError, UnicodeDecodeError) as error:
+        raise InfoFlowError(f"{str(path)!r} cannot be read ({error}): expected UTF-8") from error
+    if empty:
+        raise InfoFlowError(f"{str(path)!r} holds no text: expected some")
+
+
+def _parts(model: nn.Module, data: str, n: int, max_length: int | None, seed: int) -> Iterator[Any]:
+    """What a user names, some sequences at a time."""
     path = Path(data)
+    if path.suffix in _TENSORS and path.is_file():
+        yield from _of_tensor(path)
+    elif path.is_dir() or path.suffix in _TABLES:
+        yield from _rows_of(path)
+    elif data == REPEATED:
+        yield _repeated(model, n, max_length, seed)
+    elif is_task(data):
+        yield _task(model, data, n, seed)
+    else:
+        yield from _some(_from_hub(data))
+
+
+def _some(table: Any) -> Iterator[Any]:
+    """A table, some rows at a time."""
+    for start in range(0, len(table), _ROWS):
+        yield table.select(range(start, min(start + _ROWS, len(table))))
+
+
+def _rows_of(path: Path) -> Iterator[Any]:
+    """The rows of a file or of a saved dataset, in tables of some rows.
+
+    Raises:
+        InfoFlowError: for what is not there, cannot be read, or holds no rows.
+    """
     if path.is_dir():
-        return _folder(path)
-    if path.suffix not in _TABLES or not path.is_file():
-        raise InfoFlowError(
-            f"there is no file {data!r}: expected a file of rows ({', '.join(_TABLES)}), a saved "
-            "dataset, or a task"
-        )
-    return _table(path)
-
-
-def _table(path: Path) -> Any:
-    import datasets
-
+        yield from _some(_folder(path))
+        return
+    if not path.is_file():
+        raise InfoFlowError(f"there is no file {str(path)!r}: expected a file of texts or rows")
     if not path.stat().st_size:
         raise InfoFlowError(f"{str(path)!r} is empty: expected at least one text or row")
+    import datasets
+
+    n = 0
+    for part in _lines_of(path) if path.suffix == ".txt" else _streamed(path):
+        n += 1
+        yield datasets.Dataset.from_dict(part)
+    if not n:
+        raise InfoFlowError(f"{str(path)!r} holds no rows: expected at least one text")
+
+
+def _lines_of(path: Path) -> Iterator[dict[str, list[str]]]:
+    """The lines of a text file, without blank ones, which part paragraphs."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            lines = (line.rstrip("\n") for line in _bounded(file))
+            texts = (line for line in lines if line.strip())
+            while some := list(islice(texts, _ROWS)):
+                yield {"text": some}
+    except (OSError, UnicodeDecodeError) as error:
+        raise InfoFlowError(
+            f"{str(path)!r} cannot be read ({type(error).__name__}: {error}): expected texts in "
+            "UTF-8, one a line"
+        ) from error
+
+
+def _bounded(file: TextIO) -> Iterator[str]:
+    """The lines of a file; of endless ones the beginning, which is more than any model reads."""
+    while line := file.readline(_LINE):
+        yield line
+        while len(line) == _LINE and not line.endswith("\n"):
+            line = file.readline(_LINE)
+
+
+def _streamed(path: Path) -> Iterator[dict[str, list[Any]]]:
+    """Rows of a json, jsonl, csv or parquet file by ``datasets``, which reads them as they come."""
+    import datasets
+
     told = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below says it
     try:
-        table = datasets.load_dataset(
-            _TABLES[path.suffix], data_files=str(path), split="train", keep_in_memory=True
+        rows = datasets.load_dataset(
+            _TABLES[path.suffix], data_files=str(path), split="train", streaming=True
         )
-    except Exception as error:  # the readers of five formats raise their own errors
+        yield from rows.iter(batch_size=_ROWS)
+    except InfoFlowError:
+        raise
+    except Exception as error:  # the readers of four formats raise their own errors
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
@@ -171,11 +271,25 @@ def _table(path: Path) -> Any:
         ) from error
     finally:
         datasets.logging.set_verbosity(told)
-    if path.suffix == ".txt":  # blank lines part paragraphs
-        table = table.select([i for i, text in enumerate(table["text"]) if text.strip()])
-    if not len(table):
-        raise InfoFlowError(f"{str(path)!r} holds no rows: expected at least one text")
-    return table
+
+
+def read_rows(data: str) -> Any:
+    """A dataset from a file of rows or a folder that ``datasets`` has saved.
+
+    Raises:
+        InfoFlowError: for what is neither, or cannot be read.
+    """
+    import datasets
+
+    path = Path(data)
+    if path.is_dir():
+        return _folder(path)
+    if path.suffix not in _TABLES or not path.is_file():
+        raise InfoFlowError(
+            f"there is no file {data!r}: expected a file of rows ({', '.join(_TABLES)}), a saved "
+            "dataset, or a task"
+        )
+    return datasets.concatenate_datasets(list(_rows_of(path)))
 
 
 def _folder(path: Path) -> Any:
@@ -197,41 +311,40 @@ def _folder(path: Path) -> Any:
     return found
 
 
-def _tensor(path: Path) -> Tensor:
+def _of_tensor(path: Path) -> Iterator[Tensor]:
+    """Token ids [n, pos] or vectors [n, pos, d_token] of a file, some sequences at a time.
+
+    Raises:
+        InfoFlowError: if it cannot be read, or has too few axes.
+    """
     import numpy as np
     from safetensors.torch import load_file
 
     try:
         if path.suffix == ".npy":
-            return torch.from_numpy(np.load(path, allow_pickle=False))
-        if path.suffix == ".safetensors":
+            found: Any = np.load(path, allow_pickle=False, mmap_mode="r")
+        elif path.suffix == ".safetensors":
             tensors = load_file(path)
-            if len(tensors) == 1:
-                return next(iter(tensors.values()))
-            raise ValueError(f"it holds {len(tensors)} tensors")
-        loaded = torch.load(path, weights_only=True)
+            if len(tensors) != 1:
+                raise ValueError(f"it holds {len(tensors)} tensors")
+            found = next(iter(tensors.values()))
+        else:
+            found = torch.load(path, weights_only=True, mmap=True)
     except Exception as error:
         raise InfoFlowError(
             f"{str(path)!r} cannot be read as a tensor ({error}): expected token ids [n, pos] or "
             "vector tokens [n, pos, d_token]"
         ) from error
-    if not isinstance(loaded, Tensor):
-        raise InfoFlowError(f"{str(path)!r} holds a {type(loaded).__name__}: expected a tensor")
-    return loaded
-
-
-def _with_axes(tensor: Tensor, path: Path) -> Tensor:
-    """The tensor, if it may hold several sequences.
-
-    Raises:
-        InfoFlowError: if it has too few axes.
-    """
-    if tensor.ndim < 2:
+    if not isinstance(found, (Tensor, np.ndarray)):
+        raise InfoFlowError(f"{str(path)!r} holds a {type(found).__name__}: expected a tensor")
+    if found.ndim < 2:
         raise InfoFlowError(
-            f"{str(path)!r} holds a tensor {tuple(tensor.shape)}: expected token ids [n, pos] or "
+            f"{str(path)!r} holds a tensor {tuple(found.shape)}: expected token ids [n, pos] or "
             "vector tokens [n, pos, d_token]"
         )
-    return tensor
+    for start in range(0, max(len(found), 1), _ROWS):
+        part = found[start : start + _ROWS]
+        yield torch.from_numpy(np.array(part)) if isinstance(part, np.ndarray) else part.clone()
 
 
 def _repeated(model: nn.Module, n: int, max_length: int | None, seed: int) -> Tensor:

@@ -1,7 +1,6 @@
 """Measuring the parts of a run, each read from disk where it is finished."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.folder import check_same_run
 from infoflow_lens.probing.part import Part, Say, Setting
 from infoflow_lens.probing.registry import load_part, part_names
-from infoflow_lens.probing.resuming import run_on
+from infoflow_lens.probing.shards import run_in_shards
 
 
 def possible_parts(
@@ -117,18 +116,17 @@ def _probed(
         return finished
     checkpoint = Checkpoint(out / f".{which}.safetensors", of_run)
     batches = setting.batches if which == "all" else setting.detail
-    with suppress(NothingMeasuredError):  # of one probe, as its own result says; others have theirs
-        run_on(setting, batches, wanted, checkpoint, say)
+    gathered = run_in_shards(setting, batches, wanted, checkpoint, say, out)
     found, failed = {}, []
-    for name, probe in wanted.items():
+    for name in wanted:
         try:
-            found[name] = probe.result()
+            found[name] = gathered.result(name)
         except NothingMeasuredError as error:
             failed.append(f"{name}: {error}")
             continue
         found[name].save(out / name, of_run)
     if failed:
-        checkpoint.save({name: probe.state() for name, probe in wanted.items()})
+        checkpoint.save(gathered.state())
         raise InfoFlowError("; ".join(failed))
     checkpoint.remove()
     return found

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from torch import nn
 
 from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Probe, Result
-from infoflow_lens.hooks.model.inputs import Batches, read_inputs
+from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.spread import Crew
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,6 +28,7 @@ class Setting:
         capabilities: what it can be asked.
         batches: all sequences.
         progress: whether to show bars.
+        crew: who measures what is spread over processes.
         found: the results of the parts before, by name.
     """
 
@@ -35,6 +37,7 @@ class Setting:
     capabilities: ModelCapabilities
     batches: Batches
     progress: bool
+    crew: Crew = field(default_factory=Crew)
     found: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -45,11 +48,9 @@ class Setting:
     @property
     def rest(self) -> Batches | None:
         """The sequences behind those of `detail`, no longer than these; None if there are none."""
-        behind = self.batches.sequences()[self.config.n_detail :]
-        if not len(behind):
+        if (self.batches.n_sequences or 0) <= self.config.n_detail:
             return None
-        longest = self.detail.longest
-        return read_inputs(self.model, [row[:longest] for row in behind])
+        return self.batches.part(self.config.n_detail, longest=self.detail.longest)
 
     @property
     def width(self) -> int:

@@ -17,7 +17,7 @@ def per_head(result: ProbingResult) -> "pd.DataFrame":
 
     ``mechanism`` and for every ideal ``damage_...``; ``replaced_by`` and ``replaced_as``, the ideal
     of the joint replacement and the head's place in it (1 is first); the columns of
-    :meth:`~infoflow_lens.hooks.positions.PositionsResult.summary`; ``fvu_1``, ..., the fraction of
+    :meth:`~infoflow_lens.hooks.PositionsResult.summary`; ``fvu_1``, ..., the fraction of
     variance unexplained at each rank; ``layer_k``, the keys that the head's layer needs.
     """
     import pandas as pd

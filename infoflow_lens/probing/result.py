@@ -17,6 +17,7 @@ from infoflow_lens.hooks import (
     PositionsResult,
     RecoveryResult,
     Result,
+    ShardedPositions,
 )
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.part import Part
@@ -53,9 +54,9 @@ class ProbingResult:
     record: RunRecord
 
     @property
-    def positions(self) -> PositionsResult | None:
+    def positions(self) -> PositionsResult | ShardedPositions | None:
         """Where heads look; None if it was not asked for, as for the next three."""
-        return self._of("positions", PositionsResult)
+        return self._of("positions", (PositionsResult, ShardedPositions))
 
     @property
     def recovery(self) -> RecoveryResult | None:
@@ -90,7 +91,7 @@ class ProbingResult:
         return target
 
     def __repr__(self) -> str:
-        n = 0 if self.positions is None else len(self.positions.lengths)
+        n = 0 if self.positions is None else self.positions.n_sequences
         seen = f", {n} sequences" if n else ""
         what = f"{self.config.model[:100]!r} on {self.config.data[:100]!r}{seen}"
         return f"ProbingResult({what}: {', '.join(self.found)[:200]})"
@@ -102,7 +103,7 @@ class ProbingResult:
             title, facts, self.findings(), "more: .report(path), .positions, .influence, ..."
         )
 
-    def _of(self, name: str, kind: type[Any]) -> Any:
+    def _of(self, name: str, kind: type[Any] | tuple[type[Any], ...]) -> Any:
         result = self.found.get(name)
         return result if isinstance(result, kind) else None
 

@@ -1,32 +1,36 @@
 """Probe any model on any data: measure, predict, compare; finished parts stay on disk."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
-from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from infoflow_lens.foundation.files import atomic_path, locked
+from infoflow_lens.foundation.checks import check_integer
+from infoflow_lens.foundation.files import locked
+from infoflow_lens.foundation.processes import threads
 from infoflow_lens.foundation.progress import no_bars_of_libraries
 from infoflow_lens.foundation.record import (
     RunRecord,
     configuration_fingerprint,
-    fingerprint,
     model_fingerprint,
     tokenizer_fingerprint,
 )
+from infoflow_lens.foundation.workers import check_workers
 from infoflow_lens.hooks import inspect_model
 from infoflow_lens.hooks.model.inputs import Batches, readable_tokens
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.compared import compared
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.data import check_data, read_data
+from infoflow_lens.probing.data import check_data, stream_data
 from infoflow_lens.probing.folder import check_folder, claim_folder, write_tables
 from infoflow_lens.probing.measuring import measured, possible_parts
 from infoflow_lens.probing.part import Say, Setting
 from infoflow_lens.probing.result import ProbingResult
+from infoflow_lens.probing.spread import Crew
+from infoflow_lens.probing.store import settle, store
 
 
 def run_probing(
@@ -39,6 +43,9 @@ def run_probing(
     *,
     if_possible: bool = False,
     ready: Callable[[Setting], None] = lambda setting: None,
+    jobs: int = 1,
+    scheduler: str | None = None,
+    n_threads: int | None = None,
 ) -> ProbingResult:
     """Load the model, measure, predict, compare, and write all of it to a folder.
 
@@ -55,18 +62,35 @@ def run_probing(
         batches: the data, where they are in memory already.
         if_possible: leave out what is asked for and the model cannot give, in place of an error.
         ready: called before any part begins; what it raises ends the run.
+        jobs: processes that measure at a time. What is measured of all sequences is spread over
+            them by shards; parts that measure some sequences by themselves run in this one.
+        scheduler: address of a dask scheduler, whose workers measure in place of own processes;
+            they must find the model under the same name.
+        n_threads: of each process; default, one where there are several, else what PyTorch takes.
+            The last digits of numbers depend on it, and on nothing else here.
 
     Raises:
         InfoFlowError: for bad settings, models or data, before work starts; for a folder that
             another run writes to, with results of a run on other weights, configuration,
             tokenizer, data, settings or versions, or with spoiled files; for what probes refuse,
-            and for a full disk. Finished parts stay on disk.
+            for a full disk, and for workers or a scheduler that are gone. Finished parts stay on
+            disk.
         KeyboardInterrupt: when it is stopped, with what to do to go on.
     """
     if batches is None:
         check_data(config.data)
-    with locked(out, "infoflow-lens probe"):
-        return _run(out, config, progress, say, loaded, batches, if_possible, ready)
+    check_workers(jobs, scheduler, "a probe run")
+    if n_threads is not None:
+        n_threads = check_integer(n_threads, "threads", 1)
+    elif jobs > 1 or scheduler is not None:
+        n_threads = 1
+    again = f"infoflow-lens probe {config.model} --data {config.data} --out {out} ..."
+    crew = Crew(jobs, scheduler, n_threads or 1, f"{again} --jobs {jobs}")
+    with (
+        locked(out, "infoflow-lens probe"),
+        nullcontext() if n_threads is None else threads(n_threads),
+    ):
+        return _run(out, config, progress, say, loaded, batches, if_possible, ready, crew)
 
 
 def _run(
@@ -78,6 +102,7 @@ def _run(
     batches: Batches | None,
     if_possible: bool,
     ready: Callable[[Setting], None],
+    crew: Crew,
 ) -> ProbingResult:
     check_folder(out, config)
     with nullcontext() if progress else no_bars_of_libraries():
@@ -86,24 +111,16 @@ def _run(
                 config.model, device=config.device, dtype=config.dtype, backend=config.backend
             )
         model = loaded.model
-        if batches is None:
-            batches = read_data(
-                model,
-                config.data,
-                column=config.column,
-                n=config.n,
-                max_length=config.max_length,
-                window=config.window,
-                seed=config.seed,
-            )
-    contents = _contents(batches)
-    capabilities = inspect_model(model, next(batches.batches(1)).tokens)
-    parts = possible_parts(capabilities, config, say, if_possible)
-    say(f"{loaded.description}; {batches.n_sequences} sequences")
+        coming = iter(_rows(model, config) if batches is None else batches.sequences())
+        first = next(coming)
+        capabilities = inspect_model(model, first[None])
+        parts = possible_parts(capabilities, config, say, if_possible)
+        stored, digest = store(chain([first], coming), out / "inputs", config.data)
+    say(f"{loaded.description}; {len(stored)} sequences")
     record = RunRecord(
         config={
             **asdict(config),
-            "inputs": fingerprint(contents),
+            "inputs": digest,
             "tokenizer": tokenizer_fingerprint(loaded.tokenizer),
         },
         seed=config.seed,
@@ -112,9 +129,8 @@ def _run(
         weight_processing=capabilities.normalization,
     )
     of_run = claim_folder(out, record)
-    with atomic_path(out / "inputs.safetensors") as temporary:
-        save_file(contents, temporary)
-    setting = Setting(config, model, capabilities, batches, progress)
+    batches = Batches(model, settle(stored, out / "inputs"), name=config.data)
+    setting = Setting(config, model, capabilities, batches, progress, crew)
     for part in parts.values():
         part.check(setting)
     ready(setting)
@@ -142,6 +158,14 @@ def _run(
     return result
 
 
-def _contents(batches: Batches) -> dict[str, Tensor]:
-    whole = batches.whole()
-    return {"tokens": whole.tokens.contiguous(), "lengths": whole.mask().sum(dim=1)}
+def _rows(model: nn.Module, config: ProbingConfig) -> Iterator[Tensor]:
+    """The sequences that the settings name."""
+    return stream_data(
+        model,
+        config.data,
+        column=config.column,
+        n=config.n,
+        max_length=config.max_length,
+        window=config.window,
+        seed=config.seed,
+    )

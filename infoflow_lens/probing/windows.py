@@ -1,7 +1,9 @@
 """Texts joined, and cut into windows of one length."""
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
@@ -9,6 +11,8 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.model.inputs import tokenized
+
+_PIECE = 2**20  # characters that are tokenised at a time, about; each takes hundreds of bytes
 
 
 def token_stream(
@@ -18,7 +22,8 @@ def token_stream(
 
     Args:
         model: with a tokenizer.
-        texts: at least one; the ids of each begin with what the tokenizer puts before a text.
+        texts: at least one; the ids of each begin with what the tokenizer puts before a text. Those
+            of more than a million characters are tokenised in pieces that end with a line.
 
     Returns:
         The prefix, such as BOS, which may be empty; and the stream.
@@ -28,9 +33,10 @@ def token_stream(
     """
     if not texts:
         raise InfoFlowError("there are no texts: expected at least one")
-    parts = [tokenized(model, text, f"text {index}") for index, text in enumerate(texts)]
-    bare: Tensor = model.to_tokens(texts[0], truncate=False, prepend_bos=False)  # type: ignore[operator]
-    prefix = parts[0][: len(parts[0]) - bare.shape[1]]
+    prefix = _prefix(model, texts[0])
+    parts = [
+        ids for text in texts for ids in (prefix, *(_bare(model, part) for part in _pieces(text)))
+    ]
     return prefix, torch.cat(parts)
 
 
@@ -52,16 +58,91 @@ def evenly_spread(
     Raises:
         InfoFlowError: for a length without room, or a stream shorter than one window.
     """
-    own = check_integer(length, "window", len(prefix) + 1) - len(prefix)
     # the stream's own first prefix is cut off: each window brings its own
     stream = stream[len(prefix) :]
-    most = len(stream) // own
+    starts, own = _starts(len(prefix), len(stream), length, n, name)
+    rows = stream[starts[:, None] + torch.arange(own)]
+    return torch.cat([prefix.expand(len(rows), -1), rows], dim=1)
+
+
+def windows(
+    model: nn.Module,
+    texts: Iterable[str],
+    length: int,
+    n: int | None,
+    name: str,
+    *,
+    one_text: bool = False,
+) -> Iterator[Int[Tensor, " length"]]:
+    """What :func:`evenly_spread` gives of a :func:`token_stream`, which stays on disk meanwhile.
+
+    Args:
+        model: with a tokenizer.
+        texts: as they are read.
+        length, n, name: as there.
+        one_text: whether these are pieces of one text.
+
+    Raises:
+        InfoFlowError: as there.
+    """
+    prefix = torch.tensor([], dtype=torch.long)
+    n_stream = 0
+    with tempfile.TemporaryFile() as file:
+        for index, text in enumerate(texts):
+            if not index:
+                prefix = _prefix(model, text)
+            for place, piece in enumerate(_pieces(text)):
+                ids = _bare(model, piece)
+                if index and not place and not one_text:
+                    ids = torch.cat([prefix, ids])
+                file.write(ids.to(torch.int32).numpy().tobytes())
+                n_stream += len(ids)
+        starts, own = _starts(len(prefix), n_stream, length, n, name)
+        for start in starts.tolist():
+            file.seek(4 * start)
+            ids = torch.from_numpy(np.frombuffer(file.read(4 * own), np.int32).astype(np.int64))
+            yield torch.cat([prefix, ids])
+
+
+def _starts(
+    n_prefix: int, n_stream: int, length: int, n: int | None, name: str
+) -> tuple[Int[Tensor, " window"], int]:
+    """Where windows begin, and how many tokens of the stream each holds."""
+    own = check_integer(length, "window", n_prefix + 1) - n_prefix
+    most = n_stream // own
     if most < 1:
         raise InfoFlowError(
-            f"{name} has {len(stream)} tokens: expected at least {own}, one window; give more text "
+            f"{name} has {n_stream} tokens: expected at least {own}, one window; give more text "
             "or a shorter window"
         )
     chosen = min(most, n or most)
-    starts = torch.linspace(0, len(stream) - own, chosen, dtype=torch.float64).long()
-    rows = stream[starts[:, None] + torch.arange(own)]
-    return torch.cat([prefix.expand(chosen, -1), rows], dim=1)
+    return torch.linspace(0, n_stream - own, chosen, dtype=torch.float64).long(), own
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in pieces that end with a line, or with a word where lines are very long."""
+    start = 0
+    while len(text) - start > _PIECE:
+        stop = text.rfind("\n", start, start + _PIECE) + 1
+        stop = stop if stop > start else text.rfind(" ", start + 1, start + _PIECE)
+        stop = stop if stop > start else start + _PIECE
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
+def _bare(model: nn.Module, text: str) -> Int[Tensor, " pos"]:
+    """The ids of a text without what the tokenizer puts before it."""
+    ids: Tensor = model.to_tokens(text, truncate=False, prepend_bos=False)  # type: ignore[operator]
+    return ids[0].cpu()
+
+
+def _prefix(model: nn.Module, text: str) -> Int[Tensor, " prefix"]:
+    """What the model's tokenizer puts before a text.
+
+    Raises:
+        InfoFlowError: for an empty text, or a model without a tokenizer.
+    """
+    beginning = text[:256]
+    whole = tokenized(model, beginning, "the first text")
+    return whole[: len(whole) - len(_bare(model, beginning))]

@@ -1,96 +1,22 @@
-"""What fits in memory: what the system tells, what a run takes, and who is refused."""
+"""What fits in memory: what a run takes, and who is refused."""
 
 import pytest
 import torch
 
 from infoflow_lens import Architecture, InfoFlowError, build_model
 from infoflow_lens.experiments import memory
-from infoflow_lens.experiments.memory import check_device, check_memory, free_memory, run_bytes
+from infoflow_lens.experiments.memory import check_device, check_memory, run_bytes
 
 GIB = 2**30
 
 
-def system(root, files):
-    """A file system with these files below `root`; the machine has 8 GiB available."""
-    meminfo = f"MemTotal: {16 * GIB // 1024} kB\nMemFree: 1 kB\nMemAvailable: {8 * GIB // 1024} kB"
-    for name, text in {"proc/meminfo": meminfo, **files}.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-    return root
-
-
-def group(folder, limit, used, cached=0):
-    return {
-        f"{folder}/memory.max": limit,
-        f"{folder}/memory.current": used,
-        f"{folder}/memory.stat": f"anon 5\ninactive_file {cached}\nactive_file 7",
-    }
-
-
-V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/memory"
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, 8 * GIB),
-        # version 2: its own limit, less what is used without caches
-        (
-            {"proc/self/cgroup": "0::/a/b", **group(f"{V2}/a/b", 4 * GIB, 3 * GIB, GIB // 2)},
-            1.5 * GIB,
-        ),
-        # that of the group around it is narrower
-        (
-            {
-                "proc/self/cgroup": "0::/a/b",
-                **group(f"{V2}/a/b", "max", GIB),
-                **group(f"{V2}/a", 4 * GIB, 3 * GIB),
-            },
-            GIB,
-        ),
-        # the host's path, of which a container sees the root alone
-        ({"proc/self/cgroup": "0::/docker/c0ffee", **group(V2, 2 * GIB, GIB)}, GIB),
-        ({"proc/self/cgroup": "0::/", **group(V2, 2 * GIB, 3 * GIB)}, 0),
-        ({"proc/self/cgroup": "0::/", **group(V2, "max", GIB)}, 8 * GIB),
-        # version 1 beside an empty version 2
-        (
-            {
-                "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/x\n1:name=systemd:/x\n0::/",
-                f"{V1}/x/memory.limit_in_bytes": 3 * GIB,
-                f"{V1}/x/memory.usage_in_bytes": 2 * GIB,
-                f"{V1}/x/memory.stat": f"cache 5\ntotal_inactive_file {GIB}",
-            },
-            2 * GIB,
-        ),
-        (
-            {
-                "proc/self/cgroup": "4:memory:/",
-                f"{V1}/memory.limit_in_bytes": 9223372036854771712,
-                f"{V1}/memory.usage_in_bytes": 2 * GIB,
-            },
-            8 * GIB,
-        ),
-    ],
-)
-def test_the_narrowest_limit_counts(files, expected, tmp_path):
-    assert free_memory(system(tmp_path, files)) == expected
-
-
-def test_without_the_list_of_the_machine_all_of_it_counts(tmp_path, monkeypatch):
-    assert free_memory(tmp_path) >= free_memory()
-
-    def unknown(name):
-        raise ValueError(name)
-
-    monkeypatch.setattr(memory.os, "sysconf", unknown)
-    assert free_memory(tmp_path) is None
-    monkeypatch.setattr(memory, "free_memory", lambda: None)
-    check_memory(2**60, "cpu")  # nothing is known, nothing refused
+def test_where_nothing_is_known_nothing_is_refused(monkeypatch):
+    monkeypatch.setattr(memory, "free_on", lambda device: None)
+    check_memory(2**60, "cpu")
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers(monkeypatch):
-    monkeypatch.setattr(memory, "free_memory", lambda: 4 * GIB)
+    monkeypatch.setattr(memory, "free_on", lambda device: 4 * GIB)
     check_memory(4 * GIB, "cpu")
     with pytest.raises(InfoFlowError, match=r"a run needs about 5\.0 GiB .* 4\.0 GiB is free"):
         check_memory(5 * GIB, "cpu")
@@ -100,7 +26,6 @@ def test_what_does_not_fit_is_refused_with_both_numbers(monkeypatch):
 
 
 def test_a_cuda_device_has_memory_of_its_own(monkeypatch):
-    monkeypatch.setattr(memory, "free_memory", lambda: 4 * GIB)
     monkeypatch.setattr(memory, "check_device", lambda device: None)  # as if it were there
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB // 2, GIB))
     with pytest.raises(InfoFlowError, match=r"1\.0 GiB of memory on cuda:0, but 512 MiB is free"):

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from infoflow_lens import TrainingConfig, build_model, train
-from infoflow_lens.foundation.processes import one_thread
+from infoflow_lens.foundation.processes import threads
 from tests.processes import started
 
 
-def test_overlapping_blocks_of_one_thread_end_as_they_began():
+def test_overlapping_blocks_of_threads_end_as_they_began():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        first, second = one_thread(), one_thread()
+        first, second = threads(1), threads(1)
         first.__enter__()
         second.__enter__()
         assert torch.get_num_threads() == 1
@@ -43,8 +43,8 @@ def test_threads_of_one_process_give_the_numbers_of_one(architecture, inputs):
     seeds = [0, 1, 2, 0, 1, 2]
     alone = [trained(seed) for seed in seeds]
     state = torch.get_rng_state()
-    with ThreadPoolExecutor(6) as threads:
-        assert list(threads.map(trained, seeds)) == alone
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(trained, seeds)) == alone
     assert torch.get_rng_state().equal(state)
     assert alone[:3] == alone[3:]
     assert alone[0] != alone[1]

@@ -24,7 +24,7 @@ from infoflow_lens import (
 )
 from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
-from infoflow_lens.probing import resuming
+from infoflow_lens.probing import shards
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import read_data
 from infoflow_lens.probing.parts import mechanisms as mechanisms_part
@@ -99,7 +99,7 @@ def test_a_run_writes_tables_tensors_record_and_report(tmp_path, config):
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["config"]["ranks"] == [1, 2]
     assert record["model_fingerprint"] == found.record.model_fingerprint
-    saved = load_file(tmp_path / "inputs.safetensors")
+    saved = load_file(tmp_path / "inputs" / "000000.safetensors")
     assert saved["lengths"].tolist() == [5 + i % 5 for i in range(20)]  # with BOS
     page = (tmp_path / "report.html").read_text()
     assert "default-src 'none'" in page  # it fetches nothing
@@ -154,7 +154,7 @@ def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypa
             found.mechanisms.to_frame(), whole.mechanisms.to_frame(), rtol=1e-3, atol=1e-7
         )
     with monkeypatch.context() as patch:  # all is finished: nothing is run but the inspection
-        patch.setattr(resuming, "run_probes", None)
+        patch.setattr(shards, "run_passes", None)
         patch.setattr(mechanisms_part, "measure_mechanisms", None)
         run(out, only)
 

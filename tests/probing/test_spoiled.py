@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 def settings(folder, **changes):
     given = {
         "data": "repeated", "n": 6, "max_length": 8, "ranks": (1,), "n_detail": 2, "batch_size": 2,
-        "probes": ("positions", "influence"),
+        "shard": 4, "probes": ("positions", "influence"),
     }  # fmt: skip
     return ProbingConfig(str(folder), **{**given, **changes})
 
@@ -264,7 +264,7 @@ def test_ctrl_c_keeps_every_finished_batch(tmp_path, folder, number):
     about = record(tmp_path / "out")
     about = {name: value for name, value in about.items() if name not in ("schema", "digest")}
     state = Checkpoint(tmp_path / "out" / ".all.safetensors", about).load()
-    assert 0 < state["positions"]["n_sequences"] < config.n
+    assert 0 < state["n_seen"] + state["current"]["positions"]["n_sequences"] < config.n
     assert not (tmp_path / "out" / ".lock").exists()
 
 

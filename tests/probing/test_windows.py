@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, load_any
+from infoflow_lens.probing import data as reading
+from infoflow_lens.probing import windows as windowing
 from infoflow_lens.probing.data import read_data, read_texts
 from infoflow_lens.probing.windows import evenly_spread, token_stream
 from tests.reference import zoo
@@ -71,3 +73,23 @@ def test_data_in_windows(model, tmp_path):
     ids = tmp_path / "ids.pt"
     torch.save(zoo.tokens(4, 9), ids)
     assert read_data(model, str(ids), window=6).sequences().shape == (4, 6)
+
+
+@pytest.mark.parametrize("lines", ["one", "many"])
+def test_long_texts_are_read_to_their_end(model, tmp_path, monkeypatch, lines):
+    """In pieces that end with a line or a word, with one beginning-of-sequence before all."""
+    monkeypatch.setattr(reading, "_PIECE", 1000)
+    monkeypatch.setattr(windowing, "_PIECE", 300)
+    words = [f"w{4 + i % 40}" for i in range(30_000)]
+    text = " ".join(words) if lines == "one" else "\n".join(words)
+    path = tmp_path / "long.txt"
+    path.write_text(text)
+    bos, *expected = model.to_tokens(text, truncate=False)[0].tolist()
+    prefix, stream = token_stream(model, [text])
+    assert stream.tolist() == [bos, *expected]
+    rows = read_data(model, str(path), window=11).sequences()
+    assert rows.shape == (len(expected) // 10, 11)
+    assert (rows[:, 0] == bos).all()
+    assert rows[:, 1:].flatten().tolist() == expected
+    assert rows[5::7].equal(evenly_spread(prefix, stream, 11, None)[5::7])
+    assert read_texts(str(path)) == [text]

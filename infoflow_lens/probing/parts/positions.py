@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from infoflow_lens.hooks import PositionsProbe, PositionsResult, Probe
+from infoflow_lens.hooks import PositionsProbe, PositionsResult, Probe, ShardedPositions
 from infoflow_lens.probing.part import Part, Setting
 from infoflow_lens.report.heads import by_head
 
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from infoflow_lens.report.charts import Chart
+
+AnyPositions = PositionsResult | ShardedPositions
 
 
 class PositionsPart(Part):
@@ -27,15 +29,15 @@ class PositionsPart(Part):
         config = setting.config
         return {"positions": PositionsProbe(config.ranks, without=config.without, spread=True)}
 
-    def table(self, result: PositionsResult) -> "pd.DataFrame":
+    def table(self, result: AnyPositions) -> "pd.DataFrame":
         """A row for each head."""
         return result.summary()
 
-    def figures(self, result: PositionsResult) -> Sequence["Chart"]:
+    def figures(self, result: AnyPositions) -> Sequence["Chart"]:
         """Two heat maps over heads."""
         labels = {"by_content": "explained by tokens alone", "entropy": "entropy (nats)"}
         return by_head(result.summary(), labels)
 
-    def facts(self, result: PositionsResult) -> Sequence[tuple[str, str]]:
+    def facts(self, result: AnyPositions) -> Sequence[tuple[str, str]]:
         """How many sequences were seen."""
-        return (("sequences", str(len(result.lengths))),)
+        return (("sequences", str(result.n_sequences)),)

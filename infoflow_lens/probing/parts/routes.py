@@ -14,7 +14,7 @@ from infoflow_lens.hooks import (
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.compared import by_largest, by_mechanisms
 from infoflow_lens.probing.part import Part, Setting
-from infoflow_lens.probing.resuming import run_on
+from infoflow_lens.probing.shards import run_in_shards
 from infoflow_lens.ranking import compare_rankings
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class RoutesPart(Part):
         # where exact influence was too much, a derivative for each token is, too
         cheap = influence.relative_error is not None
         probes = baselines(setting.model, positions=positions, cheap=cheap)
-        results = run_on(setting, setting.detail, probes, checkpoint)
+        results = run_in_shards(setting, setting.detail, probes, checkpoint).results()
         chosen: PositionsResult = setting.found["influence_positions"]
         attended: AttendedResult = setting.found["influence_attended"]
         n_source = influence.influence.shape[-1]

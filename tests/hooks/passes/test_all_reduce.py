@@ -1,5 +1,8 @@
 """Probes of several processes become one, however the sequences are shared out."""
 
+import os
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,20 +12,30 @@ from tests.conftest import D_TOKEN, N_TOKENS
 from tests.processes import server
 
 N = 40
-SHARDS = ([0, 40, 40], [0, 13, 40])  # the end of each process's stretch; one has nothing
+ENDS = {  # the end of each process's stretch
+    "all on the first": [0, 40, 40],
+    "uneven": [0, 13, 40],
+    "three, one has nothing": [0, 11, 11, 40],
+    "three, two have nothing": [0, 0, 0, 40],
+}
 
 
 def data():
-    return torch.randn(N, N_TOKENS, D_TOKEN, generator=torch.Generator().manual_seed(1))
+    drawn = torch.randn(N, N_TOKENS, D_TOKEN, generator=torch.Generator().manual_seed(1))
+    return drawn.double()
 
 
 def probes():
     return [RecoveryProbe((1, 2), controls=("random",), blocks=3), PositionsProbe()]
 
 
-def work(rank, store, model, ends, queue):
+def begin(rank, store, n_ranks):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=n_ranks)
+
+
+def work(rank, store, model, ends, queue):
+    begin(rank, store, len(ends) - 1)
     mine = probes()
     first, last = ends[rank : rank + 2]
     with attach(model, *mine, first_index=first), torch.no_grad():
@@ -42,20 +55,29 @@ def work(rank, store, model, ends, queue):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("ends", SHARDS, ids=["all on the first", "uneven"])
-def test_two_processes_see_the_whole(model, tmp_path, ends):
+def answers_of(target, n_ranks, *arguments):
+    """What processes put into a queue, by rank; and how each has ended."""
     context = server()
     queue = context.Queue()
-    workers = [
-        context.Process(target=work, args=(rank, tmp_path / "store", model, ends, queue))
-        for rank in range(2)
+    ranks = [
+        context.Process(target=target, args=(rank, *arguments, queue)) for rank in range(n_ranks)
     ]
-    for worker in workers:
-        worker.start()
-    answers = sorted(queue.get(timeout=120) for _ in workers)
-    for worker in workers:
-        worker.join(timeout=60)
-        assert worker.exitcode == 0
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=120)
+    found = []
+    while not queue.empty():
+        found.append(queue.get(timeout=10))
+    return sorted(found), [process.exitcode for process in ranks]
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+def test_several_processes_see_the_whole(model, tmp_path, ends):
+    model = model.double()
+    n_ranks = len(ends) - 1
+    answers, codes = answers_of(work, n_ranks, tmp_path / "store", model, ends)
+    assert codes == [0] * n_ranks
     whole, positions = run_probes(model, data(), probes(), batch_size=N, progress=False)
     for _, found, chosen, refused in answers:
         for name, values in zip(
@@ -64,11 +86,38 @@ def test_two_processes_see_the_whole(model, tmp_path, ends):
             torch.testing.assert_close(
                 torch.tensor(values, dtype=torch.float64),
                 getattr(whole, name)[1].double(),
-                rtol=1e-6,
-                atol=1e-9,
+                rtol=1e-12,
+                atol=1e-12,
             )
         assert torch.tensor(chosen).equal(positions.positions[1].long())
         assert "what all processes have measured" in refused
+
+
+def dying(rank, store, model, queue):
+    begin(rank, store, 3)
+    probe = PositionsProbe()
+    with attach(model, probe), torch.no_grad():
+        model(data()[:4].float())
+    if rank == 1:
+        os._exit(9)
+    try:
+        probe.all_reduce_()
+    except InfoFlowError as error:
+        queue.put((rank, str(error), probe.n_sequences))
+    queue.close()
+    queue.join_thread()
+    os._exit(0)
+
+
+def test_a_process_that_dies_is_an_error_in_the_others(model, tmp_path):
+    begun = time.monotonic()
+    answers, codes = answers_of(dying, 3, tmp_path / "store", model)
+    assert codes == [0, 9, 0]
+    assert [rank for rank, *_ in answers] == [0, 2]
+    for _, said, n_sequences in answers:
+        assert "another process of torch.distributed is gone" in said
+        assert n_sequences == 4
+    assert time.monotonic() - begun < 60
 
 
 def test_without_a_process_group_nothing_happens(model, inputs):

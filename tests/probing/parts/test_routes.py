@@ -12,7 +12,7 @@ from infoflow_lens import (
     load_any,
     run_probes,
 )
-from infoflow_lens.probing import resuming
+from infoflow_lens.probing import shards
 from infoflow_lens.probing.compared import by_largest
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.run import run_probing
@@ -32,7 +32,7 @@ def config(tmp_path_factory):
 
 
 def test_its_table_is_that_of_the_measures_by_hand(tmp_path, config, monkeypatch):
-    run, skipped = resuming.run_probes, []
+    run, skipped = shards.run_passes, []
 
     def watched(stops):
         def run_watched(model, inputs, probes, *, skip, after_batch, **settings):
@@ -51,11 +51,11 @@ def test_its_table_is_that_of_the_measures_by_hand(tmp_path, config, monkeypatch
         return run_watched
 
     with monkeypatch.context() as patch:
-        patch.setattr(resuming, "run_probes", watched(stops=True))
+        patch.setattr(shards, "run_passes", watched(stops=True))
         with pytest.raises(KeyboardInterrupt):
             run_probing(tmp_path, config, progress=False)
     skipped.clear()
-    monkeypatch.setattr(resuming, "run_probes", watched(stops=False))
+    monkeypatch.setattr(shards, "run_passes", watched(stops=False))
     found = run_probing(tmp_path, config, progress=False)
     table = pd.read_csv(tmp_path / "routes.csv")
     assert skipped == [2]

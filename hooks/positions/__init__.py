@@ -1,0 +1,1 @@
+"""Which key positions each head attends to most."""

@@ -1,0 +1,210 @@
+"""The attended positions of sequences, in memory or in files."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.passes.ranking import Ranked
+from infoflow_lens.hooks.passes.view import padded_together
+from infoflow_lens.hooks.result import Result
+from infoflow_lens.hooks.sharded import ShardedResult, common_notes
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+_SPREAD = ("entropy", "concentration")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PositionsResult(Result):
+    """Attended positions, one tensor for each layer.
+
+    Attributes:
+        ranks: the ranks, in the order of the last axis.
+        positions: int [sample, head, query, rank]; -1 where undefined (fewer allowed keys).
+        margins: float [sample, head, query, rank], in units of attention scores; NaN where
+            undefined, infinite where there is no next key.
+        ties: int [sample, head, query, rank], other keys with exactly the same score.
+        lengths: int [sample], the positions of each sequence; entries of queries beyond are
+            undefined.
+        entropy: with spread, float [sample, head, query]: entropy of the row's weights as shares of
+            their sum, in nats; NaN where there is no weight. Empty without.
+        concentration: with spread, float [sample, head, query]: the share of the largest weight.
+    """
+
+    ranks: tuple[int, ...]
+    positions: tuple[Int[Tensor, "sample _head query rank"], ...]
+    margins: tuple[Float[Tensor, "sample _head query rank"], ...]
+    ties: tuple[Int[Tensor, "sample _head query rank"], ...]
+    lengths: Int[Tensor, " sample"]
+    entropy: tuple[Float[Tensor, "sample _head query"], ...] = ()
+    concentration: tuple[Float[Tensor, "sample _head query"], ...] = ()
+
+    @property
+    def argmax(self) -> tuple[Int[Tensor, "sample _head query"], ...]:
+        """For every layer the positions of rank 1, as `propagate` takes them."""
+        column = column_of_first(self)
+        return tuple(layer[..., column] for layer in self.positions)
+
+    @property
+    def passed(self) -> tuple[Int[Tensor, "sample _head query"], ...]:
+        """What heads pass on by rule (1), :attr:`argmax`; `propagate` takes the result for it."""
+        return self.argmax
+
+    def summary(self, skip: int = 0) -> "pd.DataFrame":
+        """How position-like and how content-like each head's first choice is.
+
+        One row for each layer and head: shares of the (sample, query) pairs that have a choice,
+
+        - ``by_offset``, explained by one relative offset, which is ``offset`` (key minus query);
+        - ``by_index``, explained by one key position, which is ``index``;
+        - ``by_position``, explained by the position of the query alone: the most frequent key of
+          each query. No rule that looks at positions only explains more.
+        - ``by_content``, the rest: what must come from the tokens, over these inputs.
+
+        ``tied`` is the share of all pairs in which another key has exactly the largest score: these
+        have no choice, and do not count in the others.
+
+        With spread also the means of ``entropy`` and ``concentration`` over these queries.
+
+        Args:
+            skip: queries at positions below it are left out, such as BOS, whose choice is forced.
+
+        Raises:
+            InfoFlowError: if rank 1 was not probed, or `skip` leaves no query.
+        """
+        from infoflow_lens.hooks.positions.summary import summary_of
+
+        return summary_of(lambda: [self], skip)
+
+    @property
+    def n_sequences(self) -> int:
+        """How many sequences were seen."""
+        return len(self.lengths)
+
+    def first(self, n: int) -> "PositionsResult":
+        """The result of the first `n` sequences."""
+        layers: dict[str, Any] = {
+            name: tuple(layer[:n] for layer in getattr(self, name))
+            for name in (*Ranked._fields, *_SPREAD)
+        }
+        return replace(self, lengths=self.lengths[:n], **layers)
+
+    @classmethod
+    def joined(cls, parts: Sequence["PositionsResult"]) -> "PositionsResult":
+        """The result of the sequences of several, one behind the other.
+
+        Args:
+            parts: of the same probe and model.
+        """
+        fill = {"positions": -1, "margins": math.nan, "ties": 0} | dict.fromkeys(_SPREAD, math.nan)
+        layers: dict[str, Any] = {
+            name: tuple(
+                padded_together(list(several), (2,), value)
+                for several in zip(*(getattr(part, name) for part in parts), strict=True)
+            )
+            for name, value in fill.items()
+        }
+        lengths = torch.cat([part.lengths for part in parts])
+        return replace(
+            parts[0], lengths=lengths, notes=common_notes(part.notes for part in parts), **layers
+        )
+
+    def to_frame(self) -> "pd.DataFrame":
+        """One row for each layer, sample, head, query and rank."""
+        import pandas as pd
+
+        frames = []
+        for layer, positions in enumerate(self.positions):
+            index = [
+                i.flatten().numpy()
+                for i in torch.unravel_index(torch.arange(positions.numel()), positions.shape)
+            ]
+            frames.append(
+                pd.DataFrame(
+                    {
+                        "layer": layer,
+                        "sample": index[0],
+                        "head": index[1],
+                        "query": index[2],
+                        "rank": torch.tensor(self.ranks)[index[3]].numpy(),
+                        "position": positions.flatten().numpy(),
+                        "margin": self.margins[layer].flatten().numpy(),
+                        "ties": self.ties[layer].flatten().numpy(),
+                    }
+                )
+            )
+        return pd.concat(frames, ignore_index=True)
+
+    def plot(self, layer: int = 0) -> "go.Figure":
+        """How often each key is the first choice of each query, a panel for each head."""
+        import plotly.express as px
+
+        chosen = self.argmax[layer].long()
+        n_sample, n_head, n_query = chosen.shape
+        counts = torch.zeros(n_head, n_query, max(n_query, int(chosen.max()) + 1))
+        keys = chosen.clamp(min=0).permute(1, 2, 0)
+        counts.scatter_add_(2, keys, (chosen >= 0).float().permute(1, 2, 0))
+        return px.imshow(
+            (counts / n_sample).numpy(),
+            facet_col=0,
+            facet_col_wrap=4,
+            labels={"x": "key", "y": "query", "color": "frequency", "facet_col": "head"},
+            title=f"First choice of the heads of layer {layer}",
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardedPositions(ShardedResult[PositionsResult]):
+    """Attended positions of many sequences: what :class:`PositionsResult` is for some.
+
+    What is a mean or a count is taken over the files, one in memory at a time; what is a tensor of
+    all sequences is read whole, if it fits.
+    """
+
+    of: ClassVar[type[PositionsResult]] = PositionsResult
+
+    def _joined(self, parts: Sequence[PositionsResult]) -> PositionsResult:
+        return PositionsResult.joined(parts)
+
+    @property
+    def argmax(self) -> tuple[Int[Tensor, "sample _head query"], ...]:
+        """As :attr:`PositionsResult.argmax`, of all sequences in memory."""
+        return self.whole().argmax
+
+    @property
+    def passed(self) -> tuple[Int[Tensor, "sample _head query"], ...]:
+        """As :attr:`PositionsResult.passed`, of all sequences in memory."""
+        return self.whole().passed
+
+    def summary(self, skip: int = 0) -> "pd.DataFrame":
+        """As :meth:`PositionsResult.summary`, of all sequences.
+
+        Raises:
+            InfoFlowError: as there, and for a file that is gone or spoiled.
+        """
+        from infoflow_lens.hooks.positions.summary import summary_of
+
+        return summary_of(self.shards, skip)
+
+    def to_frame(self) -> "pd.DataFrame":
+        """As :meth:`PositionsResult.to_frame`, of all sequences in memory."""
+        return self.whole().to_frame()
+
+    def plot(self, layer: int = 0) -> "go.Figure":
+        """As :meth:`PositionsResult.plot`, of the first file."""
+        return next(self.shards()).plot(layer)
+
+
+def column_of_first(part: PositionsResult) -> int:
+    """The place of rank 1."""
+    if 1 not in part.ranks:
+        raise InfoFlowError(f"ranks are {part.ranks}, without 1: probe with ranks=(1, ...)")
+    return part.ranks.index(1)

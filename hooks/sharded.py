@@ -1,0 +1,155 @@
+"""Results that grow with the sequences, in files of which one is in memory at a time."""
+
+import os
+import shutil
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.memory import free_memory, shown_bytes
+from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.hooks.result import Result
+
+PartT = TypeVar("PartT", bound=Result)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardedResult(Result, Generic[PartT]):
+    """The result of many sequences, a file for every few of them, in their order.
+
+    Attributes:
+        n_sequences: how many sequences were seen.
+        n_shards: how many files hold them.
+    """
+
+    of: ClassVar[type[Any]]
+    n_sequences: int
+    n_shards: int
+
+    @classmethod
+    def of_shards(
+        cls, path: str | os.PathLike[str], told: Sequence[Mapping[str, Any]], record: RunRecord
+    ) -> "ShardedResult[PartT]":
+        """The result whose parts :meth:`save_shard` has written.
+
+        Args:
+            path: as there.
+            told: what it has returned, of all parts in their order.
+            record: of the run.
+        """
+        result = cls(
+            n_sequences=sum(part["n_sequences"] for part in told),
+            n_shards=len(told),
+            record=record,
+            notes=common_notes(part["notes"] for part in told),
+        )
+        return result._located(path)
+
+    @staticmethod
+    def save_shard(
+        path: str | os.PathLike[str], index: int, part: Any, of_run: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Write one part.
+
+        Args:
+            path: of the whole result, without an end.
+            index: which part it is.
+            part: its result.
+            of_run: see :meth:`Result.save`.
+
+        Returns:
+            What :meth:`of_shards` must know of it, as plain values.
+        """
+        part.save(_shard(path, index), of_run)
+        return {"n_sequences": part.n_sequences, "notes": list(part.notes)}
+
+    def shards(self) -> Iterator[PartT]:
+        """The results of the parts, read one after the other.
+
+        Raises:
+            InfoFlowError: if one is gone or spoiled.
+        """
+        for index in range(self.n_shards):
+            path = _shard(self._folder, index)
+            try:
+                part = self.of.load(path)
+            except InfoFlowError as error:
+                raise InfoFlowError(
+                    f"a part of the result {self._folder.name} is spoiled: {error}; then delete "
+                    f"{self._folder.name}.json, too, and run the same again"
+                ) from error
+            yield part
+
+    @abstractmethod
+    def _joined(self, parts: Sequence[PartT]) -> PartT:
+        """The result of the sequences of several parts."""
+
+    def first(self, n: int) -> PartT:
+        """The result of the first `n` sequences.
+
+        Raises:
+            InfoFlowError: as for :meth:`shards`.
+        """
+        parts: list[Any] = []
+        for part in self.shards():
+            parts.append(part)
+            if sum(one.n_sequences for one in parts) >= n:
+                break
+        whole: Any = self._joined(parts)
+        found: PartT = whole.first(n)
+        return found
+
+    def whole(self) -> PartT:
+        """The result of all sequences, in memory.
+
+        Raises:
+            InfoFlowError: if it does not fit in what is free; and as for :meth:`shards`.
+        """
+        size = sum(
+            Path(f"{_shard(self._folder, index)}.safetensors").stat().st_size
+            for index in range(self.n_shards)
+        )
+        free = free_memory()
+        if free is not None and 2 * size > free:  # the parts, and all together
+            raise InfoFlowError(
+                f"the results of {self.n_sequences} sequences take {shown_bytes(2 * size)} of "
+                f"memory, and {shown_bytes(free)} is free: expected it to fit; go through "
+                ".shards(), or take the .first(n) sequences"
+            )
+        return self._joined(list(self.shards()))
+
+    def save(self, path: str | os.PathLike[str], of_run: Mapping[str, Any] | None = None) -> None:
+        """Write ``<path>.safetensors``, ``<path>.json`` and the parts in the folder `path`."""
+        if Path(path) != self._folder:
+            shutil.copytree(self._folder, Path(path), dirs_exist_ok=True)
+        super().save(path, of_run)
+
+    def _located(self, path: str | os.PathLike[str]) -> "ShardedResult[PartT]":
+        missing = [
+            index
+            for index in range(self.n_shards)
+            if not Path(f"{_shard(path, index)}.json").is_file()
+        ]
+        if missing:
+            raise InfoFlowError(
+                f"{str(_shard(path, missing[0]))!r} is gone ({len(missing)} of {self.n_shards} "
+                f"files are): expected all of them beside {Path(path).name}.json; delete that "
+                "file, and run the same again"
+            )
+        object.__setattr__(self, "_folder", Path(path))
+        return self
+
+    _folder: ClassVar[Path] = Path()
+
+
+def _shard(path: str | os.PathLike[str], index: int) -> Path:
+    return Path(path) / f"{index:06d}"
+
+
+def common_notes(all_notes: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """The notes of every part: what one says of its own sequences is not said of all."""
+    notes = list(all_notes)
+    return tuple(note for note in notes[0] if all(note in others for others in notes))

@@ -1,0 +1,90 @@
+"""How much memory is free, and how amounts of it are told."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+
+def free_on(device: str) -> int | None:
+    """Bytes that this process may still take on a device; None where the system tells nothing.
+
+    Args:
+        device: as PyTorch names it; the memory of others than CUDA's is the machine's.
+    """
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return free_memory()
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that this process may still take, by the machine and by its control groups.
+
+    None where the system tells nothing. What files occupy in caches counts as free.
+
+    Args:
+        root: where the system's files are.
+    """
+    free = [_free_on_machine(root), *_free_in_groups(root)]
+    known = [value for value in free if value is not None]
+    return max(0, min(known)) if known else None
+
+
+def _free_on_machine(root: Path) -> int | None:
+    for line in _lines(root / "proc/meminfo"):
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    try:  # without such a list, all that there is
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _free_in_groups(root: Path) -> Iterator[int]:
+    """What the control groups of this process leave, and those that they are in; both versions."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mounted = root / "sys/fs/cgroup"
+            limit, usage, cache = "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            mounted = root / "sys/fs/cgroup/memory"
+            limit, usage, cache = (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        else:
+            continue
+        group = mounted / path.strip("/")
+        # in a container the path may be the host's: only its root is to be seen
+        for folder in (group, *group.parents):
+            allowed, used = (_number(folder / name) for name in (limit, usage))
+            if allowed is not None and used is not None:
+                stat = dict(row.split(" ", 1) for row in _lines(folder / "memory.stat"))
+                yield allowed - used + int(stat.get(cache, 0))
+            if folder == mounted:
+                break
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of one of the system's files; none where there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    """What the file holds, if it is a number ("max" is none)."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def shown_bytes(n_bytes: int) -> str:
+    """An amount of memory, in words."""
+    if n_bytes < 2**30:
+        return f"{n_bytes / 2**20:.0f} MiB"
+    return f"{n_bytes / 2**30:.1f} GiB"

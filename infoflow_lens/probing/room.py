@@ -1,0 +1,84 @@
+"""Whether there is room for what probes measure, by how they grow with their first batches."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.memory import free_memory, shown_bytes
+from infoflow_lens.hooks import Probe
+
+
+@dataclass
+class Watch:
+    """Looks at probes after their first two batches, and refuses what will not fit.
+
+    Attributes:
+        n_left: sequences to be measured.
+        shard: sequences that are measured together.
+        on_disk: the probes whose shards are written to disk, one after the other.
+        out: the folder; None where another process writes.
+        at_once: processes that measure, on this machine.
+    """
+
+    n_left: int
+    shard: int
+    on_disk: frozenset[str]
+    out: Path | None
+    at_once: int = 1
+    _before: dict[str, int] | None = field(default=None, init=False)
+    _is_done: bool = field(default=False, init=False)
+
+    def look(self, probes: Mapping[str, Probe[Any]], n: int) -> None:
+        """Compare with the batch before, once.
+
+        Args:
+            probes: by name.
+            n: sequences of the last batch.
+
+        Raises:
+            InfoFlowError: for what will not fit in memory or on the disk.
+        """
+        if self._is_done:
+            return
+        now = {name: _bytes_in(probe.snapshot()) for name, probe in probes.items()}
+        if self._before is None:
+            self._before = now
+            return
+        self._is_done = True
+        grown = {name: max(now[name] - self._before[name], 0) / n for name in now}
+        by_shard = sum(bytes_ for name, bytes_ in grown.items() if name in self.on_disk)
+        in_all = sum(grown.values()) - by_shard
+        # what probes hold, and once more when it is put together or kept
+        needed = 2 * int(in_all * self.n_left + by_shard * min(self.n_left, self.shard))
+        free = free_memory()
+        if free is not None and needed * self.at_once > free:
+            raise InfoFlowError(
+                f"what is measured of {self.n_left} sequences needs about "
+                f"{shown_bytes(needed * self.at_once)} of memory, and {shown_bytes(free)} is free: "
+                "expected it to fit; give fewer sequences (n, n_detail), shorter ones (max_length) "
+                "or smaller shards (shard)"
+            )
+        if self.out is None:
+            return
+        free = shutil.disk_usage(self.out).free
+        if by_shard * self.n_left > free:
+            raise InfoFlowError(
+                f"results of {self.n_left} sequences need about "
+                f"{shown_bytes(int(by_shard * self.n_left))} on the disk, and {shown_bytes(free)} "
+                "is free: expected it to fit; give fewer sequences (n), shorter ones (max_length) "
+                "or fewer ranks"
+            )
+
+
+def _bytes_in(value: Any) -> int:
+    """What the tensors in nested values take."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, Mapping):
+        return sum(map(_bytes_in, value.values()))
+    return sum(map(_bytes_in, value)) if isinstance(value, (list, tuple)) else 0

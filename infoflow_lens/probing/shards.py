@@ -1,0 +1,346 @@
+"""Probes over many sequences, shard by shard, behind those that a run before has measured.
+
+A shard is some sequences in a row. Each is measured by probes that have seen nothing else, and the
+shards are put together in their order, so that numbers do not depend on who has measured which.
+"""
+
+import copy
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.interrupts import between_steps
+from infoflow_lens.foundation.progress import Advance, progress_bar
+from infoflow_lens.foundation.state import state_from_bytes
+from infoflow_lens.hooks import Probe
+from infoflow_lens.hooks.model.inputs import Batches
+from infoflow_lens.hooks.passes.attach import run_passes
+from infoflow_lens.hooks.passes.collector import Weights
+from infoflow_lens.probing.checkpoint import Checkpoint
+from infoflow_lens.probing.part import Say, Setting
+from infoflow_lens.probing.room import Watch
+from infoflow_lens.probing.spread import Task, measure_shard
+
+Probes = Mapping[str, Probe[Any]]
+
+
+@dataclass
+class Gathered:
+    """What the shards so far have measured.
+
+    Attributes:
+        fresh: the probes as they were given, which have seen nothing.
+        out: where results are kept that grow with the sequences; None keeps them in memory.
+        checkpoint: where this is kept.
+        merged: the probes of all shards so far, but for what is on disk.
+        told: by probe, what is known of the shards that are on disk.
+        n_shards: how many are in it.
+        n_seen: their sequences.
+    """
+
+    fresh: Probes
+    out: Path | None
+    checkpoint: Checkpoint
+    merged: dict[str, Probe[Any]] = field(default_factory=dict)
+    told: dict[str, list[Any]] = field(default_factory=dict)
+    n_shards: int = 0
+    n_seen: int = 0
+
+    def __post_init__(self) -> None:
+        self.merged = copy.deepcopy(dict(self.fresh))
+
+    @property
+    def on_disk(self) -> frozenset[str]:
+        """The probes whose shards are files of their own."""
+        sharded = {name for name, probe in self.fresh.items() if probe.sharded is not None}
+        return frozenset(sharded if self.out is not None else ())
+
+    def take(self, probes: Probes, n_sequences: int) -> None:
+        """Add the next shard.
+
+        Raises:
+            InfoFlowError: if it is of another model, or cannot be written.
+        """
+        for name, probe in probes.items():
+            kind = probe.sharded
+            if self.out is None or kind is None or not probe.n_sequences:
+                self.merged[name].merge(probe)
+                continue
+            part, of_run = probe.result(), self.checkpoint.of_run
+            told = kind.save_shard(self.out / name, self.n_shards, part, of_run)
+            self.told.setdefault(name, []).append(told)
+        self.n_shards += 1
+        self.n_seen += n_sequences
+
+    def result(self, name: str) -> Any:
+        """The result of a probe.
+
+        Raises:
+            NothingMeasuredError: if it saw nothing that it could measure.
+            InfoFlowError: for what the probe refuses.
+        """
+        kind = self.fresh[name].sharded
+        if self.out is None or kind is None or name not in self.told:
+            return self.merged[name].result()
+        part = kind.of.load(self.out / name / "000000")
+        return kind.of_shards(self.out / name, self.told[name], part.record)
+
+    def results(self) -> dict[str, Any]:
+        """The results of all probes; see :meth:`result`."""
+        return {name: self.result(name) for name in self.fresh}
+
+    def state(self) -> dict[str, Any]:
+        """All of it, for :meth:`load`."""
+        return {
+            "n_shards": self.n_shards,
+            "n_seen": self.n_seen,
+            "told": self.told,
+            "merged": {name: probe.state() for name, probe in self.merged.items()},
+        }
+
+    def load(self, state: Any) -> None:
+        """Go on from what a run before had kept.
+
+        Raises:
+            InfoFlowError: if it is of other probes, or cannot be read.
+        """
+        again = f"expected the same; delete {self.checkpoint.path.name} to begin again"
+        folder = str(self.checkpoint.path.parent)
+        merged = state.get("merged") if isinstance(state, dict) else None
+        if not isinstance(merged, dict) or merged.keys() != self.fresh.keys():
+            raise InfoFlowError(
+                f"the unfinished run in {folder!r} is of other probes than "
+                f"{', '.join(self.fresh)}: {again}"
+            )
+        try:
+            for name, probe in self.merged.items():
+                probe.load_state(merged[name])
+            self.told = {name: list(parts) for name, parts in state["told"].items()}
+            self.n_shards, self.n_seen = int(state["n_shards"]), int(state["n_seen"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InfoFlowError(
+                f"the unfinished run in {folder!r} cannot be read ({error!r}): {again}"
+            ) from error
+        for name in self.told:
+            for index in range(self.n_shards):
+                path = (self.out or Path()) / name / f"{index:06d}.json"
+                if not path.is_file():
+                    raise InfoFlowError(f"{str(path)!r} is gone: {again}")
+
+
+def run_in_shards(
+    setting: Setting,
+    batches: Batches,
+    probes: Probes,
+    checkpoint: Checkpoint,
+    say: Say = lambda line: None,
+    out: Path | None = None,
+) -> Gathered:
+    """Run probes together over sequences, behind the last that the checkpoint holds.
+
+    Args:
+        setting: model, sizes, bar, and who measures.
+        batches: all sequences, those seen before too.
+        probes: by name; they have seen nothing.
+        checkpoint: where it stands; it is not removed.
+        say: called with the probes' names and from where they go on.
+        out: folder for results that grow with the sequences, where there are several shards; None
+            keeps all in memory.
+
+    Raises:
+        InfoFlowError: for a checkpoint of other probes, for results that will not fit in memory or
+            on the disk, for workers that are gone, and for what probes refuse.
+        KeyboardInterrupt: behind the batch in which it was asked for; the state is on disk.
+    """
+    assert batches.n_sequences is not None
+    size = setting.config.shard
+    gathered = Gathered(probes, out if batches.n_sequences > size else None, checkpoint)
+    state = checkpoint.load()
+    if state is not None:
+        gathered.load(state)
+    elif gathered.out is not None:
+        for name in probes:  # of a run that was not kept
+            shutil.rmtree(gathered.out / name, ignore_errors=True)
+    current = state.get("current") if state is not None else None
+    seen = gathered.n_seen + _n_seen(current)
+    say(f"{', '.join(probes)}" + (f": going on behind {seen} sequences" if seen else ""))
+    n_left = -(-(batches.n_sequences - gathered.n_seen) // size)
+    alone = setting.crew.is_alone or n_left < 2
+    with progress_bar(
+        "probing", batches.n_sequences, setting.progress, done=seen if alone else gathered.n_seen
+    ) as advance:
+        if alone:
+            _here(setting, batches, gathered, current, advance)
+        else:
+            _elsewhere(setting, batches, gathered, advance)
+    return gathered
+
+
+def _n_seen(current: Any) -> int:
+    """The sequences of a shard that is not finished."""
+    counts = [part.get("n_sequences", 0) for part in (current or {}).values()]
+    return int(counts[0]) if counts else 0
+
+
+def _remaining(batches: Batches, gathered: Gathered, size: int) -> Iterator[tuple[int, Batches]]:
+    """The shards behind those that are gathered, with their numbers."""
+    assert batches.n_sequences is not None
+    for index in count(gathered.n_shards):
+        start = index * size
+        if start >= batches.n_sequences:
+            return
+        yield index, batches.part(start, min(start + size, batches.n_sequences))
+
+
+def _here(
+    setting: Setting, batches: Batches, gathered: Gathered, current: Any, advance: Advance
+) -> None:
+    """Measure what is left in this process."""
+    checkpoint, config = gathered.checkpoint, setting.config
+    probes: dict[str, Probe[Any]] = {}
+    waiting = _Waiting(checkpoint)
+
+    def now() -> dict[str, Any]:
+        counts = {probe.n_sequences for probe in probes.values()}
+        whole = len(counts) == 1 and counts != {0}  # each has taken in the same batches
+        states = {name: probe.state() for name, probe in probes.items()} if whole else None
+        return {**gathered.state(), "current": states}
+
+    with between_steps() as stop_if_asked:
+        weights = Weights(setting.model)
+        n_left = (batches.n_sequences or 0) - gathered.n_seen
+        watch = Watch(n_left, config.shard, gathered.on_disk, gathered.out)
+        try:
+            for index, part in _remaining(batches, gathered, config.shard):
+                probes = copy.deepcopy(dict(gathered.fresh))
+                if waiting.has(index):  # a run with workers has measured it
+                    current = waiting.load(index)
+                if current is not None:
+                    for name, probe in probes.items():
+                        probe.load_state(current.get(name, {}))
+                    current = None
+
+                def after_batch(n: int, probes: Probes = probes) -> None:
+                    advance(n)
+                    stop_if_asked()
+                    watch.look(probes, n)
+                    checkpoint.keep(now)
+
+                run_passes(
+                    setting.model,
+                    part,
+                    list(probes.values()),
+                    batch_size=config.batch_size,
+                    first_index=index * config.shard,
+                    skip=next(iter(probes.values())).n_sequences,
+                    after_batch=after_batch,
+                    progress=False,
+                    extent=batches.extent,
+                    weights=weights,
+                )
+                gathered.take(probes, part.n_sequences or 0)
+                probes = {}
+                checkpoint.keep(now)
+        except BaseException:
+            state = now()
+            if state["current"] is not None or gathered.n_shards:
+                checkpoint.save(state)
+            raise
+    waiting.forget(gathered.n_shards)
+
+
+def _elsewhere(setting: Setting, batches: Batches, gathered: Gathered, advance: Advance) -> None:
+    """Measure what is left in workers; what comes before its turn waits on disk."""
+    checkpoint, config = gathered.checkpoint, setting.config
+    extent = batches.extent
+    assert extent is not None
+    expected = Weights(setting.model).fingerprint
+    waiting = _Waiting(checkpoint)
+    sizes: dict[int, int] = {}
+    n_left = extent.n_sequences - gathered.n_seen
+
+    def tasks(places: str) -> Iterator[Task]:
+        for index, part in _remaining(batches, gathered, config.shard):
+            sizes[index] = part.n_sequences or 0
+            if not waiting.has(index):
+                yield Task(
+                    index=index,
+                    first=index * config.shard,
+                    rows=list(part.sequences()),
+                    extent=extent,
+                    probes=gathered.fresh,
+                    model=config.model,
+                    device=config.device,
+                    dtype=config.dtype,
+                    backend=config.backend,
+                    batch_size=config.batch_size,
+                    watch=Watch(n_left, config.shard, gathered.on_disk, None, setting.crew.jobs),
+                    places=places,
+                )
+
+    def take(state: Any) -> None:
+        probes = copy.deepcopy(dict(gathered.fresh))
+        for name, probe in probes.items():
+            probe.load_state(state[name])
+            probe.check_model(expected)
+        n = sizes.pop(gathered.n_shards)
+        gathered.take(probes, n)
+        advance(n)
+
+    def take_waiting() -> None:
+        while gathered.n_shards in sizes and waiting.has(gathered.n_shards):
+            take(waiting.load(gathered.n_shards))
+
+    def now() -> dict[str, Any]:
+        return {**gathered.state(), "current": None}
+
+    try:
+        with between_steps() as stop_if_asked, setting.crew.at_work() as (spread, places):
+            for index, sent in spread(measure_shard, tasks(places)):
+                if index == gathered.n_shards:
+                    take(state_from_bytes(sent))
+                else:
+                    waiting.save(index, state_from_bytes(sent))
+                take_waiting()
+                checkpoint.keep(now)
+                stop_if_asked()
+            take_waiting()
+    except BaseException:
+        checkpoint.save(now())
+        raise
+    finally:
+        waiting.forget(gathered.n_shards)
+
+
+class _Waiting:
+    """Shards that are measured before their turn, on disk."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def _of(self, index: int) -> Checkpoint:
+        path = self._checkpoint.path
+        return Checkpoint(
+            path.with_name(f"{path.stem}.{index:06d}{path.suffix}"), self._checkpoint.of_run
+        )
+
+    def has(self, index: int) -> bool:
+        return self._of(index).path.is_file()
+
+    def save(self, index: int, state: Any) -> None:
+        self._of(index).save(state)
+
+    def load(self, index: int) -> Any:
+        return self._of(index).load()
+
+    def forget(self, stop: int) -> None:
+        """Remove those before `stop`, which are in what was kept."""
+        path = self._checkpoint.path
+        for found in path.parent.glob(f"{path.stem}.*{path.suffix}"):
+            number = found.name[len(path.stem) + 1 : -len(path.suffix)]
+            if number.isdigit() and int(number) < stop:
+                found.unlink(missing_ok=True)

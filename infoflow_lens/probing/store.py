@@ -1,0 +1,159 @@
+"""Sequences on disk, in shards of which one is in memory at a time."""
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import overload
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import UNFINISHED, atomic_path
+from infoflow_lens.hooks.model.inputs import Extent
+
+_SHARD = 1024  # sequences in a file
+
+
+class StoredSequences(Sequence[Tensor]):
+    """The sequences that :func:`store` wrote, or some of them in a row, read as they are needed.
+
+    Attributes:
+        folder: of the files.
+        extent: how many, and how long.
+    """
+
+    def __init__(
+        self, folder: Path, extent: Extent, start: int = 0, longest: int | None = None
+    ) -> None:
+        self.folder, self.extent = folder, extent
+        self._start, self._longest = start, longest
+        self._read: tuple[int, list[Tensor]] = (-1, [])
+
+    def __len__(self) -> int:
+        return self.extent.n_sequences
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "StoredSequences": ...
+
+    def __getitem__(self, index: int | slice) -> "Tensor | StoredSequences":
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                raise InfoFlowError(f"step is {step}: expected sequences in their own order")
+            return self._rows(start, max(start, stop))
+        place = range(len(self))[index] + self._start
+        return self._cut(self._shard(place // _SHARD)[place % _SHARD])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        stop = self._start + len(self)
+        for shard in range(self._start // _SHARD, -(-stop // _SHARD)):
+            first = shard * _SHARD
+            for row in self._shard(shard)[max(self._start - first, 0) : stop - first]:
+                yield self._cut(row)
+
+    def cut(self, longest: int) -> "StoredSequences":
+        """The same sequences, of at most so many tokens each."""
+        extent = Extent(
+            len(self), min(self.extent.longest, longest), min(self.extent.shortest, longest)
+        )
+        return StoredSequences(self.folder, extent, self._start, longest)
+
+    def _cut(self, row: Tensor) -> Tensor:
+        return row[: self._longest]
+
+    def _rows(self, start: int, stop: int) -> "StoredSequences":
+        part = StoredSequences(
+            self.folder, Extent(stop - start, 0, 0), self._start + start, self._longest
+        )
+        if stop - start == len(self):
+            part.extent = self.extent
+        elif stop > start:
+            lengths = [len(row) for row in part]
+            part.extent = Extent(len(lengths), max(lengths), min(lengths))
+        return part
+
+    def _shard(self, number: int) -> list[Tensor]:
+        """The sequences of a file.
+
+        Raises:
+            InfoFlowError: if it is spoiled or gone.
+        """
+        if self._read[0] != number:
+            path = _path(self.folder, number)
+            try:
+                found = load_file(path)
+                rows = [
+                    row[:length].clone()  # the file is closed again, whatever its size
+                    for row, length in zip(found["tokens"], found["lengths"].tolist(), strict=True)
+                ]
+            except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+                raise InfoFlowError(
+                    f"{str(path)!r} cannot be read ({error}): expected the sequences of this run; "
+                    "run the same again, which writes them anew"
+                ) from error
+            self._read = (number, rows)
+        return self._read[1]
+
+
+def store(rows: Iterable[Tensor], folder: Path, what: str) -> tuple[StoredSequences, str]:
+    """Write sequences as they come, for `folder`, but beside it until :func:`settle`.
+
+    Args:
+        rows: token ids [pos] or vectors [pos, d_token].
+        folder: where they will be.
+        what: what errors call the rows.
+
+    Returns:
+        The sequences, and a digest of them all.
+
+    Raises:
+        InfoFlowError: for no rows, and where they cannot be written.
+    """
+    new = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=UNFINISHED))
+    digest = hashlib.sha256()
+    n, longest, shortest = 0, 0, 0
+    coming = iter(rows)
+    try:
+        while together := list(islice(coming, _SHARD)):
+            lengths = [len(row) for row in together]
+            for row in together:
+                digest.update(f"{row.dtype}{tuple(row.shape)}".encode())
+                digest.update(row.contiguous().view(torch.uint8).numpy().tobytes())
+            contents = {
+                "tokens": pad_sequence(together, batch_first=True).contiguous(),
+                "lengths": torch.tensor(lengths),
+            }
+            with atomic_path(_path(new, n // _SHARD)) as temporary:
+                save_file(contents, temporary)
+            shortest = min(lengths) if not n else min(shortest, *lengths)
+            longest = max(longest, *lengths)
+            n += len(together)
+        if not n:
+            raise InfoFlowError(f"{what} is empty: expected at least one sequence")
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    return StoredSequences(new, Extent(n, longest, shortest)), digest.hexdigest()[:16]
+
+
+def settle(stored: StoredSequences, folder: Path) -> StoredSequences:
+    """Stored sequences in their folder, in the place of what it held."""
+    stored.folder.chmod(0o755)
+    if folder.exists():
+        shutil.rmtree(folder)
+    stored.folder.rename(folder)
+    return StoredSequences(folder, stored.extent)
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.safetensors"

@@ -1,0 +1,260 @@
+"""Shards: the same numbers whoever measures them, and whatever stops them."""
+
+import shutil
+import threading
+import time
+
+import pandas as pd
+import pytest
+import torch
+
+from infoflow_lens import (
+    InfoFlowError,
+    PositionsProbe,
+    RecoveryProbe,
+    load_any,
+    probe,
+    propagate,
+    run_probes,
+)
+from infoflow_lens.hooks import Result, ShardedPositions
+from infoflow_lens.probing import room, shards
+from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.data import read_data
+from infoflow_lens.probing.run import run_probing
+from tests.processes import server
+from tests.reference import zoo
+
+pytestmark = pytest.mark.filterwarnings("ignore::infoflow_lens.foundation.errors.InfoFlowWarning")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = zoo.save("gpt2", tmp_path_factory.mktemp("gpt2"))
+    data = tmp_path_factory.mktemp("data") / "texts.txt"
+    lines = [" ".join(f"w{(7 * i + j * j) % 30 + 4}" for j in range(2 + i % 9)) for i in range(43)]
+    data.write_text("\n".join(lines))
+    return ProbingConfig(
+        str(folder), str(data), probes=("positions", "recovery"), ranks=(1, 2), batch_size=3,
+        shard=10, n_detail=4,
+    )  # fmt: skip
+
+
+def run(out, config, **arguments):
+    return run_probing(out, config, progress=False, n_threads=1, **arguments)
+
+
+def contents(out):
+    """All files of a folder; what stands there unfinished too."""
+    paths = sorted(path for path in out.rglob("*") if path.is_file())
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in paths}
+
+
+@pytest.fixture(scope="module")
+def whole(config, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("whole"), config)
+
+
+def test_shards_together_are_one_pass_over_all(whole, config):
+    """Held-out sequences, padding and ranks are those of the whole, not of a shard."""
+    model = load_any(config.model).model
+    data = read_data(model, config.data)
+    probes = [PositionsProbe((1, 2), spread=True), RecoveryProbe((1, 2))]
+    positions, recovery = run_probes(model, data, probes, batch_size=3, progress=False)
+    found = whole.positions
+    assert isinstance(found, ShardedPositions)
+    assert (found.n_sequences, found.n_shards) == (43, 5)
+    pd.testing.assert_frame_equal(found.to_frame(), positions.to_frame(), rtol=1e-4, atol=1e-6)
+    pd.testing.assert_frame_equal(found.summary(skip=1), positions.summary(skip=1), rtol=1e-6)
+    for layer, expected in zip(propagate(found).members, propagate(positions).members, strict=True):
+        assert layer.equal(expected)
+    pd.testing.assert_frame_equal(whole.recovery.to_frame(), recovery.to_frame(), rtol=1e-4)
+
+
+def test_a_part_of_the_sequences_is_read_from_few_files(whole, monkeypatch):
+    read, load = [], whole.positions.of.load.__func__
+    monkeypatch.setattr(
+        whole.positions.of,
+        "load",
+        classmethod(lambda kind, path: read.append(path.name) or load(kind, path)),
+    )
+    first = whole.positions.first(12)
+    assert read == ["000000", "000001"]
+    assert first.argmax[1][11, :, :3].equal(whole.positions.whole().argmax[1][11, :, :3])
+
+
+def test_it_is_loaded_saved_and_plotted_as_any_result(whole, tmp_path):
+    again = Result.load(whole.out / "positions")
+    again.save(tmp_path / "copy")
+    copy = ShardedPositions.load(tmp_path / "copy")
+    assert copy.to_frame().equals(whole.positions.to_frame())
+    assert copy.plot().data
+    (tmp_path / "copy" / "000003.json").unlink()
+    with pytest.raises(InfoFlowError, match=r"000003' is gone \(1 of 5 .* delete that file"):
+        ShardedPositions.load(tmp_path / "copy")
+
+
+def test_what_does_not_fit_in_memory_is_not_read(whole, monkeypatch):
+    monkeypatch.setattr("infoflow_lens.hooks.sharded.free_memory", lambda: 1000)
+    with pytest.raises(InfoFlowError, match=r"of 43 sequences take .* take the .first\(n\)"):
+        whole.positions.argmax  # noqa: B018
+    assert len(whole.positions.summary()) == 2 * 4
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5, 9, 14])
+def test_a_stopped_run_goes_on_to_the_same_bytes(whole, config, tmp_path, monkeypatch, stop):
+    """Within a shard, at its end, and within the last; one that was killed loses half a minute."""
+    passes = []
+
+    def stopping(model, batches, probes, *, after_batch, **settings):
+        def after(n):
+            after_batch(n)
+            passes.append(n)
+            if len(passes) == stop:
+                raise KeyboardInterrupt
+
+        return original(model, batches, probes, after_batch=after, **settings)
+
+    original = shards.run_passes
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "run_passes", stopping)
+        with pytest.raises(KeyboardInterrupt, match="run the same again"):
+            run(tmp_path, config)
+        run(tmp_path, config)
+    assert len(passes) == 4 * 4 + 1  # of four shards of ten and one of three; none twice
+    assert contents(tmp_path) == contents(whole.out)
+
+
+def test_a_file_of_an_unfinished_run_that_is_gone_is_named(config, tmp_path, monkeypatch):
+    def stopping(*args, first_index, **settings):
+        if first_index == 20:
+            raise KeyboardInterrupt
+        return original(*args, first_index=first_index, **settings)
+
+    original = shards.run_passes
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "run_passes", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, config)
+    (tmp_path / "positions" / "000001.json").unlink()
+    with pytest.raises(InfoFlowError, match=r"000001.json' is gone.*delete .all.safetensors"):
+        run(tmp_path, config)
+
+
+def test_workers_give_the_same_bytes(whole, config, tmp_path):
+    run(tmp_path, config, jobs=2)
+    assert contents(tmp_path) == contents(whole.out)
+
+
+def test_workers_go_on_where_one_process_was_stopped_and_back(whole, config, tmp_path, monkeypatch):
+    """Shards that were measured before their turn are not measured again."""
+
+    def stopping(out):
+        def save_shard(path, index, *args):
+            if index == 3:
+                raise KeyboardInterrupt
+            return original(path, index, *args)
+
+        original = ShardedPositions.save_shard
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardedPositions, "save_shard", staticmethod(save_shard))
+            with pytest.raises(KeyboardInterrupt):
+                run(out, config, jobs=2)
+
+    stopping(tmp_path / "out")
+    assert (tmp_path / "out" / ".all.safetensors").is_file()
+    shutil.copytree(tmp_path / "out", tmp_path / "other")
+    run(tmp_path / "out", config)
+    assert contents(tmp_path / "out") == contents(whole.out)
+    run(tmp_path / "other", config, jobs=2)
+    assert contents(tmp_path / "other") == contents(whole.out)
+
+
+def test_a_model_that_changes_between_shards_is_refused(config, tmp_path, monkeypatch):
+    loaded = load_any(config.model)
+
+    def meddling(model, *args, first_index, **settings):
+        if first_index == 20:
+            with torch.no_grad():
+                next(iter(model.parameters())).mul_(2)
+        return original(model, *args, first_index=first_index, **settings)
+
+    original = shards.run_passes
+    monkeypatch.setattr(shards, "run_passes", meddling)
+    with pytest.raises(InfoFlowError, match="weights changed between two passes"):
+        run(tmp_path, config, loaded=loaded)
+
+
+def test_what_will_not_fit_is_refused_after_two_batches(config, tmp_path, monkeypatch):
+    passes = []
+
+    def counting(*args, after_batch, **settings):
+        def after(n):
+            passes.append(n)
+            after_batch(n)
+
+        return original(*args, after_batch=after, **settings)
+
+    original = shards.run_passes
+    monkeypatch.setattr(shards, "run_passes", counting)
+    with monkeypatch.context() as patch:
+        patch.setattr(room, "free_memory", lambda: 5000)
+        with pytest.raises(InfoFlowError, match=r"of 43 sequences needs about .* is free"):
+            run(tmp_path / "memory", config)
+    assert len(passes) == 2
+    usage = shutil.disk_usage(tmp_path)._replace(free=5000)
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(InfoFlowError, match=r"of 43 sequences need about .* on the disk"):
+        run(tmp_path / "disk", config)
+
+
+def test_without_a_folder_all_comes_back_in_memory(config):
+    settings = {name: getattr(config, name) for name in ("probes", "ranks", "batch_size", "shard")}
+    found = probe(config.model, config.data, progress=False, n_threads=1, **settings)
+    assert found.positions.positions[0].shape[0] == 43
+    with pytest.raises(InfoFlowError, match=r"in memory, and jobs is 2.* workers load it"):
+        probe(load_any(config.model), config.data, progress=False, jobs=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"jobs": 0}, "jobs is 0: expected 1 to"),
+        ({"jobs": 10**6}, "jobs is 1000000"),
+        ({"n_threads": 0}, "threads is 0"),
+        ({"scheduler": "tcp://127.0.0.1:1"}, "there is no dask scheduler at 'tcp://127.0.0.1:1'"),
+        ({"scheduler": "nonsense"}, "there is no dask scheduler at 'nonsense'"),
+    ],
+)
+def test_workers_that_cannot_be_had(config, tmp_path, arguments, message):
+    with pytest.raises(InfoFlowError, match=message):
+        run_probing(tmp_path, config, progress=False, **arguments)
+    run_probing(tmp_path, config, progress=False)  # nothing in the folder is in its way
+
+
+@pytest.mark.filterwarnings("ignore")  # of the cluster's own
+def test_a_cluster_whose_worker_is_killed_gives_the_same_bytes(whole, config, tmp_path):
+    """A scheduler and two workers on loopback; one is killed in the middle."""
+    dask, distributed = pytest.importorskip("dask"), pytest.importorskip("distributed")
+    method = server().get_start_method()
+    with (
+        dask.config.set({"distributed.worker.multiprocessing-method": method}),
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None
+        ) as cluster,
+    ):
+        out, killed = tmp_path / "out", []
+
+        def kill():
+            while not (out / "positions" / "000000.json").is_file():
+                time.sleep(0.01)
+            worker = next(iter(cluster.workers.values()))
+            worker.process.process._process.kill()
+            killed.append(worker)
+
+        thread = threading.Thread(target=kill, daemon=True)
+        thread.start()
+        run(out, config, scheduler=cluster.scheduler_address)
+        thread.join(timeout=10)
+        assert killed
+        assert contents(out) == contents(whole.out)
