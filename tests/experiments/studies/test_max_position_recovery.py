@@ -84,6 +84,18 @@ def test_the_published_ratios_stand_below_the_heads():
     assert "| pairs | 2 | (1, 3) |" in table
 
 
+def test_the_figure_sets_tempered_heads_beside_those_in_use():
+    """At their entropy; those that do nothing are hollow, and stand in the first panel alone."""
+    all_heads, of_pairs, of_singles = STUDY.figure(passing()).axes
+    assert len(all_heads.lines) == 2 * 2 * 3 + 2  # ranks, queries, heads; two levels
+    assert sum(line.get_markerfacecolor() == "none" for line in all_heads.lines) == 2 * 3
+    points = {line.get_label(): list(line.get_ydata()) for line in of_pairs.lines}
+    assert points["trained (tokens)"] == [0.05, 0.06, 0.9]
+    assert points["untrained, tempered (tokens)"] == [0.1] * 3
+    assert not points["trained (CLS)"]
+    assert all(not len(line.get_ydata()) for line in of_singles.lines[:4])
+
+
 ARCHITECTURE = Architecture(n_heads=(2, 1), d_model=12, d_head=(4, 4), d_token=2, n_tokens=5)
 
 
