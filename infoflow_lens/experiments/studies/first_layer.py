@@ -96,7 +96,7 @@ def first_layer(
         "pattern": f"{_ATTENTION}.hook_pattern",
         "state": "blocks.0.hook_resid_mid",
     }
-    hooks = [] if pattern is None else [(points["pattern"], _put(pattern))]
+    hooks: Any = [] if pattern is None else [(points["pattern"], _put(pattern))]
     with torch.no_grad(), model.hooks(fwd_hooks=hooks):
         _, caught = run_catching(model, x, points.values())
     return FirstLayer(x.cpu(), *(caught[point].cpu() for point in points.values()))

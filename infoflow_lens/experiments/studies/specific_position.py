@@ -105,11 +105,12 @@ class SpecificPosition(VectorStudy):
         if settings["model"] == _PAPER:
             model.blocks[0].ln1 = nn.Identity()
             with Drawing(derived_seed("readout", seed)):
-                model.unembed = nn.Sequential(
+                readout: Any = nn.Sequential(
                     nn.Linear(settings["d_model"], settings["d_mlp"]),
                     nn.GELU(),
                     nn.Linear(settings["d_mlp"], settings["d_token"]),
                 ).to(device)
+            model.unembed = readout
         return model
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
