@@ -87,9 +87,10 @@ class RowBuffer:
             self.statistics.update_chosen(features, values, chosen)
 
     def merge(self, other: "RowBuffer") -> None:
-        """Add the rows of another buffer."""
+        """Add the rows of another buffer; those that wait are added when they are enough."""
         self.statistics.merge(other.statistics)
         self.waiting = [*self.waiting, *other.waiting]
+        self.settle()
 
     def state(self) -> dict[str, Any]:
         """Everything, as numbers and tensors; rows go on waiting."""

@@ -62,7 +62,9 @@ class Maps:
         """Add what others have seen."""
         for mine, theirs in zip(self.buffers(), other.buffers(), strict=True):
             mine.merge(theirs)
-        self.shown.extend(other.shown)
+        for x, labels in other.shown:
+            if sum(len(x) for x, _ in self.shown) < ACCURACY_ROWS:
+                self.shown.append((x, labels))
 
     def state(self) -> dict[str, Any]:
         """Everything, as numbers and tensors."""

@@ -13,6 +13,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from infoflow_lens.foundation.progress import no_bars_of_libraries
 from infoflow_lens.foundation.state import state_to_bytes
 from infoflow_lens.foundation.workers import Spread, workers
 from infoflow_lens.hooks import Probe
@@ -114,7 +115,8 @@ def _loaded(
     model: str, device: str, dtype: str | None, backend: Any
 ) -> tuple[LoadedModel, Weights]:
     """The model, loaded once in a process."""
-    loaded = load_any(model, device=device, dtype=dtype, backend=backend)
+    with no_bars_of_libraries():
+        loaded = load_any(model, device=device, dtype=dtype, backend=backend)
     return loaded, Weights(loaded.model)
 
 

@@ -137,6 +137,20 @@ def test_probes_on_shards_merge_to_the_probe_on_all(model, many_inputs):
         torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
 
 
+def test_what_is_merged_does_not_grow_with_the_number_of_probes(model, many_inputs):
+    def size(value):
+        if isinstance(value, dict):
+            return sum(map(size, value.values()))
+        return sum(map(size, value)) if isinstance(value, list) else getattr(value, "nbytes", 0)
+
+    merged, sizes = RecoveryProbe(RANKS, buffer_rows=100), []
+    for _ in range(12):
+        part = RecoveryProbe(RANKS, buffer_rows=100)
+        run_probes(model, many_inputs[:10], [part], progress=False)
+        sizes.append(size(merged.merge(part).state()["measured"]))
+    assert max(sizes[6:]) <= max(sizes[:6])
+
+
 def test_maps_are_given_and_fit_the_frame(model, many_inputs):
     (result,) = run_probes(model, many_inputs, [RecoveryProbe((1,))], progress=False)
     _, cache = model.run_with_cache(many_inputs)
