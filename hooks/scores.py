@@ -126,7 +126,7 @@ class StateScoresProbe(Probe[ScoresT]):
 
     def __init__(self, positions: Sequence[int] | None = None) -> None:
         super().__init__()
-        self.positions = optional(partial(check_integers, least=None), positions, "positions")
+        self.positions = unless_none(partial(check_integers, least=None), positions, "positions")
         self._batches: list[dict[str, Tensor]] = []
         self._layers: tuple[int, ...] = ()
         self._n_positions = 0
@@ -226,6 +226,6 @@ def existing(
     return (place >= 0)[:, :, None] & is_source[:, None]
 
 
-def optional(check: Callable[..., Any], value: Any, name: str) -> Any:
+def unless_none(check: Callable[..., Any], value: Any, name: str) -> Any:
     """What a check gives for a value, None for None."""
     return None if value is None else check(value, name)

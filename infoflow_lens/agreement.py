@@ -234,7 +234,7 @@ def compare(
         InfoFlowError: if shapes differ, scores are negative or NaN, or the threshold is not in
             (0, 1].
     """
-    predicted = _sets(predicted, measured)
+    predicted = sets_of(predicted, measured)
     states = _States(predicted, measured, threshold, lengths)
     n_layers, n_batch, _, n_source = states.scores.shape
     if active is not None and (active.shape != (n_batch, n_source) or active.dtype != torch.bool):
@@ -271,7 +271,7 @@ def compare_by_position(
     """
     import pandas as pd
 
-    states = _States(_sets(predicted, measured), measured, threshold, lengths)
+    states = _States(sets_of(predicted, measured), measured, threshold, lengths)
     n_layers, _, n_pos, _ = states.scores.shape
     places = torch.arange(n_pos, device=states.scores.device)
     rows = []
@@ -297,7 +297,7 @@ def _check_measured(measured: Any) -> None:
         )
 
 
-def _sets(predicted: Any, measured: Any) -> InformationSets:
+def sets_of(predicted: Any, measured: Any) -> InformationSets:
     """Predicted sets, propagated where they are not sets yet.
 
     Raises:
@@ -384,8 +384,7 @@ def real_states(
     Raises:
         InfoFlowError: for lengths that do not fit.
     """
-    if lengths is None:
-        lengths = torch.full((n_batch,), n_source)
+    lengths = torch.full((n_batch,), n_source) if lengths is None else torch.as_tensor(lengths)
     if lengths.shape != (n_batch,) or not ((lengths >= 1) & (lengths <= n_source)).all():
         raise InfoFlowError(
             f"lengths are {lengths.tolist()}: expected {n_batch} numbers of tokens from 1 to "

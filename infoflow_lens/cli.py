@@ -33,6 +33,21 @@ Backend = Annotated[
     str, typer.Option(help="hooked (TransformerLens 3's HookedTransformer), bridge or auto.")
 ]
 
+ReportFolder = Annotated[
+    Path, typer.Option(help="Folder for results and the report.", parser=folder)
+]
+# Options of studies
+StudyName = Annotated[str | None, typer.Argument(help="A study; see --list.")]
+ListAll = Annotated[bool, typer.Option("--list", help="The studies and their rules.")]
+Preset = Annotated[str, typer.Option(help="smoke, quick or full.")]
+Seeds = Annotated[int | None, typer.Option(help="How many; default, the preset's.")]
+Jobs = Annotated[int, typer.Option(help="Processes at a time, of one thread each.")]
+StudyFolder = Annotated[
+    Path | None,
+    typer.Option(help="Folder for results; default results/NAME-PRESET.", parser=folder),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Run only what the folder lacks.")]
+
 
 def _show_version(value: bool) -> None:
     if value:
@@ -83,23 +98,18 @@ def demo(
 
 @app.command(short_help="Reproduce a table or figure of the papers.")
 def experiment(
-    name: Annotated[str | None, typer.Argument(help="A study; see --list.")] = None,
-    list_all: Annotated[bool, typer.Option("--list", help="The studies and their rules.")] = False,
+    name: StudyName = None,
+    list_all: ListAll = False,
     summary: Annotated[
         bool,
         typer.Option("--summary", help="Write the tables of the runs in --out, and its README's."),
     ] = False,
-    preset: Annotated[str, typer.Option(help="smoke, quick or full.")] = "quick",
-    seeds: Annotated[int | None, typer.Option(help="How many; default, the preset's.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes at a time, of one thread each.")] = 1,
+    preset: Preset = "quick",
+    seeds: Seeds = None,
+    jobs: Jobs = 1,
     device: Device = "cpu",
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for results; default results/NAME-PRESET.", parser=folder),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Run only what the folder lacks.")
-    ] = False,
+    out: StudyFolder = None,
+    resume: Resume = False,
     scheduler: Annotated[
         str | None, typer.Option(help="Address of a dask scheduler, to run on its workers.")
     ] = None,
@@ -108,7 +118,6 @@ def experiment(
     """Train, probe, compare with the prediction, and print our numbers beside the published."""
     with _reported():
         from infoflow_lens.experiments.studies import STUDIES, find_study
-        from infoflow_lens.experiments.sweep import run_study
         from infoflow_lens.foundation.errors import InfoFlowError
 
         if list_all:
@@ -124,10 +133,9 @@ def experiment(
             return
         if name is None:
             raise InfoFlowError(f"no study is named: expected one of {', '.join(STUDIES)}")
-        study = find_study(name)
-        result = run_study(
-            study,
-            out or Path("results") / f"{study.name}-{preset}",
+        _run_study(
+            find_study(name),
+            out,
             preset=preset,
             seeds=seeds,
             jobs=jobs,
@@ -136,15 +144,22 @@ def experiment(
             scheduler=scheduler,
             progress=not quiet,
         )
-        table = (result.out / "table.md").read_text(encoding="utf-8")
-    typer.echo(table)
+
+
+def _run_study(study: Any, out: Path | None, preset: str, **settings: Any) -> None:
+    """Run a study, and print its table."""
+    from infoflow_lens.experiments.sweep import run_study
+
+    folder = out or Path("results") / f"{study.name}-{preset}"
+    result = run_study(study, folder, preset=preset, **settings)
+    typer.echo((result.out / "table.md").read_text(encoding="utf-8"))
     typer.echo(f"numbers: {result.out}")
 
 
 @app.command(short_help="Ask trained language models what InfoFlow leaves open.")
 def study(
-    name: Annotated[str | None, typer.Argument(help="A study; see --list.")] = None,
-    list_all: Annotated[bool, typer.Option("--list", help="The studies and their rules.")] = False,
+    name: StudyName = None,
+    list_all: ListAll = False,
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -159,16 +174,12 @@ def study(
             "this Python's standard library that stdlib-2l has not seen."
         ),
     ] = None,
-    preset: Annotated[str, typer.Option(help="smoke, quick or full.")] = "quick",
-    seeds: Annotated[int | None, typer.Option(help="How many; default, the preset's.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes at a time, of one thread each.")] = 1,
+    preset: Preset = "quick",
+    seeds: Seeds = None,
+    jobs: Jobs = 1,
     device: Device = "cpu",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for results; default results/NAME-PRESET.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Run only what the folder lacks.")
-    ] = False,
+    out: StudyFolder = None,
+    resume: Resume = False,
     quiet: Quiet = False,
 ) -> None:
     """Measure language models over training and context, and judge by the study's stated rule."""
@@ -177,7 +188,6 @@ def study(
             LANGUAGE_MODEL_STUDIES,
             find_language_model_study,
         )
-        from infoflow_lens.experiments.sweep import run_study
         from infoflow_lens.foundation.errors import InfoFlowError
 
         if list_all:
@@ -187,9 +197,9 @@ def study(
         if name is None:
             known = ", ".join(LANGUAGE_MODEL_STUDIES)
             raise InfoFlowError(f"no study is named: expected one of {known}")
-        result = run_study(
+        _run_study(
             find_language_model_study(name)(model or (), data),
-            out or Path("results") / f"{name}-{preset}",
+            out,
             preset=preset,
             seeds=seeds,
             jobs=jobs,
@@ -197,9 +207,6 @@ def study(
             resume=resume,
             progress=not quiet,
         )
-        table = (result.out / "table.md").read_text(encoding="utf-8")
-    typer.echo(table)
-    typer.echo(f"numbers: {result.out}")
 
 
 @app.command("inspect", short_help="What a model is, and what can be measured on it.")
@@ -286,7 +293,7 @@ def _print_inspection(description: str, found: Any, notes: list[str]) -> None:
 @options_of(ProbingConfig, arguments=("model",))
 def probe(
     config: Callable[[], ProbingConfig],
-    out: Annotated[Path, typer.Option(help="Folder for results and the report.", parser=folder)],
+    out: ReportFolder,
     jobs: Annotated[int, typer.Option(help="Processes that measure at a time.")] = 1,
     scheduler: Annotated[
         str | None, typer.Option(help="Address of a dask scheduler, in place of own processes.")
@@ -317,7 +324,7 @@ def probe(
 @options_of(SurveyConfig, arguments=("model",))
 def survey(
     config: Callable[[], SurveyConfig],
-    out: Annotated[Path, typer.Option(help="Folder for results and the report.")],
+    out: ReportFolder,
     quiet: Quiet = False,
 ) -> None:
     """Which mechanisms do the heads of a language model need, are they enough, and are InfoFlow's

@@ -3,13 +3,16 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from infoflow_lens.agreement import auroc, check_norms, real_states
+from infoflow_lens.agreement import Predicted, auroc, check_norms, real_states, sets_of
+from infoflow_lens.foundation.checks import check_integers
+from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.influence.base import influence_sets
 from infoflow_lens.hooks.scores import StateScores
@@ -98,8 +101,8 @@ class RankingAgreement:
     def _frame(self, starts: Sequence[int], confidence: float, ahead: bool) -> "pd.DataFrame":
         import pandas as pd
 
-        if not 0 < confidence < 1:
-            raise InfoFlowError(f"confidence is {confidence}: expected a share between 0 and 1")
+        if not isinstance(confidence, Real) or not 0 < confidence < 1:
+            raise InfoFlowError(f"confidence is {confidence!r}: expected a share between 0 and 1")
         n_layers, _, n_pos = self.n_candidates.shape
         rows: list[dict[str, Any]] = []
         for (size, method), metrics in self.values.items():
@@ -176,15 +179,27 @@ class RankingAgreement:
             title=f"What states depend on, at the sizes of {chosen}",
         )
 
+    def __repr__(self) -> str:
+        n_layers, n_batch, n_pos = self.n_candidates.shape
+        states = f"{n_layers} layers, {n_batch} sequences of up to {n_pos} positions"
+        line = f"sets {', '.join(self.sets)}; scores {', '.join(self.scores)}; {states}"
+        return f"RankingAgreement({line[:400]})"
+
     def _repr_html_(self) -> str:
-        columns = ["size_of", "method", "layer", "n_states", "mean_size", *METRICS]
-        frame = self.to_frame()[columns]
-        return str(frame.to_html(index=False, float_format="{:.3f}".format))
+        last = len(self.n_candidates) - 1
+        columns = ["size_of", "method", "n_states", "mean_size", *METRICS]
+        frame = self.to_frame()
+        return panel(
+            "RankingAgreement",
+            {"layer": last},
+            head=frame.loc[frame["layer"] == last, columns],
+            more="more: .to_frame(), .ahead(), .plot()",
+        )
 
 
 def _ranges(starts: Sequence[int], n_pos: int) -> Iterator[tuple[int, int]]:
-    places = list(starts)
-    if not places or places[0] < 0 or sorted(set(places)) != places or places[-1] >= n_pos:
+    places = list(check_integers(starts, "starts"))
+    if sorted(places) != places or places[-1] >= n_pos:
         raise InfoFlowError(
             f"starts are {places}: expected rising positions from 0 to {n_pos - 1}, where ranges "
             "of positions begin"
@@ -213,9 +228,9 @@ def _interval(values: Float[Tensor, " sequence"], confidence: float) -> tuple[fl
 
 
 def compare_rankings(
-    sets: Mapping[str, InformationSets],
+    sets: Mapping[str, Predicted],
     scores: Mapping[str, StateScores | Float[Tensor, "layer batch pos source"]],
-    measured: StateScores | Float[Tensor, "layer batch pos source"],
+    measured: StateScores | InformationSets | Float[Tensor, "layer batch pos source"],
     *,
     threshold: float = 0.1,
     lengths: Int[Tensor, " batch"] | None = None,
@@ -245,9 +260,10 @@ def compare_rankings(
     that can be had.
 
     Args:
-        sets: predicted sets by name.
+        sets: predicted sets by name, or what :func:`compare` takes in their place.
         scores: by name, such as results of :class:`AttentionRollout`; at least 0.
-        measured: influence, as of :class:`JacobianInfluence`. Only states that it and all scores
+        measured: influence, as of :class:`JacobianInfluence`; or measured sets, which count as 0
+            and 1. Only states that it and all scores
             hold take part.
         threshold: a source is measured if its influence is at least this share of the largest on
             that state, over all sources, its own position included.
@@ -258,29 +274,36 @@ def compare_rankings(
         InfoFlowError: for no sets, two methods of one name, shapes that differ, scores that are
             negative or not finite, or a threshold that is not in (0, 1].
     """
+    for what, given in (("sets", sets), ("scores", scores)):
+        if not isinstance(given, Mapping):
+            raise InfoFlowError(
+                f"{what} is a {type(given).__name__}: expected a mapping from names, as in "
+                f"{{'mine': {what}}}"
+            )
     names = [*sets, *scores, *CONTROLS]
     if not sets or len(set(names)) < len(names):
         raise InfoFlowError(
             f"sets are {', '.join(sets) or 'none'}, scores {', '.join(scores) or 'none'}: expected "
             f"at least one set, and names of their own, other than {', '.join(CONTROLS)}"
         )
-    influence, lengths, asked = _full(measured, lengths)
+    influence, lengths, asked = _full(measured, lengths, "what was measured")
     check_norms(influence)
     ranked: dict[str, Tensor] = {}
     for name, score in scores.items():
-        ranked[name], _, also = _full(score, lengths)
+        ranked[name], _, also = _full(score, lengths, repr(name))
         _same_shape(name, ranked[name], influence)
         if not ranked[name].isfinite().all() or (ranked[name] < 0).any():
             raise InfoFlowError(
                 f"scores of {name!r} are negative, infinite or NaN somewhere: expected scores >= 0"
             )
         asked = asked & also
-    for name, predicted in sets.items():
+    chosen_sets = {name: sets_of(given, influence) for name, given in sets.items()}
+    for name, predicted in chosen_sets.items():
         _same_shape(name, predicted.members, influence)
     n_layers, n_batch, n_pos, n_source = influence.shape
     exists, sources, _ = real_states(lengths, n_batch, n_pos, n_source, influence.device)
     reachable = (influence > 0).flatten(0, 1).any(dim=0)
-    for one in (*(predicted.members for predicted in sets.values()), *ranked.values()):
+    for one in (*(predicted.members for predicted in chosen_sets.values()), *ranked.values()):
         reachable = reachable | (one > 0).flatten(0, 1).any(dim=0)
     itself = torch.eye(n_pos, n_source, dtype=torch.bool, device=influence.device)
     candidate = (reachable & (with_self | ~itself)) & sources[:, None]
@@ -294,7 +317,7 @@ def compare_rankings(
     states = _States(influence, above, candidate, exists & asked)
     values: dict[tuple[str, str], dict[str, Tensor]] = {}
     sizes = {}
-    for size_of, predicted in sets.items():
+    for size_of, predicted in chosen_sets.items():
         sizes[size_of], chosen = states.sizes(predicted.members)
         size = sizes[size_of].to(chosen.device)[chosen]
         for method, score in {size_of: predicted.members.float(), **everything}.items():
@@ -311,12 +334,22 @@ def compare_rankings(
     )
 
 
-def _full(
-    values: StateScores | Tensor, lengths: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Values of all positions, the lengths of the sequences, and which states have values."""
+def _full(values: Any, lengths: Tensor | None, name: str) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Values of all positions, the lengths of the sequences, and which states have values.
+
+    Raises:
+        InfoFlowError: for what has no value for every state and source.
+    """
     if isinstance(values, StateScores):
         return values.full(), values.lengths, values.asked
+    if isinstance(values, InformationSets):
+        values = values.members.float()
+    if not isinstance(values, Tensor) or values.ndim != 4:
+        shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise InfoFlowError(
+            f"{name} is {shape}: expected what a probe of scores or influence gives, or a tensor "
+            "[layer, batch, pos, source]"
+        )
     return values, lengths, torch.ones(values.shape[1:3], dtype=torch.bool, device=values.device)
 
 

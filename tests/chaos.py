@@ -1,8 +1,9 @@
 """Whatever happens to a run, it ends with the bytes of an undisturbed one, or says what to do.
 
-``python -m tests.chaos --rounds 200`` sends signals at random times, spoils files, fills the disk,
-starts runs twice in one folder and kills workers, over probe, demo and experiment, then lets each
-run end, and prints a table.
+``python -m tests.chaos --rounds 200`` sends signals at random times, kills workers, spoils files,
+fills the disk and starts runs twice in one folder, over probe, demo and experiment, alone, with
+jobs and on a dask cluster; then lets each run end, and prints a table. tests/test_chaos.py runs a
+few rounds.
 """
 
 import argparse
@@ -11,19 +12,34 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from tests.fuzz import SPOILS, spoiled
+from tests.processes import Program, started
 from tests.reference import zoo
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-TROUBLES = ("SIGINT", "SIGTERM", "SIGKILL", "spoiled", "full disk", "twice")
-_LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({}, -1))"
+TROUBLES = ("SIGINT", "SIGTERM", "SIGKILL", "worker", "spoiled", "full disk", "twice")
+# Files of at most so many bytes, then the command.
+_LIMITED = """
+import resource, runpy, sys
+limit = int(sys.argv[1])
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, -1))
+del sys.argv[:2]
+if sys.argv[0].endswith(".py"):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+else:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 _SMALL_DEMO = """
 import sys
 from pathlib import Path
@@ -36,21 +52,67 @@ with reported():
 """
 
 
-def commands(model: Path, home: Path) -> dict[str, list[str]]:
+@dataclass
+class Place:
+    """Where commands are run.
+
+    Attributes:
+        home: a folder.
+        cluster: the scheduler and the workers of a dask cluster; empty without.
+    """
+
+    home: Path
+    cluster: list[Program]
+
+    def start(self, command: list[str], out: Path, limit: int = 0) -> Program:
+        """The command, with its folder; it must be stopped."""
+        (self.home / "limited.py").write_text(_LIMITED)
+        arguments = [str(self.home / "limited.py"), str(limit), *command, str(out)]
+        return Program(arguments, self.home, Path(tempfile.mkdtemp(dir=self.home)))
+
+
+def commands(home: Path, address: str | None) -> dict[str, list[str]]:
     """What is run, without its folder."""
-    lens = [sys.executable, "-W", "ignore", "-m", "infoflow_lens.cli"]
     demo = home / "demo.py"
     demo.write_text(_SMALL_DEMO)
-    return {
-        "probe": [*lens, "probe", str(model), "--data", "repeated", "--n", "60", "--max-length",
-                  "12", "--batch-size", "2", "--n-detail", "6", "--ranks", "1,2", "--quiet",
-                  "--out"],
-        "demo": [sys.executable, "-W", "ignore", str(demo)],
-        "experiment": [*lens, "experiment", "specific_position", "--preset", "smoke", "--seeds",
-                       "3", "--quiet", "--resume", "--out"],
-        "jobs": [*lens, "experiment", "specific_position", "--preset", "smoke", "--seeds", "3",
-                 "--jobs", "2", "--quiet", "--resume", "--out"],
-    }  # fmt: skip
+    lens = "infoflow_lens.cli"
+    probe = [lens, "probe", str(home / "model"), "--data", "repeated", "--n", "60",
+             "--max-length", "12", "--batch-size", "2", "--n-detail", "6", "--ranks", "1,2",
+             "--shard", "16", "--threads", "1", "--quiet"]  # fmt: skip
+    study = [lens, "experiment", "specific_position", "--preset", "smoke", "--seeds", "3",
+             "--quiet", "--resume"]  # fmt: skip
+    found = {
+        "probe": [*probe, "--out"],
+        "probe, jobs": [*probe, "--jobs", "2", "--out"],
+        "demo": [str(demo)],
+        "experiment": [*study, "--out"],
+        "experiment, jobs": [*study, "--jobs", "2", "--out"],
+    }
+    if address is not None:
+        found["probe, dask"] = [*probe, "--scheduler", address, "--out"]
+        found["experiment, dask"] = [*study, "--scheduler", address, "--out"]
+    return found
+
+
+@contextmanager
+def cluster(home: Path) -> Iterator[tuple[str, list[Program]]]:
+    """A dask scheduler on loopback with two workers, which a nanny starts again if they die."""
+    file = home / "scheduler.json"
+    with ExitStack() as stack:
+        scheduler = stack.enter_context(
+            started("-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0",
+                    "--no-dashboard", "--scheduler-file", file, folder=home)
+        )  # fmt: skip
+        scheduler.wait_until(file.is_file)
+        address = json.loads(file.read_text())["address"]
+        workers = [
+            stack.enter_context(
+                started("-m", "distributed.cli.dask_worker", address, "--nthreads", "1",
+                        "--no-dashboard", folder=home)
+            )
+            for _ in range(2)
+        ]  # fmt: skip
+        yield address, [scheduler, *workers]
 
 
 def contents(out: Path) -> dict[str, bytes]:
@@ -62,105 +124,118 @@ def contents(out: Path) -> dict[str, bytes]:
     }
 
 
-def start(command: list[str], out: Path, limit: int | None = None) -> subprocess.Popen[str]:
-    """A process of its own session, so that signals reach it alone."""
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(REPOSITORY),
-    }  # fmt: skip
-    arguments = [*command, str(out)]
-    if limit is not None:
-        arguments = [
-            sys.executable, "-c",
-            _LIMIT.format(limit) + "; import os, sys; os.execv(sys.argv[1], sys.argv[1:])",
-            *arguments,
-        ]  # fmt: skip
-    return subprocess.Popen(
-        arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
-        cwd=out.parent,
-    )  # fmt: skip
+def ended(program: Program, seconds: float = 300) -> tuple[int, str]:
+    """How a program ends, and what it said."""
+    status = program.wait(seconds)
+    return status, program.stderr
 
 
-def trouble(kind: str, command: list[str], out: Path, seconds: float, drawn: random.Random) -> str:
+def kill_a_worker(program: Program, place: Place, drawn: random.Random) -> None:
+    """Kill one of the processes that measure for the program; itself where it has none."""
+    roots = [program.process.pid, *(worker.process.pid for worker in place.cluster[1:])]
+    own = [p for root in roots[:1] for p in psutil.Process(root).children(recursive=True)]
+    of_dask = [p for root in roots[1:] for p in psutil.Process(root).children(recursive=True)]
+    candidates = own or of_dask or [psutil.Process(roots[0])]
+    with suppress(psutil.Error):
+        drawn.choice(sorted(candidates, key=lambda process: process.pid)).kill()
+
+
+def trouble(
+    kind: str, command: list[str], out: Path, seconds: float, place: Place, drawn: random.Random
+) -> str:
     """Trouble for one run; what it said."""
-    limit = drawn.choice([500, 3000, 20_000]) if kind == "full disk" else None
-    process = start(command, out, limit)
+    limit = drawn.choice([500, 3000, 20_000]) if kind == "full disk" else 0
+    program = place.start(command, out, limit)
     if kind == "full disk":
-        return process.communicate()[1]
+        return ended(program)[1]
+    time.sleep(drawn.uniform(0.2, 1.1 * seconds))
     if kind == "twice":
-        time.sleep(drawn.uniform(0, seconds))
-        second = start(command, out)
-        said = second.communicate()[1]
-        return said + process.communicate()[1]
-    time.sleep(drawn.uniform(0, 1.1 * seconds))
-    if kind == "spoiled":
-        process.kill()
-    else:
-        process.send_signal(getattr(signal, kind))
-    said = process.communicate()[1]
+        return ended(place.start(command, out))[1] + ended(program)[1]
+    with suppress(ProcessLookupError, psutil.Error):
+        if kind == "worker":
+            kill_a_worker(program, place, drawn)
+        else:
+            program.send_signal(signal.SIGKILL if kind == "spoiled" else getattr(signal, kind))
+    said = ended(program)[1]
     files = [path for path in out.rglob("*") if path.is_file()] if out.is_dir() else []
     if kind == "spoiled" and files:
         spoiled(drawn.choice(sorted(files)), drawn.choice(SPOILS), drawn.random(), b"\x80\x04N.")
     return said
 
 
+def obeyed(said: str, out: Path) -> None:
+    """What an error says to delete is deleted."""
+    named = [path for path in out.rglob("*") if path.name in said]
+    stems = {path.name.partition(".")[0] or path.name for path in named}
+    for path in [p for p in out.rglob("*") if p.name.partition(".")[0] in stems] or named:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def settled(
+    command: list[str], out: Path, place: Place, whole: Mapping[str, bytes], said: list[str]
+) -> str:
+    """The same command again and again, until it ends well: the outcome."""
+    for _ in range(12):
+        status, answer = ended(place.start(command, out))
+        said.append(answer)
+        if status == 0:
+            return "same bytes" if contents(out) == whole else "WRONG"
+        obeyed(answer, out)
+    return "REFUSED FOR EVER"
+
+
+def rounds(n: int, seed: int, chosen: list[str] | None, home: Path) -> list[tuple[str, ...]]:
+    """Disturb runs, and let them end: command, trouble, outcome and what was said, of each."""
+    zoo.save("gpt2", home / "model")
+    found, drawn = [], random.Random(seed)
+    with ExitStack() as stack:
+        address, programs = None, []
+        if chosen is None or any("dask" in name for name in chosen):
+            address, programs = stack.enter_context(cluster(home))
+        place = Place(home, programs)
+        every = commands(home, address)
+        names = chosen or list(every)
+        whole, seconds = {}, {}
+        for name in names:
+            begun = time.monotonic()
+            status, said = ended(place.start(every[name], home / f"whole-{name}"))
+            if status:
+                sys.exit(f"{name} does not run: {said}")
+            seconds[name] = time.monotonic() - begun
+            whole[name] = contents(home / f"whole-{name}")
+        for number in range(n):
+            name, kind = names[number % len(names)], drawn.choice(TROUBLES)
+            out = home / f"out-{number}"
+            said_all = [trouble(kind, every[name], out, seconds[name], place, drawn)]
+            outcome = settled(every[name], out, place, whole[name], said_all)
+            if any("Traceback" in text and "infoflow_lens" in text for text in said_all):
+                outcome = "TRACEBACK"
+            differing = ""
+            if outcome == "WRONG":
+                now = contents(out)
+                every_name = {*now, *whole[name]}
+                differing = str(sorted(p for p in every_name if now.get(p) != whole[name].get(p)))
+            found.append((name, kind, outcome, differing + json.dumps(said_all)))
+            shutil.rmtree(out)
+    return found
+
+
 def main() -> None:
-    """Disturb runs, let them end, compare, and print the table."""
+    """Print the table, and the first of what went wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--command", action="append", default=None)
     chosen = parser.parse_args()
-    home = Path(tempfile.mkdtemp(prefix="chaos"))
-    zoo.save("gpt2", home / "model")
-    all_commands = commands(home / "model", home)
-    names = chosen.command or list(all_commands)
-    whole, seconds = {}, {}
-    for name in names:
-        begun = time.monotonic()
-        process = start(all_commands[name], home / f"whole-{name}")
-        said = process.communicate()[1]
-        if process.returncode:
-            sys.exit(f"{name} does not run: {said}")
-        seconds[name] = time.monotonic() - begun
-        whole[name] = contents(home / f"whole-{name}")
-    table: Counter[tuple[str, str, str]] = Counter()
-    drawn = random.Random(chosen.seed)
-    wrong = []
-    for number in range(chosen.rounds):
-        name, kind = names[number % len(names)], drawn.choice(TROUBLES)
-        out = home / f"out-{number}"
-        said = [trouble(kind, all_commands[name], out, seconds[name], drawn)]
-        outcome = "refused by name"
-        for _ in range(12):  # what is refused by name is deleted, as the message says
-            process = start(all_commands[name], out)
-            said.append(process.communicate()[1])
-            if process.returncode == 0:
-                same = contents(out) == whole[name]
-                outcome = "same bytes" if same else "WRONG"
-                break
-            named = [path for path in out.rglob("*") if f"{path.name}" in said[-1]]
-            stems = {path.name.partition(".")[0] or path.name for path in named}
-            for path in [p for p in out.rglob("*") if p.name.partition(".")[0] in stems] or named:
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        if any("Traceback" in text for text in said):
-            outcome = "TRACEBACK"
-        if outcome.isupper():
-            wrong.append((number, name, kind, outcome, said))
-        table[name, kind, outcome] += 1
-        if outcome == "same bytes":
-            shutil.rmtree(out)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory(prefix="chaos") as home:
+        found = rounds(chosen.rounds, chosen.seed, chosen.command, Path(home))
+    table = Counter((name, kind, outcome) for name, kind, outcome, _ in found)
     for (name, kind, outcome), n in sorted(table.items()):
-        sys.stdout.write(f"{name:12} {kind:10} {outcome:16} {n:4}\n")
-    for number, name, _, outcome, said in wrong[:5]:
-        differing = ""
-        if outcome == "WRONG":
-            found = contents(home / f"out-{number}")
-            names_of = {*found, *whole[name]}
-            differing = str(sorted(p for p in names_of if found.get(p) != whole[name].get(p)))
-        sys.stdout.write(f"round {number}: {outcome} {differing} {json.dumps(said)[-1500:]}\n")
-    if not wrong:
-        shutil.rmtree(home)
+        sys.stdout.write(f"{name:18} {kind:10} {outcome:18} {n:4}\n")
+    wrong = [row for row in found if row[2] != "same bytes"]
+    for name, kind, outcome, said in wrong[:5]:
+        sys.stdout.write(f"{name}, {kind}: {outcome} {said[-3000:]}\n")
     sys.exit(bool(wrong))
 
 

@@ -44,6 +44,23 @@ def test_a_bad_output_folder_is_one_line(tmp_path):
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["demo"],
+        ["probe", "stdlib-2l", "--data", "repeated"],
+        ["survey", "stdlib-2l", "--data", "missing.txt"],
+        ["experiment", "head_count"],
+        ["study", "top_k"],
+        ["train-language-model", "stdlib-2l"],
+    ],
+)
+def test_an_empty_name_is_no_output_folder(arguments):
+    result = CliRunner().invoke(app, [*arguments, "--out", ""])
+    assert result.exit_code == 2
+    assert "it is empty: expected a name" in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize("seed", ["-1", "99999999999999999999"])
 def test_a_bad_seed_is_one_line(tmp_path, seed):
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--seed", seed, "--quiet"])

@@ -233,9 +233,27 @@ def test_shorter_sequences_choose_among_their_own_sources(token_model, token_inp
     torch.testing.assert_close(alone.scores[:, 0], rollout.scores[:, 1, :5, :5])
 
 
+def test_it_takes_what_compare_takes(measured):
+    sets, scores, influence = measured
+    model = make_token_model(n_heads=1)
+    x = torch.randint(17, (6, 9), generator=torch.Generator().manual_seed(4))
+    (chosen,) = run_probes(model, x, [PositionsProbe((1,))], progress=False)
+    plain = compare_rankings({"k=1": sets["k=1"]}, scores, influence).to_frame()
+    for given in (chosen, sets["k=1"].members):
+        assert compare_rankings({"k=1": given}, scores, influence).to_frame().equals(plain)
+    as_sets = compare_rankings(sets, scores, influence.sets()).to_frame()
+    as_numbers = compare_rankings(sets, scores, influence.sets().members.float()).to_frame()
+    assert as_sets["auroc"].equals(as_numbers["auroc"])
+    lengths = [9] * 6
+    ranked = {name: score.full() for name, score in scores.items()}
+    as_list = compare_rankings(sets, ranked, influence.full(), lengths=lengths).to_frame()
+    assert as_list.equals(compare_rankings(sets, ranked, influence.full()).to_frame())
+
+
 def test_it_is_drawn_and_shown(measured):
     found = compare_rankings(*measured)
     assert "rollout" in found._repr_html_()
+    assert len(repr(found)) < 500
     assert len(found.plot(metric="influence_inside").data) == 2 * 3
     with pytest.raises(InfoFlowError, match="metric 'f1'"):
         found.plot(metric="f1")
@@ -253,7 +271,19 @@ def test_bad_input_is_named(measured):
         compare_rankings(sets, {"weights": -torch.ones(2, 6, 9, 9)}, influence)
     with pytest.raises(InfoFlowError, match="threshold is 0"):
         compare_rankings(sets, scores, influence, threshold=0)
-    with pytest.raises(InfoFlowError, match="confidence is 1"):
-        compare_rankings(sets, scores, influence).to_frame(confidence=1)
+    with pytest.raises(InfoFlowError, match="sets is a list: expected a mapping from names"):
+        compare_rankings([sets["k=1"]], scores, influence)
+    with pytest.raises(InfoFlowError, match="'weights' is list: expected what a probe"):
+        compare_rankings(sets, {"weights": [1, 2]}, influence)
+    with pytest.raises(InfoFlowError, match=r"what was measured is \(6, 9, 9\): expected"):
+        compare_rankings(sets, scores, torch.ones(6, 9, 9))
+    with pytest.raises(InfoFlowError, match="predicted is a int"):
+        compare_rankings({"mine": 3}, scores, influence)
+    found = compare_rankings(sets, scores, influence)
+    for confidence in (1, "most"):
+        with pytest.raises(InfoFlowError, match=f"confidence is {confidence!r}"):
+            found.to_frame(confidence=confidence)
+    with pytest.raises(InfoFlowError, match="starts are 3: expected different integers"):
+        found.to_frame(starts=3)
     assert set(METRICS) <= set(compare_rankings(*measured).to_frame())
     assert not math.isnan(compare_rankings(*measured).to_frame()["auroc"].iloc[0])

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from infoflow_lens.hooks.model.points import layer_count, run_catching
 from infoflow_lens.hooks.model.shown import STATES, state_hooks
 from infoflow_lens.hooks.passes.own import own_pass, stashes_kept, without_user_hooks
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, existing, optional
+from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, existing, unless_none
 from infoflow_lens.theory.information_sets import InformationSets
 
 _RERUN_TOLERANCE = 1e-3
@@ -71,9 +72,9 @@ def check_threshold(threshold: float) -> None:
     Raises:
         InfoFlowError: unless ``0 < threshold <= 1``.
     """
-    if not 0 < threshold <= 1:
+    if not isinstance(threshold, Real) or not 0 < threshold <= 1:
         raise InfoFlowError(
-            f"threshold is {threshold}: expected a share of the largest influence, 0 < t <= 1"
+            f"threshold is {threshold!r}: expected a share of the largest influence, 0 < t <= 1"
         )
 
 
@@ -98,9 +99,9 @@ def _above(influence: Float[Tensor, "*state source"], threshold: float) -> Tenso
 
 def holding(influence: Float[Tensor, "*state source"], share: float) -> Tensor:
     """The fewest sources with this share of the squared influence, the lowest first of equals."""
-    if not 0 < share <= 1:
+    if not isinstance(share, Real) or not 0 < share <= 1:
         raise InfoFlowError(
-            f"share is {share}: expected a share of the squared influence, 0 < share <= 1"
+            f"share is {share!r}: expected a share of the squared influence, 0 < share <= 1"
         )
     energy = influence.double().square()
     energy, order = energy.sort(dim=-1, descending=True, stable=True)
@@ -140,9 +141,9 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
     ) -> None:
         super().__init__(positions)
         self.of_state = check_choice(state, "state", STATES)
-        self.source_layer = optional(check_integer, source_layer, "source_layer")
-        self.layers = optional(check_integers, layers, "layers")
-        self.chunk_size = optional(partial(check_integer, least=1), chunk_size, "chunk_size")
+        self.source_layer = unless_none(check_integer, source_layer, "source_layer")
+        self.layers = unless_none(check_integers, layers, "layers")
+        self.chunk_size = unless_none(partial(check_integer, least=1), chunk_size, "chunk_size")
         self.through_hooks = through_hooks
         self._work = self._worked = 0
 

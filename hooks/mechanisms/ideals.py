@@ -68,8 +68,18 @@ def ideal_pattern(
         largest = pattern.argmax(dim=-1, keepdim=True)
         return torch.zeros_like(pattern).scatter_(-1, largest, total)
     least = pattern.topk(min(k, n_key), dim=-1).values[..., -1:]
-    kept = pattern * (pattern >= least)
-    return kept / kept.sum(dim=-1, keepdim=True).clamp(min=1e-30) * total
+    return rescaled(pattern * (pattern >= least), total)
+
+
+def rescaled(
+    kept: Float[Tensor, "*batch query key"], total: Float[Tensor, "*batch query one"]
+) -> Float[Tensor, "*batch query key"]:
+    """Rows with these sums, exactly as they are where nothing was taken out of them.
+
+    Rows without weight stay so; small weights underflow in half precision.
+    """
+    left = kept.sum(dim=-1, keepdim=True)
+    return kept * (total / left.masked_fill(left == 0, 1))
 
 
 class Replacement(NamedTuple):

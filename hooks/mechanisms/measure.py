@@ -157,7 +157,7 @@ def measure_mechanisms(
             f"{known}"
         )
     with eval_mode(model), own_pass(model), progress_bar("replacing", None, progress) as step:
-        _check_edits_reach(model, next(batches.batches(1)))
+        check_edits_reach(model, next(batches.batches(1)))
         run = _Run(model, batches, damage, known, batch_size, after_batch, step)
         run.begin(resume)
         if not exact:
@@ -478,7 +478,7 @@ def can_start(model: nn.Module) -> bool:
     return starts_at_layers(model) and not is_shortformer(model) and not hooked
 
 
-def _check_edits_reach(model: nn.Module, batch: Batch) -> None:
+def check_edits_reach(model: nn.Module, batch: Batch) -> None:
     """Refuse bridges in which an edited pattern changes nothing.
 
     Raises:

@@ -10,8 +10,16 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.model.inputs import Batch, Batches
-from infoflow_lens.hooks.model.points import check_finite, reads_vectors
+from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.hooks.model.inputs import Batch, Batches, example_input
+from infoflow_lens.hooks.model.points import (
+    check_finite,
+    layer_count,
+    pattern_hook,
+    reads_vectors,
+    run_catching,
+)
+from infoflow_lens.hooks.passes.own import own_pass, without_user_hooks
 from infoflow_lens.hooks.result import Result
 
 Losses = Mapping[str, Float[Tensor, " sequence"]]
@@ -68,7 +76,8 @@ class NextTokenLoss:
         last: how many predictions of each sequence count, the last ones; None for all.
 
     Raises:
-        InfoFlowError: for a model over vectors, or sequences without a next token.
+        InfoFlowError: for a model over vectors or one that sees the tokens behind a query, or for
+            sequences without a next token.
     """
 
     def __init__(
@@ -84,6 +93,7 @@ class NextTokenLoss:
                 f"a sequence has {batches.shortest} token: expected at least 2, one to read and "
                 "one to predict; give longer ones"
             )
+        _check_causal(model)
         self.model, self.batches = model, batches
         self.batch_size = check_integer(batch_size, "batch_size", 1)
         self.last = None if last is None else check_integer(last, "last", 1)
@@ -129,3 +139,22 @@ class NextTokenLoss:
             ]
         )
         return (lost.double().cpu() * self._counted(batch)).sum(dim=1)
+
+
+def _check_causal(model: nn.Module) -> None:
+    """Refuse models that see the token which they would have to predict, as encoders do.
+
+    Raises:
+        InfoFlowError: naming the layer.
+    """
+    names = [pattern_hook(model, layer) for layer in range(layer_count(model))]
+    tokens = example_input(model, n_sequences=1)[:, :8].to(next(model.parameters()).device)
+    with eval_mode(model), own_pass(model), without_user_hooks(model), torch.no_grad():
+        _, caught = run_catching(model, tokens, names)
+    for layer, name in enumerate(names):
+        if name in caught and bool((caught[name].triu(1) > 0).any()):
+            raise InfoFlowError(
+                f"queries of layer {layer} attend to later keys, so that the model sees the next "
+                "token before it predicts it: expected a causal language model; for others use "
+                "measure_mechanisms"
+            )

@@ -22,7 +22,7 @@ from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord, model_fingerprint
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.mechanisms.ideals import Ideal, substituted
-from infoflow_lens.hooks.mechanisms.measure import read_again
+from infoflow_lens.hooks.mechanisms.measure import check_edits_reach, read_again
 from infoflow_lens.hooks.mechanisms.next_token import (
     KeptLosses,
     Losses,
@@ -185,7 +185,8 @@ def measure_sufficiency(
 
     Raises:
         InfoFlowError: for another model than the one that was measured, shares outside of (0, 1],
-            sequences that are longer than the mean patterns, or a model without next tokens.
+            sequences that are longer than the mean patterns, a model without next tokens, or one in
+            which edited patterns do not reach the output.
     """
     batches = read_again(model, inputs, attention_mask, column, max_length)
     loss = NextTokenLoss(model, batches, batch_size, last)
@@ -222,6 +223,7 @@ def measure_sufficiency(
         torch.no_grad(),
         progress_bar("sufficiency", len(dealt) * len(counts), progress) as step,
     ):
+        check_edits_reach(model, next(batches.batches(1)))
         bare = once("bare", loss.sums)
         means = mean_outputs(model, batches, loss.batch_size)
         rows = []

@@ -19,8 +19,8 @@ from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.seeds import derived_seed
-from infoflow_lens.hooks.mechanisms.ideals import SeeingAllowed, ideal_pattern
-from infoflow_lens.hooks.mechanisms.measure import read_again
+from infoflow_lens.hooks.mechanisms.ideals import SeeingAllowed, ideal_pattern, rescaled
+from infoflow_lens.hooks.mechanisms.measure import check_edits_reach, read_again
 from infoflow_lens.hooks.mechanisms.next_token import (
     KeptLosses,
     Losses,
@@ -153,8 +153,8 @@ def measure_top_k(
         progress: show a bar.
 
     Raises:
-        InfoFlowError: for k below 1, a tolerance that is not positive, or a model without next
-            tokens.
+        InfoFlowError: for k below 1, a tolerance that is not positive, a model without next
+            tokens, or one in which edited patterns do not reach the output.
     """
     batches = read_again(model, inputs, attention_mask, column, max_length)
     loss = NextTokenLoss(model, batches, batch_size, last)
@@ -173,6 +173,7 @@ def measure_top_k(
         torch.no_grad(),
         progress_bar("top k", len(kinds) * (n_layers + 1), progress) as step,
     ):
+        check_edits_reach(model, next(batches.batches(1)))
         bare = once("bare", loss.sums)
         most = (1 + tolerance) * bare.sum()
         losses = torch.full((len(kinds), n_layers + 1, len(chosen), len(bare)), torch.nan).double()
@@ -267,6 +268,6 @@ def _keeping(
         least = order.topk(min(k, order.shape[-1]), dim=-1).values[..., -1:]
         kept = pattern * ((order >= least) & allowed)
         total = pattern.sum(dim=-1, keepdim=True)
-        return kept / kept.sum(dim=-1, keepdim=True).clamp(min=1e-30) * total
+        return rescaled(kept, total)
 
     return hook_fn

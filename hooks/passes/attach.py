@@ -1,5 +1,6 @@
 """Putting probes on a model: in the user's own loop, or over given inputs."""
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -357,6 +358,7 @@ def run_passes(
         _attached(model, probes, split, weights) as attached,
         progress_bar("probing", total, progress, done=skip) as advance,
     ):
+        attached.session.thread = threading.get_ident()  # others may run the model, too
         attached.session.stops_early = starts_at_layers(model) and not has_other_hooks
         halved = False
         for mode, part in parts:

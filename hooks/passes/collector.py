@@ -113,6 +113,7 @@ class Session:
         stops_early: whether a pass may end once every probe has what it reads.
         done: the probes that have taken in the pass of the last call.
         only: the probes that take passes in; None for all.
+        thread: whose calls are measured; None for those of every thread.
     """
 
     probes: tuple["Probe[Any]", ...]
@@ -122,6 +123,7 @@ class Session:
     stops_early: bool = False
     done: list["Probe[Any]"] = field(default_factory=list)
     only: Sequence["Probe[Any]"] | None = None
+    thread: int | None = None
 
     def take(self, seen: Pass) -> None:
         """Give a pass to the probes; each takes it in whole or not at all."""
@@ -153,7 +155,10 @@ class Collector:
         if inside_own_pass():
             return forward(*args, **kwargs)
         with turn(self.model):
-            sessions = tuple(self.sessions)
+            here = (None, threading.get_ident())
+            sessions = tuple(one for one in self.sessions if one.thread in here)
+            if not sessions:
+                return forward(*args, **kwargs)
             needs = Needs(())
             for session in sessions:
                 session.weights.check()

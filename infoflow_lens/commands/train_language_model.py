@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from infoflow_lens.commands.common import Quiet, console, reported
+from infoflow_lens.commands.common import Quiet, console, folder, reported
 from infoflow_lens.commands.options import options_of
 from infoflow_lens.experiments.language_model.config import PRESETS, LanguageModelConfig, preset
 
@@ -29,7 +29,10 @@ Changes = make_dataclass(
 def train_language_model(
     config: Callable[[], Any],
     name: Annotated[str, typer.Argument(help=f"A preset: {', '.join(PRESETS)}.")],
-    out: Annotated[Path, typer.Option(help="Folder for the model, checkpoints and numbers.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder for the model, checkpoints and numbers.", parser=folder),
+    ],
     quiet: Quiet = False,
 ) -> None:
     """Train a small language model on Python's standard library; run again to go on.

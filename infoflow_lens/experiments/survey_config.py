@@ -1,11 +1,13 @@
 """The settings of a survey; the options of `infoflow-lens survey` are made from them."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from infoflow_lens.foundation.checks import check_integer
-from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.config import Backend, Device, Dtype, ProbingConfig, Seed
 from infoflow_lens.probing.registry import part_names
+
+_MOST_RANKS = 4  # of attended keys
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,10 @@ class SurveyConfig:
     threshold: Annotated[float, "Damage up to which an ideal is enough, in nats."] = 0.05
     batch_size: Annotated[int, "Windows in a pass."] = 8
     n_shown: Annotated[int, "Windows that the report shows."] = 6
-    seed: Annotated[int, "Seed of all that is drawn."] = 0
-    device: Annotated[str, "Where to run it: cpu, cuda:0, ..."] = "cpu"
-    dtype: Annotated[str | None, "float32 (default), bfloat16, float16 or float64."] = None
-    backend: Annotated[
-        Literal["auto", "hooked", "bridge"], "HookedTransformer, TransformerBridge, or what fits."
-    ] = "auto"
+    seed: Seed = 0
+    device: Device = "cpu"
+    dtype: Dtype = None
+    backend: Backend = "auto"
 
     def __post_init__(self) -> None:
         check_integer(self.n, "n", 4, ", of which half choose the mechanisms")
@@ -49,6 +49,7 @@ class SurveyConfig:
             column=self.column,
             n=self.n,
             window=self.window,
+            ranks=tuple(range(1, min(_MOST_RANKS, self.window) + 1)),
             n_detail=self.n // 2,
             threshold=self.threshold,
             batch_size=self.batch_size,

@@ -9,17 +9,21 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def markdown_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: bool = False
+) -> str:
     """A table in Markdown.
 
     Args:
         columns: the names at the top; ``|`` inside a name or cell is escaped.
         rows: cells, as many in each row as there are columns; None is shown as ``-``.
+        numbers: whether all columns but the first stand on the right.
 
     Raises:
         InfoFlowError: for a row of another length.
     """
-    lines = [_line(columns), "|" + "---|" * len(columns)]
+    others = "---:|" if numbers else "---|"
+    lines = [_line(columns), "|---|" + others * (len(columns) - 1)]
     for row in rows:
         if len(row) != len(columns):
             raise InfoFlowError(

@@ -1,9 +1,10 @@
 """How influence is measured on a few inputs, and what that costs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from infoflow_lens.flows.settings import InfluenceKind
@@ -66,22 +67,70 @@ def _passes(model: nn.Module, probe: StateInfluence, n_source: int, width: int) 
 
 
 def _donors(rows: Sequence[Tensor], reference: Batches | None) -> Tensor:
-    """Tokens that take the place of others.
+    """Tokens that take the place of others: those of the reference, or others of the inputs.
 
     Raises:
         InfoFlowError: if some position has no other token.
     """
     longest = max(map(len, rows))
-    if reference is not None:
-        return donors_from(reference, 0, longest)
-    pool = torch.cat(list(rows))
-    shifts = range(1, min(_MOST_DONORS, len(pool) - 1) + 1)
-    if len(shifts) < 2:
+    if reference is None:
+        return _others_of(rows, longest)
+    donors = donors_from(reference, 0, longest)
+    if all(_stays(donors, row).all() for row in rows):
         raise InfoFlowError(
-            f"influence is 'resample' and the text has {len(pool)} tokens: expected other tokens "
-            "to put in their place; give reference=[...], or choose influence 'estimate'"
+            "influence is 'resample' and the reference inputs have the same tokens as the text "
+            "everywhere: expected other tokens to put in their place; give another reference"
         )
-    return torch.stack([pool.roll(shift, dims=0)[:longest] for shift in shifts])
+    return donors
+
+
+def _others_of(rows: Sequence[Tensor], longest: int) -> Tensor:
+    """For each position other tokens of the inputs, all different, the nearest before it first.
+
+    A token that an input has in that place is none: put there again, it would move nothing.
+    """
+    pool = [token for row in rows for token in row]
+    keys = [tuple(token.flatten().tolist()) for token in pool]
+    found = []
+    for position in range(longest):
+        here = {tuple(row[position].flatten().tolist()) for row in rows if len(row) > position}
+        others: dict[tuple[float, ...], Tensor] = {}
+        for step in range(1, len(pool)):
+            if len(others) == _MOST_DONORS:
+                break
+            if keys[position - step] not in here:
+                others.setdefault(keys[position - step], pool[position - step])
+        if len(others) < 2:
+            raise InfoFlowError(
+                f"influence is 'resample' and for position {position} the text has {len(others)} "
+                "other tokens, that is, other than what stands there: expected at least 2 to put "
+                "in its place; give reference=[...], or choose influence 'estimate'"
+            )
+        found.append(list(others.values()))
+    n_donors = min(map(len, found))
+    return torch.stack([torch.stack(others[:n_donors]) for others in found], dim=1)
+
+
+def _stays(donors: Tensor, row: Tensor) -> Bool[Tensor, " pos"]:
+    """The positions of an input at which every donor has its own token."""
+    same = donors[:, : len(row)] == row.to(donors.device)
+    return same.flatten(2).all(dim=2).all(dim=0) if same.ndim > 2 else same.all(dim=0)
+
+
+def same_everywhere(probe: StateInfluence | None, rows: Sequence[Tensor]) -> Iterator[str]:
+    """What a reader must know of tokens whose place only equal ones could take."""
+    if not isinstance(probe, ResampleInfluence):
+        return
+    for index, row in enumerate(rows):
+        places = _stays(probe.donors, row).nonzero().flatten().tolist()
+        if places:
+            of = f" of input {index}" if len(rows) > 1 else ""
+            yield (
+                f"all reference inputs have the text's own token at position "
+                f"{', '.join(map(str, places[:8]))}{', ...' if len(places) > 8 else ''}{of}: "
+                "replaced by itself, it moves nothing, so that its influence is 0 whatever the "
+                "model does"
+            )
 
 
 def measured(

@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from infoflow_lens.agreement import Agreement, SetAgreement
 from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -102,13 +104,18 @@ class Flow:
         )
 
     def others(self) -> float:
-        """How many other tokens the asked states could depend on by the model's mask, a mean."""
-        causal = is_causal(self.attention)
-        counts = [
-            min(place, len(tokens)) if causal else len(tokens) - (place < len(tokens))
-            for tokens, places in zip(self.tokens, self.asked, strict=True)
-            for place in places
-        ]
+        """How many other tokens the asked states of the last of their layers could depend on, by
+        the model's mask; a mean over these states.
+        """
+        counts = []
+        for index, places in enumerate(self.asked):
+            n_source = len(self.tokens[index])
+            n_states = n_source + self.sets.members.shape[2] - self.sets.n_sources
+            reached = torch.eye(n_states, n_source)
+            for scores in self.attention.scores[: self.layers[-1] + 1]:
+                allowed = (scores[index] > -math.inf).any(dim=0)[:n_states, :n_states]
+                reached = ((allowed.float() @ reached + reached) > 0).float()
+            counts += [int(reached[place].sum()) - (place < n_source) for place in places]
         return sum(counts) / max(1, len(counts))
 
     def to_frame(self) -> "pd.DataFrame":

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infoflow_lens.agreement import compare
-from infoflow_lens.flows.measuring import influence_probe, measured
+from infoflow_lens.flows.measuring import influence_probe, measured, same_everywhere
 from infoflow_lens.flows.result import Flow, RuleName, asked_states
 from infoflow_lens.flows.settings import (
     FEWEST,
@@ -36,6 +36,7 @@ from infoflow_lens.hooks import (
 )
 from infoflow_lens.hooks.model.inputs import Inputs, read_inputs, readable_tokens
 from infoflow_lens.hooks.model.points import key_count, layer_count, reads_vectors
+from infoflow_lens.hooks.passes.ranking import check_without
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.theory.information_sets import InformationSets, Rule, propagate
 
@@ -109,6 +110,7 @@ def flow(
         >>> f.to_html("flow.html")
     """
     settings = checked(position, layer, influence, rule, k, n_directions, threshold, seed)
+    without = check_without(without)
     check_given(text)
     with nullcontext() if progress else no_bars_of_libraries():
         loaded = load_any(model, tokenizer=tokenizer, device=device, dtype=dtype, backend=backend)
@@ -181,7 +183,7 @@ def flow(
         title=f"Information flow in {loaded.description.split(':')[0]}",
         rules=rules,
     )
-    return replace(made, notes=_notes(made, loaded, without))
+    return replace(made, notes=(*_notes(made, loaded, without), *same_everywhere(measure, rows)))
 
 
 def _notes(made: Flow, loaded: LoadedModel, without: Sequence[int]) -> tuple[str, ...]:

@@ -57,6 +57,24 @@ def check_integers(
     return tuple(numbers)
 
 
+def check_by_layer(values: Any, name: str, n_layers: int) -> tuple[int, ...]:
+    """One integer of at least 1 for each layer, from one for all or one for each.
+
+    Raises:
+        InfoFlowError: for numbers below 1, or another number of layers.
+    """
+    one = _integer(values)
+    given = [values] * n_layers if one is not None else values
+    each = [_integer(value) for value in given] if isinstance(given, Iterable) else [None]
+    numbers = [number for number in each if number is not None and number >= 1]
+    if not len(numbers) == len(each) == n_layers:
+        raise InfoFlowError(
+            f"{name} is {values!r}: expected an integer of at least 1, or one for each of "
+            f"{n_layers} layers"
+        )
+    return tuple(numbers)
+
+
 def _integer(value: Any) -> int | None:
     if isinstance(value, bool) or (getattr(value, "dtype", None) is not None and value.ndim):
         return None

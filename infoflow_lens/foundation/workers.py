@@ -114,8 +114,14 @@ def _started(jobs: int, scheduler: str | None, n_threads: int) -> Iterator[Sprea
         parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)
         yield from parallel(calls)
 
-    with joblib.parallel_config("loky", inner_max_num_threads=n_threads):
-        yield spread
+    from joblib.externals.loky import get_reusable_executor
+
+    try:
+        with joblib.parallel_config("loky", inner_max_num_threads=n_threads):
+            yield spread
+    finally:
+        # joblib keeps them for later, and a process that multiprocessing has started waits for them
+        get_reusable_executor().shutdown(wait=True, kill_workers=True)
 
 
 def _on_cluster(

@@ -5,6 +5,7 @@ import difflib
 import math
 import os
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -58,6 +59,7 @@ _WIDTHS = (
 )
 _LARGEST = 10**7  # of a size that no weights tell
 _SLACK = 64  # layers may share their weights
+_loading = threading.RLock()
 # How far a bridge's logits may lie from those of its model, as a share of their spread
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
@@ -484,7 +486,7 @@ def _in_memory(
             "'bridge'"
         )
     name = model.name_or_path or kind
-    with _leaving_no_trace():
+    with _leaving_no_trace(), _named(name):
         _check_one_stack(name, model.config)
         # other modules around the same tensors: a bridge puts its own parts into what it hosts
         shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
@@ -628,9 +630,11 @@ def _description(model: Any, name: str) -> str:
 def _leaving_no_trace() -> Iterator[None]:
     """Random state and warning filters are left as found, and nothing is printed to stdout.
 
-    That TransformerLens 4 drops HookedTransformer is known.
+    That TransformerLens 4 drops HookedTransformer is known. Threads take turns: filters and stdout
+    are of all of them, and whoever begins last would put back what another had put there.
     """
     with (
+        _loading,
         Drawing(0),
         warnings.catch_warnings(),
         open(os.devnull, "w", encoding="utf-8") as nowhere,

@@ -4,7 +4,7 @@ import inspect
 import os
 import shutil
 import tempfile
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ from torch import nn
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
-from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
+from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, Inputs, read_inputs
 from infoflow_lens.hooks.sharded import ShardedResult
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.part import Say
 from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.probing.run import run_probing
+from infoflow_lens.probing.windows import evenly_spread, token_stream
 
 _SETTINGS = {item.name: item for item in fields(ProbingConfig)}
 _OF_MODEL = ("device", "dtype", "backend")
@@ -74,6 +75,10 @@ def probe(
         known = [name for name in _SETTINGS if name not in ("model", "data")]
         raise InfoFlowError(f"there is no setting {unknown[0]!r}{nearest(unknown[0], known)}")
     _check_is_named(data)
+    if out is not None and not os.fspath(out).strip():
+        raise InfoFlowError(
+            f"out is {out!r}: expected a folder for results; give '.' for this one, or None"
+        )
     config = ProbingConfig(
         model=os.fspath(model) if isinstance(model, (str, os.PathLike)) else _name_of(model),
         data=os.fspath(data) if isinstance(data, (str, os.PathLike)) else _described(data),
@@ -170,15 +175,32 @@ def _described(data: Any) -> str:
 
 
 def _read(model: nn.Module, data: Any, config: ProbingConfig) -> Batches:
-    """Data in memory as sequences, at most `config.n` of them.
+    """Data in memory as sequences, at most `config.n` of them; texts in windows if it says so.
 
     Raises:
         InfoFlowError: for what is no data, or a loader, which may be read once only.
     """
+    longest = config.max_length
+    if config.window is not None:
+        longest = min(config.window, longest or config.window)
+        texts = _texts(data, config.column)
+        if texts is not None:
+            prefix, stream = token_stream(model, texts)
+            data = evenly_spread(prefix, stream, longest, config.n, "data")
     if config.n is not None and hasattr(data, "column_names") and hasattr(data, "select"):
         data = data.select(range(min(config.n, len(data))))
-    batches = read_inputs(
-        model, data, column=config.column, max_length=config.max_length, name="data"
-    )
+    batches = read_inputs(model, data, column=config.column, max_length=longest, name="data")
     batches.sequences()
     return batches if config.n is None else batches.first(config.n)
+
+
+def _texts(data: Any, column: str | None) -> list[str] | None:
+    """The texts among data in memory; None for ids and vectors."""
+    names = getattr(data, "column_names", None)
+    if names is not None or isinstance(data, Mapping):
+        names = list(names or data)
+        chosen = column or next((name for name in COLUMNS if name in names), "")
+        data = list(data[chosen]) if chosen in names else []
+    if not isinstance(data, (list, tuple)) or not all(isinstance(text, str) for text in data):
+        return None
+    return [text for text in data if text.strip()] or None

@@ -16,6 +16,14 @@ from infoflow_lens.probing.registry import part_names
 InfluenceKind = Literal["auto", "exact", "estimate", "resample"]
 Metric = Literal["nmse", "kl", "loss"]
 
+# Options that other settings share
+Seed = Annotated[int, "Seed of all that is drawn."]
+Device = Annotated[str, "Where to run it: cpu, cuda:0, ..."]
+Dtype = Annotated[str | None, "float32 (default), bfloat16, float16 or float64."]
+Backend = Annotated[
+    Literal["auto", "hooked", "bridge"], "HookedTransformer, TransformerBridge, or what fits."
+]
+
 
 @dataclass(frozen=True)
 class ProbingConfig:
@@ -63,12 +71,10 @@ class ProbingConfig:
         "Sequences that are measured together and kept as one; numbers are put together by shards.",
     ] = 512
     n_shown: Annotated[int, "Sequences that the report shows."] = 6
-    seed: Annotated[int, "Seed of all that is drawn."] = 0
-    device: Annotated[str, "Where to run it: cpu, cuda:0, ..."] = "cpu"
-    dtype: Annotated[str | None, "float32 (default), bfloat16, float16 or float64."] = None
-    backend: Annotated[
-        Literal["auto", "hooked", "bridge"], "HookedTransformer, TransformerBridge, or what fits."
-    ] = "auto"
+    seed: Seed = 0
+    device: Device = "cpu"
+    dtype: Dtype = None
+    backend: Backend = "auto"
 
     def __post_init__(self) -> None:
         ranks = check_integers(self.ranks, "ranks", 1)

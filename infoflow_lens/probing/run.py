@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from infoflow_lens.probing.measuring import measured, possible_parts
 from infoflow_lens.probing.part import Say, Setting
 from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.probing.spread import Crew
-from infoflow_lens.probing.store import settle, store
+from infoflow_lens.probing.store import settle, store, unless_settled
 
 
 def run_probing(
@@ -116,24 +116,28 @@ def _run(
         capabilities = inspect_model(model, first[None])
         parts = possible_parts(capabilities, config, say, if_possible)
         stored, digest = store(chain([first], coming), out / "inputs", config.data)
-    say(f"{loaded.description}; {len(stored)} sequences")
-    record = RunRecord(
-        config={
-            **asdict(config),
-            "inputs": digest,
-            "tokenizer": tokenizer_fingerprint(loaded.tokenizer),
-        },
-        seed=config.seed,
-        model_fingerprint=model_fingerprint(model),
-        configuration_fingerprint=configuration_fingerprint(model),
-        weight_processing=capabilities.normalization,
-    )
-    of_run = claim_folder(out, record)
-    batches = Batches(model, settle(stored, out / "inputs"), name=config.data)
-    setting = Setting(config, model, capabilities, batches, progress, crew)
-    for part in parts.values():
-        part.check(setting)
-    ready(setting)
+    with unless_settled(stored):
+        say(f"{loaded.description}; {len(stored)} sequences")
+        record = RunRecord(
+            config={
+                **asdict(config),
+                "inputs": digest,
+                "tokenizer": tokenizer_fingerprint(loaded.tokenizer),
+            },
+            seed=config.seed,
+            model_fingerprint=model_fingerprint(model),
+            configuration_fingerprint=configuration_fingerprint(model),
+            weight_processing=capabilities.normalization,
+        )
+        # refused before the folder is claimed, so that other settings may be tried in it
+        batches = Batches(model, stored, name=config.data)
+        setting = Setting(config, model, capabilities, batches, progress, crew)
+        for part in parts.values():
+            part.check(setting)
+        ready(setting)
+        of_run = claim_folder(out, record)
+        batches = Batches(model, settle(stored, out / "inputs"), name=config.data)
+    setting = replace(setting, batches=batches)
     try:
         found = measured(out, parts, setting, of_run, say)
     except KeyboardInterrupt:

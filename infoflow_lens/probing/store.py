@@ -4,6 +4,7 @@ import hashlib
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import overload
@@ -144,6 +145,15 @@ def store(rows: Iterable[Tensor], folder: Path, what: str) -> tuple[StoredSequen
         shutil.rmtree(new, ignore_errors=True)
         raise
     return StoredSequences(new, Extent(n, longest, shortest)), digest.hexdigest()[:16]
+
+
+@contextmanager
+def unless_settled(stored: StoredSequences) -> Iterator[None]:
+    """Remove stored sequences if the block ends before they are settled."""
+    try:
+        yield
+    finally:
+        shutil.rmtree(stored.folder, ignore_errors=True)
 
 
 def settle(stored: StoredSequences, folder: Path) -> StoredSequences:

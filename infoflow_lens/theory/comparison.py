@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from infoflow_lens.foundation.checks import check_by_layer
 from infoflow_lens.foundation.errors import InfoFlowError
 
 Count = Literal["paper", "unordered", "proved"]
@@ -647,28 +648,13 @@ def model_comparisons(
         )
     keys = n_tokens if per_head == "T" else n_tokens - 1
     total = 0
-    many = roles_by_layer(roles, len(n_heads))
+    many = check_by_layer(roles, "roles", len(n_heads))
     for layer, (heads, (token, cls)) in enumerate(zip(n_heads, by_layer, strict=True)):
         heads = heads * many[layer]
         if layer < len(n_heads) - 1:
             total += n_tokens * (heads * keys + trees * token**dimension)
         total += heads * keys + trees * cls**dimension
     return total
-
-
-def roles_by_layer(roles: Sequence[int] | int, n_layers: int) -> tuple[int, ...]:
-    """Roles of the heads of every layer.
-
-    Raises:
-        InfoFlowError: for numbers below 1, or another number of layers.
-    """
-    each = (roles,) * n_layers if isinstance(roles, int) else tuple(roles)
-    if len(each) != n_layers or any(not isinstance(r, int) or r < 1 for r in each):
-        raise InfoFlowError(
-            f"roles is {roles!r}: expected an integer of at least 1, or one for each of "
-            f"{n_layers} layers"
-        )
-    return each
 
 
 def information_needed(

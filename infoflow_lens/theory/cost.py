@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from infoflow_lens.foundation.checks import check_by_layer
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.theory.information_sets import InformationSets
 
@@ -42,21 +43,6 @@ def exponent(size: int, d_token: int, d_model: int, mode: Mode = "law") -> float
     raise InfoFlowError(f"mode is {mode!r}: expected one of {', '.join(MODES)}")
 
 
-def widths_by_layer(d_model: int | Sequence[int], n_layers: int) -> tuple[int, ...]:
-    """E_l of every layer, from one width or one for each.
-
-    Raises:
-        InfoFlowError: for widths below 1, or another number of layers.
-    """
-    each = (d_model,) * n_layers if isinstance(d_model, int) else tuple(d_model)
-    if len(each) != n_layers or any(not isinstance(width, int) or width < 1 for width in each):
-        raise InfoFlowError(
-            f"d_model is {d_model!r}: expected an integer of at least 1, or one for each of "
-            f"{n_layers} layers"
-        )
-    return each
-
-
 def exponents(
     sets: InformationSets, d_token: int, d_model: int | Sequence[int], mode: Mode = "law"
 ) -> Float[Tensor, "layer batch pos"]:
@@ -67,7 +53,7 @@ def exponents(
     reads them (eq 2): their exponent is NaN. `d_model` is E, or E_l for every layer: the law has
     ``|I_t^(l)| d / E_l``.
     """
-    widths = torch.tensor(widths_by_layer(d_model, sets.n_layers), dtype=torch.float64)
+    widths = torch.tensor(check_by_layer(d_model, "d_model", sets.n_layers), dtype=torch.float64)
     law = sets.sizes().double() * d_token / widths[:, None, None].to(sets.members.device)
     values = {
         "law": law,

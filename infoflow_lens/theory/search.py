@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from infoflow_lens.foundation.checks import check_by_layer
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.theory.comparison import Component, check_sizes, roles_by_layer
-from infoflow_lens.theory.cost import widths_by_layer
+from infoflow_lens.theory.comparison import Component, check_sizes
 from infoflow_lens.theory.schedule import (
     Global,
     Job,
@@ -499,8 +499,8 @@ def find(
         causal=causal,
         cls_hidden=cls_hidden,
         max_position_only=max_position_only,
-        roles=roles_by_layer(roles, len(n_heads)),
-        widths=widths_by_layer(d_model, len(n_heads)),
+        roles=check_by_layer(roles, "roles", len(n_heads)),
+        widths=check_by_layer(d_model, "d_model", len(n_heads)),
         usable=tuple(usable) if usable is not None else (True,) * len(n_heads),
         reads=reads,
     )

@@ -1,7 +1,6 @@
 """A survey of a language model: whole, killed and resumed to the same bytes, refused."""
 
 import json
-import warnings
 
 import pandas as pd
 import pytest
@@ -11,18 +10,15 @@ from infoflow_lens import InfoFlowError, build_construction, save_model
 from infoflow_lens.experiments import memory
 from infoflow_lens.experiments.survey import run_survey
 from infoflow_lens.experiments.survey_config import SurveyConfig
-from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.probing.checkpoint import Checkpoint
 from tests.reference import zoo
 
 N_HEADS = zoo.N_LAYERS * zoo.N_HEADS
 
 
-@pytest.fixture(autouse=True)
-def few_rows():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InfoFlowWarning)
-        yield
+pytestmark = pytest.mark.filterwarnings(  # few rows are told of
+    "ignore::infoflow_lens.foundation.errors.InfoFlowWarning"
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +35,7 @@ def config(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(config, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InfoFlowWarning)
-        return run_survey(out, config, progress=False)
+    return run_survey(out, config, progress=False)
 
 
 def test_a_survey_gives_a_row_for_each_head(whole):
@@ -105,6 +99,17 @@ def test_killed_and_resumed_it_gives_the_same_bytes(whole, config, tmp_path, mon
     assert files_in(tmp_path) == names
     differing = [n for n in names if (tmp_path / n).read_bytes() != (whole.out / n).read_bytes()]
     assert differing == []
+
+
+def test_short_windows_have_fewer_ranks(config):
+    ranks = {w: SurveyConfig(**{**vars(config), "window": w}).probing().ranks for w in (3, 4, 9)}
+    assert ranks == {3: (1, 2, 3), 4: (1, 2, 3, 4), 9: (1, 2, 3, 4)}
+
+
+def test_too_little_text_says_what_n_may_be(config, tmp_path):
+    settings = {**vars(config), "n": 90}
+    with pytest.raises(InfoFlowError, match=r"all 24 sequences .* survey, .* n of at most 24"):
+        run_survey(tmp_path, SurveyConfig(**settings), progress=False)
 
 
 def test_bfloat16_is_measured(config, tmp_path):

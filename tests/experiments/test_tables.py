@@ -12,6 +12,10 @@ def test_a_table_has_a_line_for_each_row():
     assert table.splitlines() == ["| T | \\|I\\| |", "|---|---|", "| 8 | 0.5 |", "| 16 | - |"]
 
 
+def test_numbers_stand_on_the_right():
+    assert markdown_table(["", "T"], [("a", 1)], numbers=True).splitlines()[1] == "|---|---:|"
+
+
 def test_a_row_of_another_length_is_refused():
     with pytest.raises(InfoFlowError, match="a row has 1 cells: expected 2, one for each of a, b"):
         markdown_table(["a", "b"], [(1,)])

@@ -11,7 +11,6 @@ from infoflow_lens import (
     InfoFlowError,
     JacobianInfluence,
     PositionsProbe,
-    ResampleInfluence,
     build_construction,
     compare,
     flow,
@@ -168,21 +167,69 @@ def test_influence_is_estimated_resampled_or_left_out(host, found):
     estimate = quick(host, TEXT, influence="estimate", n_directions=6, seed=1).influence
     assert estimate.record.config["estimate"] == 6
     assert estimate.relative_error is not None
-    ids = host.to_tokens(TEXT)[0]
-    shifts = torch.stack([ids.roll(shift) for shift in range(1, 7)])
-    (expected,) = run_probes(
-        host,
-        ids[None],
-        [ResampleInfluence(shifts, "median", "resid_post", positions=(-1,))],
-        progress=False,
-    )
-    resampled = quick(host, TEXT, influence="resample").influence
-    torch.testing.assert_close(resampled.influence, expected.influence)
     nothing = quick(host, TEXT, influence=None)
     assert nothing.influence is nothing.agreement is None
     assert "not measured" in repr(nothing)
     assert len(nothing.to_frame()) == 2 * 7 * 7
     assert nothing.view.inputs[0].influence is None
+
+
+def moved_by_hand(model, ids, place, donors):
+    """How far the last state moves with other vectors where those of a token enter; the median."""
+    name = "blocks.0.hook_resid_pre"
+    _, cache = model.run_with_cache(ids[None])
+    last = f"blocks.{len(model.blocks) - 1}.hook_resid_post"
+    moved = []
+    for donor in donors:
+        other = ids.clone()
+        other[place] = donor
+        entering = cache[name].clone()
+        entering[:, place] = model.run_with_cache(other[None])[1][name][:, place]
+        after = []
+        with torch.no_grad():
+            model.run_with_hooks(
+                ids[None],
+                fwd_hooks=[
+                    (name, lambda entered, hook, put=entering: put),
+                    (last, lambda state, hook, kept=after: kept.append(state[0, -1])),
+                ],
+            )
+        moved.append((after[0] - cache[last][0, -1]).norm())
+    return float(torch.stack(moved).quantile(0.5))
+
+
+def test_resampling_puts_other_tokens_in_the_place_of_each(host):
+    """Also where a text repeats its tokens: a token in its own place would move nothing."""
+    text = "w5 w6 w5 w6 w5 w6 w5 w6"
+    ids = host.to_tokens(text)[0]
+    found = quick(host, text, influence="resample", layer=-1).influence.influence[0, 0, 0]
+    for place in range(9):
+        others = [token for token in ids.unique() if token != ids[place]]
+        expected = moved_by_hand(host, ids, place, others)
+        assert float(found[place]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_text_of_one_token_has_none_to_put_in_its_place(host):
+    with pytest.raises(InfoFlowError, match="for position 0 the text has 1 other tokens"):
+        quick(host, "w5 w5 w5 w5", influence="resample")
+
+
+def test_reference_inputs_with_the_same_tokens_are_said_and_refused(host):
+    reference = [f"w5 w{i} w9 w{i + 1} w{i + 2} w7" for i in range(20, 28)]
+    (note,) = (n for n in quick(host, TEXT, influence="resample", reference=reference).notes)
+    assert "the text's own token at position 0, 1, 3, 6: replaced by itself" in note
+    with pytest.raises(InfoFlowError, match="the same tokens as the text everywhere"):
+        quick(host, TEXT, influence="resample", reference=[TEXT] * 3)
+
+
+def test_what_a_window_hides_is_no_other_token():
+    """Mistral's layers see 4 tokens: after one layer a state holds 3 others, after two 6."""
+    model = zoo.build("mistral")
+    ids = zoo.tokens(1, 12)[0]
+    counts = [quick(model, ids, layer=layer, rule="top_k", k=4).others() for layer in (0, 1)]
+    assert counts == [zoo.WINDOW - 1, 2 * (zoo.WINDOW - 1)]
+    everything = quick(model, ids, layer=0, rule="top_k", k=4)
+    assert "hold every other token that they can see (3)" in everything.summary()
 
 
 def test_influence_is_exact_where_that_is_quick_and_estimated_where_not(found, monkeypatch):
@@ -226,6 +273,9 @@ def test_the_bar_knows_all_passes_before_it_moves(host, monkeypatch):
         ({"rule": "mechanisms"}, "over one its mean pattern is its pattern; expected at least 8"),
         ({"rule": "mechanisms", "reference": ["w5"] * 8}, "have at most 2 tokens, the text 7"),
         ({"threshold": 0}, "threshold is 0: expected a share"),
+        ({"threshold": "most"}, "threshold is 'most': expected a share"),
+        ({"without": 0}, "without is 0: expected different integers of at least 0"),
+        ({"without": "0"}, "without is '0': expected different integers of at least 0"),
         ({"n_directions": 1}, "n_directions is 1: expected an integer of at least 2"),
         ({"seed": -1}, "seed is -1"),
     ],
@@ -260,7 +310,7 @@ def test_one_token_alone(host):
     assert found.sets.of(1, 0, 0) == {0}
     assert "no other token" in found.summary()
     assert isinstance(found.plot(), matplotlib.figure.Figure)
-    with pytest.raises(InfoFlowError, match=r"the text has 1 tokens: .* give reference="):
+    with pytest.raises(InfoFlowError, match=r"the text has 0 other tokens, .* give reference="):
         quick(host, [[5]], influence="resample")
 
 

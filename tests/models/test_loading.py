@@ -2,6 +2,8 @@
 
 import json
 import random
+import sys
+import threading
 import warnings
 
 import numpy as np
@@ -12,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from infoflow_lens import InfoFlowError
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import build_model, save_model
-from infoflow_lens.models.loading import load_any
+from infoflow_lens.models.loading import _leaving_no_trace, load_any
 from tests.reference import zoo
 from tests.versions import needs_hooked_transformer, needs_version_4
 
@@ -274,6 +276,23 @@ def test_nothing_is_left_behind(cache, tmp_path, capsys):
     assert capsys.readouterr().out == ""  # stdout belongs to the caller
 
 
+def test_threads_that_load_at_once_leave_stdout_and_filters_as_found():
+    before, filters = sys.stdout, list(warnings.filters)
+    first_is_out = threading.Event()
+
+    def second():
+        with _leaving_no_trace():
+            first_is_out.wait(10)
+
+    with _leaving_no_trace():
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(0.2)
+    first_is_out.set()
+    thread.join()
+    assert (sys.stdout, warnings.filters) == (before, filters)
+
+
 # Bad input
 
 
@@ -395,6 +414,18 @@ def test_a_model_of_transformers_in_memory_is_hosted_and_left_alone():
     with torch.no_grad():  # the weights are the same ones
         alone.transformer.wte.weight *= 2
     assert not torch.allclose(logits(loaded.model), plain("gpt2"), atol=1e-2)
+
+
+def test_a_model_in_memory_that_cannot_run_is_said_by_name():
+    def fail(module, given):
+        raise RuntimeError("expected Float32, got Double")
+
+    alone = zoo.build("gpt2")
+    alone.register_forward_pre_hook(fail)
+    with pytest.raises(
+        InfoFlowError, match=r"'GPT2LMHeadModel' cannot be loaded \(RuntimeError: ex"
+    ):
+        load_any(alone)
 
 
 def test_a_model_in_memory_needs_no_tokenizer():

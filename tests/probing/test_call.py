@@ -2,25 +2,20 @@
 
 import inspect
 import json
-import warnings
 
 import pytest
 import torch
+from datasets import Dataset
 
 from infoflow_lens import InfoFlowError, load_any, probe
-from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.probing.config import ProbingConfig
 from tests.reference import zoo
 
 TEXTS = [" ".join(f"w{(7 * i + j) % 30 + 4}" for j in range(4 + i % 5)) for i in range(20)]
 SETTINGS = {"ranks": (1, 2), "n_detail": 3, "batch_size": 4, "progress": False}
-
-
-@pytest.fixture(autouse=True)
-def few_rows():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InfoFlowWarning)
-        yield
+pytestmark = pytest.mark.filterwarnings(  # few rows are told of
+    "ignore::infoflow_lens.foundation.errors.InfoFlowWarning"
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +25,7 @@ def hf_model():
 
 @pytest.fixture(scope="module")
 def found(hf_model):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InfoFlowWarning)
-        return probe(hf_model, TEXTS, tokenizer=zoo.tokenizer(), **SETTINGS)
+    return probe(hf_model, TEXTS, tokenizer=zoo.tokenizer(), **SETTINGS)
 
 
 def test_what_is_in_memory_gives_what_files_give(found, tmp_path):
@@ -44,6 +37,21 @@ def test_what_is_in_memory_gives_what_files_give(found, tmp_path):
     assert (tmp_path / "out" / "report.html").is_file()
     assert named.out == tmp_path / "out"
     assert json.loads((tmp_path / "out" / "record.json").read_text())
+
+
+def test_windows_of_texts_in_memory_are_those_of_files(hf_model, tmp_path):
+    rows = tmp_path / "texts.jsonl"
+    rows.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    settings = {**SETTINGS, "probes": ("positions",), "window": 8, "n": 5}
+    settings["tokenizer"] = zoo.tokenizer()
+    named = probe(hf_model, rows, **settings)
+    in_memory = ({"text": TEXTS}, TEXTS, Dataset.from_dict({"text": TEXTS}))
+    for data in in_memory:
+        found = probe(hf_model, data, **settings)
+        assert found.texts == named.texts
+        assert found.positions.lengths.tolist() == [8] * 5
+    ids = zoo.tokens(4, 11)
+    assert probe(hf_model, ids, **settings).positions.lengths.tolist() == [8] * 4
 
 
 def test_without_a_folder_nothing_is_kept_but_the_result(found, tmp_path, monkeypatch):
@@ -102,6 +110,7 @@ def test_its_settings_are_those_of_the_command():
         (None, {}, "data is None"),
         (iter([TEXTS]), {}, "data is a loader, which may be read once only"),
         (TEXTS, {"dtype": "bfloat16"}, "dtype is 'torch.bfloat16', but"),
+        (TEXTS, {"out": ""}, "out is '': expected a folder for results; give '.' for this one"),
     ],
 )
 def test_what_is_refused(hf_model, data, settings, message):

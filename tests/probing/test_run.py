@@ -1,7 +1,6 @@
 """A probe run on any model: whole, resumed, refused, and the same as the probes alone."""
 
 import json
-import warnings
 
 import datasets
 import pandas as pd
@@ -22,7 +21,6 @@ from infoflow_lens import (
     run_probes,
     save_model,
 )
-from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.probing import shards
 from infoflow_lens.probing.config import ProbingConfig
@@ -35,11 +33,9 @@ from tests.reference import zoo
 TEXTS = [" ".join(f"w{(7 * i + j) % 30 + 4}" for j in range(4 + i % 5)) for i in range(20)]
 
 
-@pytest.fixture(autouse=True)
-def few_rows():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InfoFlowWarning)
-        yield
+pytestmark = pytest.mark.filterwarnings(  # few rows are told of
+    "ignore::infoflow_lens.foundation.errors.InfoFlowWarning"
+)
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +160,14 @@ def test_a_folder_of_other_settings_is_refused(tmp_path, config, texts):
     run(tmp_path, only)
     with pytest.raises(InfoFlowError, match=r"other settings \(ranks \[1, 2\] -> \[1\]\)"):
         run(tmp_path, ProbingConfig(**{**vars(only), "ranks": (1,)}))
+
+
+def test_what_a_part_refuses_leaves_the_folder_to_other_settings(tmp_path, config):
+    few = {**vars(config), "probes": ("mechanisms", "sufficiency"), "n_detail": 20}
+    with pytest.raises(InfoFlowError, match="all 20 sequences choose the mechanisms"):
+        run(tmp_path, ProbingConfig(**few))
+    assert list(tmp_path.iterdir()) == []
+    run(tmp_path, ProbingConfig(**{**few, "n_detail": 3}))
 
 
 def test_changed_data_are_refused(tmp_path, config):

@@ -6,7 +6,6 @@ import shutil
 import signal
 import threading
 import time
-import warnings
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation import files
-from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.foundation.files import locked
 from infoflow_lens.probing import run as run_module
 from infoflow_lens.probing.checkpoint import Checkpoint
@@ -27,11 +25,9 @@ from tests.reference import zoo
 TABLES = ("positions.csv", "influence.csv", "agreement.csv", "coverage_curve.csv")
 
 
-@pytest.fixture(autouse=True)
-def few_rows():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InfoFlowWarning)
-        yield
+pytestmark = pytest.mark.filterwarnings(  # few rows are told of
+    "ignore::infoflow_lens.foundation.errors.InfoFlowWarning"
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +61,7 @@ def attempted(out, config):
 @pytest.fixture(scope="module")
 def finished(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("finished")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InfoFlowWarning)
-        run(out, settings(folder))
+    run(out, settings(folder))
     return out
 
 

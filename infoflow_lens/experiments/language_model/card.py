@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.shipped import SHIPPED
 
@@ -84,6 +85,10 @@ large model. Some held-out files resemble files in training (the tables in encod
 losses, and those of the n-grams, are lower than they would be on text of another kind.
 """
 
+_COLUMNS = (
+    "", "parameters", "steps", "validation", "test", "repeated", "heads above .5",
+    "largest prefix matching", "largest previous token",
+)  # fmt: skip
 _NO_MLP = """
 GPT-2's format has no block without an MLP, so each block has one of width 1 whose weights are zero
 and were not trained: it adds exactly nothing."""
@@ -180,27 +185,22 @@ def comparison(measured: Mapping[str, Mapping[str, Any]]) -> str:
             f"models are {list(measured)}, of {len(texts)} texts: expected at least one model, all "
             "trained on the same text with the same tokens; train them again on one text"
         )
-    rows = [
-        "| | parameters | steps | validation | test | repeated | heads above .5 | "
-        "largest prefix matching | largest previous token |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    rows: list[tuple[object, ...]] = []
     for name, of in measured.items():
         matches, before = of["prefix_matching"], of["previous_token"]
         above = sum(score > 0.5 for layer in matches for score in layer)
-        steps = of["record"]["config"]["config"]["n_steps"]
-        rows.append(
-            f"| {name} | {of['parameters']:,} | {steps:,} | {of['loss']['validation']:.3f} | "
-            f"{of['loss']['test']:.3f} | {of['repeated_loss']:.2f} | {above} | {_largest(matches)} "
-            f"| {_largest(before)} |"
-        )
+        steps = f"{of['record']['config']['config']['n_steps']:,}"
+        losses = [f"{of['loss'][part]:.3f}" for part in ("validation", "test")]
+        repeated = f"{of['repeated_loss']:.2f}"
+        heads = above, _largest(matches), _largest(before)
+        rows.append((name, f"{of['parameters']:,}", steps, *losses, repeated, *heads))
     ngram, chance = (next(iter(measured.values()))[key] for key in ("ngram", "chance"))
-    rows += [
-        f"| {order}-gram | | | {ngram['validation'][order]:.3f} | {ngram['test'][order]:.3f} | "
-        "| | | |"
-        for order in ngram["test"]
-    ]
-    return "\n".join([*rows, f"| chance | | | | | {chance:.2f} | | | |"])
+    nothing = [None] * len(_COLUMNS)
+    for order in ngram["test"]:
+        losses = [f"{ngram[part][order]:.3f}" for part in ("validation", "test")]
+        rows.append((f"{order}-gram", *nothing[:2], *losses, *nothing[5:]))
+    rows.append(("chance", *nothing[:4], f"{chance:.2f}", *nothing[6:]))
+    return markdown_table(_COLUMNS, rows, numbers=True)
 
 
 def _largest(scores: Any) -> str:

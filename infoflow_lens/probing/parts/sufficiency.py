@@ -42,7 +42,8 @@ class SufficiencyPart(NextTokenPart):
             raise InfoFlowError(
                 f"all {setting.batches.n_sequences} sequences choose the mechanisms (n_detail is "
                 f"{setting.config.n_detail}): expected more, on which sufficiency is measured; "
-                "give more text, or a smaller n_detail"
+                "give more text, or a smaller n_detail; in a survey, where it is half of n, give "
+                f"an n of at most {setting.batches.n_sequences}"
             )
 
     def measure(self, setting: Setting, checkpoint: Checkpoint) -> Result:

@@ -146,7 +146,7 @@ def test_each_task_has_one_head_a_layer_and_more(preset):
 
 def test_a_run_has_the_heads_it_is_asked_for():
     case = STUDY.cases("smoke")[1]
-    _, rows = measure_run(STUDY, Run(0, {**case, "epochs": 2, "n_train": 256}, 0), "cpu")
+    _, rows = measure_run((STUDY, Run(0, {**case, "epochs": 2, "n_train": 256}, 0), "cpu"))
     assert [row["epoch"] for row in rows] == [1, 2]
     assert {row["heads"] for row in rows} == {"2"}
     assert 0 <= rows[0]["test_accuracy"] <= 1

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from infoflow_lens import InfoFlowError, measure_mechanisms
+from infoflow_lens import InfoFlowError, load_any, measure_mechanisms
 from infoflow_lens.hooks.mechanisms import substituted
+from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern
 from infoflow_lens.hooks.mechanisms.sufficiency import (
     MEAN,
     MECHANISMS,
@@ -15,6 +16,7 @@ from infoflow_lens.hooks.mechanisms.sufficiency import (
 )
 from infoflow_lens.hooks.mechanisms.top_k import measure_top_k
 from tests.conftest import make_token_model
+from tests.reference import zoo
 from tests.reference.induction import induction_model, repeated_segments
 
 N_VOCAB, N_CTX = 11, 9
@@ -200,6 +202,30 @@ def test_heads_of_one_key_need_one():
     model, (tokens, _) = induction_model(N_VOCAB, N_CTX), repeated_segments(N_VOCAB, 50)
     found = measure_top_k(model, tokens, ks=(1,), last=2, progress=False)
     torch.testing.assert_close(found.losses, found.bare.expand_as(found.losses), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_keys_are_the_model_itself_also_with_sinks_in_half_precision(dtype):
+    """Rows of GPT-OSS sum to less than 1, and in half precision to less than the parts say."""
+    model, ids = load_any(zoo.build("gpt_oss").to(dtype)).model, zoo.tokens(4, 12)
+    found = measure_top_k(model, ids, ks=(12,), control=True, progress=False)
+    assert found.losses.equal(found.bare.expand_as(found.losses))
+
+
+def test_rows_without_weight_stay_so_in_half_precision():
+    empty = torch.zeros(2, 3, 3, dtype=torch.float16)
+    assert ideal_pattern(empty, empty.bool(), "top_k", k=2).equal(empty)
+
+
+def test_a_model_whose_patterns_cannot_be_edited_is_refused():
+    """Its loss would stay the same whatever is taken out, as if one key were enough."""
+    with pytest.raises(InfoFlowError, match="edits of the pattern of layer 0 do not reach"):
+        measure_top_k(load_any(zoo.build("gpt_neo")).model, zoo.tokens(2, 6), progress=False)
+
+
+def test_a_model_that_sees_the_next_token_is_refused():
+    with pytest.raises(InfoFlowError, match="layer 0 attend to later keys, so that the model sees"):
+        measure_top_k(load_any(zoo.build("bert")).model, zoo.tokens(2, 6), progress=False)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import copy
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -819,3 +820,17 @@ def test_compiled_models_are_refused(token_model, token_inputs):
         attach(torch.compile(token_model, backend="eager"), PositionsProbe()),
     ):
         pass
+
+
+def test_threads_that_run_probes_on_one_model_see_their_own_sequences(token_model):
+    def probed(seed):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(token_model.cfg.d_vocab, (4, 7), generator=generator)
+        probe = PositionsProbe()
+        return run_probes(token_model, ids, [probe], batch_size=1, progress=False)[0].positions
+
+    alone = [probed(seed) for seed in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(probed, range(3)))
+    for one, other in zip(alone, together, strict=True):
+        assert all(mine.equal(its) for mine, its in zip(one, other, strict=True))
