@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -112,7 +113,14 @@ def _started(jobs: int, scheduler: str | None, n_threads: int) -> Iterator[Sprea
     def spread(function: Callable[[Any], Any], values: Iterable[Any]) -> Iterator[Any]:
         calls = (joblib.delayed(_called)(function, value, n_threads, parent) for value in values)
         parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)
-        yield from parallel(calls)
+        results = parallel(calls)
+        try:
+            for result in results:  # noqa: UP028 - `yield from` would close it first
+                yield result
+        finally:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of calls that are given up, as an error has said
+                results.close()
 
     from joblib.externals.loky import get_reusable_executor
 

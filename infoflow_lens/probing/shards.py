@@ -26,6 +26,7 @@ from infoflow_lens.probing.room import Watch
 from infoflow_lens.probing.spread import Task, measure_shard
 
 Probes = Mapping[str, Probe[Any]]
+States = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Gathered:
         told: by probe, what is known of the shards that are on disk.
         n_shards: how many are in it.
         n_seen: their sequences.
+        is_whole: whether all of it is of the same shards, so that it may be kept.
     """
 
     fresh: Probes
@@ -49,6 +51,7 @@ class Gathered:
     told: dict[str, list[Any]] = field(default_factory=dict)
     n_shards: int = 0
     n_seen: int = 0
+    is_whole: bool = True
 
     def __post_init__(self) -> None:
         self.merged = copy.deepcopy(dict(self.fresh))
@@ -65,16 +68,27 @@ class Gathered:
         Raises:
             InfoFlowError: if it is of another model, or cannot be written.
         """
+        told: dict[str, Any] = {}
+        for name in self.on_disk:
+            probe, index = probes[name], len(self.told.get(name, ()))
+            if probe.sharded is not None and probe.n_sequences:
+                part, of_run = probe.result(), self.checkpoint.of_run
+                told[name] = probe.sharded.save_shard(self.out_of(name), index, part, of_run)
+        # from here on a second Ctrl-C leaves sums that nobody may go on from
+        self.is_whole = False
         for name, probe in probes.items():
-            kind = probe.sharded
-            if self.out is None or kind is None or not probe.n_sequences:
+            if name in told:
+                self.told.setdefault(name, []).append(told[name])
+            else:
                 self.merged[name].merge(probe)
-                continue
-            part, of_run = probe.result(), self.checkpoint.of_run
-            told = kind.save_shard(self.out / name, self.n_shards, part, of_run)
-            self.told.setdefault(name, []).append(told)
         self.n_shards += 1
         self.n_seen += n_sequences
+        self.is_whole = True
+
+    def out_of(self, name: str) -> Path:
+        """The path of a probe's result, without an end."""
+        assert self.out is not None
+        return self.out / name
 
     def result(self, name: str) -> Any:
         """The result of a probe.
@@ -84,10 +98,10 @@ class Gathered:
             InfoFlowError: for what the probe refuses.
         """
         kind = self.fresh[name].sharded
-        if self.out is None or kind is None or name not in self.told:
+        if kind is None or name not in self.told:
             return self.merged[name].result()
-        part = kind.of.load(self.out / name / "000000")
-        return kind.of_shards(self.out / name, self.told[name], part.record)
+        part = kind.of.load(self.out_of(name) / "000000")
+        return kind.of_shards(self.out_of(name), self.told[name], part.record)
 
     def results(self) -> dict[str, Any]:
         """The results of all probes; see :meth:`result`."""
@@ -102,34 +116,45 @@ class Gathered:
             "merged": {name: probe.state() for name, probe in self.merged.items()},
         }
 
-    def load(self, state: Any) -> None:
+    def load(self, state: Any) -> States | None:
         """Go on from what a run before had kept.
+
+        Returns:
+            The states of the shard that was not finished, by probe; None if there was none.
 
         Raises:
             InfoFlowError: if it is of other probes, or cannot be read.
         """
         again = f"expected the same; delete {self.checkpoint.path.name} to begin again"
         folder = str(self.checkpoint.path.parent)
-        merged = state.get("merged") if isinstance(state, dict) else None
-        if not isinstance(merged, dict) or merged.keys() != self.fresh.keys():
-            raise InfoFlowError(
-                f"the unfinished run in {folder!r} is of other probes than "
-                f"{', '.join(self.fresh)}: {again}"
-            )
         try:
+            merged, current, told = dict(state["merged"]), state["current"], dict(state["told"])
+            if not all(self.fresh.keys() == part.keys() for part in (merged, current or merged)):
+                raise InfoFlowError(
+                    f"the unfinished run in {folder!r} is of other probes than "
+                    f"{', '.join(self.fresh)}: {again}"
+                )
             for name, probe in self.merged.items():
                 probe.load_state(merged[name])
-            self.told = {name: list(parts) for name, parts in state["told"].items()}
+            self.told = {
+                name: [
+                    {"n_sequences": int(p["n_sequences"]), "notes": list(p["notes"])} for p in parts
+                ]
+                for name, parts in told.items()
+                if name in self.on_disk
+            }
             self.n_shards, self.n_seen = int(state["n_shards"]), int(state["n_seen"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InfoFlowError(
-                f"the unfinished run in {folder!r} cannot be read ({error!r}): {again}"
+                f"the unfinished run in {folder!r} cannot be read ({type(error).__name__}: "
+                f"{error}): {again}"
             ) from error
-        for name in self.told:
-            for index in range(self.n_shards):
-                path = (self.out or Path()) / name / f"{index:06d}.json"
+        for name, parts in self.told.items():
+            for index in range(len(parts)):
+                path = self.out_of(name) / f"{index:06d}.json"
                 if not path.is_file():
                     raise InfoFlowError(f"{str(path)!r} is gone: {again}")
+        return current
 
 
 def run_in_shards(
@@ -159,14 +184,14 @@ def run_in_shards(
     assert batches.n_sequences is not None
     size = setting.config.shard
     gathered = Gathered(probes, out if batches.n_sequences > size else None, checkpoint)
-    state = checkpoint.load()
+    state, current = checkpoint.load(), None
     if state is not None:
-        gathered.load(state)
-    elif gathered.out is not None:
-        for name in probes:  # of a run that was not kept
-            shutil.rmtree(gathered.out / name, ignore_errors=True)
-    current = state.get("current") if state is not None else None
-    seen = gathered.n_seen + _n_seen(current)
+        current = gathered.load(state)
+    else:
+        for name in gathered.on_disk:  # of a run that was not kept
+            shutil.rmtree(gathered.out_of(name), ignore_errors=True)
+    begun = [int(part.get("n_sequences", 0)) for part in (current or {}).values()]
+    seen = gathered.n_seen + max(begun, default=0)
     say(f"{', '.join(probes)}" + (f": going on behind {seen} sequences" if seen else ""))
     n_left = -(-(batches.n_sequences - gathered.n_seen) // size)
     alone = setting.crew.is_alone or n_left < 2
@@ -180,12 +205,6 @@ def run_in_shards(
     return gathered
 
 
-def _n_seen(current: Any) -> int:
-    """The sequences of a shard that is not finished."""
-    counts = [part.get("n_sequences", 0) for part in (current or {}).values()]
-    return int(counts[0]) if counts else 0
-
-
 def _remaining(batches: Batches, gathered: Gathered, size: int) -> Iterator[tuple[int, Batches]]:
     """The shards behind those that are gathered, with their numbers."""
     assert batches.n_sequences is not None
@@ -197,7 +216,11 @@ def _remaining(batches: Batches, gathered: Gathered, size: int) -> Iterator[tupl
 
 
 def _here(
-    setting: Setting, batches: Batches, gathered: Gathered, current: Any, advance: Advance
+    setting: Setting,
+    batches: Batches,
+    gathered: Gathered,
+    current: States | None,
+    advance: Advance,
 ) -> None:
     """Measure what is left in this process."""
     checkpoint, config = gathered.checkpoint, setting.config
@@ -246,9 +269,8 @@ def _here(
                 probes = {}
                 checkpoint.keep(now)
         except BaseException:
-            state = now()
-            if state["current"] is not None or gathered.n_shards:
-                checkpoint.save(state)
+            if gathered.is_whole:
+                checkpoint.save(now())
             raise
     waiting.forget(gathered.n_shards)
 
@@ -310,10 +332,11 @@ def _elsewhere(setting: Setting, batches: Batches, gathered: Gathered, advance: 
                 stop_if_asked()
             take_waiting()
     except BaseException:
-        checkpoint.save(now())
+        if gathered.is_whole:
+            checkpoint.save(now())
+            waiting.forget(gathered.n_shards)
         raise
-    finally:
-        waiting.forget(gathered.n_shards)
+    waiting.forget(gathered.n_shards)
 
 
 class _Waiting:

@@ -67,8 +67,14 @@ def test_the_trained_model_is_kept(demo):
     assert evaluate(model, data) == pytest.approx(demo.training.nmse, rel=1e-5)
 
 
-def test_the_same_seed_gives_the_same_files(demo, tmp_path):
-    again = run_demo(tmp_path, DemoConfig(seed=2, **SMALL), progress=False)
+def test_the_same_seed_gives_the_same_files_whatever_the_threads(demo, tmp_path):
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        again = run_demo(tmp_path, DemoConfig(seed=2, **SMALL), progress=False)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
     for name in ("summary.json", "report.html"):
         assert (again.out / name).read_bytes() == (demo.out / name).read_bytes()
 

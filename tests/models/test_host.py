@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import random
+import time
 
 import pandas as pd
 import pytest
@@ -437,6 +438,29 @@ def test_a_saved_token_model_that_was_spoilt(change, message, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(InfoFlowError, match=message):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        ([3] * 3000, "says 3000 layers, model.safetensors holds 2"),
+        ([10**6, 10**6], "gives blocks.0.attn.W_Q the shape"),
+    ],
+)
+def test_a_file_that_names_more_heads_than_its_weights_have_is_refused_at_once(
+    heads, message, tmp_path
+):
+    """Nothing is made in these sizes: 3,000 layers once took 86 seconds."""
+    save_model(
+        build_model(Architecture((3, 1), d_model=12, d_head=(4, 4), d_token=2, n_tokens=5)),
+        tmp_path,
+    )
+    file = tmp_path / "architecture.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"n_heads": heads}))
+    begun = time.monotonic()
+    with pytest.raises(InfoFlowError, match=message):
+        load_model(tmp_path)
+    assert time.monotonic() - begun < 20  # it takes milliseconds
 
 
 @pytest.mark.parametrize(

@@ -433,3 +433,21 @@ def test_streamed_datasets_and_mappings_are_read(token_model):
         run_probes(token_model, splits, [PositionsProbe()], progress=False)
     with pytest.raises(InfoFlowError, match="skip is -1"):
         run_probes(token_model, rows, [PositionsProbe()], skip=-1, progress=False)
+
+
+def test_of_a_long_text_no_more_is_tokenised_than_is_kept(tmp_path, monkeypatch):
+    """Tokenizers take hundreds of bytes a character: 25 MB of one line once took 4.4 GB."""
+    model = load_any(zoo.save("gpt2", tmp_path)).model
+    tokenizer = type(model).to_tokens
+    seen = []
+
+    def watched(self, text, *args, **kwargs):
+        seen.append(len(text))
+        return tokenizer(self, text, *args, **kwargs)
+
+    text = "w5 w6 w7 " * 1_000_000
+    short = read_inputs(model, [text[:9000]], max_length=16).sequences()
+    monkeypatch.setattr(type(model), "to_tokens", watched)
+    found = read_inputs(model, [text], max_length=16).sequences()
+    assert found.equal(short)
+    assert max(seen) < 2**17
