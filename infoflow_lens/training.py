@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,8 @@ _N_TRAIN, _N_VALIDATION = 8192, 2048
 
 OptimizerName = Literal["adamw", "sgd"]
 State = dict[str, Tensor]
+_EpochData: TypeAlias = Callable[[int], tuple[Tensor, Tensor]]
+Draw: TypeAlias = Callable[[int], Data]  # from the number of an epoch
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
@@ -380,7 +382,7 @@ def _beside_the_weights(model: nn.Module) -> dict[str, Any]:
 
 def train(
     model: nn.Module,
-    train_data: Data | Task | str,
+    train_data: Data | Task | str | Draw,
     validation_data: Data | TrainingConfig | None = None,
     config: TrainingConfig | None = None,
     *,
@@ -409,7 +411,8 @@ def train(
         model: the module, at its initial weights.
         train_data: a dataset with columns x and y; or the pair of tensors ([batch, ...],
             [batch, d_output]), or ([batch, ...], integers [batch]) for labels; or a task, or the
-            name of one.
+            name of one; or, for data drawn anew in every epoch, a function from the number of the
+            epoch (from 1) to such a dataset or pair, the same for the same number.
         validation_data: the same, left out for a task; it chooses the best epoch, so report
             numbers on other data if that choice matters.
         config: settings; default, ``TrainingConfig()``.
@@ -445,7 +448,8 @@ def train(
     train_data, validation_data = _both(
         train_data, validation_data, n_train, n_validation, config.seed
     )
-    x, y = tensors_of(train_data, "training")
+    draw = train_data if callable(train_data) else None
+    x, y = tensors_of(draw(1) if draw else train_data, "training")
     validation_x, validation_y = tensors_of(validation_data, "validation")
     if not isinstance(checkpoint_every, int) or checkpoint_every < 1:
         raise InfoFlowError(f"checkpoint_every is {checkpoint_every!r}: expected an integer >= 1")
@@ -465,6 +469,7 @@ def train(
         "training": asdict(config),
         "data": fingerprint(data),
         "model": _beside_the_weights(model),
+        **({"data_of_epochs": "drawn anew"} if draw else {}),
     }
     run = _Run(model, config, objective, identity)
     x, y = x.to(device), y.to(device)
@@ -477,8 +482,7 @@ def train(
         stack.enter_context(modes_kept(model))
         return _epochs(
             run,
-            x,
-            y,
+            _drawn_on(device, draw, objective) if draw else lambda _: (x, y),
             validation_x,
             validation_y,
             checkpoint,
@@ -499,13 +503,28 @@ def _task_for(model: nn.Module, name: str) -> Task:
     return load_task(name, **sizes)
 
 
+def _drawn_on(device: torch.device, draw: Draw, objective: Objective) -> _EpochData:
+    """The checked data of an epoch, which are drawn anew in each."""
+
+    def drawn(epoch: int) -> tuple[Tensor, Tensor]:
+        x, y = tensors_of(draw(epoch), f"training (epoch {epoch})")
+        if type(objective_for(y)) is not type(objective):
+            raise InfoFlowError(
+                f"the training targets of epoch {epoch} are {y.dtype} {tuple(y.shape)}: expected "
+                "the kind of epoch 1"
+            )
+        return x.to(device), y.to(device)
+
+    return drawn
+
+
 def _both(
-    train_data: Data | Task | str,
+    train_data: Data | Task | Draw,
     validation_data: Data | TrainingConfig | None,
     n_train: int | None,
     n_validation: int | None,
     seed: int,
-) -> tuple[Data, Any]:
+) -> tuple[Data | Draw, Any]:
     """Training and validation data, drawn where a task was given."""
     if not isinstance(train_data, Task):
         if n_train is not None or n_validation is not None:
@@ -530,8 +549,7 @@ def _both(
 
 def _epochs(
     run: _Run,
-    x: Tensor,
-    y: Tensor,
+    data_of: _EpochData,
     validation_x: Tensor,
     validation_y: Tensor,
     checkpoint: Path | None,
@@ -544,7 +562,7 @@ def _epochs(
     try:
         with progress_bar("training", config.epochs, progress, done) as advance:
             while len(run.history) < config.epochs and not run.out_of_patience():
-                run.epoch(x, y)
+                run.epoch(*data_of(len(run.history) + 1))
                 run.validate(validation_x, validation_y)
                 advance(status=run.status())
                 if after_epoch is not None:

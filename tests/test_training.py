@@ -135,6 +135,59 @@ class StopAt:
             raise self.error
 
 
+def test_data_may_be_drawn_anew_in_every_epoch(task, data, tmp_path):
+    """Each epoch sees its own; data that are always the same train like data that are given."""
+    asked = []
+
+    def draw(epoch):
+        asked.append(epoch)
+        return task.sample(64, seed=epoch)
+
+    fresh = train(new_model(), draw, data[1], CONFIG, checkpoint_dir=tmp_path, progress=False)
+    assert asked == [1, *range(1, CONFIG.epochs + 1)]  # once before, to be checked
+    fixed = train(new_model(), draw(1), data[1], CONFIG, progress=False)
+    assert numbers(fresh)[0] == numbers(fixed)[0]
+    assert numbers(fresh)[1:] != numbers(fixed)[1:]
+    same = train(new_model(), lambda _: draw(1), data[1], CONFIG, progress=False)
+    assert numbers(same) == numbers(fixed)
+    # a folder of one is not gone on with by the other
+    with pytest.raises(InfoFlowError, match="belongs to a run with other settings"):
+        train(new_model(), draw(1), data[1], CONFIG, checkpoint_dir=tmp_path, progress=False)
+
+
+def test_data_that_are_drawn_anew_resume_to_the_same_numbers(task, data, tmp_path):
+    stopped = []
+
+    def draw(epoch):
+        if epoch == 4 and not stopped:
+            stopped.append(epoch)
+            raise KeyboardInterrupt
+        return task.sample(64, seed=epoch)
+
+    with pytest.raises(TrainingInterrupted):
+        train(new_model(), draw, data[1], CONFIG, checkpoint_dir=tmp_path, progress=False)
+    resumed = train(new_model(), draw, data[1], CONFIG, checkpoint_dir=tmp_path, progress=False)
+    assert stopped
+    whole = train(new_model(), draw, data[1], CONFIG, progress=False)
+    assert numbers(resumed) == numbers(whole)
+
+
+def test_an_epoch_of_another_kind_is_named(task, data):
+    def draw(epoch):
+        x, y = task.sample(64, seed=epoch)
+        return (x, y) if epoch < 3 else (x, torch.zeros(64, dtype=torch.long))
+
+    with pytest.raises(InfoFlowError, match=r"of epoch 3 are torch\.int64"):
+        train(new_model(), draw, data[1], CONFIG, progress=False)
+
+    def broken(epoch):
+        x, y = task.sample(64, seed=epoch)
+        return x, y / (epoch < 2)
+
+    with pytest.raises(InfoFlowError, match=r"training \(epoch 2\) targets have NaN or infinite"):
+        train(new_model(), broken, data[1], CONFIG, progress=False)
+
+
 def test_ctrl_c_keeps_what_was_reached_and_resumes_to_the_same_numbers(data, tmp_path):
     undisturbed = train(new_model(), *data, CONFIG, progress=False)
     model = new_model()

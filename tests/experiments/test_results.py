@@ -12,6 +12,7 @@ from infoflow_lens import InfoFlowError
 from infoflow_lens.cli import app
 from infoflow_lens.experiments.studies import STUDIES, find_study
 from infoflow_lens.experiments.studies.head_count import beside_published
+from infoflow_lens.experiments.studies.token_models import epochs_until, last_epochs
 from infoflow_lens.experiments.summary import BEGIN, END, has_run, rows_of, summarise
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -24,7 +25,14 @@ def record_of(name):
 
 def test_studies_without_a_run_by_their_present_settings_are_told():
     """And have none that could be taken for one."""
-    awaited = {"intrinsic_dimension", "triangle_center", "max_position_recovery"}
+    awaited = {
+        "intrinsic_dimension",
+        "triangle_center",
+        "max_position_recovery",
+        "nested_qa",
+        "varying_depth",
+        "varying_heads",
+    }
     assert set(STUDIES) - set(RUN) == awaited
     for name in awaited:
         assert not (RESULTS / name / "record.json").exists()
@@ -80,6 +88,30 @@ def test_the_pages_are_what_the_summary_writes(tmp_path):
             assert line.endswith(f"| {seen} |")
         else:
             assert line.endswith("| awaits its run |")
+
+
+def test_what_the_page_says_of_earlier_runs_over_token_ids_is_in_their_rows():
+    page = " ".join((RESULTS / "README.md").read_text().split())
+    heads = rows_of(RESULTS / "varying_heads" / "earlier")
+    summed = heads[(heads["task"] == "memorization") & (heads["start"] == "summed")]
+    epochs = {
+        count: epochs_until(runs, 0.95).mean()
+        for count, runs in summed.groupby(summed["heads"].astype(str))
+    }
+    assert f"the handicap: {epochs['1']:.0f} epochs with one head, {epochs['8']:.0f} with" in page
+    runs = last_epochs(rows_of(RESULTS / "varying_depth" / "earlier"))
+    runs = runs[runs["start"] == "paper"]
+    solved = (runs["test_accuracy"] >= 0.95).groupby([runs["task"], runs["layers"]]).sum()
+    assert "with three and four layers reasoning reaches .95 with no seed" in page
+    assert [solved["in_context_qa", n] for n in (3, 4)] == [0, 0]
+    assert "solved by one seed of three with three layers, is solved by all with four" in page
+    assert [solved["in_context_template_matching", n] for n in (3, 4)] == [1, 3]
+    assert runs["seed"].nunique() == 3
+    nested = last_epochs(rows_of(RESULTS / "nested_qa" / "earlier"))
+    solved = (nested["test_accuracy"] >= 0.95).groupby([nested["hops"], nested["layers"]]).sum()
+    assert "one hop needed a layer more than the construction, and longer chains stayed" in page
+    assert solved[1, 2] == 0 < solved[1, 3]
+    assert solved[2].sum() == solved[3].sum() == 0
 
 
 def test_a_page_without_a_place_for_the_summary_is_left_alone(tmp_path):

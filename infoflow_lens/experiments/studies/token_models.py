@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 from infoflow_lens.experiments.memory import run_bytes
-from infoflow_lens.experiments.study import Row, Settings, Study
+from infoflow_lens.experiments.study import Pair, Row, Settings, Study
+from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
-from infoflow_lens.models.constructions import build_construction, with_scores_of
+from infoflow_lens.models.constructions import (
+    build_construction,
+    perturbed_construction,
+    with_scores_of,
+)
 from infoflow_lens.models.host import TokenTransformer, build_token_model
 from infoflow_lens.tasks import Task, load_task
 from infoflow_lens.tasks.memorization import Memorization
@@ -30,16 +35,34 @@ TASKS: Mapping[str, str] = {
     "template_matching": "generalization",
     "in_context_template_matching": "contextual generalization",
 }
+MEMORIZATION = "memorization"
 SOLVED, ABOVE_CHANCE = 0.95, 0.1
-PAPER, SUMMED, RANDOM, SOFTMAX = "paper", "summed", "random", "softmax"
+PAPER, SUMMED, NOISY, NOISY_SUMMED = "paper", "summed", "noisy", "noisy summed"
+RANDOM, SOFTMAX, WHOLE, CONSTRUCTED = "random", "softmax", "whole", "constructed"
 STARTS: Mapping[str, str] = {
     PAPER: "the paper's start",
     SUMMED: "the paper's start, heads summed",
+    NOISY: "the paper's start plus noise",
+    NOISY_SUMMED: "the paper's start plus noise, heads summed",
     RANDOM: "random start",
     SOFTMAX: "softmax, random start",
+    WHOLE: "random start, whole matrices",
+    CONSTRUCTED: "construction plus noise",
 }
 # What replaces the paper's SGD for random starts [chosen].
 ADAMW: Mapping[str, Any] = {"optimizer": "adamw", "lr": 3e-3, "scale": None}
+# Every step on sequences that no step has seen; epochs of 50 steps [chosen].
+FRESH: Mapping[str, Any] = {
+    "fresh": True,
+    "optimizer": "adamw",
+    "lr": 3e-3,
+    "warmup_steps": 100,
+    "batch_size": 128,
+    "n_train": 6400,
+    "n_test": 2000,
+    "heads": 1,
+    "attention": "relu",
+}
 
 # Sec. 9.1 gives the sizes of "full"; what it leaves open (N, k, l of template matching) is chosen,
 # as all of "quick" is.
@@ -105,7 +128,7 @@ class TokenStudy(Study):
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """A row for each epoch, with the run's test scores and what to compare them with."""
-        run = train_run(self.name, settings, seed, device)
+        run = self.trained(settings, seed, device)
         test = evaluate_labels(run.model, (run.x, run.y))
         whole: Row = {
             "chance": chance_of(run.task, run.y),
@@ -114,13 +137,22 @@ class TokenStudy(Study):
             "best_validation_loss": run.training.loss,
             "test_accuracy": test.accuracy,
             "test_loss": test.loss,
+            **self.also(settings, seed, run),
         }
         return [{**whole, **epoch} for epoch in run.training.history]
+
+    def trained(self, settings: Settings, seed: int, device: str) -> "TokenRun":
+        """One trained model."""
+        return train_run(self.name, settings, seed, device)
+
+    def also(self, settings: Settings, seed: int, run: "TokenRun") -> Row:
+        """What a study measures of a run beside its test scores."""
+        return {}
 
     def memory(self, settings: Settings) -> int:
         """Bytes that a run takes at its peak, about: its data, and a step or an evaluation."""
         task = load_settings_task(settings)
-        d_model = task.d_vocab + task.n_tokens
+        d_model = task.d_vocab + task.n_tokens + settings.get("padding", 0)
         heads, layers = settings["heads"], settings["layers"]
         return run_bytes(
             n_train=settings["n_train"],
@@ -151,12 +183,21 @@ def start_model(settings: Settings, seed: int) -> tuple[TokenTransformer, TokenT
     on [0, 1), W_QK of the first layer as constructed; for memorization uniform on [0, 1). What W_QK
     of the deeper layers starts from is not said: here uniform on [0, a) with a = `scale` [chosen:
     on [0, 1) ReLU attention grows with every layer until no unit is left that learns]. Heads are
-    averaged (eq 2); "summed" leaves the factor 1 / m out. Other starts are Gaussian.
+    averaged (eq 2); "summed" leaves the factor 1 / m out. "noisy", and "noisy summed", add Gaussian
+    noise of deviation `noise` to W_QK, W_V and the classifier.
+
+    "whole" has the matrices of the paper, W_QK and W_V whole, and Gaussian: deviation
+    1 / sqrt(d_model). `padding` rows stand below tokens and positions. "constructed" is the
+    construction itself, of the form `form`, with noise on all of its weights
+    (:func:`~infoflow_lens.models.constructions.perturbed_construction`). Other starts are
+    TransformerLens's, Gaussian factors of W_QK and W_V.
     """
     task: Any = load_settings_task(settings)
-    paper = settings["start"] in (PAPER, SUMMED)
+    if settings["start"] == CONSTRUCTED:
+        return _constructed(task, settings, seed)
+    paper = settings["start"] in (PAPER, SUMMED, NOISY, NOISY_SUMMED)
     construction = _first_layer(task, _parameters(settings)) if paper else None
-    d_model = task.d_vocab + task.n_tokens
+    d_model = task.d_vocab + task.n_tokens + settings.get("padding", 0)
     if construction is not None:
         d_model = max(d_model, construction.cfg.d_model)
     model = build_token_model(
@@ -168,7 +209,7 @@ def start_model(settings: Settings, seed: int) -> tuple[TokenTransformer, TokenT
         d_vocab=task.d_vocab,
         d_output=task.n_labels,
         attention=settings["attention"],
-        init="chen_zou" if paper else "random",
+        init="chen_zou" if paper or settings["start"] == WHOLE else "random",
         one_hot=True,
         seed=seed,
     )
@@ -178,9 +219,39 @@ def start_model(settings: Settings, seed: int) -> tuple[TokenTransformer, TokenT
         with torch.no_grad():
             for block in model.blocks[1:]:
                 block.attn.W_Q.mul_(settings["scale"])
-            for block in model.blocks if settings["start"] == SUMMED else ():
+            for block in model.blocks if settings["start"] in (SUMMED, NOISY_SUMMED) else ():
                 block.attn.W_O.mul_(len(block.attn.W_O))
+    if settings["start"] in (NOISY, NOISY_SUMMED):
+        _add_noise(model, 1.0, settings["noise"], seed)
+    elif settings["start"] == WHOLE:
+        _add_noise(model, 0.0, d_model**-0.5, seed)
     return model, task
+
+
+def _constructed(
+    task: TokenTask, settings: Settings, seed: int
+) -> tuple[TokenTransformer, TokenTask]:
+    """A construction plus noise, which must have the layers that the settings ask for."""
+    form = {"form": settings["form"]} if "form" in settings else {}
+    model, _ = perturbed_construction(
+        task.name, settings["noise"], seed, **_parameters(settings), **form
+    )
+    if model.architecture.n_layers != settings["layers"]:
+        raise InfoFlowError(
+            f"layers is {settings['layers']}: expected {model.architecture.n_layers}, as the "
+            "construction has"
+        )
+    return model, task
+
+
+def _add_noise(model: TokenTransformer, share: float, deviation: float, seed: int) -> None:
+    """What is trained, times `share`, plus Gaussian noise."""
+    for name, weights in model.named_parameters():
+        if weights.requires_grad:
+            generator = torch.Generator().manual_seed(derived_seed("noise", seed, name))
+            noise = torch.randn(weights.shape, generator=generator)
+            with torch.no_grad():
+                weights.mul_(share).add_(deviation * noise)
 
 
 def _first_layer(task: Task, parameters: Mapping[str, Any]) -> Any:
@@ -241,7 +312,20 @@ def train_run(study: str, settings: Settings, seed: int, device: str) -> TokenRu
         device: where to train.
     """
     model, task = start_model(settings, derived_seed(study, "weights", seed))
-    config = TrainingConfig(
+    model = model.to(device, print_details=False) if device != "cpu" else model
+    training = train(
+        model,
+        data_of(task, settings, seed),
+        task.dataset("validation", settings["n_test"], seed),
+        training_config(settings, seed),
+        progress=False,
+    )
+    return TokenRun(model, task, training, *held_out(study, task, settings, seed))
+
+
+def training_config(settings: Settings, seed: int) -> TrainingConfig:
+    """How a run is trained."""
+    return TrainingConfig(
         epochs=settings["epochs"],
         batch_size=settings["batch_size"],
         lr=settings["lr"],
@@ -250,18 +334,26 @@ def train_run(study: str, settings: Settings, seed: int, device: str) -> TokenRu
         optimizer=settings["optimizer"],
         seed=seed,
     )
-    model = model.to(device, print_details=False) if device != "cpu" else model
-    training = train(
-        model,
-        task,
-        config,
-        n_train=settings["n_train"],
-        n_validation=settings["n_test"],
-        progress=False,
-    )
-    held_out = task.dataset("test", settings["n_test"], derived_seed(study, "held out", seed))
-    rows = held_out.with_format("torch")[:]
-    return TokenRun(model, task, training, rows["x"], rows["y"])
+
+
+def held_out(study: str, task: TokenTask, settings: Settings, seed: int) -> Pair:
+    """Test sequences of a run and their labels."""
+    data = task.dataset("test", settings["n_test"], derived_seed(study, "held out", seed))
+    rows = data.with_format("torch")[:]
+    return rows["x"], rows["y"]
+
+
+def data_of(task: TokenTask, settings: Settings, seed: int) -> Any:
+    """What a model is trained on: a dataset, or, with ``fresh``, one that each epoch draws anew."""
+    if not settings.get("fresh"):
+        return task.dataset("train", settings["n_train"], seed)
+
+    def drawn(epoch: int) -> Pair:
+        generator = torch.Generator().manual_seed(derived_seed("fresh", seed, epoch))
+        x = task.draw(settings["n_train"], generator, "train")
+        return x, task.target(x)
+
+    return drawn
 
 
 # Results
@@ -285,9 +377,13 @@ def epochs_until(results: "pd.DataFrame", accuracy: float) -> "pd.Series[float]"
 
 
 def curves_figure(
-    results: "pd.DataFrame", by: str, label: Callable[[Any], str], dashed: Callable[..., float]
+    results: "pd.DataFrame",
+    by: str,
+    label: Callable[[Any], str],
+    dashed: Callable[..., float],
+    start: str,
 ) -> "Figure":
-    """Accuracy (above) and loss over epochs from the paper's start, a column for each task.
+    """Accuracy (above) and loss over epochs from a start, a column for each task.
 
     Solid: validation sequences; dotted: training sequences; a line for each run.
 
@@ -296,10 +392,11 @@ def curves_figure(
         by: the column that has a colour for each value.
         label: its values in words.
         dashed: the accuracy, from the rows of a task, to draw a line at.
+        start: of the runs to draw.
     """
     from matplotlib.figure import Figure
 
-    results = results[results["start"] == PAPER]
+    results = results[results["start"] == start]
     tasks = [task for task in TASKS if (results["task"] == task).any()]
     figure = Figure(figsize=(3.2 * max(1, len(tasks)), 5), layout="constrained")
     axes = figure.subplots(2, max(1, len(tasks)), squeeze=False)

@@ -12,6 +12,7 @@ from infoflow_lens.experiments.studies.token_models import (
     chance_of,
     chosen_accuracy,
     counted,
+    data_of,
     last_epochs,
     load_settings_task,
     paper_training,
@@ -85,6 +86,46 @@ def test_a_random_start_knows_nothing_of_the_construction():
     for block in model.blocks:
         assert float(block.attn.W_Q.detach().min()) < 0
         assert block.attn.W_K.requires_grad
+
+
+def test_gaussian_matrices_are_whole_and_as_wide_as_asked_for():
+    model, task = start_model(settings_of(start="whole", padding=7), seed=0)
+    width = task.d_vocab + task.n_tokens + 7
+    for block in model.blocks:
+        assert not block.attn.W_K.requires_grad
+        assert not block.attn.W_O.requires_grad
+        for name in ("W_Q", "W_V"):
+            weights = getattr(block.attn, name).detach()
+            assert tuple(weights.shape) == (1, width, width)
+            assert float(weights.std()) == pytest.approx(width**-0.5, rel=0.1)
+            assert abs(float(weights.mean())) < 0.03
+
+
+@pytest.mark.parametrize("plain", ["paper", "summed"])
+def test_noise_lies_around_the_papers_start(plain):
+    noisy = {"paper": "noisy", "summed": "noisy summed"}[plain]
+    settings = settings_of(heads=2, noise=0.02)
+    still, _ = start_model({**settings, "start": plain}, seed=0)
+    moved, _ = start_model({**settings, "start": noisy}, seed=0)
+    for (name, before), after in zip(still.named_parameters(), moved.parameters(), strict=True):
+        difference = (after - before).detach()
+        wanted = 0.02 if before.requires_grad else 0.0
+        assert float(difference.std()) == pytest.approx(wanted, rel=0.3), name
+    again, _ = start_model({**settings, "start": noisy}, seed=0)
+    assert torch.equal(again.blocks[0].attn.W_Q, moved.blocks[0].attn.W_Q)
+
+
+def test_fresh_sequences_are_drawn_anew_and_of_the_training_split():
+    settings = settings_of(fresh=True, sizes={"n_questions": 4, "n_answers": 4, "n_pairs": 2})
+    task = load_settings_task(settings)
+    draw = data_of(task, settings, seed=0)
+    (x, y), (other, _) = draw(1), draw(2)
+    assert len(x) == settings["n_train"]
+    assert torch.equal(y, task.target(x))
+    assert not torch.equal(x, other)
+    assert torch.equal(draw(1)[0], x)
+    held_out = {tuple(row) for row in task.dataset("test", 300, seed=0)["x"]}
+    assert not held_out & {tuple(row) for row in torch.cat([x, other]).tolist()}
 
 
 def test_chance():

@@ -4,9 +4,16 @@ import math
 
 import pandas as pd
 import pytest
+import torch
 
 from infoflow_lens.experiments.studies import find_study
-from infoflow_lens.experiments.studies.varying_depth import VaryingDepth
+from infoflow_lens.experiments.studies.token_models import start_model
+from infoflow_lens.experiments.studies.varying_depth import (
+    VaryingDepth,
+    context_gradient,
+    context_length,
+)
+from infoflow_lens.tasks import load_task
 
 STUDY = VaryingDepth()
 ENOUGH = {
@@ -18,7 +25,9 @@ ENOUGH = {
 
 
 def a_case(**changes):
-    [case] = [c for c in STUDY.cases("smoke") if c["task"] == "in_context_qa" and c["layers"] == 2]
+    [case, _] = [
+        c for c in STUDY.cases("smoke") if c["task"] == "in_context_qa" and c["layers"] == 2
+    ]
     tiny = {"epochs": 2, "n_train": 256, "n_test": 100}
     return {**case, **tiny, **changes}
 
@@ -26,7 +35,7 @@ def a_case(**changes):
 # Hand-made results
 
 
-def frame(accuracies, start="paper", chance=0.25):
+def frame(accuracies, start="noisy", chance=0.25, gradient=1e-3):
     """Two epochs of a run for every (task, layers): accuracies of the seeds."""
     rows = []
     for run, (task, layers, seed, accuracy) in enumerate(
@@ -51,6 +60,7 @@ def frame(accuracies, start="paper", chance=0.25):
                 "test_accuracy": accuracy,
                 "chance": chance,
                 "floor": 0.05,
+                "context_gradient": gradient,
             }
             for epoch in (1, 2)
         ]
@@ -61,35 +71,82 @@ def as_published():
     return {
         (task, layers): (1.0, 0.97) if layers >= enough else (0.26, 0.31)
         for task, enough in ENOUGH.items()
-        for layers in (1, 2, 3, 4)
+        for layers in range(1, enough + 1)
     }
+
+
+def few():
+    return {case: seeds for case, seeds in as_published().items() if case[1] < ENOUGH[case[0]]}
+
+
+def together(*frames):
+    for place, one in enumerate(frames):
+        one["run"] += 1000 * place
+    return pd.concat(frames, ignore_index=True)
+
+
+def passing(judged=None, whole=None):
+    """The start plus noise, Gaussian matrices, and the start that cannot move."""
+    still = {(task, 1): (0.05,) for task in ENOUGH if task != "memorization"}
+    return together(
+        frame(as_published() | (judged or {})),
+        frame(few() | (whole or {}), "whole"),
+        frame(still, "paper", gradient=0.0),
+    )
 
 
 def test_it_is_known_by_name():
     assert isinstance(find_study("varying_depth"), VaryingDepth)
 
 
-@pytest.mark.parametrize("preset", ["quick", "full"])
-def test_each_task_has_its_layers_from_the_papers_start(preset):
+@pytest.mark.parametrize(("preset", "more"), [("quick", 0), ("full", 1)])
+def test_each_task_has_its_layers_from_starts_that_can_move(preset, more):
     cases = STUDY.cases(preset)
+    for start in ("noisy", "whole"):
+        found = [(c["task"], c["layers"]) for c in cases if c["start"] == start]
+        wanted = [(task, n) for task, enough in ENOUGH.items() for n in range(1, enough + more + 1)]
+        assert sorted(found) == sorted(wanted)
     paper = [(c["task"], c["layers"]) for c in cases if c["start"] == "paper"]
-    deepest = {"memorization": 2} if preset == "quick" else {}
-    assert sorted(paper) == sorted(
-        (task, n) for task in ENOUGH for n in range(1, 1 + deepest.get(task, 4))
-    )
-    assert {c["task"] for c in cases if c["start"] == "random"} == set(ENOUGH)
+    assert paper == [(task, 1) for task in ENOUGH if task != "memorization"]
     for case in cases:
-        if case["start"] == "paper":
-            assert (case["optimizer"], case["attention"], case["heads"]) == ("sgd", "relu", 1)
+        assert (case["attention"], case["heads"]) == ("relu", 1) or case["start"] == "softmax"
+        assert case["fresh"] is (case["task"] != "memorization")
 
 
 def test_full_has_the_papers_sizes():
-    sizes = {case["task"]: case for case in STUDY.cases("full") if case["start"] == "paper"}
+    sizes = {case["task"]: case for case in STUDY.cases("full") if case["start"] == "noisy"}
     assert (sizes["memorization"]["n_words"], sizes["memorization"]["length"]) == (500, 6)
     assert sizes["in_context_qa"]["n_questions"] == sizes["in_context_qa"]["n_answers"] == 100
     assert sizes["template_matching"]["n_words"] == 210
     contextual = sizes["in_context_template_matching"]
     assert [contextual[k] for k in ("n_words", "n_answers", "length")] == [100, 100, 5]
+
+
+@pytest.mark.parametrize("case", [c for c in STUDY.cases("quick") if c["layers"] == 1], ids=str)
+def test_the_papers_start_cannot_come_to_read_the_context(case):
+    """The context can be swapped without a change; noise and Gaussian matrices let it in."""
+    model, task = start_model(case, 3)
+    x, y = task.sample(64, seed=0)
+    n_context = context_length(task)
+    swapped = torch.cat([x[:, :n_context].roll(1, 0), x[:, n_context:]], 1)
+    assert not torch.equal(swapped, x)
+    gradient = context_gradient(model, x, y, n_context)
+    same = torch.equal(model(x)[:, -1], model(swapped)[:, -1])
+    # noise does not open a mask of -1
+    closed = case["start"] == "noisy" and case["task"] == "in_context_template_matching"
+    assert same is (case["start"] == "paper" or closed)
+    assert (gradient == 0) is same
+
+
+def test_the_context_ends_before_the_query():
+    for name, sizes, wanted in (
+        ("in_context_qa", {"n_questions": 6, "n_answers": 6, "n_pairs": 2}, "a -> 1 b -> 2"),
+        ("template_matching", {"n_words": 16, "length": 3}, "a b c"),
+    ):
+        task = load_task(name, **sizes)
+        assert context_length(task) == len(wanted.split())
+    contextual = load_task("in_context_template_matching", length=3, n_pairs=3)
+    assert context_length(contextual) == contextual.n_tokens - 4
 
 
 def test_a_run_gives_a_row_for_each_epoch_and_the_same_again():
@@ -114,9 +171,9 @@ def test_an_untrained_run_is_no_better_than_chance():
 
 
 def test_what_is_published_passes():
-    verdict = STUDY.verdict(frame(as_published()))
-    assert verdict.passed
-    assert len(verdict.reasons) == 1 + 2 + 2 + 3
+    verdict = STUDY.verdict(passing())
+    assert verdict.passed, verdict.reasons
+    assert len(verdict.reasons) == 1 + 2 + 2 + 3 + 1
     assert all("not as" not in reason for reason in verdict.reasons)
 
 
@@ -129,7 +186,7 @@ def test_what_is_published_passes():
         ({("template_matching", 1): (0.5, 0.2)}, "generalization, 1 layer: highest"),
         (
             {("in_context_template_matching", 2): (0.26, 0.75)},
-            "contextual generalization, 2 layers: highest test accuracy over seeds 0.750",
+            "contextual generalization, 2 layers: highest test accuracy 0.750",
         ),
         (
             {("in_context_template_matching", 3): (0.26, 0.3)},
@@ -138,21 +195,32 @@ def test_what_is_published_passes():
     ],
 )
 def test_a_missing_effect_fails_and_is_named(change, missing):
-    verdict = STUDY.verdict(frame(as_published() | change))
+    verdict = STUDY.verdict(passing(change))
     assert not verdict.passed
     [failed] = [reason for reason in verdict.reasons if "not as published" in reason]
     assert failed.startswith(missing)
 
 
-def test_depth_beyond_what_is_needed_and_other_starts_are_not_judged():
-    deep = frame(as_published() | {("in_context_qa", 4): (0.1, 0.1)})
-    random = frame({("in_context_qa", 2): (0.1, 0.1), ("in_context_qa", 1): (0.9,)}, "random")
-    random["run"] += 1000
-    assert STUDY.verdict(pd.concat([deep, random])).passed
+def test_gaussian_matrices_with_too_few_layers_are_judged():
+    assert not STUDY.verdict(passing(whole={("in_context_qa", 1): (0.26, 0.4)})).passed
+    assert STUDY.verdict(passing(whole={("in_context_qa", 2): (0.1, 0.1)})).passed  # enough: not
+
+
+def test_a_start_that_cannot_move_shows_nothing():
+    results = passing()
+    one = (results["start"] == "whole") & (results["task"] == "in_context_qa")
+    results.loc[one, "context_gradient"] = 0.0
+    assert not STUDY.verdict(results).passed
+    results = results[results["start"] != "whole"]
+    assert not STUDY.verdict(results).passed  # nor does a start that was not run
+
+
+def test_depth_beyond_what_is_needed_is_not_judged():
+    assert STUDY.verdict(passing({("in_context_qa", 4): (0.1, 0.1)})).passed
 
 
 def test_the_seed_is_chosen_by_validation_not_by_test():
-    results = frame(as_published())
+    results = passing()
     chosen = (results["task"] == "in_context_qa") & (results["layers"] == 2)
     results.loc[chosen & (results["seed"] == 0), "best_validation_loss"] = 0.1
     results.loc[chosen & (results["seed"] == 0), "test_accuracy"] = 0.5
@@ -162,27 +230,29 @@ def test_the_seed_is_chosen_by_validation_not_by_test():
 
 
 def test_runs_that_all_diverged_do_not_pass_in_silence():
-    results = frame({k: v for k, v in as_published().items() if k != ("in_context_qa", 2)})
-    verdict = STUDY.verdict(results)
+    results = passing()
+    gone = (results["task"] == "in_context_qa") & (results["layers"] == 2)
+    verdict = STUDY.verdict(results[~gone])
     assert not verdict.passed
-    assert "reasoning: no finished run with 2 layers" in verdict.reasons
+    assert "reasoning, 2 layers: no finished run" in verdict.reasons
 
 
-def test_the_table_has_seeds_spread_and_chance():
-    lines = STUDY.table(frame(as_published())).splitlines()
-    [line] = [x for x in lines if "| reasoning | 1 |" in x]
+def test_the_table_has_seeds_spread_chance_and_whether_the_start_can_move():
+    lines = STUDY.table(passing()).splitlines()
+    [noisy, whole, paper] = [x for x in lines if "| reasoning | 1 |" in x]
     # train accuracy is that of the last epoch
-    assert line == (
-        "| the paper's start | reasoning | 1 | 1 | 0.25 (0.05) | 0.285 (0.26 to 0.31) | "
-        "0.285 (0.26 to 0.31) | 0 of 2 | chance |"
+    assert noisy == (
+        "| the paper's start plus noise | reasoning | 1 | 1 | 0.25 (0.05) | 1.0e-03 | "
+        "0.285 (0.26 to 0.31) | 0.285 (0.26 to 0.31) | 0 of 2 |"
     )
+    assert "| 1.0e-03 |" in whole
+    assert "| 0.25 (0.05) | 0 | 0.05 | 0.05 | 0 of 1 |" in paper
     [line] = [x for x in lines if "| contextual generalization | 3 |" in x]
-    assert line.endswith("| 2 of 2 | solved |")
+    assert line.endswith("| 2 of 2 |")
 
 
 def test_the_figure_shows_accuracy_and_loss_of_each_task():
-    figure = STUDY.figure(frame(as_published()))
-    axes = figure.axes
+    axes = STUDY.figure(passing()).axes
     assert len(axes) == 8
     assert [a.get_title() for a in axes[:4]] == [
         "memorization",
@@ -191,6 +261,6 @@ def test_the_figure_shows_accuracy_and_loss_of_each_task():
         "contextual generalization",
     ]
     solid = [line for line in axes[1].lines if line.get_label().endswith(("layer", "layers"))]
-    assert [line.get_label() for line in solid] == ["1 layer", "2 layers", "3 layers", "4 layers"]
+    assert [line.get_label() for line in solid] == ["1 layer", "2 layers"]
     assert list(solid[0].get_ydata()) == [0.26, 0.26]
     assert list(axes[5].lines[0].get_ydata()) == [2 - 0.26] * 2

@@ -20,34 +20,54 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-def frame(until, start="paper"):
-    """Two epochs of each run, around the one that reaches .95."""
+def frame(until, summed=False, others=()):
+    """Two epochs of each run, around the one that reaches .95.
+
+    Seeds 0 and 1 choose the rate, 2 and 3 are judged: rate 1 is fast with the former and as
+    asked for with the latter. `others`: rates that are slow with the former.
+    """
     rows = []
-    run = 0
-    for task, by_heads in until.items():
-        for heads, seeds in by_heads.items():
-            for seed, epoch in enumerate(seeds):
-                solved = epoch == epoch  # not NaN
-                for at, accuracy in ((epoch - 1, 0.5), (epoch, 0.96)) if solved else ((50, 0.9),):
-                    rows.append(
-                        {
-                            "run": run,
-                            "seed": seed,
-                            "start": start,
-                            "task": task,
-                            "layers": len(heads.split()),
-                            "heads": heads,
-                            "epoch": at,
-                            "validation_accuracy": accuracy,
-                            "validation_loss": 1 - accuracy,
-                            "train_accuracy": accuracy,
-                            "train_loss": 1 - accuracy,
-                            "best_validation_loss": 0.04 if solved else 0.1,
-                            "test_accuracy": 0.96 if solved else 0.9,
-                        }
-                    )
-                run += 1
+    cases = [
+        (task, heads, lr, seed, epoch)
+        for task, by_heads in until.items()
+        for heads, seeds in by_heads.items()
+        for lr, slow in ((1.0, 0), *((lr, 30) for lr in others))
+        for seed, epoch in enumerate((5 + slow, 6 + slow, *seeds))
+    ]
+    for run, (task, heads, lr, seed, epoch) in enumerate(cases):
+        start = {True: "paper", False: "noisy"}[task == "memorization"]
+        start = {"paper": "summed", "noisy": "noisy summed"}[start] if summed else start
+        solved = epoch == epoch  # not NaN
+        for at, accuracy in ((epoch - 1, 0.5), (epoch, 0.96)) if solved else ((50, 0.9),):
+            rows.append(
+                {
+                    "run": run,
+                    "seed": seed,
+                    "start": start,
+                    "task": task,
+                    "layers": len(heads.split()),
+                    "heads": heads,
+                    "rate": lr,
+                    "lr": 1e-9,  # of the epoch
+                    "epoch": at,
+                    "validation_accuracy": accuracy,
+                    "validation_loss": 1 - accuracy,
+                    "train_accuracy": accuracy,
+                    "train_loss": 1 - accuracy,
+                    "best_validation_loss": 0.04 if solved else 0.1,
+                    "test_accuracy": 0.96 if solved else 0.9,
+                }
+            )
     return pd.DataFrame(rows)
+
+
+def passing():
+    """As published; eight heads memorize fast at a rate of their own, and slowly at that of one."""
+    results = frame(PUBLISHED)
+    eight = results[(results["heads"] == "8") & (results["task"] == "memorization")]
+    slow = eight.assign(run=eight["run"] + 1000, epoch=eight["epoch"] + 40)
+    results.loc[eight.index, "rate"] = 8.0
+    return pd.concat([results, slow], ignore_index=True)
 
 
 def changed(task, **heads):
@@ -100,55 +120,103 @@ def test_no_run_with_one_head_does_not_pass_in_silence():
     assert any("no finished run with one head" in reason for reason in verdict.reasons)
 
 
-def test_other_starts_are_shown_and_not_judged():
-    other = frame({"memorization": {"1": (5, 5), "8": (9, NAN)}}, "random")
-    other["run"] += 1000
-    results = pd.concat([frame(PUBLISHED), other], ignore_index=True)
+def test_each_head_count_has_the_rate_that_other_seeds_choose():
+    results = passing()
+    verdict = STUDY.verdict(results)
+    assert verdict.passed, verdict.reasons
+    assert "| memorization | 8 | 8 | 25 (20 to 30) | 2 of 2 |" in STUDY.table(results)
+    # seeds that are judged have no say
+    tempting = (results["rate"] == 8) & (results["seed"] < 2)
+    results.loc[tempting, "epoch"] += 60
+    verdict = STUDY.verdict(results)
+    assert not verdict.passed
+    assert "| memorization | 8 | 1 | 65 (60 to 70) | 2 of 2 |" in STUDY.table(results)
+
+
+def test_of_rates_that_never_reach_it_the_one_of_the_least_loss_is_chosen():
+    results = frame({"memorization": {"1": (9, 9)}}, others=(3.0,))
+    results["validation_accuracy"] = 0.5
+    results.loc[results["rate"] == 3, "best_validation_loss"] = 0.01
+    assert "| 1 | 3 | - | 0 of 2 |" in STUDY.table(results)
+
+
+def test_summed_heads_are_shown_and_not_judged():
+    other = frame({"memorization": {"8": (9, NAN)}, "in_context_qa": {"2 2": (4, 7)}}, summed=True)
+    other["run"] += 5000
+    results = pd.concat([passing(), other], ignore_index=True)
     verdict = STUDY.verdict(results)
     assert verdict.passed
-    assert verdict.reasons[-1].startswith("not judged, memorization, random start: 5 with 1 head")
-    assert "| random start | memorization | 8 | 9 | 1 of 2 |" in STUDY.table(results)
+    assert verdict.reasons[-2:] == (
+        "not judged, memorization, the paper's start, heads summed, heads 8: 9 for the fastest "
+        "seed",
+        "not judged, reasoning, the paper's start plus noise, heads summed, heads 2 2: 4 for the "
+        "fastest seed",
+    )
+    assert "| the paper's start, heads summed | memorization | 8 | 1 | 9 | 1 of 2 |" in (
+        STUDY.table(results)
+    )
 
 
 def test_the_table_counts_the_seeds_that_reach_it():
     table = STUDY.table(frame(PUBLISHED))
     assert (
-        "| the paper's start | memorization | 1 | 45 (40 to 50) | 2 of 2 | 0.96 (0.96 to 0.96) | "
-        "more heads, faster |"
+        "| the paper's start | memorization | 1 | 1 | 45 (40 to 50) | 2 of 2 | "
+        "0.96 (0.96 to 0.96) | more heads, faster |"
     ) in table
-    assert "| reasoning | 1 1 | 10 | 1 of 2 | 0.93 (0.9 to 0.96) | no significant" in table
+    assert "| reasoning | 1 1 | 1 | 10 | 1 of 2 | 0.93 (0.9 to 0.96) | no significant" in table
 
 
-def test_the_figure_has_a_line_for_each_run_and_a_label_for_each_head_count():
-    axes = STUDY.figure(frame(PUBLISHED)).axes
+def test_the_figure_has_epochs_over_the_rate_and_over_the_rate_per_head():
+    axes = STUDY.figure(passing()).axes
     assert [a.get_title() for a in axes[:2]] == ["memorization", "reasoning"]
-    labels = [line.get_label() for line in axes[1].lines]
-    assert [label for label in labels if label.startswith("[")] == ["[1, 1]", "[2, 2]", "[4, 4]"]
-    assert len(axes[1].lines) == 2 * 6 + 1  # validation and training, and the line at .95
+    lines = {line.get_label(): line for line in axes[0].lines}
+    assert set(lines) == {"[1]", "[2]", "[8]"}
+    assert list(lines["[8]"].get_xdata()) == [1, 8]
+    per_head = {line.get_label(): line for line in axes[4].lines}
+    assert list(per_head["[8]"].get_xdata()) == [1 / 8, 1]
+    assert list(per_head["[1]"].get_xdata()) == [1]
+
+
+def test_the_figure_is_drawn_where_no_rate_reaches_it():
+    results = frame({"memorization": {"1": (9, 9)}})
+    results["validation_accuracy"] = 0.5
+    figure = STUDY.figure(results)
+    figure.canvas.draw()
+    low, high = figure.axes[0].get_xlim()
+    assert 0 < low < 1 < high
 
 
 def test_epochs_until_an_accuracy():
     results = frame({"memorization": {"1": (7, NAN)}})
     until = epochs_until(results, 0.95)
-    assert until[0] == 7
-    assert until.isna()[1]
+    assert until[2] == 7
+    assert until.isna()[3]
 
 
 @pytest.mark.parametrize("preset", ["quick", "full"])
-def test_each_task_has_one_head_a_layer_and_more(preset):
-    cases = [case for case in STUDY.cases(preset) if case["start"] == "paper"]
+def test_each_task_has_one_head_a_layer_and_more_at_the_same_rates(preset):
+    cases = STUDY.cases(preset)
     assert all(len(case["heads"]) == case["layers"] for case in cases)
     for task in PUBLISHED:
-        counts = [case["heads"] for case in cases if case["task"] == task]
-        assert set(counts[0]) == {1}
-        assert max(max(heads) for heads in counts) > 1
+        of_task = [case for case in cases if case["task"] == task]
+        assert all(case["lr"] == case["rate"] for case in of_task)
+        assert set(of_task[0]["heads"]) == {1}
+        assert max(max(case["heads"]) for case in of_task) > 1
+        rates = {}
+        for case in of_task:
+            rates.setdefault((case["start"], str(case["heads"])), []).append(case["rate"])
+        assert len({tuple(grid) for grid in rates.values()}) == 1
+        summed = {heads for start, heads in rates if "summed" in start}
+        averaged = {heads for start, heads in rates if "summed" not in start}
+        assert summed == {heads for heads in averaged if set(heads) - set("[1, ]")}
 
 
 def test_a_run_has_the_heads_it_is_asked_for():
-    case = STUDY.cases("smoke")[1]
+    case = next(c for c in STUDY.cases("smoke") if c["heads"] == [2])
     _, rows = measure_run((STUDY, Run(0, {**case, "epochs": 2, "n_train": 256}, 0), "cpu"))
     assert [row["epoch"] for row in rows] == [1, 2]
     assert {row["heads"] for row in rows} == {"2"}
+    assert {row["rate"] for row in rows} == {case["lr"]} != {row["lr"] for row in rows}
     assert 0 <= rows[0]["test_accuracy"] <= 1
     model, task = start_model(case, 0)
     assert model.architecture.n_heads == (2,)
@@ -156,7 +224,7 @@ def test_a_run_has_the_heads_it_is_asked_for():
 
 
 def test_summed_heads_are_the_papers_start_without_the_average():
-    case = {**STUDY.cases("smoke")[1], "start": "paper"}
+    case = next(c for c in STUDY.cases("smoke") if c["heads"] == [2])
     x, _ = start_model(case, 0)[1].sample(4, seed=0)
     mean, total = (
         start_model({**case, "start": start}, 0)[0].run_with_cache(x)[1]["blocks.0.hook_attn_out"]
