@@ -53,7 +53,7 @@ class StagedResult:
     Attributes:
         model: with the best weights of the last stage, at the full length.
         last: what the last stage gave, and with it the error.
-        initial_state: the weights before the first stage.
+        initial_state: the weights before the first stage, as `model` takes them.
         epochs: by stage, epochs that were run.
         history: validation errors of all epochs at the full length.
     """
@@ -119,7 +119,7 @@ def train_in_stages(
     for index, (name, length, settings) in enumerate(plan):
         model = _of_length(architecture, length, model, model_seed, device)
         if not index:
-            initial = {key: value.clone() for key, value in model.state_dict().items()}
+            initial = {name: value.detach().clone() for name, value in model.named_parameters()}
         # another order of the sequences, and the rate warms up at the first stage alone
         settings = replace(
             settings,
@@ -131,7 +131,8 @@ def train_in_stages(
         if length == full:
             errors += [float(row[_SCORE]) for row in training.history]
     assert model is not None
-    return StagedResult(model, training, initial, epochs, tuple(errors))
+    # masks are of the full length, weights of the beginning
+    return StagedResult(model, training, {**model.state_dict(), **initial}, epochs, tuple(errors))
 
 
 _SCORE = "validation_nmse"

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from infoflow_lens import InfoFlowError
 from infoflow_lens.cli import app
 from infoflow_lens.experiments.studies import STUDIES, find_study
+from infoflow_lens.experiments.studies.head_count import beside_published
 from infoflow_lens.experiments.studies.token_models import epochs_until, last_epochs
 from infoflow_lens.experiments.summary import BEGIN, END, has_run, rows_of, summarise
 
@@ -27,6 +28,7 @@ def test_studies_without_a_run_by_their_present_settings_are_told():
     """And have none that could be taken for one."""
     awaited = {
         "triangle_center",
+        "max_position_recovery",
         "nested_qa",
         "varying_depth",
         "varying_heads",
@@ -171,3 +173,48 @@ def test_numbers_that_change_change_the_summary(tmp_path):
     assert "largest MSE 0.5" in (tmp_path / "README.md").read_text()
     assert "largest MSE 0.5" not in before
     assert "**Not seen**" in (copy / "table.md").read_text()
+
+
+def told(name):
+    """The paragraph of the page that begins with these words, on one line."""
+    (paragraph,) = [
+        part
+        for part in (RESULTS / "README.md").read_text().split("\n- ")
+        if part.startswith(f"**{name}")
+    ]
+    return " ".join(paragraph.split("\n\n")[0].split())
+
+
+def test_what_is_told_of_head_counts_is_what_the_rows_say():
+    cells = beside_published(rows_of(RESULTS / "head_count"))
+    run = cells[cells["run"]].set_index(["table", "heads"])
+    times, by_variance = run["relative_times"], run["nmse_times"]
+    three, four = run.loc[("3", 3)], run.loc[("3", 4)]
+    text = told("The number of heads")
+    for words in (
+        f"by {three['nmse'] / four['nmse']:.0f} times from three heads to four at T = 16",
+        f"(published: {three['published'] / four['published']:.0f})",
+        f"Of the {len(cells)} cells of Tables 2, 3 and 5 the run has {len(run)}, all at T = 16",
+        f"{int(times.between(1 / 2, 2).sum())} of them lie within a factor of 2",
+        f"one and two heads ours are {plain(times['3', 1], 3)} and {plain(times['3', 2], 3)} of",
+        f"four and five heads {times['3', 4]:.1f} and {times['3', 5]:.1f} times as large",
+        f"By variance they are {by_variance.min():.1f} to {by_variance.max():.0f} times as large",
+    ):
+        assert words in text
+    assert set(run["n_tokens"]) == {16}
+
+
+def test_what_is_told_of_the_earlier_recovery_is_what_its_rows_say():
+    rows = rows_of(RESULTS / "max_position_recovery" / "earlier")
+    ratios = rows[rows["rank"] == 1].groupby("heads")["ratio_second_moment"].mean()
+    more = ratios[[heads for heads in ratios.index if heads.split()[0] in "456"]]
+    for words in (
+        f"{plain(ratios['2 1'])} and {plain(ratios['3 1'])} with two and three heads",
+        f"{plain(more.min())} to {plain(more.max())} with four to six",
+    ):
+        assert words in told("Recovery")
+
+
+def plain(number, digits=2):
+    """A number below 1 as prose writes it."""
+    return f"{number:.{digits}f}".removeprefix("0")

@@ -19,16 +19,16 @@ from infoflow_lens.experiments.language_model.study import (
 )
 from infoflow_lens.experiments.study import Row, Settings, Verdict
 from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.experiments.tempering import map_errors, mean_entropy, tempered
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import hook_name, layer_count, pattern_hook, run_catching
-from infoflow_lens.hooks.recovery.statistics import RegressionStatistics
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-_HALVINGS, _WIDEST, _EVERY, _EXCESS, _CHANCE = 24, 1e4, 5, 0.1, 0.1
+_EVERY, _EXCESS, _CHANCE = 5, 0.1, 0.1
 _FVU = ("fvu", "fvu_control", "fvu_least", "fvu_pattern")
 _MODELS = (
     "model", "step", "weights", "heads", "of these learnt", "fvu (median)",
@@ -71,11 +71,11 @@ class Softness(BesideUntrained):
             ]
             for head in range(seen.pattern.shape[1]):
                 pattern = seen.pattern[:, head]
-                entropy = _entropy(pattern, seen.allowed)
+                entropy = mean_entropy(pattern, seen.allowed)
                 fvu = seen.unexplained(pattern, seen.z[:, :, head])
                 whole, alone = [], []
                 for control in heads:
-                    drawn = _tempered(control.scores, seen.allowed, entropy)
+                    drawn = tempered(control.scores, seen.allowed, entropy)
                     whole.append(seen.unexplained(drawn, drawn @ control.values))
                     alone.append(seen.unexplained(drawn, drawn @ seen.v[:, head]))
                 median = float(torch.tensor(whole).median())
@@ -215,14 +215,8 @@ class _Layer:
         place = pattern.argmax(dim=2)
         target = self.embedding[torch.arange(n)[:, None], place]
         held_out = torch.arange(n) % _EVERY == _EVERY - 1
-        fit, evaluation = RegressionStatistics(), RegressionStatistics()
-        for statistics, chosen in ((fit, ~held_out), (evaluation, held_out)):
-            # the first query has one key only
-            x, y = (part[chosen][:, 1:].flatten(0, 1).double() for part in (output, target))
-            statistics.update(x, y[:, None])
-        errors = evaluation.error_sums(fit.fit()).sum()
-        variance = float(evaluation.variance()[0])
-        return float(errors) / evaluation.n / variance if variance > 0 else float("nan")
+        # the first query has one key only
+        return map_errors(output[:, 1:], target[:, 1:], held_out).fvu
 
 
 class _Control:
@@ -234,35 +228,6 @@ class _Control:
         drawn = torch.randn(3, d_model, d_head, generator=generator) / d_model**0.5
         query, key, self.values = (seen.reads @ weight for weight in drawn)
         self.scores = query @ key.transpose(1, 2)
-
-
-def _entropy(pattern: Float[Tensor, "n query key"], allowed: Bool[Tensor, "query key"]) -> float:
-    """The mean entropy of rows with a choice, in nats."""
-    rows = pattern[:, allowed.sum(dim=1) > 1]
-    shares = rows / rows.sum(dim=2, keepdim=True).clamp(min=1e-30)
-    return float(torch.special.entr(shares).sum(dim=2).mean())
-
-
-def _tempered(
-    scores: Float[Tensor, "n query key"], allowed: Bool[Tensor, "query key"], entropy: float
-) -> Float[Tensor, "n query key"]:
-    """The softmax of scores times the number that gives it this mean entropy."""
-    masked = scores.masked_fill(~allowed, -torch.inf)
-    low, high = 0.0, 1.0
-    while _entropy(_softmax(masked, high), allowed) > entropy and high < _WIDEST:
-        low, high = high, 2 * high
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        if _entropy(_softmax(masked, middle), allowed) > entropy:
-            low = middle
-        else:
-            high = middle
-    return _softmax(masked, high)
-
-
-def _softmax(masked: Tensor, sharpness: float) -> Tensor:
-    largest = masked.amax(dim=-1, keepdim=True)
-    return ((masked - largest) * max(sharpness, 1e-30)).softmax(dim=-1)
 
 
 def _by_head(rows: "pd.DataFrame") -> "pd.DataFrame":

@@ -7,12 +7,8 @@ from sklearn.linear_model import LinearRegression
 
 from infoflow_lens import load_any
 from infoflow_lens.experiments.language_model.queries import directions, projecting
-from infoflow_lens.experiments.language_model.softness import (
-    _Control,
-    _entropy,
-    _Layer,
-    _tempered,
-)
+from infoflow_lens.experiments.language_model.softness import _Control, _Layer
+from infoflow_lens.experiments.tempering import mean_entropy, tempered
 from tests.reference import zoo
 
 N, T = 20, 8
@@ -126,8 +122,8 @@ def seen(model, tokens):
 def test_a_tempered_head_has_the_entropy_that_is_asked_for(seen):
     drawn = _Control(seen, 0).scores
     for entropy in (0.1, 0.6, 1.2):
-        pattern = _tempered(drawn, seen.allowed, entropy)
-        assert _entropy(pattern, seen.allowed) == pytest.approx(entropy, abs=1e-3)
+        pattern = tempered(drawn, seen.allowed, entropy)
+        assert mean_entropy(pattern, seen.allowed) == pytest.approx(entropy, abs=1e-3)
         assert pattern.masked_select(~seen.allowed).eq(0).all()
         torch.testing.assert_close(pattern.sum(dim=2), torch.ones(N, T))
 
