@@ -18,7 +18,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.hooks import Result, ShardedPositions
-from infoflow_lens.probing import room, shards
+from infoflow_lens.probing import room, shards, spread
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import read_data
 from infoflow_lens.probing.run import run_probing
@@ -206,6 +206,31 @@ def test_what_will_not_fit_is_refused_after_two_batches(config, tmp_path, monkey
     monkeypatch.setattr(room.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(InfoFlowError, match=r"of 43 sequences need about .* on the disk"):
         run(tmp_path / "disk", config)
+
+
+def test_of_what_grows_with_the_sequences_nothing_stays_in_memory(config, tmp_path, monkeypatch):
+    sizes, take = [], shards.Gathered.take
+
+    def watched(self, *args):
+        take(self, *args)
+        sizes.append(room._bytes_in(self.state()))
+
+    monkeypatch.setattr(shards.Gathered, "take", watched)
+    run(tmp_path, ProbingConfig(**{**vars(config), "probes": ("positions",), "shard": 5}))
+    assert sizes == [0] * 9
+
+
+def test_workers_share_the_gpus_of_a_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    held, chosen = [], []
+    for _ in range(3):  # as three processes would
+        monkeypatch.setattr(spread, "_place", [])
+        chosen += [spread._device("cuda", str(tmp_path)) for _ in range(2)]
+        held.append(spread._place)
+    assert chosen == ["cuda:0", "cuda:0", "cuda:1", "cuda:1", "cuda:0", "cuda:0"]
+    assert spread._device("cuda:1", str(tmp_path)) == "cuda:1"  # as it was asked
+    assert spread._device("cuda", "") == "cuda"  # each worker of a cluster has its own
+    assert spread._device("cpu", str(tmp_path)) == "cpu"
 
 
 def test_without_a_folder_all_comes_back_in_memory(config):
