@@ -16,7 +16,7 @@ from tests.processes import started
 KEPT = {"finished": "runs are kept", "again": "lens go", "go_on": "go on so"}
 
 
-@pytest.mark.parametrize(("jobs", "n_threads"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("jobs", "n_threads"), [(1, 1), (2, 2)])
 def test_every_call_is_made_once_with_so_many_threads(jobs, n_threads):
     before = torch.get_num_threads()
     with workers(jobs, None, n_threads=n_threads, **KEPT) as spread:

@@ -141,13 +141,8 @@ def test_a_file_of_an_unfinished_run_that_is_gone_is_named(config, tmp_path, mon
         run(tmp_path, config)
 
 
-def test_workers_give_the_same_bytes(whole, config, tmp_path):
-    run(tmp_path, config, jobs=2)
-    assert contents(tmp_path) == contents(whole.out)
-
-
 def test_workers_go_on_where_one_process_was_stopped_and_back(whole, config, tmp_path, monkeypatch):
-    """Shards that were measured before their turn are not measured again."""
+    """To the same bytes; shards that were measured before their turn are not measured again."""
 
     def stopping(out):
         def save_shard(path, index, *args):
