@@ -9,6 +9,7 @@ from infoflow_lens.foundation.checks import (
     check_integers,
     check_seed,
 )
+from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.probing.registry import part_names
@@ -86,6 +87,13 @@ class ProbingConfig:
             )
         found["without"] = check_integers(self.without, "without", 0, empty=True)
         known = part_names()
+        listed = isinstance(self.probes, (list, tuple))
+        if self.probes is not None and not (
+            listed and all(isinstance(name, str) for name in self.probes)
+        ):
+            raise InfoFlowError(
+                f"probes is {brief(self.probes)}: expected names, as in ({known[0]!r},)"
+            )
         for name in self.probes or ():
             if name not in known:
                 raise InfoFlowError(f"there is no probe {name!r}{nearest(name, known)}")

@@ -214,24 +214,24 @@ def _rows_of(path: Path) -> Iterator[Any]:
         raise InfoFlowError(f"there is no file {str(path)!r}: expected a file of texts or rows")
     if not path.stat().st_size:
         raise InfoFlowError(f"{str(path)!r} is empty: expected at least one text or row")
-    import datasets
-
     n = 0
     for part in _lines_of(path) if path.suffix == ".txt" else _streamed(path):
         n += 1
-        yield datasets.Dataset.from_dict(part)
+        yield part
     if not n:
         raise InfoFlowError(f"{str(path)!r} holds no rows: expected at least one text")
 
 
-def _lines_of(path: Path) -> Iterator[dict[str, list[str]]]:
+def _lines_of(path: Path) -> Iterator[Any]:
     """The lines of a text file, without blank ones, which part paragraphs."""
+    import datasets
+
     try:
         with path.open(encoding="utf-8") as file:
             lines = (line.rstrip("\n") for line in _bounded(file))
             texts = (line for line in lines if line.strip())
             while some := list(islice(texts, _ROWS)):
-                yield {"text": some}
+                yield datasets.Dataset.from_dict({"text": some})
     except (OSError, UnicodeDecodeError) as error:
         raise InfoFlowError(
             f"{str(path)!r} cannot be read ({type(error).__name__}: {error}): expected texts in "
@@ -247,7 +247,7 @@ def _bounded(file: TextIO) -> Iterator[str]:
             line = file.readline(_LINE)
 
 
-def _streamed(path: Path) -> Iterator[dict[str, list[Any]]]:
+def _streamed(path: Path) -> Iterator[Any]:
     """Rows of a json, jsonl, csv or parquet file by ``datasets``, which reads them as they come."""
     import datasets
 
@@ -257,9 +257,8 @@ def _streamed(path: Path) -> Iterator[dict[str, list[Any]]]:
         rows = datasets.load_dataset(
             _TABLES[path.suffix], data_files=str(path), split="train", streaming=True
         )
-        yield from rows.iter(batch_size=_ROWS)
-    except InfoFlowError:
-        raise
+        for part in rows.iter(batch_size=_ROWS):
+            yield datasets.Dataset.from_dict(part)
     except Exception as error:  # the readers of four formats raise their own errors
         cause: BaseException = error
         while cause.__cause__ is not None:

@@ -281,6 +281,9 @@ def test_data_that_are_not_there(folder, data, message, monkeypatch):
     [
         ({"probes": ("position",)}, "did you mean 'positions'"),
         ({"probes": ()}, "expected different ones"),
+        ({"probes": -1}, r"probes is -1: expected names, as in \('"),
+        ({"probes": "positions"}, "probes is 'positions': expected names"),
+        ({"probes": (1,)}, "expected names"),
         ({"influence": "exactly"}, "did you mean 'exact'"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"ranks": (0,)}, "ranks are"),
@@ -334,6 +337,13 @@ def test_one_sequence_has_no_donor(tmp_path, config):
     with pytest.raises(InfoFlowError, match="only one has a token 0"):
         run(tmp_path / "out", asked)
     assert not list((tmp_path / "out").glob("positions*"))
+
+
+def test_rows_of_mixed_kinds_are_one_error(tmp_path, folder):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": [], "tokens": [3]}\n{"text": -6.2, "tokens": [4]}\n')
+    with pytest.raises(InfoFlowError, match=r"data.jsonl' cannot be read \(ArrowInvalid: .* mix"):
+        read_data(load_any(str(folder)).model, str(path))
 
 
 @pytest.mark.parametrize(
