@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -43,12 +44,18 @@ else:
 _SMALL_DEMO = """
 import sys
 from pathlib import Path
+
+import typer
+
 from infoflow_lens.commands.common import reported
 from infoflow_lens.experiments.demo import DemoConfig, run_demo
 config = DemoConfig(n_tokens=4, d_model=8, d_mlp=8, epochs=20, n_train=400, n_validation=100,
                     n_recovery=200, n_influence=20, n_shown=2)
-with reported():
-    run_demo(Path(sys.argv[1]), config, progress=False)
+try:
+    with reported():
+        run_demo(Path(sys.argv[1]), config, progress=False)
+except typer.Exit as left:
+    sys.exit(left.exit_code)
 """
 
 
@@ -164,10 +171,13 @@ def trouble(
 
 
 def obeyed(said: str, out: Path) -> None:
-    """What an error says to delete is deleted."""
-    named = [path for path in out.rglob("*") if path.name in said]
-    stems = {path.name.partition(".")[0] or path.name for path in named}
-    for path in [p for p in out.rglob("*") if p.name.partition(".")[0] in stems] or named:
+    """What an error names is deleted, with what belongs to it: x.json and x.safetensors."""
+    error = next((line for line in said.splitlines() if line.startswith("error: ")), "")
+    named = [
+        path for path in out.rglob("*") if re.search(rf"(^|[^\w.]){re.escape(path.name)}", error)
+    ]
+    stems = {path.stem for path in named}
+    for path in [path for path in out.rglob("*") if path.stem in stems]:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
