@@ -270,7 +270,7 @@ infoflow.Picture = class {
     new ResizeObserver(([entry]) => {
       if (Math.abs(entry.contentRect.width - width) < 4) return;
       width = entry.contentRect.width;
-      if (this.input) this.draw();
+      if (this.input) this.drawFlow();
     }).observe(main.node());
   }
 
@@ -528,8 +528,15 @@ infoflow.Picture = class {
   // ---- drawing
 
   draw() {
-    this.layOut();
     this.colours = this.readColours();
+    this.drawFlow();
+    this.drawHeads();
+    this.drawPattern();
+  }
+
+  // What depends on the width; the rest stays, as it may be under the pointer.
+  drawFlow() {
+    this.layOut();
     const { input, size } = this;
     this.measured.figure.attr("hidden", input.edges ? null : true);
     for (const panel of [this.figure, this.measured]) {
@@ -548,8 +555,6 @@ infoflow.Picture = class {
     this.drawStates();
     this.drawEdges();
     this.drawText();
-    this.drawHeads();
-    this.drawPattern();
     this.mark();
   }
 
