@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -129,3 +130,37 @@ def printed_by(*arguments: str | Path, folder: Path, timeout: float = 600) -> st
     with started(*arguments, folder=folder) as program:
         assert program.wait(timeout) == 0, program.stderr[-3000:]
         return program.stdout
+
+
+@contextmanager
+def losing_a_worker(seen: Callable[[], bool]) -> Iterator[str]:
+    """The address of a scheduler with two workers on loopback; one is killed once `seen`.
+
+    Fails at the end if none was killed.
+    """
+    import dask
+    import distributed
+
+    over, killed = threading.Event(), threading.Event()
+    with (
+        dask.config.set({"distributed.worker.multiprocessing-method": server().get_start_method()}),
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None
+        ) as cluster,
+    ):
+
+        def kill() -> None:
+            while not seen():
+                if over.wait(0.01):
+                    return
+            next(iter(cluster.workers.values())).process.process._process.kill()
+            killed.set()
+
+        thread = threading.Thread(target=kill, daemon=True)
+        thread.start()
+        try:
+            yield cluster.scheduler_address
+        finally:
+            over.set()
+            thread.join(timeout=10)
+    assert killed.is_set(), "no worker was killed"

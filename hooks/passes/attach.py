@@ -273,56 +273,6 @@ def run_probes(
         InfoFlowError: for bad inputs or a model that lacks what a probe needs, before the first
             pass; for NaN in activations, and for too little memory even for half a batch.
     """
-    run_passes(
-        model,
-        inputs,
-        probes,
-        eval_inputs,
-        attention_mask=attention_mask,
-        column=column,
-        max_length=max_length,
-        batch_size=batch_size,
-        eval_every=eval_every,
-        first_index=first_index,
-        index_step=index_step,
-        skip=skip,
-        after_batch=after_batch,
-        progress=progress,
-    )
-    return tuple(probe.result() for probe in probes)
-
-
-def run_passes(
-    model: nn.Module,
-    inputs: Inputs,
-    probes: Sequence[Probe[Any]],
-    eval_inputs: Inputs | None = None,
-    *,
-    attention_mask: Tensor | None = None,
-    column: str | None = None,
-    max_length: int | None = None,
-    batch_size: int = 256,
-    eval_every: int = 5,
-    first_index: int = 0,
-    index_step: int = 1,
-    skip: int = 0,
-    after_batch: Callable[[int], None] | None = None,
-    progress: bool = True,
-    extent: Extent | None = None,
-    weights: Weights | None = None,
-) -> None:
-    """:func:`run_probes` without the results, such as for a part of the sequences of a run.
-
-    Args:
-        extent: of all sequences of which `inputs` are a part; by it probes check what they get.
-        weights: of the model, looked at before; of several calls on one model the first alone must
-            read all of them.
-        model, inputs, probes, eval_inputs, attention_mask, column, max_length, batch_size,
-            eval_every, first_index, index_step, skip, after_batch, progress: as there.
-
-    Raises:
-        InfoFlowError: as there.
-    """
     layer_count(model)  # is it a model at all?
     _check_probes(probes)
     split = Split(eval_every, first=first_index, step=index_step)
@@ -333,11 +283,9 @@ def run_passes(
     )
     parts: list[tuple[str, Batches]] = [("by_index" if eval_inputs is None else "fit", read)]
     n_fit = n_evaluate = None
-    n_all = read.n_sequences if extent is None else extent.n_sequences
-    if n_all is not None:
-        all_of_them = split if extent is None else Split(eval_every)
-        n_evaluate = all_of_them.n_held_out(n_all)
-        n_fit = n_all - n_evaluate
+    if read.n_sequences is not None:
+        n_evaluate = split.n_held_out(read.n_sequences)
+        n_fit = read.n_sequences - n_evaluate
     if eval_inputs is not None:
         held_out = read_inputs(
             model, eval_inputs, column=column, max_length=max_length, name="eval_inputs"
@@ -345,10 +293,89 @@ def run_passes(
         parts.append(("evaluate", held_out))
         n_fit, n_evaluate = read.n_sequences, held_out.n_sequences
     longest = [part.longest for _, part in parts if part.longest is not None]
-    longest += [] if extent is None else [extent.longest]
+    _check_data(model, probes, n_fit, n_evaluate, longest)
+    _pass_through(
+        model,
+        parts,
+        probes,
+        split,
+        batch_size,
+        skip=skip,
+        after_batch=after_batch,
+        progress=progress,
+    )
+    return tuple(probe.result() for probe in probes)
+
+
+def run_shard(
+    model: nn.Module,
+    shard: Batches,
+    probes: Sequence[Probe[Any]],
+    *,
+    extent: Extent,
+    first_index: int,
+    batch_size: int,
+    weights: Weights,
+    skip: int = 0,
+    after_batch: Callable[[int], None] | None = None,
+) -> None:
+    """:func:`run_probes` over some sequences of many, without results and without a bar.
+
+    Args:
+        model: a TransformerLens model.
+        shard: sequences in a row.
+        probes: what to measure.
+        extent: of all sequences, by which probes check what they get.
+        first_index: the number of the shard's first sequence among all.
+        batch_size: sequences in a forward pass.
+        weights: of the model; looked at once for all shards, as that reads all of them.
+        skip, after_batch: as for :func:`run_probes`.
+
+    Raises:
+        InfoFlowError: as for :func:`run_probes`.
+    """
+    split = Split(first=first_index)
+    n_evaluate = Split().n_held_out(extent.n_sequences)
+    _check_data(model, probes, extent.n_sequences - n_evaluate, n_evaluate, [extent.longest])
+    _pass_through(
+        model,
+        [("by_index", shard)],
+        probes,
+        split,
+        batch_size,
+        skip=skip,
+        after_batch=after_batch,
+        progress=False,
+        weights=weights,
+    )
+
+
+def _check_data(
+    model: nn.Module,
+    probes: Sequence[Probe[Any]],
+    n_fit: int | None,
+    n_evaluate: int | None,
+    longest: Sequence[int],
+) -> None:
+    """Refuse data that a probe cannot work on, where their lengths are known."""
     if longest:
         for probe in probes:
             probe.check(n_fit, n_evaluate, key_count(model, max(longest)))
+
+
+def _pass_through(
+    model: nn.Module,
+    parts: Sequence[tuple[str, Batches]],
+    probes: Sequence[Probe[Any]],
+    split: Split,
+    batch_size: int,
+    *,
+    skip: int,
+    after_batch: Callable[[int], None] | None,
+    progress: bool,
+    weights: Weights | None = None,
+) -> None:
+    """Run the model over parts, each in its mode of the split; `skip` is of the first."""
     counts = [part.n_sequences for _, part in parts]
     total = None if None in counts else sum(count or 0 for count in counts)
     # hooks of the user may stand behind the last hook point that probes read
@@ -361,9 +388,9 @@ def run_passes(
         attached.session.thread = threading.get_ident()  # others may run the model, too
         attached.session.stops_early = starts_at_layers(model) and not has_other_hooks
         halved = False
-        for mode, part in parts:
+        for index, (mode, part) in enumerate(parts):
             with attached.mode(mode):
-                for batch in part.batches(batch_size, skip if part is read else 0):
+                for batch in part.batches(batch_size, 0 if index else skip):
                     for piece in batch.halves() if halved and len(batch) > 1 else (batch,):
                         halved = _run(model, piece, attached.session, halved) or halved
                     advance(len(batch))

@@ -1,6 +1,5 @@
 """Ranks the keys of every pass."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,8 +14,13 @@ from infoflow_lens.hooks.passes.ranking import (
     check_ranks,
     check_without,
 )
-from infoflow_lens.hooks.passes.view import Needs, Pass, padded_together
-from infoflow_lens.hooks.positions.result import PositionsResult, ShardedPositions
+from infoflow_lens.hooks.passes.view import Needs, Pass
+from infoflow_lens.hooks.positions.result import (
+    SPREAD,
+    PositionsResult,
+    ShardedPositions,
+    layers_together,
+)
 from infoflow_lens.hooks.probe import Probe
 
 _RELU_NOTE = (
@@ -71,14 +75,13 @@ class PositionsProbe(Probe[PositionsResult]):
         """Rank the keys of a pass."""
         layers = range(seen.n_layers)
         ranked = [seen.ranked(layer, self.ranks, self.without) for layer in layers]
-        n_query = ranked[0].positions.shape[2]
-        full = torch.full((len(seen),), n_query)
-        batch = {
-            "lengths": full if seen.lengths is None else seen.lengths,
-            "spread": [_spread(seen.pattern(layer)) for layer in layers] if self.spread else [],
-        }
+        full = torch.full((len(seen),), ranked[0].positions.shape[2])
+        batch: dict[str, Any] = {"lengths": full if seen.lengths is None else seen.lengths}
         for name, part in zip(Ranked._fields, zip(*ranked, strict=True), strict=True):
             batch[name] = [tensor.cpu() for tensor in part]
+        spread = [_spread(seen.pattern(layer)) for layer in layers] if self.spread else []
+        for place, name in enumerate(SPREAD):
+            batch[name] = [measures[place] for measures in spread]
         self._is_relu = attention_kind(seen.model) == "relu"
         self._batches.append(batch)
 
@@ -97,27 +100,14 @@ class PositionsProbe(Probe[PositionsResult]):
 
     def compute(self) -> PositionsResult:
         """All batches together."""
-        positions = self._together("positions", -1)
-        spread = [
-            padded_together([batch["spread"][layer] for batch in self._batches], (3,), math.nan)
-            for layer in range(len(self._batches[0]["spread"]))
-        ]
+        layers = layers_together(self._batches)
         return PositionsResult(
             ranks=self.ranks,
-            positions=positions,
-            margins=self._together("margins", math.nan),
-            ties=self._together("ties", 0),
             lengths=torch.cat([batch["lengths"] for batch in self._batches]),
-            entropy=tuple(layer[:, 0].contiguous() for layer in spread),
-            concentration=tuple(layer[:, 1].contiguous() for layer in spread),
             record=self.run_record(),
-            notes=(*self.notes(), *self._lacking(positions)),
+            notes=(*self.notes(), *self._lacking(layers["positions"])),
+            **layers,
         )
-
-    def _together(self, name: str, fill: float | int) -> tuple[Tensor, ...]:
-        """For every layer the tensors of all batches, filled up at the end of shorter ones."""
-        layers = zip(*(batch[name] for batch in self._batches), strict=True)
-        return tuple(padded_together(list(parts), (2,), fill) for parts in layers)
 
     def _lacking(self, positions: Sequence[Tensor]) -> Iterator[str]:
         """What a reader must know: ranks without keys, and attention that has no argmax."""
@@ -131,9 +121,8 @@ class PositionsProbe(Probe[PositionsResult]):
 
 def _spread(
     pattern: Float[Tensor, "batch head query key"],
-) -> Float[Tensor, "batch measure head query"]:
+) -> tuple[Float[Tensor, "batch head query"], Float[Tensor, "batch head query"]]:
     """Entropy and largest share of every row; NaN for rows without weight."""
     pattern = pattern.float()
     shares = pattern / pattern.sum(dim=-1, keepdim=True)
-    entropy = torch.special.entr(shares).sum(dim=-1)
-    return torch.stack([entropy, shares.amax(dim=-1)], dim=1).cpu()
+    return torch.special.entr(shares).sum(dim=-1).cpu(), shares.amax(dim=-1).cpu()

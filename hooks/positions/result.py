@@ -1,7 +1,7 @@
 """The attended positions of sequences, in memory or in files."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.passes.ranking import Ranked
 from infoflow_lens.hooks.passes.view import padded_together
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.sharded import ShardedResult, common_notes
@@ -19,7 +18,8 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-_SPREAD = ("entropy", "concentration")
+SPREAD = ("entropy", "concentration")
+_FILL = {"positions": -1, "margins": math.nan, "ties": 0} | dict.fromkeys(SPREAD, math.nan)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -92,8 +92,7 @@ class PositionsResult(Result):
     def first(self, n: int) -> "PositionsResult":
         """The result of the first `n` sequences."""
         layers: dict[str, Any] = {
-            name: tuple(layer[:n] for layer in getattr(self, name))
-            for name in (*Ranked._fields, *_SPREAD)
+            name: tuple(layer[:n] for layer in getattr(self, name)) for name in _FILL
         }
         return replace(self, lengths=self.lengths[:n], **layers)
 
@@ -104,17 +103,11 @@ class PositionsResult(Result):
         Args:
             parts: of the same probe and model.
         """
-        fill = {"positions": -1, "margins": math.nan, "ties": 0} | dict.fromkeys(_SPREAD, math.nan)
-        layers: dict[str, Any] = {
-            name: tuple(
-                padded_together(list(several), (2,), value)
-                for several in zip(*(getattr(part, name) for part in parts), strict=True)
-            )
-            for name, value in fill.items()
-        }
-        lengths = torch.cat([part.lengths for part in parts])
         return replace(
-            parts[0], lengths=lengths, notes=common_notes(part.notes for part in parts), **layers
+            parts[0],
+            lengths=torch.cat([part.lengths for part in parts]),
+            notes=common_notes(part.notes for part in parts),
+            **layers_together([vars(part) for part in parts]),
         )
 
     def to_frame(self) -> "pd.DataFrame":
@@ -201,6 +194,17 @@ class ShardedPositions(ShardedResult[PositionsResult]):
     def plot(self, layer: int = 0) -> "go.Figure":
         """As :meth:`PositionsResult.plot`, of the first file."""
         return next(self.shards()).plot(layer)
+
+
+def layers_together(parts: Sequence[Mapping[str, Sequence[Tensor]]]) -> dict[str, Any]:
+    """For every layer the tensors of several parts by name, shorter ones filled up at the end."""
+    return {
+        name: tuple(
+            padded_together(list(several), (2,), value)
+            for several in zip(*(part[name] for part in parts), strict=True)
+        )
+        for name, value in _FILL.items()
+    }
 
 
 def column_of_first(part: PositionsResult) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from infoflow_lens.experiments.study import Settings
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.architecture import Architecture
@@ -40,6 +41,12 @@ class Stages:
     last_epochs: int = 16
     patience: int = 16
     improvement: float = 0.1
+
+    @classmethod
+    def of(cls, settings: Settings, **others: Any) -> "Stages":
+        """Those that the settings of a study name, with others of one's own."""
+        epochs = {name: settings[name] for name in ("epochs_each", "epochs", "last_epochs")}
+        return cls(lengths=tuple(settings["lengths"]), **epochs, **others)
 
     def __post_init__(self) -> None:
         if list(self.lengths) != sorted(set(self.lengths)):

@@ -30,22 +30,9 @@ _PIECE = 2**20  # characters of a text that is joined, at a time
 _LINE = 2**26  # characters of a text that is a line of its own, at most
 
 
-def read_data(
-    model: nn.Module,
-    data: str,
-    *,
-    column: str | None = None,
-    n: int | None = None,
-    max_length: int | None = None,
-    window: int | None = None,
-    seed: int = 0,
-) -> Batches:
-    """The sequences that a user names, tokenised once, in memory; see :func:`stream_data`."""
-    rows = list(
-        stream_data(
-            model, data, column=column, n=n, max_length=max_length, window=window, seed=seed
-        )
-    )
+def read_data(model: nn.Module, data: str, **settings: Any) -> Batches:
+    """The sequences that a user names, in memory; arguments as for :func:`stream_data`."""
+    rows = list(stream_data(model, data, **settings))
     together = len({len(row) for row in rows}) == 1
     return Batches(model, torch.stack(rows) if together else rows, name=data)
 

@@ -8,7 +8,6 @@ import copy
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from infoflow_lens.foundation.interrupts import between_steps
 from infoflow_lens.foundation.progress import Advance, progress_bar
 from infoflow_lens.foundation.state import state_from_bytes
 from infoflow_lens.hooks import Probe
-from infoflow_lens.hooks.model.inputs import Batches
-from infoflow_lens.hooks.passes.attach import run_passes
+from infoflow_lens.hooks.model.inputs import Batches, Extent
+from infoflow_lens.hooks.passes.attach import run_shard
 from infoflow_lens.hooks.passes.collector import Weights
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.part import Say, Setting
@@ -181,9 +180,9 @@ def run_in_shards(
             on the disk, for workers that are gone, and for what probes refuse.
         KeyboardInterrupt: behind the batch in which it was asked for; the state is on disk.
     """
-    assert batches.n_sequences is not None
-    size = setting.config.shard
-    gathered = Gathered(probes, out if batches.n_sequences > size else None, checkpoint)
+    extent, size = batches.extent, setting.config.shard
+    assert extent is not None  # as they are not of a loader
+    gathered = Gathered(probes, out if extent.n_sequences > size else None, checkpoint)
     state, current = checkpoint.load(), None
     if state is not None:
         current = gathered.load(state)
@@ -193,31 +192,30 @@ def run_in_shards(
     begun = [int(part.get("n_sequences", 0)) for part in (current or {}).values()]
     seen = gathered.n_seen + max(begun, default=0)
     say(f"{', '.join(probes)}" + (f": going on behind {seen} sequences" if seen else ""))
-    n_left = -(-(batches.n_sequences - gathered.n_seen) // size)
-    alone = setting.crew.is_alone or n_left < 2
+    alone = setting.crew.is_alone or extent.n_sequences - gathered.n_seen <= size
     with progress_bar(
-        "probing", batches.n_sequences, setting.progress, done=seen if alone else gathered.n_seen
+        "probing", extent.n_sequences, setting.progress, done=seen if alone else gathered.n_seen
     ) as advance:
         if alone:
-            _here(setting, batches, gathered, current, advance)
+            _here(setting, batches, extent, gathered, current, advance)
         else:
-            _elsewhere(setting, batches, gathered, advance)
+            _elsewhere(setting, batches, extent, gathered, advance)
     return gathered
 
 
-def _remaining(batches: Batches, gathered: Gathered, size: int) -> Iterator[tuple[int, Batches]]:
+def _remaining(
+    batches: Batches, extent: Extent, gathered: Gathered, size: int
+) -> Iterator[tuple[int, Batches]]:
     """The shards behind those that are gathered, with their numbers."""
-    assert batches.n_sequences is not None
-    for index in count(gathered.n_shards):
-        start = index * size
-        if start >= batches.n_sequences:
-            return
-        yield index, batches.part(start, min(start + size, batches.n_sequences))
+    first = gathered.n_shards
+    for index, start in enumerate(range(first * size, extent.n_sequences, size), first):
+        yield index, batches.part(start, min(start + size, extent.n_sequences))
 
 
 def _here(
     setting: Setting,
     batches: Batches,
+    extent: Extent,
     gathered: Gathered,
     current: States | None,
     advance: Advance,
@@ -235,10 +233,10 @@ def _here(
 
     with between_steps() as stop_if_asked:
         weights = Weights(setting.model)
-        n_left = (batches.n_sequences or 0) - gathered.n_seen
+        n_left = extent.n_sequences - gathered.n_seen
         watch = Watch(n_left, config.shard, gathered.on_disk, gathered.out)
         try:
-            for index, part in _remaining(batches, gathered, config.shard):
+            for index, part in _remaining(batches, extent, gathered, config.shard):
                 probes = copy.deepcopy(dict(gathered.fresh))
                 if waiting.has(index):  # a run with workers has measured it
                     current = waiting.load(index)
@@ -253,17 +251,16 @@ def _here(
                     watch.look(probes, n)
                     checkpoint.keep(now)
 
-                run_passes(
+                run_shard(
                     setting.model,
                     part,
                     list(probes.values()),
-                    batch_size=config.batch_size,
+                    extent=extent,
                     first_index=index * config.shard,
+                    batch_size=config.batch_size,
+                    weights=weights,
                     skip=next(iter(probes.values())).n_sequences,
                     after_batch=after_batch,
-                    progress=False,
-                    extent=batches.extent,
-                    weights=weights,
                 )
                 gathered.take(probes, part.n_sequences or 0)
                 probes = {}
@@ -275,31 +272,26 @@ def _here(
     waiting.forget(gathered.n_shards)
 
 
-def _elsewhere(setting: Setting, batches: Batches, gathered: Gathered, advance: Advance) -> None:
+def _elsewhere(
+    setting: Setting, batches: Batches, extent: Extent, gathered: Gathered, advance: Advance
+) -> None:
     """Measure what is left in workers; what comes before its turn waits on disk."""
     checkpoint, config = gathered.checkpoint, setting.config
-    extent = batches.extent
-    assert extent is not None
     expected = Weights(setting.model).fingerprint
     waiting = _Waiting(checkpoint)
     sizes: dict[int, int] = {}
     n_left = extent.n_sequences - gathered.n_seen
 
     def tasks(places: str) -> Iterator[Task]:
-        for index, part in _remaining(batches, gathered, config.shard):
+        for index, part in _remaining(batches, extent, gathered, config.shard):
             sizes[index] = part.n_sequences or 0
             if not waiting.has(index):
                 yield Task(
                     index=index,
-                    first=index * config.shard,
                     rows=list(part.sequences()),
                     extent=extent,
                     probes=gathered.fresh,
-                    model=config.model,
-                    device=config.device,
-                    dtype=config.dtype,
-                    backend=config.backend,
-                    batch_size=config.batch_size,
+                    config=config,
                     watch=Watch(n_left, config.shard, gathered.on_disk, None, setting.crew.jobs),
                     places=places,
                 )

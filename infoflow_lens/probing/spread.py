@@ -18,9 +18,10 @@ from infoflow_lens.foundation.state import state_to_bytes
 from infoflow_lens.foundation.workers import Spread, workers
 from infoflow_lens.hooks import Probe
 from infoflow_lens.hooks.model.inputs import Batches, Extent
-from infoflow_lens.hooks.passes.attach import run_passes
+from infoflow_lens.hooks.passes.attach import run_shard
 from infoflow_lens.hooks.passes.collector import Weights
 from infoflow_lens.models.loading import LoadedModel, load_any
+from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.room import Watch
 
 
@@ -68,44 +69,37 @@ class Task:
 
     Attributes:
         index: of the shard.
-        first: the number of its first sequence among all.
         rows: its sequences.
         extent: of all sequences.
         probes: which have seen nothing, by name.
-        model, device, dtype, backend: as `load_any` takes them.
-        batch_size: sequences in a pass.
+        config: of the run: model, sizes.
         watch: looks whether what is measured fits.
         places: a folder in which workers of one machine choose devices; empty elsewhere.
     """
 
     index: int
-    first: int
     rows: Sequence[Tensor]
     extent: Extent
     probes: Mapping[str, Probe[Any]]
-    model: str
-    device: str
-    dtype: str | None
-    backend: Any
-    batch_size: int
+    config: ProbingConfig
     watch: Watch
     places: str = ""
 
 
 def measure_shard(task: Task) -> tuple[int, bytes]:
     """The states of the probes of one shard, as they are sent between processes."""
-    device = _device(task.device, task.places)
-    loaded, weights = _loaded(task.model, device, task.dtype, task.backend)
-    run_passes(
+    config = task.config
+    device = _device(config.device, task.places)
+    loaded, weights = _loaded(config.model, device, config.dtype, config.backend)
+    run_shard(
         loaded.model,
         Batches(loaded.model, task.rows),
         list(task.probes.values()),
-        batch_size=task.batch_size,
-        after_batch=lambda n: task.watch.look(task.probes, n),
-        first_index=task.first,
         extent=task.extent,
+        first_index=task.index * config.shard,
+        batch_size=config.batch_size,
         weights=weights,
-        progress=False,
+        after_batch=lambda n: task.watch.look(task.probes, n),
     )
     return task.index, state_to_bytes({n: probe.state() for n, probe in task.probes.items()})
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from infoflow_lens.experiments.sweep import run_study
 from infoflow_lens.foundation import record
 from infoflow_lens.training import TrainingDivergedError
 from tests.experiments.studies_for_tests import Squares
-from tests.processes import server
+from tests.processes import losing_a_worker
 
 
 def run(study, out, **arguments):
@@ -255,30 +254,11 @@ def test_absurd_counts_are_refused_at_once(tmp_path):
 @pytest.mark.filterwarnings("ignore")  # of the cluster's own
 def test_a_killed_worker_loses_nothing(tmp_path):
     """A scheduler and two workers on loopback; one is killed in the middle."""
-    dask, distributed = pytest.importorskip("dask"), pytest.importorskip("distributed")
+    pytest.importorskip("distributed")
     run(Squares(), tmp_path / "alone")
-    method = server().get_start_method()
-    with (
-        dask.config.set({"distributed.worker.multiprocessing-method": method}),
-        distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None
-        ) as cluster,
-    ):
-        killed = []
-
-        def kill():
-            out = tmp_path / "spread" / "runs"
-            while not (out.is_dir() and any(out.iterdir())):
-                time.sleep(0.02)
-            worker = next(iter(cluster.workers.values()))
-            worker.process.process._process.kill()
-            killed.append(worker)
-
-        thread = threading.Thread(target=kill, daemon=True)
-        thread.start()
-        run(Squares(pause=0.3), tmp_path / "spread", scheduler=cluster.scheduler_address)
-        thread.join(timeout=10)
-    assert killed
+    runs = tmp_path / "spread" / "runs"
+    with losing_a_worker(lambda: runs.is_dir() and any(runs.iterdir())) as scheduler:
+        run(Squares(pause=0.3), tmp_path / "spread", scheduler=scheduler)
     files = [tmp_path / name / "results.csv" for name in ("alone", "spread")]
     assert files[0].read_bytes() == files[1].read_bytes()
 

@@ -150,7 +150,7 @@ def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypa
             found.mechanisms.to_frame(), whole.mechanisms.to_frame(), rtol=1e-3, atol=1e-7
         )
     with monkeypatch.context() as patch:  # all is finished: nothing is run but the inspection
-        patch.setattr(shards, "run_passes", None)
+        patch.setattr(shards, "run_shard", None)
         patch.setattr(mechanisms_part, "measure_mechanisms", None)
         run(out, only)
 

@@ -1,8 +1,6 @@
 """Shards: the same numbers whoever measures them, and whatever stops them."""
 
 import shutil
-import threading
-import time
 
 import pandas as pd
 import pytest
@@ -22,7 +20,7 @@ from infoflow_lens.probing import room, shards, spread
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import read_data
 from infoflow_lens.probing.run import run_probing
-from tests.processes import server
+from tests.processes import losing_a_worker
 from tests.reference import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore::infoflow_lens.foundation.errors.InfoFlowWarning")
@@ -115,9 +113,9 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(whole, config, tmp_path, monkey
 
         return original(model, batches, probes, after_batch=after, **settings)
 
-    original = shards.run_passes
+    original = shards.run_shard
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "run_passes", stopping)
+        patch.setattr(shards, "run_shard", stopping)
         with pytest.raises(KeyboardInterrupt, match="run the same again"):
             run(tmp_path, config)
         run(tmp_path, config)
@@ -131,9 +129,9 @@ def test_a_file_of_an_unfinished_run_that_is_gone_is_named(config, tmp_path, mon
             raise KeyboardInterrupt
         return original(*args, first_index=first_index, **settings)
 
-    original = shards.run_passes
+    original = shards.run_shard
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "run_passes", stopping)
+        patch.setattr(shards, "run_shard", stopping)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, config)
     (tmp_path / "positions" / "000001.json").unlink()
@@ -174,8 +172,8 @@ def test_a_model_that_changes_between_shards_is_refused(config, tmp_path, monkey
                 next(iter(model.parameters())).mul_(2)
         return original(model, *args, first_index=first_index, **settings)
 
-    original = shards.run_passes
-    monkeypatch.setattr(shards, "run_passes", meddling)
+    original = shards.run_shard
+    monkeypatch.setattr(shards, "run_shard", meddling)
     with pytest.raises(InfoFlowError, match="weights changed between two passes"):
         run(tmp_path, config, loaded=loaded)
 
@@ -190,8 +188,8 @@ def test_what_will_not_fit_is_refused_after_two_batches(config, tmp_path, monkey
 
         return original(*args, after_batch=after, **settings)
 
-    original = shards.run_passes
-    monkeypatch.setattr(shards, "run_passes", counting)
+    original = shards.run_shard
+    monkeypatch.setattr(shards, "run_shard", counting)
     with monkeypatch.context() as patch:
         patch.setattr(room, "free_memory", lambda: 5000)
         with pytest.raises(InfoFlowError, match=r"of 43 sequences needs about .* is free"):
@@ -255,26 +253,9 @@ def test_workers_that_cannot_be_had(config, tmp_path, arguments, message):
 @pytest.mark.filterwarnings("ignore")  # of the cluster's own
 def test_a_cluster_whose_worker_is_killed_gives_the_same_bytes(whole, config, tmp_path):
     """A scheduler and two workers on loopback; one is killed in the middle."""
-    dask, distributed = pytest.importorskip("dask"), pytest.importorskip("distributed")
-    method = server().get_start_method()
-    with (
-        dask.config.set({"distributed.worker.multiprocessing-method": method}),
-        distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None
-        ) as cluster,
-    ):
-        out, killed = tmp_path / "out", []
-
-        def kill():
-            while not (out / "positions" / "000000.json").is_file():
-                time.sleep(0.01)
-            worker = next(iter(cluster.workers.values()))
-            worker.process.process._process.kill()
-            killed.append(worker)
-
-        thread = threading.Thread(target=kill, daemon=True)
-        thread.start()
-        run(out, config, scheduler=cluster.scheduler_address)
-        thread.join(timeout=10)
-        assert killed
-        assert contents(out) == contents(whole.out)
+    pytest.importorskip("distributed")
+    out = tmp_path / "out"
+    begun = out / "positions" / "000000.json"
+    with losing_a_worker(begun.is_file) as scheduler:
+        run(out, config, scheduler=scheduler)
+    assert contents(out) == contents(whole.out)

@@ -170,12 +170,7 @@ class IntrinsicDimensionStudy(VectorStudy):
         trained = train_in_stages(
             self.architecture(settings),
             data,
-            Stages(
-                tuple(settings["lengths"]),
-                settings["epochs_each"],
-                settings["epochs"],
-                settings["last_epochs"],
-            ),
+            Stages.of(settings),
             TrainingConfig(
                 batch_size=256, lr=settings["lr"], warmup_steps=100, weight_decay=0.0, seed=seed
             ),

@@ -206,13 +206,8 @@ class MaxPositionRecovery(VectorStudy):
         trained = train_in_stages(
             self.architecture(settings),
             data,
-            Stages(
-                tuple(settings["lengths"]),
-                settings["epochs_each"],
-                settings["epochs"],
-                settings["last_epochs"],
-                patience=settings["epochs"],  # the cosine ends the plateau, not a lack of patience
-            ),
+            # the cosine ends the plateau, not a lack of patience
+            Stages.of(settings, patience=settings["epochs"]),
             TrainingConfig(
                 batch_size=256, lr=settings["lr"], warmup_steps=100, weight_decay=0.0, seed=seed
             ),

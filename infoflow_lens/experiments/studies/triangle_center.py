@@ -136,12 +136,7 @@ class TriangleCenterStudy(VectorStudy):
         trained = train_in_stages(
             architecture,
             data,
-            Stages(
-                tuple(settings["lengths"]),
-                settings["epochs_each"],
-                settings["epochs"],
-                settings["last_epochs"],
-            ),
+            Stages.of(settings),
             TrainingConfig(batch_size=256, lr=3e-3, warmup_steps=100, seed=seed),
             model_seed=seed,
             device=device,

@@ -32,7 +32,7 @@ def config(tmp_path_factory):
 
 
 def test_its_table_is_that_of_the_measures_by_hand(tmp_path, config, monkeypatch):
-    run, skipped = shards.run_passes, []
+    run, skipped = shards.run_shard, []
 
     def watched(stops):
         def run_watched(model, inputs, probes, *, skip, after_batch, **settings):
@@ -51,11 +51,11 @@ def test_its_table_is_that_of_the_measures_by_hand(tmp_path, config, monkeypatch
         return run_watched
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "run_passes", watched(stops=True))
+        patch.setattr(shards, "run_shard", watched(stops=True))
         with pytest.raises(KeyboardInterrupt):
             run_probing(tmp_path, config, progress=False)
     skipped.clear()
-    monkeypatch.setattr(shards, "run_passes", watched(stops=False))
+    monkeypatch.setattr(shards, "run_shard", watched(stops=False))
     found = run_probing(tmp_path, config, progress=False)
     table = pd.read_csv(tmp_path / "routes.csv")
     assert skipped == [2]
