@@ -358,6 +358,12 @@ class Probe(ABC, Generic[ResultT]):
                 f"is {fingerprint} (other weights): use a new probe for each model"
             )
 
+    def settle(self) -> None:
+        """Take in what waits for more of its kind, so that the state is small and cheap to merge.
+
+        A result does so by itself.
+        """
+
     def refuse(self, reason: str) -> None:
         """From now on there is no result, for this reason."""
         self._refused = reason

@@ -321,6 +321,8 @@ def run_shard(
 ) -> None:
     """:func:`run_probes` over some sequences of many, without results and without a bar.
 
+    At the end the probes are settled, so that what merges shards has little to do.
+
     Args:
         model: a TransformerLens model.
         shard: sequences in a row.
@@ -348,6 +350,8 @@ def run_shard(
         progress=False,
         weights=weights,
     )
+    for probe in probes:
+        probe.settle()
 
 
 def _check_data(

@@ -249,14 +249,18 @@ class RecoveryProbe(Probe[RecoveryResult]):
         self._n_heads, self._left_out = measured["n_heads"], measured["left_out"]
         self._last, self._d_target = measured["last"], measured["d_target"]
 
+    def settle(self) -> None:
+        """Add the rows that wait."""
+        for buffer in self._buffers():
+            buffer.settle(everything=True)
+
     def compute(self) -> RecoveryResult:
         """Fit the maps and measure their errors."""
+        self.settle()
         notes = list(self.notes())
         columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         n_fit, n_eval, gram_rank = [], [], []
         for layer, sets in enumerate(self._layers):
-            for buffer in (buffer for maps in sets for buffer in maps.buffers()):
-                buffer.settle(everything=True)
             fitted, evaluated = sets[0].fit.n, sum(block.n for block in sets[0].blocks)
             if not fitted or not evaluated:
                 raise NothingMeasuredError(

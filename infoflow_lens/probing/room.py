@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.memory import free_memory, shown_bytes
 from infoflow_lens.hooks import Probe
+from infoflow_lens.probing.growing import Growing
 
 
 @dataclass
@@ -20,15 +20,15 @@ class Watch:
     Attributes:
         n_left: sequences to be measured.
         shard: sequences that are measured together.
-        on_disk: the probes whose shards are written to disk, one after the other.
-        out: the folder; None where another process writes.
+        growing: where results that grow are written, shard by shard; None keeps all in memory.
+        here: whether that is on a disk of this machine.
         at_once: processes that measure, on this machine.
     """
 
     n_left: int
     shard: int
-    on_disk: frozenset[str]
-    out: Path | None
+    growing: Growing | None
+    here: bool = True
     at_once: int = 1
     _before: dict[str, int] | None = field(default=None, init=False)
     _is_done: bool = field(default=False, init=False)
@@ -51,7 +51,8 @@ class Watch:
             return
         self._is_done = True
         grown = {name: max(now[name] - self._before[name], 0) / n for name in now}
-        by_shard = sum(bytes_ for name, bytes_ in grown.items() if name in self.on_disk)
+        on_disk = frozenset() if self.growing is None else self.growing.names
+        by_shard = sum(bytes_ for name, bytes_ in grown.items() if name in on_disk)
         in_all = sum(grown.values()) - by_shard
         # what probes hold, and once more when it is put together or kept
         needed = 2 * int(in_all * self.n_left + by_shard * min(self.n_left, self.shard))
@@ -63,9 +64,9 @@ class Watch:
                 "expected it to fit; give fewer sequences (n, n_detail), shorter ones (max_length) "
                 "or smaller shards (shard)"
             )
-        if self.out is None:
+        if self.growing is None or not self.here:
             return
-        free = shutil.disk_usage(self.out).free
+        free = shutil.disk_usage(self.growing.out).free
         if by_shard * self.n_left > free:
             raise InfoFlowError(
                 f"results of {self.n_left} sequences need about "

@@ -5,7 +5,7 @@ shards are put together in their order, so that numbers do not depend on who has
 """
 
 import copy
-import shutil
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +20,10 @@ from infoflow_lens.hooks.model.inputs import Batches, Extent
 from infoflow_lens.hooks.passes.attach import run_shard
 from infoflow_lens.hooks.passes.collector import Weights
 from infoflow_lens.probing.checkpoint import Checkpoint
+from infoflow_lens.probing.growing import Growing, told_of
 from infoflow_lens.probing.part import Say, Setting
 from infoflow_lens.probing.room import Watch
-from infoflow_lens.probing.spread import Task, measure_shard
+from infoflow_lens.probing.spread import Measured, Task, measure_shard, rows_for
 
 Probes = Mapping[str, Probe[Any]]
 States = Mapping[str, Mapping[str, Any]]
@@ -34,17 +35,17 @@ class Gathered:
 
     Attributes:
         fresh: the probes as they were given, which have seen nothing.
-        out: where results are kept that grow with the sequences; None keeps them in memory.
+        growing: where results are written that grow with the sequences; None keeps them in memory.
         checkpoint: where this is kept.
         merged: the probes of all shards so far, but for what is on disk.
-        told: by probe, what is known of the shards that are on disk.
+        told: by probe whose result grows, what is known of its shards.
         n_shards: how many are in it.
         n_seen: their sequences.
         is_whole: whether all of it is of the same shards, so that it may be kept.
     """
 
     fresh: Probes
-    out: Path | None
+    growing: Growing | None
     checkpoint: Checkpoint
     merged: dict[str, Probe[Any]] = field(default_factory=dict)
     told: dict[str, list[Any]] = field(default_factory=dict)
@@ -55,39 +56,48 @@ class Gathered:
     def __post_init__(self) -> None:
         self.merged = copy.deepcopy(dict(self.fresh))
 
-    @property
-    def on_disk(self) -> frozenset[str]:
-        """The probes whose shards are files of their own."""
-        sharded = {name for name, probe in self.fresh.items() if probe.sharded is not None}
-        return frozenset(sharded if self.out is not None else ())
+    @classmethod
+    def of(cls, fresh: Probes, out: Path | None, checkpoint: Checkpoint) -> "Gathered":
+        """Nothing so far; with a folder, what grows is written there."""
+        names = frozenset(name for name, probe in fresh.items() if probe.sharded is not None)
+        growing = Growing(out, names, checkpoint.of_run) if out is not None and names else None
+        return cls(fresh, growing, checkpoint)
 
-    def take(self, probes: Probes, n_sequences: int) -> None:
+    def take(self, probes: Probes, n_sequences: int, told: Mapping[str, Any] | None = None) -> None:
         """Add the next shard.
+
+        Args:
+            probes: that have measured it, by name; those in `told` may be missing.
+            n_sequences: of the shard.
+            told: of what grows, where a worker has written it.
 
         Raises:
             InfoFlowError: if it is of another model, or cannot be written.
         """
-        told: dict[str, Any] = {}
-        for name in self.on_disk:
-            probe, index = probes[name], len(self.told.get(name, ()))
-            if probe.sharded is not None and probe.n_sequences:
-                part, of_run = probe.result(), self.checkpoint.of_run
-                told[name] = probe.sharded.save_shard(self.out_of(name), index, part, of_run)
+        if not told:
+            told = {} if self.growing is None else self.growing.write(probes, self.n_shards)
         # from here on a second Ctrl-C leaves sums that nobody may go on from
         self.is_whole = False
-        for name, probe in probes.items():
+        for name in self.fresh:
             if name in told:
                 self.told.setdefault(name, []).append(told[name])
             else:
-                self.merged[name].merge(probe)
+                self.merged[name].merge(probes[name])
         self.n_shards += 1
         self.n_seen += n_sequences
         self.is_whole = True
 
-    def out_of(self, name: str) -> Path:
-        """The path of a probe's result, without an end."""
-        assert self.out is not None
-        return self.out / name
+    def take_measured(self, measured: Measured, n_sequences: int) -> None:
+        """Add the next shard, which a worker has measured; see :meth:`take`."""
+        if self.fresh.keys() != measured.told.keys() | measured.states.keys():
+            raise InfoFlowError(
+                f"a shard holds {', '.join([*measured.told, *measured.states])}: expected "
+                f"{', '.join(self.fresh)}; delete {self.checkpoint.path.stem}.* to begin again"
+            )
+        probes = {name: copy.deepcopy(self.fresh[name]) for name in measured.states}
+        for name, probe in probes.items():
+            probe.load_state(measured.states[name])
+        self.take(probes, n_sequences, measured.told)
 
     def result(self, name: str) -> Any:
         """The result of a probe.
@@ -97,10 +107,10 @@ class Gathered:
             InfoFlowError: for what the probe refuses.
         """
         kind = self.fresh[name].sharded
-        if kind is None or name not in self.told:
+        if kind is None or self.growing is None or name not in self.told:
             return self.merged[name].result()
-        part = kind.of.load(self.out_of(name) / "000000")
-        return kind.of_shards(self.out_of(name), self.told[name], part.record)
+        path = self.growing.path_of(name)
+        return kind.of_shards(path, self.told[name], kind.of.load(path / "000000").record)
 
     def results(self) -> dict[str, Any]:
         """The results of all probes; see :meth:`result`."""
@@ -136,11 +146,9 @@ class Gathered:
             for name, probe in self.merged.items():
                 probe.load_state(merged[name])
             self.told = {
-                name: [
-                    {"n_sequences": int(p["n_sequences"]), "notes": list(p["notes"])} for p in parts
-                ]
+                name: [told_of(part) for part in parts]
                 for name, parts in told.items()
-                if name in self.on_disk
+                if self.growing is not None and name in self.growing.names
             }
             self.n_shards, self.n_seen = int(state["n_shards"]), int(state["n_seen"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -149,8 +157,9 @@ class Gathered:
                 f"{error}): {again}"
             ) from error
         for name, parts in self.told.items():
+            assert self.growing is not None
             for index in range(len(parts)):
-                path = self.out_of(name) / f"{index:06d}.json"
+                path = self.growing.path_of(name) / f"{index:06d}.json"
                 if not path.is_file():
                     raise InfoFlowError(f"{str(path)!r} is gone: {again}")
         return current
@@ -182,13 +191,14 @@ def run_in_shards(
     """
     extent, size = batches.extent, setting.config.shard
     assert extent is not None  # as they are not of a loader
-    gathered = Gathered(probes, out if extent.n_sequences > size else None, checkpoint)
+    gathered = Gathered.of(probes, out if extent.n_sequences > size else None, checkpoint)
     state, current = checkpoint.load(), None
     if state is not None:
         current = gathered.load(state)
-    else:
-        for name in gathered.on_disk:  # of a run that was not kept
-            shutil.rmtree(gathered.out_of(name), ignore_errors=True)
+    else:  # what a run has left that was not kept
+        _Waiting(checkpoint).forget()
+        if gathered.growing is not None:
+            gathered.growing.clear()
     begun = [int(part.get("n_sequences", 0)) for part in (current or {}).values()]
     seen = gathered.n_seen + max(begun, default=0)
     say(f"{', '.join(probes)}" + (f": going on behind {seen} sequences" if seen else ""))
@@ -234,12 +244,14 @@ def _here(
     with between_steps() as stop_if_asked:
         weights = Weights(setting.model)
         n_left = extent.n_sequences - gathered.n_seen
-        watch = Watch(n_left, config.shard, gathered.on_disk, gathered.out)
+        watch = Watch(n_left, config.shard, gathered.growing)
         try:
             for index, part in _remaining(batches, extent, gathered, config.shard):
-                probes = copy.deepcopy(dict(gathered.fresh))
                 if waiting.has(index):  # a run with workers has measured it
-                    current = waiting.load(index)
+                    gathered.take_measured(waiting.load(index), part.n_sequences or 0)
+                    advance(part.n_sequences or 0)
+                    continue
+                probes = copy.deepcopy(dict(gathered.fresh))
                 if current is not None:
                     for name, probe in probes.items():
                         probe.load_state(current.get(name, {}))
@@ -277,32 +289,32 @@ def _elsewhere(
 ) -> None:
     """Measure what is left in workers; what comes before its turn waits on disk."""
     checkpoint, config = gathered.checkpoint, setting.config
-    expected = Weights(setting.model).fingerprint
+    fingerprint = Weights(setting.model).fingerprint
     waiting = _Waiting(checkpoint)
     sizes: dict[int, int] = {}
     n_left = extent.n_sequences - gathered.n_seen
 
     def tasks(places: str) -> Iterator[Task]:
+        here = setting.crew.scheduler is None
+        at_once = setting.crew.jobs if here else 1
         for index, part in _remaining(batches, extent, gathered, config.shard):
             sizes[index] = part.n_sequences or 0
             if not waiting.has(index):
                 yield Task(
                     index=index,
-                    rows=list(part.sequences()),
+                    rows=rows_for(part, here),
                     extent=extent,
                     probes=gathered.fresh,
                     config=config,
-                    watch=Watch(n_left, config.shard, gathered.on_disk, None, setting.crew.jobs),
+                    fingerprint=fingerprint,
+                    watch=Watch(n_left, config.shard, gathered.growing, here, at_once),
+                    growing=gathered.growing if here else None,
                     places=places,
                 )
 
-    def take(state: Any) -> None:
-        probes = copy.deepcopy(dict(gathered.fresh))
-        for name, probe in probes.items():
-            probe.load_state(state[name])
-            probe.check_model(expected)
+    def take(measured: Measured) -> None:
         n = sizes.pop(gathered.n_shards)
-        gathered.take(probes, n)
+        gathered.take_measured(measured, n)
         advance(n)
 
     def take_waiting() -> None:
@@ -315,10 +327,11 @@ def _elsewhere(
     try:
         with between_steps() as stop_if_asked, setting.crew.at_work() as (spread, places):
             for index, sent in spread(measure_shard, tasks(places)):
+                measured = Measured.of_plain(state_from_bytes(sent))
                 if index == gathered.n_shards:
-                    take(state_from_bytes(sent))
+                    take(measured)
                 else:
-                    waiting.save(index, state_from_bytes(sent))
+                    waiting.save(index, measured)
                 take_waiting()
                 checkpoint.keep(now)
                 stop_if_asked()
@@ -346,13 +359,20 @@ class _Waiting:
     def has(self, index: int) -> bool:
         return self._of(index).path.is_file()
 
-    def save(self, index: int, state: Any) -> None:
-        self._of(index).save(state)
+    def save(self, index: int, measured: Measured) -> None:
+        self._of(index).save(measured.to_plain())
 
-    def load(self, index: int) -> Any:
-        return self._of(index).load()
+    def load(self, index: int) -> Measured:
+        try:
+            return Measured.of_plain(self._of(index).load())
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            path = self._of(index).path
+            raise InfoFlowError(
+                f"{str(path)!r} is no shard of this version ({type(error).__name__}: {error}): "
+                "expected what this version wrote; delete it to measure the shard again"
+            ) from error
 
-    def forget(self, stop: int) -> None:
+    def forget(self, stop: float = math.inf) -> None:
         """Remove those before `stop`, which are in what was kept."""
         path = self._checkpoint.path
         for found in path.parent.glob(f"{path.stem}.*{path.suffix}"):

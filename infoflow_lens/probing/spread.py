@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +22,9 @@ from infoflow_lens.hooks.passes.attach import run_shard
 from infoflow_lens.hooks.passes.collector import Weights
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.growing import Growing, told_of
 from infoflow_lens.probing.room import Watch
+from infoflow_lens.probing.store import StoredSequences
 
 
 @dataclass(frozen=True)
@@ -64,36 +66,89 @@ class Crew:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """Sequences one behind the other: one tensor is sent much faster than many.
+
+    Attributes:
+        together: [pos of all] or [pos of all, d_token].
+        lengths: of the sequences.
+    """
+
+    together: Tensor
+    lengths: list[int]
+
+    def unpacked(self) -> list[Tensor]:
+        """The sequences."""
+        return list(self.together.split(self.lengths))
+
+
+def rows_for(batches: Batches, here: bool) -> StoredSequences | Packed:
+    """Sequences as they are sent to a worker: those in files of this machine it reads itself."""
+    rows = batches.sequences()
+    if here and isinstance(rows, StoredSequences):
+        return rows
+    rows = list(rows)
+    return Packed(torch.cat(rows), [len(row) for row in rows])
+
+
+@dataclass(frozen=True)
 class Task:
     """What a worker needs to measure one shard.
 
     Attributes:
         index: of the shard.
-        rows: its sequences.
+        rows: its sequences, as :func:`rows_for` gives them.
         extent: of all sequences.
         probes: which have seen nothing, by name.
         config: of the run: model, sizes.
+        fingerprint: of the weights of the model.
         watch: looks whether what is measured fits.
+        growing: where the worker writes what grows; None on machines that may not see the folder.
         places: a folder in which workers of one machine choose devices; empty elsewhere.
     """
 
     index: int
-    rows: Sequence[Tensor]
+    rows: StoredSequences | Packed
     extent: Extent
     probes: Mapping[str, Probe[Any]]
     config: ProbingConfig
+    fingerprint: str
     watch: Watch
+    growing: Growing | None = None
     places: str = ""
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a worker has measured of a shard.
+
+    Attributes:
+        told: by probe whose part of the result lies on the disk, what :class:`Growing` says of it.
+        states: of the other probes.
+    """
+
+    told: Mapping[str, Any]
+    states: Mapping[str, Any]
+
+    def to_plain(self) -> dict[str, Any]:
+        """Tensors and plain values, for :meth:`of_plain`."""
+        return {"told": dict(self.told), "states": dict(self.states)}
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> "Measured":
+        """What :meth:`to_plain` gave; KeyError, TypeError or ValueError for what it did not."""
+        told = {name: told_of(part) for name, part in plain["told"].items()}
+        return cls(told, dict(plain["states"]))
+
+
 def measure_shard(task: Task) -> tuple[int, bytes]:
-    """The states of the probes of one shard, as they are sent between processes."""
-    config = task.config
+    """What is measured of one shard, as it is sent between processes (:class:`Measured`)."""
+    config, rows = task.config, task.rows
     device = _device(config.device, task.places)
     loaded, weights = _loaded(config.model, device, config.dtype, config.backend)
     run_shard(
         loaded.model,
-        Batches(loaded.model, task.rows),
+        Batches(loaded.model, rows.unpacked() if isinstance(rows, Packed) else rows),
         list(task.probes.values()),
         extent=task.extent,
         first_index=task.index * config.shard,
@@ -101,7 +156,11 @@ def measure_shard(task: Task) -> tuple[int, bytes]:
         weights=weights,
         after_batch=lambda n: task.watch.look(task.probes, n),
     )
-    return task.index, state_to_bytes({n: probe.state() for n, probe in task.probes.items()})
+    for probe in task.probes.values():
+        probe.check_model(task.fingerprint)
+    told = {} if task.growing is None else task.growing.write(task.probes, task.index)
+    states = {name: probe.state() for name, probe in task.probes.items() if name not in told}
+    return task.index, state_to_bytes(Measured(told, states).to_plain())
 
 
 @lru_cache(maxsize=1)

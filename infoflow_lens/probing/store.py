@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -36,6 +36,10 @@ class StoredSequences(Sequence[Tensor]):
         self.folder, self.extent = folder, extent
         self._start, self._longest = start, longest
         self._read: tuple[int, list[Tensor]] = (-1, [])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was read, which another process reads by itself."""
+        return {**vars(self), "_read": (-1, [])}
 
     def __len__(self) -> int:
         return self.extent.n_sequences
@@ -79,31 +83,46 @@ class StoredSequences(Sequence[Tensor]):
         if stop - start == len(self):
             part.extent = self.extent
         elif stop > start:
-            lengths = [len(row) for row in part]
+            lengths = self._lengths(part._start, part._start + len(part))
+            if self._longest is not None:
+                lengths = [min(length, self._longest) for length in lengths]
             part.extent = Extent(len(lengths), max(lengths), min(lengths))
         return part
 
+    def _lengths(self, start: int, stop: int) -> list[int]:
+        """The lengths of some sequences, as they were stored."""
+        lengths: list[int] = []
+        for number in range(start // _SHARD, -(-stop // _SHARD)):
+            with self._opened(number) as file:
+                lengths += file.get_tensor("lengths").tolist()
+        first = start // _SHARD * _SHARD
+        return lengths[start - first : stop - first]
+
     def _shard(self, number: int) -> list[Tensor]:
-        """The sequences of a file.
+        """The sequences of a file."""
+        if self._read[0] != number:
+            with self._opened(number) as file:
+                tokens, lengths = file.get_tensor("tokens").clone(), file.get_tensor("lengths")
+                rows = [row[:length] for row, length in zip(tokens, lengths.tolist(), strict=True)]
+            self._read = (number, rows)
+        return self._read[1]
+
+    @contextmanager
+    def _opened(self, number: int) -> Iterator[Any]:
+        """A file.
 
         Raises:
             InfoFlowError: if it is spoiled or gone.
         """
-        if self._read[0] != number:
-            path = _path(self.folder, number)
-            try:
-                found = load_file(path)
-                rows = [
-                    row[:length].clone()  # the file is closed again, whatever its size
-                    for row, length in zip(found["tokens"], found["lengths"].tolist(), strict=True)
-                ]
-            except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
-                raise InfoFlowError(
-                    f"{str(path)!r} cannot be read ({error}): expected the sequences of this run; "
-                    "run the same again, which writes them anew"
-                ) from error
-            self._read = (number, rows)
-        return self._read[1]
+        path = _path(self.folder, number)
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield file
+        except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+            raise InfoFlowError(
+                f"{str(path)!r} cannot be read ({error}): expected the sequences of this run; "
+                "run the same again, which writes them anew"
+            ) from error
 
 
 def store(rows: Iterable[Tensor], folder: Path, what: str) -> tuple[StoredSequences, str]:

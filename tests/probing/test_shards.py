@@ -1,6 +1,8 @@
 """Shards: the same numbers whoever measures them, and whatever stops them."""
 
+import pickle
 import shutil
+from contextlib import nullcontext
 
 import pandas as pd
 import pytest
@@ -15,6 +17,7 @@ from infoflow_lens import (
     propagate,
     run_probes,
 )
+from infoflow_lens.foundation.state import read_state, write_state
 from infoflow_lens.hooks import Result, ShardedPositions
 from infoflow_lens.probing import room, shards, spread
 from infoflow_lens.probing.config import ProbingConfig
@@ -142,25 +145,69 @@ def test_a_file_of_an_unfinished_run_that_is_gone_is_named(config, tmp_path, mon
 def test_workers_go_on_where_one_process_was_stopped_and_back(whole, config, tmp_path, monkeypatch):
     """To the same bytes; shards that were measured before their turn are not measured again."""
 
-    def stopping(out):
-        def save_shard(path, index, *args):
-            if index == 3:
-                raise KeyboardInterrupt
-            return original(path, index, *args)
+    take = shards.Gathered.take
 
-        original = ShardedPositions.save_shard
-        with monkeypatch.context() as patch:
-            patch.setattr(ShardedPositions, "save_shard", staticmethod(save_shard))
-            with pytest.raises(KeyboardInterrupt):
-                run(out, config, jobs=2)
+    def stopping(self, *args):
+        if self.n_shards == 3:
+            raise KeyboardInterrupt
+        take(self, *args)
 
-    stopping(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.Gathered, "take", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "out", config, jobs=2)
     assert (tmp_path / "out" / ".all.safetensors").is_file()
     shutil.copytree(tmp_path / "out", tmp_path / "other")
     run(tmp_path / "out", config)
     assert contents(tmp_path / "out") == contents(whole.out)
     run(tmp_path / "other", config, jobs=2)
     assert contents(tmp_path / "other") == contents(whole.out)
+
+
+@pytest.fixture
+def three_from_the_end(config, tmp_path, monkeypatch):
+    """A stopped run whose worker has measured the last three shards, and nothing before."""
+
+    def backwards(function, tasks):
+        for task in list(tasks)[:1:-1]:
+            yield function(pickle.loads(pickle.dumps(task)))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spread.Crew, "at_work", lambda crew: nullcontext((backwards, "")))
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, config, jobs=2)
+    return tmp_path
+
+
+def test_shards_before_their_turn_are_not_measured_again(
+    whole, config, three_from_the_end, monkeypatch
+):
+    measured, measure = [], shards.run_shard
+    monkeypatch.setattr(
+        shards, "run_shard", lambda *a, **s: measured.append(s["first_index"]) or measure(*a, **s)
+    )
+    run(three_from_the_end, config)
+    assert measured == [0, 10]
+    assert contents(three_from_the_end) == contents(whole.out)
+
+
+def test_shards_before_their_turn_are_worth_nothing_alone(whole, config, three_from_the_end):
+    """Without what says up to where the run is whole, all begins again."""
+    (three_from_the_end / ".all.safetensors").unlink()
+    run(three_from_the_end, config)
+    assert contents(three_from_the_end) == contents(whole.out)
+
+
+def test_a_spoiled_shard_before_its_turn_is_named(config, three_from_the_end):
+    path = three_from_the_end / ".all.000003.safetensors"
+    state, about = read_state(path, "", "")
+    for spoiled in ({}, {"told": 3, "states": {}}, {"told": {}, "states": {}}):
+        write_state(path, spoiled, about)
+        with pytest.raises(InfoFlowError, match=r"delete"):
+            run(three_from_the_end, config)
+    write_state(path, state, about)
+    run(three_from_the_end, config)
 
 
 def test_a_model_that_changes_between_shards_is_refused(config, tmp_path, monkeypatch):
