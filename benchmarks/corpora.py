@@ -103,9 +103,11 @@ def _run(home: Path, n: int, shard: int, jobs: int) -> tuple[float, int, str]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     began: list[float] = []
+    said: list[str] = []
 
     def listen() -> None:
         for line in process.stderr or ():
+            said.append(line)
             if line.startswith("positions, recovery"):  # all is loaded and tokenised
                 began.append(time.monotonic())
 
@@ -118,7 +120,7 @@ def _run(home: Path, n: int, shard: int, jobs: int) -> tuple[float, int, str]:
             ended = time.monotonic()
         time.sleep(0.02)
     if process.wait():
-        sys.exit(f"the run with {n} sequences and {jobs} jobs failed")
+        sys.exit(f"the run with {n} sequences and {jobs} jobs failed: {''.join(said[-3:])}")
     digest = hashlib.sha256()
     for path in sorted(out.rglob("*")):
         if path.is_file():

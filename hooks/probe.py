@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.checks import check_choice, check_integer
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
+from infoflow_lens.foundation.memory import bytes_in
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
 from infoflow_lens.hooks.model.points import hook_name
@@ -357,6 +358,10 @@ class Probe(ABC, Generic[ResultT]):
                 f"{type(self).__name__} has measured model {self._record.model_fingerprint}, this "
                 f"is {fingerprint} (other weights): use a new probe for each model"
             )
+
+    def growing_bytes(self) -> int:
+        """Bytes of what grows with the sequences; sums and what waits to be settled do not."""
+        return bytes_in(self.snapshot())
 
     def settle(self) -> None:
         """Take in what waits for more of its kind, so that the state is small and cheap to merge.

@@ -249,6 +249,10 @@ class RecoveryProbe(Probe[RecoveryResult]):
         self._n_heads, self._left_out = measured["n_heads"], measured["left_out"]
         self._last, self._d_target = measured["last"], measured["d_target"]
 
+    def growing_bytes(self) -> int:
+        """None: these are sums, and rows of which so many wait at most."""
+        return 0
+
     def settle(self) -> None:
         """Add the rows that wait."""
         for buffer in self._buffers():

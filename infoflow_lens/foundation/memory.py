@@ -1,10 +1,12 @@
 """How much memory is free, and how amounts of it are told."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def free_on(device: str) -> int | None:
@@ -81,6 +83,15 @@ def _number(path: Path) -> int | None:
     """What the file holds, if it is a number ("max" is none)."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() else None
+
+
+def bytes_in(value: Any) -> int:
+    """What the tensors in nested dicts, lists and tuples take."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, Mapping):
+        return sum(map(bytes_in, value.values()))
+    return sum(map(bytes_in, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def shown_bytes(n_bytes: int) -> str:

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.memory import free_memory, shown_bytes
 from infoflow_lens.hooks import Probe
@@ -45,7 +43,7 @@ class Watch:
         """
         if self._is_done:
             return
-        now = {name: _bytes_in(probe.snapshot()) for name, probe in probes.items()}
+        now = {name: probe.growing_bytes() for name, probe in probes.items()}
         if self._before is None:
             self._before = now
             return
@@ -74,12 +72,3 @@ class Watch:
                 "is free: expected it to fit; give fewer sequences (n), shorter ones (max_length) "
                 "or fewer ranks"
             )
-
-
-def _bytes_in(value: Any) -> int:
-    """What the tensors in nested values take."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, Mapping):
-        return sum(map(_bytes_in, value.values()))
-    return sum(map(_bytes_in, value)) if isinstance(value, (list, tuple)) else 0

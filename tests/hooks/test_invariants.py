@@ -33,6 +33,7 @@ from infoflow_lens import (
     load_any,
     run_probes,
 )
+from infoflow_lens.foundation.memory import bytes_in
 from infoflow_lens.hooks import Probe
 from infoflow_lens.hooks.influence.base import StateInfluence
 from infoflow_lens.models.architecture import Architecture
@@ -294,6 +295,20 @@ def test_batches_and_their_order_do_not_matter(case, make):
     (parts,) = run_probes(model, x, [make(x)], batch_size=5, progress=False)
     # float32 kernels round by the size of the batch
     assert_equal(whole, parts, tolerance=2e-4)
+
+
+def test_settling_changes_no_result(case, make):
+    model, x = case
+    whole, settled = make(x), make(x)
+    for probe in (whole, settled):
+        with attach(model, probe), torch.no_grad():
+            model(x[:5])
+            if probe is settled:
+                probe.settle()
+            model(x[5:])
+    settled.settle()
+    assert_equal(settled.result(), whole.result(), tolerance=2e-4)
+    assert settled.growing_bytes() <= bytes_in(settled.snapshot())
 
 
 def test_padding_on_either_side_does_not_matter(case, make):

@@ -17,6 +17,7 @@ from infoflow_lens import (
     propagate,
     run_probes,
 )
+from infoflow_lens.foundation.memory import bytes_in
 from infoflow_lens.foundation.state import read_state, write_state
 from infoflow_lens.hooks import Result, ShardedPositions
 from infoflow_lens.probing import room, shards, spread
@@ -248,12 +249,30 @@ def test_what_will_not_fit_is_refused_after_two_batches(config, tmp_path, monkey
         run(tmp_path / "disk", config)
 
 
+def test_rows_that_wait_are_not_taken_for_ever_more_of_them(config, monkeypatch):
+    """Recovery holds sums; how much of its rows wait after two batches says nothing of all."""
+    model = load_any(config.model).model
+    data = read_data(model, config.data)
+    recovery, watch = RecoveryProbe((1, 2)), room.Watch(10**9, 512, None, at_once=64)
+    monkeypatch.setattr(room, "free_memory", lambda: 2**20)
+    run_probes(
+        model, data, [recovery], batch_size=3, progress=False,
+        after_batch=lambda n: watch.look({"recovery": recovery}, n),
+    )  # fmt: skip
+    positions, watch = PositionsProbe(), room.Watch(10**9, 512, None)
+    with pytest.raises(InfoFlowError, match="of 1000000000 sequences needs about"):
+        run_probes(
+            model, data, [positions], batch_size=3, progress=False,
+            after_batch=lambda n: watch.look({"positions": positions}, n),
+        )  # fmt: skip
+
+
 def test_of_what_grows_with_the_sequences_nothing_stays_in_memory(config, tmp_path, monkeypatch):
     sizes, take = [], shards.Gathered.take
 
     def watched(self, *args):
         take(self, *args)
-        sizes.append(room._bytes_in(self.state()))
+        sizes.append(bytes_in(self.state()))
 
     monkeypatch.setattr(shards.Gathered, "take", watched)
     run(tmp_path, ProbingConfig(**{**vars(config), "probes": ("positions",), "shard": 5}))
