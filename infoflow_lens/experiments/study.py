@@ -121,6 +121,10 @@ class Study(ABC):
     def verdict(self, results: "pd.DataFrame") -> Verdict:
         """Whether the effect was seen, by the stated rule."""
 
+    def judges(self, settings: Settings) -> bool:
+        """Whether the rule is about a configuration; the others are reported."""
+        return True
+
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """By control of the statement: results with its numbers in the place of the judged ones.
 

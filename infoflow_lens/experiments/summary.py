@@ -2,11 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infoflow_lens.experiments.studies import STUDIES
-from infoflow_lens.experiments.study import Study
-from infoflow_lens.experiments.sweep import report_text, write_statement
+from infoflow_lens.experiments.study import Study, Verdict
+from infoflow_lens.experiments.sweep import report_text, verdict_of, write_statement
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import write_text
@@ -58,7 +58,7 @@ def _summary_row(study: Study, folder: Path) -> tuple[str, str, str, str]:
     theory = study.statement.in_short if study.statement else study.title
     if has_run(study, folder):
         measured = rows_of(folder / study.name)
-        verdict = study.verdict(measured)
+        verdict = recorded_verdict(study, folder)
         seen = "seen" if verdict.passed else "**not seen**"
         return f"[`{study.name}`]({study.name}/table.md)", theory, study.measured(measured), seen
     link = f"[`{study.name}`]({study.name}/statement.md)"
@@ -99,11 +99,22 @@ def _config(record: Path) -> dict[str, object]:
     return config
 
 
+def recorded_verdict(study: Study, folder: Path) -> Verdict:
+    """The verdict of the rows of a study's run.
+
+    Args:
+        study: the study.
+        folder: of all studies.
+    """
+    config: Any = _config(folder / study.name / "record.json")
+    rows = rows_of(folder / study.name, None)
+    return verdict_of(study, rows, config["cases"], len(config["seeds"]))
+
+
 def _report(study: Study, folder: Path) -> str:
     rows = rows_of(folder / study.name, None)
     measured = rows[rows["status"] == "finished"]
     n_diverged = rows[rows["status"] == "diverged"]["run"].nunique()
     preset = str(_config(folder / study.name / "record.json")["preset"])
-    return report_text(
-        study, measured, study.verdict(measured), preset, rows["run"].nunique(), n_diverged
-    )
+    verdict = recorded_verdict(study, folder)
+    return report_text(study, measured, verdict, preset, rows["run"].nunique(), n_diverged)

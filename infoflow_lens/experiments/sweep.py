@@ -165,7 +165,8 @@ def _finish(
         raise InfoFlowError(
             f"all {len(runs)} runs of {study.name} diverged: expected numbers; see results.csv"
         )
-    verdict = _verdict(study, runs, measured, n_diverged)
+    cases = study.cases(preset)
+    verdict = verdict_of(study, table, cases, len(runs) // len(cases))
     write_text(
         out / "table.md", report_text(study, measured, verdict, preset, len(runs), n_diverged)
     )
@@ -184,7 +185,7 @@ def _finish(
             "study": study.name,
             "preset": preset,
             "seeds": sorted({run.seed for run in runs}),
-            "cases": [dict(settings) for settings in study.cases(preset)],
+            "cases": [dict(settings) for settings in cases],
             "verdict": asdict(verdict),
         }
     )
@@ -217,22 +218,43 @@ def write_statement(study: Study, out: Path) -> None:
         write_text(out / "statement.md", study.statement.markdown(study))
 
 
-def _verdict(
-    study: Study, runs: Sequence[Run], measured: "pd.DataFrame", n_diverged: int
+def verdict_of(
+    study: Study, rows: "pd.DataFrame", cases: Sequence[Settings], n_seeds: int
 ) -> Verdict:
-    """The study's; what has no numbers is not seen, and what diverged is told."""
-    kept = set(measured["run"])
-    cases = {run.index: json.dumps(dict(run.settings)) for run in runs}
-    with_numbers = {case for index, case in cases.items() if index in kept}
-    if without := [case for case in dict.fromkeys(cases.values()) if case not in with_numbers]:
-        return Verdict(False, tuple(f"every run diverged with {case}" for case in without))
-    verdict = study.verdict(measured)
-    if not n_diverged:
-        return verdict
-    reason = f"{n_diverged} of {len(runs)} runs diverged and have no numbers"
-    if study.judges_every_run:
-        return Verdict(False, (*verdict.reasons, f"{reason}: the rule is about every run"))
-    return Verdict(verdict.passed, (*verdict.reasons, f"{reason}: the rule is about the others"))
+    """The study's; what it judges and has no numbers is not seen, and what diverged is told.
+
+    Args:
+        study: the study.
+        rows: of all its runs, those that diverged too.
+        cases: its configurations, in their order.
+        n_seeds: how many runs each has.
+    """
+    finished = rows["status"] == "finished"
+    kept = set(rows[finished]["run"] // n_seeds)
+    lost = [index for index in range(len(cases)) if index not in kept]
+    told = [f"every run diverged with {_differing(cases[index], cases)}" for index in lost]
+    if any(study.judges(cases[index]) for index in lost):
+        return Verdict(False, tuple(told))
+    verdict = study.verdict(rows[finished])
+    reasons = [*verdict.reasons, *(f"not judged: {reason}" for reason in told)]
+    diverged = set(rows[~finished]["run"])
+    of_rule = {run for run in diverged if study.judges(cases[run // n_seeds])}
+    if of_rule:
+        about = "every run" if study.judges_every_run else "the others"
+        reasons.append(
+            f"{len(of_rule)} of {len(cases) * n_seeds} runs diverged and have no numbers: the rule "
+            f"is about {about}"
+        )
+    passed = verdict.passed and not (of_rule and study.judges_every_run)
+    return Verdict(passed, tuple(reasons))
+
+
+def _differing(case: Settings, cases: Sequence[Settings]) -> str:
+    """What of a case is not the same in all."""
+    same = {
+        name for name in case if all(name in c and c[name] == case[name] for c in cases)
+    }  # fmt: skip
+    return json.dumps({name: value for name, value in case.items() if name not in same})
 
 
 def measure_run(task: tuple[Study, Run, str]) -> tuple[Run, list[Row]]:

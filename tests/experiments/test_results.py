@@ -14,7 +14,14 @@ from infoflow_lens.cli import app
 from infoflow_lens.experiments.studies import STUDIES, find_study
 from infoflow_lens.experiments.studies.head_count import beside_published
 from infoflow_lens.experiments.studies.token_models import epochs_until, last_epochs
-from infoflow_lens.experiments.summary import BEGIN, END, has_run, rows_of, summarise
+from infoflow_lens.experiments.summary import (
+    BEGIN,
+    END,
+    has_run,
+    recorded_verdict,
+    rows_of,
+    summarise,
+)
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RUN = [name for name in STUDIES if has_run(find_study(name), RESULTS)]
@@ -51,7 +58,7 @@ def test_a_run_is_whole(name):
 
 @pytest.mark.parametrize("name", RUN)
 def test_the_recorded_verdict_is_that_of_the_rows(name):
-    verdict = find_study(name).verdict(rows_of(RESULTS / name))
+    verdict = recorded_verdict(find_study(name), RESULTS)
     recorded = record_of(name)["verdict"]
     assert verdict.passed is recorded["passed"]
     assert list(verdict.reasons) == recorded["reasons"]

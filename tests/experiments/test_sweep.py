@@ -107,6 +107,15 @@ def test_a_case_of_which_every_run_diverged_is_not_seen(tmp_path):
     assert (tmp_path / "table.md").is_file()
 
 
+def test_a_case_that_is_only_reported_does_not_decide(tmp_path, monkeypatch):
+    monkeypatch.setattr(Squares, "judges", lambda study, settings: settings["number"] != 4)
+    reasons = run(Squares(), tmp_path / "whole").verdict.reasons
+    result = run(Squares(diverging=[4]), tmp_path / "without")
+    assert result.verdict.passed
+    told = 'not judged: every run diverged with {"number": 4, "heads": [4, 1]}'
+    assert result.verdict.reasons == (*reasons, told)
+
+
 class Sometimes(Squares):
     """The first seed of one case diverges."""
 

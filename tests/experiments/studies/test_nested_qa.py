@@ -11,6 +11,7 @@ from infoflow_lens.experiments.studies import nested_qa
 from infoflow_lens.experiments.studies.nested_qa import (
     NestedQuestions,
     asked_later,
+    in_order,
     layers_needed,
 )
 from infoflow_lens.experiments.studies.token_models import start_model
@@ -47,7 +48,9 @@ def frame(accuracies):
         near = {
             f"from_{n}": accuracy if n == hops else 0.97 if n < hops else None for n in (1, 2, 3)
         }
-        both = {**about, "hops": hops, "layers": layers, **scores, **near, "before": 0.1}
+        by_order = {name: accuracy if hops > 1 else None for name in ("in_order", "out_of_order")}
+        both = {**about, "hops": hops, "layers": layers, **scores, **near, **by_order}
+        both["before"] = 0.1
         rows += [{**both, "epoch": epoch, "validation_loss": 1 / epoch} for epoch in (1, 2)]
     return pd.DataFrame(rows)
 
@@ -122,7 +125,8 @@ def test_the_table_has_starts_hops_and_layers():
     table = STUDY.table(frame(predicted()))
     assert (
         "| random start, whole matrices, asked from growing distances | 2 | 3 | 0.5 | "
-        "0.1 (0.1 to 0.1) | 0.795 (0.6 to 0.99) | 1 of 2 | 0.97 | - |"
+        "0.1 (0.1 to 0.1) | 0.795 (0.6 to 0.99) | 1 of 2 | 0.795 (0.6 to 0.99) | "
+        "0.795 (0.6 to 0.99) | 0.97 | - |"
     ) in table
     assert "| construction plus noise of 0.3, asked from the starts alone | 2 | 3 |" in table
     assert table.endswith("| 2 | 3 | 4 | 3 | 3 |\n| 3 | 3 | 6 | 4 | 3 |")
@@ -153,6 +157,23 @@ def test_questions_asked_later_have_the_same_answer():
             here = facts[here]
         assert here == label
     assert torch.equal(moved[::3], x[::3])
+
+
+@pytest.mark.parametrize("hops", [1, 2, 3])
+def test_facts_in_order(hops):
+    task = load_task("nested_qa", n_entities=9, hops=hops, n_chains=2)
+    x, _ = task.sample(60, seed=0)
+    expected = []
+    for sequence in x.tolist():
+        slots = {fact: slot for slot, fact in enumerate(sequence[0:-2:3])}
+        facts = dict(zip(sequence[0:-2:3], sequence[2:-2:3], strict=True))
+        chain = [sequence[-2]]
+        while len(chain) < hops:
+            chain.append(facts[chain[-1]])
+        places = [slots[entity] for entity in chain]
+        expected.append(places == sorted(places))
+    assert in_order(x, hops).tolist() == expected
+    assert all(expected) is (hops == 1)
 
 
 def settings(**changes):
