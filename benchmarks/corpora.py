@@ -1,6 +1,6 @@
 """What a probe run costs as the corpus grows, and what more workers gain.
 
-Run: python -m benchmarks.corpora [--most 100000] [--shared 100000] [--jobs 1,2,4]
+Run: python -m benchmarks.corpora [--most 100000] [--shared 400000] [--jobs 1,2,4]
 
 The model is a random GPT-2 of two layers, four heads and width 32; the data are a text file with a
 short sequence a line. The first table is of runs of `infoflow-lens probe` on 1/100, 1/10 and all of
@@ -37,7 +37,7 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--most", type=int, default=100_000)
-    parser.add_argument("--shared", type=int, default=100_000, help="sequences of the second table")
+    parser.add_argument("--shared", type=int, default=400_000, help="sequences of the second table")
     parser.add_argument("--jobs", default="1,2,4")
     parser.add_argument("--shard", type=int, default=2048)
     chosen = parser.parse_args()
