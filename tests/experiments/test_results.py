@@ -1,6 +1,7 @@
 """The results in docs/results: what stands there is what the studies make of their rows."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -37,7 +38,6 @@ def test_studies_without_a_run_by_their_present_settings_are_told():
         "triangle_center",
         "max_position_recovery",
         "nested_qa",
-        "varying_depth",
         "varying_heads",
     }
     assert set(STUDIES) - set(RUN) == awaited
@@ -106,19 +106,47 @@ def test_what_the_page_says_of_earlier_runs_over_token_ids_is_in_their_rows():
         for count, runs in summed.groupby(summed["heads"].astype(str))
     }
     assert f"the handicap: {epochs['1']:.0f} epochs with one head, {epochs['8']:.0f} with" in page
-    runs = last_epochs(rows_of(RESULTS / "varying_depth" / "earlier"))
-    runs = runs[runs["start"] == "paper"]
-    solved = (runs["test_accuracy"] >= 0.95).groupby([runs["task"], runs["layers"]]).sum()
-    assert "with three and four layers reasoning reaches .95 with no seed" in page
-    assert [solved["in_context_qa", n] for n in (3, 4)] == [0, 0]
-    assert "solved by one seed of three with three layers, is solved by all with four" in page
-    assert [solved["in_context_template_matching", n] for n in (3, 4)] == [1, 3]
-    assert runs["seed"].nunique() == 3
     nested = last_epochs(rows_of(RESULTS / "nested_qa" / "earlier"))
     solved = (nested["test_accuracy"] >= 0.95).groupby([nested["hops"], nested["layers"]]).sum()
     assert "one hop needed a layer more than the construction, and longer chains stayed" in page
     assert solved[1, 2] == 0 < solved[1, 3]
     assert solved[2].sum() == solved[3].sum() == 0
+
+
+def test_what_is_told_of_depth_is_what_the_rows_say():
+    runs = last_epochs(rows_of(RESULTS / "varying_depth"))
+    reading, templates, context = (
+        "in_context_qa",
+        "template_matching",
+        "in_context_template_matching",
+    )
+    by = runs.set_index(["task", "layers", "start"]).sort_index()
+    from_noise = {task: by.loc[(task, 2, "noisy")] for task in (reading, templates)}
+    for rows in from_noise.values():
+        chosen = rows.loc[rows["best_validation_loss"] == rows["best_validation_loss"].min()]
+        assert chosen["test_accuracy"].tolist() == [1.0]
+    text = told("Depth")
+    moving = runs[runs["start"].isin(["noisy", "whole"]) & (runs["layers"] == 1)]
+    for task, name in ((reading, "reasoning"), (templates, "generalization")):
+        rows = moving[moving["task"] == task]
+        most, chance = plain(rows["test_accuracy"].max()), plain(rows["chance"].mean())
+        assert f"on {name} (at most {most}, chance {chance})" in text
+    gradients = by.loc[[(task, 1, "whole") for task in (reading, templates)], "context_gradient"]
+    assert f"is at least {plain(gradients.min(), 4)} on these two tasks" in text
+    assert (runs[runs["start"] == "paper"]["context_gradient"] == 0).all()
+    text = told("Three layers for contextual generalization")
+    three = by.loc[(context, 3, "noisy")]
+    least, most = (plain(f(three["test_accuracy"])) for f in (min, max))
+    assert len(three) == 3
+    assert f"test accuracy is {least} to {most} in all three seeds" in text
+    assert "within .002 of ln 2" in text
+    assert (three["train_loss"] - math.log(2)).abs().max() < 0.002
+    earlier = last_epochs(rows_of(RESULTS / "varying_depth" / "earlier"))
+    earlier = earlier[(earlier["start"] == "paper") & (earlier["task"] == context)]
+    solved = (earlier["test_accuracy"] >= 0.95).groupby(earlier["layers"]).sum()
+    assert "one seed of three of the [earlier run]" in text
+    assert "there all seeds with four layers" in text
+    assert [solved[3], solved[4], earlier["seed"].nunique()] == [1, 3, 3]
 
 
 def test_what_the_page_says_of_intrinsic_dimension_is_in_its_rows():

@@ -48,7 +48,7 @@ def frame(accuracies):
         near = {
             f"from_{n}": accuracy if n == hops else 0.97 if n < hops else None for n in (1, 2, 3)
         }
-        by_order = {name: accuracy if hops > 1 else None for name in ("in_order", "out_of_order")}
+        by_order = dict.fromkeys(("in_order", "out_of_order"), accuracy if hops > 1 else None)
         both = {**about, "hops": hops, "layers": layers, **scores, **near, **by_order}
         both["before"] = 0.1
         rows += [{**both, "epoch": epoch, "validation_loss": 1 / epoch} for epoch in (1, 2)]
