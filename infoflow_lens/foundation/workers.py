@@ -108,10 +108,12 @@ def _started(jobs: int, scheduler: str | None, n_threads: int) -> Iterator[Sprea
         return
     import joblib
 
-    parent = os.getpid()
+    parent, folder = os.getpid(), os.getcwd()
 
     def spread(function: Callable[[Any], Any], values: Iterable[Any]) -> Iterator[Any]:
-        calls = (joblib.delayed(_called)(function, value, n_threads, parent) for value in values)
+        calls = (
+            joblib.delayed(_called)(function, value, n_threads, parent, folder) for value in values
+        )
         parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)
         results = parallel(calls)
         try:
@@ -153,11 +155,16 @@ def _on_cluster(
 
 
 def _called(
-    function: Callable[[Any], Any], value: Any, n_threads: int, parent: int | None = None
+    function: Callable[[Any], Any],
+    value: Any,
+    n_threads: int,
+    parent: int | None = None,
+    folder: str = "",
 ) -> Any:
-    """A call, in the process `parent` or in a worker of it."""
+    """A call, here or in a worker of the process `parent`, which works in a folder."""
     if parent is not None:
         end_with(parent)
+        os.chdir(folder)  # joblib may have started the worker for another call, elsewhere
     with threads(n_threads):
         return function(value)
 

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+import joblib
 import pytest
 import torch
 
@@ -28,6 +29,17 @@ def test_every_call_is_made_once_with_so_many_threads(jobs, n_threads):
 
 def _threads(value):
     return torch.get_num_threads()
+
+
+def test_workers_that_were_started_for_another_call_work_where_this_one_does(tmp_path, monkeypatch):
+    joblib.Parallel(n_jobs=2)(joblib.delayed(os.getcwd)() for _ in range(4))
+    monkeypatch.chdir(tmp_path)
+    with workers(2, None, **KEPT) as spread:
+        assert set(spread(_folder, range(4))) == {str(tmp_path)}
+
+
+def _folder(value):
+    return os.getcwd()
 
 
 def test_a_worker_that_is_killed_is_one_error_with_the_command():
