@@ -93,7 +93,7 @@ class NestedQuestions(TokenStudy):
     `before` is the test accuracy without training, and `from_1`, `from_2`, .. that of the trained
     model when it is asked so many hops before the end. `in_order` is its accuracy where every fact
     of the chain stands behind the one before it, `out_of_order` where one does not: attention is
-    causal, so that only facts in order can be joined before the question comes. All sizes and
+    causal, so that what stands at a fact can take in earlier facts alone. All sizes and
     settings are [chosen].
     """
 
