@@ -89,7 +89,7 @@ class Probe(ABC, Generic[ResultT]):
     `compute`.
 
     Attributes:
-        sharded: the kind of result that keeps parts on disk, for what grows with the sequences.
+        sharded: the kind of result that keeps parts on disk, for what grows with every sequence.
         n_sequences: how many it has measured.
         pending: takes in what plain hooks have collected so far.
     """

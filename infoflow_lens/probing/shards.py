@@ -250,6 +250,7 @@ def _here(
                 if waiting.has(index):  # a run with workers has measured it
                     gathered.take_measured(waiting.load(index), part.n_sequences or 0)
                     advance(part.n_sequences or 0)
+                    current = None
                     continue
                 probes = copy.deepcopy(dict(gathered.fresh))
                 if current is not None:

@@ -11,7 +11,7 @@ from infoflow_lens.experiments.studies import nested_qa
 from infoflow_lens.experiments.studies.nested_qa import (
     NestedQuestions,
     asked_later,
-    in_order,
+    ends_last,
     layers_needed,
 )
 from infoflow_lens.experiments.studies.token_models import start_model
@@ -48,8 +48,8 @@ def frame(accuracies):
         near = {
             f"from_{n}": accuracy if n == hops else 0.97 if n < hops else None for n in (1, 2, 3)
         }
-        by_order = dict.fromkeys(("in_order", "out_of_order"), accuracy if hops > 1 else None)
-        both = {**about, "hops": hops, "layers": layers, **scores, **near, **by_order}
+        by_place = dict.fromkeys(("end_last", "end_before"), accuracy if hops > 1 else None)
+        both = {**about, "hops": hops, "layers": layers, **scores, **near, **by_place}
         both["before"] = 0.1
         rows += [{**both, "epoch": epoch, "validation_loss": 1 / epoch} for epoch in (1, 2)]
     return pd.DataFrame(rows)
@@ -160,19 +160,15 @@ def test_questions_asked_later_have_the_same_answer():
 
 
 @pytest.mark.parametrize("hops", [1, 2, 3])
-def test_facts_in_order(hops):
+def test_contexts_whose_last_fact_ends_a_chain(hops):
     task = load_task("nested_qa", n_entities=9, hops=hops, n_chains=2)
     x, _ = task.sample(60, seed=0)
     expected = []
     for sequence in x.tolist():
-        slots = {fact: slot for slot, fact in enumerate(sequence[0:-2:3])}
         facts = dict(zip(sequence[0:-2:3], sequence[2:-2:3], strict=True))
-        chain = [sequence[-2]]
-        while len(chain) < hops:
-            chain.append(facts[chain[-1]])
-        places = [slots[entity] for entity in chain]
-        expected.append(places == sorted(places))
-    assert in_order(x, hops).tolist() == expected
+        end = list(facts.values())[-1]
+        expected.append(end not in facts)
+    assert ends_last(x).tolist() == expected
     assert all(expected) is (hops == 1)
 
 
