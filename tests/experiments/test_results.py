@@ -37,8 +37,6 @@ def test_studies_without_a_run_by_their_present_settings_are_told():
     awaited = {
         "triangle_center",
         "max_position_recovery",
-        "nested_qa",
-        "varying_heads",
     }
     assert set(STUDIES) - set(RUN) == awaited
     for name in awaited:
@@ -97,20 +95,27 @@ def test_the_pages_are_what_the_summary_writes(tmp_path):
             assert line.endswith("| awaits its run |")
 
 
-def test_what_the_page_says_of_earlier_runs_over_token_ids_is_in_their_rows():
-    page = " ".join((RESULTS / "README.md").read_text().split())
-    heads = rows_of(RESULTS / "varying_heads" / "earlier")
-    summed = heads[(heads["task"] == "memorization") & (heads["start"] == "summed")]
-    epochs = {
-        count: epochs_until(runs, 0.95).mean()
-        for count, runs in summed.groupby(summed["heads"].astype(str))
-    }
-    assert f"the handicap: {epochs['1']:.0f} epochs with one head, {epochs['8']:.0f} with" in page
-    nested = last_epochs(rows_of(RESULTS / "nested_qa" / "earlier"))
-    solved = (nested["test_accuracy"] >= 0.95).groupby([nested["hops"], nested["layers"]]).sum()
-    assert "one hop needed a layer more than the construction, and longer chains stayed" in page
-    assert solved[1, 2] == 0 < solved[1, 3]
-    assert solved[2].sum() == solved[3].sum() == 0
+def test_what_is_told_of_more_heads_is_what_the_table_says():
+    """The table is of the rows, as another test says."""
+    lines = (RESULTS / "varying_heads" / "table.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
+    epochs = {tuple(row[:3]): row[4].split(" ")[0] for row in rows}
+    start, noise = "the paper's start", "the paper's start plus noise"
+    text = told("More heads")
+    one, two, four, eight = (epochs[start, "memorization", heads] for heads in "1248")
+    assert f"{one}, {two}, {four} and {eight} epochs with one, two, four and eight" in text
+    summed = epochs[f"{start}, heads summed", "memorization", "8"]
+    assert f"gain nothing ({summed} epochs with eight)" in text
+    assert {epochs[noise, "reasoning", heads] for heads in ("1 1", "2 2", "4 4")} == {"2"}
+    assert "Reasoning takes any head count 2 epochs" in text
+    three, deep = (epochs[noise, "contextual generalization", h] for h in ("1 1 1", "1 1 1 1"))
+    assert f"takes three layers {three} and four layers {deep}" in text
+    assert epochs[noise, "generalization", "1 1"] == "-"
+    rows = rows_of(RESULTS / "varying_heads" / "earlier")
+    rows = rows[(rows["task"] == "memorization") & (rows["start"] == "paper")]
+    by = {heads: epochs_until(runs, 0.95).mean() for heads, runs in rows.groupby("heads")}
+    said = [f"{by[heads]:g}" for heads in sorted(by, key=str) if str(heads) in "18"]
+    assert f"({said[0]} epochs with one, {said[1]} with eight)" in text
 
 
 def test_what_is_told_of_depth_is_what_the_rows_say():
@@ -147,6 +152,25 @@ def test_what_is_told_of_depth_is_what_the_rows_say():
     assert "one seed of three of the [earlier run]" in text
     assert "there all seeds with four layers" in text
     assert [solved[3], solved[4], earlier["seed"].nunique()] == [1, 3, 3]
+
+
+def test_what_is_told_of_nested_questions_is_what_the_rows_say():
+    runs = last_epochs(rows_of(RESULTS / "nested_qa"))
+    by = runs[runs["start"] == "whole"].set_index(["hops", "layers", "asked"]).sort_index()
+    once, grown = by.loc[(2, 3, "at once")], by.loc[(2, 3, "growing")]
+    few, many = by.loc[(2, 2, "growing")], by.loc[(3, 4, "growing")]
+    text, accuracy = told("Nested questions"), "test_accuracy"
+    assert f"({plain(once[accuracy].min())} to {plain(once[accuracy].max())})" in text
+    assert "they are learnt by one seed of two, and one hop with two layers by both" in text
+    assert sorted(grown[accuracy] >= 0.95) == [False, True]
+    assert (by.loc[(1, 2, "growing"), accuracy] >= 0.95).tolist() == [True, True]
+    near = [plain(many[name].mean()) for name in ("from_1", "from_2", accuracy)]
+    assert f"({near[0]}), and not from two or three ({near[1]}, {near[2]})" in text
+    (best,) = few.nlargest(1, accuracy).to_dict("records")
+    assert f"two layers on two hops reach {plain(best[accuracy])} with one seed" in text
+    assert f"{best['end_last']:.2f} where the last fact" in text
+    assert f"the chains, {plain(best['end_before'])} elsewhere" in text
+    assert sorted(few[accuracy] > 0.6) == [False, True]
 
 
 def test_what_the_page_says_of_intrinsic_dimension_is_in_its_rows():
