@@ -196,7 +196,7 @@ class ShardedPositions(ShardedResult[PositionsResult]):
         return next(self.shards()).plot(layer)
 
 
-def layers_together(parts: Sequence[Mapping[str, Sequence[Tensor]]]) -> dict[str, Any]:
+def layers_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """For every layer the tensors of several parts by name, shorter ones filled up at the end."""
     return {
         name: tuple(
