@@ -43,19 +43,16 @@ def test_a_sweep_writes_rows_table_figure_and_record(tmp_path):
 
 
 def test_jobs_change_nothing_but_the_time(tmp_path):
+    """And every run has one thread."""
     for jobs in (1, 2):
-        run(Squares(pause=0.05), tmp_path / str(jobs), jobs=jobs)
+        seen = tmp_path / f"seen by {jobs}"
+        seen.mkdir()
+        run(Squares(seen), tmp_path / str(jobs), jobs=jobs)
+        assert {path.read_text() for path in seen.iterdir()} == {"1"}
     one, two = ((tmp_path / str(jobs) / "results.csv").read_bytes() for jobs in (1, 2))
     assert one == two
     figures = [(tmp_path / str(jobs) / "figure.svg").stat().st_size for jobs in (1, 2)]
     assert figures[0] == figures[1]
-
-
-def test_every_run_has_one_thread(tmp_path):
-    seen = tmp_path / "seen"
-    seen.mkdir()
-    run(Squares(seen), tmp_path / "out", preset="smoke", jobs=2)
-    assert {path.read_text() for path in seen.iterdir()} == {"1"}
 
 
 def test_resuming_runs_only_what_is_missing(tmp_path):
