@@ -23,15 +23,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from tqdm import tqdm
 
 from tests.fuzz import SPOILS, spoiled
 from tests.processes import Program, started
 from tests.reference import zoo
 
+_STUCK, _STILL = 1000, "still running"
 TROUBLES = ("SIGINT", "SIGTERM", "SIGKILL", "worker", "spoiled", "full disk", "twice")
 # Files of at most so many bytes, then the command.
 _LIMITED = """
-import resource, runpy, sys
+import faulthandler, resource, runpy, signal, sys
+faulthandler.register(signal.SIGUSR1)  # what it does, if it does not end
 limit = int(sys.argv[1])
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, -1))
@@ -131,10 +134,15 @@ def contents(out: Path) -> dict[str, bytes]:
     }
 
 
-def ended(program: Program, seconds: float = 300) -> tuple[int, str]:
-    """How a program ends, and what it said."""
-    status = program.wait(seconds)
-    return status, program.stderr
+def ended(program: Program, seconds: float = 900) -> tuple[int, str]:
+    """How a program ends, and what it said; one that does not end says what it does."""
+    program.process.join(seconds)
+    if program.process.exitcode is None:
+        program.send_signal(signal.SIGUSR1)
+        time.sleep(2)
+        program.process.kill()
+        return _STUCK, f"{_STILL} after {seconds:.0f} seconds: {program.stderr}"
+    return program.wait(1), program.stderr
 
 
 def kill_a_worker(program: Program, place: Place, drawn: random.Random) -> None:
@@ -213,11 +221,13 @@ def rounds(n: int, seed: int, chosen: list[str] | None, home: Path) -> list[tupl
                 sys.exit(f"{name} does not run: {said}")
             seconds[name] = time.monotonic() - begun
             whole[name] = contents(home / f"whole-{name}")
-        for number in range(n):
+        for number in tqdm(range(n), desc="rounds", disable=None):
             name, kind = names[number % len(names)], drawn.choice(TROUBLES)
             out = home / f"out-{number}"
             said_all = [trouble(kind, every[name], out, seconds[name], place, drawn)]
             outcome = settled(every[name], out, place, whole[name], said_all)
+            if any(text.startswith(_STILL) for text in said_all):
+                outcome = "STUCK"
             if any("Traceback" in text and "infoflow_lens" in text for text in said_all):
                 outcome = "TRACEBACK"
             differing = ""
