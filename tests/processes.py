@@ -150,9 +150,10 @@ def losing_a_worker(seen: Callable[[], bool]) -> Iterator[str]:
     ):
 
         def kill() -> None:
-            while not seen():
-                if over.wait(0.01):
-                    return
+            while not seen() and not over.wait(0.01):
+                pass
+            if not seen():
+                return
             next(iter(cluster.workers.values())).process.process._process.kill()
             killed.set()
 

@@ -254,7 +254,7 @@ def test_absurd_counts_are_refused_at_once(tmp_path):
         run(find_study("head_count"), tmp_path, seeds=10**6)
     with pytest.raises(InfoFlowError, match="jobs is 100000"):
         run(Squares(), tmp_path, jobs=10**5)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
 
 
 @pytest.mark.filterwarnings("ignore")  # of the cluster's own
