@@ -34,10 +34,7 @@ def record_of(name):
 
 def test_studies_without_a_run_by_their_present_settings_are_told():
     """And have none that could be taken for one."""
-    awaited = {
-        "triangle_center",
-        "max_position_recovery",
-    }
+    awaited = {"max_position_recovery"}
     assert set(STUDIES) - set(RUN) == awaited
     for name in awaited:
         assert not (RESULTS / name / "record.json").exists()
@@ -51,7 +48,9 @@ def test_a_run_is_whole(name):
     assert config["preset"] == "quick"
     assert config["cases"] == json.loads(json.dumps(list(study.cases("quick"))))
     assert config["seeds"] == list(range(study.presets["quick"]))
-    assert rows_of(RESULTS / name)["run"].nunique() == len(config["cases"]) * len(config["seeds"])
+    assert rows_of(RESULTS / name, None)["run"].nunique() == len(config["cases"]) * len(
+        config["seeds"]
+    )
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -130,7 +129,7 @@ def test_what_is_told_of_depth_is_what_the_rows_say():
     for rows in from_noise.values():
         chosen = rows.loc[rows["best_validation_loss"] == rows["best_validation_loss"].min()]
         assert chosen["test_accuracy"].tolist() == [1.0]
-    text = told("Depth")
+    text = told("Depth.")
     moving = runs[runs["start"].isin(["noisy", "whole"]) & (runs["layers"] == 1)]
     for task, name in ((reading, "reasoning"), (templates, "generalization")):
         rows = moving[moving["task"] == task]
@@ -171,6 +170,32 @@ def test_what_is_told_of_nested_questions_is_what_the_rows_say():
     assert f"{best['end_last']:.2f} where the last fact" in text
     assert f"the chains, {plain(best['end_before'])} elsewhere" in text
     assert sorted(few[accuracy] > 0.6) == [False, True]
+
+
+def test_what_is_told_of_triples_is_what_the_rows_say():
+    rows = rows_of(RESULTS / "triangle_center")
+    errors = rows.groupby(["target", "n_tokens", "heads"])["nmse"].mean()
+    text = told("Triples, or training?")
+    triples = [errors["triples", n] for n in (8, 16, 32)]
+    for found, word in zip(triples, ("", "", "and "), strict=True):
+        assert f"{word}{plain(found.min())} to {plain(found.max())}" in text
+    pairs = [plain(errors["pairs", n].item()) for n in (8, 16, 32)]
+    assert f"in part only ({pairs[0]}, {pairs[1]} and {pairs[2]})" in text
+    assert f"at every T (NMSE at most {plain(errors['tokens'].max(), 4)})" in text
+    for n, found in zip((8, 16, 32), triples, strict=True):
+        assert found.min() > errors["pairs", n].item()
+    text = told("Sizes that perform alike")
+    on_training = rows[rows["target"] == "triples"].groupby(["n_tokens", "heads"])["train_nmse"]
+    for _, found in on_training.mean().groupby("n_tokens"):
+        assert found.max() < 1.4 * found.min()
+    assert "on training data too" in text
+    per_size = rows[rows["target"] == "triples"].groupby(["n_tokens", "heads"]).first()
+    assert "E = 64 is at least four times cheaper in the exponent than E = 16" in text
+    for column in ("exponent_lower", "exponent_upper"):
+        by = per_size[column].unstack()
+        assert (4 * by["8 8"] <= by["2 2"]).all()
+    assert "no information at all at T = 16" in text
+    assert (per_size.loc[16, "information_proved"] == 0).all()
 
 
 def test_what_the_page_says_of_intrinsic_dimension_is_in_its_rows():
