@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from tqdm import tqdm
 
 from tests.fuzz import SPOILS, spoiled
 from tests.processes import Program, started
@@ -202,10 +201,10 @@ def settled(
     return "REFUSED FOR EVER"
 
 
-def rounds(n: int, seed: int, chosen: list[str] | None, home: Path) -> list[tuple[str, ...]]:
+def rounds(n: int, seed: int, chosen: list[str] | None, home: Path) -> Iterator[tuple[str, ...]]:
     """Disturb runs, and let them end: command, trouble, outcome and what was said, of each."""
     zoo.save("gpt2", home / "model")
-    found, drawn = [], random.Random(seed)
+    drawn = random.Random(seed)
     with ExitStack() as stack:
         address, programs = None, []
         if chosen is None or any("dask" in name for name in chosen):
@@ -221,7 +220,7 @@ def rounds(n: int, seed: int, chosen: list[str] | None, home: Path) -> list[tupl
                 sys.exit(f"{name} does not run: {said}")
             seconds[name] = time.monotonic() - begun
             whole[name] = contents(home / f"whole-{name}")
-        for number in tqdm(range(n), desc="rounds", disable=None):
+        for number in range(n):
             name, kind = names[number % len(names)], drawn.choice(TROUBLES)
             out = home / f"out-{number}"
             said_all = [trouble(kind, every[name], out, seconds[name], place, drawn)]
@@ -235,9 +234,8 @@ def rounds(n: int, seed: int, chosen: list[str] | None, home: Path) -> list[tupl
                 now = contents(out)
                 every_name = {*now, *whole[name]}
                 differing = str(sorted(p for p in every_name if now.get(p) != whole[name].get(p)))
-            found.append((name, kind, outcome, differing + json.dumps(said_all)))
             shutil.rmtree(out)
-    return found
+            yield name, kind, outcome, differing + json.dumps(said_all)
 
 
 def main() -> None:
@@ -249,7 +247,12 @@ def main() -> None:
     chosen = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="chaos") as home:
-        found = rounds(chosen.rounds, chosen.seed, chosen.command, Path(home))
+        found = []
+        with suppress(KeyboardInterrupt):  # the table is of the rounds so far
+            for row in rounds(chosen.rounds, chosen.seed, chosen.command, Path(home)):
+                found.append(row)
+                sys.stdout.write(f"{len(found)}: {', '.join(row[:3])}\n")
+                sys.stdout.flush()
     table = Counter((name, kind, outcome) for name, kind, outcome, _ in found)
     for (name, kind, outcome), n in sorted(table.items()):
         sys.stdout.write(f"{name:18} {kind:10} {outcome:18} {n:4}\n")

@@ -4,6 +4,6 @@ from tests.chaos import rounds
 
 
 def test_disturbed_runs_end_as_undisturbed_ones(tmp_path):
-    found = rounds(2, seed=5, chosen=["probe"], home=tmp_path)
+    found = list(rounds(2, seed=5, chosen=["probe"], home=tmp_path))
     assert len(found) == 2
     assert [(kind, said) for _, kind, outcome, said in found if outcome != "same bytes"] == []
