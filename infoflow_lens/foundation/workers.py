@@ -111,14 +111,25 @@ def _started(jobs: int, scheduler: str | None, n_threads: int) -> Iterator[Sprea
     parent, folder = os.getpid(), os.getcwd()
 
     def spread(function: Callable[[Any], Any], values: Iterable[Any]) -> Iterator[Any]:
+        failed: list[Exception] = []
+
+        def drawn() -> Iterator[Any]:
+            # joblib draws in a thread of its own, and waits for ever where that raises
+            try:
+                yield from values
+            except Exception as error:
+                failed.append(error)
+
         calls = (
-            joblib.delayed(_called)(function, value, n_threads, parent, folder) for value in values
+            joblib.delayed(_called)(function, value, n_threads, parent, folder) for value in drawn()
         )
         parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)
         results = parallel(calls)
         try:
             for result in results:  # noqa: UP028 - `yield from` would close it first
                 yield result
+            if failed:
+                raise failed[0]
         finally:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of calls that are given up, as an error has said

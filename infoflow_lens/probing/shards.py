@@ -293,7 +293,6 @@ def _elsewhere(
     fingerprint = Weights(setting.model).fingerprint
     waiting = _Waiting(checkpoint)
     sizes: dict[int, int] = {}
-    n_left = extent.n_sequences - gathered.n_seen
 
     def tasks(places: str) -> Iterator[Task]:
         here = setting.crew.scheduler is None
@@ -301,6 +300,8 @@ def _elsewhere(
         for index, part in _remaining(batches, extent, gathered, config.shard):
             sizes[index] = part.n_sequences or 0
             if not waiting.has(index):
+                # what the shards before it take is no longer free
+                n_left = extent.n_sequences - index * config.shard
                 yield Task(
                     index=index,
                     rows=rows_for(part, here),

@@ -42,6 +42,16 @@ def _folder(value):
     return os.getcwd()
 
 
+@pytest.mark.parametrize("n", [0, 7])
+def test_values_that_cannot_be_drawn_are_an_error_and_no_wait(n):
+    def values():
+        yield from range(n)  # more than are drawn before the first result
+        raise InfoFlowError("inputs are gone")
+
+    with workers(2, None, **KEPT) as spread, pytest.raises(InfoFlowError, match="inputs are gone"):
+        list(spread(abs, values()))
+
+
 def test_a_worker_that_is_killed_is_one_error_with_the_command():
     with (
         pytest.raises(InfoFlowError, match=r"a worker process is gone .*: runs are kept; go on wi"),

@@ -244,6 +244,23 @@ def test_what_will_not_fit_is_refused_after_two_batches(config, tmp_path, monkey
         run(tmp_path / "disk", config)
 
 
+def test_what_is_written_already_is_not_asked_of_the_disk_again(config, tmp_path, monkeypatch):
+    """A disk with room for all but little more is enough for workers, too."""
+
+    def in_turn(function, tasks):
+        for task in tasks:
+            yield function(pickle.loads(pickle.dumps(task)))
+
+    def usage(path):
+        taken = sum(file.stat().st_size for file in (tmp_path / "positions").glob("*"))
+        return real._replace(free=130_000 - taken)
+
+    real = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(room.shutil, "disk_usage", usage)
+    monkeypatch.setattr(spread.Crew, "at_work", lambda crew: nullcontext((in_turn, "")))
+    assert run(tmp_path, config, jobs=2).positions.n_sequences == 43
+
+
 def test_rows_that_wait_are_not_taken_for_ever_more_of_them(config, monkeypatch):
     """Recovery holds sums; how much of its rows wait after two batches says nothing of all."""
     model = load_any(config.model).model
