@@ -11,7 +11,6 @@ no gain. `--compile` adds torch.compile, which takes a minute before the first s
 """
 
 import argparse
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -42,10 +41,10 @@ def new_model(seed: int) -> VectorTransformer:
     return build_model(DEMO.architecture(), seed=seed)
 
 
-def order(seed: int) -> tuple[Tensor, ...]:
-    """The rows of every step, as `train` takes them."""
-    generator = torch.Generator().manual_seed(derived_seed("epoch", seed, 0))
-    return torch.randperm(N_TRAIN, generator=generator).split(CONFIG.batch_size)
+def order(seed: int, epoch: int = 0, batch_size: int = CONFIG.batch_size) -> tuple[Tensor, ...]:
+    """The rows of every step of an epoch, as `train` takes them."""
+    generator = torch.Generator().manual_seed(derived_seed("epoch", seed, epoch))
+    return torch.randperm(N_TRAIN, generator=generator).split(batch_size)
 
 
 def by_hand(models: list[VectorTransformer]) -> None:
@@ -132,7 +131,7 @@ class Way:
     """
 
     name: str
-    batches: int = 1
+    batches: float = 1.0
     rate: float = 1.0
     fused: bool = False
     lower: bool = False
@@ -145,7 +144,7 @@ WAYS = (
     Way("bfloat16 by autocast", lower=True),
     Way("batches 4 times, rate 2 times", batches=4, rate=2.0),
     Way("batches 4 times, rate 4 times", batches=4, rate=4.0),
-    Way("batches 1/2, rate .7", batches=-2, rate=0.7),
+    Way("batches 1/2, rate .7", batches=0.5, rate=0.7),
 )
 COMPILED = Way("torch.compile", compiled=True)
 EPOCHS = 12
@@ -155,24 +154,20 @@ def loop(way: Way, epochs: int) -> float:
     """Train one seed for so many epochs, and give the validation error."""
     model = new_model(0)
     step = torch.compile(model.forward_readout) if way.compiled else model.forward_readout
-    size = CONFIG.batch_size * way.batches if way.batches > 0 else CONFIG.batch_size // -way.batches
-    most = CONFIG.lr * way.rate
-    optimizer = torch.optim.AdamW(model.parameters(), lr=most, fused=way.fused)
+    size = int(CONFIG.batch_size * way.batches)
+    config: TrainingConfig = replace(CONFIG, lr=CONFIG.lr * way.rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, fused=way.fused)
     x, y = TRAIN_DATA
-    total, done = epochs * -(-N_TRAIN // size), 0
-    for epoch in range(epochs):
-        generator = torch.Generator().manual_seed(derived_seed("epoch", 0, epoch))
-        for rows in torch.randperm(N_TRAIN, generator=generator).split(size):
-            for group in optimizer.param_groups:  # the same cosine for all
-                group["lr"] = most * (1 + math.cos(math.pi * done / total)) / 2
-            done += 1
-            lower = torch.autocast("cpu", torch.bfloat16) if way.lower else contextlib.nullcontext()
-            with lower:
-                output = step(x[rows])
-            loss = nn.functional.mse_loss(output.float(), y[rows])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    steps = [rows for epoch in range(epochs) for rows in order(0, epoch, size)]
+    for done, rows in enumerate(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate(done, len(steps))
+        with torch.autocast("cpu", torch.bfloat16, enabled=way.lower):
+            output = step(x[rows])
+        loss = nn.functional.mse_loss(output.float(), y[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
     x, y = VALIDATION_DATA
     with torch.no_grad():
         return nmse(step(x).float(), y)

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infoflow_lens.experiments.studies import STUDIES
 from infoflow_lens.experiments.study import Study, Verdict
@@ -57,10 +57,10 @@ def summary_table(folder: Path) -> str:
 def _summary_row(study: Study, folder: Path) -> tuple[str, str, str, str]:
     theory = study.statement.in_short if study.statement else study.title
     if has_run(study, folder):
-        measured = rows_of(folder / study.name)
-        verdict = recorded_verdict(study, folder)
-        seen = "seen" if verdict.passed else "**not seen**"
-        return f"[`{study.name}`]({study.name}/table.md)", theory, study.measured(measured), seen
+        run = recorded_run(study, folder)
+        seen = "seen" if run.verdict.passed else "**not seen**"
+        told = study.measured(run.finished)
+        return f"[`{study.name}`]({study.name}/table.md)", theory, told, seen
     link = f"[`{study.name}`]({study.name}/statement.md)"
     written = f" of {study.statement.written}" if study.statement else ""
     note = f"the statement{written} awaits its run"
@@ -99,8 +99,24 @@ def _config(record: Path) -> dict[str, object]:
     return config
 
 
-def recorded_verdict(study: Study, folder: Path) -> Verdict:
-    """The verdict of the rows of a study's run.
+class RecordedRun(NamedTuple):
+    """A run of a study, as its folder holds it.
+
+    Attributes:
+        preset: of the run.
+        rows: of all its runs.
+        finished: those with numbers.
+        verdict: of the rows.
+    """
+
+    preset: str
+    rows: "pd.DataFrame"
+    finished: "pd.DataFrame"
+    verdict: Verdict
+
+
+def recorded_run(study: Study, folder: Path) -> RecordedRun:
+    """The run of a study.
 
     Args:
         study: the study.
@@ -108,13 +124,12 @@ def recorded_verdict(study: Study, folder: Path) -> Verdict:
     """
     config: Any = _config(folder / study.name / "record.json")
     rows = rows_of(folder / study.name, None)
-    return verdict_of(study, rows, config["cases"], len(config["seeds"]))
+    verdict = verdict_of(study, rows, config["cases"], len(config["seeds"]))
+    return RecordedRun(config["preset"], rows, rows[rows["status"] == "finished"], verdict)
 
 
 def _report(study: Study, folder: Path) -> str:
-    rows = rows_of(folder / study.name, None)
-    measured = rows[rows["status"] == "finished"]
-    n_diverged = rows[rows["status"] == "diverged"]["run"].nunique()
-    preset = str(_config(folder / study.name / "record.json")["preset"])
-    verdict = recorded_verdict(study, folder)
-    return report_text(study, measured, verdict, preset, rows["run"].nunique(), n_diverged)
+    run = recorded_run(study, folder)
+    n_diverged = run.rows[run.rows["status"] == "diverged"]["run"].nunique()
+    n_runs = run.rows["run"].nunique()
+    return report_text(study, run.finished, run.verdict, run.preset, n_runs, n_diverged)

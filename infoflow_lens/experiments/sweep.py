@@ -251,10 +251,9 @@ def verdict_of(
 
 def _differing(case: Settings, cases: Sequence[Settings]) -> str:
     """What of a case is not the same in all."""
-    same = {
-        name for name in case if all(name in c and c[name] == case[name] for c in cases)
-    }  # fmt: skip
-    return json.dumps({name: value for name, value in case.items() if name not in same})
+    return json.dumps(
+        {n: value for n, value in case.items() if any(c.get(n) != value for c in cases)}
+    )
 
 
 def measure_run(task: tuple[Study, Run, str]) -> tuple[Run, list[Row]]:

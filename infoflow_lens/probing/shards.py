@@ -35,40 +35,61 @@ class Gathered:
 
     Attributes:
         fresh: the probes as they were given, which have seen nothing.
+        extent: of all sequences.
+        size: sequences of a shard; the last may have fewer.
         growing: where results are written that grow with the sequences; None keeps them in memory.
         checkpoint: where this is kept.
         merged: the probes of all shards so far, but for what is on disk.
         told: by probe whose result grows, what is known of its shards.
         n_shards: how many are in it.
-        n_seen: their sequences.
         is_whole: whether all of it is of the same shards, so that it may be kept.
     """
 
     fresh: Probes
+    extent: Extent
+    size: int
     growing: Growing | None
     checkpoint: Checkpoint
     merged: dict[str, Probe[Any]] = field(default_factory=dict)
     told: dict[str, list[Any]] = field(default_factory=dict)
     n_shards: int = 0
-    n_seen: int = 0
     is_whole: bool = True
 
     def __post_init__(self) -> None:
         self.merged = copy.deepcopy(dict(self.fresh))
 
     @classmethod
-    def of(cls, fresh: Probes, out: Path | None, checkpoint: Checkpoint) -> "Gathered":
-        """Nothing so far; with a folder, what grows is written there."""
+    def of(
+        cls, fresh: Probes, extent: Extent, size: int, out: Path | None, checkpoint: Checkpoint
+    ) -> "Gathered":
+        """Nothing so far; with a folder and several shards, what grows is written there."""
         names = frozenset(name for name, probe in fresh.items() if probe.sharded is not None)
-        growing = Growing(out, names, checkpoint.of_run) if out is not None and names else None
-        return cls(fresh, growing, checkpoint)
+        growing = None
+        if out is not None and names and extent.n_sequences > size:
+            growing = Growing(out, names, checkpoint.of_run)
+        return cls(fresh, extent, size, growing, checkpoint)
 
-    def take(self, probes: Probes, n_sequences: int, told: Mapping[str, Any] | None = None) -> None:
+    @property
+    def n_seen(self) -> int:
+        """The sequences of its shards."""
+        return min(self.n_shards * self.size, self.extent.n_sequences)
+
+    @property
+    def n_left(self) -> int:
+        """The sequences behind them."""
+        return self.extent.n_sequences - self.n_seen
+
+    def remaining(self, batches: Batches) -> Iterator[tuple[int, Batches]]:
+        """The shards behind those that are gathered, with their numbers."""
+        first, n = self.n_shards, self.extent.n_sequences
+        for index, start in enumerate(range(first * self.size, n, self.size), first):
+            yield index, batches.part(start, min(start + self.size, n))
+
+    def take(self, probes: Probes, told: Mapping[str, Any] | None = None) -> None:
         """Add the next shard.
 
         Args:
             probes: that have measured it, by name; those in `told` may be missing.
-            n_sequences: of the shard.
             told: of what grows, where a worker has written it.
 
         Raises:
@@ -84,10 +105,9 @@ class Gathered:
             else:
                 self.merged[name].merge(probes[name])
         self.n_shards += 1
-        self.n_seen += n_sequences
         self.is_whole = True
 
-    def take_measured(self, measured: Measured, n_sequences: int) -> None:
+    def take_measured(self, measured: Measured) -> None:
         """Add the next shard, which a worker has measured; see :meth:`take`."""
         if self.fresh.keys() != measured.told.keys() | measured.states.keys():
             raise InfoFlowError(
@@ -97,7 +117,7 @@ class Gathered:
         probes = {name: copy.deepcopy(self.fresh[name]) for name in measured.states}
         for name, probe in probes.items():
             probe.load_state(measured.states[name])
-        self.take(probes, n_sequences, measured.told)
+        self.take(probes, measured.told)
 
     def result(self, name: str) -> Any:
         """The result of a probe.
@@ -120,7 +140,7 @@ class Gathered:
         """All of it, for :meth:`load`."""
         return {
             "n_shards": self.n_shards,
-            "n_seen": self.n_seen,
+            "n_seen": self.n_seen,  # for who looks at the file
             "told": self.told,
             "merged": {name: probe.state() for name, probe in self.merged.items()},
         }
@@ -150,7 +170,7 @@ class Gathered:
                 for name, parts in told.items()
                 if self.growing is not None and name in self.growing.names
             }
-            self.n_shards, self.n_seen = int(state["n_shards"]), int(state["n_seen"])
+            self.n_shards = int(state["n_shards"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InfoFlowError(
                 f"the unfinished run in {folder!r} cannot be read ({type(error).__name__}: "
@@ -191,7 +211,7 @@ def run_in_shards(
     """
     extent, size = batches.extent, setting.config.shard
     assert extent is not None  # as they are not of a loader
-    gathered = Gathered.of(probes, out if extent.n_sequences > size else None, checkpoint)
+    gathered = Gathered.of(probes, extent, size, out, checkpoint)
     state, current = checkpoint.load(), None
     if state is not None:
         current = gathered.load(state)
@@ -202,30 +222,20 @@ def run_in_shards(
     begun = [int(part.get("n_sequences", 0)) for part in (current or {}).values()]
     seen = gathered.n_seen + max(begun, default=0)
     say(f"{', '.join(probes)}" + (f": going on behind {seen} sequences" if seen else ""))
-    alone = setting.crew.is_alone or extent.n_sequences - gathered.n_seen <= size
+    alone = setting.crew.is_alone or gathered.n_left <= size
     with progress_bar(
         "probing", extent.n_sequences, setting.progress, done=seen if alone else gathered.n_seen
     ) as advance:
         if alone:
-            _here(setting, batches, extent, gathered, current, advance)
+            _here(setting, batches, gathered, current, advance)
         else:
-            _elsewhere(setting, batches, extent, gathered, advance)
+            _elsewhere(setting, batches, gathered, advance)
     return gathered
-
-
-def _remaining(
-    batches: Batches, extent: Extent, gathered: Gathered, size: int
-) -> Iterator[tuple[int, Batches]]:
-    """The shards behind those that are gathered, with their numbers."""
-    first = gathered.n_shards
-    for index, start in enumerate(range(first * size, extent.n_sequences, size), first):
-        yield index, batches.part(start, min(start + size, extent.n_sequences))
 
 
 def _here(
     setting: Setting,
     batches: Batches,
-    extent: Extent,
     gathered: Gathered,
     current: States | None,
     advance: Advance,
@@ -243,12 +253,11 @@ def _here(
 
     with between_steps() as stop_if_asked:
         weights = Weights(setting.model)
-        n_left = extent.n_sequences - gathered.n_seen
-        watch = Watch(n_left, config.shard, gathered.growing)
+        watch = Watch(gathered.n_left, config.shard, gathered.growing)
         try:
-            for index, part in _remaining(batches, extent, gathered, config.shard):
+            for index, part in gathered.remaining(batches):
                 if waiting.has(index):  # a run with workers has measured it
-                    gathered.take_measured(waiting.load(index), part.n_sequences or 0)
+                    gathered.take_measured(waiting.load(index))
                     advance(part.n_sequences or 0)
                     current = None
                     continue
@@ -268,14 +277,14 @@ def _here(
                     setting.model,
                     part,
                     list(probes.values()),
-                    extent=extent,
+                    extent=gathered.extent,
                     first_index=index * config.shard,
                     batch_size=config.batch_size,
                     weights=weights,
                     skip=next(iter(probes.values())).n_sequences,
                     after_batch=after_batch,
                 )
-                gathered.take(probes, part.n_sequences or 0)
+                gathered.take(probes)
                 probes = {}
                 checkpoint.keep(now)
         except BaseException:
@@ -285,27 +294,23 @@ def _here(
     waiting.forget(gathered.n_shards)
 
 
-def _elsewhere(
-    setting: Setting, batches: Batches, extent: Extent, gathered: Gathered, advance: Advance
-) -> None:
+def _elsewhere(setting: Setting, batches: Batches, gathered: Gathered, advance: Advance) -> None:
     """Measure what is left in workers; what comes before its turn waits on disk."""
     checkpoint, config = gathered.checkpoint, setting.config
     fingerprint = Weights(setting.model).fingerprint
     waiting = _Waiting(checkpoint)
-    sizes: dict[int, int] = {}
 
     def tasks(places: str) -> Iterator[Task]:
         here = setting.crew.scheduler is None
         at_once = setting.crew.jobs if here else 1
-        for index, part in _remaining(batches, extent, gathered, config.shard):
-            sizes[index] = part.n_sequences or 0
+        for index, part in gathered.remaining(batches):
             if not waiting.has(index):
                 # what the shards before it take is no longer free
-                n_left = extent.n_sequences - index * config.shard
+                n_left = gathered.extent.n_sequences - index * config.shard
                 yield Task(
                     index=index,
                     rows=rows_for(part, here),
-                    extent=extent,
+                    extent=gathered.extent,
                     probes=gathered.fresh,
                     config=config,
                     fingerprint=fingerprint,
@@ -315,12 +320,12 @@ def _elsewhere(
                 )
 
     def take(measured: Measured) -> None:
-        n = sizes.pop(gathered.n_shards)
-        gathered.take_measured(measured, n)
-        advance(n)
+        before = gathered.n_seen
+        gathered.take_measured(measured)
+        advance(gathered.n_seen - before)
 
     def take_waiting() -> None:
-        while gathered.n_shards in sizes and waiting.has(gathered.n_shards):
+        while waiting.has(gathered.n_shards):
             take(waiting.load(gathered.n_shards))
 
     def now() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from infoflow_lens.experiments.summary import (
     BEGIN,
     END,
     has_run,
-    recorded_verdict,
+    recorded_run,
     rows_of,
     summarise,
 )
@@ -49,8 +49,8 @@ def test_a_run_is_whole(name):
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_the_recorded_verdict_is_that_of_the_rows(name):
-    verdict = recorded_verdict(find_study(name), RESULTS)
+def test_the_recorded_run_is_that_of_the_rows(name):
+    verdict = recorded_run(find_study(name), RESULTS).verdict
     recorded = record_of(name)["verdict"]
     assert verdict.passed is recorded["passed"]
     assert list(verdict.reasons) == recorded["reasons"]
