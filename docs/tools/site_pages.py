@@ -34,6 +34,8 @@ PAPERS = {
     "benchmarks/README.md": "development/benchmarks.md",
 }
 
+RUN_TABLE = r"results/\w+(/full)?/table\.md"  # of a study's run
+
 # public names by the module that defines them; the first that fits
 AREAS = {
     "Flow of one model": ("infoflow_lens.flow", "infoflow_lens.probing"),
@@ -116,8 +118,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for title, uri, text in reference():
         add(uri, text)
         places["reference"].append({title: uri})
-    for table in sorted((ROOT / "docs" / "results").glob("*/table.md")):
-        origins[f"results/{table.parent.name}/table.md"] = str(table.relative_to(ROOT))
     config.extra["origins"] = origins
     config.nav = list(_filled(config.nav or [], places, files))
     return files
@@ -129,10 +129,11 @@ def _filled(nav: Any, places: dict[str, list[Any]], files: Files) -> Iterator[An
         if isinstance(entry, str) and entry.strip("<>") in places:
             yield from places[entry.strip("<>")]
         elif isinstance(entry, str) and entry == "<results>":
-            for file in sorted(files.documentation_pages(), key=lambda file: file.src_uri):
-                if re.fullmatch(r"results/\w+/(table|README|index)\.md", file.src_uri):
-                    name = file.src_uri.split("/")[1]
-                    yield {name.replace("_", " "): file.src_uri}
+            pages = files.documentation_pages()
+            for file in sorted(pages, key=lambda file: posixpath.dirname(file.src_uri)):
+                if re.fullmatch(rf"{RUN_TABLE}|results/\w+/(README|index)\.md", file.src_uri):
+                    _, *names, _ = file.src_uri.split("/")
+                    yield {", ".join(names).replace("_", " "): file.src_uri}
         elif isinstance(entry, dict):
             ((title, below),) = entry.items()
             if isinstance(below, list):
@@ -176,7 +177,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     text = re.sub(
         r"(?P<text>!?\[[^\]]*\])\((?P<target>(?!https?://|#|mailto:)[^)\s]+)\)", moved, markdown
     )
-    if re.fullmatch(r"results/\w+/table\.md", uri):
+    if re.fullmatch(RUN_TABLE, uri):
         folder = ROOT / "docs" / posixpath.dirname(uri)
         if (folder / "figure.png").exists():
             text += "\n\n![The same as a figure](figure.png)\n"

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 BEGIN, END = "<!-- summary -->", "<!-- end of summary -->"
-EARLIER = "earlier"  # the folder of a run by settings that the study no longer has
+# folders within a study's: a run by settings that it no longer has, and one of preset full
+EARLIER, FULL = "earlier", "full"
 
 
 def summarise(folder: Path) -> None:
@@ -23,8 +24,9 @@ def summarise(folder: Path) -> None:
 
     Each study's ``statement.md`` and ``table.md`` are written anew from its code and its
     ``results.csv`` (or ``results.csv.gz``), and the table of all studies into ``README.md``,
-    between the lines ``<!-- summary -->`` and ``<!-- end of summary -->``. A study whose settings
-    changed after its run is said to wait for one.
+    between the lines ``<!-- summary -->`` and ``<!-- end of summary -->``. A run of preset full
+    stands in the folder ``full`` of its study. A study whose settings changed after its run is said
+    to wait for one.
 
     Raises:
         InfoFlowError: where there is no README.md with these lines, or a run that cannot be read.
@@ -40,38 +42,53 @@ def summarise(folder: Path) -> None:
         if not (folder / study.name).is_dir():
             continue
         write_statement(study, folder / study.name)
-        if has_run(study, folder):
-            write_text(folder / study.name / "table.md", _report(study, folder))
+        for run in runs_of(study, folder):
+            write_text(run / "table.md", _report(study, run))
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     write_text(page, f"{before}{BEGIN}\n{summary_table(folder)}\n{END}{after}")
 
 
 def summary_table(folder: Path) -> str:
-    """A row for each study: what theory says, what was measured, and the verdict by its rule."""
-    rows = [_summary_row(study, folder) for study in STUDIES.values()]
+    """A row for each run: what theory says, what was measured, and the verdict by its rule."""
+    rows = [row for study in STUDIES.values() for row in _summary_rows(study, folder)]
     return markdown_table(
         ["experiment", "what theory says", "what was measured", "by its rule"], rows
     )
 
 
-def _summary_row(study: Study, folder: Path) -> tuple[str, str, str, str]:
+def _summary_rows(study: Study, folder: Path) -> list[tuple[str, str, str, str]]:
     theory = study.statement.in_short if study.statement else study.title
-    if has_run(study, folder):
-        run = recorded_run(study, folder)
+    rows = []
+    for path in runs_of(study, folder):
+        run = recorded_run(study, path)
+        link = f"[`{study.name}`]({path.relative_to(folder).as_posix()}/table.md)"
+        if path.name == FULL:
+            link += ", full"
         seen = "seen" if run.verdict.passed else "**not seen**"
-        told = study.measured(run.finished)
-        return f"[`{study.name}`]({study.name}/table.md)", theory, told, seen
+        rows.append((link, theory, study.measured(run.finished), seen))
+    if rows:
+        return rows
     link = f"[`{study.name}`]({study.name}/statement.md)"
     written = f" of {study.statement.written}" if study.statement else ""
     note = f"the statement{written} awaits its run"
     if (folder / study.name / EARLIER).is_dir():
         note += f"; an [earlier run]({study.name}/{EARLIER}/table.md) had other settings"
-    return link, theory, note, "awaits its run"
+    return [(link, theory, note, "awaits its run")]
 
 
-def has_run(study: Study, folder: Path) -> bool:
-    """Whether a folder holds a run of the study by the settings that it has now."""
-    record = folder / study.name / "record.json"
+def runs_of(study: Study, folder: Path) -> list[Path]:
+    """The folders of a study's runs by the settings that it has now: quick, then full.
+
+    Args:
+        study: the study.
+        folder: of all studies.
+    """
+    of_study = folder / study.name
+    return [path for path in (of_study, of_study / FULL) if _has_run(study, path)]
+
+
+def _has_run(study: Study, path: Path) -> bool:
+    record = path / "record.json"
     if not record.is_file():
         return False
     config = _config(record)
@@ -80,7 +97,7 @@ def has_run(study: Study, folder: Path) -> bool:
 
 
 def rows_of(folder: Path, status: str | None = "finished") -> "pd.DataFrame":
-    """The rows of a study's folder; those of finished runs alone, unless told otherwise.
+    """The rows of a run's folder; those of finished runs alone, unless told otherwise.
 
     Raises:
         InfoFlowError: where there is no results.csv.
@@ -115,21 +132,16 @@ class RecordedRun(NamedTuple):
     verdict: Verdict
 
 
-def recorded_run(study: Study, folder: Path) -> RecordedRun:
-    """The run of a study.
-
-    Args:
-        study: the study.
-        folder: of all studies.
-    """
-    config: Any = _config(folder / study.name / "record.json")
-    rows = rows_of(folder / study.name, None)
+def recorded_run(study: Study, path: Path) -> RecordedRun:
+    """The run of a study that a folder holds."""
+    config: Any = _config(path / "record.json")
+    rows = rows_of(path, None)
     verdict = verdict_of(study, rows, config["cases"], len(config["seeds"]))
     return RecordedRun(config["preset"], rows, rows[rows["status"] == "finished"], verdict)
 
 
-def _report(study: Study, folder: Path) -> str:
-    run = recorded_run(study, folder)
+def _report(study: Study, path: Path) -> str:
+    run = recorded_run(study, path)
     n_diverged = run.rows[run.rows["status"] == "diverged"]["run"].nunique()
     n_runs = run.rows["run"].nunique()
     return report_text(study, run.finished, run.verdict, run.preset, n_runs, n_diverged)

@@ -103,3 +103,15 @@ def test_a_notebook_becomes_a_page_with_its_pictures_beside_it(tmp_path):
 )  # fmt: skip
 def test_the_glossary_has_the_words_of_the_reports(term):
     assert TERMS.count(term) == 1
+
+
+def test_both_runs_of_a_study_have_their_place():
+    names = ("README", "a_b/earlier/table", "a_b/full/table", "a_b/statement", "a_b/table",
+             "other/README")  # fmt: skip
+    pages = [SimpleNamespace(src_uri=f"results/{name}.md") for name in names]
+    files = SimpleNamespace(documentation_pages=lambda: pages)
+    assert list(site_pages._filled(["<results>"], {}, files)) == [
+        {"a b": "results/a_b/table.md"},
+        {"a b, full": "results/a_b/full/table.md"},
+        {"other": "results/other/README.md"},
+    ]

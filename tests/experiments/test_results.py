@@ -18,49 +18,56 @@ from infoflow_lens.experiments.studies.token_models import epochs_until, last_ep
 from infoflow_lens.experiments.summary import (
     BEGIN,
     END,
-    has_run,
+    FULL,
     recorded_run,
     rows_of,
+    runs_of,
     summarise,
 )
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-RUN = [name for name in STUDIES if has_run(find_study(name), RESULTS)]
+RUNS = {
+    str(path.relative_to(RESULTS)): (study, path)
+    for study in STUDIES.values()
+    for path in runs_of(study, RESULTS)
+}
+of_each_run = pytest.mark.parametrize(("study", "path"), RUNS.values(), ids=RUNS)
 
 
-def record_of(name):
-    return json.loads((RESULTS / name / "record.json").read_text())["config"]
+def config_of(path):
+    return json.loads((path / "record.json").read_text())["config"]
 
 
-def test_every_study_has_a_run_by_its_present_settings():
-    assert set(STUDIES) == set(RUN)
+def test_every_run_is_by_the_present_settings_of_its_study():
+    assert set(RUNS) >= set(STUDIES)
+    for name in STUDIES:
+        assert (f"{name}/{FULL}" in RUNS) is (RESULTS / name / FULL).is_dir()
 
 
-@pytest.mark.parametrize("name", RUN)
-def test_a_run_is_whole(name):
-    config = record_of(name)
-    study = find_study(name)
-    assert config["preset"] == "quick"
-    assert config["cases"] == json.loads(json.dumps(list(study.cases("quick"))))
-    assert config["seeds"] == list(range(study.presets["quick"]))
-    assert rows_of(RESULTS / name, None)["run"].nunique() == len(config["cases"]) * len(
-        config["seeds"]
-    )
+@of_each_run
+def test_a_run_is_whole(study, path):
+    config = config_of(path)
+    preset = "full" if path.name == FULL else "quick"
+    assert config["preset"] == preset
+    assert config["cases"] == json.loads(json.dumps(list(study.cases(preset))))
+    assert config["seeds"] == list(range(study.presets[preset]))
+    n_runs = len(config["cases"]) * len(config["seeds"])
+    assert rows_of(path, None)["run"].nunique() == n_runs
 
 
-@pytest.mark.parametrize("name", RUN)
-def test_the_recorded_run_is_that_of_the_rows(name):
-    verdict = recorded_run(find_study(name), RESULTS).verdict
-    recorded = record_of(name)["verdict"]
+@of_each_run
+def test_the_recorded_run_is_that_of_the_rows(study, path):
+    verdict = recorded_run(study, path).verdict
+    recorded = config_of(path)["verdict"]
     assert verdict.passed is recorded["passed"]
     assert list(verdict.reasons) == recorded["reasons"]
 
 
-@pytest.mark.parametrize("name", RUN)
-def test_tables_and_figures_do_without_a_case(name):
-    """One figure for each study, without the case that stands first in most tables."""
-    study, rows = find_study(name), rows_of(RESULTS / name)
-    cases = rows["run"] // len(record_of(name)["seeds"])
+@of_each_run
+def test_tables_and_figures_do_without_a_case(study, path):
+    """One figure for each run, without the case that stands first in most tables."""
+    rows = rows_of(path)
+    cases = rows["run"] // len(config_of(path)["seeds"])
     drawn = False
     for case in cases.unique():
         without = rows[cases != case]
@@ -79,14 +86,14 @@ def test_the_pages_are_what_the_summary_writes(tmp_path):
     for page in sorted(copy.rglob("*.md")):
         assert page.read_text() == (RESULTS / page.relative_to(copy)).read_text(), page
     table = (copy / "README.md").read_text().split(BEGIN)[1].split(END)[0]
-    for name in STUDIES:
-        (line,) = [line for line in table.splitlines() if line.startswith(f"| [`{name}`]")]
-        assert (copy / name / "statement.md").is_file()
-        if name in RUN:
-            seen = "seen" if record_of(name)["verdict"]["passed"] else "**not seen**"
-            assert line.endswith(f"| {seen} |")
-        else:
-            assert line.endswith("| awaits its run |")
+    lines = [line for line in table.splitlines() if line.startswith("| [`")]
+    assert len(lines) == len(RUNS)
+    for line, (name, (study, path)) in zip(lines, RUNS.items(), strict=True):
+        assert (copy / study.name / "statement.md").is_file()
+        full = ", full" if path.name == FULL else ""
+        assert line.startswith(f"| [`{study.name}`]({name}/table.md){full} |")
+        seen = "seen" if config_of(path)["verdict"]["passed"] else "**not seen**"
+        assert line.endswith(f"| {seen} |")
 
 
 def test_what_is_told_of_more_heads_is_what_the_table_says():
