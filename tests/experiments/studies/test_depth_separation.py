@@ -3,6 +3,7 @@
 import pandas as pd
 import pytest
 
+from infoflow_lens.experiments.studies import depth_separation
 from infoflow_lens.experiments.studies.depth_separation import DepthSeparationStudy
 
 STUDY = DepthSeparationStudy()
@@ -71,10 +72,14 @@ def test_slopes_stand_beside_the_exponents():
     ]
 
 
+STAGES = {"lengths": [2, 3], "epochs_each": 1, "last_epochs": 1}
+
+
+@pytest.mark.parametrize("stages", [{}, STAGES], ids=["at once", "in stages"])
 @pytest.mark.parametrize("n_layers", [1, 2])
-def test_parameters_are_counted(n_layers):
+def test_parameters_are_counted(n_layers, stages):
     model = ("one layer", "two layers")[n_layers - 1]
-    settings = {"model": model, "width": 8, "n_tokens": 4, "n_train": 300, "epochs": 1}
+    settings = {"model": model, "width": 8, "n_tokens": 4, "n_train": 300, "epochs": 1, **stages}
     (row,), (again,) = (STUDY.measure(settings, 5, "cpu") for _ in range(2))
     assert row == again
     encoder = 3 * 8 + 8 + 8 * 16 + 16 + 16  # and CLS
@@ -82,6 +87,26 @@ def test_parameters_are_counted(n_layers):
     mlp = 2 * 8 * 16 + 8 + 16
     assert row["parameters"] == encoder + n_layers * (attention + mlp) + 16 + 1
     assert 0.5 < row["nmse"] < 2  # targets of training and validation have the same scale
+
+
+def test_both_depths_train_on_short_sequences_first(monkeypatch):
+    plans = []
+
+    def planned(architecture, data, stages, config, **others):
+        drawn = {part.shape[1] for n in (*stages.lengths, 4) for part, _ in data(n)}
+        plans.append((architecture.n_layers, stages, config, drawn))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(depth_separation, "train_in_stages", planned)
+    for model in SIZES:
+        settings = {"model": model, "width": 8, "n_tokens": 4, "n_train": 300, "epochs": 1}
+        with pytest.raises(KeyboardInterrupt):
+            STUDY.measure({**settings, **STAGES}, 5, "cpu")
+    (one, *of_one), (two, *of_two) = plans
+    assert (one, two) == (1, 2)
+    assert of_one == of_two
+    assert of_one[0].lengths == (2, 3)
+    assert of_one[2] == {2, 3, 4}
 
 
 def test_the_construction_keeps_its_precision():
