@@ -66,6 +66,7 @@ class SpecificPosition(VectorStudy):
             "then the sum is found in another way."
         ),
     )
+    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 3}
     _SIZES: ClassVar[Mapping[str, Mapping[str, int]]] = {
         "smoke": {"n_tokens": 8, "epochs": 12, "n_train": 2000},
         "quick": {"n_tokens": 16, "epochs": 60, "n_train": 8000},
