@@ -56,7 +56,7 @@ class KthLargestStudy(VectorStudy):
         sizes: Mapping[str, Mapping[str, int]] = {
             "smoke": {"n_tokens": 4, "n_train": 2000, "epochs": 4},
             "quick": {"n_tokens": 16, "n_train": 16000, "epochs": 60},
-            "full": {"n_tokens": 64, "n_train": 100000, "epochs": 30},
+            "full": {"n_tokens": 64, "n_train": 100000, "epochs": 20},
         }
         n_tokens = sizes[preset]["n_tokens"]
         ranks = [2**i for i in range(n_tokens.bit_length())]

@@ -108,7 +108,11 @@ class MaxPositionRecovery(VectorStudy):
             "pilots of heads (2, 2) on two other pairs of matrices, with less training. At T = 8 "
             "ratios of .042 and .187 at tokens (tempered: .063 and .123; NMSE .0011) and CLS idle; "
             "with other learning rates .16 to .31. At T = 16 ratios of .42 and .27 (tempered: .28 "
-            "and .26; NMSE .006). None had every head below .1."
+            "and .26; NMSE .006). None had every head below .1. Preset full has the runs of quick, "
+            "three more configurations at D = 2, and D = 6; the same is predicted of them. Known "
+            "before these: quick, and a pilot of heads (6, 6) at D = 6 on other matrices (NMSE "
+            ".004), whose heads in use had ratios of .12 to .79 (tempered: .20 to .48), so that "
+            "what is published is not to be expected there."
         ),
         controls={
             "second choice": "the ratios of the second choice in the place of those of the first",
