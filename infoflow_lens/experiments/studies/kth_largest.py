@@ -49,14 +49,14 @@ class KthLargestStudy(VectorStudy):
             "fitted by a head that does not attend to the largest number."
         ),
     )
-    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 3}
+    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 2}
 
     def cases(self, preset: str) -> Sequence[Settings]:
         """By k."""
         sizes: Mapping[str, Mapping[str, int]] = {
             "smoke": {"n_tokens": 4, "n_train": 2000, "epochs": 4},
             "quick": {"n_tokens": 16, "n_train": 16000, "epochs": 60},
-            "full": {"n_tokens": 64, "n_train": 100000, "epochs": 20},
+            "full": {"n_tokens": 64, "n_train": 100000, "epochs": 15},
         }
         n_tokens = sizes[preset]["n_tokens"]
         ranks = [2**i for i in range(n_tokens.bit_length())]
