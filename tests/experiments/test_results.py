@@ -248,6 +248,32 @@ def test_what_is_told_of_the_gap_of_depth_is_what_the_rows_say():
     assert "layer is .2 (.5 by the sharper count), below the 1 that two" in text
 
 
+def test_what_is_told_of_depth_at_length_16_is_what_the_rows_say():
+    study, path = RUNS["depth_separation/full"]
+    rows = rows_of(path)
+    least = rows.groupby(["model", "parameters"])["nmse"].min()
+    one, two = (least[kind] for kind in ("one layer", "two layers"))
+    all_one, all_two = (rows[rows["model"] == kind]["nmse"] for kind in ("one layer", "two layers"))
+    built = least["two layers, built"]
+    _, slopes = recorded_run(study, path).verdict.reasons
+    text = told("Depth separation")
+    assert "at least 1.8 (2.5 by the sharper count)" in (path / "table.md").read_text()
+    assert "(an exponent of 1.8, or 2.5)" in text
+    assert "slopes: -0.00 for one layer, -0.12 for two" in slopes
+    assert rows["seed"].nunique() == 3
+    for words in (
+        f"we measure [{one.min() / two.iloc[-1]:.0f} times](depth_separation/full/table.md), best",
+        f"stays at {plain(all_one.min())} to {all_one.max():.2f} of the error of a constant",
+        f"with up to {one.index.max()} parameters",
+        f"two layers reach {plain(all_two.min(), 4)} to {plain(all_two.max(), 4)}.",
+        "its slopes say little (-.00 and -.12)",
+        f"(least NMSE {plain(two.iloc[0], 4)} and {plain(two.iloc[-1], 4)})",
+        f"set by hand has {plain(built.iloc[-1], 4)} with {built.index[-1]} weights",
+    ):
+        assert words in text
+    assert round(two.index[-1] / two.index[0]) == 12
+
+
 def test_what_is_told_of_agreement_is_what_the_rows_say():
     rows = rows_of(RESULTS / "agreement_over_training")
     ranked, small, held, later, shares = [], [], [], [], []
