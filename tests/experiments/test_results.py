@@ -274,6 +274,26 @@ def test_what_is_told_of_depth_at_length_16_is_what_the_rows_say():
     assert round(two.index[-1] / two.index[0]) == 12
 
 
+def test_what_is_told_of_fixed_positions_is_what_the_rows_say():
+    runs = [rows_of(RESULTS / "specific_position" / folder) for folder in ("", FULL)]
+    both = pd.concat(runs)
+    summed = both["position"] <= 3
+    text = told("Fixed positions")
+    weights = both[summed]["weight"]
+    for words in (
+        f"puts {plain(weights.min(), 3)} to {plain(weights.max(), 3)} of its attention",
+        f"between samples of at most {plain(both['weight_deviation'].max(), 4)},",
+        f"and at most {plain(both[~summed]['weight'].max(), 4)} on any other",
+        f"at T = {runs[0]['position'].max()}, and at [T = {runs[1]['position'].max()}]",
+        f"where there are {runs[1]['position'].max() - 3} others",
+    ):
+        assert words in text
+    worst = [rows.groupby("model", sort=False)["mse"].max().to_dict() for rows in runs]
+    ours, paper = ([f"{of[model]:.1e}" for of in worst] for model in worst[0])
+    assert f"is {ours[0]} and {ours[1]} without normalization" in text
+    assert f"{paper[0]} and {paper[1]} with the paper's LayerNorm" in text
+
+
 def test_what_is_told_of_agreement_is_what_the_rows_say():
     rows = rows_of(RESULTS / "agreement_over_training")
     ranked, small, held, later, shares = [], [], [], [], []
