@@ -274,6 +274,24 @@ def test_what_is_told_of_depth_at_length_16_is_what_the_rows_say():
     assert round(two.index[-1] / two.index[0]) == 12
 
 
+def test_what_is_told_of_the_kth_largest_is_what_the_rows_say():
+    text = told("The k-th largest")
+    for folder, words in (
+        ("", "is {0} and {1} at T = 16 against {2} to {3} between"),
+        (FULL, "{0} and {1} at [T = 64](kth_largest/full/table.md) against {2} to {3}."),
+    ):
+        rows = rows_of(RESULTS / "kth_largest" / folder)
+        least = rows.groupby("k")["nmse"].min()
+        between = least.iloc[1:-1]
+        digits = (4 if least[1] < 0.01 else 3), 4, 2, 2
+        numbers = least.iloc[0], least.iloc[-1], between.min(), between.max()
+        said = [plain(n, d) for n, d in zip(numbers, digits, strict=True)]
+        assert words.format(*said) in text
+        assert (rows[rows["k"] < rows["k"].max()]["chooses_largest"] == 1).all()
+    times = between.min() / max(least.iloc[0], least.iloc[-1])
+    assert f"the extremes are {times:.1f} times better" in text
+
+
 def test_what_is_told_of_fixed_positions_is_what_the_rows_say():
     runs = [rows_of(RESULTS / "specific_position" / folder) for folder in ("", FULL)]
     both = pd.concat(runs)
