@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from scipy.stats import gmean
+from scipy.stats import gmean, spearmanr
 from typer.testing import CliRunner
 
 from infoflow_lens import InfoFlowError
@@ -505,6 +505,37 @@ def test_what_is_told_of_recovery_is_what_the_rows_say():
     assert f"The two in use have {trained[0]} and {trained[1]}" in text
     assert f"where tempered ones have {tempered[0]} and {tempered[1]}" in text
     assert len(single) == 2
+
+
+def test_what_is_told_of_more_configurations_is_what_the_rows_say():
+    study, path = RUNS["max_position_recovery/full"]
+    verdict = recorded_run(study, path).verdict
+    rows = rows_of(path)
+    models = rows[rows["target"] == "pairs"]
+    first = models[(models["lost_without"] >= 0.01) & (models["rank"] == 1)]
+    small = first[first["nmse"] < 1e-3]
+    least = {key: runs["nmse"].min() for key, runs in models.groupby("heads")}
+    of_best = {heads: first[first["nmse"] == error]["ratio"] for heads, error in least.items()}
+    near = (first["ratio"] / first["tempered_ratio"]).between(1 / 3, 3)
+    text = told("More configurations of recovery")
+    assert not verdict.passed
+    assert "8 of 21 heads in use below 0.1" in verdict.reasons[0]
+    assert small["run"].nunique() == 5
+    assert sum(models.groupby("run")["nmse"].first() < 1e-3) == 5
+    assert models[models["D"] == 2]["heads"].nunique() == 6
+    for words in (
+        "with at least D heads 8 of 21 are below .1",
+        f"all {len(small)} heads in use are below .1 "
+        f"({plain(small['ratio'].min(), 3)} to {plain(small['ratio'].max(), 3)})",
+        f"The least NMSE is {plain(least['2 1'], 3)} with heads (2, 1)",
+        f"{plain(least['5 5'], 4)} and {plain(least['6 6'], 4)} at D = 6 with five and six heads",
+        f"have ratios of {plain(of_best['5 5'].min(), 3)} to {plain(of_best['5 5'].max(), 3)} "
+        f"and {plain(of_best['6 6'].min(), 3)} to {plain(of_best['6 6'].max(), 3)}",
+        f"Over all {len(first)} heads in use",
+        f"(rank correlation {plain(spearmanr(first['entropy'], first['ratio']).statistic)})",
+        f"and {int(near.sum())} of them are within a factor of 3",
+    ):
+        assert words in text
 
 
 def plain(number, digits=2):

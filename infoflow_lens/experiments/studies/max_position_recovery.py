@@ -290,7 +290,8 @@ class MaxPositionRecovery(VectorStudy):
                 )
         left.axhspan(0.065, 0.096, color="#009e73", alpha=0.2, linewidth=0)
         left.set_yscale("log")
-        left.set_xticks(range(len(names)), [f"{_shown(h)}\nD = {d}\n{t}" for t, d, h in names])
+        labels = [f"{_shown(h)}\nD = {d}\n" + t.replace(" ", "\n") for t, d, h in names]
+        left.set_xticks(range(len(names)), labels, fontsize="small")
         left.set_ylabel("recovery error, over that before training")
         left.set_title(
             "rank 1 (orange), rank 2 (blue); hollow: does nothing;\n"
