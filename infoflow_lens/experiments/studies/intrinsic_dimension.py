@@ -79,7 +79,12 @@ class IntrinsicDimensionStudy(VectorStudy):
             "others. With gaussian matrices and a hidden layer the others can come down to the "
             "floor, and heads of theirs then play several roles. Known before: pilots with "
             "gaussian matrices at D = 2 (a gap of 170 times at one draw, of 1.5 at a second after "
-            "as many steps); none with the other two settings."
+            "as many steps); none with the other two settings. Preset full has D = 2, 3 and 4 at "
+            "T = 8. Known before it: quick, and pilots on another draw and seed at D = 3. Behind "
+            "a linear encoder (3, 3) reaches .022 and (1, 5) .033, where routed heads leave .88; "
+            "with orthogonal matrices at T = 16 (3, 3) stays at .47. So its rule is not expected "
+            "to be passed, and if (3, 3) falls below .01 while (1, 5) follows, the prediction is "
+            "refuted for soft heads."
         ),
         controls={
             "fewer heads": (
@@ -93,14 +98,18 @@ class IntrinsicDimensionStudy(VectorStudy):
             "neither luck nor roles explain it. (D, D) models above .01 speak of training alone."
         ),
     )
-    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
+    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 2}
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """By D, kind of matrices, draw and heads."""
+        """By D, kind of matrices, draw and heads.
+
+        Preset full has more matrices, and shorter sequences: at T = 16 three matrices are not
+        learnt by as many steps (pilots).
+        """
         settings: Mapping[str, Sequence[tuple[int, str, int]]] = {
             "smoke": [(2, _PLAIN, 1)],
             "quick": [(2, _ROTATED, 1), (2, _LINEAR, 1), (2, _PLAIN, 2)],
-            "full": [(d, kind, 3) for d in (2, 3, 4) for kind in (_ROTATED, _LINEAR, _PLAIN)],
+            "full": [(d, *rest) for d in (2, 3, 4) for rest in ((_ROTATED, 1), (_LINEAR, 2))],
         }
         sizes: Mapping[str, Mapping[str, Any]] = {
             "smoke": {
@@ -112,8 +121,8 @@ class IntrinsicDimensionStudy(VectorStudy):
                 "epochs_each": 8, "epochs": 48, "last_epochs": 16,
             },
             "full": {
-                "n_tokens": 32, "n_train": 200000, "lengths": [4, 8, 16],
-                "epochs_each": 8, "epochs": 64, "last_epochs": 24,
+                "n_tokens": 8, "n_train": 64000, "lengths": [4],
+                "epochs_each": 4, "epochs": 4, "last_epochs": 64,
             },
         }  # fmt: skip
         common = {"d_token": 3, "d_model": 32, "d_head": 4, "d_mlp": 64, "lr": 5e-3}
