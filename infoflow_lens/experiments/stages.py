@@ -43,10 +43,10 @@ class Stages:
     improvement: float = 0.1
 
     @classmethod
-    def of(cls, settings: Settings, **others: Any) -> "Stages":
-        """Those that the settings of a study name, with others of one's own."""
+    def of(cls, settings: Settings) -> "Stages":
+        """Those that the settings of a study name."""
         epochs = {name: settings[name] for name in ("epochs_each", "epochs", "last_epochs")}
-        return cls(lengths=tuple(settings["lengths"]), **epochs, **others)
+        return cls(lengths=tuple(settings["lengths"]), **epochs)
 
     def __post_init__(self) -> None:
         if list(self.lengths) != sorted(set(self.lengths)):

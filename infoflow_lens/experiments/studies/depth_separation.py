@@ -158,10 +158,8 @@ class DepthSeparationStudy(VectorStudy):
         architecture = self.architecture(settings)
         model: nn.Module
         if "lengths" in settings:
-            # the cosine ends the plateau, not a lack of patience
-            stages = Stages.of(settings, patience=settings["epochs"])
             staged = train_in_stages(
-                architecture, data, stages, config, model_seed=seed, device=device
+                architecture, data, Stages.of(settings), config, model_seed=seed, device=device
             )
             model, training = staged.model, staged.last
         else:

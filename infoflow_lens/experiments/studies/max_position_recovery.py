@@ -206,8 +206,7 @@ class MaxPositionRecovery(VectorStudy):
         trained = train_in_stages(
             self.architecture(settings),
             data,
-            # the cosine ends the plateau, not a lack of patience
-            Stages.of(settings, patience=settings["epochs"]),
+            Stages.of(settings),
             TrainingConfig(
                 batch_size=256, lr=settings["lr"], warmup_steps=100, weight_decay=0.0, seed=seed
             ),
