@@ -57,23 +57,25 @@ def summary_table(folder: Path) -> str:
 
 
 def _summary_rows(study: Study, folder: Path) -> list[tuple[str, str, str, str]]:
+    of_study = folder / study.name
+    places = [of_study, *(path for path in [of_study / FULL] if path.is_dir())]
+    return [_summary_row(study, folder, path) for path in places]
+
+
+def _summary_row(study: Study, folder: Path, path: Path) -> tuple[str, str, str, str]:
     theory = study.statement.in_short if study.statement else study.title
-    rows = []
-    for path in runs_of(study, folder):
+    label = ", full" if path.name == FULL else ""
+    if _has_run(study, path):
         run = recorded_run(study, path)
-        link = f"[`{study.name}`]({path.relative_to(folder).as_posix()}/table.md)"
-        if path.name == FULL:
-            link += ", full"
         seen = "seen" if run.verdict.passed else "**not seen**"
-        rows.append((link, theory, study.measured(run.finished), seen))
-    if rows:
-        return rows
-    link = f"[`{study.name}`]({study.name}/statement.md)"
+        link = f"[`{study.name}`]({path.relative_to(folder).as_posix()}/table.md){label}"
+        return link, theory, study.measured(run.finished), seen
+    link = f"[`{study.name}`]({study.name}/statement.md){label}"
     written = f" of {study.statement.written}" if study.statement else ""
     note = f"the statement{written} awaits its run"
-    if (folder / study.name / EARLIER).is_dir():
+    if not label and (folder / study.name / EARLIER).is_dir():
         note += f"; an [earlier run]({study.name}/{EARLIER}/table.md) had other settings"
-    return [(link, theory, note, "awaits its run")]
+    return link, theory, note, "awaits its run"
 
 
 def runs_of(study: Study, folder: Path) -> list[Path]:
@@ -92,6 +94,8 @@ def _has_run(study: Study, path: Path) -> bool:
     if not record.is_file():
         return False
     config = _config(record)
+    if path.name == FULL and config["preset"] != FULL:
+        return False
     now = json.loads(json.dumps(list(study.cases(str(config["preset"])))))
     return bool(config["study"] == study.name and config["cases"] == now)
 

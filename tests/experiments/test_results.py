@@ -290,6 +290,9 @@ def test_what_is_told_of_the_kth_largest_is_what_the_rows_say():
         assert (rows[rows["k"] < rows["k"].max()]["chooses_largest"] == 1).all()
     times = between.min() / max(least.iloc[0], least.iloc[-1])
     assert f"the extremes are {times:.1f} times better" in text
+    by_seed = rows.pivot_table(index="k", columns="seed", values="nmse")
+    worst = by_seed.iloc[1:-1].min() / by_seed.iloc[[0, -1]].max()
+    assert f"({worst[0]:.2f} and {worst[1]:.2f} by seed)" in text
 
 
 def test_what_is_told_of_fixed_positions_is_what_the_rows_say():
@@ -441,6 +444,31 @@ def test_numbers_that_change_change_the_summary(tmp_path):
     assert "**Not seen**" in (copy / "table.md").read_text()
 
 
+@pytest.mark.parametrize("spoiled", ["", FULL], ids=["quick", "full"])
+@pytest.mark.parametrize("change", [{"cases": []}, {"preset": "smoke"}, {"study": "head_count"}])
+def test_a_run_by_other_settings_is_said_to_be_missing(spoiled, change, tmp_path):
+    shutil.copytree(RESULTS / "kth_largest", tmp_path / "kth_largest")
+    record = tmp_path / "kth_largest" / spoiled / "record.json"
+    text = json.loads(record.read_text())
+    record.write_text(json.dumps({**text, "config": {**text["config"], **change}}))
+    (tmp_path / "README.md").write_text(f"{BEGIN}\n{END}\n")
+    summarise(tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    quick, full = (line for line in page.splitlines() if line.startswith("| [`kth_largest`]"))
+    assert quick.endswith("| awaits its run |" if not spoiled else "| seen |")
+    assert full.endswith("| awaits its run |" if spoiled else "| seen |")
+
+
+def test_quick_numbers_are_not_told_as_those_of_full(tmp_path):
+    shutil.copytree(RESULTS / "kth_largest", tmp_path / "kth_largest")
+    shutil.copy(RESULTS / "kth_largest" / "record.json", tmp_path / "kth_largest" / FULL)
+    (tmp_path / "README.md").write_text(f"{BEGIN}\n{END}\n")
+    summarise(tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    _, full = (line for line in page.splitlines() if line.startswith("| [`kth_largest`]"))
+    assert full.endswith("| awaits its run |")
+
+
 def told(name):
     """The paragraph of the page that begins with these words, on one line."""
     (paragraph,) = [
@@ -517,6 +545,11 @@ def test_what_is_told_of_more_configurations_is_what_the_rows_say():
     least = {key: runs["nmse"].min() for key, runs in models.groupby("heads")}
     of_best = {heads: first[first["nmse"] == error]["ratio"] for heads, error in least.items()}
     near = (first["ratio"] / first["tempered_ratio"]).between(1 / 3, 3)
+    counts = models["heads"].str.split().str[0].astype(int)
+    second = models[(models["lost_without"] >= 0.01) & (models["rank"] == 2)]
+    enough = second[(counts >= models["D"]).reindex(second.index)]
+    of_second = enough[enough["nmse"] == enough["heads"].map(least)]
+    means = of_second.groupby("heads")["ratio"].mean()
     text = told("More configurations of recovery")
     assert not verdict.passed
     assert "8 of 21 heads in use below 0.1" in verdict.reasons[0]
@@ -533,7 +566,13 @@ def test_what_is_told_of_more_configurations_is_what_the_rows_say():
         f"and {plain(of_best['6 6'].min(), 3)} to {plain(of_best['6 6'].max(), 3)}",
         f"Over all {len(first)} heads in use",
         f"(rank correlation {plain(spearmanr(first['entropy'], first['ratio']).statistic)})",
-        f"and {int(near.sum())} of them are within a factor of 3",
+        f"{int(near.sum())} of them are within a factor of 3",
+        f"of the other {int((~near).sum())}, {int((~near[small.index]).sum())} are among those",
+        f"up to {(first['tempered_ratio'] / first['ratio']).max():.1f} times",
+        f"(rank correlation {plain(spearmanr(first['nmse'], first['ratio']).statistic)})",
+        f"{int(((first['ratio'] < 0.1) & (first['nmse'] >= 1e-3)).sum())} others below .1",
+        f"means of {means.min():.2f} to {means.max():.2f} where 1.15 is allowed",
+        f"the largest ratio of all is {first['ratio'].max():.2f}",
     ):
         assert words in text
 
