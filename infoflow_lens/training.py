@@ -108,6 +108,8 @@ class TrainingConfig:
         improvement: by which share of itself the error must fall to count as better for
             `patience`, so that a slow drift on a plateau does not; the best weights are kept by
             the plain error.
+        stop_below: validation error (NMSE, or cross-entropy for labels) below which to stop; None
+            for never.
         seed: of the order of the training sequences (the model's own seed is `build_model`'s), and
             of the sequences that are drawn from a task.
         optimizer: "adamw" or "sgd".
@@ -126,6 +128,7 @@ class TrainingConfig:
     grad_clip: float | None = 1.0
     patience: int | None = None
     improvement: float = 0.0
+    stop_below: float | None = None
     seed: int = 0
     optimizer: OptimizerName = "adamw"
     momentum: float = 0.0
@@ -150,6 +153,8 @@ class TrainingConfig:
             raise InfoFlowError(
                 f"improvement is {self.improvement!r}: expected a share of at least 0, below 1"
             )
+        if self.stop_below is not None and not self.stop_below > 0:
+            raise InfoFlowError(f"stop_below is {self.stop_below!r}: expected > 0, or None")
         known = get_args(OptimizerName)
         if self.optimizer not in known:
             raise InfoFlowError(f"optimizer is {self.optimizer!r}{nearest(self.optimizer, known)}")
@@ -183,7 +188,7 @@ class TrainingResult(Displayed):
             target vectors.
         best_epoch: epoch (from 1) of the best error; the model holds its weights.
         epochs_run: epochs that were run.
-        stopped: "finished", "early" (patience), "interrupted" or "diverged".
+        stopped: "finished", "early" (patience or stop_below), "interrupted" or "diverged".
         history: a row an epoch: ``epoch, lr, train_loss``, and ``validation_nmse`` or, for labels,
             ``train_accuracy, validation_loss, validation_accuracy``. What is said of training is
             the mean over the epoch's steps, each before its update.
@@ -316,9 +321,14 @@ class _Run:
     def status(self) -> str:
         return self.objective.status(self.history[-1], self.best_score)
 
-    def out_of_patience(self) -> bool:
-        patience = self.config.patience
-        return patience is not None and len(self.history) - self._last_better() >= patience
+    def ended(self) -> bool:
+        """Whether no epoch is left, the error is low enough, or patience has run out."""
+        config, done = self.config, len(self.history)
+        if done == config.epochs:
+            return True
+        if config.stop_below is not None and self.best_score < config.stop_below:
+            return True
+        return config.patience is not None and done - self._last_better() >= config.patience
 
     def _last_better(self) -> int:
         """The last epoch whose error fell by the share that `patience` asks for."""
@@ -561,15 +571,14 @@ def _epochs(
     done = len(run.history)
     try:
         with progress_bar("training", config.epochs, progress, done) as advance:
-            while len(run.history) < config.epochs and not run.out_of_patience():
+            while not run.ended():
                 run.epoch(*data_of(len(run.history) + 1))
                 run.validate(validation_x, validation_y)
                 advance(status=run.status())
                 if after_epoch is not None:
                     # before the checkpoint, so that no epoch is passed over
                     after_epoch(len(run.history), copy.deepcopy(run.model).eval())
-                last = len(run.history) == config.epochs or run.out_of_patience()
-                if checkpoint and (last or len(run.history) % checkpoint_every == 0):
+                if checkpoint and (run.ended() or len(run.history) % checkpoint_every == 0):
                     run.save(checkpoint)
     except KeyboardInterrupt:
         raise TrainingInterrupted(run.finish("interrupted"), checkpoint) from None

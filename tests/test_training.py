@@ -363,6 +363,18 @@ def test_a_slow_drift_is_no_improvement(data, monkeypatch):
     assert result.best_epoch == 4  # the best weights are kept all the same
 
 
+def test_a_low_error_stops_early(data, monkeypatch, tmp_path):
+    errors = iter([5.0, 0.3, 0.2, 0.1, 0.4])
+    monkeypatch.setattr("infoflow_lens.objectives.nmse", lambda *arguments: next(errors))
+    config = TrainingConfig(epochs=30, batch_size=32, stop_below=0.2)
+    kept = {"checkpoint_dir": tmp_path, "checkpoint_every": 7, "progress": False}
+    result = train(new_model(), *data, config, **kept)
+    assert result.stopped == "early"
+    assert [row["validation_nmse"] for row in result.history] == [5.0, 0.3, 0.2, 0.1]
+    # it was written though no checkpoint was due, and has nothing left to do
+    assert train(new_model(), *data, config, **kept).epochs_run == 4
+
+
 def test_divergence_is_said_and_the_best_weights_kept(data):
     x, y = (data[0].with_format("torch")[:][c] for c in ("x", "y"))
     model = new_model()
@@ -471,6 +483,8 @@ def test_an_output_folder_that_cannot_be_written(data, tmp_path):
         ({"grad_clip": 0}, "grad_clip is 0"),
         ({"patience": 0}, "patience is 0"),
         ({"improvement": 1.0}, "improvement is 1.0"),
+        ({"stop_below": 0}, "stop_below is 0"),
+        ({"stop_below": math.nan}, "stop_below is nan"),
         ({"seed": None}, "seed is None"),
         ({"seed": 2**63}, "expected an integer from 0"),
         ({"optimizer": "sdg"}, "did you mean 'sgd'"),

@@ -132,10 +132,6 @@ class Study(ABC):
         """
         return {}
 
-    def measured(self, results: "pd.DataFrame") -> str:
-        """What was measured, in a sentence for the summary of all studies."""
-        return "; ".join(self.verdict(results).reasons)
-
 
 class VectorStudy(Study):
     """A study that trains models over vector tokens, on ``n_train`` sequences."""

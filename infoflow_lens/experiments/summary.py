@@ -1,15 +1,21 @@
 """The page over all studies: its table is written from their rows, not by hand."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infoflow_lens.experiments.studies import STUDIES
 from infoflow_lens.experiments.study import Study, Verdict
-from infoflow_lens.experiments.sweep import report_text, verdict_of, write_statement
+from infoflow_lens.experiments.sweep import (
+    plain_cell,
+    report_text,
+    verdict_of,
+    write_statement,
+)
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import write_text
+from infoflow_lens.foundation.files import read_json, write_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -17,6 +23,7 @@ if TYPE_CHECKING:
 BEGIN, END = "<!-- summary -->", "<!-- end of summary -->"
 # folders within a study's: a run by settings that it no longer has, and one of preset full
 EARLIER, FULL = "earlier", "full"
+_RUN_AGAIN = "expected what `infoflow-lens experiment` wrote; run the study again"
 
 
 def summarise(folder: Path) -> None:
@@ -38,14 +45,20 @@ def summarise(folder: Path) -> None:
             f"{str(page)!r} has no place for the summary: expected a line {BEGIN} and, behind it, "
             f"a line {END}"
         )
-    for study in STUDIES.values():
-        if not (folder / study.name).is_dir():
-            continue
+    studies = [study for study in STUDIES.values() if (folder / study.name).is_dir()]
+    # all of it before anything is written
+    summary = summary_table(folder)
+    reports = {
+        run / "table.md": _report(study, run)
+        for study in studies
+        for run in runs_of(study, folder)
+    }
+    for study in studies:
         write_statement(study, folder / study.name)
-        for run in runs_of(study, folder):
-            write_text(run / "table.md", _report(study, run))
+    for path, report in reports.items():
+        write_text(path, report)
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    write_text(page, f"{before}{BEGIN}\n{summary_table(folder)}\n{END}{after}")
+    write_text(page, f"{before}{BEGIN}\n{summary}\n{END}{after}")
 
 
 def summary_table(folder: Path) -> str:
@@ -69,7 +82,7 @@ def _summary_row(study: Study, folder: Path, path: Path) -> tuple[str, str, str,
         run = recorded_run(study, path)
         seen = "seen" if run.verdict.passed else "**not seen**"
         link = f"[`{study.name}`]({path.relative_to(folder).as_posix()}/table.md){label}"
-        return link, theory, study.measured(run.finished), seen
+        return link, theory, "; ".join(run.verdict.reasons), seen
     link = f"[`{study.name}`]({study.name}/statement.md){label}"
     written = f" of {study.statement.written}" if study.statement else ""
     note = f"the statement{written} awaits its run"
@@ -94,30 +107,89 @@ def _has_run(study: Study, path: Path) -> bool:
     if not record.is_file():
         return False
     config = _config(record)
+    if config["study"] != study.name or config["preset"] not in study.presets:
+        return False
     if path.name == FULL and config["preset"] != FULL:
         return False
-    now = json.loads(json.dumps(list(study.cases(str(config["preset"])))))
-    return bool(config["study"] == study.name and config["cases"] == now)
+    now = json.loads(json.dumps(list(study.cases(config["preset"]))))
+    return bool(config["cases"] == now)
 
 
 def rows_of(folder: Path, status: str | None = "finished") -> "pd.DataFrame":
     """The rows of a run's folder; those of finished runs alone, unless told otherwise.
 
     Raises:
-        InfoFlowError: where there is no results.csv.
+        InfoFlowError: where there is no results.csv, or one that is not of a study.
     """
     import pandas as pd
 
     paths = sorted(folder.glob("results.csv*"))
     if not paths:
         raise InfoFlowError(f"{str(folder)!r} has no results.csv: expected the rows of a study")
-    rows = pd.read_csv(paths[0], dtype={"table": str})
+    try:
+        rows = pd.read_csv(paths[0], dtype={"table": str})
+    except (OSError, EOFError, ValueError) as error:  # pandas's errors are ValueErrors
+        raise InfoFlowError(f"{str(paths[0])!r} has no rows ({error}): {_RUN_AGAIN}") from error
+    missing = sorted({"run", "seed", "status"} - set(rows.columns))
+    if missing:
+        raise InfoFlowError(f"{str(paths[0])!r} has no column {missing[0]!r}: {_RUN_AGAIN}")
     return rows if status is None else rows[rows["status"] == status]
 
 
-def _config(record: Path) -> dict[str, object]:
-    config: dict[str, object] = json.loads(record.read_text(encoding="utf-8"))["config"]
-    return config
+def _config(record: Path) -> dict[str, Any]:
+    """The settings of a recorded run.
+
+    Raises:
+        InfoFlowError: if the file is not the record of a study.
+    """
+    config = read_json(record, "record of a study", _RUN_AGAIN).get("config")
+    expected: Mapping[str, type] = {"study": str, "preset": str, "seeds": list, "cases": list}
+    for name, kind in expected.items():
+        value = config.get(name) if isinstance(config, dict) else None
+        if not isinstance(value, kind) or value == []:
+            raise InfoFlowError(
+                f"{str(record)!r} is no record of a study (its {name} is {value!r}): {_RUN_AGAIN}"
+            )
+    return dict(config)
+
+
+def _check_rows(path: Path, rows: "pd.DataFrame", config: Mapping[str, Any]) -> None:
+    """Refuse rows that are not those of the recorded settings.
+
+    Raises:
+        InfoFlowError: naming the run and the column.
+    """
+    cases, seeds = config["cases"], config["seeds"]
+    expected = {
+        index * len(seeds) + place: {**case, "seed": seed}
+        for index, case in enumerate(cases)
+        for place, seed in enumerate(seeds)
+    }
+    found = set(rows["run"])
+    if found != set(expected):
+        odd = min(found ^ set(expected))
+        raise InfoFlowError(
+            f"{str(path)!r} has {'no rows' if odd in expected else 'rows'} of run {odd}: expected "
+            f"runs 0 to {len(expected) - 1}, as record.json has {len(cases)} cases and "
+            f"{len(seeds)} seeds; {_RUN_AGAIN}"
+        )
+    for row in rows.drop_duplicates("run").to_dict("records"):
+        for name, value in expected[row["run"]].items():
+            # a run has its own rate in each epoch
+            if name in row and name != "lr" and not _same(row[name], plain_cell(value)):
+                raise InfoFlowError(
+                    f"{str(path)!r}: {name} of run {row['run']} is {row[name]!r}, but "
+                    f"{value!r} in record.json: {_RUN_AGAIN}"
+                )
+
+
+def _same(cell: Any, value: Any) -> bool:
+    """Whether a cell that was read back is a setting."""
+    if value is None:
+        return bool(cell != cell)  # NaN
+    if isinstance(value, (bool, str)):
+        return str(cell) == str(value)
+    return bool(cell == value)
 
 
 class RecordedRun(NamedTuple):
@@ -137,9 +209,14 @@ class RecordedRun(NamedTuple):
 
 
 def recorded_run(study: Study, path: Path) -> RecordedRun:
-    """The run of a study that a folder holds."""
-    config: Any = _config(path / "record.json")
+    """The run of a study that a folder holds.
+
+    Raises:
+        InfoFlowError: if it cannot be read, or its rows are not by the settings of its record.
+    """
+    config = _config(path / "record.json")
     rows = rows_of(path, None)
+    _check_rows(path / "results.csv", rows, config)
     verdict = verdict_of(study, rows, config["cases"], len(config["seeds"]))
     return RecordedRun(config["preset"], rows, rows[rows["status"] == "finished"], verdict)
 

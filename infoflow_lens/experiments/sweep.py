@@ -265,11 +265,11 @@ def measure_run(task: tuple[Study, Run, str]) -> tuple[Run, list[Row]]:
     except TrainingDivergedError:
         rows, status = [{}], "diverged"
     about: Row = {"run": run.index, "status": status, "seed": run.seed}
-    shown = {key: _plain(value) for key, value in run.settings.items()}
+    shown = {key: plain_cell(value) for key, value in run.settings.items()}
     return run, [{**about, **shown, **row} for row in rows]
 
 
-def _plain(value: Any) -> Any:
+def plain_cell(value: Any) -> Any:
     """A setting as a cell of a table."""
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
 

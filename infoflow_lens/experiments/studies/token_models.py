@@ -332,6 +332,7 @@ def training_config(settings: Settings, seed: int) -> TrainingConfig:
         warmup_steps=settings["warmup_steps"],
         weight_decay=0.0,
         optimizer=settings["optimizer"],
+        stop_below=settings.get("stop_below"),
         seed=seed,
     )
 
