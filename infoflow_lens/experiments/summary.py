@@ -49,9 +49,7 @@ def summarise(folder: Path) -> None:
     # all of it before anything is written
     summary = summary_table(folder)
     reports = {
-        run / "table.md": _report(study, run)
-        for study in studies
-        for run in runs_of(study, folder)
+        run / "table.md": _report(study, run) for study in studies for run in runs_of(study, folder)
     }
     for study in studies:
         write_statement(study, folder / study.name)
@@ -146,7 +144,7 @@ def _config(record: Path) -> dict[str, Any]:
     expected: Mapping[str, type] = {"study": str, "preset": str, "seeds": list, "cases": list}
     for name, kind in expected.items():
         value = config.get(name) if isinstance(config, dict) else None
-        if not isinstance(value, kind) or value == []:
+        if not isinstance(value, kind):
             raise InfoFlowError(
                 f"{str(record)!r} is no record of a study (its {name} is {value!r}): {_RUN_AGAIN}"
             )

@@ -459,6 +459,67 @@ def test_a_run_by_other_settings_is_said_to_be_missing(spoiled, change, tmp_path
     assert full.endswith("| awaits its run |" if spoiled else "| seen |")
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in RUNS if len(config_of(RESULTS / name)["cases"]) > 1]
+)
+def test_a_case_of_which_every_run_diverged_is_told(name, tmp_path):
+    """Of each run the first case that is judged."""
+    study, path = RUNS[name]
+    config = config_of(path)
+    case = next(i for i, settings in enumerate(config["cases"]) if study.judges(settings))
+    rows = rows_of(path, None)
+    lost = rows["run"] // len(config["seeds"]) == case
+    copy = tmp_path / path.relative_to(RESULTS)
+    copy.mkdir(parents=True)
+    shutil.copy(path / "record.json", copy)
+    rows.assign(status=rows["status"].mask(lost, "diverged")).to_csv(copy / "results.csv")
+    (tmp_path / "README.md").write_text(f"{BEGIN}\n{END}\n")
+    summarise(tmp_path)
+    lines = (tmp_path / "README.md").read_text().splitlines()
+    [row] = [line for line in lines if "every run diverged with {" in line]
+    assert row.endswith("| **not seen** |")
+    assert "every run diverged with {" in (copy / "table.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("record.json", '{"config": {"study"', "is no record of a study"),
+        ("record.json", "[]", "it holds a list"),
+        ("record.json", "{}", "its study is None"),
+        ("record.json", '{"config": {"study": "kth_largest", "preset": 3}}', "its preset is 3"),
+        ("results.csv", "", "has no rows"),
+        ("results.csv", "\0", "has no"),
+        ("results.csv", "run,seed\n0,0\n", "has no column 'status'"),
+        ("results.csv", None, "has no results.csv"),
+        ("results.csv", "run,seed,status\n0,0,finished\n", "has no rows of run 1: expected runs 0"),
+        ("results.csv", ("\n14,", "\n99,"), "has no rows of run 14"),
+        ("results.csv", ("\n14,finished,2,16,", "\n14,finished,2,8,"), "k of run 14 is 8, but 16"),
+        ("results.csv", ("\n14,finished,2,", "\n14,finished,7,"), "seed of run 14 is 7, but 2"),
+    ],
+)  # fmt: skip
+def test_a_run_that_cannot_be_read_is_named_before_anything_is_written(
+    name, text, message, tmp_path
+):
+    of_study = tmp_path / "kth_largest"
+    shutil.copytree(RESULTS / "kth_largest", of_study)
+    spoiled = of_study / name
+    if text is None:
+        spoiled.unlink()
+    elif isinstance(text, tuple):
+        assert spoiled.read_text().count(text[0]) == 1
+        spoiled.write_text(spoiled.read_text().replace(*text))
+    else:
+        spoiled.write_text(text)
+    for page in (tmp_path / "README.md", of_study / "table.md", of_study / "statement.md"):
+        page.write_text(f"{BEGIN}\n{END}\n")
+    with pytest.raises(InfoFlowError, match=message) as refused:
+        summarise(tmp_path)
+    assert str(of_study) in str(refused.value)
+    for page in (tmp_path / "README.md", of_study / "table.md", of_study / "statement.md"):
+        assert page.read_text() == f"{BEGIN}\n{END}\n"
+
+
 def test_quick_numbers_are_not_told_as_those_of_full(tmp_path):
     shutil.copytree(RESULTS / "kth_largest", tmp_path / "kth_largest")
     shutil.copy(RESULTS / "kth_largest" / "record.json", tmp_path / "kth_largest" / FULL)
