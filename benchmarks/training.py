@@ -1,6 +1,7 @@
 """Steps a second of our trainer, in one run: against the loop that one writes, and seeds together.
 
-Run: python -m benchmarks.training [--compile]   (some minutes; medians of paired rounds)
+Run: python -m benchmarks.training [--compile] [--device cuda]   (some minutes; medians of paired
+rounds)
 
 Eight seeds of the demo's model. Our side does all that `train` does: clipping, the validation of
 every epoch in the demo's proportion, the best weights kept, the record. The loop does none of it.
@@ -14,6 +15,7 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 from rich.console import Console
@@ -33,26 +35,44 @@ CONFIG = replace(DEMO.training(), epochs=1)
 N_TRAIN = STEPS * CONFIG.batch_size
 N_VALIDATION = N_TRAIN * DEMO.n_validation // DEMO.n_train
 TASK = DEMO.task()
-TRAIN_DATA, VALIDATION_DATA = TASK.sample(N_TRAIN, seed=0), TASK.sample(N_VALIDATION, seed=1)
 
 
-def new_model(seed: int) -> VectorTransformer:
+@cache
+def data(n: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sequences and targets of the demo's task."""
+    x, y = TASK.sample(n, seed=seed)
+    return x.to(device), y.to(device)
+
+
+def training_data(model: nn.Module) -> tuple[Tensor, Tensor]:
+    """What every model is trained on, where its weights are."""
+    return data(N_TRAIN, 0, next(model.parameters()).device)
+
+
+def validation_data(model: nn.Module) -> tuple[Tensor, Tensor]:
+    """What the errors are of."""
+    return data(N_VALIDATION, 1, next(model.parameters()).device)
+
+
+def new_model(seed: int, device: str) -> VectorTransformer:
     """The demo's model before training."""
-    return build_model(DEMO.architecture(), seed=seed)
+    return build_model(DEMO.architecture(), seed=seed, device=device)
 
 
-def order(seed: int, epoch: int = 0, batch_size: int = CONFIG.batch_size) -> tuple[Tensor, ...]:
+def order(
+    x: Tensor, seed: int, epoch: int = 0, batch_size: int = CONFIG.batch_size
+) -> tuple[Tensor, ...]:
     """The rows of every step of an epoch, as `train` takes them."""
     generator = torch.Generator().manual_seed(derived_seed("epoch", seed, epoch))
-    return torch.randperm(N_TRAIN, generator=generator).split(batch_size)
+    return torch.randperm(len(x), generator=generator).to(x.device).split(batch_size)
 
 
 def by_hand(models: list[VectorTransformer]) -> None:
     """The loop that one writes over a HookedTransformer, seed after seed."""
-    x, y = TRAIN_DATA
+    x, y = training_data(models[0])
     for seed, model in zip(SEEDS, models, strict=True):
         optimizer = torch.optim.AdamW(model.parameters(), lr=CONFIG.lr)
-        for rows in order(seed):
+        for rows in order(x, seed):
             loss = nn.functional.mse_loss(model(x[rows]), y[rows])
             optimizer.zero_grad()
             loss.backward()
@@ -62,7 +82,13 @@ def by_hand(models: list[VectorTransformer]) -> None:
 def seed_after_seed(models: list[VectorTransformer]) -> list[float]:
     """Our trainer; the validation error of each model."""
     return [
-        train(model, TRAIN_DATA, VALIDATION_DATA, replace(CONFIG, seed=seed), progress=False).nmse
+        train(
+            model,
+            training_data(model),
+            validation_data(model),
+            replace(CONFIG, seed=seed),
+            progress=False,
+        ).nmse
         for seed, model in zip(SEEDS, models, strict=True)
     ]
 
@@ -96,10 +122,13 @@ def together(models: list[VectorTransformer]) -> list[float]:
 
     gradients: Callable[..., dict[str, Tensor]] = torch.func.vmap(torch.func.grad(loss))
     optimizer = torch.optim.AdamW(
-        list(weights.values()), lr=config.lr, weight_decay=config.weight_decay
+        list(weights.values()),
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        fused=models[0].cfg.device != "cpu" or None,  # as train() does
     )
-    x, y = TRAIN_DATA
-    for step, rows in enumerate(zip(*map(order, SEEDS), strict=True)):
+    x, y = training_data(models[0])
+    for step, rows in enumerate(zip(*(order(x, seed) for seed in SEEDS), strict=True)):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate(step, STEPS)
         chosen = torch.stack(rows)
@@ -111,7 +140,7 @@ def together(models: list[VectorTransformer]) -> list[float]:
         for name, part in found.items():
             weights[name].grad = part * factor.view(-1, *[1] * (part.ndim - 1))
         optimizer.step()
-    x, y = VALIDATION_DATA
+    x, y = validation_data(models[0])
     with torch.no_grad():
         outputs = torch.func.vmap(output, in_dims=(0, 0, None))(weights, buffers, x)
     return [nmse(part, y) for part in outputs]
@@ -150,38 +179,38 @@ COMPILED = Way("torch.compile", compiled=True)
 EPOCHS = 12
 
 
-def loop(way: Way, epochs: int) -> float:
+def loop(way: Way, epochs: int, device: str) -> float:
     """Train one seed for so many epochs, and give the validation error."""
-    model = new_model(0)
+    model = new_model(0, device)
     step = torch.compile(model.forward_readout) if way.compiled else model.forward_readout
     size = int(CONFIG.batch_size * way.batches)
     config: TrainingConfig = replace(CONFIG, lr=CONFIG.lr * way.rate)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, fused=way.fused)
-    x, y = TRAIN_DATA
-    steps = [rows for epoch in range(epochs) for rows in order(0, epoch, size)]
+    x, y = training_data(model)
+    steps = [rows for epoch in range(epochs) for rows in order(x, 0, epoch, size)]
     for done, rows in enumerate(steps):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate(done, len(steps))
-        with torch.autocast("cpu", torch.bfloat16, enabled=way.lower):
+        with torch.autocast(device, torch.bfloat16, enabled=way.lower):
             output = step(x[rows])
         loss = nn.functional.mse_loss(output.float(), y[rows])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    x, y = VALIDATION_DATA
+    x, y = validation_data(model)
     with torch.no_grad():
         return nmse(step(x).float(), y)
 
 
-def other_ways(compiled: bool) -> Table:
+def other_ways(compiled: bool, device: str) -> Table:
     """The second table."""
     plain = WAYS[0]
     table = Table(
         "the loop", "time ratio", "validation NMSE", title=f"one seed, {EPOCHS} epochs of {N_TRAIN}"
     )
     for way in (*WAYS, *([COMPILED] if compiled else [])):
-        error = loop(way, EPOCHS)
-        ratio = paired(lambda way=way: loop(way, 1), lambda: loop(plain, 1), rounds=3)
+        error = loop(way, EPOCHS, device)
+        ratio = paired(partial(loop, way, 1, device), partial(loop, plain, 1, device), rounds=3)
         table.add_row(way.name, f"{ratio:.3g}", f"{error:.3g}")
     return table
 
@@ -190,15 +219,19 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     chosen = parser.parse_args()
-    models = [new_model(seed) for seed in SEEDS]
+    models = [new_model(seed, chosen.device) for seed in SEEDS]
     start = [{k: v.clone() for k, v in model.state_dict().items()} for model in models]
 
     def fresh(function: Callable[[list[VectorTransformer]], object]) -> Callable[[], object]:
         def run() -> object:
             for model, state in zip(models, start, strict=True):
                 model.load_state_dict(state)
-            return function(models)
+            found = function(models)
+            if chosen.device == "cuda":
+                torch.cuda.synchronize()
+            return found
 
         return run
 
@@ -209,14 +242,15 @@ def main() -> None:
         ("8 seeds together by torch.func.vmap", "train(), seed after seed", together,
          seed_after_seed),
     ]  # fmt: skip
-    title = f"8 seeds, {STEPS} steps of {CONFIG.batch_size}; {torch.get_num_threads()} threads"
+    place = f"{torch.get_num_threads()} threads" if chosen.device == "cpu" else chosen.device
+    title = f"8 seeds, {STEPS} steps of {CONFIG.batch_size}; {place}"
     table = Table("what", "against", "time ratio", "steps a second, times", title=title)
     for what, against, ours, theirs in rows:
         ratio = paired(fresh(ours), fresh(theirs), rounds=3)
         table.add_row(what, against, f"{ratio:.3g}", f"{1 / ratio:.3g}")
     console = Console(width=110)
     console.print(table)
-    console.print(other_ways(chosen.compile))
+    console.print(other_ways(chosen.compile, chosen.device))
 
 
 if __name__ == "__main__":

@@ -140,15 +140,16 @@ def _config(record: Path) -> dict[str, Any]:
     Raises:
         InfoFlowError: if the file is not the record of a study.
     """
-    config = read_json(record, "record of a study", _RUN_AGAIN).get("config")
+    values = read_json(record, "record of a study", _RUN_AGAIN).get("config")
+    config: dict[str, Any] = values if isinstance(values, dict) else {}
     expected: Mapping[str, type] = {"study": str, "preset": str, "seeds": list, "cases": list}
     for name, kind in expected.items():
-        value = config.get(name) if isinstance(config, dict) else None
+        value = config.get(name)
         if not isinstance(value, kind):
             raise InfoFlowError(
                 f"{str(record)!r} is no record of a study (its {name} is {value!r}): {_RUN_AGAIN}"
             )
-    return dict(config)
+    return config
 
 
 def _check_rows(path: Path, rows: "pd.DataFrame", config: Mapping[str, Any]) -> None:
