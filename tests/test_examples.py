@@ -5,7 +5,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from infoflow_lens.cli import app
 from tests.processes import printed_by
 
 ROOT = Path(__file__).parent.parent
@@ -61,8 +63,11 @@ COMMANDS = sorted({" ".join(words): words for page in PAGES for words in command
 @pytest.mark.parametrize(
     "words", COMMANDS, ids=lambda words: " ".join(words).replace(MODEL, "MODEL")
 )
-def test_a_command_that_a_page_names_works(words, tmp_path):
+def test_a_command_that_a_page_names_works(words, tmp_path, monkeypatch):
     words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
     (tmp_path / "texts.txt").write_text("import os, sys, re, json, math\n" * 100)
     extra = [] if "--list" in words else SMALLER.get(words[0], [])
-    assert printed_by("-m", "infoflow_lens.cli", *words, *extra, folder=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, [*words, *extra])
+    assert done.exit_code == 0, done.output
+    assert done.stdout

@@ -37,9 +37,17 @@ def random_case(seed):
     return task, heads
 
 
-@pytest.mark.parametrize("block", range(10))
+BLOCKS = [
+    pytest.param(block, marks=[pytest.mark.acceptance] if block >= 2 else []) for block in range(10)
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
 def test_the_search_finds_a_schedule_where_brute_force_does_and_nowhere_else(block):
-    """2000 random targets and architectures; "excluded, proved" never contradicts a schedule."""
+    """Random targets and architectures; "excluded, proved" never contradicts a schedule.
+
+    400 of them; 2000 with the marker acceptance.
+    """
     for seed in range(200 * block, 200 * (block + 1)):
         task, heads = random_case(seed)
         x, _ = task.sample(24, seed)
