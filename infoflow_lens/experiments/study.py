@@ -159,6 +159,16 @@ class VectorStudy(Study):
         """Sequences and targets for a part of a run; different parts and seeds share nothing."""
         return task.sample(n, seed=derived_seed(self.name, part, seed))
 
+    def data_of(
+        self, task: VectorTask, settings: Settings, seed: int, n: int, part: str = "validation"
+    ) -> tuple[Pair, Pair]:
+        """Standardised sequences to train on, and `n` of another part; each length has its own."""
+        length = task.n_tokens
+        return standardised(
+            self.drawn(task, f"train {length}", settings["n_train"], seed),
+            self.drawn(task, f"{part} {length}", n, seed),
+        )
+
 
 def standardised(train: Pair, validation: Pair) -> tuple[Pair, Pair]:
     """Both with the targets' mean and deviation in training taken out; NMSE stays what it is.

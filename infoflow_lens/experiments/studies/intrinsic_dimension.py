@@ -17,7 +17,6 @@ from infoflow_lens.experiments.study import (
     Statement,
     VectorStudy,
     Verdict,
-    standardised,
 )
 from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.hooks import PositionsProbe, run_probes
@@ -170,11 +169,7 @@ class IntrinsicDimensionStudy(VectorStudy):
         task = self.task(settings)
 
         def data(n_tokens: int) -> tuple[Pair, Pair]:
-            at_length = replace(task, n_tokens=n_tokens)
-            return standardised(
-                self.drawn(at_length, f"train {n_tokens}", settings["n_train"], seed),
-                self.drawn(at_length, f"validation {n_tokens}", 4000, seed),
-            )
+            return self.data_of(replace(task, n_tokens=n_tokens), settings, seed, n=4000)
 
         trained = train_in_stages(
             self.architecture(settings),

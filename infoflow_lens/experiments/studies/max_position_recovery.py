@@ -17,7 +17,6 @@ from infoflow_lens.experiments.study import (
     Statement,
     VectorStudy,
     Verdict,
-    standardised,
 )
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.models.architecture import Architecture
@@ -194,14 +193,8 @@ class MaxPositionRecovery(VectorStudy):
         """A row for each head of the first layer, kind of query and rank."""
         task = self.task(settings, seed)
 
-        def drawn(part: str, n_tokens: int, n: int) -> Pair:
-            at_length = replace(task, n_tokens=n_tokens)
-            return self.drawn(at_length, f"{part} {n_tokens}", n, seed)
-
         def data(n_tokens: int) -> tuple[Pair, Pair]:
-            return standardised(
-                drawn("train", n_tokens, settings["n_train"]), drawn("validation", n_tokens, 4000)
-            )
+            return self.data_of(replace(task, n_tokens=n_tokens), settings, seed, n=4000)
 
         trained = train_in_stages(
             self.architecture(settings),
@@ -213,9 +206,7 @@ class MaxPositionRecovery(VectorStudy):
             model_seed=seed,
             device=device,
         )
-        _, (x, y) = standardised(
-            drawn("train", task.n_tokens, settings["n_train"]), drawn("test", task.n_tokens, 4000)
-        )
+        _, (x, y) = self.data_of(task, settings, seed, n=4000, part="test")
         initial = restored(trained.model, trained.initial_state)
         return [
             {"nmse": trained.last.nmse, "epochs_run": sum(trained.epochs.values()), **row}

@@ -14,7 +14,6 @@ from infoflow_lens.experiments.study import (
     Statement,
     VectorStudy,
     Verdict,
-    standardised,
 )
 from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.models.architecture import Architecture
@@ -128,10 +127,7 @@ class TriangleCenterStudy(VectorStudy):
 
         def data(n_tokens: int) -> tuple[Pair, Pair]:
             at_length = task_of(settings["target"], n_tokens, architecture.d_token)
-            return standardised(
-                self.drawn(at_length, f"train {n_tokens}", settings["n_train"], seed),
-                self.drawn(at_length, f"validation {n_tokens}", 2000, seed),
-            )
+            return self.data_of(at_length, settings, seed, n=2000)
 
         trained = train_in_stages(
             architecture,
