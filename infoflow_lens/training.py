@@ -145,16 +145,18 @@ class TrainingConfig:
             if not (math.isfinite(value) and value >= 0) or (name == "lr" and value == 0):
                 expected = "a positive number" if name == "lr" else "a number of at least 0"
                 raise InfoFlowError(f"{name} is {value!r}: expected {expected}")
-        if self.grad_clip is not None and not self.grad_clip > 0:
-            raise InfoFlowError(f"grad_clip is {self.grad_clip!r}: expected > 0, or None")
-        if self.patience is not None and self.patience < 1:
-            raise InfoFlowError(f"patience is {self.patience!r}: expected >= 1, or None")
+        for name in ("grad_clip", "stop_below"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                raise InfoFlowError(f"{name} is {value!r}: expected > 0, or None")
+        if self.patience is not None and not (
+            isinstance(self.patience, int) and self.patience >= 1
+        ):
+            raise InfoFlowError(f"patience is {self.patience!r}: expected an integer >= 1, or None")
         if not 0 <= self.improvement < 1:
             raise InfoFlowError(
                 f"improvement is {self.improvement!r}: expected a share of at least 0, below 1"
             )
-        if self.stop_below is not None and not self.stop_below > 0:
-            raise InfoFlowError(f"stop_below is {self.stop_below!r}: expected > 0, or None")
         known = get_args(OptimizerName)
         if self.optimizer not in known:
             raise InfoFlowError(f"optimizer is {self.optimizer!r}{nearest(self.optimizer, known)}")

@@ -88,7 +88,7 @@ def train_in_stages(
         data: training and validation data of a length.
         stages: lengths and epochs.
         config: batch size, peak learning rate, and the rest; its epochs, ends and patience are
-            those of the stages.
+            those of the stages, and no stage ends at an error (`stop_below`).
         model_seed: of the weights.
         device: where to train.
 
@@ -105,6 +105,7 @@ def train_in_stages(
             "the model has positions, which shorter sequences would not train: expected no "
             "lengths, or a model without positions"
         )
+    config = replace(config, stop_below=None)
     constant: dict[str, Any] = {
         "lr_end": config.lr,
         "patience": stages.patience,

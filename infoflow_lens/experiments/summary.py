@@ -1,7 +1,9 @@
 """The page over all studies: its table is written from their rows, not by hand."""
 
 import json
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,12 +41,14 @@ def summarise(folder: Path) -> None:
         InfoFlowError: where there is no README.md with these lines, or a run that cannot be read.
     """
     page = folder / "README.md"
-    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise InfoFlowError(
             f"{str(page)!r} has no place for the summary: expected a line {BEGIN} and, behind it, "
             f"a line {END}"
         )
+    if "\ufffd" in text:
+        raise InfoFlowError(f"{str(page)!r} is not UTF-8: expected a page in it; convert the page")
     studies = [study for study in STUDIES.values() if (folder / study.name).is_dir()]
     # all of it before anything is written
     summary = summary_table(folder)
@@ -121,17 +125,24 @@ def rows_of(folder: Path, status: str | None = "finished") -> "pd.DataFrame":
     """
     import pandas as pd
 
-    paths = sorted(folder.glob("results.csv*"))
-    if not paths:
-        raise InfoFlowError(f"{str(folder)!r} has no results.csv: expected the rows of a study")
+    path = _rows_path(folder)
     try:
-        rows = pd.read_csv(paths[0], dtype={"table": str})
-    except (OSError, EOFError, ValueError) as error:  # pandas's errors are ValueErrors
-        raise InfoFlowError(f"{str(paths[0])!r} has no rows ({error}): {_RUN_AGAIN}") from error
-    missing = sorted({"run", "seed", "status"} - set(rows.columns))
-    if missing:
-        raise InfoFlowError(f"{str(paths[0])!r} has no column {missing[0]!r}: {_RUN_AGAIN}")
+        rows = pd.read_csv(path, dtype={"table": str})
+    # pandas's errors are ValueErrors
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise InfoFlowError(f"{str(path)!r} has no rows ({error}): {_RUN_AGAIN}") from error
+    for name in ("run", "seed", "status"):
+        if name not in rows:
+            raise InfoFlowError(f"{str(path)!r} has no column {name!r}: {_RUN_AGAIN}")
     return rows if status is None else rows[rows["status"] == status]
+
+
+def _rows_path(folder: Path) -> Path:
+    paths = [folder / name for name in ("results.csv", "results.csv.gz")]
+    found = [path for path in paths if path.is_file()]
+    if not found:
+        raise InfoFlowError(f"{str(folder)!r} has no results.csv: expected the rows of a study")
+    return found[0]
 
 
 def _config(record: Path) -> dict[str, Any]:
@@ -145,7 +156,7 @@ def _config(record: Path) -> dict[str, Any]:
     expected: Mapping[str, type] = {"study": str, "preset": str, "seeds": list, "cases": list}
     for name, kind in expected.items():
         value = config.get(name)
-        if not isinstance(value, kind):
+        if not isinstance(value, kind) or (name == "seeds" and not value):
             raise InfoFlowError(
                 f"{str(record)!r} is no record of a study (its {name} is {value!r}): {_RUN_AGAIN}"
             )
@@ -164,6 +175,8 @@ def _check_rows(path: Path, rows: "pd.DataFrame", config: Mapping[str, Any]) -> 
         for index, case in enumerate(cases)
         for place, seed in enumerate(seeds)
     }
+    if rows["run"].dtype.kind != "i":
+        raise InfoFlowError(f"{str(path)!r} has a run that is no number: {_RUN_AGAIN}")
     found = set(rows["run"])
     if found != set(expected):
         odd = min(found ^ set(expected))
@@ -172,10 +185,24 @@ def _check_rows(path: Path, rows: "pd.DataFrame", config: Mapping[str, Any]) -> 
             f"runs 0 to {len(expected) - 1}, as record.json has {len(cases)} cases and "
             f"{len(seeds)} seeds; {_RUN_AGAIN}"
         )
-    for row in rows.drop_duplicates("run").to_dict("records"):
-        for name, value in expected[row["run"]].items():
-            # a run has its own rate in each epoch
-            if name in row and name != "lr" and not _same(row[name], plain_cell(value)):
+    unknown = set(rows["status"]) - {"finished", "diverged"}
+    if unknown:
+        raise InfoFlowError(
+            f"{str(path)!r} has the status {unknown.pop()!r}: expected 'finished' or 'diverged'; "
+            f"{_RUN_AGAIN}"
+        )
+    if rows.duplicated().any():
+        run = rows["run"][rows.duplicated()].iloc[0]
+        raise InfoFlowError(f"{str(path)!r} has a row of run {run} twice: {_RUN_AGAIN}")
+    # a run has its own rate in each epoch
+    names = ["seed", *(name for name in dict.fromkeys(k for c in cases for k in c) if name != "lr")]
+    missing = [name for name in names if name not in rows]
+    if missing:
+        raise InfoFlowError(f"{str(path)!r} has no column {missing[0]!r}: {_RUN_AGAIN}")
+    for row in rows.drop_duplicates(["run", *names]).to_dict("records"):
+        for name in names:
+            value = expected[row["run"]].get(name)
+            if not _same(row[name], plain_cell(value)):
                 raise InfoFlowError(
                     f"{str(path)!r}: {name} of run {row['run']} is {row[name]!r}, but "
                     f"{value!r} in record.json: {_RUN_AGAIN}"
@@ -184,11 +211,15 @@ def _check_rows(path: Path, rows: "pd.DataFrame", config: Mapping[str, Any]) -> 
 
 def _same(cell: Any, value: Any) -> bool:
     """Whether a cell that was read back is a setting."""
-    if value is None:
+    if value in (None, ""):
         return bool(cell != cell)  # NaN
-    if isinstance(value, (bool, str)):
-        return str(cell) == str(value)
-    return bool(cell == value)
+    if str(cell) == str(value):
+        return True
+    try:
+        # one text in a column makes texts of its numbers, and [4] is 4 in a column without texts
+        return float(cell) == float(value)
+    except (TypeError, ValueError):
+        return False
 
 
 class RecordedRun(NamedTuple):
@@ -215,8 +246,9 @@ def recorded_run(study: Study, path: Path) -> RecordedRun:
     """
     config = _config(path / "record.json")
     rows = rows_of(path, None)
-    _check_rows(path / "results.csv", rows, config)
-    verdict = verdict_of(study, rows, config["cases"], len(config["seeds"]))
+    _check_rows(_rows_path(path), rows, config)
+    with _told_of(path):
+        verdict = verdict_of(study, rows, config["cases"], len(config["seeds"]))
     return RecordedRun(config["preset"], rows, rows[rows["status"] == "finished"], verdict)
 
 
@@ -224,4 +256,17 @@ def _report(study: Study, path: Path) -> str:
     run = recorded_run(study, path)
     n_diverged = run.rows[run.rows["status"] == "diverged"]["run"].nunique()
     n_runs = run.rows["run"].nunique()
-    return report_text(study, run.finished, run.verdict, run.preset, n_runs, n_diverged)
+    with _told_of(path):
+        return report_text(study, run.finished, run.verdict, run.preset, n_runs, n_diverged)
+
+
+@contextmanager
+def _told_of(path: Path) -> Iterator[None]:
+    """Name the file whose measured columns a study cannot take."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise InfoFlowError(
+            f"{str(_rows_path(path))!r} cannot be judged ({type(error).__name__}: {error}): "
+            f"{_RUN_AGAIN}"
+        ) from error

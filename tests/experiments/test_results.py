@@ -24,6 +24,7 @@ from infoflow_lens.experiments.summary import (
     runs_of,
     summarise,
 )
+from infoflow_lens.experiments.sweep import plain_cell
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RUNS = {
@@ -489,11 +490,18 @@ def test_a_case_of_which_every_run_diverged_is_told(name, tmp_path):
         ("record.json", "{}", "its study is None"),
         ("record.json", '{"config": {"study": "kth_largest", "preset": 3}}', "its preset is 3"),
         ("results.csv", "", "has no rows"),
-        ("results.csv", "\0", "has no"),
+        ("results.csv", "\0", "has no column 'run'"),
         ("results.csv", "run,seed\n0,0\n", "has no column 'status'"),
         ("results.csv", None, "has no results.csv"),
         ("results.csv", "run,seed,status\n0,0,finished\n", "has no rows of run 1: expected runs 0"),
         ("results.csv", ("\n14,", "\n99,"), "has no rows of run 14"),
+        ("results.csv", ("\n14,", "\n<<<<<<< HEAD\n14,"), "a run that is no number"),
+        ("results.csv", ("\n14,finished", "\n14,finshed"), "has the status 'finshed'"),
+        ("results.csv", ("\n14,", "\n14,finished,7,16,16,16000,60,1,0,1,1\n14,"), "seed of run 14"),
+        ("results.csv", ("seed,k,", "seed,x,"), "has no column 'k'"),
+        ("results.csv", (",nmse,", ",error,"), "cannot be judged .KeyError"),
+        ("results.csv", (",0.0006107844435404661,", ",x,"), "cannot be judged"),
+        ("results.csv", ("\n14,finished,2,16,", "\n14,finished,2,x,"), "k of run 14 is 'x'"),
         ("results.csv", ("\n14,finished,2,16,", "\n14,finished,2,8,"), "k of run 14 is 8, but 16"),
         ("results.csv", ("\n14,finished,2,", "\n14,finished,7,"), "seed of run 14 is 7, but 2"),
     ],
@@ -515,9 +523,26 @@ def test_a_run_that_cannot_be_read_is_named_before_anything_is_written(
         page.write_text(f"{BEGIN}\n{END}\n")
     with pytest.raises(InfoFlowError, match=message) as refused:
         summarise(tmp_path)
-    assert str(of_study) in str(refused.value)
+    assert str(of_study if text is None else spoiled) in str(refused.value)
     for page in (tmp_path / "README.md", of_study / "table.md", of_study / "statement.md"):
         assert page.read_text() == f"{BEGIN}\n{END}\n"
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+def test_settings_survive_the_file_of_the_rows(study, tmp_path):
+    """By every preset: the rows are those of the record, and only what is measured is missing."""
+    for preset in study.presets:
+        cases = study.cases(preset)
+        config = {"study": study.name, "preset": preset, "seeds": [0], "cases": cases}
+        (tmp_path / "record.json").write_text(json.dumps({"config": config}))
+        rows = [
+            {"run": run, "status": "finished", "seed": 0}
+            | {name: plain_cell(value) for name, value in case.items()}
+            for run, case in enumerate(cases)
+        ]
+        pd.DataFrame(rows).to_csv(tmp_path / "results.csv", index=False)
+        with pytest.raises(InfoFlowError, match="cannot be judged"):
+            recorded_run(study, tmp_path)
 
 
 def test_quick_numbers_are_not_told_as_those_of_full(tmp_path):

@@ -46,7 +46,7 @@ BLOCKS = [
 def test_the_search_finds_a_schedule_where_brute_force_does_and_nowhere_else(block):
     """Random targets and architectures; "excluded, proved" never contradicts a schedule.
 
-    400 of them; 2000 with the marker acceptance.
+    400 of them; 1600 more with the marker acceptance.
     """
     for seed in range(200 * block, 200 * (block + 1)):
         task, heads = random_case(seed)

@@ -78,8 +78,8 @@ class VaryingHeads(TokenStudy):
     Models with more than one head run with heads summed, too: the same without the factor 1 / m.
 
     Preset "full" has the sizes of Sec. 9.1, but for contextual generalization, which is not learnt
-    there in the epochs that can be paid; runs end when they have a validation loss below .05, which
-    is past everything that is judged.
+    there in the epochs that can be paid; runs end with a validation loss below .05, and by then
+    have the accuracy that is asked for.
 
     Fig. 4 to 7 are curves without numbers, and the head counts in them are not readable; those here
     are [chosen], as are rates, epochs and sizes.
