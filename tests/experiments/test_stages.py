@@ -1,5 +1,7 @@
 """Training in stages: lengths that grow, a constant rate, then a cosine."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,8 +17,8 @@ def data(n_tokens):
     return task.sample(256, 0), task.sample(100, 1)
 
 
-def run(stages, architecture=ARCHITECTURE):
-    return train_in_stages(architecture, data, stages, CONFIG, model_seed=3)
+def run(stages, architecture=ARCHITECTURE, config=CONFIG):
+    return train_in_stages(architecture, data, stages, config, model_seed=3)
 
 
 def test_every_stage_goes_on_from_the_one_before():
@@ -37,6 +39,12 @@ def test_the_constant_rate_ends_when_nothing_is_gained():
     result = run(stages)
     assert result.epochs["constant"] < 12
     assert run(Stages(epochs=12, last_epochs=1, patience=12)).epochs["constant"] == 12
+
+
+def test_no_stage_ends_at_an_error():
+    config = replace(CONFIG, stop_below=1e9)
+    result = run(Stages((3,), epochs_each=2, epochs=2, last_epochs=2), config=config)
+    assert result.epochs == {"T = 3": 2, "constant": 2, "cosine": 2}
 
 
 def test_lengths_must_grow_below_the_full_one():
