@@ -132,6 +132,57 @@ def test_what_is_told_of_more_heads_is_what_the_table_says():
     assert by[0] >= 2 * by[-1]
 
 
+def test_what_is_told_of_heads_at_the_papers_sizes_is_what_the_rows_say():
+    rows = rows_of(RESULTS / "varying_heads" / FULL)
+    # what judges a run is known before it is stopped
+    stopped = last_epochs(rows)[lambda runs: runs["epoch"] < runs["epochs"]]
+    assert len(stopped) > 100
+    assert (stopped["validation_accuracy"] >= 0.95).all()
+    text = told("Heads at the paper's sizes")
+    lines = (RESULTS / "varying_heads" / FULL / "table.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
+    epochs = {tuple(row[:3]): row[4].split(" ")[0] for row in cells}
+    reached = {tuple(row[:3]): row[5] for row in cells}
+    start, noise = "the paper's start", "the paper's start plus noise"
+    one, two, four, eight = (epochs[start, "memorization", heads] for heads in "1248")
+    assert f"takes {one}, {two}, {four} and {eight} epochs with one, two, four and eight" in text
+    two, four, eight = (epochs[f"{start}, heads summed", "memorization", heads] for heads in "248")
+    assert f"summed heads take {two}, {four} and {eight}" in text
+    counts = ("1 1", "2 2", "4 4")
+    one, two, four = (epochs[noise, "reasoning", heads] for heads in counts)
+    assert f"in {one}, {two} and {four} epochs" in text
+    assert {reached[noise, "reasoning", heads] for heads in counts} == {"3 of 3"}
+    summed = [reached[f"{noise}, heads summed", "reasoning", heads] for heads in counts[1:]]
+    assert summed == ["2 of 3", "0 of 3"]
+    found = [reached[noise, "generalization", heads] for heads in counts]
+    assert found == ["1 of 3", "2 of 3", "3 of 3"]
+    assert {row[3] for row in cells if row[:2] == [noise, "generalization"]} == {"1"}
+    runs = last_epochs(rows).set_index("run")
+    runs["until"] = epochs_until(rows, 0.95)
+    noisy = runs[runs["start"] == "noisy"]
+    low = noisy[(noisy["task"] == "template_matching") & (noisy["rate"] == 0.5)]
+    low = low.groupby("heads")["until"]
+    assert (low.count() == 6).all()
+    one, two, four = (f"{mean:.3g}" for mean in low.mean())
+    assert f"in means of {one}, {two} and {four} epochs" in text
+    contextual = noisy[noisy["task"] == "in_context_template_matching"]
+    judged = contextual[contextual["seed"] >= 3].set_index(["heads", "rate"])["until"]
+    least, most = sorted(judged.loc["1 1 1", 0.003].dropna())
+    assert f"need {least:g} and {most:g} epochs in two of three judged seeds" in text
+    assert reached[noise, "contextual generalization", "1 1 1 1"] == "0 of 3"
+    assert (contextual.groupby("heads").size() == 12).all()
+    three, four, last = contextual.groupby("heads")["until"].count()[["1 1 1", "1 1 1 1", "1 1 4"]]
+    assert f"in {three} of 12 runs, four layers in {four}, and three layers" in text
+    assert f"with four heads in the last in {last}." in text
+    quick = rows_of(RESULTS / "varying_heads")
+    before = last_epochs(quick).set_index("run")
+    before["until"] = epochs_until(quick, 0.95)
+    of_case = ["task", "start", "heads", "rate", "seed"]
+    both = contextual.merge(before, on=of_case, suffixes=("", "_quick"))
+    assert len(both) == 3 * 2 * 4
+    assert both["until"].equals(both["until_quick"].rename("until"))
+
+
 def test_what_is_told_of_depth_is_what_the_rows_say():
     runs = last_epochs(rows_of(RESULTS / "varying_depth"))
     reading, templates, context = (

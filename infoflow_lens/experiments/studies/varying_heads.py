@@ -232,7 +232,7 @@ class VaryingHeads(TokenStudy):
                 least = of_task["rate"].min() / (most if row else 1)
                 axes[row, column].set_xlim(0.7 * least, 1.4 * of_task["rate"].max())
                 ticks = sorted({r / (most if row else 1) for r in of_task["rate"]})
-                ticks = sorted({*ticks, *of_task["rate"]})
+                ticks = _apart(sorted({*ticks, *of_task["rate"]}))
                 axes[row, column].set_xticks(ticks, [f"{t:.2g}" for t in ticks], rotation=90)
                 axes[row, column].minorticks_off()
                 axes[row, column].set_xlabel(what)
@@ -279,6 +279,15 @@ class VaryingHeads(TokenStudy):
             "one head": pd.concat([results[~of_most], twin]),
             "one rate for all": results[~of_most | (results["rate"] == rate)],
         }
+
+
+def _apart(ticks: Sequence[float]) -> list[float]:
+    """Those that can be read beside each other on a logarithmic axis."""
+    kept = [ticks[0]]
+    for tick in ticks[1:]:
+        if tick >= 1.25 * kept[-1]:
+            kept.append(tick)
+    return kept
 
 
 Runs = Mapping[str, "pd.DataFrame"]
