@@ -472,6 +472,60 @@ def test_what_the_page_says_of_intrinsic_dimension_is_in_its_rows():
     assert said.replace("0.", ".") in page
 
 
+def test_what_is_told_of_three_and_four_best_pairs_is_in_its_rows():
+    text = told("Three and four best pairs")
+    rows = rows_of(RESULTS / "intrinsic_dimension" / FULL)
+    runs = rows.drop_duplicates("run")
+    by_draw = runs.groupby(["D", "matrices", "heads", "draw"])["nmse"].min()
+    least = by_draw.groupby(["D", "matrices", "heads"]).agg(gmean)
+    linear, rotated = "gaussian, linear encoder", "orthogonal"
+
+    def times(d, kind, first):
+        return least[d, kind, f"{first} {2 * d - first}"] / least[d, kind, f"{d} {d}"]
+
+    one = [f"{times(d, linear, 1):.3g}" for d in (2, 3, 4)]
+    assert f"are {one[0]}, {one[1]} and {one[2]} times better than one at D = 2, 3 and 4" in text
+    fewer = [f"{times(d, linear, d - 1):.2g}" for d in (3, 4)]
+    assert f"{fewer[0]} and {fewer[1]} times better than D - 1 at D = 3 and 4" in text
+    turned = [f"{times(d, rotated, 1):.2g}" for d in (2, 3, 4)]
+    assert f"{turned[0]}, {turned[1]} and {turned[2]} times better than one" in text
+    turned = [f"{times(d, rotated, d - 1):.2g}".lstrip("0") for d in (3, 4)]
+    assert f"{turned[0]} and {turned[1]} times better than D - 1" in text
+
+    best = rows[
+        rows["run"].isin(runs.loc[runs.groupby(by_draw.index.names)["nmse"].idxmin(), "run"])
+    ]
+    shares = best.filter(regex="^(first|second)_")
+    attended = {}
+    for key, heads in best.groupby(["D", "matrices", "heads", "draw"]):
+        most = shares.loc[heads.index].max()
+        attended[key] = sum(
+            max(most[f"first_{i}"], most[f"second_{i}"]) >= 0.85 for i in range(1, key[0] + 1)
+        )
+    whole = {key[:2] + key[3:]: n for key, n in attended.items() if key[2] == f"{key[0]} {key[0]}"}
+    assert {(d, n) for (d, kind, _), n in whole.items() if kind == linear and d < 4} == {
+        (2, 2),
+        (3, 3),
+    }
+    assert [whole[d, rotated, 0] for d in (2, 3, 4)] == [2, 2, 2]
+    assert [whole[4, linear, draw] for draw in (0, 1)] == [3, 4]
+    assert "partners of all matrices at D = 2, and at D = 3 behind a linear encoder" in text
+    assert "of two of three, and two of four, with orthogonal matrices" in text
+    by_heads = by_draw[4, linear].unstack()
+    said = [f"{by_heads[1][heads] / by_heads[1]['4 4']:.2g}" for heads in ("1 7", "3 5")]
+    assert f"{said[0]} times better than one there, and {said[1]} times better than three" in text
+    floor = runs.groupby(["D", "matrices", "heads"])["floor"].max()[4, linear, "3 5"]
+    assert f"owes no gap (routed heads leave {floor:.2f})".replace("0.", ".") in text
+    errors = [by_draw[3, rotated, heads, 0] for heads in ("3 3", "2 4")]
+    assert f"(errors: {errors[0]:.2f} and {errors[1]:.3f})".replace("0.", ".") in text
+    errors = [by_draw[4, rotated, heads, 0] for heads in ("4 4", "3 5")]
+    assert f"({errors[0]:.2f} and {errors[1]:.2f})".replace("0.", ".") in text
+    assert attended[3, rotated, "2 4", 0] == 2
+    assert attended[4, rotated, "3 5", 0] == 3
+    verdict = recorded_run(*RUNS["intrinsic_dimension/full"]).verdict
+    assert not verdict.passed
+
+
 def test_a_page_without_a_place_for_the_summary_is_left_alone(tmp_path):
     for text in ("", f"{END} {BEGIN}", f"{BEGIN} {BEGIN} {END}"):
         (tmp_path / "README.md").write_text(text)

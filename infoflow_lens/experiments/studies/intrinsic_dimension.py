@@ -288,7 +288,8 @@ class IntrinsicDimensionStudy(VectorStudy):
                     panel.plot([place] * len(rows), rows["floor"].clip(lower=1e-7), "_",
                                color="#444444", markersize=16)  # fmt: skip
             panel.set_yscale("log")
-            panel.set_xticks(range(len(names)), [_shown(heads) for _, heads in names])
+            labels = [_shown(heads) for _, heads in names]
+            panel.set_xticks(range(len(names)), labels, rotation=90 if len(names) > 4 else 0)
             panel.set_title(kind, fontsize="medium")
             panel.set_xlabel("heads (bar: routed heads reach)")
         panels[0].set_ylabel("validation NMSE")
