@@ -125,7 +125,7 @@ def together(models: list[VectorTransformer]) -> list[float]:
         list(weights.values()),
         lr=config.lr,
         weight_decay=config.weight_decay,
-        fused=models[0].cfg.device != "cpu" or None,  # as train() does
+        fused=next(iter(weights.values())).is_cuda or None,  # as train() does
     )
     x, y = training_data(models[0])
     for step, rows in enumerate(zip(*(order(x, seed) for seed in SEEDS), strict=True)):

@@ -49,39 +49,34 @@ def summarise(folder: Path) -> None:
         )
     if "\ufffd" in text:
         raise InfoFlowError(f"{str(page)!r} is not UTF-8: expected a page in it; convert the page")
-    studies = [study for study in STUDIES.values() if (folder / study.name).is_dir()]
     # all of it before anything is written
-    summary = summary_table(folder)
-    reports = {
-        run / "table.md": _report(study, run) for study in studies for run in runs_of(study, folder)
-    }
-    for study in studies:
-        write_statement(study, folder / study.name)
+    rows, reports = [], {}
+    for study in STUDIES.values():
+        for path in (folder / study.name, folder / study.name / FULL):
+            run = recorded_run(study, path) if _has_run(study, path) else None
+            if run is not None:
+                reports[path / "table.md"] = _report(study, path, run)
+            if path.name != FULL or path.is_dir():
+                rows.append(_summary_row(study, folder, path, run))
+    summary = markdown_table(
+        ["experiment", "what theory says", "what was measured", "by its rule"], rows
+    )
+    for study in STUDIES.values():
+        if (folder / study.name).is_dir():
+            write_statement(study, folder / study.name)
     for path, report in reports.items():
         write_text(path, report)
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     write_text(page, f"{before}{BEGIN}\n{summary}\n{END}{after}")
 
 
-def summary_table(folder: Path) -> str:
-    """A row for each run: what theory says, what was measured, and the verdict by its rule."""
-    rows = [row for study in STUDIES.values() for row in _summary_rows(study, folder)]
-    return markdown_table(
-        ["experiment", "what theory says", "what was measured", "by its rule"], rows
-    )
-
-
-def _summary_rows(study: Study, folder: Path) -> list[tuple[str, str, str, str]]:
-    of_study = folder / study.name
-    places = [of_study, *(path for path in [of_study / FULL] if path.is_dir())]
-    return [_summary_row(study, folder, path) for path in places]
-
-
-def _summary_row(study: Study, folder: Path, path: Path) -> tuple[str, str, str, str]:
+def _summary_row(
+    study: Study, folder: Path, path: Path, run: "RecordedRun | None"
+) -> tuple[str, str, str, str]:
+    """What theory says, what was measured, and the verdict by the rule."""
     theory = study.statement.in_short if study.statement else study.title
     label = ", full" if path.name == FULL else ""
-    if _has_run(study, path):
-        run = recorded_run(study, path)
+    if run is not None:
         seen = "seen" if run.verdict.passed else "**not seen**"
         link = f"[`{study.name}`]({path.relative_to(folder).as_posix()}/table.md){label}"
         return link, theory, "; ".join(run.verdict.reasons), seen
@@ -252,8 +247,7 @@ def recorded_run(study: Study, path: Path) -> RecordedRun:
     return RecordedRun(config["preset"], rows, rows[rows["status"] == "finished"], verdict)
 
 
-def _report(study: Study, path: Path) -> str:
-    run = recorded_run(study, path)
+def _report(study: Study, path: Path, run: RecordedRun) -> str:
     n_diverged = run.rows[run.rows["status"] == "diverged"]["run"].nunique()
     n_runs = run.rows["run"].nunique()
     with _told_of(path):

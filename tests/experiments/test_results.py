@@ -97,12 +97,18 @@ def test_the_pages_are_what_the_summary_writes(tmp_path):
         assert line.endswith(f"| {seen} |")
 
 
+def heads_table(path):
+    """Mean epochs, seeds that reach .95, and rates, by start, task and heads."""
+    lines = (path / "table.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
+    columns = ({tuple(row[:3]): row[place] for row in rows} for place in (4, 5, 3))
+    epochs, reached, rates = columns
+    return {key: cell.split(" ")[0] for key, cell in epochs.items()}, reached, rates
+
+
 def test_what_is_told_of_more_heads_is_what_the_table_says():
     """The table is of the rows, as another test says."""
-    lines = (RESULTS / "varying_heads" / "table.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
-    epochs = {tuple(row[:3]): row[4].split(" ")[0] for row in rows}
-    reached = {tuple(row[:3]): row[5] for row in rows}
+    epochs, reached, _ = heads_table(RESULTS / "varying_heads")
     start, noise = "the paper's start", "the paper's start plus noise"
     text = told("More heads")
     one, two, four, eight = (epochs[start, "memorization", heads] for heads in "1248")
@@ -139,10 +145,7 @@ def test_what_is_told_of_heads_at_the_papers_sizes_is_what_the_rows_say():
     assert len(stopped) > 100
     assert (stopped["validation_accuracy"] >= 0.95).all()
     text = told("Heads at the paper's sizes")
-    lines = (RESULTS / "varying_heads" / FULL / "table.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
-    epochs = {tuple(row[:3]): row[4].split(" ")[0] for row in cells}
-    reached = {tuple(row[:3]): row[5] for row in cells}
+    epochs, reached, rates = heads_table(RESULTS / "varying_heads" / FULL)
     start, noise = "the paper's start", "the paper's start plus noise"
     one, two, four, eight = (epochs[start, "memorization", heads] for heads in "1248")
     assert f"takes {one}, {two}, {four} and {eight} epochs with one, two, four and eight" in text
@@ -156,7 +159,7 @@ def test_what_is_told_of_heads_at_the_papers_sizes_is_what_the_rows_say():
     assert summed == ["2 of 3", "0 of 3"]
     found = [reached[noise, "generalization", heads] for heads in counts]
     assert found == ["1 of 3", "2 of 3", "3 of 3"]
-    assert {row[3] for row in cells if row[:2] == [noise, "generalization"]} == {"1"}
+    assert {rates[noise, "generalization", heads] for heads in counts} == {"1"}
     runs = last_epochs(rows).set_index("run")
     runs["until"] = epochs_until(rows, 0.95)
     noisy = runs[runs["start"] == "noisy"]
