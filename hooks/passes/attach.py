@@ -29,6 +29,7 @@ from infoflow_lens.hooks.model.points import (
     starts_at_layers,
 )
 from infoflow_lens.hooks.passes.collector import Session, Weights, check_apart, join, leave
+from infoflow_lens.hooks.passes.own import turn
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Probe, Split
 from infoflow_lens.hooks.result import Result
@@ -119,7 +120,13 @@ def attach(
 
 @contextmanager
 def _attached(
-    model: nn.Module, probes: Sequence[Probe[Any]], split: Split, weights: Weights | None = None
+    model: nn.Module,
+    probes: Sequence[Probe[Any]],
+    split: Split,
+    weights: Weights | None = None,
+    *,
+    stops_early: bool = False,
+    thread: int | None = None,
 ) -> Iterator[AttachedProbes]:
     _check_probes(probes)
     check_apart(probes)
@@ -128,7 +135,7 @@ def _attached(
     check_one_device(model)
     weights = Weights(model) if weights is None else weights
     needs = _prepared(model, probes, weights.fingerprint)
-    session = Session(tuple(probes), split, needs, weights)
+    session = Session(tuple(probes), split, needs, weights, stops_early=stops_early, thread=thread)
     join(model, session)
     try:
         yield AttachedProbes(session)
@@ -382,15 +389,17 @@ def _pass_through(
     """Run the model over parts, each in its mode of the split; `skip` is of the first."""
     counts = [part.n_sequences for _, part in parts]
     total = None if None in counts else sum(count or 0 for count in counts)
-    # hooks of the user may stand behind the last hook point that probes read
-    has_other_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    with turn(model):  # else the hooks of another thread's pass may stand on the model
+        # hooks of the user may stand behind the last hook point that probes read
+        has_other_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    stops_early = starts_at_layers(model) and not has_other_hooks
+    thread = threading.get_ident()  # others may run the model, too
     with (
-        eval_mode(model),
-        _attached(model, probes, split, weights) as attached,
+        _attached(
+            model, probes, split, weights, stops_early=stops_early, thread=thread
+        ) as attached,
         progress_bar("probing", total, progress, done=skip) as advance,
     ):
-        attached.session.thread = threading.get_ident()  # others may run the model, too
-        attached.session.stops_early = starts_at_layers(model) and not has_other_hooks
         halved = False
         for index, (mode, part) in enumerate(parts):
             with attached.mode(mode):
@@ -405,7 +414,8 @@ def _pass_through(
 def _run(model: nn.Module, batch: Batch, session: Session, halved: bool) -> bool:
     """Run a batch; where memory runs out, in two halves. Whether it had to be halved."""
     try:
-        batch.run(model)
+        with turn(model), eval_mode(model):  # inside a turn, as threads share the model's mode
+            batch.run(model)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise

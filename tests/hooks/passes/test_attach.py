@@ -4,6 +4,7 @@ import copy
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -27,8 +28,10 @@ from infoflow_lens import (
 )
 from infoflow_lens.hooks import Needs
 from infoflow_lens.hooks.model.shown import attention_hook
+from infoflow_lens.hooks.passes import attach as attach_module
 from infoflow_lens.hooks.probe import Split
 from infoflow_lens.models.host import build_model
+from tests.conftest import make_token_model
 from tests.reference import zoo
 from tests.versions import needs_hooked_transformer, needs_version_4
 
@@ -834,3 +837,53 @@ def test_threads_that_run_probes_on_one_model_see_their_own_sequences(token_mode
         together = list(pool.map(probed, range(3)))
     for one, other in zip(alone, together, strict=True):
         assert all(mine.equal(its) for mine, its in zip(one, other, strict=True))
+
+
+def test_calls_of_other_threads_are_left_out_from_the_first_moment(token_model, monkeypatch):
+    @contextmanager
+    def opened_late(*args, **kwargs):
+        call = threading.Thread(target=token_model, args=(torch.ones(1, 7, dtype=torch.long),))
+        call.start()
+        call.join()
+        yield lambda *args: None
+
+    monkeypatch.setattr(attach_module, "progress_bar", opened_late)
+    ids = torch.arange(14).view(2, 7)
+    (result,) = run_probes(token_model, ids, [PositionsProbe()])
+    assert result.n_sequences == 2
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_threads_share_the_mode_of_a_model(training):
+    """A thread that is done first does not put the model back to training under the other."""
+    model = make_token_model().train(training)
+    modes = []
+    model.hook_dict["blocks.0.hook_resid_pre"].add_hook(
+        lambda activation, hook: modes.append((threading.get_ident(), model.training))
+    )
+    inside, done = threading.Event(), threading.Event()
+    ids = torch.ones(1, 7, dtype=torch.long)
+
+    def first():
+        yield ids
+        assert inside.wait(60)
+        yield ids
+
+    def second():
+        yield ids
+        inside.set()
+        assert done.wait(60)
+        yield ids
+
+    def probed(batches):
+        run_probes(model, batches, [PositionsProbe()], progress=False)
+        return threading.get_ident()
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.submit(probed, first()), pool.submit(probed, second())
+        threads = [one.result()]
+        done.set()
+        threads.append(other.result())
+    assert {thread for thread, _ in modes} >= set(threads)
+    assert not any(mode for _, mode in modes)
+    assert all(module.training is training for module in model.modules())
