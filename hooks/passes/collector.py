@@ -191,7 +191,7 @@ class Collector:
                 point = points[name]
                 point.add_hook(frame.hook(name, point))
                 mine.append((point, point.fwd_hooks[-1]))
-                entered.append(point.register_forward_pre_hook(_noting(frame.entered)))
+                entered.append(point.register_forward_pre_hook(frame.noting()))
             yield frame
         finally:
             for handle in entered:
@@ -203,15 +203,6 @@ class Collector:
             self._frames.remove(frame)
 
 
-def _noting(entered: list[nn.Module]) -> Callable[..., None]:
-    """A hook that notes which module runs; copies of a model share such functions."""
-
-    def hook_fn(module: nn.Module, inputs: Any) -> None:
-        entered[:] = [module]
-
-    return hook_fn
-
-
 class _Frame:
     """What one call has shown so far."""
 
@@ -219,15 +210,27 @@ class _Frame:
         self.caught: dict[str, Tensor] = {}
         self.delegated = False
         self._frames, self._versions = frames, dict[str, int]()
-        self.entered: list[nn.Module] = []  # the hook point that runs, to tell it from a copy's
+        self._entered: list[nn.Module] = []  # the hook point that runs, to tell it from a copy's
         self._n_wanted = n_wanted  # ends the call when so many have fired; -1 never
         self._thread = threading.get_ident()
+
+    def noting(self) -> Callable[..., None]:
+        """A hook that notes which module runs in this thread; copies of a model share it.
+
+        A call of another thread may still be under way that began before probes were on the model.
+        """
+
+        def hook_fn(module: nn.Module, inputs: Any) -> None:
+            if threading.get_ident() == self._thread:
+                self._entered[:] = [module]
+
+        return hook_fn
 
     def hook(self, name: str, point: nn.Module) -> HookFunction:
         """A hook that keeps an activation of this call: of this very model and thread."""
 
         def hook_fn(activation: Tensor, hook: Any) -> None:
-            mine = self.entered[-1:] == [point] and self._frames[-1] is self
+            mine = self._entered[-1:] == [point] and self._frames[-1] is self
             if not mine or threading.get_ident() != self._thread or inside_own_pass():
                 return
             self.caught[name] = activation.detach()

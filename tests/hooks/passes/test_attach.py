@@ -853,6 +853,37 @@ def test_calls_of_other_threads_are_left_out_from_the_first_moment(token_model, 
     assert result.n_sequences == 2
 
 
+def test_a_call_of_another_thread_that_is_under_way_takes_nothing_away(token_model):
+    ids = torch.arange(14).view(2, 7)
+    (alone,) = run_probes(token_model, ids, [PositionsProbe()])
+    mine = threading.get_ident()
+    began, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def wait_for_the_probes(activation, hook):
+        if threading.get_ident() != mine:
+            began.set()
+            assert may_go_on.wait(60)
+
+    def let_the_other_run(activation, hook):
+        if threading.get_ident() == mine:
+            may_go_on.set()
+            assert ended.wait(60)
+
+    def call():
+        token_model(torch.ones(3, 7, dtype=torch.long))
+        ended.set()
+
+    token_model.hook_dict["blocks.0.hook_resid_pre"].add_hook(wait_for_the_probes)
+    for point in ("hook_attn_scores", "hook_pattern"):
+        token_model.hook_dict[f"blocks.0.attn.{point}"].add_hook(let_the_other_run)
+    other = threading.Thread(target=call)
+    other.start()
+    assert began.wait(60)
+    (beside,) = run_probes(token_model, ids, [PositionsProbe()])
+    other.join()
+    assert all(one.equal(two) for one, two in zip(alone.positions, beside.positions))
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_threads_share_the_mode_of_a_model(training):
     """A thread that is done first does not put the model back to training under the other."""
