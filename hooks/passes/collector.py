@@ -43,9 +43,8 @@ class Weights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.fingerprint = model_fingerprint(model)
         self._model = model
-        self._unsaved = self._digest_unsaved()
+        self.fingerprint, self._unsaved = self._digests()
         self._marks = self._look()
 
     def check(self) -> None:
@@ -69,13 +68,13 @@ class Weights:
         return self._untouched() and self._differs()
 
     def _differs(self) -> bool:
-        saved = model_fingerprint(self._model) == self.fingerprint
-        return not saved or self._digest_unsaved() != self._unsaved
+        return self._digests() != (self.fingerprint, self._unsaved)
 
-    def _digest_unsaved(self) -> str:
-        """Of buffers that a state_dict leaves out, such as frequencies of rotary embeddings."""
-        saved = set(self._model.state_dict())
-        return fingerprint({k: v for k, v in self._model.named_buffers() if k not in saved})
+    def _digests(self) -> tuple[str, str]:
+        """Of the state_dict, and of buffers that it leaves out, such as rotary frequencies."""
+        state = self._model.state_dict()
+        unsaved = {k: v for k, v in self._model.named_buffers() if k not in state}
+        return model_fingerprint(self._model, state), fingerprint(unsaved)
 
     def _look(self) -> list[tuple[Any, str, Tensor, tuple[Any, ...]]]:
         return [

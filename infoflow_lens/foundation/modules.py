@@ -15,12 +15,14 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, training in modes.items():
-            module.training = training
+            if module.training != training:
+                module.training = training
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation without gradients; afterwards every module has its own mode again."""
     with modes_kept(model), torch.no_grad():
-        model.eval()
+        if any(module.training for module in model.modules()):
+            model.eval()
         yield

@@ -61,13 +61,18 @@ def own_version() -> str:
 
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the packages that numbers depend on."""
-    versions = {"python": platform.python_version()}
-    for package in _RECORDED_PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+    return {"python": platform.python_version()} | {
+        package: _installed(package) for package in _RECORDED_PACKAGES
+    }
+
+
+@lru_cache
+def _installed(package: str) -> str:
+    """The version of a package; looked up once, as what has been imported does not change."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def environment() -> dict[str, Any]:
@@ -155,9 +160,10 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def model_fingerprint(model: nn.Module) -> str:
-    """The :func:`fingerprint` of a model's state."""
-    tensors = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+def model_fingerprint(model: nn.Module, state: Mapping[str, Any] | None = None) -> str:
+    """The :func:`fingerprint` of a model's state, its ``state_dict()`` if that is not given."""
+    state = model.state_dict() if state is None else state
+    tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
     if empty:
         raise InfoFlowError(
