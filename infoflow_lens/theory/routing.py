@@ -28,7 +28,7 @@ from infoflow_lens.theory.comparison import Component, best_tuples
 
 Role = tuple[int, bool]  # component, and whether the query's token comes second
 
-_MOST_SCORES_AT_ONCE = 2**22
+_MOST_SCORES_AT_ONCE = 2**16  # stays in a cache
 _RESAMPLES = 400
 
 

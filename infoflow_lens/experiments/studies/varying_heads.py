@@ -291,6 +291,7 @@ def _apart(ticks: Sequence[float]) -> list[float]:
 
 
 Runs = Mapping[str, "pd.DataFrame"]
+_CELL = ("start", "task", "heads")
 
 
 def _groups(results: "pd.DataFrame") -> list[tuple[tuple[str, str, str], "pd.DataFrame"]]:
@@ -301,24 +302,21 @@ def _groups(results: "pd.DataFrame") -> list[tuple[tuple[str, str, str], "pd.Dat
     seeds = sorted(runs["seed"].unique())
     half = len(seeds) // 2
     choosing, judged = seeds[:half] or seeds, seeds[half:]
-    found = []
-    groups: Any = runs.groupby(["start", "task", "heads"], sort=False)
-    for key, rows in groups:
-        rate = _best_rate(rows[rows["seed"].isin(choosing)])
-        at_rate = rows[(rows["rate"] == rate) & rows["seed"].isin(judged)]
-        if len(at_rate):
-            found.append((key, at_rate))
-    return found
+    chosen = _best_rates(runs[runs["seed"].isin(choosing)])
+    groups: Any = runs[runs["seed"].isin(judged)].groupby([*_CELL, "rate"], sort=False)
+    at_rate = {
+        tuple(cell): rows for (*cell, rate), rows in groups if chosen.get(tuple(cell)) == rate
+    }
+    cells = dict.fromkeys(zip(*(runs[name] for name in _CELL)))
+    return [(cell, at_rate[cell]) for cell in cells if cell in at_rate]
 
 
-def _best_rate(runs: "pd.DataFrame") -> float | None:
-    """The rate of the fewest mean epochs to .95, of several the one of the least loss."""
-
-    def order(rate: float) -> tuple[float, float]:
-        rows = runs[runs["rate"] == rate]
-        return _mean_epochs(rows), float(rows["best_validation_loss"].mean())
-
-    return min(runs["rate"].unique(), key=order, default=None)
+def _best_rates(runs: "pd.DataFrame") -> dict[tuple[str, str, str], float]:
+    """Of each cell the rate of the fewest mean epochs to .95, of several that of the least loss."""
+    known = runs.assign(until=runs["until"].fillna(math.inf))
+    by_rate = known.groupby([*_CELL, "rate"], sort=False)[["until", "best_validation_loss"]].mean()
+    best = by_rate.sort_values(["until", "best_validation_loss"], kind="stable").reset_index("rate")
+    return best[~best.index.duplicated()]["rate"].to_dict()
 
 
 def _fastest(runs: "pd.DataFrame") -> float:
