@@ -74,8 +74,8 @@ def replace_greedily(
     taken: dict[tuple[int, int], Ideal] = {}
     reached = 0.0
     with (
-        own_pass(model),
         eval_mode(model),
+        own_pass(model),
         progress_bar("joining", len(candidates), progress) as step,
     ):
         for _, layer, head, name in candidates:

@@ -156,7 +156,7 @@ def measure_mechanisms(
             f"resume is of another run, {resume.settings}: expected the same settings and model, "
             f"{known}"
         )
-    with own_pass(model), eval_mode(model), progress_bar("replacing", None, progress) as step:
+    with eval_mode(model), own_pass(model), progress_bar("replacing", None, progress) as step:
         check_edits_reach(model, next(batches.batches(1)))
         run = _Run(model, batches, damage, known, batch_size, after_batch, step)
         run.begin(resume)

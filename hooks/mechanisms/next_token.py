@@ -149,7 +149,7 @@ def _check_causal(model: nn.Module) -> None:
     """
     names = [pattern_hook(model, layer) for layer in range(layer_count(model))]
     tokens = example_input(model, n_sequences=1)[:, :8].to(next(model.parameters()).device)
-    with own_pass(model), eval_mode(model), without_user_hooks(model), torch.no_grad():
+    with eval_mode(model), own_pass(model), without_user_hooks(model), torch.no_grad():
         _, caught = run_catching(model, tokens, names)
     for layer, name in enumerate(names):
         if name in caught and bool((caught[name].triu(1) > 0).any()):

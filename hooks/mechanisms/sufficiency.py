@@ -218,8 +218,8 @@ def measure_sufficiency(
     once = KeptLosses(resume, after).once
 
     with (
-        own_pass(model),
         eval_mode(model),
+        own_pass(model),
         torch.no_grad(),
         progress_bar("sufficiency", len(dealt) * len(counts), progress) as step,
     ):

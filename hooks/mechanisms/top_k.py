@@ -168,8 +168,8 @@ def measure_top_k(
     once = KeptLosses(resume, after).once
 
     with (
-        own_pass(model),
         eval_mode(model),
+        own_pass(model),
         torch.no_grad(),
         progress_bar("top k", len(kinds) * (n_layers + 1), progress) as step,
     ):

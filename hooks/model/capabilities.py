@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.foundation.modules import eval_mode, turn
 from infoflow_lens.foundation.record import weight_processing
 from infoflow_lens.hooks.model.inputs import Inputs, read_inputs
 from infoflow_lens.hooks.model.inputs import example_input as inputs_of_examples
@@ -238,7 +238,8 @@ def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> Mode
     check_inputs(model, example_input, "example_input")
     devices = devices_of(model)
     first = next(model.parameters())
-    training = model.training
+    with turn(model):  # another thread may evaluate it now
+        training = model.training
     inputs = example_input.to(first.device)
     known: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
     wanted = [

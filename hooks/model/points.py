@@ -6,6 +6,7 @@ names are resolved here, before work starts.
 
 import importlib.util
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -163,10 +164,12 @@ def run_catching(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of a forward pass, and what fired at hook points, by the names that were asked."""
     caught: dict[str, Tensor] = {}
+    mine = threading.get_ident()
 
     def catch(name: str) -> Callable[..., None]:
         def hook_fn(activation: Tensor, hook: Any) -> None:
-            caught[name] = activation.detach()
+            if threading.get_ident() == mine:  # a call of another thread may be under way
+                caught[name] = activation.detach()
 
         return hook_fn
 

@@ -77,7 +77,7 @@ def _found(model: nn.Module, points: Mapping[str, Any], n_layers: int) -> Shown:
     parts = [f"blocks.0.{point}" for point in _SUMMED if f"blocks.0.{point}" in points]
     wanted = [name for pair in attention for name in pair if name in points] + parts
     tokens = example_input(model, n_sequences=2)[:, :8].to(next(model.parameters()).device)
-    with own_pass(model), eval_mode(model), without_user_hooks(model):
+    with eval_mode(model), own_pass(model), without_user_hooks(model):
         caught = run_catching(model, tokens, wanted)[1]
     scores = tuple(_carried(caught.get(one), caught.get(other)) for one, other in attention)
     pattern = tuple(other in caught for _, other in attention)

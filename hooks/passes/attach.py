@@ -29,7 +29,6 @@ from infoflow_lens.hooks.model.points import (
     starts_at_layers,
 )
 from infoflow_lens.hooks.passes.collector import Session, Weights, check_apart, join, leave
-from infoflow_lens.hooks.passes.own import turn
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Probe, Split
 from infoflow_lens.hooks.result import Result
@@ -250,8 +249,9 @@ def run_probes(
 
     The model runs in eval mode and without gradients, only as far as probes and hooks of yours look
     where it can be stopped, and is left as it was found: its mode, hooks, gradients and the random
-    state. If you stop it (Ctrl-C), or something fails, the probes keep every finished batch: call
-    their ``result()``. If memory runs out, the batch is halved once, with a warning.
+    state. Between passes (in a loader or `after_batch`) it has its own mode. If you stop it
+    (Ctrl-C), or something fails, the probes keep every finished batch: call their ``result()``. If
+    memory runs out, the batch is halved once, with a warning.
 
     Args:
         model: a TransformerLens model.
@@ -389,9 +389,8 @@ def _pass_through(
     """Run the model over parts, each in its mode of the split; `skip` is of the first."""
     counts = [part.n_sequences for _, part in parts]
     total = None if None in counts else sum(count or 0 for count in counts)
-    with turn(model):  # else the hooks of another thread's pass may stand on the model
-        # hooks of the user may stand behind the last hook point that probes read
-        has_other_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    # hooks of the user may stand behind the last hook point that probes read
+    has_other_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     stops_early = starts_at_layers(model) and not has_other_hooks
     thread = threading.get_ident()  # others may run the model, too
     with (
@@ -414,7 +413,7 @@ def _pass_through(
 def _run(model: nn.Module, batch: Batch, session: Session, halved: bool) -> bool:
     """Run a batch; where memory runs out, in two halves. Whether it had to be halved."""
     try:
-        with turn(model), eval_mode(model):  # inside a turn, as threads share the model's mode
+        with eval_mode(model):
             batch.run(model)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):

@@ -12,11 +12,12 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import turn
 from infoflow_lens.foundation.record import fingerprint, model_fingerprint
 from infoflow_lens.hooks.model.inputs import call_inputs
 from infoflow_lens.hooks.model.points import token_hook
 from infoflow_lens.hooks.model.shown import attention_hook
-from infoflow_lens.hooks.passes.own import AllSeenError, inside_own_pass, turn
+from infoflow_lens.hooks.passes.own import AllSeenError, inside_own_pass
 from infoflow_lens.hooks.passes.view import Needs, Pass, check_no_padding
 
 if TYPE_CHECKING:
@@ -229,8 +230,9 @@ class _Frame:
         """A hook that keeps an activation of this call: of this very model and thread."""
 
         def hook_fn(activation: Tensor, hook: Any) -> None:
-            mine = self._entered[-1:] == [point] and self._frames[-1] is self
-            if not mine or threading.get_ident() != self._thread or inside_own_pass():
+            if threading.get_ident() != self._thread or inside_own_pass():
+                return
+            if self._entered[-1:] != [point] or self._frames[-1] is not self:
                 return
             self.caught[name] = activation.detach()
             self._versions[name] = _version(self.caught[name])

@@ -1,17 +1,14 @@
 """Forward passes that a probe makes for itself, and that no probe looks at."""
 
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import turn
 
 
 class AllSeenError(Exception):
@@ -19,32 +16,6 @@ class AllSeenError(Exception):
 
 
 _inside_own_pass: ContextVar[bool] = ContextVar("inside_own_pass", default=False)
-
-
-_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
-_making = threading.Lock()
-_PATIENCE = 600.0  # seconds, after which a thread that holds a model is taken to wait for us
-
-
-@contextmanager
-def turn(model: nn.Module) -> Iterator[None]:
-    """Measured calls and own passes of one model take turns between threads.
-
-    Raises:
-        InfoFlowError: if another thread does not let go of the model.
-    """
-    with _making:
-        lock: Any = _locks.setdefault(model, threading.RLock())
-    if not lock.acquire(timeout=_PATIENCE):
-        raise InfoFlowError(
-            f"another thread has held {type(model).__name__} for {_PATIENCE:.0f} seconds while it "
-            "is measured: expected calls to take turns; a hook that waits for another thread's "
-            "call of the same model waits for ever"
-        )
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @contextmanager

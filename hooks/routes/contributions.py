@@ -128,7 +128,7 @@ def factors_of(model: nn.Module) -> tuple[float, ...]:
     tokens = example_input(model, n_sequences=2).to(next(model.parameters()).device)
     if not reads_vectors(model):
         tokens = tokens[:, :8]
-    with own_pass(model), eval_mode(model), without_user_hooks(model), torch.no_grad():
+    with eval_mode(model), own_pass(model), without_user_hooks(model), torch.no_grad():
         seen = Pass(model, run_catching(model, tokens, points)[1], tokens=tokens)
     missing = seen.lacks(points)
     if missing:

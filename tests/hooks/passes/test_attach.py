@@ -21,6 +21,7 @@ from infoflow_lens import (
     RecoveryProbe,
     attach,
     build_token_model,
+    inspect_model,
     load_any,
     measure_mechanisms,
     probe_cache,
@@ -882,6 +883,76 @@ def test_a_call_of_another_thread_that_is_under_way_takes_nothing_away(token_mod
     (beside,) = run_probes(token_model, ids, [PositionsProbe()])
     other.join()
     assert all(one.equal(two) for one, two in zip(alone.positions, beside.positions))
+
+
+def test_a_call_of_another_thread_that_is_under_way_goes_on_unharmed(token_model):
+    """It waits in a point with the probes' hook, and runs that hook when the probes have gone."""
+    mine = threading.get_ident()
+    began, may_go_on, waits, ended = (threading.Event() for _ in range(4))
+    outputs = []
+
+    def wait_for_the_probes(activation, hook):
+        if threading.get_ident() != mine:
+            began.set()
+            assert may_go_on.wait(60)
+
+    def let_the_other_run(activation, hook):
+        if threading.get_ident() == mine:
+            may_go_on.set()
+            assert waits.wait(60)
+
+    def wait_for_the_end(activation, hook):
+        if threading.get_ident() != mine:
+            waits.set()
+            assert ended.wait(60)
+
+    points = token_model.hook_dict
+    last = PositionsProbe().needs(token_model).points[-1]
+    points["blocks.0.hook_resid_pre"].add_hook(wait_for_the_probes)
+    points["blocks.0.attn.hook_pattern"].add_hook(let_the_other_run)
+    points[last].add_hook(wait_for_the_end)
+    other = threading.Thread(
+        target=lambda: outputs.append(token_model(torch.ones(3, 7, dtype=torch.long)))
+    )
+    other.start()
+    assert began.wait(60)
+    run_probes(token_model, torch.arange(14).view(2, 7), [PositionsProbe()])
+    ended.set()
+    other.join()
+    assert len(outputs) == 1
+
+
+def test_the_mode_that_inspection_tells_is_not_that_of_another_threads_evaluation():
+    model = make_token_model().train()
+    mine = threading.get_ident()
+    inside, may_end = threading.Event(), threading.Event()
+
+    def wait_inside(activation, hook):
+        if threading.get_ident() != mine:
+            inside.set()
+            assert may_end.wait(60)
+
+    model.hook_dict["blocks.0.hook_resid_pre"].add_hook(wait_inside)
+    ids = torch.ones(2, 7, dtype=torch.long)
+    other = threading.Thread(target=lambda: run_probes(model, ids, [PositionsProbe()]))
+    other.start()
+    assert inside.wait(60)
+    threading.Timer(0.05, may_end.set).start()
+    assert inspect_model(model).training
+    other.join()
+
+
+def test_a_bridge_is_probed_without_dropout_and_left_training(tmp_path):
+    """Also in the modules that its own list of modules leaves out."""
+    bridge = load_any(zoo.save("gpt2", tmp_path)).model
+    bridge.train()
+    drop = bridge.original_model.transformer.drop
+    seen = []
+    drop.register_forward_hook(lambda module, inputs, output: seen.append(module.training))
+    run_probes(bridge, torch.ones(2, 7, dtype=torch.long), [PositionsProbe()])
+    assert set(seen) == {False}
+    assert drop.training
+    assert all(module.training for module in bridge.original_model.modules())
 
 
 @pytest.mark.parametrize("training", [True, False])
