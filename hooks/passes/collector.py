@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.interrupts import insist
 from infoflow_lens.foundation.modules import turn
 from infoflow_lens.foundation.record import fingerprint, model_fingerprint
 from infoflow_lens.hooks.model.inputs import call_inputs
@@ -180,13 +181,24 @@ class Collector:
     def _collecting(self, names: tuple[str, ...], stops: bool) -> Iterator["_Frame"]:
         """Activations by hook point, while the block runs; a call inside it has its own."""
         frame = _Frame(self._frames, len(names) if stops else -1)
-        if self._frames:  # a wrapper that the user put around forward calls the model again
-            self._frames[-1].delegated = True
-        self._frames.append(frame)
         points: Mapping[str, Any] = self.model.hook_dict  # type: ignore[assignment]
         mine: list[Any] = []
         entered: list[Any] = []
+
+        def take_off() -> None:
+            for handle in entered:
+                handle.remove()
+            for point, handle in mine:
+                handle.hook.remove()
+                with suppress(ValueError):  # a hook of the user may have reset them
+                    point.fwd_hooks.remove(handle)
+            with suppress(ValueError):
+                self._frames.remove(frame)
+
         try:
+            if self._frames:  # a wrapper that the user put around forward calls the model again
+                self._frames[-1].delegated = True
+            self._frames.append(frame)
             for name in names:
                 point = points[name]
                 point.add_hook(frame.hook(name, point))
@@ -194,13 +206,7 @@ class Collector:
                 entered.append(point.register_forward_pre_hook(frame.noting()))
             yield frame
         finally:
-            for handle in entered:
-                handle.remove()
-            for point, handle in mine:
-                handle.hook.remove()
-                with suppress(ValueError):  # a hook of the user may have reset them
-                    point.fwd_hooks.remove(handle)
-            self._frames.remove(frame)
+            insist(take_off)
 
 
 class _Frame:
@@ -232,7 +238,7 @@ class _Frame:
         def hook_fn(activation: Tensor, hook: Any) -> None:
             if threading.get_ident() != self._thread or inside_own_pass():
                 return
-            if self._entered[-1:] != [point] or self._frames[-1] is not self:
+            if self._entered[-1:] != [point] or self._frames[-1:] != [self]:
                 return
             self.caught[name] = activation.detach()
             self._versions[name] = _version(self.caught[name])
@@ -292,15 +298,20 @@ def join(model: nn.Module, session: Session) -> None:
 
 def leave(model: nn.Module, session: Session) -> None:
     """Take a session off, in whatever order; the model is as before when the last one has left."""
-    with turn(model), _joining:
-        collector = _collectors[model]
-        collector.sessions.remove(session)
+
+    def take_off() -> None:
+        collector = _collectors.get(model)
+        if collector is not None:
+            collector.sessions[:] = [one for one in collector.sessions if one is not session]
         _attached.difference_update(id(probe) for probe in session.probes)
-        if not collector.sessions:
-            del _collectors[model]
+        if collector is None or not collector.sessions:
             plain = vars(type(model)).get("_plain")
             if plain is not None:  # else somebody has put another class over ours, which is inert
                 object.__setattr__(model, "__class__", plain)
+            _collectors.pop(model, None)
+
+    with turn(model), _joining:
+        insist(take_off)
     if session.weights.changed_unseen():
         for probe in session.probes:
             probe.refuse(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.interrupts import insist
 
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _making = threading.Lock()
@@ -44,11 +45,7 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        try:
-            _restore(modes)
-        except BaseException:  # Ctrl-C must not leave some modules in the other mode
-            _restore(modes)
-            raise
+        insist(lambda: _restore(modes))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -953,6 +954,49 @@ def test_a_bridge_is_probed_without_dropout_and_left_training(tmp_path):
     assert set(seen) == {False}
     assert drop.training
     assert all(module.training for module in bridge.original_model.modules())
+
+
+def test_ctrl_c_in_any_line_of_the_cleaning_up_leaves_nothing_behind(token_model):
+    """Hooks, modes and class of the model; it can be probed again."""
+    ids = torch.arange(14).view(2, 7)
+    model = token_model.train()
+    plain, before = type(model), snapshot(model)
+    ran = {}  # lines of the cleaning up, in the order in which they run first
+
+    def interrupt_at(target):
+        pending = target is not None
+
+        def lines(frame, event, argument):
+            nonlocal pending
+            if event == "line":
+                here = (frame.f_code.co_filename, frame.f_lineno)
+                ran.setdefault(here)
+                if pending and here == target:
+                    pending = False
+                    raise KeyboardInterrupt
+            return lines
+
+        def calls(frame, event, argument):
+            cleans = frame.f_code.co_name in ("take_off", "_restore")
+            return lines if cleans and "infoflow" in frame.f_globals["__name__"] else None
+
+        return calls
+
+    def probed(target):
+        previous = sys.gettrace()
+        sys.settrace(interrupt_at(target))
+        try:
+            run_probes(model, ids, [PositionsProbe()])
+        finally:
+            sys.settrace(previous)
+
+    probed(None)
+    assert len(ran) > 12
+    for target in list(ran):
+        with pytest.raises(KeyboardInterrupt):
+            probed(target)
+        assert type(model) is plain
+        assert_same(before, snapshot(model))
 
 
 @pytest.mark.parametrize("training", [True, False])
