@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.interrupts import insist
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.mechanisms.damage import Damage
 from infoflow_lens.hooks.mechanisms.ideals import IDEALS, SeeingAllowed, ideal_pattern
@@ -107,13 +108,17 @@ def without_backward_hooks(model: nn.Module) -> Iterator[None]:
     """The model without the user's backward hooks, which would see, or change, our gradients."""
     modules = list(model.modules())
     saved = [(module._backward_hooks, module._backward_pre_hooks) for module in modules]
-    for module in modules:
-        module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for module, (hooks, pre_hooks) in zip(modules, saved, strict=True):
             module._backward_hooks, module._backward_pre_hooks = hooks, pre_hooks
+
+    try:
+        for module in modules:
+            module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
+        yield
+    finally:
+        insist(put_back)
 
 
 def _directions(

@@ -249,7 +249,7 @@ def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> Mode
         if f"blocks.{layer}.{point}" in known
     ]
     carried = shown(model).scores
-    with own_pass(model), eval_mode(model):
+    with eval_mode(model), own_pass(model):
         output, caught = run_catching(model, inputs, wanted)
         if not output.isfinite().all():
             raise InfoFlowError(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.interrupts import insist
 from infoflow_lens.foundation.modules import turn
-from infoflow_lens.foundation.record import fingerprint, model_fingerprint
+from infoflow_lens.foundation.record import fingerprint, state_fingerprint
 from infoflow_lens.hooks.model.inputs import call_inputs
 from infoflow_lens.hooks.model.points import token_hook
 from infoflow_lens.hooks.model.shown import attention_hook
@@ -76,7 +76,7 @@ class Weights:
         """Of the state_dict, and of buffers that it leaves out, such as rotary frequencies."""
         state = self._model.state_dict()
         unsaved = {k: v for k, v in self._model.named_buffers() if k not in state}
-        return model_fingerprint(self._model, state), fingerprint(unsaved)
+        return state_fingerprint(state), fingerprint(unsaved)
 
     def _look(self) -> list[tuple[Any, str, Tensor, tuple[Any, ...]]]:
         return [
@@ -216,7 +216,7 @@ class _Frame:
         self.caught: dict[str, Tensor] = {}
         self.delegated = False
         self._frames, self._versions = frames, dict[str, int]()
-        self._entered: list[nn.Module] = []  # the hook point that runs, to tell it from a copy's
+        self._entered: nn.Module | None = None  # the hook point that runs, not that of a copy
         self._n_wanted = n_wanted  # ends the call when so many have fired; -1 never
         self._thread = threading.get_ident()
 
@@ -228,7 +228,7 @@ class _Frame:
 
         def hook_fn(module: nn.Module, inputs: Any) -> None:
             if threading.get_ident() == self._thread:
-                self._entered[:] = [module]
+                self._entered = module
 
         return hook_fn
 
@@ -238,7 +238,7 @@ class _Frame:
         def hook_fn(activation: Tensor, hook: Any) -> None:
             if threading.get_ident() != self._thread or inside_own_pass():
                 return
-            if self._entered[-1:] != [point] or self._frames[-1:] != [self]:
+            if self._entered is not point or self._frames[-1:] != [self]:
                 return
             self.caught[name] = activation.detach()
             self._versions[name] = _version(self.caught[name])

@@ -5,9 +5,11 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.interrupts import insist
 from infoflow_lens.foundation.modules import turn
 
 
@@ -40,23 +42,27 @@ def inside_own_pass() -> bool:
 @contextmanager
 def without_user_hooks(model: nn.Module) -> Iterator[None]:
     """The model with its permanent hooks only (those that belong to it), for the block's length."""
-    saved = []
-    for point in set(model.hook_dict.values()):  # type: ignore[operator]
-        for name, handles in (
-            ("_forward_hooks", point.fwd_hooks),
-            ("_backward_hooks", point.bwd_hooks),
-            ("_backward_pre_hooks", ()),
-        ):
-            hooks = getattr(point, name)
-            permanent = [handle.hook.id for handle in handles if handle.is_permanent]
-            kept = OrderedDict((key, hooks[key]) for key in permanent if key in hooks)
-            saved.append((point, name, hooks))
-            setattr(point, name, kept)
-    try:
-        yield
-    finally:
+    saved: list[tuple[Any, str, Any]] = []
+
+    def put_back() -> None:
         for point, name, hooks in saved:
             setattr(point, name, hooks)
+
+    try:
+        for point in set(model.hook_dict.values()):  # type: ignore[operator]
+            for name, handles in (
+                ("_forward_hooks", point.fwd_hooks),
+                ("_backward_hooks", point.bwd_hooks),
+                ("_backward_pre_hooks", ()),
+            ):
+                hooks = getattr(point, name)
+                permanent = [handle.hook.id for handle in handles if handle.is_permanent]
+                kept = OrderedDict((key, hooks[key]) for key in permanent if key in hooks)
+                saved.append((point, name, hooks))
+                setattr(point, name, kept)
+        yield
+    finally:
+        insist(put_back)
 
 
 @contextmanager
@@ -84,13 +90,17 @@ def stashes_kept(model: nn.Module) -> Iterator[None]:
         (vars(module), {k: v for k, v in vars(module).items() if v is None or _is_tensor(v)})
         for module in model.modules()
     ]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for values, kept in before:
             for name in [k for k, v in values.items() if _is_tensor(v) and k not in kept]:
                 del values[name]
             values.update(kept)
+
+    try:
+        yield
+    finally:
+        insist(put_back)
 
 
 def _is_tensor(value: object) -> bool:

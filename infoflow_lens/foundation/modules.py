@@ -39,13 +39,23 @@ def turn(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Whatever happens in the block, every module has its own train or eval mode after it."""
+def modes_kept(model: nn.Module) -> Iterator[Mapping[nn.Module, bool]]:
+    """Whatever happens in the block, every module has its own train or eval mode after it.
+
+    Yields:
+        the modules, and whether each trains.
+    """
     modes = {module: module.training for module in _modules_of(model)}
+
+    def put_back() -> None:
+        for module, training in modes.items():
+            if module.training != training:
+                module.training = training
+
     try:
-        yield
+        yield modes
     finally:
-        insist(lambda: _restore(modes))
+        insist(put_back)
 
 
 @contextmanager
@@ -55,9 +65,9 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     Threads share the mode of a model, so that they take turns. ``model.eval()`` is not called: in
     some adapters it writes weights.
     """
-    with turn(model), modes_kept(model), torch.no_grad():
-        for module in _modules_of(model):
-            if module.training:
+    with turn(model), modes_kept(model) as modes, torch.no_grad():
+        for module, training in modes.items():
+            if training:
                 module.training = False
         yield
 
@@ -68,9 +78,3 @@ def _modules_of(model: nn.Module) -> Iterator[nn.Module]:
     behind = getattr(model, "original_model", None)
     if isinstance(behind, nn.Module):
         yield from behind.modules()
-
-
-def _restore(modes: Mapping[nn.Module, bool]) -> None:
-    for module, training in modes.items():
-        if module.training != training:
-            module.training = training

@@ -160,9 +160,13 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def model_fingerprint(model: nn.Module, state: Mapping[str, Any] | None = None) -> str:
-    """The :func:`fingerprint` of a model's state, its ``state_dict()`` if that is not given."""
-    state = model.state_dict() if state is None else state
+def model_fingerprint(model: nn.Module) -> str:
+    """The :func:`fingerprint` of a model's state."""
+    return state_fingerprint(model.state_dict())
+
+
+def state_fingerprint(state: Mapping[str, Any]) -> str:
+    """:func:`model_fingerprint` of the model with this ``state_dict()``."""
     tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
     if empty:

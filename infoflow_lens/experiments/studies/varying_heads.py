@@ -304,11 +304,11 @@ def _groups(results: "pd.DataFrame") -> list[tuple[tuple[str, str, str], "pd.Dat
     choosing, judged = seeds[:half] or seeds, seeds[half:]
     chosen = _best_rates(runs[runs["seed"].isin(choosing)])
     groups: Any = runs[runs["seed"].isin(judged)].groupby([*_CELL, "rate"], sort=False)
-    at_rate = {
-        tuple(cell): rows for (*cell, rate), rows in groups if chosen.get(tuple(cell)) == rate
-    }
-    cells = dict.fromkeys(zip(*(runs[name] for name in _CELL)))
-    return [(cell, at_rate[cell]) for cell in cells if cell in at_rate]
+    return [
+        ((start, task, heads), rows)
+        for (start, task, heads, rate), rows in groups
+        if chosen.get((start, task, heads)) == rate
+    ]
 
 
 def _best_rates(runs: "pd.DataFrame") -> dict[tuple[str, str, str], float]:

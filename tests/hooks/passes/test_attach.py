@@ -35,6 +35,7 @@ from infoflow_lens.hooks.probe import Split
 from infoflow_lens.models.host import build_model
 from tests.conftest import make_token_model
 from tests.reference import zoo
+from tests.threads import other_call
 from tests.versions import needs_hooked_transformer, needs_version_4
 
 
@@ -856,91 +857,43 @@ def test_calls_of_other_threads_are_left_out_from_the_first_moment(token_model, 
 
 
 def test_a_call_of_another_thread_that_is_under_way_takes_nothing_away(token_model):
-    ids = torch.arange(14).view(2, 7)
+    ids, points = torch.arange(14).view(2, 7), token_model.hook_dict
     (alone,) = run_probes(token_model, ids, [PositionsProbe()])
-    mine = threading.get_ident()
-    began, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def wait_for_the_probes(activation, hook):
-        if threading.get_ident() != mine:
-            began.set()
-            assert may_go_on.wait(60)
-
-    def let_the_other_run(activation, hook):
-        if threading.get_ident() == mine:
-            may_go_on.set()
-            assert ended.wait(60)
-
-    def call():
-        token_model(torch.ones(3, 7, dtype=torch.long))
-        ended.set()
-
-    token_model.hook_dict["blocks.0.hook_resid_pre"].add_hook(wait_for_the_probes)
-    for point in ("hook_attn_scores", "hook_pattern"):
-        token_model.hook_dict[f"blocks.0.attn.{point}"].add_hook(let_the_other_run)
-    other = threading.Thread(target=call)
-    other.start()
-    assert began.wait(60)
-    (beside,) = run_probes(token_model, ids, [PositionsProbe()])
-    other.join()
+    longer = torch.ones(3, 7, dtype=torch.long)
+    with other_call(token_model, lambda: token_model(longer), "blocks.0.hook_resid_pre") as other:
+        for point in ("hook_attn_scores", "hook_pattern"):
+            points[f"blocks.0.attn.{point}"].add_hook(lambda activation, hook: other.go_on())
+        (beside,) = run_probes(token_model, ids, [PositionsProbe()])
+        assert other.output is not None
     assert all(one.equal(two) for one, two in zip(alone.positions, beside.positions))
 
 
 def test_a_call_of_another_thread_that_is_under_way_goes_on_unharmed(token_model):
     """It waits in a point with the probes' hook, and runs that hook when the probes have gone."""
-    mine = threading.get_ident()
-    began, may_go_on, waits, ended = (threading.Event() for _ in range(4))
-    outputs = []
-
-    def wait_for_the_probes(activation, hook):
-        if threading.get_ident() != mine:
-            began.set()
-            assert may_go_on.wait(60)
-
-    def let_the_other_run(activation, hook):
-        if threading.get_ident() == mine:
-            may_go_on.set()
-            assert waits.wait(60)
-
-    def wait_for_the_end(activation, hook):
-        if threading.get_ident() != mine:
-            waits.set()
-            assert ended.wait(60)
-
-    points = token_model.hook_dict
+    longer = torch.ones(3, 7, dtype=torch.long)
     last = PositionsProbe().needs(token_model).points[-1]
-    points["blocks.0.hook_resid_pre"].add_hook(wait_for_the_probes)
-    points["blocks.0.attn.hook_pattern"].add_hook(let_the_other_run)
-    points[last].add_hook(wait_for_the_end)
-    other = threading.Thread(
-        target=lambda: outputs.append(token_model(torch.ones(3, 7, dtype=torch.long)))
-    )
-    other.start()
-    assert began.wait(60)
-    run_probes(token_model, torch.arange(14).view(2, 7), [PositionsProbe()])
-    ended.set()
-    other.join()
-    assert len(outputs) == 1
+    stops = ("blocks.0.hook_resid_pre", last)
+    with other_call(token_model, lambda: token_model(longer), *stops) as other:
+        token_model.hook_dict["blocks.0.attn.hook_pattern"].add_hook(
+            lambda activation, hook: other.go_on()
+        )
+        run_probes(token_model, torch.arange(14).view(2, 7), [PositionsProbe()])
+        assert other.output is None
+    assert other.error is None
+    assert other.output is not None
 
 
 def test_the_mode_that_inspection_tells_is_not_that_of_another_threads_evaluation():
     model = make_token_model().train()
-    mine = threading.get_ident()
-    inside, may_end = threading.Event(), threading.Event()
-
-    def wait_inside(activation, hook):
-        if threading.get_ident() != mine:
-            inside.set()
-            assert may_end.wait(60)
-
-    model.hook_dict["blocks.0.hook_resid_pre"].add_hook(wait_inside)
     ids = torch.ones(2, 7, dtype=torch.long)
-    other = threading.Thread(target=lambda: run_probes(model, ids, [PositionsProbe()]))
-    other.start()
-    assert inside.wait(60)
-    threading.Timer(0.05, may_end.set).start()
-    assert inspect_model(model).training
-    other.join()
+
+    def probed():
+        return run_probes(model, ids, [PositionsProbe()])
+
+    with other_call(model, probed, "blocks.0.hook_resid_pre") as other:
+        assert not model.training
+        threading.Timer(0.05, other.let_go).start()
+        assert inspect_model(model).training
 
 
 def test_a_bridge_is_probed_without_dropout_and_left_training(tmp_path):
@@ -956,10 +909,13 @@ def test_a_bridge_is_probed_without_dropout_and_left_training(tmp_path):
     assert all(module.training for module in bridge.original_model.modules())
 
 
-def test_ctrl_c_in_any_line_of_the_cleaning_up_leaves_nothing_behind(token_model):
-    """Hooks, modes and class of the model; it can be probed again."""
+@pytest.mark.parametrize("make", [PositionsProbe, JacobianInfluence])
+def test_ctrl_c_in_any_line_of_the_cleaning_up_leaves_nothing_behind(token_model, make):
+    """Hooks, those of the user too, modes and class of the model; it can be probed again."""
     ids = torch.arange(14).view(2, 7)
     model = token_model.train()
+    model.hook_dict["blocks.0.hook_resid_post"].add_hook(lambda activation, hook: None)
+    run_probes(model, ids, [make()])  # what is found out once is known then
     plain, before = type(model), snapshot(model)
     ran = {}  # lines of the cleaning up, in the order in which they run first
 
@@ -977,7 +933,7 @@ def test_ctrl_c_in_any_line_of_the_cleaning_up_leaves_nothing_behind(token_model
             return lines
 
         def calls(frame, event, argument):
-            cleans = frame.f_code.co_name in ("take_off", "_restore")
+            cleans = frame.f_code.co_name in ("take_off", "put_back")
             return lines if cleans and "infoflow" in frame.f_globals["__name__"] else None
 
         return calls
@@ -986,7 +942,7 @@ def test_ctrl_c_in_any_line_of_the_cleaning_up_leaves_nothing_behind(token_model
         previous = sys.gettrace()
         sys.settrace(interrupt_at(target))
         try:
-            run_probes(model, ids, [PositionsProbe()])
+            run_probes(model, ids, [make()])
         finally:
             sys.settrace(previous)
 
