@@ -49,13 +49,13 @@ class OtherCall:
         assert self._stands.acquire(timeout=_LIMIT)
 
     def go_on(self) -> None:
-        """To the next stop or the end; nothing where it has ended, or if it asks itself."""
+        """To the next stop or the end; does nothing behind the end, or in the other thread."""
         if not self._ended and threading.current_thread() is not self._thread:
             self._may_go_on.release()
             assert self._stands.acquire(timeout=_LIMIT)
 
     def let_go(self) -> None:
-        """It goes on when it can; who calls this need not wait for it."""
+        """To the next stop or the end, without waiting until it is there."""
         self._may_go_on.release()
 
     def end(self) -> None:

@@ -915,7 +915,7 @@ def test_ctrl_c_in_any_line_of_the_cleaning_up_leaves_nothing_behind(token_model
     ids = torch.arange(14).view(2, 7)
     model = token_model.train()
     model.hook_dict["blocks.0.hook_resid_post"].add_hook(lambda activation, hook: None)
-    run_probes(model, ids, [make()])  # what is found out once is known then
+    run_probes(model, ids, [make()])  # what a first run learns of the model is cached
     plain, before = type(model), snapshot(model)
     ran = {}  # lines of the cleaning up, in the order in which they run first
 
