@@ -1,0 +1,292 @@
+"""Settings: types and ranges are declared once, as annotations, and checked here alone.
+
+A setting is an annotated field of a :func:`settings` class or an annotated argument of a
+:func:`checked` function. pydantic validates strictly: no text becomes a number, no number a truth
+value. NumPy numbers, arrays and tensors of numbers count as what they hold, and lists as tuples.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Interval, Le, Lt, MinLen
+from typing_extensions import dataclass_transform
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.names import nearest
+
+T = TypeVar("T")
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """The end of an error message: what to do; for ``Annotated[int, Ge(1), Remedy("...")]``."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Distinct:
+    """Values of a tuple must differ; for ``Annotated[tuple[int, ...], Distinct()]``."""
+
+
+LARGEST_SEED = 2**63 - 1
+
+Count = Annotated[int, Ge(1)]
+Index = Annotated[int, Ge(0)]
+Seed = Annotated[int, Interval(ge=0, le=LARGEST_SEED)]
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Interval(ge=0, le=1)]
+Ranks = Annotated[
+    tuple[Count, ...],
+    MinLen(1),
+    Distinct(),
+    Remedy("such as (1, 2); rank 1 is the argmax"),
+]
+Positions = Annotated[tuple[Index, ...], Distinct(), Remedy("such as (0,)")]
+
+_SCALARS: tuple[Any, ...] = (int, float, bool, str)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def settings(cls: type[T]) -> type[T]:
+    """A frozen dataclass whose fields are checked against their annotations when it is made.
+
+    A ``__post_init__`` of the class runs after the fields are checked, for what holds between them.
+
+    Raises:
+        InfoFlowError: from the class, for a value that its field does not allow.
+    """
+    then: Callable[[Any], None] | None = cls.__dict__.get("__post_init__")
+
+    def post_init(self: Any) -> None:
+        check_fields(self)
+        if then is not None:
+            then(self)
+
+    cls.__post_init__ = post_init  # type: ignore[attr-defined]
+    return dataclass(frozen=True)(cls)
+
+
+def check_fields(made: Any) -> None:
+    """Check the fields of a new dataclass instance, and put plain values in their place.
+
+    Raises:
+        InfoFlowError: for a value that its field does not allow.
+    """
+    kind: Any = type(made)
+    hints = _hints(kind)
+    for item in fields(made):
+        if item.init and item.name in hints:
+            value = check(getattr(made, item.name), hints[item.name], item.name)
+            object.__setattr__(made, item.name, value)
+
+
+def checked(function: FunctionT) -> FunctionT:
+    """A function whose annotated settings are checked when it is called.
+
+    Arguments that are no settings (models, tensors, other objects) are left alone.
+
+    Raises:
+        InfoFlowError: from the function, for a value that its annotation does not allow.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        hints = _hints(function)
+        for name, value in bound.arguments.items():
+            kind = signature.parameters[name].kind
+            if name in hints and kind not in (
+                inspect.Parameter.VAR_POSITIONAL,
+                inspect.Parameter.VAR_KEYWORD,
+            ):
+                bound.arguments[name] = check(value, hints[name], name)
+        return function(*bound.args, **bound.kwargs)
+
+    return typing.cast(FunctionT, call)
+
+
+def check(value: Any, annotation: Any, name: str) -> Any:
+    """`value` as its annotation has it: plain numbers for NumPy's, tuples for lists.
+
+    Args:
+        value: what the user gave.
+        annotation: its type, with ranges; such as ``Annotated[int, Ge(1)]``.
+        name: what the error calls it.
+
+    Raises:
+        InfoFlowError: with the value, what was expected, and what to do.
+    """
+    from pydantic import ValidationError
+
+    given = plain(value)
+    adapter = _adapter(annotation)
+    try:
+        found = adapter.validate_python(given)
+    except ValidationError:
+        found, wrong = None, True
+    else:
+        wrong = not _is_distinct(found, annotation)
+    if wrong:
+        choices = _choices(annotation)
+        expected = nearest(given, choices) if choices else f": expected {_words(annotation)}"
+        remedies = [part.text for part in _metadata(annotation) if isinstance(part, Remedy)]
+        verb = "are" if name.endswith("s") and isinstance(given, tuple) else "is"
+        raise InfoFlowError(
+            f"{name} {verb} {value!r}{expected}{''.join(f', {r}' for r in remedies)}"
+        )
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Numbers of NumPy and torch as Python's, small arrays, tensors and lists as tuples."""
+    if hasattr(value, "dtype") and hasattr(value, "tolist") and hasattr(value, "ndim"):
+        return plain(value.tolist()) if value.ndim <= 2 else value
+    if isinstance(value, (list, range)):
+        return tuple(plain(part) for part in value)
+    if type(value) is tuple:
+        return tuple(plain(part) for part in value)
+    return value
+
+
+# What annotations say
+
+
+@functools.cache
+def _adapter(annotation: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter
+
+    config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
+    return TypeAdapter(annotation, config=config)
+
+
+@functools.cache
+def _hints(owner: Any) -> Mapping[str, Any]:
+    """The annotations of a class or function that declare settings, by name."""
+    found: dict[str, Any] = {}
+    for place in reversed(inspect.getmro(owner)) if isinstance(owner, type) else (owner,):
+        module = inspect.getmodule(place)
+        names = {**vars(typing), **(vars(module) if module is not None else {})}
+        names |= getattr(inspect.unwrap(place), "__globals__", {}) if callable(place) else {}
+        for name, hint in inspect.get_annotations(place).items():
+            if isinstance(hint, str):
+                try:
+                    hint = eval(hint, names)
+                except (NameError, SyntaxError):  # a type for type checkers alone, or a shape
+                    continue
+            if _is_setting(hint):
+                found[name] = hint
+            else:
+                found.pop(name, None)
+    found.pop("return", None)
+    return found
+
+
+def _is_setting(hint: Any) -> bool:
+    """Whether all parts of an annotation are plain values, whose types and ranges are checked."""
+    origin = get_origin(hint)
+    if origin is Annotated:
+        return _is_setting(get_args(hint)[0])
+    if origin is Literal or hint in _SCALARS or hint is type(None):
+        return True
+    if origin in (Union, types.UnionType, tuple):
+        return all(part is Ellipsis or _is_setting(part) for part in get_args(hint))
+    return False
+
+
+def _metadata(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the annotation itself."""
+    inner = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    return get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (annotation,)
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The words that may be given, if only words may be."""
+    inner = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    if get_origin(inner) is Literal and all(isinstance(part, str) for part in get_args(inner)):
+        return list(get_args(inner))
+    return []
+
+
+def _is_distinct(value: Any, annotation: Any) -> bool:
+    if value is None or not isinstance(value, tuple):
+        return True
+    asks = any(
+        isinstance(part, Distinct) for option in _options(annotation) for part in _metadata(option)
+    ) or any(isinstance(part, Distinct) for part in _metadata(annotation))
+    return not asks or len(set(value)) == len(value)
+
+
+def _words(annotation: Any) -> str:
+    """What an annotation allows, in words."""
+    options = _options(annotation)
+    if len(options) > 1:
+        return " or ".join(_words(option) for option in options)
+    metadata, origin = _metadata(annotation), get_origin(annotation)
+    inner = get_args(annotation)[0] if origin is Annotated else annotation
+    bounds = _range(metadata)
+    if inner is type(None) or inner is None:
+        return "None"
+    if get_origin(inner) is Literal:
+        return " or ".join(repr(part) for part in get_args(inner))
+    if get_origin(inner) is tuple:
+        parts = get_args(inner)
+        distinct = "different " if any(isinstance(part, Distinct) for part in metadata) else ""
+        least = [part.min_length for part in metadata if isinstance(part, MinLen)]
+        if len(parts) == 2 and parts[1] is Ellipsis:
+            number = f"at least {least[0]} of " if least and least[0] > 1 else ""
+            return f"{number}{distinct}{_plural(_words(parts[0]))}"
+        return f"{len(parts)} values: {', '.join(map(_words, parts))}"
+    names = {int: "an integer", float: "a finite number", bool: "True or False", str: "a text"}
+    return f"{names.get(inner, getattr(inner, '__name__', str(inner)))}{bounds}"
+
+
+def _plural(words: str) -> str:
+    for one, many in (("an integer", "integers"), ("a finite number", "finite numbers")):
+        if words.startswith(one):
+            return many + words.removeprefix(one)
+    return "texts" if words == "a text" else f"values, each {words}"
+
+
+def _range(metadata: Iterable[Any]) -> str:
+    low: Any = None
+    high: Any = None
+    above: Any = None
+    below: Any = None
+    for part in metadata:
+        if isinstance(part, (Ge, Interval)) and part.ge is not None:
+            low = part.ge
+        if isinstance(part, (Gt, Interval)) and part.gt is not None:
+            above = part.gt
+        if isinstance(part, (Le, Interval)) and part.le is not None:
+            high = part.le
+        if isinstance(part, (Lt, Interval)) and part.lt is not None:
+            below = part.lt
+    said = [
+        f"of at least {low}" if low is not None else "",
+        f"above {above}" if above is not None else "",
+        f"at most {_shown(high)}" if high is not None else "",
+        f"below {below}" if below is not None else "",
+    ]
+    if low is not None and high is not None:
+        said = [f"from {low} to {_shown(high)}"]
+    words = " and ".join(part for part in said if part)
+    return f" {words}" if words else ""
+
+
+def _shown(number: Any) -> str:
+    return "2^63 - 1" if number == LARGEST_SEED else str(number)
