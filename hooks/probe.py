@@ -15,9 +15,9 @@ from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.foundation.memory import bytes_in
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
+from infoflow_lens.hooks.model.call import NamedHook
 from infoflow_lens.hooks.model.points import hook_name
-from infoflow_lens.hooks.passes.collector import HookFunction as HookFunction
-from infoflow_lens.hooks.passes.collector import NamedHook, hooks_of
+from infoflow_lens.hooks.passes.plain import hooks_of
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.result import Result
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 ResultT = TypeVar("ResultT", bound=Result)
 ProbeT = TypeVar("ProbeT", bound="Probe[Any]")
+
+
+Mode = Literal["by_index", "fit", "evaluate"]
 
 
 @dataclass
@@ -44,7 +47,7 @@ class Split:
     """
 
     every: int = 5
-    mode: Literal["by_index", "fit", "evaluate"] = "by_index"
+    mode: Mode = "by_index"
     first: int = 0
     step: int = 1
 
@@ -99,6 +102,7 @@ class Probe(ABC, Generic[ResultT]):
     def __init__(self) -> None:
         self.n_sequences = 0
         self.pending: Callable[[], None] | None = None
+        self.is_attached = False
         self._points: tuple[str, ...] = ()
         self._record: RunRecord | None = None
         self._n_partial = 0
@@ -376,8 +380,8 @@ class Probe(ABC, Generic[ResultT]):
     # Helpers for probes
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what plain hooks have collected, which belongs to the model."""
-        return {**self.__dict__, "pending": None}
+        """Without what binds the probe to a model: what plain hooks have collected, and a block."""
+        return {**self.__dict__, "pending": None, "is_attached": False}
 
     def run_record(self) -> RunRecord:
         """The record of the run, for the result."""
