@@ -483,8 +483,8 @@ def check_edits_reach(model: nn.Module, batch: Batch) -> None:
         return
     output = output_of(model, batch)
 
-    def empty(pattern: Tensor, hook: Any) -> Tensor:
-        return torch.zeros_like(pattern)
+    def empty(activation: Tensor, hook: Any) -> Tensor:
+        return torch.zeros_like(activation)
 
     for layer in range(layer_count(model)):
         name = pattern_hook(model, layer)

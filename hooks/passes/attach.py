@@ -180,7 +180,7 @@ class _MeasuredForward:
             else:
                 object.__setattr__(self._model, "forward", self._own)
 
-    @torch.compiler.disable  # a compiled wrapper of the model runs it as it is, and is measured
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled wrapper of the model runs it as it is, and is measured
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model, and give what it showed to the probes."""
         # a call inside a call is part of it, as where the user's forward calls the model again
