@@ -20,7 +20,7 @@ from torch import nn
 
 from infoflow_lens.foundation.checks import check_device
 from infoflow_lens.foundation.display import panel
-from infoflow_lens.foundation.drawing import Drawing
+from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
@@ -635,7 +635,7 @@ def _leaving_no_trace() -> Iterator[None]:
     """
     with (
         _loading,
-        Drawing(0),
+        SeededRandom(0),
         warnings.catch_warnings(),
         open(os.devnull, "w", encoding="utf-8") as nowhere,
         redirect_stdout(nowhere),
