@@ -198,7 +198,7 @@ def _is_setting(hint: Any) -> bool:
     origin = get_origin(hint)
     if origin is Annotated:
         return _is_setting(get_args(hint)[0])
-    if origin is Literal or hint in _SCALARS or hint is type(None):
+    if origin in (Literal, Callable) or hint in _SCALARS or hint is type(None):
         return True
     if origin in (Union, types.UnionType, tuple):
         return all(part is Ellipsis or _is_setting(part) for part in get_args(hint))
@@ -244,6 +244,8 @@ def _words(annotation: Any) -> str:
         return "None"
     if get_origin(inner) is Literal:
         return " or ".join(repr(part) for part in get_args(inner))
+    if get_origin(inner) is Callable:
+        return "a function"
     if get_origin(inner) is tuple:
         parts = get_args(inner)
         distinct = "different " if any(isinstance(part, Distinct) for part in metadata) else ""

@@ -8,7 +8,7 @@ from torch import nn
 
 from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy, Verdict
 from infoflow_lens.experiments.tables import markdown_table, spread
-from infoflow_lens.foundation.drawing import Drawing
+from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.model.call import call
 from infoflow_lens.models.architecture import Architecture
@@ -105,7 +105,7 @@ class SpecificPosition(VectorStudy):
         model = build_model(self.architecture(settings), seed=seed, device=device)
         if settings["model"] == _PAPER:
             model.blocks[0].ln1 = nn.Identity()
-            with Drawing(derived_seed("readout", seed)):
+            with SeededRandom(derived_seed("readout", seed)):
                 readout: Any = nn.Sequential(
                     nn.Linear(settings["d_model"], settings["d_mlp"]),
                     nn.GELU(),
