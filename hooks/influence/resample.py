@@ -2,15 +2,16 @@
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, field
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_choice
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import fingerprint
+from infoflow_lens.foundation.settings import Share
 from infoflow_lens.hooks.influence.base import StateInfluence, tolerance
 from infoflow_lens.hooks.influence.rerun import (
     KeysAndValues,
@@ -62,47 +63,27 @@ class ResampleInfluence(StateInfluence):
             or a model whose forward pass cannot be repeated from its hooks.
     """
 
-    def __init__(
-        self,
-        donors: Shaped[Tensor, "donor pos *token"],
-        aggregate: str | float = "median",
-        state: str = "post_attention",
-        source_layer: int | None = None,
-        chunk_size: int | None = None,
-        through_hooks: bool = False,
-        *,
-        layers: Sequence[int] | None = None,
-        positions: Sequence[int] | None = None,
-        replacement: Literal["each", "mean"] = "each",
-    ) -> None:
-        super().__init__(state, source_layer, layers, positions, chunk_size, through_hooks)
+    donors: Shaped[Tensor, "donor pos *token"]
+    aggregate: Literal["median", "mean"] | Share = "median"
+    _: KW_ONLY
+    replacement: Literal["each", "mean"] = "each"
+
+    _donated: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        donors = self.donors
         if not isinstance(donors, Tensor) or donors.ndim < 2 or len(donors) == 0:
             shape = tuple(donors.shape) if isinstance(donors, Tensor) else type(donors).__name__
             raise InfoFlowError(
                 f"donors is {shape}: expected at least one sequence, [donor, pos, d_token] or "
                 "token ids [donor, pos]"
             )
-        if isinstance(aggregate, bool) or not (
-            aggregate in ("median", "mean")
-            or (isinstance(aggregate, (int, float)) and 0 <= aggregate <= 1)
-        ):
-            raise InfoFlowError(
-                f"aggregate is {aggregate!r}: expected 'median', 'mean', or a quantile from 0 to 1"
-            )
-        self.donors = donors
-        self.aggregate = aggregate
-        self.replacement = check_choice(replacement, "replacement", ("each", "mean"))
-        self._donated: Tensor | None = None
 
     def config(self) -> Mapping[str, Any]:
-        """The settings, as JSON-compatible values."""
-        return {
-            **super().config(),
-            "aggregate": self.aggregate,
-            "replacement": self.replacement,
-            "n_donors": len(self.donors),
-            "donors": fingerprint({"donors": self.donors}),
-        }
+        """The settings, as JSON-compatible values; of donors their number and a digest."""
+        digest = fingerprint({"donors": self.donors})
+        return {**super().config(), "n_donors": len(self.donors), "donors": digest}
 
     def needs(self, model: nn.Module) -> Needs:
         """As for every influence; the donors must be inputs of the model, too."""
@@ -141,7 +122,7 @@ class ResampleInfluence(StateInfluence):
         expected: list[Float[Tensor, "batch pos d_model"]],
         place: Int[Tensor, "batch asked"],
         lengths: Int[Tensor, " batch"],
-    ) -> Float[Tensor, "layer batch asked source"]:
+    ) -> tuple[Float[Tensor, "layer batch asked source"], dict[str, Any]]:
         donated = self._donation(rerun.model, start)
         cache = None
         if self.through_hooks:
@@ -188,7 +169,7 @@ class ResampleInfluence(StateInfluence):
             reached = (here >= 0).float()  # earlier positions were not computed: they are the same
             for index, replaced in enumerate(sources):
                 influence[:, sequences, :, replaced] = joined[:, index] * reached
-        return influence
+        return influence, {}
 
     def _groups(
         self,

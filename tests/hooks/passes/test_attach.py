@@ -618,9 +618,9 @@ def test_a_state_of_other_settings_is_refused(token_model, token_inputs):
     probe = PositionsProbe((2,))
     run_probes(token_model, token_inputs, [probe], progress=False)
     with pytest.raises(InfoFlowError, match=r"cannot go on from a state of .*'ranks': \[2\]"):
-        PositionsProbe((1,)).load_state(probe.state())
+        PositionsProbe((1,)).load_state_dict(probe.state_dict())
     again = PositionsProbe((2,))
-    again.load_state(probe.state())
+    again.load_state_dict(probe.state_dict())
     assert again.n_sequences == 19
 
 
@@ -797,7 +797,7 @@ def test_an_interrupted_end_leaves_the_model_as_it_was(token_model, token_inputs
 def test_states_that_cannot_be_read_are_named(model, inputs):
     probe = PositionsProbe()
     run_probes(model, inputs, [probe], progress=False)
-    state = probe.state()
+    state = probe.state_dict()
     for broken in (
         None,
         {},
@@ -807,7 +807,7 @@ def test_states_that_cannot_be_read_are_named(model, inputs):
     ):
         again = PositionsProbe()
         with pytest.raises(InfoFlowError, match=r"cannot (be read|go on)"):
-            again.load_state(broken)
+            again.load_state_dict(broken)
         assert again.n_sequences == 0
 
 
