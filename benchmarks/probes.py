@@ -226,7 +226,7 @@ def measure(what: str, who: str, n: int, sketch: int = 0) -> dict[str, float]:
         return {"peak": resident("VmHWM")}
     probes = positions_and_recovery(sketch=sketch or None, maps=False)
     results = run_probes(model, x, probes, batch_size=4, progress=False)
-    own = sum(size_of(probe.state()) for probe in probes)
+    own = sum(size_of(probe.state_dict()) for probe in probes)
     held = sum(size_of(list(vars(result).values())) for result in results[:1])
     return {"peak": resident("VmHWM"), "own": own + held}
 

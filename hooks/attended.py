@@ -2,20 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.passes.view import Needs, Pass, padded_together
+from infoflow_lens.foundation.settings import Share
+from infoflow_lens.hooks.arrays import LabelledArray, frame_of
+from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
+from infoflow_lens.hooks.states import concatenated
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,33 +48,21 @@ class AttendedResult(Result):
 
     def to_frame(self) -> "pd.DataFrame":
         """One row for each layer and head: how many keys a query draws from."""
-        import pandas as pd
-
-        return pd.DataFrame(
-            [
-                {
-                    "layer": layer,
-                    "head": head,
-                    "mean_keys": float(counts.mean()),
-                    "most_keys": int(counts.max()),
-                    "silent_queries": float((counts == 0).double().mean()),
-                }
-                for layer, attended in enumerate(self.attended)
-                for head, counts in enumerate(attended.sum(dim=-1).double().unbind(dim=1))
-            ]
+        counts = [attended.sum(dim=-1) for attended in self.attended]
+        by_head = {
+            "mean_keys": [count.double().mean(dim=(0, 2)) for count in counts],
+            "most_keys": [count.amax(dim=(0, 2)) for count in counts],
+            "silent_queries": [(count == 0).double().mean(dim=(0, 2)) for count in counts],
+        }
+        return frame_of(
+            [LabelledArray(name, tuple(v), ("layer", "head")) for name, v in by_head.items()]
         )
 
-    def plot(self, layer: int = 0) -> "go.Figure":
+    def plot(self, layer: int = 0) -> "Figure":
         """How often each query draws from each key, a panel for each head."""
-        import plotly.express as px
-
-        return px.imshow(
-            self.attended[layer].double().mean(dim=0).numpy(),
-            facet_col=0,
-            facet_col_wrap=4,
-            labels={"x": "key", "y": "query", "color": "frequency", "facet_col": "head"},
-            title=f"Keys that the heads of layer {layer} draw from",
-        )
+        often = tuple(attended.double().mean(dim=0) for attended in self.attended)
+        array = LabelledArray("frequency", often, ("layer", "head", "query", "key"))
+        return array.select(layer=layer).plot(f"Keys that heads of layer {layer} draw from")
 
 
 class AttendedProbe(Probe[AttendedResult]):
@@ -90,52 +80,25 @@ class AttendedProbe(Probe[AttendedResult]):
         InfoFlowError: unless ``0 <= share <= 1``.
     """
 
-    def __init__(self, share: float = 0.01) -> None:
-        super().__init__()
-        if isinstance(share, bool) or not 0 <= share <= 1:
-            raise InfoFlowError(
-                f"share is {share}: expected a share of the row's largest weight, 0 to 1"
-            )
-        self.share = share
-        self._batches: list[list[Tensor]] = []
+    share: Share = 0.01
 
-    def config(self) -> Mapping[str, Any]:
-        """The settings, as JSON-compatible values."""
-        return {"share": self.share}
+    reads: ClassVar = {"pattern": True}
+    attended = concatenated(2, 3)
 
-    def needs(self, model: nn.Module) -> Needs:
-        """Patterns."""
-        return Needs.of(model, pattern=True)
-
-    def update(self, seen: Pass) -> None:
-        """Mark the keys of a pass."""
+    def update(self, seen: Pass) -> Mapping[str, Any]:
+        """The keys of a pass."""
         layers = []
         for layer in range(seen.n_layers):
             pattern = seen.pattern(layer)
             largest = pattern.amax(dim=-1, keepdim=True)
             layers.append(((pattern > 0) & (pattern >= self.share * largest)).cpu())
-        self._batches.append(layers)
-
-    def add(self, other: "AttendedProbe") -> None:
-        """Append the sequences of another probe."""
-        self._batches = [*self._batches, *other._batches]
-
-    def snapshot(self) -> dict[str, Any]:
-        """All batches."""
-        return {"batches": self._batches}
-
-    def restore(self, measured: Mapping[str, Any]) -> None:
-        """Take over the batches."""
-        self._batches = measured["batches"]
+        return {"attended": layers}
 
     def compute(self) -> AttendedResult:
         """All batches together."""
         return AttendedResult(
             share=self.share,
-            attended=tuple(
-                padded_together(list(parts), (2, 3), False)
-                for parts in zip(*self._batches, strict=True)
-            ),
+            attended=self.attended,
             record=self.run_record(),
             notes=self.notes(),
         )

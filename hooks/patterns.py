@@ -3,19 +3,21 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from infoflow_lens.hooks.passes.view import Needs, Pass, padded_together
+from infoflow_lens.hooks.arrays import LabelledArray, frame_of
+from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
+from infoflow_lens.hooks.states import concatenated
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -35,37 +37,17 @@ class PatternsResult(Result):
 
     def to_frame(self) -> "pd.DataFrame":
         """One row for each layer, sample, head, query and allowed key."""
-        import pandas as pd
-
-        frames = []
-        for layer, (patterns, scores) in enumerate(zip(self.patterns, self.scores, strict=True)):
-            sample, head, query, key = (scores > -torch.inf).nonzero(as_tuple=True)
-            frames.append(
-                pd.DataFrame(
-                    {
-                        "layer": layer,
-                        "sample": sample.numpy(),
-                        "head": head.numpy(),
-                        "query": query.numpy(),
-                        "key": key.numpy(),
-                        "weight": patterns[sample, head, query, key].numpy(),
-                        "score": scores[sample, head, query, key].numpy(),
-                    }
-                )
-            )
-        return pd.concat(frames, ignore_index=True)
-
-    def plot(self, layer: int = 0, sample: int = 0) -> "go.Figure":
-        """The patterns of one sequence, a panel for each head."""
-        import plotly.express as px
-
-        return px.imshow(
-            self.patterns[layer][sample].numpy(),
-            facet_col=0,
-            facet_col_wrap=4,
-            labels={"x": "key", "y": "query", "color": "weight", "facet_col": "head"},
-            title=f"Attention of the heads of layer {layer}, sequence {sample}",
+        dims = ("layer", "sample", "head", "query", "key")
+        found = (("weight", self.patterns), ("score", self.scores))
+        allowed = tuple(scores > -torch.inf for scores in self.scores)
+        return frame_of(
+            [LabelledArray(name, values, dims) for name, values in found],
+            LabelledArray("allowed", allowed, dims),
         )
+
+    def plot(self, layer: int = 0, sample: int = 0) -> "Figure":
+        """The patterns of one sequence, a panel for each head."""
+        return super().plot("patterns", layer=layer, sample=sample)
 
 
 class PatternsProbe(Probe[PatternsResult]):
@@ -76,56 +58,31 @@ class PatternsProbe(Probe[PatternsResult]):
     count.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._batches: list[dict[str, Any]] = []
+    reads: ClassVar = {"scores": True, "pattern": True}
+    patterns = concatenated(2, 3)
+    scores = concatenated(2, 3, fill=-math.inf)
+    lengths = concatenated()
 
-    def config(self) -> Mapping[str, Any]:
-        """No settings."""
-        return {}
-
-    def needs(self, model: nn.Module) -> Needs:
-        """Scores and pattern."""
-        return Needs.of(model, scores=True, pattern=True)
-
-    def update(self, seen: Pass) -> None:
-        """Keep those of a pass."""
+    def update(self, seen: Pass) -> Mapping[str, Any]:
+        """Those of a pass."""
         layers = range(seen.n_layers)
         patterns = [seen.pattern(layer).float().cpu() for layer in layers]
         full = torch.full((len(seen),), patterns[0].shape[2])
-        self._batches.append(
-            {
-                "patterns": patterns,
-                "scores": [_open(seen.scores(layer)).cpu() for layer in layers],
-                "lengths": full if seen.lengths is None else seen.lengths,
-            }
-        )
-
-    def add(self, other: "PatternsProbe") -> None:
-        """Append the sequences of another probe."""
-        self._batches = [*self._batches, *other._batches]
-
-    def snapshot(self) -> dict[str, Any]:
-        """All batches."""
-        return {"batches": self._batches}
-
-    def restore(self, measured: Mapping[str, Any]) -> None:
-        """Take over the batches."""
-        self._batches = measured["batches"]
+        return {
+            "patterns": patterns,
+            "scores": [_open(seen.scores(layer)).cpu() for layer in layers],
+            "lengths": full if seen.lengths is None else seen.lengths,
+        }
 
     def compute(self) -> PatternsResult:
         """All batches together."""
         return PatternsResult(
-            patterns=self._together("patterns", 0),
-            scores=self._together("scores", -math.inf),
-            lengths=torch.cat([batch["lengths"] for batch in self._batches]),
+            patterns=self.patterns,
+            scores=self.scores,
+            lengths=self.lengths,
             record=self.run_record(),
             notes=self.notes(),
         )
-
-    def _together(self, name: str, fill: float) -> tuple[Tensor, ...]:
-        layers = zip(*(batch[name] for batch in self._batches), strict=True)
-        return tuple(padded_together(list(parts), (2, 3), fill).contiguous() for parts in layers)
 
 
 def _open(scores: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch head query key"]:

@@ -1,30 +1,33 @@
 """What a probe is: settings, what it reads of a pass, what it keeps, what comes of it."""
 
 import copy
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, cast
 
 import torch
+from annotated_types import Ge
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from typing_extensions import TypeVar, dataclass_transform
 
-from infoflow_lens.foundation.checks import check_choice, check_integer
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
-from infoflow_lens.foundation.memory import bytes_in
-from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.foundation.record import RunRecord, fingerprint
+from infoflow_lens.foundation.settings import Count, Index, Remedy, check, check_fields
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
 from infoflow_lens.hooks.model.call import NamedHook
 from infoflow_lens.hooks.model.points import hook_name
 from infoflow_lens.hooks.passes.plain import hooks_of
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.result import Result
+from infoflow_lens.hooks.result import LabelledResult, Result, labelled
+from infoflow_lens.hooks.states import State, copied, states_of
 
 if TYPE_CHECKING:
     from infoflow_lens.hooks.sharded import ShardedResult
 
-ResultT = TypeVar("ResultT", bound=Result)
+ResultT = TypeVar("ResultT", bound=Result, default=LabelledResult)
 ProbeT = TypeVar("ProbeT", bound="Probe[Any]")
 
 
@@ -52,11 +55,11 @@ class Split:
     step: int = 1
 
     def __post_init__(self) -> None:
-        hint = ", so that some sequences are fitted"
-        self.every = check_integer(self.every, "eval_every", 2, hint)
-        check_choice(self.mode, "mode", ("by_index", "fit", "evaluate"))
-        self.first = check_integer(self.first, "first_index")
-        self.step = check_integer(self.step, "index_step", 1)
+        fitted = Annotated[int, Ge(2), Remedy("so that some sequences are fitted")]
+        self.every = check(self.every, fitted, "eval_every")
+        self.first = check(self.first, Index, "first_index")
+        self.step = check(self.step, Count, "index_step")
+        check_fields(self)
 
     def indices(self, n_before: int, n: int) -> Int[Tensor, " n"]:
         """Which sequences of all the next `n` are."""
@@ -79,66 +82,129 @@ class Split:
         return indices // self.every if self.mode == "by_index" else indices
 
 
+@dataclass_transform(eq_default=False, field_specifiers=(field,))
 class Probe(ABC, Generic[ResultT]):
     """Measures something of every sequence that passes through a model.
 
-    A probe says which settings it has, what it needs of a pass, and what it does with one. Use it
-    with :func:`~infoflow_lens.hooks.attach` or :func:`~infoflow_lens.hooks.run_probes`, which give
-    it whole calls of the model, so that a pass that fails leaves nothing behind; or as plain hooks,
-    ``model.run_with_hooks(x, fwd_hooks=probe.fwd_hooks(model))``, where a pass counts as complete
-    when the last activation has arrived. It never changes an activation.
+    A subclass declares what it is, and writes `update` and `compute`; it is a dataclass by itself::
 
-    A probe of one's own writes `config`, `needs`, `update`, `add`, `snapshot`, `restore` and
-    `compute`.
+        class PreviousToken(Probe):
+            reads = {"pattern": True}  # of a pass: the arguments of Needs.of
+            dims = ("layer", "head")  # of what compute returns
+            weight = summed()  # what is kept, and how two of it become one
+
+            def update(self, seen):  # what one pass adds
+                rows = [seen.pattern(i).diagonal(-1, 2, 3) for i in range(seen.n_layers)]
+                return {"weight": [seen.mean_over_queries(row, first=1).sum(0) for row in rows]}
+
+            def compute(self):
+                return [weight / self.n_sequences for weight in self.weight]
+
+    Settings are annotated fields, such as ``ranks: Ranks = (1,)``, and are checked when it is made.
+    Merging, snapshots, processes, shards, files and tables follow from the declarations.
+    :func:`~infoflow_lens.hooks.check_probe` tries out whether it is right for texts of different
+    length, and when it is merged.
+
+    Use it with :func:`~infoflow_lens.hooks.attach` or :func:`~infoflow_lens.hooks.run_probes`,
+    which give it whole calls of the model, so that a pass that fails leaves nothing behind; or as
+    plain hooks, ``model.run_with_hooks(x, fwd_hooks=probe.fwd_hooks(model))``, where a pass counts
+    as complete when the last activation has arrived. It never changes an activation.
 
     Attributes:
+        reads: what it needs of a pass, the keywords of :meth:`Needs.of`; or it writes `needs`.
+        dims: the names of the axes of what `compute` returns, or by the names of these arrays.
+            Arrays with a tensor for each layer have "layer" as the first.
         sharded: the kind of result that keeps parts on disk, for what grows with every sequence.
         n_sequences: how many it has measured.
         pending: takes in what plain hooks have collected so far.
+        kept: what the declared states hold, by name.
     """
 
+    reads: ClassVar[Mapping[str, Any]] = {}
+    dims: ClassVar[Sequence[str] | Mapping[str, Sequence[str]]] = ()
     sharded: ClassVar[type["ShardedResult[Any]"] | None] = None
+    _states: ClassVar[dict[str, State]] = {}
 
-    def __init__(self) -> None:
-        self.n_sequences = 0
-        self.pending: Callable[[], None] | None = None
-        self.is_attached = False
-        self._points: tuple[str, ...] = ()
-        self._record: RunRecord | None = None
-        self._n_partial = 0
-        self._missing: tuple[str, ...] = ()
-        self._is_reduced = False
-        self._refused = ""
+    n_sequences: int
+    pending: Callable[[], None] | None
+    is_attached: bool
+    kept: dict[str, Any]
+    _points: tuple[str, ...]
+    _record: RunRecord | None
+    _refused: str
+    _n_partial: int
+    _missing: tuple[str, ...]
+    _is_reduced: bool
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = {*inspect.get_annotations(cls), *(k for k, v in vars(cls).items() if _is_state(v))}
+        taken = sorted(name for name in own if callable(getattr(Probe, name, None)))
+        if taken or own & {"n_sequences", "pending", "is_attached", "kept"}:
+            raise InfoFlowError(
+                f"{cls.__name__} declares {', '.join(taken or own)}, which every probe has: "
+                "expected another name"
+            )
+        dataclass(eq=False, repr=False)(cls)
+        cls._states = states_of(cls)
+
+    def __new__(cls: type[ProbeT], *args: Any, **kwargs: Any) -> ProbeT:
+        """A probe that has measured nothing.
+
+        Raises:
+            InfoFlowError: for a class that lacks a method.
+        """
+        lacking = sorted(getattr(cls, "__abstractmethods__", ()))
+        if lacking:
+            raise InfoFlowError(
+                f"{cls.__name__} has no {' and no '.join(lacking)}: expected update(seen), which "
+                "returns what a pass adds to each of its states, and compute(), which makes the "
+                "result of them"
+            )
+        probe = super().__new__(cls)
+        probe.n_sequences, probe.pending, probe.kept = 0, None, {}
+        probe.is_attached = False
+        probe._points, probe._record, probe._refused = (), None, ""
+        probe._n_partial, probe._missing, probe._is_reduced = 0, (), False
+        return probe
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     # What a probe writes
 
     @abstractmethod
-    def config(self) -> Mapping[str, Any]:
-        """The settings, as JSON-compatible values."""
+    def update(self, seen: Pass) -> Mapping[str, Any]:
+        """What one complete forward pass adds to each of the declared states, by name."""
 
     @abstractmethod
+    def compute(self) -> Any:
+        """What follows from the states of at least one pass: a result, or arrays of one.
+
+        An array is a tensor, or a list of tensors, one for each layer; several are a dict.
+        """
+
     def needs(self, model: nn.Module) -> Needs:
         """What it reads of every pass; raises InfoFlowError where the model cannot give it."""
+        known = list(inspect.signature(Needs.of).parameters)[1:]
+        unknown = [name for name in self.reads if name not in known]
+        if unknown or not self.reads:
+            raise InfoFlowError(
+                f"{type(self).__name__} reads {dict(self.reads)} of a pass: expected some of "
+                f'{", ".join(known)}, as in reads = {{"pattern": True}}; or write needs(model)'
+            )
+        return Needs.of(model, **self.reads)
 
-    @abstractmethod
-    def update(self, seen: Pass) -> None:
-        """Take in one complete forward pass, whole or (if it raises) not at all."""
+    def config(self) -> Mapping[str, Any]:
+        """The settings, as JSON-compatible values; without those that change no result.
 
-    @abstractmethod
-    def add(self, other: Any) -> None:
-        """Take in what `other`, a probe with the same settings, has measured."""
-
-    @abstractmethod
-    def snapshot(self) -> dict[str, Any]:
-        """What it has measured, or nothing yet: tensors and plain values in dicts and lists."""
-
-    @abstractmethod
-    def restore(self, measured: Mapping[str, Any]) -> None:
-        """Take over what :meth:`snapshot` gave, in the place of all that was measured."""
-
-    @abstractmethod
-    def compute(self) -> ResultT:
-        """The result of at least one forward pass."""
+        Fields are left out that are declared by ``field(compare=False)``.
+        """
+        return {
+            item.name: described(getattr(self, item.name))
+            for item in fields(self)  # type: ignore[arg-type]
+            if item.init and item.compare
+        }
 
     def check(self, n_fit: int | None, n_evaluate: int | None, n_keys: int) -> None:
         """Refuse data that this probe cannot work on, before any forward pass.
@@ -167,6 +233,7 @@ class Probe(ABC, Generic[ResultT]):
         Raises:
             InfoFlowError: if the model cannot give it, or the probe has measured another model.
         """
+        self._check_declared()
         needs = self.needs(model)
         if not isinstance(needs, Needs):
             raise InfoFlowError(
@@ -202,7 +269,13 @@ class Probe(ABC, Generic[ResultT]):
         indices = split.indices(self.n_sequences, len(seen))
         # a user's inference mode would make tensors that cannot be added to later
         with torch.inference_mode(False), torch.no_grad():
-            self.update(seen.counted(indices, split.held_out(indices), split.turns(indices)))
+            part = self.update(seen.counted(indices, split.held_out(indices), split.turns(indices)))
+            self._check_part(part)
+            added = {
+                name: state.added(self.kept.get(name), part[name])
+                for name, state in self._states.items()
+            }
+        self.kept = added
         self.n_sequences += len(seen)
 
     def fwd_hooks(self, model: nn.Module, split: Split | None = None) -> list[NamedHook]:
@@ -248,8 +321,10 @@ class Probe(ABC, Generic[ResultT]):
         if other._record is not None:
             self._same_model(other._record)
             self._record = other._record
-        if other.n_sequences:
-            self.add(other)
+        self.kept = {
+            name: state.merged(self.kept.get(name), other.kept.get(name))
+            for name, state in self._states.items()
+        }
         self.n_sequences += other.n_sequences
         self._n_partial += other._n_partial
         self._missing = self._missing or other._missing
@@ -269,24 +344,24 @@ class Probe(ABC, Generic[ResultT]):
         if not (distributed.is_available() and distributed.is_initialized()) or self._is_reduced:
             return self
         try:
-            states = _gathered(self.state())
+            states = _gathered(self.state_dict())
         except RuntimeError as error:  # of the backend
             raise InfoFlowError(
                 f"another process of torch.distributed is gone or does not answer ({error}): "
                 "expected each to call all_reduce_() on the same probes; what this process has "
-                "measured is still in this probe, whose state() can be kept"
+                "measured is still in this probe, whose state_dict() can be kept"
             ) from error
         of_ranks = [copy.copy(self) for _ in states]
         for probe, state in zip(of_ranks, states, strict=True):
-            probe.load_state(state)
+            probe.load_state_dict(state)
         for probe in of_ranks[1:]:
             of_ranks[0].merge(probe)
-        self.load_state(of_ranks[0].state())
+        self.load_state_dict(of_ranks[0].state_dict())
         self._is_reduced = True
         return self
 
-    def state(self) -> dict[str, Any]:
-        """Everything measured so far, for :meth:`load_state` of a probe with the same settings.
+    def state_dict(self) -> dict[str, Any]:
+        """Everything measured so far, for a probe with the same settings to go on from.
 
         A copy, which later passes leave alone: tensors and plain values in dicts and lists.
         """
@@ -298,10 +373,10 @@ class Probe(ABC, Generic[ResultT]):
             "missing": list(self._missing),
             "record": None if self._record is None else self._record.to_dict(),
             "is_reduced": self._is_reduced,
-            "measured": copied(self.snapshot()),
+            "measured": copied(self.kept),
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what another probe had measured.
 
         Raises:
@@ -317,13 +392,19 @@ class Probe(ABC, Generic[ResultT]):
             record = None if state["record"] is None else RunRecord.from_dict(state["record"])
             counts = int(state["n_sequences"]), int(state["n_partial"])
             seen = tuple(state["missing"]), bool(state["is_reduced"])
-            self.restore(copied(state["measured"]))
+            measured = copied(state["measured"])
+            if (measured or counts[0]) and measured.keys() != self._states.keys():
+                raise ValueError(f"it holds {', '.join(measured) or 'nothing'}")
+            kept = {
+                name: None if part is None else self._states[name].rebuilt(part)
+                for name, part in measured.items()
+            }
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise InfoFlowError(
                 f"the state of {type(self).__name__} cannot be read ({type(error).__name__}: "
-                f"{error}): expected what state() of this version gave; begin again"
+                f"{error}): expected what state_dict() of this version gave; begin again"
             ) from error
-        self._record = record
+        self._record, self.kept = record, kept
         self.n_sequences, self._n_partial = counts
         self._missing, self._is_reduced = seen
 
@@ -346,7 +427,10 @@ class Probe(ABC, Generic[ResultT]):
                 f"{name} has measured nothing: run the model on at least one batch while the probe "
                 "is attached"
             )
-        return self.compute()
+        found = self.compute()
+        if not isinstance(found, Result):
+            found = labelled(name, found, self.dims, self.run_record(), self.notes())
+        return cast(ResultT, found)
 
     def check_model(self, fingerprint: str) -> None:
         """Refuse what was measured on another model.
@@ -365,7 +449,7 @@ class Probe(ABC, Generic[ResultT]):
 
     def growing_bytes(self) -> int:
         """Bytes of what grows with the sequences; sums and what waits to be settled do not."""
-        return bytes_in(self.snapshot())
+        return sum(s.bytes_of(self.kept.get(name)) for name, s in self._states.items())
 
     def settle(self) -> None:
         """Take in what waits for more of its kind, so that the state is small and cheap to merge.
@@ -374,7 +458,7 @@ class Probe(ABC, Generic[ResultT]):
         """
 
     def refuse(self, reason: str) -> None:
-        """From now on there is no result, for this reason."""
+        """Make result() raise this error."""
         self._refused = reason
 
     # Helpers for probes
@@ -397,6 +481,35 @@ class Probe(ABC, Generic[ResultT]):
             f"({', '.join(self._missing)} had not fired)",
         )
 
+    def _check_declared(self) -> None:
+        """Refuse, before any pass, what could not be measured.
+
+        Raises:
+            InfoFlowError: for a probe without states, or whose `update` takes something else.
+        """
+        name = type(self).__name__
+        if not self._states:
+            raise InfoFlowError(
+                f"{name} declares nothing that it keeps: expected states in its class, as in "
+                "total = summed()"
+            )
+        for method, n_arguments in (("update", 1), ("compute", 0)):
+            try:
+                inspect.signature(getattr(self, method)).bind(*[None] * n_arguments)
+            except TypeError as error:
+                raise InfoFlowError(
+                    f"{name}.{method} cannot be called ({error}): expected update(self, seen) and "
+                    "compute(self)"
+                ) from error
+
+    def _check_part(self, part: Any) -> None:
+        if not isinstance(part, Mapping) or part.keys() != self._states.keys():
+            given = list(part) if isinstance(part, Mapping) else type(part).__name__
+            raise InfoFlowError(
+                f"{type(self).__name__}.update returned {given}: expected a dict with what the "
+                f"pass adds to each of its states, {', '.join(self._states)}"
+            )
+
     def _settings(self) -> dict[str, Any]:
         return {"probe": type(self).__name__, **self.config()}
 
@@ -412,6 +525,22 @@ class Probe(ABC, Generic[ResultT]):
     def _same_model(self, record: RunRecord) -> None:
         if record.model_fingerprint is not None:
             self.check_model(record.model_fingerprint)
+
+
+def described(value: Any) -> Any:
+    """A setting as JSON-compatible values: of tensors a digest, of functions their names."""
+    if isinstance(value, Tensor):
+        return {"table": fingerprint({"table": value})}
+    if isinstance(value, (tuple, list)):
+        return [described(part) for part in value]
+    if callable(value):
+        name = getattr(value, "__qualname__", type(value).__name__)
+        return {"function": f"{getattr(value, '__module__', '')}.{name}"}
+    return value
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, State)
 
 
 def _gathered(state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -430,14 +559,3 @@ def _gathered(state: dict[str, Any]) -> list[dict[str, Any]]:
         state_from_bytes(part[: int(length)].cpu().numpy().tobytes())
         for part, length in zip(received, lengths, strict=True)
     ]
-
-
-def copied(value: Any) -> Any:
-    """Nested tensors and plain values, copied."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: copied(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [copied(part) for part in value]
-    return value

@@ -1,18 +1,18 @@
 """What probes return: named tensors and the run's record, saved as safetensors and JSON."""
 
+import functools
 import hashlib
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_args, get_type_hints
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from infoflow_lens.foundation.display import Displayed, panel
+from infoflow_lens.foundation.display import Displayed, brief, panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import (
     atomic_path,
@@ -20,12 +20,13 @@ from infoflow_lens.foundation.files import (
     writable_folder,
     write_signed,
 )
+from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.record import RunRecord, fingerprint
+from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
-
+    from matplotlib.figure import Figure
 
 _SCHEMA = "infoflow-lens result 1"
 
@@ -33,8 +34,11 @@ ResultT = TypeVar("ResultT", bound="Result")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Result(Displayed, ABC):
+class Result(Displayed):
     """Measured numbers, with what is needed to reproduce them.
+
+    Tensors, and tuples with one for each layer, have names on their axes: those of their
+    annotations, ``tuple[Float[Tensor, "sample _head query"], ...]``.
 
     Attributes:
         record: config, seed, versions, model fingerprint, weight processing.
@@ -51,13 +55,47 @@ class Result(Displayed, ABC):
         super().__init_subclass__(**kwargs)
         Result.kinds[cls.__name__] = cls
 
-    @abstractmethod
-    def to_frame(self) -> "pd.DataFrame":
-        """The measurements, one row each."""
+    @property
+    def arrays(self) -> Mapping[str, LabelledArray]:
+        """The measured arrays with names on their axes; empty ones are left out."""
+        found, kind = {}, cast(Any, type(self))
+        for name, dims in _axes_of(kind).items():
+            values = getattr(self, name)
+            if isinstance(values, Tensor):
+                found[name] = LabelledArray(name, values, dims, self._coords())
+            elif values:
+                found[name] = LabelledArray(name, values, ("layer", *dims), self._coords())
+        return found
 
-    @abstractmethod
-    def plot(self) -> "go.Figure":
-        """The measurements as an interactive figure."""
+    def _coords(self) -> Mapping[str, Sequence[Any]]:
+        """What stands at the places of the axes, where it is not 0 and so on."""
+        given = {dim: getattr(self, name, None) for dim, name in _COORDINATES.items()}
+        return {dim: places for dim, places in given.items() if isinstance(places, tuple)}
+
+    def array(self, name: str | None = None, **where: Any) -> LabelledArray:
+        """One of the arrays, with names on its axes, ``.to_frame()`` and ``.plot()``.
+
+        Args:
+            name: default, the first.
+            where: places on its axes, such as ``layer=0``, at which to take it.
+
+        Raises:
+            InfoFlowError: if there is no such array or place.
+        """
+        name = next(iter(self.arrays)) if name is None else name
+        if name not in self.arrays:
+            raise InfoFlowError(f"there is no array {name!r}{nearest(name, list(self.arrays))}")
+        return self.arrays[name].select(**where)
+
+    def to_frame(self) -> "pd.DataFrame":
+        """A table of all arrays: a row for each number, with its places on the axes."""
+        return frame_of(sorted(self.arrays.values(), key=lambda array: -len(array.dims)))
+
+    def plot(self, *args: Any, **where: Any) -> "Figure":
+        """Heat maps or bars of an array; the arguments are those of :meth:`array`."""
+        array = self.array(*args, **where)
+        title = str(self.record.config.get("probe", type(self).__name__))
+        return array.plot(f"{title}: {array.name}")
 
     def _repr_html_(self) -> str:
         head = self.to_frame() if self.small else None
@@ -80,11 +118,9 @@ class Result(Displayed, ABC):
         plain: dict[str, Any] = {"kind": type(self).__name__, "record": self.record.to_dict()}
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, Tensor):
-                tensors[item.name] = value.contiguous()
-            elif isinstance(value, tuple) and value and isinstance(value[0], Tensor):
-                for index, tensor in enumerate(value):
-                    tensors[f"{item.name}.{index}"] = tensor.contiguous()
+            found = dict(_flat(item.name, value))
+            if all(isinstance(part, Tensor) for part in found.values()) and found:
+                tensors |= {name: part.contiguous() for name, part in found.items()}
             elif item.name != "record":
                 plain[item.name] = value
         with atomic_path(f"{os.fspath(path)}.safetensors") as temporary:
@@ -114,14 +150,12 @@ class Result(Displayed, ABC):
                 raise ValueError(f"it has changed since {tensors.stem}.json was written")
             grouped: dict[str, Any] = {}
             for name, tensor in found.items():
-                stem, _, index = name.partition(".")
-                if index:
-                    grouped.setdefault(stem, {})[int(index)] = tensor
-                else:
-                    grouped[stem] = tensor
-            for name, value in grouped.items():
-                if isinstance(value, dict):
-                    grouped[name] = tuple(value[index] for index in sorted(value))
+                *inside, last = name.split(".")
+                place = grouped
+                for part in inside:
+                    place = place.setdefault(part, {})
+                place[last] = tensor
+            grouped = {name: _layers_as_tuples(value) for name, value in grouped.items()}
             record = RunRecord.from_dict(plain.pop("record", None))
             values = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
             result = kind(record=record, **values, **grouped)
@@ -132,6 +166,114 @@ class Result(Displayed, ABC):
     def _located(self: ResultT, path: str | os.PathLike[str]) -> ResultT:
         """The result, knowing from where it was loaded, if it must."""
         return self
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LabelledResult(Result):
+    """The arrays that a probe of one's own computes.
+
+    Attributes:
+        values: by name, a tensor, or a tuple of tensors, one for each layer.
+        axes: by name, the names of its axes.
+    """
+
+    small: ClassVar[bool] = True
+
+    values: Mapping[str, Tensor | tuple[Tensor, ...]]
+    axes: Mapping[str, Sequence[str]]
+
+    def __getitem__(self, name: str) -> Tensor | tuple[Tensor, ...]:
+        """The values of an array."""
+        return self.array(name).values
+
+    @property
+    def arrays(self) -> Mapping[str, LabelledArray]:
+        """The arrays with names on their axes."""
+        return {
+            name: LabelledArray(name, values, tuple(self.axes[name]))
+            for name, values in self.values.items()
+        }
+
+
+def labelled(
+    name: str,
+    found: Any,
+    dims: Sequence[str] | Mapping[str, Sequence[str]],
+    record: RunRecord,
+    notes: tuple[str, ...],
+) -> LabelledResult:
+    """The result that a probe's `compute` means.
+
+    Args:
+        name: of the probe, for errors.
+        found: a tensor, a list of tensors with one for each layer, or a dict of such by name.
+        dims: names of the axes, of all arrays or by their names.
+        record, notes: of the run.
+
+    Raises:
+        InfoFlowError: if it is something else, or its axes have other names.
+    """
+    several = found if isinstance(found, Mapping) else {"value": found}
+    values: dict[str, Tensor | tuple[Tensor, ...]] = {}
+    axes: dict[str, tuple[str, ...]] = {}
+    for key, array in several.items():
+        by_layer = isinstance(array, (list, tuple))
+        parts = tuple(array) if isinstance(array, (list, tuple)) else (array,)
+        right = isinstance(key, str) and key.isidentifier()
+        if not right or not parts or not all(isinstance(part, Tensor) for part in parts):
+            what = f"{key!r} of it is {brief(array)}" if found is several else brief(found)
+            raise InfoFlowError(
+                f"{name}.compute returned {type(found).__name__}: {what}. Expected a result, a "
+                "tensor, a list of tensors with one for each layer, or a dict of these by name"
+            )
+        parts = tuple(part.detach().cpu() for part in parts)
+        values[key] = parts if by_layer else parts[0]
+        given = dims.get(key, ()) if isinstance(dims, Mapping) else dims
+        n_axes = parts[0].ndim + by_layer
+        default = (["layer"] if by_layer else []) + [f"axis_{i}" for i in range(by_layer, n_axes)]
+        axes[key] = tuple(given) if len(given) else tuple(default)
+    if not values:
+        raise InfoFlowError(f"{name}.compute returned an empty dict: expected arrays by name")
+    result = LabelledResult(values=values, axes=axes, record=record, notes=notes)
+    try:
+        result.arrays  # noqa: B018
+    except InfoFlowError as error:
+        raise InfoFlowError(f"{name}.compute and {name}.dims do not fit: {error}") from error
+    return result
+
+
+_COORDINATES = {"layer": "layers", "rank": "ranks", "control": "controls"}
+
+
+@functools.cache
+def _axes_of(kind: Any) -> dict[str, tuple[str, ...]]:
+    """The names of axes in the annotations of a result, by field; without that of layers."""
+    found = {}
+    for name, hint in get_type_hints(kind).items():
+        for part in (hint, *get_args(hint)):
+            words = getattr(part, "dim_str", None)
+            if words is not None:
+                found[name] = tuple(word.lstrip("_") for word in words.split())
+    return found
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Nested values with a name for each."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _flat(f"{name}.{key}", part)
+    elif isinstance(value, tuple) and value and isinstance(value[0], Tensor):
+        yield from ((f"{name}.{index}", part) for index, part in enumerate(value))
+    else:
+        yield name, value
+
+
+def _layers_as_tuples(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if all(key.isdigit() for key in value):
+        return tuple(value[key] for key in sorted(value, key=int))
+    return {key: _layers_as_tuples(part) for key, part in value.items()}
 
 
 def run_of(path: str | os.PathLike[str]) -> Mapping[str, Any] | None:

@@ -1,23 +1,26 @@
 """A score for every source and state: the result, and what the probes that give one share."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import torch
+from annotated_types import MinLen
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_integers
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.passes.view import padded_together
+from infoflow_lens.foundation.settings import Distinct
+from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
+from infoflow_lens.hooks.states import combined, concatenated, latest
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
+    from matplotlib.figure import Figure
+
+Asked = Annotated[tuple[int, ...], MinLen(1), Distinct()]  # positions; negative ones from the end
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -77,38 +80,25 @@ class StateScores(Result):
 
     def to_frame(self) -> "pd.DataFrame":
         """One row for each layer, sample, position and source that exist."""
-        import pandas as pd
-
         exists = existing(self.positions, self.lengths, self.values.shape[3])
-        layer, sample, row, source = exists.expand_as(self.values).nonzero(
-            as_tuple=True
-        )  # in the order of the axes
-        return pd.DataFrame(
-            {
-                "layer": torch.tensor(self.layers)[layer].numpy(),
-                "sample": sample.numpy(),
-                "position": self.positions[sample, row].numpy(),
-                "source": source.numpy(),
-                self.column: self.values[layer, sample, row, source].numpy(),
-            }
-        )
+        dims = ("sample", "position", "source")
+        array = LabelledArray(self.column, self.values, ("layer", *dims), {"layer": self.layers})
+        frame = frame_of([array], LabelledArray("exists", exists, dims))
+        # the axis counts the asked states, the table says which positions these are
+        places = self.positions[torch.tensor(frame["sample"]), torch.tensor(frame["position"])]
+        return frame.assign(position=places.numpy())
 
-    def plot(self, sample: int = 0) -> "go.Figure":
+    def plot(self, sample: int = 0) -> "Figure":
         """Heat maps of one sequence, a panel for each layer."""
-        import plotly.express as px
-
-        n_source = int(self.lengths[sample])
         rows = self.positions[sample] >= 0
-        figure = px.imshow(
-            self.values[:, sample, rows, :n_source].numpy(),
-            facet_col=0,
-            y=[str(position) for position in self.positions[sample, rows].tolist()],
-            labels={"x": "source", "y": "position", "color": self.column, "facet_col": "layer"},
-            title=f"{self.record.config.get('probe', self.column)}, sequence {sample}",
+        array = LabelledArray(
+            self.column,
+            self.values[:, sample, rows, : int(self.lengths[sample])],
+            ("layer", "position", "source"),
+            {"layer": self.layers, "position": self.positions[sample, rows].tolist()},
         )
-        for panel, layer in zip(figure.layout.annotations, self.layers, strict=False):
-            panel.text = f"layer {layer}"
-        return figure
+        probe = self.record.config.get("probe", self.column)
+        return array.plot(f"{probe}, sequence {sample}")
 
 
 ScoresT = TypeVar("ScoresT", bound=StateScores)
@@ -124,16 +114,14 @@ class StateScoresProbe(Probe[ScoresT]):
             (-1,) is the last token, or CLS.
     """
 
-    def __init__(self, positions: Sequence[int] | None = None) -> None:
-        super().__init__()
-        self.positions = unless_none(partial(check_integers, least=None), positions, "positions")
-        self._batches: list[dict[str, Tensor]] = []
-        self._layers: tuple[int, ...] = ()
-        self._n_positions = 0
+    _: KW_ONLY
+    positions: Asked | None = None
 
-    def config(self) -> Mapping[str, Any]:
-        """The settings, as JSON-compatible values."""
-        return {"positions": None if self.positions is None else list(self.positions)}
+    scored = concatenated(2, 3)  # [sample, layer, asked, source]
+    places = concatenated(1, fill=-1)
+    lengths = concatenated()
+    scored_layers = combined(latest)
+    n_positions = combined(max)
 
     def check_positions(self, model: nn.Module) -> None:
         """Refuse positions that no sequence of this model has.
@@ -155,51 +143,35 @@ class StateScoresProbe(Probe[ScoresT]):
         place = torch.where(asked < 0, ends + asked, asked)
         return torch.where((place >= 0) & (place < ends), place, -1)
 
-    def keep(
+    def parts(
         self,
         scores: Float[Tensor, "layer batch asked source"],
         place: Int[Tensor, "batch asked"],
         lengths: Int[Tensor, " batch"],
         layers: Sequence[int],
         n_pos: int,
-    ) -> None:
-        """Take in the scores of a pass."""
-        batch = {"scores": scores.transpose(0, 1), "places": place, "lengths": lengths}
-        self._batches.append(batch)
-        self._layers = tuple(layers)
-        self._n_positions = max(self._n_positions, n_pos)
-
-    def add(self, other: "StateScoresProbe[ScoresT]") -> None:
-        """Append the sequences of another probe."""
-        self._layers = other._layers
-        self._batches = [*self._batches, *other._batches]
-        self._n_positions = max(self._n_positions, other._n_positions)
-
-    def snapshot(self) -> dict[str, Any]:
-        """All batches."""
+    ) -> dict[str, Any]:
+        """What the scores of a pass add."""
         return {
-            "batches": self._batches,
-            "layers": list(self._layers),
-            "n_positions": self._n_positions,
+            "scored": scores.transpose(0, 1),
+            "places": place,
+            "lengths": lengths,
+            "scored_layers": list(layers),
+            "n_positions": n_pos,
         }
-
-    def restore(self, measured: Mapping[str, Any]) -> None:
-        """Take over the batches."""
-        self._batches, self._layers = measured["batches"], tuple(measured["layers"])
-        self._n_positions = measured["n_positions"]
 
     def scores(self) -> Float[Tensor, "layer batch pos source"]:
         """Those of all batches together."""
-        parts = [batch["scores"] for batch in self._batches]
-        return padded_together(parts, (2, 3), 0).transpose(0, 1).contiguous()
+        scored: Tensor = self.scored
+        return scored.transpose(0, 1).contiguous()
 
     def about(self) -> dict[str, Any]:
         """What a result says of its scores."""
         return {
-            "layers": self._layers,
-            "positions": padded_together([batch["places"] for batch in self._batches], (1,), -1),
-            "lengths": torch.cat([batch["lengths"] for batch in self._batches]),
-            "n_positions": self._n_positions,
+            "layers": tuple(self.scored_layers),
+            "positions": self.places,
+            "lengths": self.lengths,
+            "n_positions": self.n_positions,
             "record": self.run_record(),
             "notes": self.notes(),
         }
@@ -207,10 +179,9 @@ class StateScoresProbe(Probe[ScoresT]):
     def notes(self) -> tuple[str, ...]:
         """What a reader of the result must know."""
         notes = super().notes()
-        if self.positions is None or not self._batches:
+        if self.positions is None or self.places is None:
             return notes
-        places = torch.cat([batch["places"] for batch in self._batches])
-        lacking = (places < 0).sum(dim=0).tolist()
+        lacking = (self.places < 0).sum(dim=0).tolist()
         return notes + tuple(
             f"{count} of {self.n_sequences} sequences have no position {position}"
             for position, count in zip(self.positions, lacking, strict=True)
@@ -224,8 +195,3 @@ def existing(
     """Which states and sources a sequence has."""
     is_source = torch.arange(n_source) < lengths[:, None]
     return (place >= 0)[:, :, None] & is_source[:, None]
-
-
-def unless_none(check: Callable[..., Any], value: Any, name: str) -> Any:
-    """What a check gives for a value, None for None."""
-    return None if value is None else check(value, name)

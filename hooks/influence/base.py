@@ -3,29 +3,31 @@
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
-from numbers import Real
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from annotated_types import Gt, Le, MinLen
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_integer, check_integers
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.settings import check
+from infoflow_lens.foundation.settings import Count, Distinct, Index, checked
 from infoflow_lens.hooks.influence.rerun import Rerun, start_point
 from infoflow_lens.hooks.model.call import call, restore_module_tensors, without_user_hooks
 from infoflow_lens.hooks.model.inputs import Batch, may_be_padded
 from infoflow_lens.hooks.model.points import layer_count
-from infoflow_lens.hooks.model.semantics import State, state_hooks
+from infoflow_lens.hooks.model.semantics import state_hooks
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, existing, unless_none
+from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, existing
 from infoflow_lens.theory.information_sets import InformationSets
 
 _RERUN_TOLERANCE = 1e-3
 _RERUN_TOLERANCE_HALF = 5e-2  # bfloat16 has 8 bits, and batched kernels round differently
+StateName = Literal["post_attention", "resid_post"]
+Layers = Annotated[tuple[Index, ...], MinLen(1), Distinct()]
+Threshold = Annotated[float, Gt(0), Le(1)]  # of the largest influence, or of the squared one
+
 _ROUNDING = 4.0  # times the precision of the dtype: smaller influence is rounding [chosen]
 
 
@@ -48,7 +50,8 @@ class InfluenceResult(StateScores):
     influence: Float[Tensor, "layer batch pos source"]
     relative_error: tuple[float, ...] | None = None
 
-    def sets(self, threshold: float = 0.1) -> InformationSets:
+    @checked
+    def sets(self, threshold: Threshold = 0.1) -> InformationSets:
         """Measured information sets: the sources of at least `threshold` times the largest
         influence on that state. Sets of positions that were not asked for are empty.
 
@@ -57,7 +60,8 @@ class InfluenceResult(StateScores):
         """
         return InformationSets(self.scattered(_above(self.influence, threshold)))
 
-    def sets_by_share(self, share: float = 0.9) -> InformationSets:
+    @checked
+    def sets_by_share(self, share: Threshold = 0.9) -> InformationSets:
         """Measured information sets: the fewest sources that hold at least this share of the
         squared influence on that state. Sets of positions that were not asked for are empty.
 
@@ -67,20 +71,9 @@ class InfluenceResult(StateScores):
         return InformationSets(self.scattered(holding(self.influence, share)))
 
 
-def check_threshold(threshold: float) -> None:
-    """Refuse thresholds that are no share of the largest influence.
-
-    Raises:
-        InfoFlowError: unless ``0 < threshold <= 1``.
-    """
-    if not isinstance(threshold, Real) or not 0 < threshold <= 1:
-        raise InfoFlowError(
-            f"threshold is {threshold!r}: expected a share of the largest influence, 0 < t <= 1"
-        )
-
-
+@checked
 def influence_sets(
-    influence: Float[Tensor, "layer batch pos source"], threshold: float
+    influence: Float[Tensor, "layer batch pos source"], threshold: Threshold
 ) -> InformationSets:
     """The sources of at least `threshold` times the largest influence on each state.
 
@@ -93,17 +86,13 @@ def influence_sets(
 
 
 def _above(influence: Float[Tensor, "*state source"], threshold: float) -> Tensor:
-    check_threshold(threshold)
     largest = influence.amax(dim=-1, keepdim=True)
     return (influence >= threshold * largest) & (influence > 0)
 
 
-def holding(influence: Float[Tensor, "*state source"], share: float) -> Tensor:
+@checked
+def holding(influence: Float[Tensor, "*state source"], share: Threshold) -> Tensor:
     """The fewest sources with this share of the squared influence, the lowest first of equals."""
-    if not isinstance(share, Real) or not 0 < share <= 1:
-        raise InfoFlowError(
-            f"share is {share!r}: expected a share of the squared influence, 0 < share <= 1"
-        )
     energy = influence.double().square()
     energy, order = energy.sort(dim=-1, descending=True, stable=True)
     held = energy.cumsum(dim=-1)
@@ -129,34 +118,16 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         watch: called with the share of a batch's work that is done, from 0 to 1; for progress bars.
     """
 
-    watch: Callable[[float], None] | None = None
+    watch: Callable[[float], None] | None = field(default=None, init=False, compare=False)
 
-    def __init__(
-        self,
-        state: str,
-        source_layer: int | None,
-        layers: Sequence[int] | None,
-        positions: Sequence[int] | None,
-        chunk_size: int | None,
-        through_hooks: bool,
-    ) -> None:
-        super().__init__(positions)
-        self.of_state = check(state, State, "state")
-        self.source_layer = unless_none(check_integer, source_layer, "source_layer")
-        self.layers = unless_none(check_integers, layers, "layers")
-        self.chunk_size = unless_none(partial(check_integer, least=1), chunk_size, "chunk_size")
-        self.through_hooks = through_hooks
-        self._work = self._worked = 0
+    _: KW_ONLY
+    state: StateName = "post_attention"
+    source_layer: Index | None = None
+    chunk_size: Count | None = field(default=None, compare=False)
+    through_hooks: bool = False
+    layers: Layers | None = None
 
-    def config(self) -> Mapping[str, Any]:
-        """The settings, as JSON-compatible values."""
-        return {
-            **super().config(),
-            "state": self.of_state,
-            "source_layer": self.source_layer,
-            "layers": None if self.layers is None else list(self.layers),
-            "through_hooks": self.through_hooks,
-        }
+    _work, _worked = 0, 0
 
     @abstractmethod
     def _measure(
@@ -166,8 +137,8 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         expected: list[Float[Tensor, "batch pos d_model"]],
         place: Int[Tensor, "batch asked"],
         lengths: Int[Tensor, " batch"],
-    ) -> Float[Tensor, "layer batch asked source"]:
-        """The influence of every source on the asked states of a batch.
+    ) -> tuple[Float[Tensor, "layer batch asked source"], dict[str, Any]]:
+        """The influence of every source on the asked states of a batch; and what else is kept.
 
         Args:
             rerun: states as a function of `start`.
@@ -187,7 +158,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         names = [start_point(model, self.source_layer)]
         self.check_positions(model)
         for layer in layers:
-            names += state_hooks(model, layer, self.of_state)
+            names += state_hooks(model, layer, self.state)
         return Needs.of(model, points=names)
 
     def _expect(self, work: int) -> None:
@@ -212,8 +183,8 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             )
         return layers
 
-    def update(self, seen: Pass) -> None:
-        """Measure the influence of every source of a pass."""
+    def update(self, seen: Pass) -> Mapping[str, Any]:
+        """The influence of every source of a pass."""
         model = seen.model
         if seen.lengths is not None and not may_be_padded(model):
             raise InfoFlowError(
@@ -222,20 +193,20 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             )
         layers = self._reached(model)
         start = seen.activation(start_point(model, self.source_layer))
-        expected = [seen.state(layer, self.of_state) for layer in layers]
+        expected = [seen.state(layer, self.state) for layer in layers]
         n_source, n_pos = start.shape[1], expected[0].shape[1]
         lengths = torch.full((len(seen),), n_source) if seen.lengths is None else seen.lengths
         n_states = lengths + n_pos - n_source  # CLS has no source
         if not self.through_hooks:
             self._check_start(seen, start)
         place = self.place(n_states, n_pos)
-        rerun = Rerun(model, self.source_layer, layers, self.of_state, seen.tokens, seen.lengths)
+        rerun = Rerun(model, self.source_layer, layers, self.state, seen.tokens, seen.lengths)
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
         with restore_module_tensors(model), hidden:
-            influence = self._measure(rerun, start.clone(), expected, place, lengths).cpu()
+            influence, more = self._measure(rerun, start.clone(), expected, place, lengths)
         exists = existing(place, lengths, n_source)
-        influence = _above_rounding(torch.where(exists, influence, 0), expected)
-        self.keep(influence, place, lengths, layers, n_pos)
+        influence = _above_rounding(torch.where(exists, influence.cpu(), 0), expected)
+        return self.parts(influence, place, lengths, layers, n_pos) | more
 
     def _check_start(self, seen: Pass, start: Tensor) -> None:
         """Refuse a hook that edits the sources: repeated passes begin with the edited values.

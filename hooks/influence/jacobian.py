@@ -1,17 +1,19 @@
 """Influence by derivatives: exact Jacobian norms, and an estimate of them by random directions."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import KW_ONLY
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infoflow_lens.foundation.checks import check_integer, check_seed
-from infoflow_lens.hooks.influence.base import InfluenceResult, StateInfluence
+from infoflow_lens.foundation.settings import Remedy, Seed
+from infoflow_lens.hooks.influence.base import StateInfluence, StateName
 from infoflow_lens.hooks.influence.rerun import Rerun, at_places, rows_at_once
-from infoflow_lens.hooks.scores import StateScoresProbe
+from infoflow_lens.hooks.states import combined, either, summed
 
+Directions = Annotated[int, Ge(2), Remedy("whose spread tells the error; or None for exact norms")]
 _DIRECTIONS_AT_ONCE = 16  # if memory is short, reduce the sequences in a pass down to this
 
 
@@ -51,28 +53,13 @@ class JacobianInfluence(StateInfluence):
             model whose forward pass cannot be repeated from its hooks.
     """
 
-    def __init__(
-        self,
-        state: str = "post_attention",
-        source_layer: int | None = None,
-        chunk_size: int | None = None,
-        through_hooks: bool = False,
-        *,
-        layers: Sequence[int] | None = None,
-        positions: Sequence[int] | None = None,
-        estimate: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(state, source_layer, layers, positions, chunk_size, through_hooks)
-        hint = " random directions, whose spread tells the error, or None for exact norms"
-        self.estimate = None if estimate is None else check_integer(estimate, "estimate", 2, hint)
-        self.seed = check_seed(seed)
-        self._lacks_forward_mode = ""
-        self._errors: list[Tensor] = []  # for each batch, [layer, 2]: squared errors and energies
+    state: StateName = "post_attention"
+    _: KW_ONLY
+    estimate: Directions | None = None
+    seed: Seed = 0
 
-    def config(self) -> Mapping[str, Any]:
-        """The settings, as JSON-compatible values."""
-        return {**super().config(), "estimate": self.estimate, "seed": self.seed}
+    errors = summed()  # [layer, 2], squared errors and energies of an estimate
+    lacks_forward_mode = combined(either)
 
     def _measure(
         self,
@@ -81,7 +68,7 @@ class JacobianInfluence(StateInfluence):
         expected: list[Float[Tensor, "batch pos d_model"]],
         place: Int[Tensor, "batch asked"],
         lengths: Int[Tensor, " batch"],
-    ) -> Float[Tensor, "layer batch asked source"]:
+    ) -> tuple[Float[Tensor, "layer batch asked source"], dict[str, Any]]:
         batch, n_source, d_source = start.shape
         n_pos, d_model = expected[0].shape[1:]
         rows = rows_at_once(rerun.model, n_pos, d_model, start.device)
@@ -90,7 +77,7 @@ class JacobianInfluence(StateInfluence):
         if self.chunk_size is not None:
             together = batch
         errors = torch.zeros(len(expected), 2, dtype=torch.float64)
-        parts = []
+        lacking, parts = self.lacks_forward_mode or "", []
         groups = -(-batch // together)
         for first in range(0, batch, together):
             some = torch.arange(first, min(first + together, batch))
@@ -98,17 +85,20 @@ class JacobianInfluence(StateInfluence):
             here = _Some(rerun, start[some.to(start.device)], place[some], some)
             targets = [state[some.to(state.device)] for state in expected]
             energy = None
-            if self.estimate is None and by_forward and not self._lacks_forward_mode:
+            if self.estimate is None and by_forward and not lacking:
                 self._expect_groups(first // together, groups, n_source * d_source)
-                energy = self._forward(here, targets, chunk)
+                try:
+                    energy = self._forward(here, targets, chunk)
+                except _NoForwardModeError as error:
+                    lacking = str(error)
             if energy is None:
                 m = d_model if self.estimate is None else min(self.estimate, d_model)
                 each = sum(layer + 1 for layer in rerun.layers) * m * place.shape[1]
                 self._expect_groups(first // together, groups, each)
                 energy = self._reverse(here, targets, chunk, errors)
             parts.append(energy)
-        self._errors.append(errors)
-        return torch.cat(parts, dim=1).sqrt().float()
+        more = {"errors": errors, "lacks_forward_mode": lacking}
+        return torch.cat(parts, dim=1).sqrt().float(), more
 
     def _expect_groups(self, behind: int, n_groups: int, each: int) -> None:
         """Of the groups of sequences of a batch, so many lie behind."""
@@ -117,8 +107,8 @@ class JacobianInfluence(StateInfluence):
 
     def _forward(
         self, here: "_Some", expected: list[Tensor], chunk: int
-    ) -> Float[Tensor, "layer batch asked source"] | None:
-        """Squared norms by all input directions; None if the model has no forward mode."""
+    ) -> Float[Tensor, "layer batch asked source"]:
+        """Squared norms by all input directions."""
         start = here.start
         batch, n_source, d_source = start.shape
         n = n_source * d_source
@@ -144,8 +134,7 @@ class JacobianInfluence(StateInfluence):
             except RuntimeError as error:  # also NotImplementedError
                 if column or "memory" in str(error):
                     raise
-                self._lacks_forward_mode = str(error).splitlines()[0][:120]
-                return None
+                raise _NoForwardModeError(str(error).splitlines()[0][:120]) from error
             if column == 0:
                 self._check_rerun(here.layers, values, expected, here.real, here.first)
             for total, tangent in zip(squares, tangents, strict=True):
@@ -209,40 +198,22 @@ class JacobianInfluence(StateInfluence):
             return None
         from scipy.stats import t
 
-        error, energy = torch.stack(self._errors).sum(dim=0).unbind(dim=1)
+        error, energy = self.errors.unbind(dim=1)
         standard = (error / energy.clamp(min=1e-300)).sqrt()
         # all sources and sequences share the directions of a position
-        positions = torch.cat([batch["places"].flatten() for batch in self._batches]).unique()
+        positions = self.places.unique()
         freedom = (self.estimate - 1) * max(1, int((positions >= 0).sum()))
         return tuple((float(t.ppf(0.975, freedom)) * standard).tolist())
-
-    def add(self, other: "StateScoresProbe[InfluenceResult]") -> None:
-        """Append the sequences of another probe."""
-        assert isinstance(other, JacobianInfluence)
-        super().add(other)
-        self._errors = [*self._errors, *other._errors]
-        self._lacks_forward_mode = self._lacks_forward_mode or other._lacks_forward_mode
-
-    def snapshot(self) -> dict[str, Any]:
-        """All batches, and their errors."""
-        own = {"errors": self._errors, "lacks_forward_mode": self._lacks_forward_mode}
-        return {**super().snapshot(), **own}
-
-    def restore(self, measured: Mapping[str, Any]) -> None:
-        """Take over the batches, and their errors."""
-        super().restore(measured)
-        self._errors = measured["errors"]
-        self._lacks_forward_mode = measured["lacks_forward_mode"]
 
     def notes(self) -> tuple[str, ...]:
         """What a reader of the result must know."""
         notes = super().notes()
-        if self._lacks_forward_mode:
+        if self.lacks_forward_mode:
             notes += (
                 "exact by reverse mode, slowly: the model has no forward mode "
-                f"({self._lacks_forward_mode})",
+                f"({self.lacks_forward_mode})",
             )
-        if self.estimate is not None and self._errors:
+        if self.estimate is not None and self.errors is not None:
             found = max(self._relative_error() or (0.0,))
             notes += (
                 f"estimated by {self.estimate} random directions for each state: relative error "
@@ -250,6 +221,10 @@ class JacobianInfluence(StateInfluence):
                 f"norm's standard error is at most {(1 / (2 * self.estimate)) ** 0.5:.0%}",
             )
         return notes
+
+
+class _NoForwardModeError(Exception):
+    """The model has no forward-mode derivatives, for this reason."""
 
 
 class _Some:

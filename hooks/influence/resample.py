@@ -1,16 +1,17 @@
 """Influence by resample ablation: how far a state moves when a token is replaced by another's."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, field
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_choice
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import fingerprint
+from infoflow_lens.foundation.settings import Share
 from infoflow_lens.hooks.influence.base import StateInfluence
 from infoflow_lens.hooks.influence.rerun import Rerun, rows_at_once, start_point
 from infoflow_lens.hooks.model.call import call
@@ -56,47 +57,27 @@ class ResampleInfluence(StateInfluence):
             or a model whose forward pass cannot be repeated from its hooks.
     """
 
-    def __init__(
-        self,
-        donors: Shaped[Tensor, "donor pos *token"],
-        aggregate: str | float = "median",
-        state: str = "post_attention",
-        source_layer: int | None = None,
-        chunk_size: int | None = None,
-        through_hooks: bool = False,
-        *,
-        layers: Sequence[int] | None = None,
-        positions: Sequence[int] | None = None,
-        replacement: Literal["each", "mean"] = "each",
-    ) -> None:
-        super().__init__(state, source_layer, layers, positions, chunk_size, through_hooks)
+    donors: Shaped[Tensor, "donor pos *token"]
+    aggregate: Literal["median", "mean"] | Share = "median"
+    _: KW_ONLY
+    replacement: Literal["each", "mean"] = "each"
+
+    _donated: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        donors = self.donors
         if not isinstance(donors, Tensor) or donors.ndim < 2 or len(donors) == 0:
             shape = tuple(donors.shape) if isinstance(donors, Tensor) else type(donors).__name__
             raise InfoFlowError(
                 f"donors is {shape}: expected at least one sequence, [donor, pos, d_token] or "
                 "token ids [donor, pos]"
             )
-        if isinstance(aggregate, bool) or not (
-            aggregate in ("median", "mean")
-            or (isinstance(aggregate, (int, float)) and 0 <= aggregate <= 1)
-        ):
-            raise InfoFlowError(
-                f"aggregate is {aggregate!r}: expected 'median', 'mean', or a quantile from 0 to 1"
-            )
-        self.donors = donors
-        self.aggregate = aggregate
-        self.replacement = check_choice(replacement, "replacement", ("each", "mean"))
-        self._donated: Tensor | None = None
 
     def config(self) -> Mapping[str, Any]:
-        """The settings, as JSON-compatible values."""
-        return {
-            **super().config(),
-            "aggregate": self.aggregate,
-            "replacement": self.replacement,
-            "n_donors": len(self.donors),
-            "donors": fingerprint({"donors": self.donors}),
-        }
+        """The settings, as JSON-compatible values; of donors their number and a digest."""
+        digest = fingerprint({"donors": self.donors})
+        return {**super().config(), "n_donors": len(self.donors), "donors": digest}
 
     def needs(self, model: nn.Module) -> Needs:
         """As for every influence; the donors must be inputs of the model, too."""
@@ -135,7 +116,7 @@ class ResampleInfluence(StateInfluence):
         expected: list[Float[Tensor, "batch pos d_model"]],
         place: Int[Tensor, "batch asked"],
         lengths: Int[Tensor, " batch"],
-    ) -> Float[Tensor, "layer batch asked source"]:
+    ) -> tuple[Float[Tensor, "layer batch asked source"], dict[str, Any]]:
         donated = self._donation(rerun.model, start)
         plain = rerun(start)
         self._check_rerun(rerun.layers, plain, expected, rerun.real)
@@ -165,7 +146,7 @@ class ResampleInfluence(StateInfluence):
                 self._work_done(len(part))
             moved = moved.view(n_layers, len(sources), n_donors, batch, -1)
             influence[..., sources] = self._joined(moved).permute(0, 2, 3, 1)
-        return influence
+        return influence, {}
 
     def _joined(
         self, moved: Float[Tensor, "layer source donor sequence asked"]

@@ -1,8 +1,8 @@
 """The hooks of one probe for ``run_with_hooks``, which do not see the call."""
 
 import threading
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -13,11 +13,21 @@ from infoflow_lens.hooks.model.points import token_hook
 from infoflow_lens.hooks.model.semantics import attention_hook
 from infoflow_lens.hooks.passes.view import Needs, Pass, check_no_padding
 
-if TYPE_CHECKING:
-    from infoflow_lens.hooks.probe import Probe, Split
+
+class TakesPasses(Protocol):
+    """What hooks need of a probe."""
+
+    pending: Callable[[], None] | None
+    is_attached: bool
+
+    def prepare(self, model: nn.Module, fingerprint: str | None = None) -> Needs:
+        """Get ready for passes of `model`."""
+
+    def take(self, seen: Pass, split: Any) -> None:
+        """Measure a pass."""
 
 
-def hooks_of(probe: "Probe[Any]", model: nn.Module, split: "Split") -> list[NamedHook]:
+def hooks_of(probe: TakesPasses, model: nn.Module, split: Any) -> list[NamedHook]:
     """Hooks that give a probe every pass whose activations have all fired.
 
     They do not see the call: a pass begins where the tokens enter.

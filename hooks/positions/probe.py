@@ -1,27 +1,20 @@
 """Ranks the keys of every pass."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.settings import Positions, Ranks
 from infoflow_lens.hooks.model.points import attention_kind
-from infoflow_lens.hooks.passes.ranking import (
-    Ranked,
-    check_rank_support,
-    check_ranks,
-    check_without,
-)
+from infoflow_lens.hooks.passes.ranking import check_rank_support
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.positions.result import (
-    SPREAD,
-    PositionsResult,
-    ShardedPositions,
-    layers_together,
-)
+from infoflow_lens.hooks.positions.result import FILL, PositionsResult, ShardedPositions
 from infoflow_lens.hooks.probe import Probe
+from infoflow_lens.hooks.states import combined, concatenated, latest
 
 _RELU_NOTE = (
     "attention is ReLU: a head reads every key with a positive score, and none where there is no "
@@ -47,21 +40,19 @@ class PositionsProbe(Probe[PositionsResult]):
         InfoFlowError: for ranks below 1, or beyond the number of keys, or negative positions.
     """
 
+    ranks: Ranks = (1,)
+    _: KW_ONLY
+    without: Positions = ()
+    spread: bool = False
+
     sharded: ClassVar = ShardedPositions
-
-    def __init__(
-        self, ranks: Sequence[int] = (1,), *, without: Sequence[int] = (), spread: bool = False
-    ) -> None:
-        super().__init__()
-        self.ranks = check_ranks(ranks)
-        self.without = check_without(without)
-        self.spread = spread
-        self._batches: list[dict[str, Any]] = []
-        self._is_relu = False
-
-    def config(self) -> Mapping[str, Any]:
-        """The settings, as JSON-compatible values."""
-        return {"ranks": list(self.ranks), "without": list(self.without), "spread": self.spread}
+    positions = concatenated(2, fill=FILL["positions"])
+    margins = concatenated(2, fill=FILL["margins"])
+    ties = concatenated(2, fill=FILL["ties"])
+    entropy = concatenated(2, fill=FILL["entropy"])
+    concentration = concatenated(2, fill=FILL["concentration"])
+    lengths = concatenated()
+    is_relu = combined(latest)
 
     def check(self, n_fit: int | None, n_evaluate: int | None, n_keys: int) -> None:
         """Refuse ranks that the data do not allow; see :meth:`Probe.check`."""
@@ -71,47 +62,39 @@ class PositionsProbe(Probe[PositionsResult]):
         """Scores to rank; with spread, the pattern."""
         return Needs.of(model, ranks=self.ranks, without=self.without, pattern=self.spread)
 
-    def update(self, seen: Pass) -> None:
-        """Rank the keys of a pass."""
+    def update(self, seen: Pass) -> Mapping[str, Any]:
+        """The ranked keys of a pass."""
         layers = range(seen.n_layers)
         ranked = [seen.ranked(layer, self.ranks, self.without) for layer in layers]
-        full = torch.full((len(seen),), ranked[0].positions.shape[2])
-        batch: dict[str, Any] = {"lengths": full if seen.lengths is None else seen.lengths}
-        for name, part in zip(Ranked._fields, zip(*ranked, strict=True), strict=True):
-            batch[name] = [tensor.cpu() for tensor in part]
         spread = [_spread(seen.pattern(layer)) for layer in layers] if self.spread else []
-        for place, name in enumerate(SPREAD):
-            batch[name] = [measures[place] for measures in spread]
-        self._is_relu = attention_kind(seen.model) == "relu"
-        self._batches.append(batch)
-
-    def add(self, other: "PositionsProbe") -> None:
-        """Append the sequences of another probe."""
-        self._batches = [*self._batches, *other._batches]
-        self._is_relu = other._is_relu
-
-    def snapshot(self) -> dict[str, Any]:
-        """All batches."""
-        return {"batches": self._batches, "is_relu": self._is_relu}
-
-    def restore(self, measured: Mapping[str, Any]) -> None:
-        """Take over the batches."""
-        self._batches, self._is_relu = measured["batches"], measured["is_relu"]
+        full = torch.full((len(seen),), ranked[0].positions.shape[2])
+        return {
+            "positions": [each.positions.cpu() for each in ranked],
+            "margins": [each.margins.cpu() for each in ranked],
+            "ties": [each.ties.cpu() for each in ranked],
+            "entropy": [entropy for entropy, _ in spread],
+            "concentration": [largest for _, largest in spread],
+            "lengths": full if seen.lengths is None else seen.lengths,
+            "is_relu": attention_kind(seen.model) == "relu",
+        }
 
     def compute(self) -> PositionsResult:
         """All batches together."""
-        layers = layers_together(self._batches)
         return PositionsResult(
             ranks=self.ranks,
-            lengths=torch.cat([batch["lengths"] for batch in self._batches]),
+            positions=self.positions,
+            margins=self.margins,
+            ties=self.ties,
+            entropy=self.entropy,
+            concentration=self.concentration,
+            lengths=self.lengths,
             record=self.run_record(),
-            notes=(*self.notes(), *self._lacking(layers["positions"])),
-            **layers,
+            notes=(*self.notes(), *self._lacking(self.positions)),
         )
 
     def _lacking(self, positions: Sequence[Tensor]) -> Iterator[str]:
         """What a reader must know: ranks without keys, and attention that has no argmax."""
-        if self._is_relu:
+        if self.is_relu:
             yield _RELU_NOTE
         for layer, chosen in enumerate(positions):
             for column, rank in enumerate(self.ranks):

@@ -10,16 +10,23 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.passes.view import padded_together
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.sharded import ShardedResult, common_notes
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
+    from matplotlib.figure import Figure
 
-SPREAD = ("entropy", "concentration")
-_FILL = {"positions": -1, "margins": math.nan, "ties": 0} | dict.fromkeys(SPREAD, math.nan)
+# what stands at queries beyond the end of a sequence
+FILL = {
+    "positions": -1,
+    "margins": math.nan,
+    "ties": 0,
+    "entropy": math.nan,
+    "concentration": math.nan,
+}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -92,7 +99,7 @@ class PositionsResult(Result):
     def first(self, n: int) -> "PositionsResult":
         """The result of the first `n` sequences."""
         layers: dict[str, Any] = {
-            name: tuple(layer[:n] for layer in getattr(self, name)) for name in _FILL
+            name: tuple(layer[:n] for layer in getattr(self, name)) for name in FILL
         }
         return replace(self, lengths=self.lengths[:n], **layers)
 
@@ -112,46 +119,23 @@ class PositionsResult(Result):
 
     def to_frame(self) -> "pd.DataFrame":
         """One row for each layer, sample, head, query and rank."""
-        import pandas as pd
+        frame = frame_of([self.arrays[name] for name in ("positions", "margins", "ties")])
+        return frame.rename(columns={"positions": "position", "margins": "margin"})
 
-        frames = []
-        for layer, positions in enumerate(self.positions):
-            index = [
-                i.flatten().numpy()
-                for i in torch.unravel_index(torch.arange(positions.numel()), positions.shape)
-            ]
-            frames.append(
-                pd.DataFrame(
-                    {
-                        "layer": layer,
-                        "sample": index[0],
-                        "head": index[1],
-                        "query": index[2],
-                        "rank": torch.tensor(self.ranks)[index[3]].numpy(),
-                        "position": positions.flatten().numpy(),
-                        "margin": self.margins[layer].flatten().numpy(),
-                        "ties": self.ties[layer].flatten().numpy(),
-                    }
-                )
-            )
-        return pd.concat(frames, ignore_index=True)
-
-    def plot(self, layer: int = 0) -> "go.Figure":
+    def plot(self, layer: int = 0) -> "Figure":
         """How often each key is the first choice of each query, a panel for each head."""
-        import plotly.express as px
+        often = tuple(_frequencies(chosen.long()) for chosen in self.argmax)
+        array = LabelledArray("frequency", often, ("layer", "head", "query", "key"))
+        return array.select(layer=layer).plot(f"First choice of the heads of layer {layer}")
 
-        chosen = self.argmax[layer].long()
-        n_sample, n_head, n_query = chosen.shape
-        counts = torch.zeros(n_head, n_query, max(n_query, int(chosen.max()) + 1))
-        keys = chosen.clamp(min=0).permute(1, 2, 0)
-        counts.scatter_add_(2, keys, (chosen >= 0).float().permute(1, 2, 0))
-        return px.imshow(
-            (counts / n_sample).numpy(),
-            facet_col=0,
-            facet_col_wrap=4,
-            labels={"x": "key", "y": "query", "color": "frequency", "facet_col": "head"},
-            title=f"First choice of the heads of layer {layer}",
-        )
+
+def _frequencies(chosen: Int[Tensor, "sample head query"]) -> Float[Tensor, "head query key"]:
+    """The share of samples in which a query chooses a key."""
+    n_sample, n_head, n_query = chosen.shape
+    counts = torch.zeros(n_head, n_query, max(n_query, int(chosen.max()) + 1))
+    keys = chosen.clamp(min=0).permute(1, 2, 0)
+    counts.scatter_add_(2, keys, (chosen >= 0).float().permute(1, 2, 0))
+    return counts / n_sample
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -191,7 +175,7 @@ class ShardedPositions(ShardedResult[PositionsResult]):
         """As :meth:`PositionsResult.to_frame`, of all sequences in memory."""
         return self.whole().to_frame()
 
-    def plot(self, layer: int = 0) -> "go.Figure":
+    def plot(self, layer: int = 0) -> "Figure":
         """As :meth:`PositionsResult.plot`, of the first file."""
         return next(self.shards()).plot(layer)
 
@@ -203,7 +187,7 @@ def layers_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             padded_together(list(several), (2,), value)
             for several in zip(*(part[name] for part in parts), strict=True)
         )
-        for name, value in _FILL.items()
+        for name, value in FILL.items()
     }
 
 

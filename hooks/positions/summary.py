@@ -10,6 +10,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.positions.result import PositionsResult, column_of_first
+from infoflow_lens.hooks.states import padded_sum
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -73,14 +74,14 @@ class _Choices:
         query = torch.arange(n_query).expand_as(keys)
         flat = ((head * n_query + query) * n_key + keys)[places]
         counts = torch.bincount(flat, minlength=n_head * n_query * n_key)
-        self._counts = _added(self._counts, counts.view(n_head, n_query, n_key))
-        self._allowed = _added(self._allowed, (keys >= 0).sum(dim=(0, 2)))
-        self._tied = _added(self._tied, tied.sum(dim=(0, 2)))
+        self._counts = padded_sum(self._counts, counts.view(n_head, n_query, n_key))
+        self._allowed = padded_sum(self._allowed, (keys >= 0).sum(dim=(0, 2)))
+        self._tied = padded_sum(self._tied, tied.sum(dim=(0, 2)))
         if part.entropy:
             both = torch.stack([part.entropy[layer], part.concentration[layer]])
             both = both[:, :, :, self._skip :].double()
-            self._spread = _added(self._spread, both.nansum(dim=(1, 3)))
-            self._n_spread = _added(self._n_spread, (~both.isnan()).sum(dim=(1, 3)))
+            self._spread = padded_sum(self._spread, both.nansum(dim=(1, 3)))
+            self._n_spread = padded_sum(self._n_spread, (~both.isnan()).sum(dim=(1, 3)))
 
     def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """For each head the columns of the summary."""
@@ -91,15 +92,6 @@ class _Choices:
             if len(spread):
                 row["entropy"], row["concentration"] = spread[:, head].tolist()
             yield head, row
-
-
-def _added(one: Tensor, other: Tensor) -> Tensor:
-    """The sum of two tensors, the smaller one filled up with zeros on every axis."""
-    shape = [max(sizes) for sizes in zip(one.shape, other.shape, strict=True)]
-    total = torch.zeros(shape, dtype=other.dtype)
-    for part in (one, other):
-        total[tuple(slice(size) for size in part.shape)] += part
-    return total
 
 
 def _explained(counts: Int[Tensor, "query key"], skip: int) -> dict[str, float]:

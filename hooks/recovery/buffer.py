@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -39,6 +39,8 @@ class RowBuffer:
         capacity: rows.
         n_classes: of one-hot targets; 0 for others.
     """
+
+    made_of: ClassVar[dict[str, type]] = {"statistics": RegressionStatistics, "waiting": Rows}
 
     capacity: int
     n_classes: int = 0
@@ -88,25 +90,9 @@ class RowBuffer:
 
     def merge(self, other: "RowBuffer") -> None:
         """Add the rows of another buffer; those that wait are added when they are enough."""
+        self.settle()
         self.statistics.merge(other.statistics)
         self.waiting = [*self.waiting, *other.waiting]
-        self.settle()
-
-    def state(self) -> dict[str, Any]:
-        """Everything, as numbers and tensors; rows go on waiting."""
-        return {
-            "capacity": self.capacity,
-            "n_classes": self.n_classes,
-            "statistics": self.statistics.state(),
-            "waiting": [dict(vars(rows)) for rows in self.waiting],
-        }
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "RowBuffer":
-        """What :meth:`state` gave."""
-        statistics = RegressionStatistics.from_state(state["statistics"])
-        waiting = [Rows(**rows) for rows in state["waiting"]]
-        return cls(state["capacity"], state["n_classes"], statistics, waiting)
 
 
 def _after(rows: Rows, used: int) -> Rows:

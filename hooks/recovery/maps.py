@@ -1,7 +1,8 @@
 """The maps of one set of features: what they have seen, and what follows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -27,54 +28,73 @@ class Maps:
             of the targets [row, group].
     """
 
+    made_of: ClassVar[dict[str, type]] = {"fit": RowBuffer, "blocks": RowBuffer}
+
     fit: RowBuffer
     blocks: list[RowBuffer]
     shown: Shown = field(default_factory=list)
+
+    @classmethod
+    def of_pass(
+        cls,
+        rows: Sequence[tuple[int, Rows]],
+        order: Int[Tensor, " row"],
+        n_groups: int,
+        *,
+        capacity: int,
+        n_blocks: int,
+        n_classes: int,
+    ) -> "Maps":
+        """What one pass shows.
+
+        Args:
+            rows: with the index of their buffer; 0 is for fitting.
+            order: of the held-out rows.
+            n_groups: groups before those of controls.
+            capacity: rows that come together before they are added.
+            n_blocks: of held-out rows.
+            n_classes: of one-hot targets; 0 for others.
+        """
+        few = max(1, capacity // n_blocks)  # all blocks wait for as many as the fit does
+        fit = RowBuffer(capacity, n_classes)
+        made = cls(fit, [RowBuffer(few, n_classes) for _ in range(n_blocks)])
+        for index, some in rows:
+            made.buffers()[index].append(some)
+        held_out = [some for index, some in rows if index]
+        if n_classes and held_out and len(order):
+            first = order[:ACCURACY_ROWS]
+            features = torch.cat([some.features for some in held_out])
+            labels = torch.cat([some.values[some.chosen[:, :n_groups].long()] for some in held_out])
+            made.shown = [(features[first], labels[first])]
+        return made
 
     def buffers(self) -> list[RowBuffer]:
         """All of them."""
         return [self.fit, *self.blocks]
 
-    def first_shown(
-        self, added: list[tuple[int, Rows]], order: Int[Tensor, " row"], n_groups: int
-    ) -> Shown:
-        """The held-out rows among these that `shown` still has room for.
-
-        Args:
-            added: with the index of the buffer; 0 is for fitting.
-            order: of the held-out ones.
-            n_groups: groups before those of controls.
-        """
-        room = ACCURACY_ROWS - sum(len(x) for x, _ in self.shown)
-        if not self.fit.n_classes or room <= 0 or not len(order):
-            return []
-        parts = [rows for buffer, rows in added if buffer]
-        features = torch.cat([rows.features for rows in parts])
-        classes = torch.cat([rows.values[rows.chosen[:, :n_groups].long()] for rows in parts])
-        return [(features[order[:room]], classes[order[:room]])]
-
-    def empty(self) -> "Maps":
-        """Maps of the same kind that have seen nothing."""
-        made = [RowBuffer(b.capacity, b.n_classes) for b in self.buffers()]
-        return Maps(made[0], made[1:])
-
     def merge(self, other: "Maps") -> None:
         """Add what others have seen."""
         for mine, theirs in zip(self.buffers(), other.buffers(), strict=True):
             mine.merge(theirs)
-        for x, labels in other.shown:
-            if sum(len(x) for x, _ in self.shown) < ACCURACY_ROWS:
-                self.shown.append((x, labels))
+        for features, labels in other.shown:
+            room = ACCURACY_ROWS - sum(len(x) for x, _ in self.shown)
+            if room > 0:
+                self.shown.append((features[:room], labels[:room]))
 
-    def state(self) -> dict[str, Any]:
-        """Everything, as numbers and tensors."""
-        return {"buffers": [b.state() for b in self.buffers()], "shown": list(self.shown)}
 
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "Maps":
-        """What :meth:`state` gave."""
-        fit, *blocks = (RowBuffer.from_state(buffer) for buffer in state["buffers"])
-        return cls(fit, blocks, list(state["shown"]))
+def merge_layers(mine: list[list[Maps]], others: list[list[Maps]]) -> list[list[Maps]]:
+    """The maps of all layers, added up in place.
+
+    Rows that wait are added first: only that can run out of memory, and then nothing is half done.
+    """
+    for sets in mine:
+        for maps in sets:
+            for buffer in maps.buffers():
+                buffer.settle()
+    for sets, more in zip(mine, others, strict=True):
+        for maps, theirs in zip(sets, more, strict=True):
+            maps.merge(theirs)
+    return mine
 
 
 @dataclass(frozen=True)

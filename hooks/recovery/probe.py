@@ -2,30 +2,39 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import KW_ONLY
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_choice, check_integer, check_seed
 from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning, NothingMeasuredError
+from infoflow_lens.foundation.settings import Count, Positions, Ranks, Seed
 from infoflow_lens.hooks.model.points import check_finite
-from infoflow_lens.hooks.passes.ranking import check_rank_support, check_ranks, check_without
+from infoflow_lens.hooks.passes.ranking import check_rank_support
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.probe import Probe
-from infoflow_lens.hooks.recovery.buffer import RowBuffer, Rows
+from infoflow_lens.hooks.probe import Probe, described
 from infoflow_lens.hooks.recovery.errors import Ratio
-from infoflow_lens.hooks.recovery.maps import ACCURACY_ROWS, Maps, Measured, Shown, measure_maps
-from infoflow_lens.hooks.recovery.regression import Ridge, check_ridge
+from infoflow_lens.hooks.recovery.maps import (
+    ACCURACY_ROWS,
+    Maps,
+    Measured,
+    measure_maps,
+    merge_layers,
+)
+from infoflow_lens.hooks.recovery.regression import Ridge
 from infoflow_lens.hooks.recovery.result import RecoveryResult
 from infoflow_lens.hooks.recovery.rows import LayerRows, RowMaker, parts_of, rows_of
 from infoflow_lens.hooks.recovery.targets import (
-    SOURCES,
+    CONTROLS,
+    Control,
+    Source,
     Target,
     TargetOfMaps,
-    check_controls,
     sketch_matrix,
 )
+from infoflow_lens.hooks.states import combined, latest, summed
 
 _BLOCKS, _BLOCK_BYTES = 8, 2**28  # the default, if the blocks need at most this memory
 
@@ -77,63 +86,41 @@ class RecoveryProbe(Probe[RecoveryResult]):
             these, or without sequences to fit and to evaluate on.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[int] = (1,),
-        *,
-        target: Target = "embedding",
-        source: str = "post_attention",
-        vocabulary: Sequence[int] | None = None,
-        without: Sequence[int] = (),
-        controls: bool | Sequence[str] = False,
-        ridge: Ridge = None,
-        blocks: int | None = None,
-        sketch: int | None = None,
-        maps: bool = True,
-        seed: int = 0,
-        buffer_rows: int = 4096,
-    ) -> None:
-        super().__init__()
-        self.ranks = check_ranks(ranks)
-        self._targets = TargetOfMaps(target, vocabulary)
-        self.source = check_choice(source, "source", SOURCES)
-        self.without = check_without(without)
-        self.controls = check_controls(controls)
-        self.ridge = check_ridge(ridge)
-        self.blocks = None if blocks is None else check_integer(blocks, "blocks", 1)
-        self.sketch = None if sketch is None else check_integer(sketch, "sketch", 2)
-        self.keeps_maps = maps
-        self.seed = check_seed(seed)
-        self.buffer_rows = check_integer(buffer_rows, "buffer_rows", 1)
+    ranks: Ranks = (1,)
+    _: KW_ONLY
+    target: Target = "embedding"
+    source: Source = "post_attention"
+    vocabulary: Positions | None = None
+    without: Positions = ()
+    controls: bool | tuple[Control, ...] = False
+    ridge: Ridge = None
+    blocks: Count | None = None
+    sketch: Annotated[int, Ge(2)] | None = None
+    maps: bool = True
+    seed: Seed = 0
+    buffer_rows: Count = 4096
+
+    statistics = combined(merge_layers, Maps)  # for each layer, its sets of features
+    left_out = summed()  # [layer], rows
+    last = combined(latest)  # for each layer, the keys of the last sequence
+    n_heads = combined(latest)
+    d_target = combined(latest)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = CONTROLS if self.controls is True else self.controls or ()
+        self.controls = self._controls = tuple(name for name in CONTROLS if name in given)
+        self._targets = TargetOfMaps(self.target, self.vocabulary)
         if self.sketch and self._targets.is_identity:
             raise InfoFlowError(
                 "target is 'identity' with a sketch: expected one of them; sketched classes have "
                 "no accuracy, so state a smaller vocabulary instead"
             )
-        self._described = self._targets.config()
-        self._vocabulary = self._targets.vocabulary
-        self._layers: list[list[Maps]] = []  # for each layer, its sets of features
-        self._n_heads: list[int] = []
-        self._left_out: list[int] = []
-        self._last: list[Tensor] = []
-        self._d_target = 0
+        self._described = described(self.target)
 
     def config(self) -> Mapping[str, Any]:
         """The settings, as JSON-compatible values."""
-        return {
-            "ranks": list(self.ranks),
-            "target": self._described,
-            "source": self.source,
-            "vocabulary": None if self._vocabulary is None else list(self._vocabulary),
-            "without": list(self.without),
-            "controls": list(self.controls),
-            "ridge": self.ridge,
-            "blocks": self.blocks,
-            "sketch": self.sketch,
-            "maps": self.keeps_maps,
-            "seed": self.seed,
-            "buffer_rows": self.buffer_rows,
-        }
+        return {**super().config(), "target": self._described}
 
     def check(self, n_fit: int | None, n_evaluate: int | None, n_keys: int) -> None:
         """Refuse ranks and splits that the data do not allow; see :meth:`Probe.check`."""
@@ -156,12 +143,8 @@ class RecoveryProbe(Probe[RecoveryResult]):
             points=self._targets.points(model),
         )
 
-    # Waiting rows are added first: only that can run out of memory, and then nothing is half done
-
-    def update(self, seen: Pass) -> None:
-        """Add the rows of a pass."""
-        for buffer in self._buffers():
-            buffer.settle()
+    def update(self, seen: Pass) -> Mapping[str, Any]:
+        """The rows of a pass."""
         classes = self._targets.classes(seen.model) if self._targets.is_identity else ()
         values = self._targets.values(seen, classes)
         if values.is_floating_point():
@@ -171,100 +154,58 @@ class RecoveryProbe(Probe[RecoveryResult]):
             matrix = sketch_matrix(d_target, self.sketch, self.seed, values.device)
             values = (values.double() @ matrix).to(torch.promote_types(values.dtype, torch.float32))
         n_source = values.shape[1]
-        maker = RowMaker(self.ranks, self.source, self.without, self.controls, self.seed)
-        before: Sequence[Tensor | None] = self._last or [None] * seen.n_layers
+        maker = RowMaker(self.ranks, self.source, self.without, self._controls, self.seed)
+        before: Sequence[Tensor | None] = self.last or [None] * seen.n_layers
         layers = [maker.layer(seen, layer, n_source, last) for layer, last in enumerate(before)]
         real = seen.is_real(n_source)
         real[:, [query for query in self.without if query < n_source]] = False
-        left_out = [int((~layer.valid.cpu() & real).sum()) for layer in layers]
-        if not self._layers:
-            self._d_target = d_target
-            self._layers = self._make_layers(layers, len(classes) or values.shape[-1], len(classes))
-            self._n_heads = [layer.n_heads for layer in layers]
-            self._left_out = [0 for _ in layers]
-        parts = parts_of(values, seen, len(self._layers[0][0].blocks))
-        taken: list[tuple[Maps, list[tuple[int, Rows]], Shown]] = []
-        for layer, sets in zip(layers, self._layers, strict=True):
+        n_blocks = self._n_blocks(layers, len(classes) or values.shape[-1])
+        parts = parts_of(values, seen, n_blocks)
+        statistics = []
+        for layer in layers:
             rows, order = rows_of(layer, parts)
-            for maps, added in zip(sets, rows, strict=True):
-                n_groups = layer.n_heads // len(sets) * len(self.ranks)
-                taken.append((maps, added, maps.first_shown(added, order, n_groups)))
-        for maps, added, shown in taken:  # from here on nothing fails
-            for index, some in added:
-                maps.buffers()[index].append(some)
-            maps.shown.extend(shown)
-        self._left_out = [a + b for a, b in zip(self._left_out, left_out, strict=True)]
-        self._last = [layer.keys[-1].clone() for layer in layers]
+            n_groups = layer.n_heads // len(rows) * len(self.ranks)
+            statistics.append(
+                [
+                    Maps.of_pass(
+                        some, order, n_groups,
+                        capacity=self.buffer_rows, n_blocks=n_blocks, n_classes=len(classes),
+                    )
+                    for some in rows
+                ]
+            )  # fmt: skip
+        return {
+            "statistics": statistics,
+            "left_out": torch.tensor([int((~each.valid.cpu() & real).sum()) for each in layers]),
+            "last": [layer.keys[-1].clone() for layer in layers],
+            "n_heads": [layer.n_heads for layer in layers],
+            "d_target": d_target,
+        }
 
-    def _make_layers(
-        self, layers: Sequence[LayerRows], n_targets: int, n_classes: int
-    ) -> list[list[Maps]]:
+    def _n_blocks(self, layers: Sequence[LayerRows], n_targets: int) -> int:
+        """Into how many blocks held-out sequences are dealt."""
         sizes = [
             (features.shape[-1], chosen.shape[-1])
             for layer in layers
             for features, chosen in zip(layer.features, layer.chosen, strict=True)
         ]
         of_a_block = sum(8 * d * (d + n_groups * n_targets) for d, n_groups in sizes)
-        n_blocks = self.blocks or (_BLOCKS if _BLOCKS * of_a_block <= _BLOCK_BYTES else 1)
-
-        few = max(1, self.buffer_rows // n_blocks)  # all blocks wait for as many as the fit does
-        return [
-            [
-                Maps(
-                    RowBuffer(self.buffer_rows, n_classes),
-                    [RowBuffer(few, n_classes) for _ in range(n_blocks)],
-                )
-                for _ in layer.features
-            ]
-            for layer in layers
-        ]
-
-    def _buffers(self) -> list[RowBuffer]:
-        return [b for sets in self._layers for maps in sets for b in maps.buffers()]
-
-    def add(self, other: "RecoveryProbe") -> None:
-        """Add the sums of another probe."""
-        if not self._layers:
-            self._layers = [[maps.empty() for maps in sets] for sets in other._layers]
-            self._n_heads, self._d_target = list(other._n_heads), other._d_target
-            self._left_out = [0 for _ in other._left_out]
-        self._left_out = [a + b for a, b in zip(self._left_out, other._left_out, strict=True)]
-        for ours, theirs in zip(self._layers, other._layers, strict=True):
-            for maps, more in zip(ours, theirs, strict=True):
-                maps.merge(more)
-
-    def snapshot(self) -> dict[str, Any]:
-        """The sums, and what the next pass goes on from."""
-        return {
-            "layers": [[maps.state() for maps in sets] for sets in self._layers],
-            "n_heads": self._n_heads,
-            "left_out": self._left_out,
-            "last": self._last,
-            "d_target": self._d_target,
-        }
-
-    def restore(self, measured: Mapping[str, Any]) -> None:
-        """Take over the sums."""
-        self._layers = [[Maps.from_state(maps) for maps in sets] for sets in measured["layers"]]
-        self._n_heads, self._left_out = measured["n_heads"], measured["left_out"]
-        self._last, self._d_target = measured["last"], measured["d_target"]
-
-    def growing_bytes(self) -> int:
-        """None: these are sums, and rows of which so many wait at most."""
-        return 0
+        return self.blocks or (_BLOCKS if _BLOCKS * of_a_block <= _BLOCK_BYTES else 1)
 
     def settle(self) -> None:
         """Add the rows that wait."""
-        for buffer in self._buffers():
-            buffer.settle(everything=True)
+        for sets in self.statistics or ():
+            for maps in sets:
+                for buffer in maps.buffers():
+                    buffer.settle(everything=True)
 
     def compute(self) -> RecoveryResult:
         """Fit the maps and measure their errors."""
         self.settle()
-        notes = list(self.notes())
+        notes, left_out = list(self.notes()), self.left_out.tolist()
         columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         n_fit, n_eval, gram_rank = [], [], []
-        for layer, sets in enumerate(self._layers):
+        for layer, sets in enumerate(self.statistics):
             fitted, evaluated = sets[0].fit.n, sum(block.n for block in sets[0].blocks)
             if not fitted or not evaluated:
                 raise NothingMeasuredError(
@@ -272,15 +213,14 @@ class RecoveryProbe(Probe[RecoveryResult]):
                     f"(of {self.n_sequences} sequences): expected both; run more sequences, a "
                     "smaller eval_every, or lower ranks"
                 )
-            if self._left_out[layer]:
+            if left_out[layer]:
                 notes.append(
-                    f"layer {layer}: {self._left_out[layer]} rows left out, where a requested rank "
+                    f"layer {layer}: {left_out[layer]} rows left out, where a requested rank "
                     "of some head is undefined or falls on a position that is no token"
                 )
-            n_main = len(self.ranks) * self._n_heads[layer] // len(sets)
+            n_main = len(self.ranks) * self.n_heads[layer] // len(sets)
             measured = [
-                measure_maps(maps, self.ridge, self._d_target, n_main, self.keeps_maps)
-                for maps in sets
+                measure_maps(maps, self.ridge, self.d_target, n_main, self.maps) for maps in sets
             ]
             n_features = sets[0].fit.statistics.n_features
             rank = min(m.gram_rank for m in measured)
@@ -296,14 +236,14 @@ class RecoveryProbe(Probe[RecoveryResult]):
             n_fit.append(fitted)
             n_eval.append(evaluated)
             gram_rank.append(rank)
-            self._append_columns(columns, measured, (self._n_heads[layer], len(self.ranks)))
+            self._append_columns(columns, measured, (self.n_heads[layer], len(self.ranks)))
         notes += self._notes_of_settings()
         return RecoveryResult(
             ranks=self.ranks,
             n_fit=tuple(n_fit),
             n_eval=tuple(n_eval),
             gram_rank=tuple(gram_rank),
-            controls=self.controls,
+            controls=self._controls,
             record=self.run_record(),
             notes=tuple(notes),
             **{name: tuple(values) for name, values in columns.items()},
@@ -322,7 +262,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
             ratios: list[Ratio] = [getattr(m, name) for m in measured]
             value = whole([ratio.value[:n_main] for ratio in ratios])
             columns[name].append(value)
-            if len(self._layers[0][0].blocks) > 1:
+            if len(self.statistics[0][0].blocks) > 1:
                 half_width = whole([ratio.half_width[:n_main] for ratio in ratios])
                 columns[f"{name}_low"].append((value - half_width).clamp(min=0))
                 columns[f"{name}_high"].append(value + half_width)
@@ -330,7 +270,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
                 parts = [ratio.sketch_error[:n_main] for ratio in ratios]
                 columns[f"{name}_sketch_error"].append(whole(parts))
             first, controls = n_main, []
-            for control in self.controls:
+            for control in self._controls:
                 size = n_main if control == "shuffled" else 1
                 some = [ratio.value[first : first + size].expand(n_main) for ratio in ratios]
                 controls.append(whole(some))
@@ -339,24 +279,24 @@ class RecoveryProbe(Probe[RecoveryResult]):
                 columns[f"control_{name}"].append(torch.stack(controls))
         if self.ridge is not None:
             columns["ridge"].append(whole([m.ridge[:n_main] for m in measured]))
-        if self.keeps_maps:
+        if self.maps:
             columns["weight"].append(whole([m.weight for m in measured]))
             columns["bias"].append(whole([m.bias for m in measured]))
-        if self._layers[0][0].fit.n_classes:
+        if self.statistics[0][0].fit.n_classes:
             columns["accuracy"].append(whole([m.accuracy for m in measured]))
 
     def _notes_of_settings(self) -> list[str]:
         notes = []
         if self.sketch:
             notes.append(
-                f"targets were looked at in {self.sketch} random directions of {self._d_target}; "
+                f"targets were looked at in {self.sketch} random directions of {self.d_target}; "
                 "the standard errors of this stand in second_moment_sketch_error and "
                 "fvu_sketch_error"
             )
-        if self._layers[0][0].fit.n_classes:
-            rows = min(ACCURACY_ROWS, sum(len(x) for x, _ in self._layers[0][0].shown))
+        if self.statistics[0][0].fit.n_classes:
+            rows = min(ACCURACY_ROWS, sum(len(x) for x, _ in self.statistics[0][0].shown))
             notes.append(f"accuracy is measured on the first {rows} held-out rows of a layer")
-        if len(self._layers[0][0].blocks) == 1 and self.blocks is None:
+        if len(self.statistics[0][0].blocks) == 1 and self.blocks is None:
             notes.append(
                 "no intervals: statistics by blocks of sequences would take more than "
                 f"{_BLOCK_BYTES // 2**20} MiB; ask for them by blocks={_BLOCKS}"

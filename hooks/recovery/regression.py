@@ -1,15 +1,18 @@
 """Least squares and ridge regression from sums, one Gram matrix for many targets."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import Positive, Remedy
 
-Ridge: TypeAlias = float | Literal["gcv"] | None
+Ridge: TypeAlias = Annotated[
+    Positive | Literal["gcv"] | None,
+    Remedy("None for least squares, a penalty, or 'gcv' for generalized cross-validation"),
+]
 
 _EPS = torch.finfo(torch.float64).eps
 _LAMBDAS = (-12.0, 2.0)  # decades searched, relative to the Gram matrix's largest eigenvalue
@@ -31,21 +34,6 @@ class LinearFit:
     bias: Float[Tensor, "group target"]
     rank: int
     ridge: Float[Tensor, " group"]
-
-
-def check_ridge(ridge: Ridge) -> Ridge:
-    """`ridge`, if it is one.
-
-    Raises:
-        InfoFlowError: unless it is None, "gcv" or a positive number.
-    """
-    number = isinstance(ridge, (int, float)) and not isinstance(ridge, bool)
-    if ridge is None or ridge == "gcv" or (number and 0 < float(ridge) < float("inf")):
-        return ridge
-    raise InfoFlowError(
-        f"ridge is {ridge!r}: expected None (least squares), a positive penalty, or 'gcv' to "
-        "choose it by generalized cross-validation"
-    )
 
 
 class NormalEquations:

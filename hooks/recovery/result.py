@@ -1,6 +1,6 @@
 """Errors of recovery maps, and the maps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import model_fingerprint, weight_processing
+from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.result import Result
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
+    from matplotlib.figure import Figure
 
 _OPTIONAL = (
     "second_moment_low",
@@ -143,38 +144,20 @@ class RecoveryResult(Result):
 
     def to_frame(self) -> "pd.DataFrame":
         """One row for each layer, head and rank."""
-        import pandas as pd
+        arrays = self.arrays
+        rows = [("n_fit", self.n_fit), ("n_eval", self.n_eval)]
+        columns = [
+            arrays["second_moment"],
+            arrays["fvu"],
+            *(LabelledArray(name, torch.tensor(n), ("layer",)) for name, n in rows),
+            *(arrays[name] for name in _OPTIONAL if name in arrays),
+        ]
+        for control in self.controls:
+            for error in ("second_moment", "fvu"):
+                array = arrays[f"control_{error}"].select(control=control)
+                columns.append(replace(array, name=f"{error}_{control}"))
+        return frame_of(columns)
 
-        rows = []
-        for layer in range(len(self.fvu)):
-            for head in range(len(self.fvu[layer])):
-                for column, rank in enumerate(self.ranks):
-                    row = {
-                        "layer": layer,
-                        "head": head,
-                        "rank": rank,
-                        "second_moment": float(self.second_moment[layer][head, column]),
-                        "fvu": float(self.fvu[layer][head, column]),
-                        "n_fit": self.n_fit[layer],
-                        "n_eval": self.n_eval[layer],
-                    }
-                    for name in _OPTIONAL:
-                        values = getattr(self, name)
-                        if values:
-                            row[name] = float(values[layer][head, column])
-                    for index, control in enumerate(self.controls):
-                        for error in ("second_moment", "fvu"):
-                            values = getattr(self, f"control_{error}")[layer]
-                            row[f"{error}_{control}"] = float(values[index, head, column])
-                    rows.append(row)
-        return pd.DataFrame(rows)
-
-    def plot(self, error: str = "fvu") -> "go.Figure":
-        """Errors ("fvu" or "second_moment") per head, a colour for each rank."""
-        import plotly.express as px
-
-        frame = self.to_frame().astype({"rank": str})
-        frame["head"] = "L" + frame["layer"].astype(str) + "H" + frame["head"].astype(str)
-        return px.bar(
-            frame, x="head", y=error, color="rank", barmode="group", title="Recovery error"
-        )
+    def plot(self, error: str = "fvu") -> "Figure":
+        """Errors ("fvu" or "second_moment") of heads, a panel for each layer."""
+        return super().plot(error)

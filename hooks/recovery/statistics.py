@@ -1,6 +1,6 @@
 """Sufficient statistics of linear regression: added to batch by batch, merged in any order."""
 
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +19,11 @@ ALL = slice(None)
 _TENSORS = ("shift_x", "shift_y", "sum_x", "gram", "sum_y", "cross", "squares")
 
 
+def _nothing() -> Tensor:
+    return torch.zeros(0, dtype=torch.float64)
+
+
+@dataclass(eq=False)
 class RegressionStatistics:
     """First and second moments of features X [row, feature] and targets Y [row, group, target].
 
@@ -31,16 +36,15 @@ class RegressionStatistics:
     Memory: 8 (f^2 + f g t) bytes for f features and g groups of t targets.
     """
 
-    def __init__(self) -> None:
-        self.n = 0
-        self._groups_done = 0  # of rows whose addition was interrupted
-        self.shift_x: Tensor  # [feature]
-        self.shift_y: Tensor  # [target]
-        self.sum_x: Tensor  # [feature]; this and all below are of shifted values
-        self.gram: Tensor  # [feature, feature]
-        self.sum_y: Tensor  # [group, target]
-        self.cross: Tensor  # [feature, group, target]
-        self.squares: Tensor  # [group, target]
+    n: int = 0
+    groups_done: int = 0  # of rows whose addition was interrupted
+    shift_x: Tensor = field(default_factory=_nothing)  # [feature]
+    shift_y: Tensor = field(default_factory=_nothing)  # [target]
+    sum_x: Tensor = field(default_factory=_nothing)  # [feature]; this and all below are shifted
+    gram: Tensor = field(default_factory=_nothing)  # [feature, feature]
+    sum_y: Tensor = field(default_factory=_nothing)  # [group, target]
+    cross: Tensor = field(default_factory=_nothing)  # [feature, group, target]
+    squares: Tensor = field(default_factory=_nothing)  # [group, target]
 
     def update(self, x: Float[Tensor, "row feature"], y: Float[Tensor, "row group target"]) -> None:
         """Add rows."""
@@ -93,15 +97,15 @@ class RegressionStatistics:
         counts = _counts(labels, n_classes + 1)[:, :n_classes]
         sums = (shifted.sum(dim=0), _gram(shifted), counts, counts)
         features = shifted.to(self._product_dtype(x, x))
-        for group in range(self._groups_done, chosen.shape[1]):
+        for group in range(self.groups_done, chosen.shape[1]):
             added = features.new_zeros(n_classes + 1, x.shape[1])
             added.index_add_(0, labels[:, group], features)
             self.cross[:, group] += added[:n_classes].T
-            self._groups_done = group + 1
+            self.groups_done = group + 1
         self._end(len(x), *sums)
 
     def _begin(self, x: Tensor, shift_y: Tensor, n_groups: int) -> None:
-        if hasattr(self, "gram"):
+        if self.gram.numel():
             return
         n_features, n_targets = x.shape[1], len(shift_y)
         zeros = torch.zeros(0, dtype=torch.float64, device=x.device).new_zeros
@@ -117,7 +121,7 @@ class RegressionStatistics:
         self.sum_y += sum_y
         self.squares += squares
         self.n += n
-        self._groups_done = 0
+        self.groups_done = 0
 
     def _product_dtype(self, x: Tensor, values: Tensor) -> torch.dtype:
         """float32, unless rows are float64, or products are cheap, or the user wants them rough."""
@@ -129,13 +133,13 @@ class RegressionStatistics:
         n_groups = chosen.shape[1]
         step = max(1, _GATHERED // (len(x) * values.shape[1]))
         transposed = x.T.contiguous()
-        for first in range(self._groups_done, n_groups, step):
+        for first in range(self.groups_done, n_groups, step):
             some = chosen[:, first : first + step].reshape(-1)
             targets = values.index_select(0, some).view(len(x), -1)
             product = transposed @ targets
             part = self.cross[:, first : first + step]
             part += product.view(part.shape)
-            self._groups_done = min(first + step, n_groups)
+            self.groups_done = min(first + step, n_groups)
 
     def _add_distinct(self, x: Tensor, values: Tensor, chosen: Tensor) -> None:
         """Add X^T (S E), computed as (S^T X)^T E over the values that some row chose.
@@ -146,13 +150,13 @@ class RegressionStatistics:
         ordered, rows = chosen.T.sort(dim=1)  # [group, row]
         starts = torch.ones_like(ordered, dtype=torch.bool)
         starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-        for group in range(self._groups_done, chosen.shape[1]):
+        for group in range(self.groups_done, chosen.shape[1]):
             offsets = starts[group].nonzero().flatten()
             distinct = ordered[group].index_select(0, offsets)
             added = embedding_bag(rows[group], x, offsets, mode="sum")
             product = added.T @ values.index_select(0, distinct)
             self.cross[:, group] += product
-            self._groups_done = group + 1
+            self.groups_done = group + 1
 
     def merge(self, other: "RegressionStatistics") -> None:
         """Add the rows that `other` has seen."""
@@ -178,21 +182,6 @@ class RegressionStatistics:
         self.sum_x += moved_x
         self.sum_y += moved_y
         self.n += other.n
-
-    def state(self) -> dict[str, Any]:
-        """Everything, as numbers and tensors."""
-        tensors = {name: getattr(self, name) for name in _TENSORS if hasattr(self, name)}
-        return {"n": self.n, "groups_done": self._groups_done, **tensors}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "RegressionStatistics":
-        """What :meth:`state` gave."""
-        made = cls()
-        made.n, made._groups_done = state["n"], state["groups_done"]
-        for name in _TENSORS:
-            if name in state:
-                setattr(made, name, state[name])
-        return made
 
     # What follows from the sums
 

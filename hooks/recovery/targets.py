@@ -1,38 +1,24 @@
 """What recovery maps read, what they should give back, and what to compare them with."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_integer, check_integers
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.record import fingerprint
+from infoflow_lens.foundation.settings import Index, check
 from infoflow_lens.hooks.model.points import hook_name, reads_vectors
 from infoflow_lens.hooks.passes.view import Pass
+from infoflow_lens.hooks.probe import described
 
 Target: TypeAlias = str | tuple[str, int] | Tensor | Callable[[Tensor], Tensor]
 
-SOURCES = ("post_attention", "resid_post", "head")
-CONTROLS = ("random", "shuffled", "self")
+Source = Literal["post_attention", "resid_post", "head"]
+Control = Literal["random", "shuffled", "self"]
+CONTROLS: tuple[Control, ...] = get_args(Control)
 _MOST_CLASSES = 4096  # of a vocabulary, unless the user names its tokens
-
-
-def check_controls(controls: bool | Sequence[str]) -> tuple[str, ...]:
-    """The names of the controls, in their own order.
-
-    Raises:
-        InfoFlowError: for an unknown one.
-    """
-    if isinstance(controls, bool):
-        return CONTROLS if controls else ()
-    if isinstance(controls, str) or any(name not in CONTROLS for name in controls):
-        raise InfoFlowError(
-            f"controls is {controls!r}: expected True, False or some of {', '.join(CONTROLS)}"
-        )
-    return tuple(name for name in CONTROLS if name in controls)
 
 
 class TargetOfMaps:
@@ -47,17 +33,14 @@ class TargetOfMaps:
         InfoFlowError: for anything else.
     """
 
-    def __init__(self, target: Target, vocabulary: Sequence[int] | None = None) -> None:
-        self.target = target
-        self.vocabulary = None
-        if vocabulary is not None:
-            self.vocabulary = check_integers(vocabulary, "vocabulary", 0, ", token ids")
+    def __init__(self, target: Target, vocabulary: tuple[int, ...] | None = None) -> None:
+        self.target, self.vocabulary = target, vocabulary
         known = target in ("embedding", "identity") if isinstance(target, str) else True
         if isinstance(target, tuple):
             known = (
                 len(target) == 2
                 and target[0] == "resid_pre"
-                and check_integer(target[1], "the layer of target") >= 0
+                and check(target[1], Index, "the layer of target") >= 0
             )
         elif isinstance(target, Tensor):
             known = target.ndim == 2 and target.is_floating_point()
@@ -78,17 +61,6 @@ class TargetOfMaps:
     def is_identity(self) -> bool:
         """Whether targets are one-hot."""
         return isinstance(self.target, str) and self.target == "identity"
-
-    def config(self) -> Any:
-        """The setting, as a JSON-compatible value."""
-        if isinstance(self.target, str):
-            return self.target
-        if isinstance(self.target, tuple):
-            return list(self.target)
-        if isinstance(self.target, Tensor):
-            return {"table": fingerprint({"table": self.target})}
-        name = getattr(self.target, "__qualname__", type(self.target).__name__)
-        return {"function": f"{getattr(self.target, '__module__', '')}.{name}"}
 
     def points(self, model: nn.Module) -> tuple[str, ...]:
         """The hook points that targets come from.
@@ -137,8 +109,8 @@ class TargetOfMaps:
         tokens = seen.tokens
         if tokens is None:
             raise InfoFlowError(
-                f"target is {self.config()!r}, but hooks alone do not see the tokens: use attach() "
-                "or run_probes(), or target='embedding'"
+                f"target is {described(self.target)!r}, but hooks alone do not see the tokens: use "
+                "attach() or run_probes(), or target='embedding'"
             )
         if self.is_identity:
             return _places(tokens, classes)

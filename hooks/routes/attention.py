@@ -1,13 +1,12 @@
 """Attention as an answer: the weights of a layer, and attention rollout."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infoflow_lens.foundation.checks import check_choice
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.routes.base import RoutesProbe, rolled_out, rows_at, with_residual
 
@@ -25,15 +24,7 @@ class OverHeadsProbe(RoutesProbe):
         InfoFlowError: for another way to put heads together.
     """
 
-    def __init__(
-        self, heads: OverHeads = "mean", *, positions: Sequence[int] | None = None
-    ) -> None:
-        super().__init__(positions)
-        self.heads: OverHeads = check_choice(heads, "heads", ("mean", "max"))  # type: ignore[assignment]
-
-    def config(self) -> Mapping[str, Any]:
-        """The settings, as JSON-compatible values."""
-        return {**super().config(), "heads": self.heads}
+    heads: OverHeads = "mean"
 
     def over_heads(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
         """The pattern of a layer, its heads put together."""

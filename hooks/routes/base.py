@@ -1,9 +1,9 @@
 """What measures of routes share: they follow a graph of edges between positions, layer by layer."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -67,8 +67,8 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
             place: the asked positions, -1 where a sequence has none.
         """
 
-    def update(self, seen: Pass) -> None:
-        """Follow the routes of a pass."""
+    def update(self, seen: Pass) -> Mapping[str, Any]:
+        """The routes of a pass."""
         layers = range(seen.n_layers)
         n_pos = seen.pattern(0).shape[2]
         n_source = seen.activation(start_point(seen.model, None)).shape[1]
@@ -83,7 +83,7 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
         place = self.place(lengths + n_pos - n_source, n_pos)  # CLS has no source
         scores = self.follow(edges, place)[..., :n_source]
         scores = torch.where(existing(place, lengths, n_source), scores, 0)
-        self.keep(scores, place, lengths, layers, n_pos)
+        return self.parts(scores, place, lengths, layers, n_pos)
 
     def compute(self) -> RoutesResult:
         """All batches together."""

@@ -1,7 +1,7 @@
 """Information-flow routes: how near each part of a state comes to the whole."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_choice
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.hooks.influence.base import tolerance
@@ -63,23 +62,11 @@ class ContributionRoutes(RoutesProbe):
             not show what it needs, saying what.
     """
 
-    def __init__(
-        self,
-        combine: Combine = "widest",
-        *,
-        heads_apart: bool = True,
-        positions: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(positions)
-        self.combine = check_choice(combine, "combine", ("widest", "rollout"))
-        if not isinstance(heads_apart, bool):
-            raise InfoFlowError(f"heads_apart is {heads_apart!r}: expected True or False")
-        self.heads_apart = heads_apart
-        self._factors: tuple[float, ...] = ()
+    combine: Combine = "widest"
+    _: KW_ONLY
+    heads_apart: bool = True
 
-    def config(self) -> Mapping[str, Any]:
-        """The settings, as JSON-compatible values."""
-        return {**super().config(), "combine": self.combine, "heads_apart": self.heads_apart}
+    _factors: tuple[float, ...] = field(default=(), init=False)
 
     def needs(self, model: nn.Module) -> Needs:
         """Patterns, values, what enters attention's sum, and what attention adds to it.

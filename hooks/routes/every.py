@@ -1,24 +1,25 @@
 """All baselines of a model that it can give, by name."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.influence.base import StateName
 from infoflow_lens.hooks.model.points import layer_count
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.routes.attention import AttentionRollout, AttentionWeight
 from infoflow_lens.hooks.routes.contributions import ContributionRoutes, factors_of
 from infoflow_lens.hooks.routes.flow import AttentionFlow
 from infoflow_lens.hooks.routes.gradient import GradientTimesInput
+from infoflow_lens.hooks.scores import Asked
 
 
 def baselines(
     model: nn.Module,
-    state: str = "resid_post",
+    state: StateName = "resid_post",
     *,
-    positions: Sequence[int] | None = None,
+    positions: Asked | None = None,
     cheap: bool = False,
 ) -> dict[str, Probe[Any]]:
     """Probes of what else might say what a state depends on, for ``run_probes`` together.

@@ -1,12 +1,12 @@
 """Gradient times input, for states, which have many features."""
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from infoflow_lens.hooks.influence.base import StateInfluence
+from infoflow_lens.hooks.influence.base import StateInfluence, StateName
 from infoflow_lens.hooks.influence.rerun import Rerun, at_places, rows_at_once
 
 
@@ -38,17 +38,7 @@ class GradientTimesInput(StateInfluence):
             be repeated from its hooks.
     """
 
-    def __init__(
-        self,
-        state: str = "post_attention",
-        source_layer: int | None = None,
-        chunk_size: int | None = None,
-        through_hooks: bool = False,
-        *,
-        layers: Sequence[int] | None = None,
-        positions: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(state, source_layer, layers, positions, chunk_size, through_hooks)
+    state: StateName = "post_attention"
 
     def _measure(
         self,
@@ -57,7 +47,7 @@ class GradientTimesInput(StateInfluence):
         expected: list[Float[Tensor, "batch pos d_model"]],
         place: Int[Tensor, "batch asked"],
         lengths: Int[Tensor, " batch"],
-    ) -> Float[Tensor, "layer batch asked source"]:
+    ) -> tuple[Float[Tensor, "layer batch asked source"], dict[str, Any]]:
         n_source = start.shape[1]
         self._check_rerun(rerun.layers, rerun(start), expected, rerun.real)
         rows = rows_at_once(rerun.model, expected[0].shape[1], expected[0].shape[2], start.device)
@@ -69,7 +59,7 @@ class GradientTimesInput(StateInfluence):
             for layer, change in enumerate(moved):  # [source, batch, pos, d_model]
                 norms = change.float().norm(dim=-1).permute(1, 2, 0)
                 found[layer, :, :, sources] = at_places(norms, place).cpu()
-        return found
+        return found, {}
 
 
 def _moved(

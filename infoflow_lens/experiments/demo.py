@@ -15,6 +15,7 @@ from infoflow_lens.foundation.files import locked, write_json, write_text
 from infoflow_lens.foundation.processes import threads
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.seeds import check_seed
+from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks import (
     JacobianInfluence,
     PositionsProbe,
@@ -22,7 +23,7 @@ from infoflow_lens.hooks import (
     RecoveryResult,
     run_probes,
 )
-from infoflow_lens.hooks.influence.base import check_threshold
+from infoflow_lens.hooks.influence.base import Threshold
 from infoflow_lens.models.architecture import ActivationName, Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model, save_model
 from infoflow_lens.report import Report, Stage, render_report
@@ -77,7 +78,7 @@ class DemoConfig:
             raise InfoFlowError(
                 f"n_recovery is {self.n_recovery}: expected at least 5, of which one is held out"
             )
-        check_threshold(self.threshold)
+        check(self.threshold, Threshold, "threshold")
         if not 1 <= self.n_shown <= self.n_influence:
             raise InfoFlowError(
                 f"n_shown is {self.n_shown}: expected 1 to n_influence ({self.n_influence})"

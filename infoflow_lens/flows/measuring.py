@@ -35,7 +35,9 @@ def influence_probe(
         return None
     if influence == "resample":
         donors = _donors(rows, reference)
-        return ResampleInfluence(donors, "median", "resid_post", layers=layers, positions=positions)
+        return ResampleInfluence(
+            donors, "median", state="resid_post", layers=layers, positions=positions
+        )
     exact = JacobianInfluence("resid_post", layers=layers, positions=positions)
     if influence == "exact":
         return exact

@@ -14,8 +14,9 @@ from infoflow_lens.foundation.checks import (
     check_seed,
 )
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks import MechanismsResult
-from infoflow_lens.hooks.influence.base import check_threshold
+from infoflow_lens.hooks.influence.base import Threshold
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.model.points import reads_vectors
 
@@ -61,7 +62,7 @@ def checked(
         check_choice(rule, "rule", get_args(RuleName))
     check_integer(k, "k", 1)
     check_integer(n_directions, "n_directions", 2, ", whose spread tells the error")
-    check_threshold(threshold)
+    check(threshold, Threshold, "threshold")
     check_seed(seed)
     name: RuleName = "mechanisms" if isinstance(rule, MechanismsResult) else rule
     return Settings(positions, layers, name)

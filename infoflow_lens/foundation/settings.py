@@ -181,7 +181,7 @@ def _hints(owner: Any) -> Mapping[str, Any]:
         for name, hint in inspect.get_annotations(place).items():
             if isinstance(hint, str):
                 try:
-                    alone = types.SimpleNamespace(__annotations__={name: hint})
+                    alone = type("Alone", (), {"__annotations__": {name: hint}})
                     hint = typing.get_type_hints(alone, names, include_extras=True)[name]
                 except (NameError, SyntaxError):  # a type for type checkers alone, or a shape
                     continue

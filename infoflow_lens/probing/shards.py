@@ -116,7 +116,7 @@ class Gathered:
             )
         probes = {name: copy.deepcopy(self.fresh[name]) for name in measured.states}
         for name, probe in probes.items():
-            probe.load_state(measured.states[name])
+            probe.load_state_dict(measured.states[name])
         self.take(probes, measured.told)
 
     def result(self, name: str) -> Any:
@@ -142,7 +142,7 @@ class Gathered:
             "n_shards": self.n_shards,
             "n_seen": self.n_seen,  # for who looks at the file
             "told": self.told,
-            "merged": {name: probe.state() for name, probe in self.merged.items()},
+            "merged": {name: probe.state_dict() for name, probe in self.merged.items()},
         }
 
     def load(self, state: Any) -> States | None:
@@ -164,7 +164,7 @@ class Gathered:
                     f"{', '.join(self.fresh)}: {again}"
                 )
             for name, probe in self.merged.items():
-                probe.load_state(merged[name])
+                probe.load_state_dict(merged[name])
             self.told = {
                 name: [told_of(part) for part in parts]
                 for name, parts in told.items()
@@ -248,7 +248,7 @@ def _here(
     def now() -> dict[str, Any]:
         counts = {probe.n_sequences for probe in probes.values()}
         whole = len(counts) == 1 and counts != {0}  # each has taken in the same batches
-        states = {name: probe.state() for name, probe in probes.items()} if whole else None
+        states = {name: probe.state_dict() for name, probe in probes.items()} if whole else None
         return {**gathered.state(), "current": states}
 
     with between_steps() as stop_if_asked:
@@ -263,7 +263,7 @@ def _here(
                 probes = copy.deepcopy(dict(gathered.fresh))
                 if current is not None:
                     for name, probe in probes.items():
-                        probe.load_state(current.get(name, {}))
+                        probe.load_state_dict(current.get(name, {}))
                     current = None
 
                 def after_batch(n: int, probes: Probes = probes) -> None:

@@ -157,7 +157,7 @@ def measure_shard(task: Task) -> tuple[int, bytes]:
     for probe in task.probes.values():
         probe.check_model(task.fingerprint)
     told = {} if task.growing is None else task.growing.write(task.probes, task.index)
-    states = {name: probe.state() for name, probe in task.probes.items() if name not in told}
+    states = {name: probe.state_dict() for name, probe in task.probes.items() if name not in told}
     return task.index, state_to_bytes(Measured(told, states).to_plain())
 
 

@@ -51,7 +51,8 @@ def test_its_result_is_saved_shown_and_merged(model, inputs, tmp_path):
     frame = whole.to_frame()
     assert list(frame["head"]) == [0, 1, 0, 1, 2, 3, 4]
     assert frame["mean_keys"].between(1, 7).all()
-    assert len(whole.plot(layer=1).data) == 5
+    panels = [axes.get_title() for axes in whole.plot(layer=1).axes]
+    assert [name for name in panels if name] == [f"head {i}" for i in range(5)]
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])

@@ -65,4 +65,4 @@ def test_saved_files_are_plain_json_and_safetensors(results, tmp_path):
 def test_every_result_shows_and_plots_itself(results):
     for result in results:
         assert "<table" in result._repr_html_()
-        assert len(result.plot().data) > 0
+        assert len(result.plot().axes) > 0

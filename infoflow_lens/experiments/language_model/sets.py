@@ -1,7 +1,7 @@
 """InfoFlow's sets beside attention, rollout, flow, contributions and gradient x input."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _CIRCUIT = "in_context_qa_softmax"
 _QUESTIONS = {"n_questions": 20, "n_answers": 10, "n_pairs": 10}
 _DONORS, _CHOOSING, _BATCH = 4, 8, 8
-_STATE = "resid_post"
+_STATE: Literal["resid_post"] = "resid_post"
 _INFLUENCES = ("jacobian", "resample")
 _JUDGED = ("auroc", "influence_inside")  # of the rule
 _MUST_WIN = ("random", "recency", "attention weight")
@@ -80,11 +80,12 @@ class Sets(LanguageModelStudy):
         model, windows = self._windows(settings, seed, device)
         n, length = settings["n_windows"], windows.shape[1]
         measured, donors, choosing = windows.split([n, _DONORS, _CHOOSING])
-        places = [length * (i + 1) // settings["n_states"] - 1 for i in range(settings["n_states"])]
+        n_states = settings["n_states"]
+        places = tuple(length * (i + 1) // n_states - 1 for i in range(n_states))
         routes = baselines(model, _STATE, positions=places)
         influences = {
             "jacobian": JacobianInfluence(_STATE, positions=places),
-            "resample": ResampleInfluence(donors, "median", _STATE, positions=places),
+            "resample": ResampleInfluence(donors, "median", state=_STATE, positions=places),
         }
         chosen, attended, *results = run_probes(
             model,

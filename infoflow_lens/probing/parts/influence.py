@@ -51,7 +51,7 @@ def _probe(setting: Setting) -> Probe[Any]:
     config, longest = setting.config, setting.detail.longest or 1
     if config.influence == "resample":
         return ResampleInfluence(
-            donors_from(setting.batches, config.n_detail, longest), "median", "resid_post"
+            donors_from(setting.batches, config.n_detail, longest), "median", state="resid_post"
         )
     affordable = longest * setting.width <= _EXACT_UP_TO
     if config.influence == "exact" or (config.influence == "auto" and affordable):

@@ -162,7 +162,7 @@ def test_a_pass_that_cannot_be_repeated_is_refused(token_model, token_inputs):
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"estimate": 1}, "estimate is 1"),
         ({"positions": ()}, r"positions are \(\)"),
-        ({"positions": 3}, "positions are 3"),
+        ({"positions": 3}, "positions is 3"),
         ({"layers": (1, 1)}, r"layers are \(1, 1\)"),
         ({"layers": (0.5,)}, r"layers are \(0.5,\)"),
     ],
@@ -408,7 +408,7 @@ def test_a_position_that_some_sequences_lack(token_model, token_inputs):
     assert result.influence[:, [0, 2]].gt(0).any(dim=-1).all()
     assert "1 of 3 sequences have no position 5" in result.notes
     assert result.sets().members.shape == (2, 3, 9, 9)
-    assert len(result.plot(sample=1).layout.annotations) == 2
+    assert [a.get_title() for a in result.plot(sample=1).axes[:2]] == ["layer 0", "layer 1"]
 
 
 @pytest.mark.parametrize(
@@ -526,7 +526,7 @@ def test_a_probe_goes_on_from_what_another_had_measured(token_model, token_input
         whole = probed(token_model, sequences, **arguments)
         first, second = JacobianInfluence(**arguments), JacobianInfluence(**arguments)
         run_probes(token_model, sequences[:3], [first], progress=False)
-        second.load_state(first.state())
+        second.load_state_dict(first.state_dict())
         (resumed,) = run_probes(token_model, sequences, [second], skip=3, progress=False)
         torch.testing.assert_close(resumed.influence, whole.influence, rtol=1e-4, atol=1e-6)
         assert resumed.lengths.tolist() == whole.lengths.tolist() == [9, 4, 6, 3]

@@ -112,7 +112,7 @@ def test_the_result_names_its_probe_and_donors(model, inputs, tmp_path):
     assert config["n_donors"] == 3
     assert config["donors"]
     assert result.sets(0.2).members.shape == (2, 20, 8, 7)
-    assert "ResampleInfluence" in result.plot().layout.title.text
+    assert "ResampleInfluence" in result.plot().get_suptitle()
 
 
 def test_probes_with_other_donors_cannot_be_merged(model, inputs):
@@ -234,7 +234,7 @@ def test_from_a_layer_at_chosen_positions(token_inputs):
     model = make_token_model(n_layers=3)
     ids, donors = token_inputs[:3], token_inputs[5:8]
     probe = ResampleInfluence(
-        donors, 0.25, "resid_post", source_layer=1, layers=(2,), positions=(-2, 3)
+        donors, 0.25, state="resid_post", source_layer=1, layers=(2,), positions=(-2, 3)
     )
     (result,) = run_probes(model, ids, [probe], progress=False)
     assert result.positions.tolist() == [[7, 3]] * 3
@@ -393,7 +393,7 @@ def test_probes_are_merged_and_resumed(token_model, token_inputs):
     (whole,) = run_probes(token_model, token_inputs[4:12], [make()], progress=False)
     first, second, resumed = make(), make(), make()
     run_probes(token_model, token_inputs[4:7], [first], progress=False)
-    resumed.load_state(first.state())
+    resumed.load_state_dict(first.state_dict())
     run_probes(token_model, token_inputs[7:12], [second], progress=False)
     run_probes(token_model, token_inputs[7:12], [resumed], progress=False)
     for probe in (first.merge(second), resumed):

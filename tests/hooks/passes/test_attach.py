@@ -485,8 +485,8 @@ def test_nan_inside_the_model_is_named(model, inputs):
     ("change", "message"),
     [
         (lambda x: x[:0], "at least one sequence"),
-        (lambda x: x[..., :2], "dimension 2, the model expects d_token 3"),
-        (lambda x: x[:, :5], "sequences have 5 tokens"),
+        (lambda x: x[..., :2], r"vector tokens \[batch, 7, 3\]"),
+        (lambda x: x[:, :5], r"vector tokens \[batch, 7, 3\]"),
         (lambda x: x.double(), r"convert with x\.to\(torch\.float32\)"),
         (lambda x: x[0, 0], "expected a tensor, vector tokens"),
         (lambda x: 7, "inputs is int"),
@@ -669,9 +669,9 @@ def test_a_state_of_other_settings_is_refused(token_model, token_inputs):
     probe = PositionsProbe((2,))
     run_probes(token_model, token_inputs, [probe], progress=False)
     with pytest.raises(InfoFlowError, match=r"cannot go on from a state of .*'ranks': \[2\]"):
-        PositionsProbe((1,)).load_state(probe.state())
+        PositionsProbe((1,)).load_state_dict(probe.state_dict())
     again = PositionsProbe((2,))
-    again.load_state(probe.state())
+    again.load_state_dict(probe.state_dict())
     assert again.n_sequences == 19
 
 
@@ -777,7 +777,7 @@ def test_masks_given_by_place_are_seen(token_model, token_inputs, side):
 def test_states_that_cannot_be_read_are_named(model, inputs):
     probe = PositionsProbe()
     run_probes(model, inputs, [probe], progress=False)
-    state = probe.state()
+    state = probe.state_dict()
     for broken in (
         None,
         {},
@@ -787,7 +787,7 @@ def test_states_that_cannot_be_read_are_named(model, inputs):
     ):
         again = PositionsProbe()
         with pytest.raises(InfoFlowError, match=r"cannot (be read|go on)"):
-            again.load_state(broken)
+            again.load_state_dict(broken)
         assert again.n_sequences == 0
 
 

@@ -148,7 +148,7 @@ def test_what_is_merged_does_not_grow_with_the_number_of_probes(model, many_inpu
         part = RecoveryProbe(RANKS, buffer_rows=100)
         with attach(model, part), torch.no_grad():  # without a result, which would settle it
             model(many_inputs[:10])
-        sizes.append(size(merged.merge(part).state()["measured"]))
+        sizes.append(size(merged.merge(part).state_dict()["measured"]))
     assert max(sizes[6:]) <= 1.1 * max(sizes[:6])
 
 
@@ -522,11 +522,11 @@ def test_an_interrupted_probe_goes_on_from_its_saved_state(reference):
     first, whole = make(), make()
     run_probes(reference.model, reference.tokens[:35], [first], progress=False)
     file = io.BytesIO()
-    torch.save(first.state(), file)
+    torch.save(first.state_dict(), file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)  # tensors and plain values
     second = make()
-    second.load_state(loaded)
+    second.load_state_dict(loaded)
     for probe, skip in ((second, 35), (whole, 0)):
         (result,) = run_probes(
             reference.model, reference.tokens, [probe], skip=skip, progress=False
@@ -573,7 +573,7 @@ def test_half_precision_models_are_measured(dtype, token_inputs):
         ({"source": "mlp"}, "source is 'mlp'"),
         ({"vocabulary": (1, 2)}, "with target='identity' only"),
         ({"controls": "random"}, "controls is 'random'"),
-        ({"controls": ("other",)}, "controls is"),
+        ({"controls": ("other",)}, "controls are"),
         ({"ridge": 0.0}, "ridge is 0.0"),
         ({"ridge": "loo"}, "ridge is 'loo'"),
         ({"blocks": 0}, "blocks is 0"),

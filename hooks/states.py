@@ -1,0 +1,231 @@
+"""What a probe keeps: named tensors, each with the way in which two of them become one.
+
+A probe declares them in its class, and its `update` returns what one pass adds to each. Merging,
+snapshots, shards and files follow from the declarations.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.memory import bytes_in
+from infoflow_lens.hooks.passes.view import padded_together
+
+Reduction = Callable[[Any, Any], Any]
+
+
+class State:
+    """A named part of what a probe has measured; read it as an attribute, return it from `update`.
+
+    Use :func:`summed`, :func:`concatenated` or :func:`combined`.
+
+    Attributes:
+        name: of the attribute.
+        grows: whether it grows with the sequences.
+    """
+
+    name = ""
+    grows = False
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, probe: None, owner: type) -> "State": ...
+
+    @overload
+    def __get__(self, probe: object, owner: type) -> Any: ...
+
+    def __get__(self, probe: Any, owner: type) -> Any:
+        return self if probe is None else self.value(probe.kept.get(self.name))
+
+    def __set__(self, probe: Any, value: Any) -> None:
+        raise InfoFlowError(
+            f"{type(probe).__name__}.{self.name} is set: expected update() to return what a pass "
+            f"adds to it, as {{{self.name!r}: ...}}"
+        )
+
+    def added(self, kept: Any, part: Any) -> Any:
+        """What is kept, with a part more.
+
+        Args:
+            kept: so far; None for nothing.
+            part: what `update` has returned.
+        """
+        return self.merged(kept, part)
+
+    def merged(self, mine: Any, others: Any) -> Any:
+        """What is kept of both; either may be None for nothing."""
+        raise NotImplementedError
+
+    def value(self, kept: Any) -> Any:
+        """What is kept, as the probe reads it; None before the first pass."""
+        return kept
+
+    def bytes_of(self, kept: Any) -> int:
+        """Bytes of what grows with the sequences."""
+        return bytes_in(kept) if self.grows else 0
+
+    def rebuilt(self, plain: Any) -> Any:
+        """What :func:`plainly` made plain."""
+        return plain
+
+
+class _Summed(State):
+    def merged(self, mine: Any, others: Any) -> Any:
+        if others is None:
+            return mine
+        if mine is None:
+            return copied(others)
+        return _sum(mine, others, self.name)
+
+
+class _Concatenated(State):
+    grows = True
+
+    def __init__(self, axes: tuple[int, ...], fill: float) -> None:
+        self._axes, self._fill = axes, fill
+
+    def added(self, kept: Any, part: Any) -> Any:
+        return [*(kept or []), part]
+
+    def merged(self, mine: Any, others: Any) -> Any:
+        return [*(mine or []), *(others or [])] or None
+
+    def value(self, kept: Any) -> Any:
+        return None if kept is None else self._joined(kept)
+
+    def _joined(self, parts: Sequence[Any]) -> Any:
+        if isinstance(parts[0], Tensor):
+            device = parts[0].device
+            return padded_together([part.to(device) for part in parts], self._axes, self._fill)
+        return tuple(self._joined(of_layer) for of_layer in zip(*parts, strict=True))
+
+
+class _Combined(State):
+    def __init__(self, function: Reduction, of: type | None) -> None:
+        self._function, self._of = function, of
+
+    def merged(self, mine: Any, others: Any) -> Any:
+        if others is None:
+            return mine
+        if mine is None:  # a copy, as the function may write to what is kept
+            return self.rebuilt(copied(others))
+        return self._function(mine, others)
+
+    def rebuilt(self, plain: Any) -> Any:
+        return plain if self._of is None else _rebuilt(self._of, plain)
+
+
+def summed() -> Any:
+    """A state that is the sum over all passes: of tensors, or of lists with one for each layer.
+
+    Tensors take the shape of the first pass; where passes differ in length, smaller ones are filled
+    up with zeros.
+    """
+    return _Summed()
+
+
+def concatenated(*axes: int, fill: float = 0) -> Any:
+    """A state with the rows of all sequences, one behind the other on axis 0.
+
+    It is a tensor, or a list with one for each layer, and grows with the sequences.
+
+    Args:
+        axes: on which passes may differ in size, such as that of positions.
+        fill: what stands there where a pass has less.
+    """
+    return _Concatenated(axes, fill)
+
+
+def combined(function: Reduction, of: type | None = None) -> Any:
+    """A state that a function of two makes one.
+
+    Args:
+        function: from what is kept and what comes next, in the order of the sequences, to what is
+            kept then; with `of` it may write to the first.
+        of: the dataclass of which it is, or of which it holds lists; None for tensors and plain
+            values in lists and dicts. Its class attribute `made_of` names the dataclasses of its
+            fields.
+    """
+    return _Combined(function, of)
+
+
+def states_of(kind: type) -> dict[str, State]:
+    """The states that a class declares, by name, those of its bases first."""
+    return {
+        name: part
+        for place in reversed(kind.__mro__)
+        for name, part in vars(place).items()
+        if isinstance(part, State)
+    }
+
+
+def latest(mine: Any, others: Any) -> Any:
+    """A reduction: what came last."""
+    return others
+
+
+def either(mine: Any, others: Any) -> Any:
+    """A reduction: the first that is not empty."""
+    return mine or others
+
+
+def _sum(mine: Any, others: Any, name: str) -> Any:
+    if isinstance(mine, Mapping):
+        return {key: _sum(part, others[key], name) for key, part in mine.items()}
+    if isinstance(mine, (list, tuple)):
+        return [_sum(one, other, name) for one, other in zip(mine, others, strict=True)]
+    if not isinstance(mine, Tensor) or not isinstance(others, Tensor):
+        return mine + others
+    if mine.ndim != others.ndim:
+        raise InfoFlowError(
+            f"{name} has {mine.ndim} axes in one pass and {others.ndim} in another: expected the "
+            "same axes in every pass"
+        )
+    return padded_sum(mine, others)
+
+
+def padded_sum(one: Tensor, other: Tensor) -> Tensor:
+    """The sum of two tensors, the smaller one filled up with zeros on every axis."""
+    other = other.to(one.device)
+    if one.shape == other.shape:
+        return one + other
+    shape = [max(sizes) for sizes in zip(one.shape, other.shape, strict=True)]
+    total = one.new_zeros(shape, dtype=torch.promote_types(one.dtype, other.dtype))
+    for part in (one, other):
+        total[tuple(slice(size) for size in part.shape)] += part
+    return total
+
+
+# Between objects and plain values, for files and other processes
+
+
+def copied(value: Any) -> Any:
+    """Nested tensors and plain values, copied; of dataclasses their fields, by name."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: copied(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [copied(part) for part in value]
+    if is_dataclass(value):
+        return {item.name: copied(getattr(value, item.name)) for item in fields(value)}
+    return value
+
+
+def _rebuilt(kind: type, plain: Any) -> Any:
+    """A dataclass of which :func:`copied` has given the fields; or lists of such."""
+    if not isinstance(plain, Mapping):
+        return [_rebuilt(kind, part) for part in plain]
+    inner = getattr(kind, "made_of", {})
+    return kind(
+        **{
+            name: _rebuilt(inner[name], part) if name in inner else part
+            for name, part in plain.items()
+        }
+    )
