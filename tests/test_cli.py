@@ -98,7 +98,7 @@ def test_the_sweep_prints_and_draws_the_phase_diagram(tmp_path):
     arguments = ["d_retrieval", "--heads", "5", "--tokens", "64", "--sweep", "heads,tokens"]
     result = invoke(*arguments, "--plot", str(picture))
     assert result.exit_code == 0
-    assert "X excluded, proved; x excluded for heads of one role; o allowed" in result.output
+    assert "X excluded, proved; x excluded by the paper's count; o allowed" in result.output
     assert "[flag]" in result.output
     assert picture.read_text().startswith("<?xml")
     summary = json.loads(invoke(*arguments, "--json").output)
@@ -124,7 +124,7 @@ def test_the_sweep_covers_the_heads_of_every_layer(tmp_path):
     [
         (["d_retreival", "--heads", "4"], "did you mean 'd_retrieval'"),
         (["d_retrieval", "--heads", "4,x"], "--heads is '4,x'"),
-        (["d_retrieval", "--heads", "0"], "n_heads is (0,)"),
+        (["d_retrieval", "--heads", "0"], "n_heads"),
         (["d_retrieval", "--heads", "4", "--tokens", "0"], "--tokens is 0"),
         (["d_retrieval", "--heads", "4", "--components", "99999999"], "--components is 99999999"),
         (["d_retrieval", "--heads", "9999999999"], "--heads is '9999999999'"),
