@@ -157,12 +157,12 @@ class TemplateTask(TokenTask):
         """Whether the splits divide the sequences themselves, and not words or templates."""
         return self.holdout == "sequences"
 
-    def _telling_positions(self) -> Bool[Tensor, "template pos"]:
+    def _distinguishing_positions(self) -> Bool[Tensor, "template pos"]:
         """For every template a minimal set of positions that tells it from the others."""
         if self.templates is None and self.length > 1:
             # of two templates that differ at one position only, both are there
             return torch.ones(len(self.patterns), self.length, dtype=torch.bool)
-        return _telling(self.patterns)
+        return _distinguishing(self.patterns)
 
     @property
     def alphabet_size(self) -> int:
@@ -221,7 +221,7 @@ class TemplateTask(TokenTask):
 
 
 @lru_cache(maxsize=64)
-def _telling(patterns: tuple[Pattern, ...]) -> Bool[Tensor, "template pos"]:
+def _distinguishing(patterns: tuple[Pattern, ...]) -> Bool[Tensor, "template pos"]:
     """For every template a minimal set of positions that no other one agrees with.
 
     Later positions are left out first.
@@ -301,8 +301,8 @@ class TemplateMatching(TemplateTask):
 
     def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
         """Positions that tell the template from all others: all words, if all templates count."""
-        telling = self._telling_positions().to(x.device)[self.target(x)]
-        return torch.cat([telling, torch.zeros_like(telling[:, :1])], dim=1)
+        distinct = self._distinguishing_positions().to(x.device)[self.target(x)]
+        return torch.cat([distinct, torch.zeros_like(distinct[:, :1])], dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,5 +395,5 @@ class InContextTemplateMatching(InContextTask, TemplateTask):
         which = self._which(x)
         return only_match(which[:, :-1] == which[:, -1:], "templates")
 
-    def _telling_words(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch word"]:
-        return self._telling_positions().to(x.device)[self._which(x)[:, -1]]
+    def _distinguishing_words(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch word"]:
+        return self._distinguishing_positions().to(x.device)[self._which(x)[:, -1]]
