@@ -593,9 +593,9 @@ def _check_computes(
         raise InfoFlowError(
             f"the TransformerBridge of transformer-lens {version('transformer-lens')} computes "
             f"something else than {name!r} itself, a {kind}: logits differ by "
-            f"{apart / largest:.0%} of their range; what is measured on it would be said of another "
-            "model. Expected an architecture that the bridge reproduces; try another version of "
-            "transformer-lens"
+            f"{apart / largest:.0%} of their range; what is measured on it would be said of "
+            "another model. Expected an architecture that the bridge reproduces; try another "
+            "version of transformer-lens"
         )
 
 
