@@ -171,9 +171,9 @@ def load_any(
         _check_backend(host, "bridge", _UNLOADED.format(name, "is a local folder"))
         return _by_bridge(str(folder), place, "folder")
     if shipped := shipped_folder(name):
-        if host == "bridge" or not _is_hooked(host):
-            return _by_bridge(str(shipped), place, "name", shipped.name)
-        return _gpt2_by_hooked(shipped, place)
+        if _is_hooked(host):
+            return _gpt2_by_hooked(shipped, place)
+        return _by_bridge(str(shipped), place, "name", shipped.name)
     if "@" in name:
         _check_backend(host, "bridge", _UNLOADED.format(name, "names a revision"))
         return _by_bridge(_at_revision(name), place, "name", name)
