@@ -51,7 +51,7 @@ SUPPORTED_ACTIVATIONS.setdefault("tanh", torch.tanh)
 SUPPORTED_ACTIVATIONS.setdefault("square", torch.square)
 
 _INITIALISATIONS: dict[str, Callable[[Tensor, float], Any]] = {
-    "gpt2": lambda weight, spread: nn.init.normal_(weight, std=spread),
+    "gpt2": lambda weight, deviation: nn.init.normal_(weight, std=deviation),
     "xavier_uniform": lambda weight, gain: init_xavier_uniform_(weight, gain=gain),
     "xavier_normal": lambda weight, gain: init_xavier_normal_(weight, gain=gain),
     "kaiming_uniform": lambda weight, gain: init_kaiming_uniform_(weight, gain=gain),
@@ -229,16 +229,6 @@ class Attention(nn.Module):
         self.hook_pattern: HookPoint = HookPoint()  # [batch, head, query, key]
         self.hook_result = HookPoint()  # [batch, pos, head, d_model]
 
-    @property
-    def QK(self) -> FactoredMatrix:
-        """W_Q W_K^T of each head."""
-        return FactoredMatrix(self.W_Q, self.W_K.transpose(-2, -1))
-
-    @property
-    def OV(self) -> FactoredMatrix:
-        """W_V W_O of each head."""
-        return FactoredMatrix(self.W_V, self.W_O)
-
     def forward(
         self,
         query_input: Float[Tensor, "batch query *head d_model"],
@@ -371,12 +361,12 @@ def _normalization(cfg: Any) -> nn.Module:
     return nn.Identity() if cfg.normalization_type is None else LayerNorm(cfg)
 
 
-def _part(module: str, name: str, what: str) -> property:
+def _parameter_of(module: str, name: str, what: str) -> property:
     """A parameter of the model, as an attribute of it."""
     return property(lambda model: getattr(getattr(model, module), name), doc=f"{name} {what}.")
 
 
-def _of_all_layers(part: str, name: str, shape: str) -> property:
+def _stacked_over_layers(part: str, name: str, shape: str) -> property:
     """A parameter of all blocks, stacked; reading it raises an InfoFlowError where it cannot be."""
 
     def stacked(model: Any) -> Tensor:
@@ -674,24 +664,24 @@ class HookedModel(_Base):
         """The number of all parameters."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    W_E = _part(
+    W_E = _parameter_of(
         "embed", "W_E", "of the embedding, [d_vocab, d_model]; of vectors, [d_token, d_model]"
     )
-    W_pos = _part("pos_embed", "W_pos", "of the positions, [n_ctx, d_model]")
-    W_U = _part("unembed", "W_U", "of the read-out, [d_model, d_output]")
-    b_U = _part("unembed", "b_U", "of the read-out, [d_output]")
-    W_Q = _of_all_layers("attn", "W_Q", "[layer, head, d_model, d_head]")
-    W_K = _of_all_layers("attn", "W_K", "[layer, head, d_model, d_head]")
-    W_V = _of_all_layers("attn", "W_V", "[layer, head, d_model, d_head]")
-    W_O = _of_all_layers("attn", "W_O", "[layer, head, d_head, d_model]")
-    b_Q = _of_all_layers("attn", "b_Q", "[layer, head, d_head]")
-    b_K = _of_all_layers("attn", "b_K", "[layer, head, d_head]")
-    b_V = _of_all_layers("attn", "b_V", "[layer, head, d_head]")
-    b_O = _of_all_layers("attn", "b_O", "[layer, d_model]")
-    W_in = _of_all_layers("mlp", "W_in", "[layer, d_model, d_mlp]")
-    b_in = _of_all_layers("mlp", "b_in", "[layer, d_mlp]")
-    W_out = _of_all_layers("mlp", "W_out", "[layer, d_mlp, d_model]")
-    b_out = _of_all_layers("mlp", "b_out", "[layer, d_model]")
+    W_pos = _parameter_of("pos_embed", "W_pos", "of the positions, [n_ctx, d_model]")
+    W_U = _parameter_of("unembed", "W_U", "of the read-out, [d_model, d_output]")
+    b_U = _parameter_of("unembed", "b_U", "of the read-out, [d_output]")
+    W_Q = _stacked_over_layers("attn", "W_Q", "[layer, head, d_model, d_head]")
+    W_K = _stacked_over_layers("attn", "W_K", "[layer, head, d_model, d_head]")
+    W_V = _stacked_over_layers("attn", "W_V", "[layer, head, d_model, d_head]")
+    W_O = _stacked_over_layers("attn", "W_O", "[layer, head, d_head, d_model]")
+    b_Q = _stacked_over_layers("attn", "b_Q", "[layer, head, d_head]")
+    b_K = _stacked_over_layers("attn", "b_K", "[layer, head, d_head]")
+    b_V = _stacked_over_layers("attn", "b_V", "[layer, head, d_head]")
+    b_O = _stacked_over_layers("attn", "b_O", "[layer, d_model]")
+    W_in = _stacked_over_layers("mlp", "W_in", "[layer, d_model, d_mlp]")
+    b_in = _stacked_over_layers("mlp", "b_in", "[layer, d_mlp]")
+    W_out = _stacked_over_layers("mlp", "W_out", "[layer, d_mlp, d_model]")
+    b_out = _stacked_over_layers("mlp", "b_out", "[layer, d_model]")
 
     @property
     def W_E_pos(self) -> Float[Tensor, "n d_model"]:

@@ -27,6 +27,7 @@ from infoflow_lens.foundation.settings import check
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import load_model
 from infoflow_lens.models.shipped import SHIPPED, shipped_folder
+from infoflow_lens.models.weights import stored_shapes
 
 Backend = Literal["auto", "hooked", "bridge"]
 DTYPES = {
@@ -60,7 +61,7 @@ _WIDTHS = (
 _LARGEST = 10**7  # of a size that no weights tell
 _SLACK = 64  # layers may share their weights
 _loading = threading.RLock()
-# How far a bridge's logits may lie from those of its model, as a share of their spread
+# How far a bridge's logits may lie from those of its model, as a share of their range
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
@@ -170,9 +171,9 @@ def load_any(
         _check_backend(host, "bridge", _UNLOADED.format(name, "is a local folder"))
         return _by_bridge(str(folder), place, "folder")
     if shipped := shipped_folder(name):
-        if host == "bridge" or not _is_hooked(host):
-            return _by_bridge(str(shipped), place, "name", shipped.name)
-        return _gpt2_by_hooked(shipped, place)
+        if _is_hooked(host):
+            return _gpt2_by_hooked(shipped, place)
+        return _by_bridge(str(shipped), place, "name", shipped.name)
     if "@" in name:
         _check_backend(host, "bridge", _UNLOADED.format(name, "names a revision"))
         return _by_bridge(_at_revision(name), place, "name", name)
@@ -548,13 +549,7 @@ def _check_sizes(folder: Path, config: Any) -> None:
     Raises:
         InfoFlowError: with the size that is too large.
     """
-    from safetensors import safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    shapes = stored_shapes(sorted(folder.glob("*.safetensors")))
     text = config.get_text_config()
     asked = {name: getattr(text, name, None) for name in (*_WIDTHS, "num_hidden_layers")}
     known = {name: size for name, size in asked.items() if isinstance(size, int)}
@@ -591,15 +586,16 @@ def _check_computes(
     """
     with torch.no_grad():
         found = model(tokens)
-    spread = float((expected - expected.mean(-1, keepdim=True)).abs().max())
+    largest = float((expected - expected.mean(-1, keepdim=True)).abs().max())
     same_shape = found.shape == expected.shape
     apart = float((found.float() - expected.float()).abs().max()) if same_shape else float("inf")
-    if not apart <= _TOLERANCE[expected.dtype] * spread:
+    if not apart <= _TOLERANCE[expected.dtype] * largest:
         raise InfoFlowError(
             f"the TransformerBridge of transformer-lens {version('transformer-lens')} computes "
-            f"something else than {name!r} itself, a {kind}: logits differ by {apart / spread:.0%} "
-            "of their spread; what is measured on it would be said of another model. Expected an "
-            "architecture that the bridge reproduces; try another version of transformer-lens"
+            f"something else than {name!r} itself, a {kind}: logits differ by "
+            f"{apart / largest:.0%} of their range; what is measured on it would be said of "
+            "another model. Expected an architecture that the bridge reproduces; try another "
+            "version of transformer-lens"
         )
 
 
