@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -289,9 +290,35 @@ def test_a_stopped_probe_run_says_how_to_go_on(small, tmp_path):
         time.sleep(1.0)
         program.send_signal(signal.SIGINT)
         assert program.wait(120) == 130
-        assert "run the same again to go on" in program.stderr
+        hint = program.stderr.partition("go on with python -m infoflow_lens.cli ")[2]
+        assert sorted(shlex.split(hint)) == sorted(arguments)
         assert "Traceback" not in program.stderr
     assert (tmp_path / ".all.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["experiment", "head_count", "--preset", "smoke", "--jobs", "2", "--out", "a b"],
+        ["experiment", "specific_position", "--scheduler", "tcp://x:1", "--resume", "--quiet"],
+        ["study", "sufficiency", "--model", "stdlib-2l", "--model", "x y", "--data", "t.txt"],
+    ],
+)
+def test_the_hint_how_to_go_on_is_the_command_as_it_was_given(given, monkeypatch):
+    """What a lost worker or Ctrl-C is answered with, runs the same with --resume."""
+    seen = []
+
+    def stopped(study, out, *, again, **settings):
+        seen.append(((study.name, vars(study), out, {**settings, "resume": True}), again))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("infoflow_lens.experiments.sweep.run_study", stopped)
+    CliRunner().invoke(app, given)
+    words = shlex.split(seen[0][1])
+    assert words[0] == "infoflow-lens"
+    assert "--resume" in words
+    CliRunner().invoke(app, words[1:])
+    assert seen[1] == seen[0]
 
 
 def test_experiment_lists_the_studies_with_their_rules():
