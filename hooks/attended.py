@@ -82,7 +82,7 @@ class AttendedProbe(Probe[AttendedResult]):
 
     share: Share = 0.01
 
-    reads: ClassVar = {"pattern": True}
+    reads: ClassVar = ("pattern",)
     attended = concatenated(2, 3)
 
     def update(self, seen: Pass) -> Mapping[str, Any]:

@@ -58,7 +58,7 @@ class PatternsProbe(Probe[PatternsResult]):
     count.
     """
 
-    reads: ClassVar = {"scores": True, "pattern": True}
+    reads: ClassVar = ("scores", "pattern")
     patterns = concatenated(2, 3)
     scores = concatenated(2, 3, fill=-math.inf)
     lengths = concatenated()
