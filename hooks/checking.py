@@ -43,9 +43,10 @@ def check_probe(
     rows = list(read_inputs(model, inputs).sequences())
     if len(rows) < 2:
         raise InfoFlowError(f"there is {len(rows)} sequence: expected at least two to compare")
-    if len({len(row) for row in rows}) == 1 and not rows[0].is_floating_point():
-        rows = [row[: len(row) - index % 2] for index, row in enumerate(rows)]
-    trial = _Trial(probe, model, read_inputs(model, rows), len(rows), tolerance)
+    given: Inputs = torch.stack(rows) if rows[0].is_floating_point() else rows
+    if len({len(row) for row in rows}) == 1 and given is rows:
+        given = rows = [row[: len(row) - index % 2] for index, row in enumerate(rows)]
+    trial = _Trial(probe, model, read_inputs(model, given), len(rows), tolerance)
     together = trial.measured(0, len(rows))
     whole = together.result()
     alone = [trial.measured(index, index + 1) for index in range(len(rows))]

@@ -1,13 +1,12 @@
 """Keys in the order of their scores: ties, margins, and ranks that no key has."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infoflow_lens.foundation.checks import check_integers
 from infoflow_lens.foundation.errors import InfoFlowError
 
 
@@ -71,24 +70,6 @@ def _rank_tied(
     positions = torch.nn.functional.pad(order, missing).masked_fill(masked, -1)
     equal = [(scores == value[:, None]).sum(dim=-1) - 1 for value in values.unbind(dim=1)]
     return positions.to(dtype), torch.stack(equal, dim=1).masked_fill(masked, 0).to(dtype)
-
-
-def check_ranks(ranks: Any) -> tuple[int, ...]:
-    """`ranks` as a tuple.
-
-    Raises:
-        InfoFlowError: unless they are different integers from 1 on.
-    """
-    return check_integers(ranks, "ranks", 1, ", such as (1, 2); rank 1 is the argmax")
-
-
-def check_without(positions: Any) -> tuple[int, ...]:
-    """Positions that are left out, as a tuple.
-
-    Raises:
-        InfoFlowError: unless they are different integers from 0 on.
-    """
-    return check_integers(positions, "without", 0, ", positions such as (0,)", empty=True)
 
 
 def check_rank_support(ranks: Sequence[int], without: Sequence[int], n_keys: int) -> None:
