@@ -96,9 +96,4 @@ class AttendedProbe(Probe[AttendedResult]):
 
     def compute(self) -> AttendedResult:
         """All batches together."""
-        return AttendedResult(
-            share=self.share,
-            attended=self.attended,
-            record=self.run_record(),
-            notes=self.notes(),
-        )
+        return self.filled(AttendedResult)

@@ -76,13 +76,7 @@ class PatternsProbe(Probe[PatternsResult]):
 
     def compute(self) -> PatternsResult:
         """All batches together."""
-        return PatternsResult(
-            patterns=self.patterns,
-            scores=self.scores,
-            lengths=self.lengths,
-            record=self.run_record(),
-            notes=self.notes(),
-        )
+        return self.filled(PatternsResult)
 
 
 def _open(scores: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch head query key"]:

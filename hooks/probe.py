@@ -472,6 +472,17 @@ class Probe(ABC, Generic[ResultT]):
         """Without what plain hooks have collected, which belongs to the model."""
         return {**self.__dict__, "pending": None}
 
+    def filled(self, kind: type[ResultT], **more: Any) -> ResultT:
+        """A result whose fields are the states and settings of the same names.
+
+        Args:
+            kind: of result.
+            more: other fields, and those in the place of these.
+        """
+        known = {*self._states, *(item.name for item in fields(self))}  # type: ignore[arg-type]
+        values = {f.name: getattr(self, f.name) for f in fields(kind) if f.name in known}
+        return kind(**{"record": self.run_record(), "notes": self.notes(), **values, **more})
+
     def run_record(self) -> RunRecord:
         """The record of the run, for the result."""
         assert self._record is not None

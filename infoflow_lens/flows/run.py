@@ -110,7 +110,7 @@ def flow(
         >>> f.to_html("flow.html")
     """
     settings = checked(position, layer, influence, rule, k, n_directions, threshold, seed)
-    without = check(without, Positions, "without")
+    left_out = check(without, Positions, "without")
     check_given(text)
     with nullcontext() if progress else no_bars_of_libraries():
         loaded = load_any(model, tokenizer=tokenizer, device=device, dtype=dtype, backend=backend)
@@ -132,7 +132,7 @@ def flow(
     mechanisms = rule if isinstance(rule, MechanismsResult) else None
     if settings.rule == "mechanisms" and mechanisms is None:
         check_enough(others, rows)
-    ranking, patterns = PositionsProbe(tuple(ranks), without=without), PatternsProbe()
+    ranking, patterns = PositionsProbe(tuple(ranks), without=left_out), PatternsProbe()
     measure = influence_probe(host, influence, layers, positions, rows, others, n_directions, seed)
     wanted: dict[str, Any] = {"positions": ranking, "attention": patterns}
     if settings.rule == "mechanisms":
