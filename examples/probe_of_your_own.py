@@ -1,60 +1,26 @@
-"""A probe of your own, also in `infoflow-lens probe` by an entry point (see CONTRIBUTING.md)."""
-
-from dataclasses import dataclass
-
-import pandas as pd
-import plotly.express as px
-import torch
+"""A probe of your own, in `run_probes`, in `attach`, and by an entry point in the commands."""
 
 from infoflow_lens import build_construction, run_probes
-from infoflow_lens.hooks import Needs, Probe, Result
-from infoflow_lens.probing.part import Part
+from infoflow_lens.hooks import Probe, check_probe, summed
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PreviousResult(Result):
-    weight: torch.Tensor  # [layer, head], the mean attention to the previous position
+class PreviousToken(Probe):
+    """Attention to the previous position, a mean over queries and texts."""
 
-    def to_frame(self):
-        return pd.DataFrame(self.weight.numpy()).rename_axis("layer").reset_index()
-
-    def plot(self):
-        return px.imshow(self.weight.numpy())
-
-
-class PreviousProbe(Probe[PreviousResult]):
-    total = 0.0
-
-    def config(self):
-        return {}
-
-    def needs(self, model):
-        return Needs.of(model, pattern=True)
+    reads = ("pattern",)  # of a pass
+    dims = ("layer", "head")  # of the result
+    weight = summed()  # what it keeps, and how two of it become one
 
     def update(self, seen):
-        rows = [seen.pattern(i).diagonal(-1, 2, 3).double() for i in range(seen.n_layers)]
-        self.total += torch.stack([row.mean(dim=2).sum(dim=0) for row in rows])
-
-    def add(self, other):
-        self.total = self.total + other.total
-
-    def snapshot(self):
-        return {"total": self.total}
-
-    def restore(self, measured):
-        self.total = measured["total"]
+        rows = [seen.pattern(i).diagonal(-1, 2, 3) for i in range(seen.n_layers)]
+        return {"weight": [seen.mean_over_queries(row, first=1).sum(dim=0) for row in rows]}
 
     def compute(self):
-        return PreviousResult(weight=self.total / self.n_sequences, record=self.run_record())
-
-
-class PreviousPart(Part):
-    title, text = "Attention to the previous position", "A mean over queries and sequences."
-
-    def probes(self, setting):
-        return {"previous": PreviousProbe()}
+        return [weight / self.n_sequences for weight in self.weight]
 
 
 if __name__ == "__main__":
     model, task = build_construction("in_context_qa")
-    print(run_probes(model, task.sample(200, seed=0)[0], [PreviousProbe()])[0].to_frame())
+    inputs = task.sample(200, seed=0)[0]
+    check_probe(PreviousToken(), model, inputs[:6])  # refuses what padding or merging would change
+    print(run_probes(model, inputs, [PreviousToken()], progress=False)[0].to_frame())

@@ -1,6 +1,8 @@
 """What is measured: probes for any TransformerLens model, through its hook points."""
 
+from infoflow_lens.hooks.arrays import LabelledArray
 from infoflow_lens.hooks.attended import AttendedProbe, AttendedResult
+from infoflow_lens.hooks.checking import check_probe
 from infoflow_lens.hooks.influence.base import InfluenceResult
 from infoflow_lens.hooks.influence.jacobian import JacobianInfluence
 from infoflow_lens.hooks.influence.resample import ResampleInfluence
@@ -31,7 +33,7 @@ from infoflow_lens.hooks.positions.probe import PositionsProbe
 from infoflow_lens.hooks.positions.result import PositionsResult, ShardedPositions
 from infoflow_lens.hooks.probe import Probe, Split
 from infoflow_lens.hooks.recovery.probe import RecoveryProbe, RecoveryResult
-from infoflow_lens.hooks.result import Result
+from infoflow_lens.hooks.result import LabelledResult, Result
 from infoflow_lens.hooks.routes.attention import AttentionRollout, AttentionWeight
 from infoflow_lens.hooks.routes.base import RoutesResult
 from infoflow_lens.hooks.routes.contributions import ContributionRoutes
@@ -39,6 +41,7 @@ from infoflow_lens.hooks.routes.every import baselines
 from infoflow_lens.hooks.routes.flow import AttentionFlow
 from infoflow_lens.hooks.routes.gradient import GradientTimesInput
 from infoflow_lens.hooks.scores import StateScores
+from infoflow_lens.hooks.states import State, combined, concatenated, summed
 
 __all__ = [
     "IDEALS",
@@ -54,6 +57,8 @@ __all__ = [
     "InfluenceResult",
     "JacobianInfluence",
     "JointReplacement",
+    "LabelledArray",
+    "LabelledResult",
     "LayerCapabilities",
     "MechanismsProgress",
     "MechanismsResult",
@@ -72,12 +77,16 @@ __all__ = [
     "RoutesResult",
     "ShardedPositions",
     "Split",
+    "State",
     "StateScores",
     "SufficiencyResult",
     "TopKResult",
     "attach",
     "baselines",
     "check_damage",
+    "check_probe",
+    "combined",
+    "concatenated",
     "example_input",
     "inspect_model",
     "measure_mechanisms",
@@ -88,4 +97,5 @@ __all__ = [
     "run",
     "run_probes",
     "substituted",
+    "summed",
 ]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLUMNS = 4  # of panels
+_TICKS = 40  # at most, that have names
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,6 +201,9 @@ def _panels(
         else:
             image = axes.imshow(part, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
             axes.set(xlabel=dims[1], ylabel=dims[0])
+            for dim, set_ticks in ((dims[1], axes.set_xticks), (dims[0], axes.set_yticks)):
+                if dim in array.coords and len(array.coords[dim]) <= _TICKS:
+                    set_ticks(range(len(array.coords[dim])), map(str, array.coords[dim]))
     for axes in grid[len(facets) :]:
         axes.set_axis_off()
     if facets[0][1].ndim == 2:

@@ -82,7 +82,7 @@ class AttendedProbe(Probe[AttendedResult]):
 
     share: Share = 0.01
 
-    reads: ClassVar = {"pattern": True}
+    reads: ClassVar = ("pattern",)
     attended = concatenated(2, 3)
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
@@ -96,9 +96,4 @@ class AttendedProbe(Probe[AttendedResult]):
 
     def compute(self) -> AttendedResult:
         """All batches together."""
-        return AttendedResult(
-            share=self.share,
-            attended=self.attended,
-            record=self.run_record(),
-            notes=self.notes(),
-        )
+        return self.filled(AttendedResult)

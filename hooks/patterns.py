@@ -58,7 +58,7 @@ class PatternsProbe(Probe[PatternsResult]):
     count.
     """
 
-    reads: ClassVar = {"scores": True, "pattern": True}
+    reads: ClassVar = ("scores", "pattern")
     patterns = concatenated(2, 3)
     scores = concatenated(2, 3, fill=-math.inf)
     lengths = concatenated()
@@ -76,13 +76,7 @@ class PatternsProbe(Probe[PatternsResult]):
 
     def compute(self) -> PatternsResult:
         """All batches together."""
-        return PatternsResult(
-            patterns=self.patterns,
-            scores=self.scores,
-            lengths=self.lengths,
-            record=self.run_record(),
-            notes=self.notes(),
-        )
+        return self.filled(PatternsResult)
 
 
 def _open(scores: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch head query key"]:

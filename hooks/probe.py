@@ -89,7 +89,7 @@ class Probe(ABC, Generic[ResultT]):
     A subclass declares what it is, and writes `update` and `compute`; it is a dataclass by itself::
 
         class PreviousToken(Probe):
-            reads = {"pattern": True}  # of a pass: the arguments of Needs.of
+            reads = ("pattern",)  # of a pass
             dims = ("layer", "head")  # of what compute returns
             weight = summed()  # what is kept, and how two of it become one
 
@@ -111,7 +111,8 @@ class Probe(ABC, Generic[ResultT]):
     as complete when the last activation has arrived. It never changes an activation.
 
     Attributes:
-        reads: what it needs of a pass, the keywords of :meth:`Needs.of`; or it writes `needs`.
+        reads: what it needs of a pass: "scores", "pattern", "tokens", states ("post_attention",
+            "resid_post", "resid_pre", "head") and hook points; for ranks it writes `needs`.
         dims: the names of the axes of what `compute` returns, or by the names of these arrays.
             Arrays with a tensor for each layer have "layer" as the first.
         sharded: the kind of result that keeps parts on disk, for what grows with every sequence.
@@ -120,7 +121,7 @@ class Probe(ABC, Generic[ResultT]):
         kept: what the declared states hold, by name.
     """
 
-    reads: ClassVar[Mapping[str, Any]] = {}
+    reads: ClassVar[str | Sequence[str]] = ()
     dims: ClassVar[Sequence[str] | Mapping[str, Sequence[str]]] = ()
     sharded: ClassVar[type["ShardedResult[Any]"] | None] = None
     _states: ClassVar[dict[str, State]] = {}
@@ -186,14 +187,23 @@ class Probe(ABC, Generic[ResultT]):
 
     def needs(self, model: nn.Module) -> Needs:
         """What it reads of every pass; raises InfoFlowError where the model cannot give it."""
-        known = list(inspect.signature(Needs.of).parameters)[1:]
-        unknown = [name for name in self.reads if name not in known]
-        if unknown or not self.reads:
+        reads = (self.reads,) if isinstance(self.reads, str) else tuple(self.reads)
+        points = [name for name in reads if "hook_" in name]
+        unknown = [name for name in reads if name not in (*_PARTS, *_STATES, *points)]
+        if unknown or not reads:
             raise InfoFlowError(
-                f"{type(self).__name__} reads {dict(self.reads)} of a pass: expected some of "
-                f'{", ".join(known)}, as in reads = {{"pattern": True}}; or write needs(model)'
+                f"{type(self).__name__} reads {', '.join(unknown) or 'nothing'} of a pass: "
+                f"expected some of {', '.join((*_PARTS, *_STATES))} and hook points, as in "
+                'reads = ("pattern",); or write needs(model)'
             )
-        return Needs.of(model, **self.reads)
+        return Needs.of(
+            model,
+            scores="scores" in reads,
+            pattern="pattern" in reads,
+            tokens="tokens" in reads,
+            states=[name for name in _STATES if name in reads],
+            points=points,
+        )
 
     def config(self) -> Mapping[str, Any]:
         """The settings, as JSON-compatible values; without those that change no result.
@@ -467,6 +477,17 @@ class Probe(ABC, Generic[ResultT]):
         """Without what binds the probe to a model: what plain hooks have collected, and a block."""
         return {**self.__dict__, "pending": None, "is_attached": False}
 
+    def filled(self, kind: type[ResultT], **more: Any) -> ResultT:
+        """A result whose fields are the states and settings of the same names.
+
+        Args:
+            kind: of result.
+            more: other fields, and those in the place of these.
+        """
+        known = {*self._states, *(item.name for item in fields(self))}  # type: ignore[arg-type]
+        values = {f.name: getattr(self, f.name) for f in fields(kind) if f.name in known}
+        return kind(**{"record": self.run_record(), "notes": self.notes(), **values, **more})
+
     def run_record(self) -> RunRecord:
         """The record of the run, for the result."""
         assert self._record is not None
@@ -525,6 +546,10 @@ class Probe(ABC, Generic[ResultT]):
     def _same_model(self, record: RunRecord) -> None:
         if record.model_fingerprint is not None:
             self.check_model(record.model_fingerprint)
+
+
+_PARTS = ("scores", "pattern", "tokens")  # of a pass, in every layer
+_STATES = ("post_attention", "resid_post", "resid_pre", "head")
 
 
 def described(value: Any) -> Any:

@@ -165,16 +165,10 @@ class StateScoresProbe(Probe[ScoresT]):
         scored: Tensor = self.scored
         return scored.transpose(0, 1).contiguous()
 
-    def about(self) -> dict[str, Any]:
-        """What a result says of its scores."""
-        return {
-            "layers": tuple(self.scored_layers),
-            "positions": self.places,
-            "lengths": self.lengths,
-            "n_positions": self.n_positions,
-            "record": self.run_record(),
-            "notes": self.notes(),
-        }
+    def scored_by(self, kind: type[ScoresT], **more: Any) -> ScoresT:
+        """The result, of some kind, with more of its fields."""
+        found = {kind.column: self.scores(), "positions": self.places}
+        return self.filled(kind, layers=tuple(self.scored_layers), **found, **more)
 
     def notes(self) -> tuple[str, ...]:
         """What a reader of the result must know."""

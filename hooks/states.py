@@ -87,7 +87,7 @@ class _Summed(State):
 class _Concatenated(State):
     grows = True
 
-    def __init__(self, axes: tuple[int, ...], fill: float) -> None:
+    def __init__(self, axes: tuple[int, ...], fill: float | int) -> None:
         self._axes, self._fill = axes, fill
 
     def added(self, kept: Any, part: Any) -> Any:
@@ -130,7 +130,7 @@ def summed() -> Any:
     return _Summed()
 
 
-def concatenated(*axes: int, fill: float = 0) -> Any:
+def concatenated(*axes: int, fill: float | int = 0) -> Any:
     """A state with the rows of all sequences, one behind the other on axis 0.
 
     It is a tensor, or a list with one for each layer, and grows with the sequences.

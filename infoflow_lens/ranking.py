@@ -20,7 +20,7 @@ from infoflow_lens.theory.information_sets import InformationSets
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
+    from matplotlib.figure import Figure
 
 METRICS = (
     "auroc",
@@ -144,7 +144,7 @@ class RankingAgreement:
                     )
         return pd.DataFrame(rows)
 
-    def plot(self, size_of: str | None = None, metric: str = "auroc") -> "go.Figure":
+    def plot(self, size_of: str | None = None, metric: str = "auroc") -> "Figure":
         """A metric of every method by layer, with intervals, at the sizes of one set.
 
         Args:
@@ -154,7 +154,7 @@ class RankingAgreement:
         Raises:
             InfoFlowError: for an unknown set or metric.
         """
-        import plotly.express as px
+        from matplotlib.figure import Figure
 
         chosen = self.sets[0] if size_of is None else size_of
         if chosen not in self.sets or metric not in METRICS:
@@ -164,20 +164,20 @@ class RankingAgreement:
             )
         frame = self.to_frame()
         frame = frame[frame["size_of"] == chosen]
-        frame = frame.assign(
-            above=frame[f"{metric}_high"] - frame[metric],
-            below=frame[metric] - frame[f"{metric}_low"],
-        )
-        return px.scatter(
-            frame,
-            x=metric,
-            y="method",
-            error_x="above",
-            error_x_minus="below",
-            color="kind",
-            facet_col="layer",
-            title=f"What states depend on, at the sizes of {chosen}",
-        )
+        layers = frame["layer"].unique()
+        figure = Figure(figsize=(2 + 2.5 * len(layers), 3.5), layout="constrained")
+        figure.suptitle(f"What states depend on, at the sizes of {chosen}")
+        grid = figure.subplots(1, len(layers), sharey=True, squeeze=False)[0]
+        for axes, layer in zip(grid, layers, strict=True):
+            for kind, rows in frame[frame["layer"] == layer].groupby("kind", sort=False):
+                low = rows[metric] - rows[f"{metric}_low"]
+                high = rows[f"{metric}_high"] - rows[metric]
+                axes.errorbar(
+                    rows[metric], rows["method"], xerr=[low, high], fmt="o", label=str(kind)
+                )
+            axes.set(xlabel=metric, title=f"layer {layer}")
+        grid[-1].legend()
+        return figure
 
     def __repr__(self) -> str:
         n_layers, n_batch, n_pos = self.n_candidates.shape

@@ -26,7 +26,6 @@ LIBRARIES = [
     "datasets",
     "pandas",
     "matplotlib.backends.backend_agg",
-    "plotly.graph_objects",
     "scipy.stats",
     "joblib",
     "jinja2",

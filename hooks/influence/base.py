@@ -263,11 +263,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
 
     def compute(self) -> InfluenceResult:
         """All batches together."""
-        return InfluenceResult(
-            influence=self.scores(),
-            relative_error=self._relative_error(),
-            **self.about(),
-        )
+        return self.scored_by(InfluenceResult, relative_error=self._relative_error())
 
     def _relative_error(self) -> tuple[float, ...] | None:
         return None

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.arrays import LabelledArray
 from infoflow_lens.hooks.mechanisms.damage import check_damage
 from infoflow_lens.hooks.mechanisms.ideals import SOFT
 from infoflow_lens.hooks.result import Result
@@ -16,7 +17,7 @@ from infoflow_lens.theory.information_sets import MaxPosition, MovesKeys, Rule, 
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -154,19 +155,15 @@ class MechanismsResult(Result):
                 rows.append(row)
         return pd.DataFrame(rows)
 
-    def plot(self) -> "go.Figure":
+    def plot(self) -> "Figure":
         """The damage of every head in every ideal, on a logarithmic scale."""
-        import plotly.express as px
-
-        damage = torch.cat(self.damage).clamp(min=1e-6).log10()
-        labels = [f"{i}.{h}" for i, layer in enumerate(self.damage) for h in range(len(layer))]
-        return px.imshow(
-            damage.numpy(),
-            x=list(self.ideals),
-            y=labels,
-            labels={"x": "idealised pattern", "y": "layer.head", "color": f"log10 {self.metric}"},
-            title="What the output loses",
-        )
+        heads = [f"{i}.{h}" for i, layer in enumerate(self.damage) for h in range(len(layer))]
+        return LabelledArray(
+            f"log10 {self.metric}",
+            torch.cat(self.damage).clamp(min=1e-6).log10(),
+            ("layer.head", "ideal"),
+            {"layer.head": heads, "ideal": self.ideals},
+        ).plot("What the output loses")
 
 
 def _by_position(reads: Bool[Tensor, "pos key"], real: Bool[Tensor, "batch pos"]) -> Rule:

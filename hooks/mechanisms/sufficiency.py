@@ -36,7 +36,7 @@ from infoflow_lens.hooks.model.points import hook_name
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
+    from matplotlib.figure import Figure
 
 MECHANISMS, MEAN, RANDOM = "mechanisms", "mean ablation", "random mechanisms"
 SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -99,32 +99,22 @@ class SufficiencyResult(NextTokenResult):
             ]
         )
 
-    def plot(self) -> "go.Figure":
+    def plot(self) -> "Figure":
         """The loss by the share of heads that are replaced."""
-        import plotly.graph_objects as go
+        from matplotlib.figure import Figure
 
-        figure = go.Figure()
+        figure = Figure(figsize=(6, 3.5), layout="constrained")
+        axes = figure.subplots()
         colours = {MECHANISMS: "#d55e00", MEAN: "#444444"}
-        shown = False
         for name, rows in self.to_frame().groupby("assignment", sort=False):
-            is_random = str(name).startswith(RANDOM)
-            figure.add_scatter(
-                x=[0.0, *rows["share"]],
-                y=[self.loss, *rows["loss"]],
-                name=RANDOM if is_random else str(name),
-                legendgroup=RANDOM if is_random else str(name),
-                showlegend=not (is_random and shown),
-                line={"color": colours.get(str(name), "#56b4e9")},
-                opacity=0.5 if is_random else 1.0,
-            )
-            shown = shown or is_random
-        figure.update_layout(
-            height=360,
-            title="The loss with heads replaced, all at once",
-            margin={"l": 60, "r": 20, "t": 60, "b": 50},
+            kind = RANDOM if str(name).startswith(RANDOM) else str(name)
+            shares, losses = [0.0, *rows["share"]], [self.loss, *rows["loss"]]
+            axes.plot(shares, losses, color=colours.get(kind, "#56b4e9"), label=kind)
+        lines = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        axes.legend(lines.values(), lines.keys())
+        axes.set(
+            xlabel="share of heads", ylabel="nats a token", title="Heads replaced, all at once"
         )
-        figure.update_xaxes(title="share of heads", tickformat=".0%")
-        figure.update_yaxes(title="nats a token")
         return figure
 
 

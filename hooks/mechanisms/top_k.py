@@ -19,6 +19,7 @@ from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.hooks.arrays import LabelledArray
 from infoflow_lens.hooks.mechanisms.ideals import SeenKeys, ideal_pattern, rescaled
 from infoflow_lens.hooks.mechanisms.measure import check_edits_reach, read_again
 from infoflow_lens.hooks.mechanisms.next_token import (
@@ -33,7 +34,7 @@ from infoflow_lens.hooks.model.points import layer_count, pattern_hook
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
+    from matplotlib.figure import Figure
 
 LARGEST, RANDOM = "largest", "random"
 
@@ -100,21 +101,13 @@ class TopKResult(NextTokenResult):
             ]
         )
 
-    def plot(self) -> "go.Figure":
+    def plot(self) -> "Figure":
         """The least k of every layer."""
-        import plotly.graph_objects as go
-
-        least = self.least()
-        names = [*map(str, range(len(least) - 1)), "all at once"]
-        figure = go.Figure(go.Bar(x=names, y=list(least), marker={"color": "#d55e00"}))
-        figure.update_layout(
-            height=320,
-            title=f"The least k that keeps the loss within {self.tolerance:.0%}",
-            margin={"l": 60, "r": 20, "t": 60, "b": 50},
-        )
-        figure.update_xaxes(title="layer", type="category")
-        figure.update_yaxes(title=f"keys of at most {self.n_pos}", range=[0, self.n_pos])
-        return figure
+        least = torch.tensor(self.least())
+        layers = [*range(len(least) - 1), "all at once"]
+        return LabelledArray(
+            f"keys of at most {self.n_pos}", least, ("layer",), {"layer": layers}
+        ).plot(f"The least k that keeps the loss within {self.tolerance:.0%}")
 
 
 def measure_top_k(

@@ -1,14 +1,13 @@
 """Keys in the order of their scores: ties, margins, and ranks that no key has."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.settings import Positions, Ranks, check
 from infoflow_lens.hooks.passes import kernels
 
 
@@ -100,13 +99,3 @@ def check_rank_support(ranks: Sequence[int], without: Sequence[int], n_keys: int
             f"rank {max(ranks)} is beyond the number of keys: the longest row of attention has "
             f"{left} keys; ask for ranks up to {left}"
         )
-
-
-def check_ranks(ranks: Any) -> tuple[int, ...]:
-    """`ranks` as a tuple of different integers from 1 on."""
-    return cast(tuple[int, ...], check(ranks, Ranks, "ranks"))
-
-
-def check_without(positions: Any) -> tuple[int, ...]:
-    """Positions that are left out, as a tuple of different integers from 0 on."""
-    return cast(tuple[int, ...], check(positions, Positions, "without"))

@@ -29,6 +29,7 @@ from infoflow_lens.hooks.model.semantics import (
     visibility,
 )
 from infoflow_lens.hooks.passes.ranking import Ranked, rank_keys
+from infoflow_lens.hooks.passes.reductions import mean_over, sum_over
 
 _QUERY_BY_KEY = ("hook_attn_scores", "hook_pattern")  # [batch, head, query, key]
 
@@ -259,6 +260,29 @@ class Pass:
                 head's own output [batch, pos, head, d_head].
         """
         return self._once(("state", layer, point), lambda: self._state(layer, point))
+
+    # Reductions for probes, which leave padding out
+
+    def sum_over_queries(self, values: Tensor, first: int = 0) -> Tensor:
+        """The sum over the real queries of each sequence, as :meth:`mean_over_queries`."""
+        return sum_over(values, self.is_real(first + values.shape[2])[:, first:], 2)
+
+    def mean_over_queries(self, values: Tensor, first: int = 0) -> Tensor:
+        """The mean over the real queries of each sequence, [batch, head, ...]; NaN without any.
+
+        Args:
+            values: [batch, head, query, ...], such as a pattern; padding may hold anything.
+            first: the position of the first query, where `values` begin later.
+        """
+        return mean_over(values, self.is_real(first + values.shape[2])[:, first:], 2)
+
+    def sum_over_positions(self, values: Tensor, first: int = 0) -> Tensor:
+        """The sum over the real positions of values [batch, pos, ...], as above."""
+        return sum_over(values, self.is_real(first + values.shape[1])[:, first:], 1)
+
+    def mean_over_positions(self, values: Tensor, first: int = 0) -> Tensor:
+        """The mean over the real positions of values [batch, pos, ...], as above."""
+        return mean_over(values, self.is_real(first + values.shape[1])[:, first:], 1)
 
     # How it is made
 

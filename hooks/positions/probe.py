@@ -80,17 +80,7 @@ class PositionsProbe(Probe[PositionsResult]):
 
     def compute(self) -> PositionsResult:
         """All batches together."""
-        return PositionsResult(
-            ranks=self.ranks,
-            positions=self.positions,
-            margins=self.margins,
-            ties=self.ties,
-            entropy=self.entropy,
-            concentration=self.concentration,
-            lengths=self.lengths,
-            record=self.run_record(),
-            notes=(*self.notes(), *self._lacking(self.positions)),
-        )
+        return self.filled(PositionsResult, notes=(*self.notes(), *self._lacking(self.positions)))
 
     def _lacking(self, positions: Sequence[Tensor]) -> Iterator[str]:
         """What a reader must know: ranks without keys, and attention that has no argmax."""

@@ -1,7 +1,7 @@
 """The attended positions of sequences, in memory or in files."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
-from infoflow_lens.hooks.passes.view import padded_together
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.sharded import ShardedResult, common_notes
+from infoflow_lens.hooks.states import concatenated
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -114,7 +114,10 @@ class PositionsResult(Result):
             parts[0],
             lengths=torch.cat([part.lengths for part in parts]),
             notes=common_notes(part.notes for part in parts),
-            **layers_together([vars(part) for part in parts]),
+            **{
+                name: concatenated(2, fill=fill).value([getattr(part, name) for part in parts])
+                for name, fill in FILL.items()
+            },
         )
 
     def to_frame(self) -> "pd.DataFrame":
@@ -178,17 +181,6 @@ class ShardedPositions(ShardedResult[PositionsResult]):
     def plot(self, layer: int = 0) -> "Figure":
         """As :meth:`PositionsResult.plot`, of the first file."""
         return next(self.shards()).plot(layer)
-
-
-def layers_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """For every layer the tensors of several parts by name, shorter ones filled up at the end."""
-    return {
-        name: tuple(
-            padded_together(list(several), (2,), value)
-            for several in zip(*(part[name] for part in parts), strict=True)
-        )
-        for name, value in FILL.items()
-    }
 
 
 def column_of_first(part: PositionsResult) -> int:

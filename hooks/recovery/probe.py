@@ -1,6 +1,7 @@
 """How well the attended token can be read off the state: linear recovery maps (eq 56)."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY
 from typing import Annotated, Any
@@ -203,8 +204,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
         """Fit the maps and measure their errors."""
         self.settle()
         notes, left_out = list(self.notes()), self.left_out.tolist()
-        columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
-        n_fit, n_eval, gram_rank = [], [], []
+        columns: dict[str, list[Any]] = defaultdict(list, weight=[], bias=[], ridge=[])
         for layer, sets in enumerate(self.statistics):
             fitted, evaluated = sets[0].fit.n, sum(block.n for block in sets[0].blocks)
             if not fitted or not evaluated:
@@ -233,21 +233,13 @@ class RecoveryProbe(Probe[RecoveryResult]):
                 notes.append(note)
                 if fitted <= n_features:  # too few rows, not a property of the model
                     warnings.warn(note, InfoFlowWarning, stacklevel=3)
-            n_fit.append(fitted)
-            n_eval.append(evaluated)
-            gram_rank.append(rank)
+            columns["n_fit"].append(fitted)
+            columns["n_eval"].append(evaluated)
+            columns["gram_rank"].append(rank)
             self._append_columns(columns, measured, (self.n_heads[layer], len(self.ranks)))
         notes += self._notes_of_settings()
-        return RecoveryResult(
-            ranks=self.ranks,
-            n_fit=tuple(n_fit),
-            n_eval=tuple(n_eval),
-            gram_rank=tuple(gram_rank),
-            controls=self._controls,
-            record=self.run_record(),
-            notes=tuple(notes),
-            **{name: tuple(values) for name, values in columns.items()},
-        )
+        found = {name: tuple(layers) for name, layers in columns.items()}
+        return self.filled(RecoveryResult, **found, notes=tuple(notes))
 
     def _append_columns(
         self, columns: dict[str, list[Any]], measured: list[Measured], shape: tuple[int, int]
@@ -302,21 +294,3 @@ class RecoveryProbe(Probe[RecoveryResult]):
                 f"{_BLOCK_BYTES // 2**20} MiB; ask for them by blocks={_BLOCKS}"
             )
         return notes
-
-
-_COLUMNS = (
-    "second_moment",
-    "second_moment_low",
-    "second_moment_high",
-    "second_moment_sketch_error",
-    "fvu",
-    "fvu_low",
-    "fvu_high",
-    "fvu_sketch_error",
-    "control_second_moment",
-    "control_fvu",
-    "ridge",
-    "weight",
-    "bias",
-    "accuracy",
-)

@@ -87,7 +87,7 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
 
     def compute(self) -> RoutesResult:
         """All batches together."""
-        return RoutesResult(scores=self.scores(), **self.about())
+        return self.scored_by(RoutesResult)
 
 
 def with_residual(

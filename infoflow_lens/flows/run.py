@@ -24,6 +24,7 @@ from infoflow_lens.flows.settings import (
 )
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import no_bars_of_libraries
+from infoflow_lens.foundation.settings import Positions, check
 from infoflow_lens.hooks import (
     AttendedProbe,
     AttendedResult,
@@ -36,7 +37,6 @@ from infoflow_lens.hooks import (
 )
 from infoflow_lens.hooks.model.inputs import Inputs, read_inputs, readable_tokens
 from infoflow_lens.hooks.model.points import key_count, layer_count, reads_vectors
-from infoflow_lens.hooks.passes.ranking import check_without
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.theory.information_sets import Rule, propagate
 
@@ -110,7 +110,7 @@ def flow(
         >>> f.to_html("flow.html")
     """
     settings = checked(position, layer, influence, rule, k, n_directions, threshold, seed)
-    without = check_without(without)
+    left_out = check(without, Positions, "without")
     check_given(text)
     with nullcontext() if progress else no_bars_of_libraries():
         loaded = load_any(model, tokenizer=tokenizer, device=device, dtype=dtype, backend=backend)
@@ -132,7 +132,7 @@ def flow(
     mechanisms = rule if isinstance(rule, MechanismsResult) else None
     if settings.rule == "mechanisms" and mechanisms is None:
         check_enough(others, rows)
-    ranking, patterns = PositionsProbe(tuple(ranks), without=without), PatternsProbe()
+    ranking, patterns = PositionsProbe(tuple(ranks), without=left_out), PatternsProbe()
     measure = influence_probe(host, influence, layers, positions, rows, others, n_directions, seed)
     wanted: dict[str, Any] = {"positions": ranking, "attention": patterns}
     if settings.rule == "mechanisms":

@@ -28,8 +28,8 @@ def found(group: str, taken: Iterable[str] = ()) -> dict[str, EntryPoint]:
     return points
 
 
-def loaded(point: EntryPoint, kind: type) -> Any:
-    """What an entry point names: a subclass of `kind`.
+def loaded(point: EntryPoint, *kinds: type) -> Any:
+    """What an entry point names: a subclass of one of these.
 
     Raises:
         InfoFlowError: if it cannot be imported or is something else, with the reason.
@@ -41,9 +41,9 @@ def loaded(point: EntryPoint, kind: type) -> Any:
             f"the entry point {point.name!r} of {point.group} cannot be imported ({point.value}: "
             f"{type(error).__name__}: {error}): repair or uninstall the package that adds it"
         ) from error
-    if not (isinstance(value, type) and issubclass(value, kind)):
+    if not (isinstance(value, type) and issubclass(value, kinds)):
         raise InfoFlowError(
             f"the entry point {point.name!r} of {point.group} is {value!r}: expected a subclass of "
-            f"{kind.__module__}.{kind.__name__}"
+            f"{' or '.join(f'{kind.__module__}.{kind.__name__}' for kind in kinds)}"
         )
     return value

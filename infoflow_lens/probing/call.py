@@ -1,10 +1,11 @@
 """What `infoflow-lens probe` does, called from Python, also on what is in memory."""
 
+import functools
 import inspect
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from torch import nn
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
+from infoflow_lens.hooks import Probe
 from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, Inputs, read_inputs
 from infoflow_lens.hooks.sharded import ShardedResult
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.part import Say
+from infoflow_lens.probing.part import Part, ProbePart, Say
+from infoflow_lens.probing.registry import given_parts
 from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.probing.run import run_probing
 from infoflow_lens.probing.windows import evenly_spread, token_stream
@@ -27,6 +30,28 @@ _SETTINGS = {item.name: item for item in fields(ProbingConfig)}
 _OF_MODEL = ("device", "dtype", "backend")
 
 
+def _with_own_probes(function: Callable[..., ProbingResult]) -> Callable[..., ProbingResult]:
+    """A function that takes probes themselves beside names of probes, in `probes`."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> ProbingResult:
+        given = kwargs.get("probes")
+        parts: dict[str, Part] = {}
+        if isinstance(given, (list, tuple)):
+            names = []
+            for each in given:
+                part = ProbePart(each) if isinstance(each, Probe) else None
+                if part is not None:
+                    parts[part.name] = part
+                names.append(each if part is None else part.name)
+            kwargs["probes"] = tuple(names)
+        with given_parts(parts):
+            return function(*args, **kwargs)
+
+    return call
+
+
+@_with_own_probes
 def probe(
     model: str | os.PathLike[str] | nn.Module | LoadedModel,
     data: str | os.PathLike[str] | Inputs,
@@ -54,7 +79,8 @@ def probe(
         jobs, scheduler, n_threads: who measures; see
             :func:`~infoflow_lens.probing.run.run_probing`. Workers load the model by its name.
         settings: those of :class:`ProbingConfig`, the command's options: probes, n, max_length,
-            ranks, influence, batch_size, seed, ...
+            ranks, influence, batch_size, seed, ... Among `probes` may be probes of your own, as in
+            ``probes=["positions", MyProbe()]``; the name of the result is that of the class.
 
     Returns:
         The results; ``.report("report.html")`` writes the page.

@@ -1,5 +1,10 @@
 """What `infoflow-lens probe` needs of a probe, in one object."""
 
+import copy
+import hashlib
+import inspect
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -128,6 +133,41 @@ class Part:
     def facts(self, result: Any) -> Sequence[tuple[str, str]]:
         """Short statements for the head of the report, as (label, value)."""
         return ()
+
+
+class ProbePart(Part):
+    """A probe of one's own, with what it says of itself."""
+
+    def __init__(self, probe: Probe[Any], name: str | None = None) -> None:
+        """Args: the probe, as it was made, and the name of its result."""
+        self._probe = probe
+        self.name = name_of(probe) if name is None else name
+        first, _, rest = (inspect.getdoc(type(probe)) or self.name).partition("\n")
+        self.title, self.text = first.rstrip("."), rest.strip()  # type: ignore[misc]
+
+    def check(self, setting: Setting) -> None:
+        """Refuse a model that does not show what the probe reads, and what lacks a method."""
+        copy.deepcopy(self._probe).prepare(setting.model)
+
+    def lacking(self, layer: LayerCapabilities) -> str:
+        """Nothing: the probe itself says what it needs."""
+        return ""
+
+    def probes(self, setting: Setting) -> Mapping[str, Probe[Any]]:
+        """A copy of the probe."""
+        return {self.name: copy.deepcopy(self._probe)}
+
+    def figures(self, result: Any) -> Sequence[Any]:
+        """How the result plots itself."""
+        return (result.plot(),)
+
+
+def name_of(probe: Probe[Any]) -> str:
+    """A name for files and tables: of the class, and a digest of the settings, if there are any."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(probe).__name__).lower()
+    config = json.dumps(dict(probe.config()), sort_keys=True)
+    digest = hashlib.sha256(config.encode()).hexdigest()[:6]
+    return words if config == "{}" else f"{words}-{digest}"
 
 
 class NextTokenPart(Part):

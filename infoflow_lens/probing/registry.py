@@ -1,5 +1,8 @@
 """The parts of a probe run by name: those of this package, and those that others add."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -24,13 +27,26 @@ _OURS = {
 }
 
 
+_given: ContextVar[Mapping[str, "Part"]] = ContextVar("given")  # from Python, for one run
+
+
+@contextmanager
+def given_parts(parts: Mapping[str, "Part"]) -> Iterator[None]:
+    """Parts that are known by name for the length of a block, beside those of packages."""
+    token = _given.set(parts)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
 def part_names() -> tuple[str, ...]:
     """The names of all parts.
 
     Raises:
         InfoFlowError: if two packages add the same name.
     """
-    return (*_OURS, *plugins.found(GROUP, _OURS))
+    return (*_OURS, *plugins.found(GROUP, _OURS), *_given.get({}))
 
 
 def load_part(name: str) -> "Part":
@@ -39,8 +55,11 @@ def load_part(name: str) -> "Part":
     Raises:
         InfoFlowError: for an unknown name, or an entry point that is no part.
     """
-    from infoflow_lens.probing.part import Part
+    from infoflow_lens.hooks.probe import Probe
+    from infoflow_lens.probing.part import Part, ProbePart
 
+    if name in _given.get({}):
+        return _given.get({})[name]
     if name in _OURS:
         module = import_module(f"infoflow_lens.probing.parts.{name}")
         made: Part = getattr(module, _OURS[name])()
@@ -48,12 +67,12 @@ def load_part(name: str) -> "Part":
     others = plugins.found(GROUP, _OURS)
     if name not in others:
         raise InfoFlowError(f"there is no probe {name!r}{nearest(name, part_names())}")
-    kind = plugins.loaded(others[name], Part)
+    kind = plugins.loaded(others[name], Part, Probe)
     try:
-        part: Part = kind()
+        part: Part = kind() if issubclass(kind, Part) else ProbePart(kind(), name)
     except Exception as error:
         raise InfoFlowError(
             f"{kind.__name__} of the entry point {name!r} cannot be made ({type(error).__name__}: "
-            f"{error}): expected a part without arguments; repair the package that adds it"
+            f"{error}): expected one without arguments; repair the package that adds it"
         ) from error
     return part

@@ -41,9 +41,9 @@ def test_every_part_of_ours_is_there():
 
 
 def test_the_example_takes_part_in_the_command(installed, tmp_path):
-    """At most 60 lines, and it stands in the terminal's help, the tables and the report."""
-    assert len((EXAMPLES / "probe_of_your_own.py").read_text().splitlines()) <= 60
-    installed("yours", previous="probe_of_your_own:PreviousPart")
+    """At most 30 lines, and it stands in the terminal's help, the tables and the report."""
+    assert len((EXAMPLES / "probe_of_your_own.py").read_text().splitlines()) <= 30
+    installed("yours", previous="probe_of_your_own:PreviousToken")
     assert part_names()[-1] == "previous"
     model, _ = build_construction("in_context_qa")
     save_model(model, tmp_path / "model")
@@ -53,7 +53,7 @@ def test_the_example_takes_part_in_the_command(installed, tmp_path):
     done = CliRunner().invoke(app, ["probe", str(tmp_path / "model"), *arguments])
     assert done.exit_code == 0, done.output
     table = (out / "previous.csv").read_text().splitlines()
-    assert table[0].startswith("layer,0")
+    assert table[0] == "layer,head,value"
     assert len(table) == 3
     assert "Attention to the previous position" in (out / "report.html").read_text()
 
@@ -68,13 +68,13 @@ def test_a_broken_entry_point_hurts_nobody_who_does_not_ask(installed):
 
 
 def test_taken_names_are_refused(installed):
-    installed("thief", recovery="probe_of_your_own:PreviousPart")
+    installed("thief", recovery="probe_of_your_own:PreviousToken")
     with pytest.raises(InfoFlowError, match=r"'recovery' of infoflow_lens\.probes .* is taken"):
         part_names()
 
 
 def test_unknown_names_come_with_the_nearest(installed):
-    installed("yours", previous="probe_of_your_own:PreviousPart")
+    installed("yours", previous="probe_of_your_own:PreviousToken")
     with pytest.raises(InfoFlowError, match="did you mean 'previous'"):
         ProbingConfig("model", "data", probes=("previos",))
     with pytest.raises(InfoFlowError, match="did you mean 'influence'"):

@@ -90,7 +90,7 @@ def test_it_is_loaded_saved_and_plotted_as_any_result(whole, tmp_path):
     again.save(tmp_path / "copy")
     copy = ShardedPositions.load(tmp_path / "copy")
     assert copy.to_frame().equals(whole.positions.to_frame())
-    assert copy.plot().data
+    assert copy.plot().axes
     (tmp_path / "copy" / "000003.json").unlink()
     with pytest.raises(InfoFlowError, match=r"000003' is gone \(1 of 5 .* delete that file"):
         ShardedPositions.load(tmp_path / "copy")

@@ -19,7 +19,7 @@ from infoflow_lens.ranking import compare_rankings
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
+    from matplotlib.figure import Figure
 
 
 _LEFT_OUT = (
@@ -45,19 +45,21 @@ class RoutesComparison(Result):
 
         return pd.DataFrame(list(self.rows))
 
-    def plot(self, metric: str = "auroc") -> "go.Figure":
+    def plot(self, metric: str = "auroc") -> "Figure":
         """A metric of every method by layer, a panel for each set that gives the sizes."""
-        import plotly.express as px
+        from matplotlib.figure import Figure
 
-        return px.line(
-            self.to_frame(),
-            x="layer",
-            y=metric,
-            color="method",
-            facet_col="size_of",
-            markers=True,
-            title="What states depend on: predicted sets and baselines of the same size",
-        )
+        frame = self.to_frame()
+        sizes = frame["size_of"].unique()
+        figure = Figure(figsize=(1 + 3 * len(sizes), 3.5), layout="constrained")
+        figure.suptitle("What states depend on: predicted sets and baselines of the same size")
+        grid = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+        for axes, size_of in zip(grid, sizes, strict=True):
+            for method, rows in frame[frame["size_of"] == size_of].groupby("method", sort=False):
+                axes.plot(rows["layer"], rows[metric], marker="o", label=str(method))
+            axes.set(xlabel="layer", ylabel=metric, title=f"sizes of {size_of}")
+        grid[-1].legend(fontsize="small")
+        return figure
 
 
 class RoutesPart(Part):

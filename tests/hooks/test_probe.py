@@ -1,0 +1,294 @@
+"""A probe declares: what is refused, what follows from it, and a probe of one's own."""
+
+import dataclasses
+import typing
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples.probe_of_your_own import PreviousToken
+from infoflow_lens import InfoFlowError, attach, probe, run_probes
+from infoflow_lens.hooks import (
+    LabelledResult,
+    Needs,
+    Probe,
+    Result,
+    check_probe,
+    combined,
+    concatenated,
+    summed,
+)
+from infoflow_lens.hooks.states import latest
+from tests.conftest import HEADS
+from tests.hooks.test_invariants import MAKES
+
+LENGTHS = (9, 4, 6, 9, 5)
+
+
+@pytest.fixture
+def texts(token_inputs):
+    """Sequences of different length."""
+    return [row[:n] for row, n in zip(token_inputs, LENGTHS, strict=False)]
+
+
+class Attributes(PreviousToken):
+    """Keeps its sum in an attribute, where nobody knows of it."""
+
+    total = 0.0
+
+    def update(self, seen):
+        self.total = self.total + super().update(seen)["weight"][0]
+        return {"weight": [self.total]}
+
+    def compute(self):
+        return [self.total]
+
+
+class Unmasked(PreviousToken):
+    def update(self, seen):
+        rows = [seen.pattern(i).diagonal(-1, 2, 3) for i in range(seen.n_layers)]
+        return {"weight": [row.mean(dim=2).sum(dim=0) for row in rows]}
+
+
+class Last(Probe):
+    reads = ("pattern",)
+    weight = combined(latest)  # of two only the later is left
+
+    def update(self, seen):
+        return {"weight": seen.mean_over_queries(seen.pattern(0)).amax(dim=-1).sum(dim=0)}
+
+    def compute(self):
+        return self.weight
+
+
+# A probe of one's own
+
+
+def test_the_example_measures_each_text_as_if_alone(token_model, texts):
+    (result,) = run_probes(token_model, texts, [PreviousToken()], batch_size=3, progress=False)
+    for layer, found in enumerate(result["value"]):
+        means = [
+            token_model.run_with_cache(row[None])[1]["pattern", layer][0]
+            .diagonal(-1, 1, 2)
+            .mean(dim=1)
+            for row in texts
+        ]
+        torch.testing.assert_close(found, torch.stack(means).mean(dim=0))
+
+
+def test_it_is_taken_wherever_probes_are(token_model, token_inputs):
+    (expected,) = run_probes(token_model, token_inputs, [PreviousToken()], progress=False)
+    with attach(token_model, PreviousToken()) as probes:
+        token_model(token_inputs)
+    hooked = PreviousToken()
+    token_model.run_with_hooks(token_inputs, fwd_hooks=hooked.fwd_hooks(token_model))
+    whole = probe(
+        token_model, list(token_inputs), probes=["positions", PreviousToken()], progress=False
+    )
+    for found in (probes[0].result(), hooked.result(), whole.found["previous_token"]):
+        for one, other in zip(found["value"], expected["value"], strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_its_result_is_a_table_a_picture_and_a_file(model, inputs, tmp_path):
+    (result,) = run_probes(model, inputs, [PreviousToken()], progress=False)
+    frame = result.to_frame()
+    assert list(frame) == ["layer", "head", "value"]
+    assert len(frame) == sum(HEADS)  # layers of different size
+    assert float(frame["value"].iloc[-1]) == float(result["value"][-1][-1])
+    result.save(tmp_path / "previous")
+    loaded = Result.load(tmp_path / "previous")
+    assert isinstance(loaded, LabelledResult)
+    assert loaded.to_frame().equals(frame)
+    assert loaded.plot().axes[0].get_ylabel() == "layer"
+    with pytest.raises(InfoFlowError, match="no head 7"):
+        loaded.array("value", head=7)
+
+
+def test_several_arrays_have_axes_of_their_own(model, inputs):
+    class Two(PreviousToken):
+        dims: typing.ClassVar = {"heads": ("layer", "head"), "layers": ("layer",)}
+
+        def compute(self):
+            weights = super().compute()
+            return {"heads": weights, "layers": torch.stack([w.mean() for w in weights])}
+
+    (result,) = run_probes(model, inputs, [Two()], progress=False)
+    frame = result.to_frame()
+    means = frame.groupby("layer")["heads"].mean()
+    np.testing.assert_allclose(frame.groupby("layer")["layers"].first(), means, rtol=1e-5)
+    assert result.array("heads", layer=1).dims == ("head",)
+
+
+# What is refused
+
+
+def no_pass(activation, hook):
+    raise AssertionError("the model was run")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "Mine has no compute and no update"),
+        ({"update": lambda self, seen: {}}, "Mine has no compute"),
+        ({"update": lambda self: {}, "compute": lambda self: 1}, r"Mine\.update cannot be called"),
+        ({"t": None}, "declares nothing that it keeps"),
+        ({"reads": ("patern",)}, "reads patern of a pass"),
+        ({"reads": ()}, "reads nothing of a pass"),
+        ({"needs": lambda self, model: ["hook_embed"]}, "needs gave list"),
+        ({"needs": lambda self, model: Needs.of(model, points=["no.hook"])}, "no hook point"),
+    ],
+)
+def test_missing_and_wrong_methods_are_refused_before_any_pass(model, inputs, body, message):
+    whole = {"update": lambda self, seen: {"t": 1.0}, "compute": lambda self: torch.ones(1)}
+    if "update" not in body and body:
+        body = whole | body
+    mine = type("Mine", (Probe,), {"reads": ("pattern",), "t": summed()} | body)
+    with (
+        model.hooks(fwd_hooks=[("hook_embed", no_pass)]),
+        pytest.raises(InfoFlowError, match=message),
+    ):
+        run_probes(model, inputs, [mine()], progress=False)
+
+
+@pytest.mark.parametrize("part", [None, 1.0, {}, {"t": 1.0, "more": 2.0}])
+def test_update_returns_what_was_declared(model, inputs, part):
+    class Mine(PreviousToken):
+        def update(self, seen):
+            return part
+
+    mine = Mine()
+    with pytest.raises(InfoFlowError, match=r"Mine\.update returned .* weight"):
+        run_probes(model, inputs, [mine], progress=False)
+    assert mine.n_sequences == 0
+    assert mine.weight is None
+
+
+@pytest.mark.parametrize("found", [1, None, "text", {}, [], [1.0], {"a": 1}, {3: torch.ones(1)}])
+def test_a_senseless_result_is_refused_by_name(model, inputs, found):
+    mine = type("Mine", (PreviousToken,), {"compute": lambda self: found})
+    with pytest.raises(InfoFlowError, match=r"Mine\.compute returned"):
+        run_probes(model, inputs, [mine()], progress=False)
+
+
+def test_axes_that_do_not_fit_are_refused_by_name(model, inputs):
+    mine = type("Mine", (PreviousToken,), {"dims": ("layer",)})
+    with pytest.raises(InfoFlowError, match=r"Mine\.compute and Mine\.dims do not fit"):
+        run_probes(model, inputs, [mine()], progress=False)
+
+
+def test_names_that_every_probe_has_are_refused():
+    with pytest.raises(InfoFlowError, match="declares merge"):
+        type("Mine", (PreviousToken,), {"__annotations__": {"merge": int}, "merge": 1})
+    with pytest.raises(InfoFlowError, match="expected update"):
+        PreviousToken().weight = 1.0
+
+
+# check_probe
+
+
+def test_check_probe_takes_what_is_right(token_model, texts, model, inputs):
+    assert check_probe(PreviousToken(), token_model, texts).to_frame().notna().all().all()
+    check_probe(PreviousToken(), token_model, torch.stack([texts[0], texts[3]]))  # cuts one
+    check_probe(PreviousToken(), model, inputs[:5])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (Unmasked, "padding may enter"),
+        (Last, "does not give what each gives alone"),
+        (Attributes, "alone|merge|stored state"),
+    ],
+)
+def test_check_probe_finds_what_is_wrong(token_model, texts, wrong, message):
+    with pytest.raises(InfoFlowError, match=f"{wrong.__name__}: .*({message})"):
+        check_probe(wrong(), token_model, texts)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MAKES if kind.__name__ != "RecoveryProbe"])
+def test_every_probe_passes_it(token_model, texts, kind, token_inputs):
+    for make in MAKES[kind]:  # maps of recovery need more rows than features
+        check_probe(make(token_inputs), token_model, texts, tolerance=2e-4)
+
+
+# States
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    split=st.integers(0, 6),
+    seed=st.integers(0, 99),
+)
+def test_states_merge_in_any_grouping_to_the_whole(sizes, split, seed):
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.randint(9, (2, n), generator=generator) for n in sizes]
+    width = max(sizes)
+
+    def folded(state, some):
+        kept = None
+        for part in some:
+            kept = state.added(kept, part)
+        return kept
+
+    for declare, expected in (
+        (summed, lambda padded: sum(padded)),
+        (lambda: concatenated(1, fill=-1), lambda padded: torch.cat(padded)),
+    ):
+        state = declare()
+        fill = -1 if state.grows else 0
+        padded = [torch.nn.functional.pad(p, (0, width - p.shape[1]), value=fill) for p in parts]
+        whole = state.value(folded(state, parts))
+        merged = state.merged(folded(state, parts[:split]), folded(state, parts[split:]))
+        assert whole.equal(expected(padded))
+        assert state.value(merged).equal(whole)
+
+
+# Settings
+
+EVERY_FIELD = [
+    pytest.param(kind, item.name, id=f"{kind.__name__}.{item.name}")
+    for kind in MAKES
+    for item in dataclasses.fields(kind)
+    if item.init
+]
+WRONG = ["no", "0.1", b"1", 1j, {}, {"a": 1}, object(), float("nan"), float("inf"), -1.5,
+         [["a"]], ("no",), (1.5,), (True,), np.array(["no"]), np.array([[0.5]])]  # fmt: skip
+
+
+def make(kind, token_inputs, **settings):
+    needed = {"donors": token_inputs[:3]} if "donors" in kind.__dataclass_fields__ else {}
+    return kind(**(needed | settings))
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY_FIELD)
+def test_no_field_takes_what_it_should_not(kind, name, token_inputs):
+    for value in WRONG:
+        with pytest.raises(InfoFlowError, match=name):
+            make(kind, token_inputs, **{name: value})
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY_FIELD)
+def test_numbers_of_numpy_are_numbers(kind, name, token_inputs):
+    """What a field has by default, or takes, it takes from NumPy, and keeps as a plain value."""
+    plain = getattr(make(kind, token_inputs), name)
+    if name in ("donors", "target"):
+        return
+    tried = [1, 2, 0.5, (1, 2), True] if plain is None or isinstance(plain, str) else [plain]
+    for value in tried:
+        try:
+            expected = getattr(make(kind, token_inputs, **{name: value}), name)
+        except InfoFlowError:
+            continue
+        given = np.asarray(value)
+        given = given if given.ndim else given[()]
+        found = getattr(make(kind, token_inputs, **{name: given}), name)
+        assert found == expected
+        assert type(found) is type(expected)
+        if not isinstance(value, (bool, tuple)):
+            with pytest.raises(InfoFlowError, match=name):
+                make(kind, token_inputs, **{name: True})
