@@ -6,7 +6,7 @@ schedule that learns the target, which bounds it from above.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -189,7 +189,7 @@ def phase_diagram(
     for some, tokens in itertools.product(heads, n_tokens):
         shape = ModelShape(some, (1,) * len(some), tokens, positional=bool(asked.reads))
         verdict: Verdict = "allowed"
-        if asked.found(shape, tokens, max_position_only=not asked.reads) is None:
+        if next(asked.answers(shape, tokens, not asked.reads), None) is None:
             case = cases[tokens]
             witness = None if case is None or asked.reads else excluding(case, shape, 0)
             by_count = asked.counts_out(shape, tokens, count, trees)
@@ -282,19 +282,14 @@ class _Target:
         """Whether it tells positions apart."""
         return bool(len(self.reads)) or needs_order(self.components, self.reads, self.task.n_tokens)
 
-    def found(
-        self,
-        shape: ModelShape,
-        n_tokens: int,
-        max_position_only: bool = False,
-        roles: Sequence[int] | int = 1,
-    ) -> tuple[Found, Reading] | None:
-        """The best schedule for the first list of components that has one; None for none."""
+    def answers(
+        self, shape: ModelShape, n_tokens: int, max_position_only: bool = False
+    ) -> Iterator["_Answer"]:
+        """The best schedule for each list of components that has one, its own list first."""
         for reading in self.readings:
-            found = self.search(shape, n_tokens, max_position_only, roles, reading)
+            found = self.search(shape, n_tokens, max_position_only, reading=reading)
             if found.schedule is not None:
-                return found, reading
-        return None
+                yield _Answer(found, reading)
 
     def search(
         self,
@@ -498,8 +493,10 @@ class _Case:
         self.best = _Answer(asked.search(shape, n_tokens), own)
         self.alone = self.best
         if not asked.fixed:
-            one = asked.found(shape, n_tokens, max_position_only=True)
-            self.alone = _Answer(*(one or (asked.search(shape, n_tokens, True), own)))
+            answers = list(asked.answers(shape, n_tokens, True))
+            answers = answers or [_Answer(asked.search(shape, n_tokens, True), own)]
+            right = (each for each in answers if self.held(each) in (None, 1.0))
+            self.alone = next(right, answers[0])
         smaller = self.alone.schedule
         if smaller is not None and (
             self.best.schedule is None or smaller.size < self.best.schedule.size
