@@ -52,6 +52,12 @@ def readings(
     found = [Reading(tuple(components))]
     if any(c.tuples is not None for c in components):
         return found
+    if values is not None:  # also such as no sampled input has: which one is largest varies
+        generator = torch.Generator().manual_seed(0)
+        pool = torch.randint(
+            values.numel(), (4 * len(values), values.shape[1]), generator=generator
+        )
+        values = torch.cat([values, values.flatten()[pool]])
     for joins in (False, True):
         for splits in (False, True):
             kept, notes = list(components), list[str]()

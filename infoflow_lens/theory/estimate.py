@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-import torch
-
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count as Number
@@ -21,28 +19,23 @@ from infoflow_lens.theory.comparison import (
     Component,
     Count,
     Heads,
-    components_profile,
-    growth_sizes,
     information_needed,
     least,
     model_comparisons,
-    reading_profile,
 )
 from infoflow_lens.theory.cost import MODES, exponent
-from infoflow_lens.theory.equivalence import Reading, readings
+from infoflow_lens.theory.equivalence import Reading
 from infoflow_lens.theory.exclusion import Document, describe, excluding
+from infoflow_lens.theory.question import Answer, Question, max_position_capacity
 from infoflow_lens.theory.routing import RoutedError, routed_error
 from infoflow_lens.theory.samples import Samples
 from infoflow_lens.theory.schedule import Schedule, Target
-from infoflow_lens.theory.search import Found, find, needs_order
+from infoflow_lens.theory.search import Found
 from infoflow_lens.theory.shapes import ModelShape, shape_of
 
 Verdict = Literal[
     "allowed", "excluded, proved", "excluded by the paper's count", "no schedule found"
 ]
-
-_OBSERVED = 50  # inputs on which |I_F| is observed
-_OBSERVED_AT = 64  # their T, so that active tokens are not crowded
 
 
 @dataclass(frozen=True)
@@ -120,14 +113,6 @@ class Estimate(Displayed):
         return values
 
 
-def max_position_capacity(
-    profile: ComparisonProfile, n_heads: Sequence[int], n_tokens: int, trees: int = 1
-) -> int:
-    """Comparisons by max-position retrieval alone: eq (5) at the sizes to which sets can grow."""
-    sizes = growth_sizes(tuple(n_heads), n_tokens)
-    return model_comparisons(tuple(n_heads), n_tokens, sizes, profile.dimension, trees)
-
-
 def min_heads(profile: ComparisonProfile, n_heads: Sequence[int], count: Count) -> int | None:
     """The smallest h_1 that counting leaves for large T, with the other layers as given.
 
@@ -183,13 +168,13 @@ def phase_diagram(
     Raises:
         InfoFlowError: as :func:`estimate`.
     """
-    asked = _Target.of(task, seed=0)
+    asked = Question.of(task, seed=0)
     cases = {tokens: _at(task, tokens) for tokens in n_tokens}
     rows = []
     for some, tokens in itertools.product(heads, n_tokens):
         shape = ModelShape(some, (1,) * len(some), tokens, positional=bool(asked.reads))
         verdict: Verdict = "allowed"
-        if asked.found(shape, tokens, max_position_only=not asked.reads) is None:
+        if next(asked.answers(shape, tokens, not asked.reads), None) is None:
             case = cases[tokens]
             witness = None if case is None or asked.reads else excluding(case, shape, 0)
             by_count = asked.counts_out(shape, tokens, count, trees)
@@ -213,143 +198,6 @@ def _at(task: Any, n_tokens: int) -> Any:
         return task if task.n_tokens == n_tokens else replace(task, n_tokens=n_tokens)
     except (TypeError, ValueError):
         return None
-
-
-@dataclass(frozen=True)
-class _Target:
-    """What is asked of a target.
-
-    Attributes:
-        task: the target.
-        profile: its counts.
-        readings: its components, and lists of components that serve it as well.
-        reads: fixed positions that it reads.
-        least_trees: trees of comparison that the observed |I_F| leaves, at most `profile.n_trees`.
-    """
-
-    task: Any
-    profile: ComparisonProfile
-    readings: tuple[Reading, ...]
-    reads: Sequence[int]
-    least_trees: int
-
-    @classmethod
-    def of(cls, task: Any, seed: int) -> "_Target":
-        """The counts, components and fixed positions of a target.
-
-        Raises:
-            InfoFlowError: for nothing to retrieve or read, and counts that do not fit.
-        """
-        components = tuple(getattr(task, "components", ()))
-        reads = getattr(task, "reads", ())
-        profile = getattr(task, "comparison", None)
-        name = getattr(task, "name", type(task).__name__)
-        if not components and not len(reads):
-            raise InfoFlowError(
-                f"task {name!r} has no components that heads could retrieve and reads no fixed "
-                "positions: expected a target with `components` or `reads`, such as "
-                "infoflow_lens.tasks.Target"
-            )
-        if not components and profile is None:
-            profile = reading_profile(name)
-        if not isinstance(profile, ComparisonProfile):
-            raise InfoFlowError(
-                f"task {name!r} has no comparison profile: expected `comparison`; "
-                "components_profile(name, components) derives one"
-            )
-        longest = max([1, *(c.arity for c in components)])
-        if components and longest > 1 and profile.dimension < longest:
-            raise InfoFlowError(
-                f"task {name!r} has components of arity {longest}, but its profile says dimension "
-                f"{profile.dimension}: expected at least the arity; components_profile derives it"
-            )
-        samples = Samples.draw(task, _OBSERVED, seed, at=max(_OBSERVED_AT, task.n_tokens))
-        if not components or samples is None:
-            return cls(task, profile, (Reading(components),), reads, profile.n_trees)
-        active = samples.largest_active() if profile.n_trees > 1 else 1
-        return cls(
-            task, profile, tuple(_readings(samples, components)), reads,
-            max(1, min(profile.n_trees, -(-active // max(1, profile.dimension)))),
-        )  # fmt: skip
-
-    @property
-    def components(self) -> tuple[Component, ...]:
-        """Its own list."""
-        return self.readings[0].components
-
-    @property
-    def fixed(self) -> bool:
-        """Whether it tells positions apart."""
-        return bool(len(self.reads)) or needs_order(self.components, self.reads, self.task.n_tokens)
-
-    def found(
-        self,
-        shape: ModelShape,
-        n_tokens: int,
-        max_position_only: bool = False,
-        roles: Sequence[int] | int = 1,
-    ) -> tuple[Found, Reading] | None:
-        """The best schedule for the first list of components that has one; None for none."""
-        for reading in self.readings:
-            found = self.search(shape, n_tokens, max_position_only, roles, reading)
-            if found.schedule is not None:
-                return found, reading
-        return None
-
-    def search(
-        self,
-        shape: ModelShape,
-        n_tokens: int,
-        max_position_only: bool = False,
-        roles: Sequence[int] | int = 1,
-        reading: Reading | None = None,
-    ) -> Found:
-        """The best schedule for a list of components, by default its own."""
-        usable = shape.usable(n_tokens)
-        return find(
-            (reading or self.readings[0]).components,
-            shape.n_heads,
-            n_tokens,
-            shape.positional,
-            max_position_only=max_position_only,
-            reads=self.reads,
-            causal=shape.causal,
-            roles=roles,
-            d_model=shape.d_model,
-            usable=None if all(usable) else usable,
-        )
-
-    def counts_out(self, shape: ModelShape, n_tokens: int, count: Count, trees: int) -> bool:
-        """Whether fewer comparisons are made than the least number of trees needs.
-
-        One layer asks one question, so that there a witness decides, and no count.
-        """
-        if shape.n_layers == 1:
-            return False
-        for reading in self.readings:
-            profile = self.profile
-            if reading.notes:
-                profile = components_profile(profile.name, reading.components)
-            needed = profile.number(n_tokens, count)
-            needed = needed * min(self.least_trees, profile.n_trees) // profile.n_trees
-            if max_position_capacity(profile, shape.n_heads, n_tokens, trees) >= needed:
-                return False
-        return True
-
-
-def _readings(samples: Samples, components: Sequence[Component]) -> list[Reading]:
-    """The lists of components that serve a target, from its outer function where it is known."""
-    outer = getattr(samples.task, "outer_function", None)
-    if outer is None or any(c.tuples is not None for c in components):
-        return [Reading(tuple(components))]
-    tokens = samples.tokens(256)
-    if len(components) == 1:
-        return readings(components, tokens)
-    extrema = [1.0 if c.extremum == "max" else -1.0 for c in components]
-    signs = torch.tensor(getattr(samples.task, "signs", extrema))
-    return readings(
-        components, tokens, lambda z: outer(z * signs.to(z)), samples.component_values()
-    )
 
 
 @checked
@@ -381,7 +229,7 @@ def estimate(
         InfoFlowError: for an unknown count, trees below 1, sizes that differ, a model of another
             kind than the theory's, or a task without anything to retrieve or read.
     """
-    asked = _Target.of(task, seed)
+    asked = Question.of(task, seed)
     profile = asked.profile
     shape = _fitting(architecture, task)
     n_heads, n_tokens = shape.n_heads, task.n_tokens
@@ -461,45 +309,28 @@ def _fitting(architecture: Any, task: Any) -> ModelShape:
     return shape if shape.n_tokens == task.n_tokens else shape.with_tokens(task.n_tokens)
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """A search and the list of components that it was for."""
-
-    found: Found
-    reading: Reading
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The best one."""
-        return self.found.schedule
-
-    def describe(self) -> str:
-        """The schedule and its list, in words."""
-        assert self.schedule is not None
-        notes = "".join(f"; {note}" for note in self.reading.notes)
-        return f"{self.schedule.describe()}{notes}"
-
-
 class _Case:
     """One target and one architecture: the schedules, run on samples, and the verdict."""
 
     def __init__(
-        self, asked: _Target, shape: ModelShape, n_tokens: int, samples: Samples | None
+        self, asked: Question, shape: ModelShape, n_tokens: int, samples: Samples | None
     ) -> None:
         self.asked, self.shape, self.n_tokens, self.samples = asked, shape, n_tokens, samples
         self._held: dict[tuple[Schedule, Reading], float] = {}
         self.reachable = shape.reach(n_tokens) >= n_tokens
         own = asked.readings[0]
-        nothing = _Answer(Found(None, True), own)
+        nothing = Answer(Found(None, True), own)
         if not self.reachable:
             self.best = self.alone = nothing
-            self.routed: _Answer | None = None
+            self.routed: Answer | None = None
             return
-        self.best = _Answer(asked.search(shape, n_tokens), own)
+        self.best = Answer(asked.search(shape, n_tokens), own)
         self.alone = self.best
         if not asked.fixed:
-            one = asked.found(shape, n_tokens, max_position_only=True)
-            self.alone = _Answer(*(one or (asked.search(shape, n_tokens, True), own)))
+            answers = list(asked.answers(shape, n_tokens, True))
+            answers = answers or [Answer(asked.search(shape, n_tokens, True), own)]
+            right = (each for each in answers if self.held(each) in (None, 1.0))
+            self.alone = next(right, answers[0])
         smaller = self.alone.schedule
         if smaller is not None and (
             self.best.schedule is None or smaller.size < self.best.schedule.size
@@ -507,7 +338,7 @@ class _Case:
             self.best = self.alone
         self.routed = self._routed()
 
-    def held(self, answer: _Answer) -> float | None:
+    def held(self, answer: Answer) -> float | None:
         """How often a schedule holds the active set on samples; None where it was not run."""
         if self.samples is None or answer.schedule is None:
             return None
@@ -518,7 +349,7 @@ class _Case:
             )
         return self._held[key]
 
-    def _routed(self) -> _Answer | None:
+    def _routed(self) -> Answer | None:
         """A schedule of heads with several roles, where one does not do and queries can route."""
         shape = self.shape
         pairs = [c for c in self.asked.components if c.arity == 2 and c.tuples is None]
@@ -530,7 +361,7 @@ class _Case:
         roles = [2 * len(pairs) if yes else 1 for yes in able]
         found = self.asked.search(shape, self.n_tokens, True, roles)
         several = found.schedule is not None and found.schedule.roles > 1
-        return _Answer(found, self.asked.readings[0]) if several else None
+        return Answer(found, self.asked.readings[0]) if several else None
 
     def decide(
         self, verify: bool, seed: int, count: Count, trees: int
@@ -558,7 +389,7 @@ class _Case:
         known = "is known" if missing else "that was found held the active tokens of all samples"
         return "no schedule found", f"nothing is excluded, and no schedule {known}", None
 
-    def _allowed(self, answer: _Answer) -> str:
+    def _allowed(self, answer: Answer) -> str:
         assert answer.schedule is not None
         why = f"by a schedule with |I| <= {answer.schedule.size}"
         if answer.reading.notes or answer.schedule.roles > 1:
@@ -599,7 +430,7 @@ def _reasons(
     result: Estimate,
     profile: ComparisonProfile,
     shape: ModelShape,
-    answer: _Answer,
+    answer: Answer,
     reads: Sequence[int],
 ) -> tuple[str, ...]:
     """The argument, in words."""

@@ -146,13 +146,18 @@ class Rule(ABC):
 
     @property
     @abstractmethod
-    def sizes(self) -> tuple[int | None, int]:
-        """Number of sequences, None for any, and of positions."""
+    def given(self) -> Tensor:
+        """What it was made of."""
 
     @property
-    @abstractmethod
     def device(self) -> torch.device:
-        """Where its positions are."""
+        """Where that is."""
+        return self.given.device
+
+    @property
+    def sizes(self) -> tuple[int | None, int]:
+        """Number of sequences, None for any, and of positions."""
+        return None, len(self.given)
 
     @abstractmethod
     def check(self, layer: int, batch: int, n_pos: int) -> None:
@@ -196,9 +201,9 @@ class MaxPosition(Rule):
         return self.positions.shape[0], self.positions.shape[2]
 
     @property
-    def device(self) -> torch.device:
-        """That of the positions."""
-        return self.positions.device
+    def given(self) -> Tensor:
+        """The positions."""
+        return self.positions
 
     def _check_type(self, layer: int) -> None:
         chosen = self.positions
@@ -257,14 +262,9 @@ class SpecificPositions(Rule):
     reads: Bool[Tensor, "pos key"]
 
     @property
-    def sizes(self) -> tuple[int | None, int]:
-        """Any number of sequences, and the number of positions."""
-        return None, len(self.reads)
-
-    @property
-    def device(self) -> torch.device:
-        """That of `reads`."""
-        return self.reads.device
+    def given(self) -> Tensor:
+        """The reads."""
+        return self.reads
 
     def check(self, layer: int, batch: int, n_pos: int) -> None:
         """See :meth:`Rule.check`."""
@@ -300,14 +300,9 @@ class GlobalAggregation(Rule):
     queries: Bool[Tensor, " pos"]
 
     @property
-    def sizes(self) -> tuple[int | None, int]:
-        """Any number of sequences, and the number of positions."""
-        return None, len(self.queries)
-
-    @property
-    def device(self) -> torch.device:
-        """That of `queries`."""
-        return self.queries.device
+    def given(self) -> Tensor:
+        """The queries."""
+        return self.queries
 
     def check(self, layer: int, batch: int, n_pos: int) -> None:
         """See :meth:`Rule.check`."""

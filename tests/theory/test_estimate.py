@@ -127,13 +127,6 @@ def test_example_1(heads, verdict, m, saturated, lower, upper):
     assert found.upper["effective"] == (0.0 if heads == 4 else 16.0)
 
 
-def test_yu_et_al_2_2_d_heads_are_enough():
-    found = estimated("d_retrieval", (4,))
-    assert found.verdict == "allowed"
-    assert found.upper_information == 4
-    assert found.upper["effective"] == 0  # four tokens of dimension 4 fit into E = 16
-
-
 def test_yu_et_al_2_3_one_head_of_dimension_t_d_is_enough():
     task = load_task("d_retrieval", n_tokens=8, d_token=4)
     wide = estimate(architecture((1,), n_tokens=8, d_model=32), task, trees=4)
@@ -141,13 +134,6 @@ def test_yu_et_al_2_3_one_head_of_dimension_t_d_is_enough():
     assert wide.upper["effective"] == 0
     narrow = estimate(architecture((1,), n_tokens=8, d_model=16), task, trees=4)
     assert narrow.upper["effective"] == 2
-
-
-def test_yun_et_al_global_aggregation_is_universal():
-    for name in ("d_retrieval", "depth_separation", "intrinsic_dimension", "triangle_center"):
-        found = estimated(name, (1,), n_tokens=16)
-        assert found.verified == 1.0
-        assert found.upper_information <= 16
 
 
 def test_theorem_1_two_layers_of_one_head_against_one_layer():
@@ -189,28 +175,6 @@ def test_small_t_is_no_obstruction():
     assert any("no obstruction" in reason for reason in found.reasons)
 
 
-def test_flags_stand_where_they_concern():
-    def flags(*arguments, **settings):
-        return " | ".join(estimated(*arguments, verify=0, **settings).flags)
-
-    pairs = {"task": {"n_components": 4}}
-    assert "h_1 >= D is the paper's estimate" in flags("intrinsic_dimension", (2, 4), **pairs)
-    assert "suggests but does not prove" in flags("intrinsic_dimension", (2, 4), **pairs)
-    proved = flags("intrinsic_dimension", (2, 4), count="proved", trees=4, **pairs)
-    assert "h_1 >= D" not in proved
-    assert "suggests but" not in proved
-    assert "K = 1" not in proved
-    assert "K = 1 is the literal reading" in flags("d_retrieval", (2,))
-    assert "K = 1" not in flags("d_retrieval", (1,), task={"n_components": 2})
-    assert "|I_F| = D" in flags("d_retrieval", (3,), count="proved", trees=4)
-    assert "argmin" in flags("triangle_center", (4, 4), count="proved")
-    assert "only h_1 >= D/2" in flags("intrinsic_dimension", (2, 4), count="unordered", **pairs)
-    assert "contradicts" in flags("d_retrieval", (1,))
-    assert "[chosen] a score looks" in flags("depth_separation", (1, 1))
-    assert "saturated" in flags("d_retrieval", (1,))
-    assert "asymptotic" in flags("intrinsic_dimension", (3, 20), **pairs)
-
-
 def test_allowed_rests_on_the_schedule_that_was_run():
     """At small T global aggregation is cheaper than eight heads; the verdict is about the heads."""
     found = estimated(
@@ -220,13 +184,6 @@ def test_allowed_rests_on_the_schedule_that_was_run():
     assert found.upper_information == 16
     assert found.verified == 1.0
     assert any("retrieve by score 1, 2, 3, 4, 5, 6, 7, 8" in reason for reason in found.reasons)
-
-
-def test_one_layer_is_told_about_theorem_1_not_proposition_2():
-    reasons = " ".join(estimated("depth_separation", (1,), verify=0).reasons)
-    assert "(Thm 1)" in reasons
-    assert "Prop 2" not in reasons
-    assert "were not run on samples" in reasons
 
 
 def test_an_estimate_is_json():
