@@ -34,7 +34,8 @@ from infoflow_lens.models.architecture import (
     TokenInit,
 )
 from infoflow_lens.models.attention import set_attention
-from infoflow_lens.models.hooked import Attention, HookedModel, TokenEmbed, hooked_config
+from infoflow_lens.models.blocks import Attention, TokenEmbed
+from infoflow_lens.models.hooked import HookedModel, hooked_config
 from infoflow_lens.models.weights import stored_shapes
 
 

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infoflow_lens import InfoFlowError
+from infoflow_lens.models.bridges import without_trace
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import build_model, save_model
-from infoflow_lens.models.loading import _leaving_no_trace, load_any
+from infoflow_lens.models.loading import load_any
 from tests.reference import zoo
 from tests.versions import needs_hooked_transformer, needs_version_4
 
@@ -281,10 +282,10 @@ def test_threads_that_load_at_once_leave_stdout_and_filters_as_found():
     first_is_out = threading.Event()
 
     def second():
-        with _leaving_no_trace():
+        with without_trace():
             first_is_out.wait(10)
 
-    with _leaving_no_trace():
+    with without_trace():
         thread = threading.Thread(target=second)
         thread.start()
         thread.join(0.2)
