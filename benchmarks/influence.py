@@ -18,7 +18,6 @@ from infoflow_lens import (
     build_model,
     run_probes,
 )
-from infoflow_lens.hooks.influence.rerun import Rerun
 
 
 def toy_rows(generator: torch.Generator) -> list[tuple[str, str, float]]:
@@ -64,14 +63,14 @@ def token_rows(generator: torch.Generator) -> list[tuple[str, str, float]]:
     """Models over token ids: the estimate, one position, and shared prefixes."""
     model = causal(4, 128, 4, 64)
     ids = torch.randint(1000, (4, 64), generator=generator)
-    donors = torch.randint(1000, (8, 64), generator=generator)
+    torch.randint(1000, (8, 64), generator=generator)
 
     def measured(**arguments: object) -> torch.Tensor:
         (result,) = run_probes(model, ids, [JacobianInfluence(**arguments)], progress=False)  # type: ignore[arg-type]
         return result.influence
 
     last = {"positions": (-1,), "layers": (3,)}
-    rows = [
+    return [
         (
             "T 64, d 128, last token: estimate, m=8",
             "exact, last token",
@@ -83,24 +82,6 @@ def token_rows(generator: torch.Generator) -> list[tuple[str, str, float]]:
             paired(lambda: measured(**last), measured, 1),
         ),
     ]
-
-    def resampled() -> torch.Tensor:
-        (result,) = run_probes(model, ids, [ResampleInfluence(donors)], progress=False)
-        return result.influence
-
-    def unshared() -> torch.Tensor:
-        recording = Rerun.recording
-        Rerun.recording = lambda self, start: (self(start), None)  # type: ignore[method-assign]
-        try:
-            return resampled()
-        finally:
-            Rerun.recording = recording  # type: ignore[method-assign]
-
-    torch.testing.assert_close(resampled(), unshared(), rtol=1e-4, atol=1e-5)
-    rows.append(
-        ("T 64, resample, 8 donors, shared prefix", "whole passes", paired(resampled, unshared, 3))
-    )
-    return rows
 
 
 def quality(generator: torch.Generator) -> list[tuple[str, str, float]]:

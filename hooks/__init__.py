@@ -25,7 +25,8 @@ from infoflow_lens.hooks.model.capabilities import (
     inspect_model,
 )
 from infoflow_lens.hooks.model.inputs import example_input
-from infoflow_lens.hooks.passes.attach import AttachedProbes, attach, probe_cache, run_probes
+from infoflow_lens.hooks.passes.attach import AttachedProbes, attach
+from infoflow_lens.hooks.passes.run import probe_cache, run, run_probes
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.patterns import PatternsProbe, PatternsResult
 from infoflow_lens.hooks.positions.probe import PositionsProbe
@@ -93,6 +94,7 @@ __all__ = [
     "measure_top_k",
     "probe_cache",
     "replace_greedily",
+    "run",
     "run_probes",
     "substituted",
     "summed",

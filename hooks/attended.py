@@ -42,7 +42,7 @@ class AttendedResult(Result):
         return tuple(layers)
 
     @property
-    def passed(self) -> tuple[Int[Tensor, "sample _head query key"], ...]:
+    def moved_keys(self) -> tuple[Int[Tensor, "sample _head query key"], ...]:
         """What heads pass on, :attr:`positions`; `propagate` takes the result for it."""
         return self.positions
 

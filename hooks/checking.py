@@ -11,8 +11,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Positive, checked
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
 from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
-from infoflow_lens.hooks.passes.attach import run_shard
-from infoflow_lens.hooks.passes.collector import Weights
+from infoflow_lens.hooks.passes.run import run_shard
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
 
@@ -83,7 +82,7 @@ class _Trial:
     ) -> None:
         self.name = type(probe).__name__
         self._probe, self._model, self._batches, self._n = probe, model, batches, n
-        self._weights, self._tolerance = Weights(model), tolerance
+        self._tolerance = tolerance
 
     def measured(self, start: int, end: int, probe: Probe[Any] | None = None) -> Probe[Any]:
         """A probe that has seen these sequences in one batch, too."""
@@ -97,7 +96,6 @@ class _Trial:
             extent=extent,
             first_index=start - probe.n_sequences,
             batch_size=self._n,
-            weights=self._weights,
         )
         return probe
 

@@ -17,9 +17,9 @@ from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.foundation.record import RunRecord, fingerprint
 from infoflow_lens.foundation.settings import Count, Index, Remedy, check, check_fields
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
+from infoflow_lens.hooks.model.call import NamedHook
 from infoflow_lens.hooks.model.points import hook_name
-from infoflow_lens.hooks.passes.collector import HookFunction as HookFunction
-from infoflow_lens.hooks.passes.collector import NamedHook, hooks_of
+from infoflow_lens.hooks.passes.plain import hooks_of
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.result import LabelledResult, Result, labelled
 from infoflow_lens.hooks.states import State, copied, states_of
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 ResultT = TypeVar("ResultT", bound=Result, default=LabelledResult)
 ProbeT = TypeVar("ProbeT", bound="Probe[Any]")
+
+
+Mode = Literal["by_index", "fit", "evaluate"]
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Split:
     """
 
     every: int = 5
-    mode: Literal["by_index", "fit", "evaluate"] = "by_index"
+    mode: Mode = "by_index"
     first: int = 0
     step: int = 1
 
@@ -125,6 +128,7 @@ class Probe(ABC, Generic[ResultT]):
 
     n_sequences: int
     pending: Callable[[], None] | None
+    is_attached: bool
     kept: dict[str, Any]
     _points: tuple[str, ...]
     _record: RunRecord | None
@@ -137,7 +141,7 @@ class Probe(ABC, Generic[ResultT]):
         super().__init_subclass__(**kwargs)
         own = {*inspect.get_annotations(cls), *(k for k, v in vars(cls).items() if _is_state(v))}
         taken = sorted(name for name in own if callable(getattr(Probe, name, None)))
-        if taken or own & {"n_sequences", "pending", "kept"}:
+        if taken or own & {"n_sequences", "pending", "is_attached", "kept"}:
             raise InfoFlowError(
                 f"{cls.__name__} declares {', '.join(taken or own)}, which every probe has: "
                 "expected another name"
@@ -160,6 +164,7 @@ class Probe(ABC, Generic[ResultT]):
             )
         probe = super().__new__(cls)
         probe.n_sequences, probe.pending, probe.kept = 0, None, {}
+        probe.is_attached = False
         probe._points, probe._record, probe._refused = (), None, ""
         probe._n_partial, probe._missing, probe._is_reduced = 0, (), False
         return probe
@@ -469,8 +474,8 @@ class Probe(ABC, Generic[ResultT]):
     # Helpers for probes
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what plain hooks have collected, which belongs to the model."""
-        return {**self.__dict__, "pending": None}
+        """Without what binds the probe to a model: what plain hooks have collected, and a block."""
+        return {**self.__dict__, "pending": None, "is_attached": False}
 
     def filled(self, kind: type[ResultT], **more: Any) -> ResultT:
         """A result whose fields are the states and settings of the same names.

@@ -1,6 +1,7 @@
 """What probes return: named tensors and the run's record, saved as safetensors and JSON."""
 
 import functools
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -283,6 +284,21 @@ def run_of(path: str | os.PathLike[str]) -> Mapping[str, Any] | None:
     """
     of_run = _described(path).get("of_run")
     return of_run if isinstance(of_run, dict) else None
+
+
+def digest_of_result(path: str | os.PathLike[str]) -> str:
+    """A digest of a saved result: that of its json file, which holds one of the tensors.
+
+    Raises:
+        InfoFlowError: if the file cannot be read.
+    """
+    described = Path(f"{os.fspath(path)}.json")
+    try:
+        return hashlib.sha256(described.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise InfoFlowError(
+            f"{str(described)!r} cannot be read ({error.strerror}): {_hint(path)}"
+        ) from error
 
 
 def _described(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -4,14 +4,14 @@ import os
 import shutil
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.memory import free_memory, shown_bytes
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.hooks.result import Result
+from infoflow_lens.hooks.result import Result, digest_of_result
 
 PartT = TypeVar("PartT", bound=Result)
 
@@ -23,11 +23,14 @@ class ShardedResult(Result, Generic[PartT]):
     Attributes:
         n_sequences: how many sequences were seen.
         n_shards: how many files hold them.
+        digests: of these files, in their order, by which one of another run, or in the place of
+            another one, is noticed.
     """
 
     of: ClassVar[type[Any]]
     n_sequences: int
     n_shards: int
+    digests: tuple[str, ...] = field(repr=False)
 
     @classmethod
     def of_shards(
@@ -43,6 +46,7 @@ class ShardedResult(Result, Generic[PartT]):
         result = cls(
             n_sequences=sum(part["n_sequences"] for part in told),
             n_shards=len(told),
+            digests=tuple(part["digest"] for part in told),
             record=record,
             notes=common_notes(part["notes"] for part in told),
         )
@@ -64,17 +68,23 @@ class ShardedResult(Result, Generic[PartT]):
             What :meth:`of_shards` must know of it, as plain values.
         """
         part.save(_shard(path, index), of_run)
-        return {"n_sequences": part.n_sequences, "notes": list(part.notes)}
+        return {
+            "n_sequences": part.n_sequences,
+            "notes": list(part.notes),
+            "digest": digest_of_result(_shard(path, index)),
+        }
 
     def shards(self) -> Iterator[PartT]:
         """The results of the parts, read one after the other.
 
         Raises:
-            InfoFlowError: if one is gone or spoiled.
+            InfoFlowError: if one is gone or spoiled, or is not the one that was measured.
         """
-        for index in range(self.n_shards):
+        for index, digest in enumerate(self.digests):
             path = _shard(self._folder, index)
             try:
+                if digest_of_result(path) != digest:
+                    raise InfoFlowError(f"{str(path)!r} is of another run or of other sequences")
                 part = self.of.load(path)
             except InfoFlowError as error:
                 raise InfoFlowError(
@@ -133,6 +143,11 @@ class ShardedResult(Result, Generic[PartT]):
             for index in range(self.n_shards)
             if not Path(f"{_shard(path, index)}.json").is_file()
         ]
+        if len(self.digests) != self.n_shards:
+            raise InfoFlowError(
+                f"{Path(path).name}.json tells of {len(self.digests)} of {self.n_shards} files: "
+                "expected what save() wrote; delete it, and run the same again"
+            )
         if missing:
             raise InfoFlowError(
                 f"{str(_shard(path, missing[0]))!r} is gone ({len(missing)} of {self.n_shards} "

@@ -13,12 +13,12 @@ from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.influence.base import InfluenceResult, influence_sets
 from infoflow_lens.hooks.positions.result import PositionsResult
-from infoflow_lens.theory.information_sets import InformationSets, Passing, propagate
+from infoflow_lens.theory.information_sets import InformationSets, MovesKeys, propagate
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Predicted: TypeAlias = InformationSets | Bool[Tensor, "layer batch pos source"] | Passing
+Predicted: TypeAlias = InformationSets | Bool[Tensor, "layer batch pos source"] | MovesKeys
 Measured: TypeAlias = Float[Tensor, "layer batch pos source"] | InfluenceResult
 
 
@@ -308,7 +308,7 @@ def sets_of(predicted: Any, measured: Any) -> InformationSets:
         return predicted
     if isinstance(predicted, Tensor):
         return InformationSets(predicted)
-    if isinstance(predicted, Passing):
+    if isinstance(predicted, MovesKeys):
         if isinstance(measured, InformationSets):
             return propagate(predicted, measured.n_sources)
         scores = measured.influence if isinstance(measured, InfluenceResult) else measured

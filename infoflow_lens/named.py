@@ -27,7 +27,7 @@ def estimate(architecture: Any, task: Any, **settings: Any) -> _estimate.Estimat
 
 @wraps(_design.design)
 def design(task: Any, n_tokens: Any, *args: Any, **settings: Any) -> _design.Design:  # noqa: D103
-    lengths = [n_tokens] if isinstance(n_tokens, int) else n_tokens
+    lengths: Any = [n_tokens] if isinstance(n_tokens, int) else n_tokens
     return _design.design(named_task(task), lengths, *args, **settings)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.foundation.sequences import check_id_range, check_token_ids
 
 Data: TypeAlias = datasets.Dataset | tuple[Tensor, Tensor]
 Predict: TypeAlias = Callable[[Tensor], Tensor]
@@ -152,7 +153,8 @@ class CrossEntropy:
         """
         cfg: Any = getattr(model, "cfg", None)
         if cfg is not None and not getattr(model, "reads_vectors", False):
-            _check_tokens(x, int(cfg.d_vocab), int(cfg.n_ctx), name)
+            check_token_ids(x, f"the model in {name}", longest=int(cfg.n_ctx))
+            check_id_range(x, [(0, int(cfg.d_vocab))], f"the model in {name}")
         output = outputs_of(model, self.predict(model), x[:1])
         if output.ndim != 2:
             raise InfoFlowError(
@@ -175,26 +177,6 @@ class CrossEntropy:
         return (
             f"loss {row['train_loss']:.2e}  validation {row['validation_loss']:.2e}  "
             f"best {best:.2e}  accuracy {row['validation_accuracy']:.1%}"
-        )
-
-
-def _check_tokens(x: Tensor, d_vocab: int, n_ctx: int, name: str) -> None:
-    if x.ndim != 2 or x.is_floating_point():
-        raise InfoFlowError(
-            f"the {name} inputs are {x.dtype} of shape {tuple(x.shape)}: expected integer token "
-            "ids [batch, pos], as the model reads them"
-        )
-    if x.shape[1] > n_ctx:
-        raise InfoFlowError(
-            f"the {name} sequences have {x.shape[1]} tokens, the model takes {n_ctx}: build it "
-            f"with n_tokens {x.shape[1]}"
-        )
-    low, high = int(x.min()), int(x.max())
-    if low < 0 or high >= d_vocab:
-        raise InfoFlowError(
-            f"the {name} inputs have token ids from {low} to {high}, the model has d_vocab "
-            f"{d_vocab}: expected ids from 0 to {d_vocab - 1}; build the model with the d_vocab of "
-            "the task"
         )
 
 

@@ -8,20 +8,29 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import torch
+from annotated_types import Interval
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import Displayed
-from infoflow_lens.foundation.drawing import Drawing
+from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import locked
 from infoflow_lens.foundation.modules import modes_kept
-from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord, configuration_fingerprint, fingerprint
-from infoflow_lens.foundation.seeds import check_seed, derived_seed
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.settings import (
+    Count,
+    Index,
+    NonNegative,
+    Positive,
+    Seed,
+    checked,
+    settings,
+)
 from infoflow_lens.foundation.state import read_state, write_state
 from infoflow_lens.objectives import (
     Data,
@@ -36,7 +45,6 @@ from infoflow_lens.objectives import (
     tensors_of,
 )
 from infoflow_lens.tasks import Task, load_task
-from infoflow_lens.tasks.task import check_count
 
 __all__ = [
     "Data",
@@ -55,6 +63,7 @@ __all__ = [
 _CHECKPOINT = "training.safetensors"
 _N_TRAIN, _N_VALIDATION = 8192, 2048
 
+BelowOne = Annotated[float, Interval(ge=0, lt=1)]
 OptimizerName = Literal["adamw", "sgd"]
 State = dict[str, Tensor]
 _EpochData: TypeAlias = Callable[[int], tuple[Tensor, Tensor]]
@@ -92,7 +101,7 @@ class TrainingDivergedError(InfoFlowError):
         )
 
 
-@dataclass(frozen=True)
+@settings
 class TrainingConfig:
     """Settings of :func:`train`.
 
@@ -119,51 +128,21 @@ class TrainingConfig:
         InfoFlowError: for values out of range.
     """
 
-    epochs: int = 60
-    batch_size: int = 256
-    lr: float = 3e-3
-    lr_end: float = 0.0
-    warmup_steps: int = 0
-    weight_decay: float = 1e-4
-    grad_clip: float | None = 1.0
-    patience: int | None = None
-    improvement: float = 0.0
-    stop_below: float | None = None
-    seed: int = 0
+    epochs: Count = 60
+    batch_size: Count = 256
+    lr: Positive = 3e-3
+    lr_end: NonNegative = 0.0
+    warmup_steps: Index = 0
+    weight_decay: NonNegative = 1e-4
+    grad_clip: Positive | None = 1.0
+    patience: Count | None = None
+    improvement: BelowOne = 0.0
+    stop_below: Positive | None = None
+    seed: Seed = 0
     optimizer: OptimizerName = "adamw"
-    momentum: float = 0.0
+    momentum: BelowOne = 0.0
 
     def __post_init__(self) -> None:
-        least: Mapping[str, float] = {"epochs": 1, "batch_size": 1, "warmup_steps": 0}
-        for name, minimum in least.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < minimum:
-                raise InfoFlowError(f"{name} is {value!r}: expected an integer >= {minimum}")
-        check_seed(self.seed)
-        for name in ("lr", "lr_end", "weight_decay"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0) or (name == "lr" and value == 0):
-                expected = "a positive number" if name == "lr" else "a number of at least 0"
-                raise InfoFlowError(f"{name} is {value!r}: expected {expected}")
-        for name in ("grad_clip", "stop_below"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and value > 0):
-                raise InfoFlowError(f"{name} is {value!r}: expected > 0, or None")
-        if self.patience is not None and not (
-            isinstance(self.patience, int) and self.patience >= 1
-        ):
-            raise InfoFlowError(f"patience is {self.patience!r}: expected an integer >= 1, or None")
-        if not 0 <= self.improvement < 1:
-            raise InfoFlowError(
-                f"improvement is {self.improvement!r}: expected a share of at least 0, below 1"
-            )
-        known = get_args(OptimizerName)
-        if self.optimizer not in known:
-            raise InfoFlowError(f"optimizer is {self.optimizer!r}{nearest(self.optimizer, known)}")
-        if not 0 <= self.momentum < 1:
-            raise InfoFlowError(
-                f"momentum is {self.momentum!r}: expected a number of at least 0, below 1"
-            )
         if self.momentum and self.optimizer != "sgd":
             raise InfoFlowError(
                 f"momentum is {self.momentum!r} with optimizer {self.optimizer!r}: expected "
@@ -287,7 +266,7 @@ class _Run:
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
         predict, lr = self.objective.predict(self.model), config.lr
         totals: dict[str, Tensor] = {}
-        drawing = Drawing(derived_seed("noise", config.seed, done))
+        drawing = SeededRandom(derived_seed("noise", config.seed, done))
         self.model.train()
         for step, rows in enumerate(order.split(config.batch_size)):
             lr = config.learning_rate(done * steps + step, config.epochs * steps)
@@ -392,16 +371,17 @@ def _beside_the_weights(model: nn.Module) -> dict[str, Any]:
     }
 
 
+@checked
 def train(
     model: nn.Module,
     train_data: Data | Task | str | Draw,
     validation_data: Data | TrainingConfig | None = None,
     config: TrainingConfig | None = None,
     *,
-    n_train: int | None = None,
-    n_validation: int | None = None,
+    n_train: Count | None = None,
+    n_validation: Count | None = None,
     checkpoint_dir: str | os.PathLike[str] | None = None,
-    checkpoint_every: int = 1,
+    checkpoint_every: Count = 1,
     after_epoch: Callable[[int, nn.Module], None] | None = None,
     progress: bool = True,
 ) -> TrainingResult:
@@ -463,8 +443,6 @@ def train(
     draw = train_data if callable(train_data) else None
     x, y = tensors_of(draw(1) if draw else train_data, "training")
     validation_x, validation_y = tensors_of(validation_data, "validation")
-    if not isinstance(checkpoint_every, int) or checkpoint_every < 1:
-        raise InfoFlowError(f"checkpoint_every is {checkpoint_every!r}: expected an integer >= 1")
     objective = objective_for(y)
     if type(objective_for(validation_y)) is not type(objective):
         raise InfoFlowError(
@@ -550,12 +528,9 @@ def _both(
             f"validation data were given with task {train_data.name!r}, whose validation split is "
             "used: expected train(model, task, config), or data for both"
         )
-    sizes = {"n_train": n_train, "n_validation": n_validation}
-    default = {"n_train": _N_TRAIN, "n_validation": _N_VALIDATION}
-    counts = [check_count(default[key] if n is None else n, key) for key, n in sizes.items()]
     return (
-        train_data.dataset("train", counts[0], seed),
-        train_data.dataset("validation", counts[1], seed),
+        train_data.dataset("train", n_train or _N_TRAIN, seed),
+        train_data.dataset("validation", n_validation or _N_VALIDATION, seed),
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from infoflow_lens.foundation.settings import Positions
 from infoflow_lens.tasks.task import VectorTask, check_positions
 
 
@@ -27,7 +28,7 @@ class PositionSum(VectorTask):
     name: ClassVar[str] = "position_sum"
     source: ClassVar[str] = "InfoFlow 2026, App. C.3, eq 57"
 
-    positions: tuple[int, ...] = (0, 1, 2)
+    positions: Positions = (0, 1, 2)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,9 +6,10 @@ from huggingface_hub import DatasetCard, DatasetCardData
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.tasks.registry import list_tasks, load_task
+from infoflow_lens.tasks.splits import SHARES
 from infoflow_lens.tasks.target import Target
 from infoflow_lens.tasks.task import Task, VectorTask
-from infoflow_lens.tasks.tokens import SHARES, TokenTask
+from infoflow_lens.tasks.tokens import TokenTask
 
 _TEMPLATE = """---
 {header}

@@ -2,16 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
-from infoflow_lens.tasks.target import OUTER, Outer, RetrievalTask, check_outer
-from infoflow_lens.tasks.task import check_count, check_positions
+from infoflow_lens.foundation.settings import Count, Positions
+from infoflow_lens.tasks.target import Outer, OuterName, RetrievalTask
+from infoflow_lens.tasks.task import check_positions
 from infoflow_lens.theory.comparison import (
     ComparisonProfile,
     Component,
@@ -50,65 +51,40 @@ class DRetrieval(RetrievalTask):
     name: ClassVar[str] = "d_retrieval"
     source: ClassVar[str] = "Yu et al. 2026, arXiv 2510.06662, Sec. 5; InfoFlow 2026, App. C.1"
 
-    n_components: int = 4
+    n_components: Count = 4
     directions: Literal["random", "orthonormal"] = "random"
     extremum: Extremum | tuple[Extremum, ...] = "max"
-    outer: str | Outer = "sum"
-    subsets: tuple[tuple[int, ...], ...] | None = None
+    outer: OuterName | Outer = "sum"
+    subsets: tuple[Positions, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count(self.n_components, "n_components")
-        if self.directions not in ("random", "orthonormal"):
-            raise InfoFlowError(
-                f"directions is {self.directions!r}: expected 'random' or 'orthonormal'"
-            )
         if self.directions == "orthonormal" and self.n_components > self.d_token:
             raise InfoFlowError(
                 f"n_components is {self.n_components}, but tokens have dimension {self.d_token}: "
                 "at most that many directions are orthonormal; raise d_token, or take random ones"
             )
-        extremum: Any = self.extremum
-        if not isinstance(extremum, (str, tuple, list)):
-            raise InfoFlowError(f"extremum is {extremum!r}: expected 'max', 'min', or one each")
-        if not isinstance(extremum, str):
-            object.__setattr__(self, "extremum", tuple(extremum))
-        for entry in self._extrema():
-            if entry not in ("max", "min"):
-                raise InfoFlowError(f"extremum {entry!r}: expected 'max' or 'min'")
-        check_outer(self.outer)
+        for name in ("extremum", "subsets"):
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != self.n_components:
+                raise InfoFlowError(
+                    f"{name} has {len(value)} entries for {self.n_components} components: give "
+                    "one for each, or leave it out"
+                )
         if self.subsets is not None:
-            object.__setattr__(self, "subsets", self._checked_subsets())
+            subsets = [check_positions(s, self.n_tokens, "a subset") for s in self.subsets]
+            object.__setattr__(self, "subsets", tuple(subsets))
 
-    def _extrema(self) -> tuple[str, ...]:
-        if isinstance(self.extremum, str):
-            return (self.extremum,) * self.n_components
-        if len(self.extremum) != self.n_components:
-            raise InfoFlowError(
-                f"extremum has {len(self.extremum)} entries for {self.n_components} components: "
-                "give one for each, or one for all"
-            )
-        return self.extremum
-
-    def _checked_subsets(self) -> tuple[tuple[int, ...], ...]:
-        subsets: Any = self.subsets
-        if not isinstance(subsets, (tuple, list)) or len(subsets) != self.n_components:
-            n = f"{len(subsets)} entries" if isinstance(subsets, (tuple, list)) else repr(subsets)
-            raise InfoFlowError(
-                f"subsets has {n} for {self.n_components} components: "
-                "give the positions of every component, or None"
-            )
-        return tuple(check_positions(subset, self.n_tokens, "a subset") for subset in subsets)
+    @property
+    def extrema(self) -> tuple[Extremum, ...]:
+        """What every component retrieves."""
+        each = self.extremum
+        return each if isinstance(each, tuple) else (each,) * self.n_components
 
     @property
     def signs(self) -> tuple[float, ...]:
         """For every component 1 if it retrieves the largest, -1 if the smallest."""
-        return tuple(1.0 if extremum == "max" else -1.0 for extremum in self._extrema())
-
-    @property
-    def outer_function(self) -> Outer:
-        """F0 as a function from [batch, D] to [batch, d_output]."""
-        return self.outer if callable(self.outer) else OUTER[self.outer]
+        return tuple(1.0 if extremum == "max" else -1.0 for extremum in self.extrema)
 
     @property
     def vectors(self) -> Float[Tensor, "component d_token"]:
@@ -126,14 +102,10 @@ class DRetrieval(RetrievalTask):
         def along(vector: Tensor) -> Callable[[Tensor], Tensor]:
             return lambda x: x[..., 0, :] @ vector.to(x)
 
+        subsets = self.subsets or (None,) * self.n_components
         return tuple(
-            Component(
-                arity=1,
-                score=along(sign * vector),
-                symmetric=True,
-                positions=self.subsets[i] if self.subsets is not None else None,
-            )
-            for i, (vector, sign) in enumerate(zip(self.vectors, self.signs, strict=True))
+            Component(1, along(vector), symmetric=True, extremum=extremum, positions=subset)
+            for vector, extremum, subset in zip(self.vectors, self.extrema, subsets, strict=True)
         )
 
     @property
@@ -147,43 +119,14 @@ class DRetrieval(RetrievalTask):
         signed = self.vectors * torch.tensor(self.signs)[:, None]
         return d_retrieval_profile(self.n_components, len(signed.unique(dim=0)))
 
-    def _signed_scores(
-        self, x: Float[Tensor, "batch pos d_token"]
-    ) -> tuple[Float[Tensor, "batch pos component"], Float[Tensor, " component"]]:
-        """Scores whose maximum is each component's extremum, -inf outside the subsets."""
-        sign = torch.tensor(self.signs).to(x)
-        scores = x @ self.vectors.to(x).T * sign
+    def target(self, x: Float[Tensor, "batch pos d_token"]) -> Float[Tensor, "batch d_output"]:
+        """F(X), differentiable in `x`; outside ties its gradient is the active index set."""
+        self.check_input(x)
+        signs = torch.tensor(self.signs).to(x)
+        scores = x @ self.vectors.to(x).T * signs
         if self.subsets is not None:
             outside = torch.ones(self.n_tokens, self.n_components, dtype=torch.bool)
             for component, subset in enumerate(self.subsets):
                 outside[list(subset), component] = False
             scores = scores.masked_fill(outside.to(x.device), -torch.inf)
-        return scores, sign
-
-    def target(self, x: Float[Tensor, "batch pos d_token"]) -> Float[Tensor, "batch d_output"]:
-        """F(X), differentiable in `x`; outside ties its gradient is the active index set."""
-        self.check_input(x)
-        scores, sign = self._signed_scores(x)
-        return self.outer_function(scores.amax(dim=1) * sign)
-
-    def active_index_set(self, x: Float[Tensor, "batch pos d_token"]) -> Bool[Tensor, "batch pos"]:
-        """The positions where a component is attained, if F0 depends on that component there.
-
-        Ties go to the lowest position; they have probability zero. Two components may share a
-        position, so the set can have fewer than D members: the paper's |I_F| = D holds with
-        positive probability only.
-        """
-        self.check_input(x)
-        scores, sign = self._signed_scores(x.detach())
-        best, where = scores.max(dim=1)
-        values = (best * sign).requires_grad_(True)
-        with torch.enable_grad():
-            output = self.outer_function(values)
-            matters = torch.stack(
-                [
-                    torch.autograd.grad(output[:, i].sum(), values, retain_graph=True)[0] != 0
-                    for i in range(output.shape[-1])
-                ]
-            ).any(dim=0)
-        active = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
-        return active.scatter_add_(1, where, matters.to(torch.int64)) > 0
+        return self.outer_function(scores.amax(dim=1) * signs)

@@ -1,14 +1,15 @@
 """The k-th largest of T numbers: what one attention layer cannot single out."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import Count
 from infoflow_lens.tasks.target import RetrievalTask
-from infoflow_lens.tasks.task import check_count
+from infoflow_lens.tasks.task import TokenDistribution
 from infoflow_lens.theory.comparison import (
     ComparisonProfile,
     Component,
@@ -38,9 +39,9 @@ class KthLargest(RetrievalTask):
     name: ClassVar[str] = "kth_largest"
     source: ClassVar[str] = "InfoFlow 2026, Theorem 2 (Sec. 4.1)"
 
-    d_token: int = 1
-    tokens: Literal["normal", "uniform", "unit", "sphere"] = "unit"
-    k: int = 2
+    d_token: Count = 1
+    tokens: TokenDistribution = "unit"
+    k: Count = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +49,7 @@ class KthLargest(RetrievalTask):
             raise InfoFlowError(
                 f"d_token is {self.d_token}: the k-th largest is one of numbers; expected 1"
             )
-        if check_count(self.k, "k") > self.n_tokens:
+        if self.k > self.n_tokens:
             raise InfoFlowError(
                 f"k is {self.k} for {self.n_tokens} tokens: expected 1 to {self.n_tokens}"
             )

@@ -4,18 +4,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import Le
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
-from infoflow_lens.tasks.task import Split
-from infoflow_lens.tasks.tokens import SIGN, TokenTask, check_sizes, letters, numbers
-
-_MOST_SEQUENCES = 1_000_000
+from infoflow_lens.foundation.settings import Count, Remedy
+from infoflow_lens.tasks.splits import Split
+from infoflow_lens.tasks.tokens import RESPONSE, WORD, TokenTask, numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +39,12 @@ class Memorization(TokenTask):
     name: ClassVar[str] = "memorization"
     source: ClassVar[str] = "Chen & Zou 2024, Sec. 4.1 and 9.1"
 
-    n_words: int = 500
-    length: int = 6
-    n_sequences: int = 100
+    n_words: Count = 500
+    length: Count = 6
+    n_sequences: Annotated[Count, Le(1_000_000), Remedy("since all are kept")] = 100
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sizes(self, ("n_words", "length", "n_sequences"))
-        if self.n_sequences > _MOST_SEQUENCES:
-            raise InfoFlowError(
-                f"n_sequences is {self.n_sequences}: expected at most {_MOST_SEQUENCES}, since all "
-                "are kept"
-            )
         # a long product would take forever, and is large enough
         if math.log(self.n_sequences) > self.length * math.log(self.n_words) + 1e-9:
             raise InfoFlowError(
@@ -60,19 +54,19 @@ class Memorization(TokenTask):
             )
 
     @property
-    def n_tokens(self) -> int:
+    def layout(self) -> str:
         """The words and the sign."""
-        return self.length + 1
+        return WORD * self.length + RESPONSE
+
+    @property
+    def alphabet_size(self) -> int:
+        """The words."""
+        return self.n_words
 
     @property
     def reads(self) -> range:
         """Every word; some of them can be enough for a given set of sequences."""
-        return range(self.n_tokens - 1)
-
-    @property
-    def token_names(self) -> tuple[str, ...]:
-        """Words as letters, then the sign."""
-        return (*map(letters, range(self.n_words)), SIGN)
+        return range(self.length)
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -89,11 +83,8 @@ class Memorization(TokenTask):
         """No: there is nothing to hold out."""
         return False
 
-    def _kinds(self) -> list[tuple[int, int]]:
-        return [(0, self.n_words)] * self.length + [(self.n_words, self.n_words + 1)]
-
-    def _space(self) -> Iterator[tuple[int, ...]]:
-        return (tuple(row) for row in _stored(self).tolist())
+    def _space(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return ((tuple(row), ()) for row in _stored(self)[:, :-1].tolist())
 
     def _draw(
         self, n: int, generator: torch.Generator, split: Split | None
@@ -143,8 +134,7 @@ def _stored(task: Memorization) -> Int[Tensor, "sequence pos"]:
             drawn = torch.randint(task.n_words, (missing, task.length), generator=generator)
             rows.update(dict.fromkeys(map(tuple, drawn.tolist())))
         words = torch.tensor(list(rows))
-    sign = torch.full((task.n_sequences, 1), task.n_words)
-    return torch.cat([words, sign], dim=1)
+    return task.sequences(words)
 
 
 @lru_cache(maxsize=8)

@@ -11,26 +11,21 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.tasks.task import Split
+from infoflow_lens.foundation.settings import Count
+from infoflow_lens.tasks.splits import Split
 from infoflow_lens.tasks.tokens import (
-    SIGN,
+    RESPONSE,
+    WORD,
+    InContextTask,
     TokenTask,
-    check_sizes,
-    check_some_match,
     draw_distinct,
     letters,
-    numbers,
+    only_match,
 )
-from infoflow_lens.theory.comparison import ComparisonProfile, Component, in_context_profile
-
-
-def _same_question(x: Float[Tensor, "*batch arity one"]) -> Float[Tensor, "*batch"]:
-    """1 for (question, answer, query) in which the question is the query."""
-    return (x[..., 0, 0] == x[..., 2, 0]).to(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
-class InContextQA(TokenTask):
+class InContextQA(InContextTask):
     """In-context question answering: ``a -> 1  b -> 2  a -> ?``.
 
     k different questions and k different answers are paired in the context, then one of the
@@ -50,13 +45,12 @@ class InContextQA(TokenTask):
     name: ClassVar[str] = "in_context_qa"
     source: ClassVar[str] = "Chen & Zou 2024, Sec. 4.2 and 9.1"
 
-    n_questions: int = 100
-    n_answers: int = 100
-    n_pairs: int = 4
+    n_questions: Count = 100
+    n_answers: Count = 100
+    n_pairs: Count = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sizes(self, ("n_questions", "n_answers", "n_pairs"))
         for name, kind in (("n_questions", "questions"), ("n_answers", "answers")):
             if getattr(self, name) < self.n_pairs:
                 raise InfoFlowError(
@@ -65,19 +59,14 @@ class InContextQA(TokenTask):
                 )
 
     @property
-    def n_tokens(self) -> int:
-        """n = 3k + 2."""
-        return 3 * self.n_pairs + 2
+    def alphabet_size(self) -> int:
+        """The questions."""
+        return self.n_questions
 
     @property
-    def token_names(self) -> tuple[str, ...]:
-        """Questions as letters, the sign, answers as numbers from 1."""
-        return (*map(letters, range(self.n_questions)), SIGN, *self.label_names)
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """The answers."""
-        return numbers(self.n_answers)
+    def block_length(self) -> int:
+        """A question is one token."""
+        return 1
 
     @property
     def space_size(self) -> int:
@@ -85,82 +74,30 @@ class InContextQA(TokenTask):
         k = self.n_pairs
         return math.perm(self.n_questions, k) * math.perm(self.n_answers, k) * k
 
-    @property
-    def comparison(self) -> ComparisonProfile:
-        """k - 1 comparisons of (question, answer, query)."""
-        return in_context_profile(self.name, 3, 2, 3)
+    def _alike(
+        self, block: Float[Tensor, "*batch word"], asked: Float[Tensor, "*batch word"]
+    ) -> Bool[Tensor, "*batch"]:
+        return (block == asked).all(dim=-1)
 
-    @property
-    def components(self) -> tuple[Component, ...]:
-        """The pair whose question is the query, with the query."""
-        asked = 3 * self.n_pairs
-        pairs = tuple((start, start + 2, asked) for start in range(0, asked, 3))
-        return (Component(arity=3, score=_same_question, tuples=pairs),)
-
-    def _kinds(self) -> list[tuple[int, int]]:
-        n = self.n_questions
-        question, sign, answer = (0, n), (n, n + 1), (n + 1, n + 1 + self.n_answers)
-        return [question, sign, answer] * self.n_pairs + [question, sign]
-
-    @property
-    def _block_length(self) -> int:
-        return 3
-
-    def _space(self) -> Iterator[tuple[int, ...]]:
-        sign, k = self.n_questions, self.n_pairs
-        for questions in itertools.permutations(range(self.n_questions), k):
-            for answers in itertools.permutations(range(self.n_answers), k):
-                context = [
-                    token
-                    for question, answer in zip(questions, answers, strict=True)
-                    for token in (question, sign, sign + 1 + answer)
-                ]
-                for question in questions:
-                    yield (*context, question, sign)
+    def _space(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        for questions in itertools.permutations(range(self.n_questions), self.n_pairs):
+            for answers in itertools.permutations(range(self.n_answers), self.n_pairs):
+                for asked in questions:
+                    yield (*questions, asked), answers
 
     def _draw(
         self, n: int, generator: torch.Generator, split: Split | None
     ) -> Int[Tensor, "batch pos"]:
-        sign, k = self.n_questions, self.n_pairs
+        k = self.n_pairs
         questions = draw_distinct(n, k, self.n_questions, generator)
         answers = draw_distinct(n, k, self.n_answers, generator)
         asked = torch.randint(k, (n, 1), generator=generator)
-        x = torch.full((n, self.n_tokens), sign)
-        x[:, 0 : 3 * k : 3] = questions
-        x[:, 2 : 3 * k : 3] = answers + sign + 1
-        x[:, 3 * k] = questions.gather(1, asked)[:, 0]
-        return x
+        return self.sequences(torch.cat([questions, questions.gather(1, asked)], dim=1), answers)
 
-    def _pair(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
-        """The pair that holds the query."""
+    def _matching_pair(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
         self.check_input(x)
-        end = 3 * self.n_pairs
-        return check_some_match(x[:, 0:end:3] == x[:, end, None], "questions")
-
-    def target(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
-        """The answer behind the question that is asked, counted from 0.
-
-        Raises:
-            InfoFlowError: if the query does not stand exactly once in the context.
-        """
-        where = 3 * self._pair(x) + 2
-        return x.gather(1, where[:, None])[:, 0] - self.n_questions - 1
-
-    def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-        """The matching question, its answer and the query.
-
-        With one pair, the answer alone; with one answer, nothing.
-        """
-        question = 3 * self._pair(x)
-        active = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
-        if self.n_answers == 1:
-            return active
-        rows = torch.arange(len(x), device=x.device)
-        active[rows, question + 2] = True
-        if self.n_pairs > 1:
-            active[rows, question] = True
-            active[:, 3 * self.n_pairs] = True
-        return active
+        questions = x[:, self.places(WORD).to(x.device)]
+        return only_match(questions[:, :-1] == questions[:, -1:], "questions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,13 +122,12 @@ class NestedQA(TokenTask):
     name: ClassVar[str] = "nested_qa"
     source: ClassVar[str] = "Chen & Zou 2024, Sec. 7"
 
-    n_entities: int = 100
-    hops: int = 3
-    n_chains: int = 2
+    n_entities: Count = 100
+    hops: Count = 3
+    n_chains: Count = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sizes(self, ("n_entities", "hops", "n_chains"))
         needed = (self.hops + 1) * self.n_chains
         if self.n_entities < needed:
             raise InfoFlowError(
@@ -205,14 +141,14 @@ class NestedQA(TokenTask):
         return self.hops * self.n_chains
 
     @property
-    def n_tokens(self) -> int:
-        """Three tokens a fact, the query and the sign."""
-        return 3 * self.n_facts + 2
+    def alphabet_size(self) -> int:
+        """The entities."""
+        return self.n_entities
 
     @property
-    def token_names(self) -> tuple[str, ...]:
-        """Entities as letters, then the sign."""
-        return (*self.label_names, SIGN)
+    def layout(self) -> str:
+        """Three tokens a fact, the query and the sign."""
+        return (WORD + RESPONSE + WORD) * self.n_facts + WORD + RESPONSE
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -231,15 +167,7 @@ class NestedQA(TokenTask):
         """Every position: which facts matter is found hop by hop, and no schedule is known here."""
         return range(self.n_tokens - 1)
 
-    def _kinds(self) -> list[tuple[int, int]]:
-        entity, sign = (0, self.n_entities), (self.n_entities, self.n_entities + 1)
-        return [entity, sign, entity] * self.n_facts + [entity, sign]
-
-    @property
-    def _block_length(self) -> int:
-        return 3
-
-    def _space(self) -> Iterator[tuple[int, ...]]:
+    def _space(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         length = self.hops + 1
         for entities in itertools.permutations(range(self.n_entities), length * self.n_chains):
             chains = [entities[i : i + length] for i in range(0, len(entities), length)]
@@ -247,9 +175,8 @@ class NestedQA(TokenTask):
                 continue
             facts = [pair for chain in chains for pair in itertools.pairwise(chain)]
             for order in itertools.permutations(facts):
-                context = [t for a, b in order for t in (a, self.n_entities, b)]
                 for chain in chains:
-                    yield (*context, chain[0], self.n_entities)
+                    yield (*itertools.chain(*order), chain[0]), ()
 
     def _draw(
         self, n: int, generator: torch.Generator, split: Split | None
@@ -259,11 +186,9 @@ class NestedQA(TokenTask):
         chains = drawn.view(n, self.n_chains, length)
         order = draw_distinct(n, self.n_facts, self.n_facts, generator)
         asked = torch.randint(self.n_chains, (n,), generator=generator)
-        x = torch.full((n, self.n_tokens), self.n_entities)
-        x[:, 0:-2:3] = chains[:, :, :-1].flatten(1).gather(1, order)
-        x[:, 2::3] = chains[:, :, 1:].flatten(1).gather(1, order)
-        x[:, -2] = chains[torch.arange(n), asked, 0]
-        return x
+        ends = [part.flatten(1).gather(1, order) for part in (chains[..., :-1], chains[..., 1:])]
+        query = chains[torch.arange(n), asked, :1]
+        return self.sequences(torch.cat([torch.stack(ends, dim=2).flatten(1), query], dim=1))
 
     def _follow(self, x: Int[Tensor, "batch pos"]) -> tuple[Tensor, list[Tensor]]:
         """Where the hops lead, and the facts on the way."""
@@ -271,7 +196,7 @@ class NestedQA(TokenTask):
         sources, targets = x[:, 0:-2:3], x[:, 2::3]
         here, facts = x[:, -2:-1], []
         for _ in range(self.hops):
-            fact = check_some_match(sources == here, "facts")
+            fact = only_match(sources == here, "facts")
             facts.append(fact)
             here = targets.gather(1, fact[:, None])
         return here[:, 0], facts

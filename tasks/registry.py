@@ -13,7 +13,7 @@ from typing import Any
 
 from infoflow_lens.foundation import plugins
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.names import check_known, nearest
 from infoflow_lens.tasks.aggregation import GlobalMean, PositionSum
 from infoflow_lens.tasks.d_retrieval import DRetrieval
 from infoflow_lens.tasks.kth_largest import KthLargest
@@ -41,7 +41,6 @@ _TASKS: dict[str, type[Task]] = {
     )
 }
 
-
 GROUP = "infoflow_lens.tasks"  # of entry points, by which other packages add tasks
 
 
@@ -54,11 +53,16 @@ def list_tasks() -> tuple[str, ...]:
     return (*_TASKS, *plugins.found(GROUP, _TASKS))
 
 
+def parameter_names(task: Task | type[Task]) -> tuple[str, ...]:
+    """The names of a task's parameters."""
+    return tuple(field.name for field in fields(task))
+
+
 def _task_of(name: str) -> type[Task]:
-    if isinstance(name, str) and name in _TASKS:
+    if name in _TASKS:
         return _TASKS[name]
     others = plugins.found(GROUP, _TASKS)
-    if not isinstance(name, str) or name not in others:
+    if name not in others:
         raise InfoFlowError(f"unknown task {name!r}{nearest(name, list_tasks())}")
     task: type[Task] = plugins.loaded(others[name], Task)
     return task
@@ -96,7 +100,7 @@ def _importable_from_here() -> Iterator[None]:
             sys.path.remove(here)
 
 
-def _of_ones_own(name: str) -> Any:
+def _imported(name: str) -> Any:
     """What stands at ``module:name`` or ``file.py:name``.
 
     Raises:
@@ -129,9 +133,9 @@ def _of_ones_own(name: str) -> Any:
     return getattr(module, attribute)
 
 
-def _load_own(name: str, parameters: dict[str, Any]) -> Task:
+def _load_imported(name: str, parameters: dict[str, Any]) -> Task:
     """A task of the user's: an instance, whose fields parameters replace, or what makes one."""
-    found = _of_ones_own(name)
+    found = _imported(name)
     if not isinstance(found, Task) and callable(found):
         found = found(**parameters)
         parameters = {}
@@ -140,12 +144,7 @@ def _load_own(name: str, parameters: dict[str, Any]) -> Task:
             f"task {name!r} is a {type(found).__name__}: expected a Target or another task, or a "
             "function that makes one"
         )
-    known = [field.name for field in fields(found)]
-    for parameter in parameters:
-        if parameter not in known:
-            raise InfoFlowError(
-                f"task {name!r} has no parameter {parameter!r}{nearest(parameter, known)}"
-            )
+    check_known(parameters, parameter_names(found), f"task {name!r}", "parameter")
     return replace(found, **parameters)
 
 
@@ -170,12 +169,7 @@ def load_task(name: str, **parameters: Any) -> Task:
             f"{next(iter(_TASKS))!r}; a task itself is used as it is"
         )
     if name not in _TASKS and ":" in name:
-        return _load_own(name, parameters)
+        return _load_imported(name, parameters)
     task = _task_of(name)
-    known = [field.name for field in fields(task)]
-    for parameter in parameters:
-        if parameter not in known:
-            raise InfoFlowError(
-                f"task {name!r} has no parameter {parameter!r}{nearest(parameter, known)}"
-            )
+    check_known(parameters, parameter_names(task), f"task {name!r}", "parameter")
     return task(**parameters)

@@ -2,16 +2,18 @@
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.tasks.task import Split, VectorTask, check_positions
+from infoflow_lens.foundation.settings import Positions
+from infoflow_lens.tasks.splits import Split
+from infoflow_lens.tasks.task import TokenDistribution, VectorTask, check_positions
 from infoflow_lens.theory.comparison import (
     ComparisonProfile,
     ComparisonTree,
@@ -23,24 +25,13 @@ from infoflow_lens.theory.comparison import (
 Outer = Callable[[Tensor], Tensor]
 TokenSampler = Callable[[tuple[int, int, int], torch.Generator], Tensor]
 
-OUTER: dict[str, Outer] = {
+OuterName = Literal["sum", "product", "square_sum", "identity"]
+OUTER: Mapping[OuterName, Outer] = {
     "sum": lambda z: z.sum(dim=-1, keepdim=True),
     "product": lambda z: z.prod(dim=-1, keepdim=True),
     "square_sum": lambda z: z.square().sum(dim=-1, keepdim=True),
     "identity": lambda z: z,
 }
-
-
-def check_outer(outer: Any) -> None:
-    """Refuse what is no outer function.
-
-    Raises:
-        InfoFlowError: with the known names.
-    """
-    if not callable(outer) and (not isinstance(outer, str) or outer not in OUTER):
-        raise InfoFlowError(
-            f"outer is {outer!r}: expected one of {', '.join(OUTER)}, or a function"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +48,9 @@ class RetrievalTask(VectorTask):
 
     @property
     def outer_function(self) -> Outer:
-        """F0 as a function from [batch, D] to [batch, d_output]; the sum."""
-        return OUTER["sum"]
+        """F0 as a function from [batch, D] to [batch, d_output]; the sum, unless `outer` says."""
+        outer: OuterName | Outer = getattr(self, "outer", "sum")
+        return outer if callable(outer) else OUTER[outer]
 
     @property
     def d_output(self) -> int:
@@ -150,9 +142,9 @@ class Target(RetrievalTask):
     """
 
     components: tuple[Component, ...] = ()
-    outer: str | Outer = "sum"
-    subsets: tuple[tuple[int, ...] | None, ...] | None = None
-    tokens: Literal["normal", "uniform", "unit", "sphere"] | TokenSampler = "normal"  # type: ignore[assignment]
+    outer: OuterName | Outer = "sum"
+    subsets: tuple[Positions | None, ...] | None = None
+    tokens: TokenDistribution | TokenSampler = "normal"  # type: ignore[assignment]
     name: str = "target"  # type: ignore[misc]
 
     source = "a target of one's own"
@@ -169,7 +161,6 @@ class Target(RetrievalTask):
                 )
         object.__setattr__(self, "components", tuple(self.components))
         super().__post_init__()
-        check_outer(self.outer)
         if self.subsets is not None:
             object.__setattr__(self, "components", self._with_subsets(self.subsets))
             object.__setattr__(self, "subsets", None)
@@ -177,20 +168,14 @@ class Target(RetrievalTask):
             self._check_component(number, component)
         self._check_outer_output()
 
-    def _check_tokens(self) -> None:
-        if not callable(self.tokens):
-            super()._check_tokens()
-
-    def _with_subsets(self, subsets: Any) -> tuple[Component, ...]:
-        if not isinstance(subsets, Sequence) or len(subsets) != len(self.components):
+    def _with_subsets(self, subsets: tuple[tuple[int, ...] | None, ...]) -> tuple[Component, ...]:
+        if len(subsets) != len(self.components):
             raise InfoFlowError(
                 f"subsets is {subsets!r}: expected the positions of every component, or None for "
                 f"all, {len(self.components)} entries"
             )
         return tuple(
-            component
-            if subset is None
-            else replace(component, positions=check_positions(subset, self.n_tokens, "a subset"))
+            component if subset is None else replace(component, positions=subset)
             for component, subset in zip(self.components, subsets, strict=True)
         )
 
@@ -208,10 +193,7 @@ class Target(RetrievalTask):
                 f"tuples of component {number} hold positions {min(listed)} to {max(listed)}: "
                 f"expected 0 to {self.n_tokens - 1}"
             )
-        generator = torch.Generator().manual_seed(0)
-        x = self.draw(4, generator)[:, : component.arity]
-        if x.shape[1] < component.arity:
-            x = x.repeat(1, component.arity, 1)[:, : component.arity]
+        x = self.draw(4, torch.Generator().manual_seed(0))[:, : component.arity]
         try:
             scores = component.score(x)
             nested = component.score(x[:, None])
@@ -243,11 +225,6 @@ class Target(RetrievalTask):
                 f"outer gives {tuple(values.shape)} for values [2, {len(self.components)}]: "
                 "expected [2, d_output]; for a scalar keep the last axis"
             )
-
-    @property
-    def outer_function(self) -> Outer:
-        """F0 as a function from [batch, D] to [batch, d_output]."""
-        return self.outer if callable(self.outer) else OUTER[self.outer]
 
     def draw(
         self, n: int, generator: torch.Generator, split: Split | None = None

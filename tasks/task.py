@@ -3,23 +3,33 @@
 import inspect
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, overload
+from typing import Annotated, Any, ClassVar, Literal, overload
 
 import datasets
 import torch
+from annotated_types import Interval, MinLen
 from datasets.fingerprint import Hasher
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from infoflow_lens.foundation.display import panel
-from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import check_seed, derived_seed
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.sequences import check_vectors
+from infoflow_lens.foundation.settings import (
+    Count,
+    Distinct,
+    Remedy,
+    Seed,
+    check,
+    check_fields,
+    checked,
+)
+from infoflow_lens.tasks.splits import Split
 from infoflow_lens.theory.comparison import ComparisonProfile, Component
 
-Split = Literal["train", "validation", "test"]
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+TokenDistribution = Literal["normal", "uniform", "unit", "sphere"]
 _DATASET_FORMAT = 1  # raise it when the same arguments begin to give other data
 _STREAM_BLOCK = 1024  # sequences drawn at once
 _STREAM_SHARDS = 64  # as many workers can share a stream
@@ -29,24 +39,25 @@ _STREAM_SHARDS = 64  # as many workers can share a stream
 class Task(ABC):
     """A target over sequences of tokens, and the distribution that the sequences come from.
 
-    A task is its parameters: two tasks with equal parameters are the same task. Sampling uses
-    generators of its own and never the global random state.
+    A task is its parameters: two tasks with equal parameters are the same task. Their types and
+    ranges are those of the annotations. Sampling uses generators of its own and never the global
+    random state.
 
     Attributes:
         seed: draws what the target fixes at random (its directions, say); not the samples.
 
     Raises:
-        InfoFlowError: for a seed that is no integer from 0 to 2^63 - 1.
+        InfoFlowError: for a parameter that its annotation does not allow.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
     input_kind: ClassVar[str]
 
-    seed: int = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
+        check_fields(self)
 
     @abstractmethod
     def target(self, x: Tensor) -> Tensor:
@@ -96,16 +107,16 @@ class Task(ABC):
         facts = {**self.parameters(), "source": self.source}
         return panel(self.name, facts, (about,), "more: .sample(n, seed), .target(x), .dataset()")
 
+    @checked
     def sample(
-        self, n: int, seed: int
+        self, n: Count, seed: Seed
     ) -> tuple[Shaped[Tensor, " batch pos *token"], Shaped[Tensor, " batch *target"]]:
         """`n` sequences and their targets; the same `seed` gives the same sample.
 
         Raises:
             InfoFlowError: if `n` is below 1.
         """
-        check_count(n)
-        generator = torch.Generator().manual_seed(derived_seed("sample", check_seed(seed)))
+        generator = torch.Generator().manual_seed(derived_seed("sample", seed))
         x = self.draw(n, generator)
         return x, self.target(x)
 
@@ -115,8 +126,9 @@ class Task(ABC):
     @overload
     def dataset(self, split: str, n: None, seed: int = 0) -> datasets.IterableDataset: ...
 
+    @checked
     def dataset(
-        self, split: str, n: int | None, seed: int = 0
+        self, split: str, n: Count | None, seed: Seed = 0
     ) -> datasets.Dataset | datasets.IterableDataset:
         """Sequences and targets with columns ``x`` and ``y``.
 
@@ -128,15 +140,13 @@ class Task(ABC):
         Raises:
             InfoFlowError: for an unknown split, `n` below 1, or a split that has no sequences.
         """
-        checked = check_split(split)
-        check_seed(seed)
+        part: Split = check(split, Split, "split")
         if n is None:
-            return self._stream(checked, seed)
-        check_count(n)
+            return self._stream(part, seed)
         generator = torch.Generator().manual_seed(
             derived_seed("sample", derived_seed(self.name, split, seed))
         )
-        x = self.draw(n, generator, checked)
+        x = self.draw(n, generator, part)
         identity = (self.name, self.parameters(), split, n, seed, _DATASET_FORMAT)
         info = self._info()
         data = datasets.Dataset.from_dict(
@@ -179,48 +189,15 @@ def _rows(task: Task, part: Split, seed: int, shards: list[int]) -> Iterator[dic
                 yield {"x": sequence, "y": target}
 
 
-def check_count(n: Any, name: str = "n") -> int:
-    """`n`, if it is an integer of at least 1.
-
-    Raises:
-        InfoFlowError: if it is not.
-    """
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise InfoFlowError(f"{name} is {n!r}: expected an integer of at least 1")
-    return n
-
-
 def check_positions(positions: Any, n_tokens: int, name: str = "positions") -> tuple[int, ...]:
     """Different positions of a sequence, at least one, in order.
 
     Raises:
         InfoFlowError: if they are not.
     """
-    chosen = tuple(positions) if isinstance(positions, Iterable) else ()
-    whole = all(isinstance(p, int) and not isinstance(p, bool) for p in chosen)
-    if (
-        not chosen
-        or not whole
-        or not all(0 <= p < n_tokens for p in chosen)
-        or len(set(chosen)) < len(chosen)
-    ):
-        raise InfoFlowError(
-            f"{name} is {positions!r}: expected different positions from 0 to {n_tokens - 1}, at "
-            "least one"
-        )
-    return tuple(sorted(chosen))
-
-
-def check_split(split: str) -> Split:
-    """`split`, if there is one of that name.
-
-    Raises:
-        InfoFlowError: with the known ones.
-    """
-    for known in SPLITS:
-        if split == known:
-            return known
-    raise InfoFlowError(f"split is {split!r}: expected one of {', '.join(SPLITS)}")
+    position = Annotated[int, Interval(ge=0, le=n_tokens - 1)]
+    places = Annotated[tuple[position, ...], MinLen(1), Distinct(), Remedy("at least one")]
+    return tuple(sorted(check(positions, places, name)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,26 +212,14 @@ class VectorTask(Task):
             "unit", U[0, 1]^d; "sphere", uniform on the unit sphere of R^d.
 
     Raises:
-        InfoFlowError: for sizes below 1 or an unknown token distribution.
+        InfoFlowError: for a parameter that its annotation does not allow.
     """
 
     input_kind: ClassVar[str] = "vectors"
 
-    n_tokens: int = 16
-    d_token: int = 4
-    tokens: Literal["normal", "uniform", "unit", "sphere"] = "normal"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self.n_tokens, "n_tokens")
-        check_count(self.d_token, "d_token")
-        self._check_tokens()
-
-    def _check_tokens(self) -> None:
-        if self.tokens not in ("normal", "uniform", "unit", "sphere"):
-            raise InfoFlowError(
-                f"tokens is {self.tokens!r}: expected 'normal', 'uniform', 'unit' or 'sphere'"
-            )
+    n_tokens: Count = 16
+    d_token: Count = 4
+    tokens: TokenDistribution = "normal"
 
     @property
     def d_output(self) -> int:
@@ -275,19 +240,7 @@ class VectorTask(Task):
         Raises:
             InfoFlowError: for a wrong shape, or values that are no finite floats.
         """
-        if x.ndim != 3 or x.shape[1:] != (self.n_tokens, self.d_token):
-            raise InfoFlowError(
-                f"input has shape {tuple(x.shape)}: task {self.name!r} expects "
-                f"[batch, {self.n_tokens}, {self.d_token}]; load the task with your n_tokens and "
-                "d_token, or reshape"
-            )
-        if not x.is_floating_point():
-            raise InfoFlowError(f"input is {x.dtype}: expected floats; convert with x.float()")
-        if not x.isfinite().all():
-            raise InfoFlowError(
-                f"input has {int((~x.isfinite()).sum())} values that are NaN or infinite: "
-                "expected finite tokens; clean the data first"
-            )
+        check_vectors(x, self.n_tokens, self.d_token, f"task {self.name!r}")
 
     def draw(
         self, n: int, generator: torch.Generator, split: Split | None = None

@@ -6,26 +6,25 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from annotated_types import MinLen
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derived_seed
-from infoflow_lens.tasks.task import SPLITS, Split
+from infoflow_lens.foundation.settings import Count, Remedy
+from infoflow_lens.tasks.splits import Split, dealt_out, split_sizes
 from infoflow_lens.tasks.tokens import (
-    SIGN,
+    RESPONSE,
+    WORD,
+    InContextTask,
     TokenTask,
-    check_sizes,
-    check_some_match,
     draw_distinct,
     letters,
-    numbers,
-    split_sizes,
+    only_match,
 )
-from infoflow_lens.theory.comparison import ComparisonProfile, Component, in_context_profile
 
 Pattern = tuple[int, ...]
 
@@ -91,52 +90,38 @@ class TemplateTask(TokenTask):
             without templates or with too few words.
     """
 
-    n_words: int
-    length: int
-    templates: tuple[str, ...] | None = None
+    n_words: Count
+    length: Count
+    templates: Annotated[
+        Annotated[tuple[str, ...], MinLen(1)] | None, Remedy("such as ('aab', 'aba')")
+    ] = None
     holdout: Literal["sequences", "words"] = "sequences"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sizes(self, ("n_words", "length"))
-        if self.templates is None:
-            if self.length > self.n_words:
-                raise InfoFlowError(
-                    f"length is {self.length}, longer than the alphabet of {self.n_words} words "
-                    "allows: the template of all different words needs as many; raise n_words, or "
-                    "name the templates"
-                )
-            if self.length > _LONGEST or count_patterns(self.length) > _MOST_TEMPLATES:
-                raise InfoFlowError(
-                    f"length is {self.length}: there are too many templates of that length to list "
-                    f"(expected at most {_MOST_TEMPLATES}); name some in `templates`"
-                )
-        else:
-            if isinstance(self.templates, str) or not isinstance(self.templates, (tuple, list)):
-                raise InfoFlowError(
-                    f"templates is {self.templates!r}: expected strings such as ('aab', 'aba'), or "
-                    "None for all"
-                )
-            object.__setattr__(self, "templates", tuple(self.templates))
-            self._check_templates()
-        if self.holdout not in self._holdouts():
+        if self.templates is not None:
+            self._check_templates(self.templates)
+        elif self.length > self.n_words:
             raise InfoFlowError(
-                f"holdout is {self.holdout!r}: expected one of {', '.join(self._holdouts())}"
+                f"length is {self.length}, longer than the alphabet of {self.n_words} words "
+                "allows: the template of all different words needs as many; raise n_words, or "
+                "name the templates"
+            )
+        elif self.length > _LONGEST or count_patterns(self.length) > _MOST_TEMPLATES:
+            raise InfoFlowError(
+                f"length is {self.length}: there are too many templates of that length to list "
+                f"(expected at most {_MOST_TEMPLATES}); name some in `templates`"
             )
         if self.holdout == "words":
-            split_sizes(self.n_words, max(max(p) + 1 for p in self.patterns), "words")
+            split_sizes(self.n_words, self._most_wildcards, "words")
 
-    def _holdouts(self) -> tuple[str, ...]:
-        return ("sequences", "words")
+    @property
+    def _most_wildcards(self) -> int:
+        return max(max(pattern) + 1 for pattern in self.patterns)
 
-    def _check_templates(self) -> None:
-        assert self.templates is not None
-        if not self.templates:
-            raise InfoFlowError("templates is empty: expected at least one, or None for all")
+    def _check_templates(self, templates: tuple[str, ...]) -> None:
         known: dict[Pattern, str] = {}
-        for template in self.templates:
-            if not isinstance(template, str):
-                raise InfoFlowError(f"template {template!r}: expected a string such as 'aab'")
+        for template in templates:
             if len(template) != self.length:
                 raise InfoFlowError(
                     f"template {template!r} has length {len(template)}: expected {self.length}, "
@@ -179,8 +164,13 @@ class TemplateTask(TokenTask):
             return torch.ones(len(self.patterns), self.length, dtype=torch.bool)
         return _telling(self.patterns)
 
+    @property
+    def alphabet_size(self) -> int:
+        """The words."""
+        return self.n_words
+
     @abstractmethod
-    def _word_positions(self) -> Int[Tensor, "block pos"]:
+    def word_places(self) -> Int[Tensor, "block word"]:
         """Where the words of each templated stretch stand."""
 
     def _which(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch block"]:
@@ -190,7 +180,7 @@ class TemplateTask(TokenTask):
             InfoFlowError: for a stretch of words that follows none.
         """
         self.check_input(x)
-        found = patterns_of(x[:, self._word_positions().to(x.device)])
+        found = patterns_of(x[:, self.word_places().to(x.device)])
         # rows are compared whole: a template as one number would pass 2^63 at length 18
         rows, index = found.flatten(0, 1).unique(dim=0, return_inverse=True)
         known = {pattern: number for number, pattern in enumerate(self.patterns)}
@@ -210,8 +200,7 @@ class TemplateTask(TokenTask):
         """The words that a split may use."""
         if split is None or self.holdout != "words":
             return torch.arange(self.n_words)
-        wildcards = max(max(pattern) + 1 for pattern in self.patterns)
-        return _parts(self.n_words, wildcards, "words", self.seed)[split]
+        return dealt_out(self.n_words, self._most_wildcards, "words", self.seed)[split]
 
     def _substitute(
         self,
@@ -221,25 +210,14 @@ class TemplateTask(TokenTask):
     ) -> Int[Tensor, "batch block pos"]:
         """Every template with different random words in the place of its wildcards."""
         alphabet = self._alphabet(split)
-        wildcards = max(max(pattern) + 1 for pattern in self.patterns)
         n, blocks = templates.shape
-        drawn = draw_distinct(n * blocks, wildcards, len(alphabet), generator)
+        drawn = draw_distinct(n * blocks, self._most_wildcards, len(alphabet), generator)
         pattern = torch.tensor(self.patterns)[templates.flatten()]
         return alphabet[drawn.gather(1, pattern)].view(n, blocks, self.length)
 
     def _all_substitutions(self, pattern: Pattern) -> Iterator[tuple[int, ...]]:
         for words in itertools.permutations(range(self.n_words), max(pattern) + 1):
             yield tuple(words[wildcard] for wildcard in pattern)
-
-
-@lru_cache(maxsize=64)
-def _parts(n: int, least: int, what: str, seed: int) -> dict[Split, Int[Tensor, " part"]]:
-    """`n` things dealt out to the splits."""
-    sizes = split_sizes(n, least, what)
-    generator = torch.Generator().manual_seed(derived_seed("holdout", what, seed))
-    order = torch.randperm(n, generator=generator)
-    parts = order.split([sizes[split] for split in SPLITS])
-    return {split: part.sort().values for split, part in zip(SPLITS, parts, strict=True)}
 
 
 @lru_cache(maxsize=64)
@@ -275,23 +253,18 @@ class TemplateMatching(TemplateTask):
     name: ClassVar[str] = "template_matching"
     source: ClassVar[str] = "Chen & Zou 2024, Sec. 4.3 and 9.1"
 
-    n_words: int = 210
-    length: int = 3
+    n_words: Count = 210
+    length: Count = 3
 
     @property
-    def n_tokens(self) -> int:
+    def layout(self) -> str:
         """The words and the sign."""
-        return self.length + 1
+        return WORD * self.length + RESPONSE
 
     @property
     def reads(self) -> range:
         """Every word."""
         return range(self.length)
-
-    @property
-    def token_names(self) -> tuple[str, ...]:
-        """Words as letters, then the sign."""
-        return (*map(letters, range(self.n_words)), SIGN)
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -303,23 +276,20 @@ class TemplateMatching(TemplateTask):
         """All substitutions of all templates."""
         return sum(math.perm(self.n_words, max(pattern) + 1) for pattern in self.patterns)
 
-    def _kinds(self) -> list[tuple[int, int]]:
-        return [(0, self.n_words)] * self.length + [(self.n_words, self.n_words + 1)]
+    def word_places(self) -> Int[Tensor, "block word"]:
+        """All positions but the last."""
+        return self.places(WORD)[None]
 
-    def _word_positions(self) -> Int[Tensor, "block pos"]:
-        return torch.arange(self.length)[None]
-
-    def _space(self) -> Iterator[tuple[int, ...]]:
+    def _space(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         for pattern in self.patterns:
             for words in self._all_substitutions(pattern):
-                yield (*words, self.n_words)
+                yield words, ()
 
     def _draw(
         self, n: int, generator: torch.Generator, split: Split | None
     ) -> Int[Tensor, "batch pos"]:
         templates = torch.randint(len(self.patterns), (n, 1), generator=generator)
-        words = self._substitute(templates, generator, split)[:, 0]
-        return torch.cat([words, torch.full((n, 1), self.n_words)], dim=1)
+        return self.sequences(self._substitute(templates, generator, split)[:, 0])
 
     def target(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
         """The template of every sequence.
@@ -336,7 +306,7 @@ class TemplateMatching(TemplateTask):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InContextTemplateMatching(TemplateTask):
+class InContextTemplateMatching(InContextTask, TemplateTask):
     """In-context template matching: ``a a -> 1  a b -> 2  c c -> ?``.
 
     k templates with k answers, each with words of its own, then one of the templates again with
@@ -354,15 +324,14 @@ class InContextTemplateMatching(TemplateTask):
     name: ClassVar[str] = "in_context_template_matching"
     source: ClassVar[str] = "Chen & Zou 2024, Sec. 4.4 and 9.1"
 
-    n_words: int = 100
-    length: int = 5
-    n_answers: int = 100
-    n_pairs: int = 2
+    n_words: Count = 100
+    length: Count = 5
+    n_answers: Count = 100
+    n_pairs: Count = 2
     holdout: Literal["sequences", "words", "templates"] = "sequences"  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sizes(self, ("n_answers", "n_pairs"))
         if self.n_answers < self.n_pairs:
             raise InfoFlowError(
                 f"n_answers is {self.n_answers}, too few for n_pairs {self.n_pairs} different "
@@ -376,23 +345,10 @@ class InContextTemplateMatching(TemplateTask):
         if self.holdout == "templates":
             split_sizes(len(self.patterns), self.n_pairs, "templates")
 
-    def _holdouts(self) -> tuple[str, ...]:
-        return ("sequences", "words", "templates")
-
     @property
-    def n_tokens(self) -> int:
-        """n = k (l + 2) + l + 1."""
-        return self.n_pairs * (self.length + 2) + self.length + 1
-
-    @property
-    def token_names(self) -> tuple[str, ...]:
-        """Words as letters, the sign, answers as numbers from 1."""
-        return (*map(letters, range(self.n_words)), SIGN, *self.label_names)
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """The answers."""
-        return numbers(self.n_answers)
+    def block_length(self) -> int:
+        """The length of the templates."""
+        return self.length
 
     @property
     def space_size(self) -> int:
@@ -409,55 +365,19 @@ class InContextTemplateMatching(TemplateTask):
         orders = math.factorial(self.n_pairs) * math.perm(self.n_answers, self.n_pairs)
         return orders * asked[self.n_pairs]
 
-    @property
-    def comparison(self) -> ComparisonProfile:
-        """k - 1 comparisons of (block, answer, query)."""
-        return in_context_profile(self.name, self.length + 2, self.length + 1, 2 * self.length + 1)
+    def _alike(
+        self, block: Float[Tensor, "*batch word"], asked: Float[Tensor, "*batch word"]
+    ) -> Bool[Tensor, "*batch"]:
+        return (patterns_of(block) == patterns_of(asked)).all(dim=-1)
 
-    @property
-    def components(self) -> tuple[Component, ...]:
-        """The block whose template is the query's, its answer, and the query."""
-        *blocks, query = self._word_positions().tolist()
-        answers = self._answer_positions().tolist()
-        tuples = tuple((*b, a, *query) for b, a in zip(blocks, answers, strict=True))
-        length = self.length
-
-        def same_template(x: Float[Tensor, "*batch arity one"]) -> Float[Tensor, "*batch"]:
-            block, asked = patterns_of(x[..., :length, 0]), patterns_of(x[..., length + 1 :, 0])
-            return (block == asked).all(dim=-1).to(x.dtype)
-
-        return (Component(arity=2 * length + 1, score=same_template, tuples=tuples),)
-
-    def _kinds(self) -> list[tuple[int, int]]:
-        n = self.n_words
-        words, sign, answer = [(0, n)] * self.length, (n, n + 1), (n + 1, n + 1 + self.n_answers)
-        return [*words, sign, answer] * self.n_pairs + [*words, sign]
-
-    @property
-    def _block_length(self) -> int:
-        return self.length + 2
-
-    def _word_positions(self) -> Int[Tensor, "block pos"]:
-        starts = torch.arange(self.n_pairs + 1) * (self.length + 2)
-        return starts[:, None] + torch.arange(self.length)
-
-    def _answer_positions(self) -> Int[Tensor, " pair"]:
-        return torch.arange(1, self.n_pairs + 1) * (self.length + 2) - 1
-
-    def _space(self) -> Iterator[tuple[int, ...]]:
-        sign, k = self.n_words, self.n_pairs
-        for chosen in itertools.permutations(self.patterns, k):
-            for answers in itertools.permutations(range(self.n_answers), k):
+    def _space(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        for chosen in itertools.permutations(self.patterns, self.n_pairs):
+            for answers in itertools.permutations(range(self.n_answers), self.n_pairs):
                 for asked in chosen:
-                    for *blocks, query in itertools.product(
+                    for blocks in itertools.product(
                         *map(self._all_substitutions, (*chosen, asked))
                     ):
-                        context = [
-                            token
-                            for words, answer in zip(blocks, answers, strict=True)
-                            for token in (*words, sign, sign + 1 + answer)
-                        ]
-                        yield (*context, *query, sign)
+                        yield tuple(itertools.chain(*blocks)), answers
 
     def _draw(
         self, n: int, generator: torch.Generator, split: Split | None
@@ -465,46 +385,15 @@ class InContextTemplateMatching(TemplateTask):
         k = self.n_pairs
         pool = torch.arange(len(self.patterns))
         if split is not None and self.holdout == "templates":
-            pool = _parts(len(pool), k, "templates", self.seed)[split]
+            pool = dealt_out(len(pool), k, "templates", self.seed)[split]
         chosen = pool[draw_distinct(n, k, len(pool), generator)]
         asked = chosen.gather(1, torch.randint(k, (n, 1), generator=generator))
         words = self._substitute(torch.cat([chosen, asked], dim=1), generator, split)
-        x = torch.full((n, self.n_tokens), self.n_words)
-        x[:, self._word_positions().flatten()] = words.flatten(1)
-        answers = draw_distinct(n, k, self.n_answers, generator)
-        x[:, self._answer_positions()] = answers + self.n_words + 1
-        return x
+        return self.sequences(words.flatten(1), draw_distinct(n, k, self.n_answers, generator))
 
-    def _match(
-        self, x: Int[Tensor, "batch pos"]
-    ) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
-        """The pair whose template is the query's, and that template."""
+    def _matching_pair(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
         which = self._which(x)
-        return check_some_match(which[:, :-1] == which[:, -1:], "templates"), which[:, -1]
+        return only_match(which[:, :-1] == which[:, -1:], "templates")
 
-    def target(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
-        """The answer to the query's template, counted from 0.
-
-        Raises:
-            InfoFlowError: for words that follow no template, or a query whose template does not
-                stand exactly once in the context.
-        """
-        where = self._answer_positions().to(x.device)[self._match(x)[0]]
-        return x.gather(1, where[:, None])[:, 0] - self.n_words - 1
-
-    def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-        """What tells the template in the matching block and in the query, and the answer.
-
-        With one pair, the answer alone; with one answer, nothing.
-        """
-        pair, template = self._match(x)
-        active = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
-        if self.n_answers == 1:
-            return active
-        active.scatter_(1, self._answer_positions().to(x.device)[pair][:, None], True)
-        if self.n_pairs > 1:
-            telling = self._telling_positions().to(x.device)[template]
-            positions = self._word_positions().to(x.device)
-            active.scatter_(1, positions[pair], telling)
-            active.scatter_(1, positions[-1:].expand(len(x), -1), telling)
-        return active
+    def _telling_words(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch word"]:
+        return self._telling_positions().to(x.device)[self._which(x)[:, -1]]

@@ -2,23 +2,32 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import datasets
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import derived_seed
-from infoflow_lens.tasks.task import Split, Task, check_count
+from infoflow_lens.foundation.sequences import check_id_range, check_token_ids
+from infoflow_lens.tasks.splits import (
+    SHARES,
+    Split,
+    cuts_by_count,
+    cuts_by_share,
+    key_range,
+    sequence_keys,
+)
+from infoflow_lens.tasks.task import Task
+from infoflow_lens.theory.comparison import ComparisonProfile, Component, in_context_profile
 
 SIGN = "->"
-SHARES: dict[Split, float] = {"train": 0.8, "validation": 0.1, "test": 0.1}
+WORD, RESPONSE, ANSWER = "w", ">", "a"  # what stands at a position, in a layout
 _LARGEST_LISTED = 20_000  # spaces up to this size are split sequence by sequence
 _MOST_DRAWS_IN_VAIN = 100_000
 
@@ -42,12 +51,9 @@ def numbers(n: int) -> tuple[str, ...]:
 class TokenTask(Task):
     """A label for every sequence of token ids that ends in the response sign.
 
-    The task is read at that last position, as a classifier over `n_labels` labels. Sequences of
-    the three splits differ: by default each sequence of the sample space belongs to one split, 8
-    of 10 to training, drawn from `seed`.
-
-    Raises:
-        InfoFlowError: for sizes that are no integers of at least 1.
+    The task is read at that last position, as a classifier over `n_labels` labels. Ids are those of
+    words, then the response sign, then answers. Sequences of the three splits differ: by default
+    each sequence of the sample space belongs to one split, 8 of 10 to training, drawn from `seed`.
     """
 
     input_kind: ClassVar[str] = "tokens"
@@ -56,13 +62,13 @@ class TokenTask(Task):
 
     @property
     @abstractmethod
-    def n_tokens(self) -> int:
-        """n, the number of tokens in a sequence with the response sign."""
+    def layout(self) -> str:
+        """What stands at every position: "w" a word, ">" the response sign, "a" an answer."""
 
     @property
     @abstractmethod
-    def token_names(self) -> tuple[str, ...]:
-        """A readable name for every token id."""
+    def alphabet_size(self) -> int:
+        """How many words there are; their ids come first."""
 
     @property
     @abstractmethod
@@ -75,12 +81,8 @@ class TokenTask(Task):
         """How many different sequences there are, exactly."""
 
     @abstractmethod
-    def _kinds(self) -> list[tuple[int, int]]:
-        """For every position the range of token ids that may stand there."""
-
-    @abstractmethod
-    def _space(self) -> Iterator[tuple[int, ...]]:
-        """All sequences."""
+    def _space(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Words and answers of all sequences."""
 
     @abstractmethod
     def _draw(
@@ -104,9 +106,20 @@ class TokenTask(Task):
     # What follows
 
     @property
+    def n_tokens(self) -> int:
+        """n, the number of tokens in a sequence with the response sign."""
+        return len(self.layout)
+
+    @property
+    def token_names(self) -> tuple[str, ...]:
+        """A readable name for every token id: letters, the response sign, the answers' names."""
+        answers = self.label_names if ANSWER in self.layout else ()
+        return (*map(letters, range(self.alphabet_size)), SIGN, *answers)
+
+    @property
     def d_vocab(self) -> int:
         """Number of token ids."""
-        return len(self.token_names)
+        return self.alphabet_size + 1 + (self.n_labels if ANSWER in self.layout else 0)
 
     @property
     def n_labels(self) -> int:
@@ -118,34 +131,32 @@ class TokenTask(Task):
         """Whether the splits divide the sequences themselves, and not words or templates."""
         return True
 
+    def places(self, kind: str) -> Int[Tensor, " place"]:
+        """The positions at which the layout has `kind`."""
+        return torch.tensor([i for i, found in enumerate(self.layout) if found == kind])
+
+    def sequences(
+        self, words: Int[Tensor, "batch word"], answers: Int[Tensor, "batch answer"] | None = None
+    ) -> Int[Tensor, "batch pos"]:
+        """Token ids with words and answers, both counted from 0, at their places."""
+        x = torch.full((len(words), self.n_tokens), self.alphabet_size)
+        x[:, self.places(WORD)] = words
+        if answers is not None:
+            x[:, self.places(ANSWER)] = answers + self.alphabet_size + 1
+        return x
+
     def check_input(self, x: Tensor) -> None:
         """Refuse what is no batch of token ids of this task.
 
         Raises:
             InfoFlowError: for a wrong shape, dtype or token.
         """
-        if not isinstance(x, Tensor):
-            raise InfoFlowError(
-                f"input is {type(x).__name__}: expected a tensor of token ids [batch, "
-                f"{self.n_tokens}]; convert with torch.tensor"
-            )
-        if x.ndim != 2 or x.shape[1] != self.n_tokens:
-            raise InfoFlowError(
-                f"input has shape {tuple(x.shape)}: task {self.name!r} expects "
-                f"[batch, {self.n_tokens}]; load the task with your sizes, or reshape"
-            )
-        if x.is_floating_point() or x.dtype == torch.bool or x.is_complex():
-            raise InfoFlowError(f"input is {x.dtype}: expected integer token ids")
-        kinds = torch.tensor(self._kinds(), device=x.device)
-        wrong = (x < kinds[:, 0]) | (x >= kinds[:, 1])
-        if wrong.any():
-            row, position = (int(index) for index in wrong.nonzero()[0])
-            low, high = self._kinds()[position]
-            raise InfoFlowError(
-                f"sequence {row} has token {int(x[row, position])} at position {position}: task "
-                f"{self.name!r} expects ids from {low} to {high - 1} there "
-                f"({self.token_names[low]} .. {self.token_names[high - 1]})"
-            )
+        owner, n = f"task {self.name!r}", self.alphabet_size
+        check_token_ids(x, owner, exactly=self.n_tokens)
+        ranges = {WORD: (0, n), RESPONSE: (n, n + 1), ANSWER: (n + 1, self.d_vocab)}
+        check_id_range(
+            x, [ranges[kind] for kind in self.layout], owner, lambda i: self.token_names[i]
+        )
 
     def all_sequences(
         self, limit: int = 1_000_000
@@ -160,7 +171,8 @@ class TokenTask(Task):
                 f"task {self.name!r} has {self.space_size} sequences, more than {limit}: expected "
                 "a smaller vocabulary, or a higher limit; sample() draws at random"
             )
-        x = torch.tensor(list(self._space()))
+        words, answers = zip(*self._space(), strict=True)
+        x = self.sequences(torch.tensor(words), torch.tensor(answers) if answers[0] else None)
         return x, self.target(x)
 
     def draw(
@@ -175,13 +187,14 @@ class TokenTask(Task):
         """
         if split is None or not self.splits_by_sequence:
             return self._draw(n, generator, split)
-        low, high = _bounds(self, split)
+        small = self.space_size <= _LARGEST_LISTED
+        low, high = key_range(split, _cuts(self) if small else cuts_by_share())
         found: list[Tensor] = []
         missing, in_vain = n, 0
         while missing:
             drawn = self._draw(max(64, math.ceil(1.1 * missing / SHARES[split])), generator, split)
-            ranks = _keys(drawn, self.seed)
-            kept = drawn[torch.from_numpy((ranks >= low) & (ranks <= high))][:missing]
+            keys = sequence_keys(drawn, self.seed)
+            kept = drawn[torch.from_numpy((keys >= low) & (keys <= high))][:missing]
             in_vain = 0 if len(kept) else in_vain + len(drawn)
             if in_vain > _MOST_DRAWS_IN_VAIN:
                 raise InfoFlowError(
@@ -211,81 +224,111 @@ class TokenTask(Task):
             answer: put the label in the place of the question mark.
         """
         self.check_input(x)
-        labels = self.target(x).tolist() if answer else None
+        ends = [self.label_names[y] for y in self.target(x).tolist()] if answer else ["?"] * len(x)
+        step = self.layout.index(RESPONSE) + 2  # words, the sign, and what it is answered with
         lines = []
-        for row, sequence in enumerate(x.tolist()):
+        for sequence, end in zip(x.tolist(), ends, strict=True):
             names = [self.token_names[token] for token in sequence]
-            parts = [" ".join(names[start:end]) for start, end in self._blocks()]
-            end = "?" if labels is None else self.label_names[labels[row]]
+            parts = [" ".join(names[start : start + step]) for start in range(0, len(names), step)]
             lines.append("  ".join(parts) + f" {end}")
         return lines
-
-    @property
-    def _block_length(self) -> int:
-        """How many tokens belong together: a pair of the context, say."""
-        return self.n_tokens
-
-    def _blocks(self) -> list[tuple[int, int]]:
-        step, end = self._block_length, self.n_tokens
-        return [(start, min(start + step, end)) for start in range(0, end, step)]
-
-
-# Splits by sequence
-
-
-def _keys(x: Int[Tensor, "batch pos"], seed: int) -> np.ndarray:
-    """A number from 0 to 2^64 - 1 for every sequence: equal ones alike, others as if at random."""
-    salt = derived_seed("split", seed)
-    keys = np.full(len(x), salt, dtype=np.uint64)
-    for column in x.numpy().astype(np.uint64).T:
-        # splitmix64 (Steele, Lea, Flood 2014), one round a token
-        keys = (keys ^ column) + np.uint64(0x9E3779B97F4A7C15)
-        keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        keys ^= keys >> np.uint64(31)
-    return keys
-
-
-def split_sizes(n: int, least: int, what: str) -> dict[Split, int]:
-    """How many of `n` things each split has: the shares, but `least` everywhere.
-
-    Raises:
-        InfoFlowError: if there are too few.
-    """
-    sizes: dict[Split, int] = {}
-    for split in ("validation", "test"):
-        sizes[split] = max(least, int(SHARES[split] * n))
-    sizes["train"] = n - sum(sizes.values())
-    if sizes["train"] < least:
-        raise InfoFlowError(
-            f"{n} {what} cannot be split: each of train, validation and test needs {least}, so "
-            f"expected at least {3 * least}; raise the sizes, or draw with sample()"
-        )
-    return sizes
-
-
-def _bounds(task: TokenTask, split: Split) -> tuple[np.uint64, np.uint64]:
-    """The lowest and the highest key of a split's sequences."""
-    cuts = _cuts(task) if task.space_size <= _LARGEST_LISTED else _far_cuts()
-    start = list(SHARES).index(split)
-    return np.uint64(cuts[start]), np.uint64(cuts[start + 1] - 1)
-
-
-def _far_cuts() -> list[int]:
-    ends = np.cumsum(list(SHARES.values()))
-    return [0, *(int(end * 2**60) << 4 for end in ends[:-1]), 2**64]
 
 
 @lru_cache(maxsize=64)
 def _cuts(task: TokenTask) -> list[int]:
-    """Cuts between the sorted keys of a small space, so that no split is empty."""
-    sizes = split_sizes(task.space_size, 1, f"sequences of task {task.name!r}")
-    keys = np.unique(_keys(task.all_sequences()[0], task.seed))
-    ends = np.cumsum([sizes[split] for split in SHARES])
-    return [0, *(int(keys[end]) for end in ends[:-1]), 2**64]
+    keys: np.ndarray = sequence_keys(task.all_sequences()[0], task.seed)
+    return cuts_by_count(keys, f"sequences of task {task.name!r}")
 
 
-# Draws and checks
+class InContextTask(TokenTask):
+    """What tasks in context share: k blocks of l words with an answer each, then words that ask.
+
+    One of the blocks is like the words that ask, in a sense of the task's own; its answer is the
+    label.
+    """
+
+    n_answers: int
+    n_pairs: int
+
+    @property
+    @abstractmethod
+    def block_length(self) -> int:
+        """l, the words of a block."""
+
+    @abstractmethod
+    def _alike(
+        self, block: Float[Tensor, "*batch word"], asked: Float[Tensor, "*batch word"]
+    ) -> Bool[Tensor, "*batch"]:
+        """Whether words ask for a block."""
+
+    @abstractmethod
+    def _matching_pair(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
+        """The pair that the last words ask for."""
+
+    def _telling_words(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch word"]:
+        """The words of a block that tell it from others: all."""
+        return torch.ones(len(x), self.block_length, dtype=torch.bool, device=x.device)
+
+    @property
+    def layout(self) -> str:
+        """The blocks with their answers, and the words that ask."""
+        block = WORD * self.block_length + RESPONSE
+        return (block + ANSWER) * self.n_pairs + block
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The answers."""
+        return numbers(self.n_answers)
+
+    def word_places(self) -> Int[Tensor, "block word"]:
+        """Where the words of each block stand; the last block asks."""
+        return self.places(WORD).view(self.n_pairs + 1, self.block_length)
+
+    @property
+    def comparison(self) -> ComparisonProfile:
+        """k - 1 comparisons of (block, answer, query)."""
+        words = self.block_length
+        return in_context_profile(self.name, words + 2, words + 1, 2 * words + 1)
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """The block that is asked for, its answer, and the words that ask."""
+        *blocks, query = self.word_places().tolist()
+        answers, words = self.places(ANSWER).tolist(), self.block_length
+        tuples = tuple((*b, a, *query) for b, a in zip(blocks, answers, strict=True))
+
+        def matches(x: Float[Tensor, "*batch arity one"]) -> Float[Tensor, "*batch"]:
+            return self._alike(x[..., :words, 0], x[..., words + 1 :, 0]).to(x.dtype)
+
+        return (Component(arity=2 * words + 1, score=matches, tuples=tuples),)
+
+    def target(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
+        """The answer to what is asked, counted from 0.
+
+        Raises:
+            InfoFlowError: if what is asked for does not stand exactly once in the context.
+        """
+        where = self.places(ANSWER).to(x.device)[self._matching_pair(x)]
+        return x.gather(1, where[:, None])[:, 0] - self.alphabet_size - 1
+
+    def active_index_set(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
+        """What tells the matching block, the same of the words that ask, and the answer.
+
+        With one pair, the answer alone; with one answer, nothing.
+        """
+        pair = self._matching_pair(x)
+        active = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
+        if self.n_answers == 1:
+            return active
+        active.scatter_(1, self.places(ANSWER).to(x.device)[pair][:, None], True)
+        if self.n_pairs > 1:
+            telling, places = self._telling_words(x), self.word_places().to(x.device)
+            active.scatter_(1, places[pair], telling)
+            active.scatter_(1, places[-1:].expand(len(x), -1), telling)
+        return active
+
+
+# Draws and matches
 
 
 def draw_distinct(
@@ -300,7 +343,7 @@ def draw_distinct(
     return torch.cat(parts)
 
 
-def check_some_match(matches: Bool[Tensor, "batch pair"], what: str) -> Int[Tensor, " batch"]:
+def only_match(matches: Bool[Tensor, "batch pair"], what: str) -> Int[Tensor, " batch"]:
     """The pair of each sequence that matches its query.
 
     Raises:
@@ -314,13 +357,3 @@ def check_some_match(matches: Bool[Tensor, "batch pair"], what: str) -> Int[Tens
             "one; draw sequences with sample()"
         )
     return matches.to(torch.int64).argmax(dim=1)
-
-
-def check_sizes(task: Any, names: Sequence[str]) -> None:
-    """Refuse sizes of a task that are no integers of at least 1.
-
-    Raises:
-        InfoFlowError: naming the first.
-    """
-    for name in names:
-        check_count(getattr(task, name), name)

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.settings import Count, Positive
+from infoflow_lens.tasks.splits import Split
 from infoflow_lens.tasks.target import RetrievalTask, Target
-from infoflow_lens.tasks.task import Split, check_count
+from infoflow_lens.tasks.task import TokenDistribution
 from infoflow_lens.theory.comparison import (
     ComparisonProfile,
     Component,
@@ -37,8 +39,8 @@ class DepthSeparation(RetrievalTask):
     name: ClassVar[str] = "depth_separation"
     source: ClassVar[str] = "InfoFlow 2026, Theorem 1, eq 8"
 
-    d_token: int = 3
-    tokens: Literal["normal", "uniform", "unit", "sphere"] = "sphere"
+    d_token: Count = 3
+    tokens: TokenDistribution = "sphere"
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -63,24 +65,13 @@ class IntrinsicDimension(RetrievalTask):
         matrix_kind: "gaussian", with entries of variance 1/d; or "orthogonal", under which every
             token of a sphere reaches the same score, so that no token tells which matrix it is
             good for and one head cannot serve two (`infoflow_lens.theory.routing`) [chosen].
-
-    Raises:
-        InfoFlowError: for D below 1, or an unknown kind.
     """
 
     name: ClassVar[str] = "intrinsic_dimension"
     source: ClassVar[str] = "InfoFlow 2026, Sec. 6.1, eqs 6 and 58"
 
-    n_components: int = 2
+    n_components: Count = 2
     matrix_kind: Literal["gaussian", "orthogonal"] = "gaussian"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self.n_components, "n_components")
-        if self.matrix_kind not in ("gaussian", "orthogonal"):
-            raise InfoFlowError(
-                f"matrix_kind is {self.matrix_kind!r}: expected 'gaussian' or 'orthogonal'"
-            )
 
     @property
     def matrices(self) -> Float[Tensor, "component d_token d_token"]:
@@ -132,12 +123,12 @@ class TriangleCenter(RetrievalTask):
     name: ClassVar[str] = "triangle_center"
     source: ClassVar[str] = "InfoFlow 2026, Sec. 6.2, eqs 7 and 59"
 
-    min_norm: float = 0.5
-    max_norm: float = 2.0
+    min_norm: Positive = 0.5
+    max_norm: Positive = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.min_norm <= self.max_norm:
+        if self.min_norm > self.max_norm:
             raise InfoFlowError(
                 f"min_norm is {self.min_norm}, max_norm {self.max_norm}: expected "
                 "0 < min_norm <= max_norm"

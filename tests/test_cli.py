@@ -137,7 +137,7 @@ def test_the_sweep_covers_the_heads_of_every_layer(tmp_path):
         (["d_retrieval", "--heads", "4", "--count", "all"], "count is 'all'"),
         (["d_retrieval", "--heads", "4", "--trees", "0"], "trees is 0"),
         (["triangle_center", "--heads", "4", "--components", "2"], "no parameter 'n_components'"),
-        (["d_retrieval", "--heads", "0,4", "--sweep", "heads,tokens"], "n_heads is (0, 4)"),
+        (["d_retrieval", "--heads", "0,4", "--sweep", "heads,tokens"], "--heads are (0, 4)"),
         (["d_retrieval", "--heads", "4", "--sweep", "heads,tokens", "--trees", "0"], "trees is 0"),
         (["d_retrieval", "--heads", "4", "--sweep", "depth"], "--sweep is 'depth'"),
         (["d_retrieval", "--heads", "4", "--plot", "a.png"], "expected --sweep"),

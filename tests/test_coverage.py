@@ -8,7 +8,7 @@ import pytest
 
 PAGE = (Path(__file__).parent.parent / "docs" / "coverage.md").read_text(encoding="utf-8")
 INFOFLOW, CHEN_ZOU = PAGE.split("\n## ")[1:]
-LINKS = sorted(set(re.findall(r"`(infoflow_lens[\w.]*):(\w+)`", PAGE)))
+LINKS = sorted(set(re.findall(r"`((?:infoflow_lens|tests\.reference)[\w.]*):(\w+)`", PAGE)))
 
 
 @pytest.mark.parametrize(("module", "name"), LINKS, ids=lambda part: part)

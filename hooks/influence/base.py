@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, Distinct, Index, checked
 from infoflow_lens.hooks.influence.rerun import Rerun, start_point
+from infoflow_lens.hooks.model.call import call, restore_module_tensors, without_user_hooks
 from infoflow_lens.hooks.model.inputs import Batch, may_be_padded
-from infoflow_lens.hooks.model.points import layer_count, run_catching
-from infoflow_lens.hooks.model.shown import state_hooks
-from infoflow_lens.hooks.passes.own import own_pass, stashes_kept, without_user_hooks
+from infoflow_lens.hooks.model.points import layer_count
+from infoflow_lens.hooks.model.semantics import state_hooks
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, existing
 from infoflow_lens.theory.information_sets import InformationSets
@@ -197,13 +197,12 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         n_source, n_pos = start.shape[1], expected[0].shape[1]
         lengths = torch.full((len(seen),), n_source) if seen.lengths is None else seen.lengths
         n_states = lengths + n_pos - n_source  # CLS has no source
-        real = None if seen.lengths is None else torch.arange(n_pos) < n_states[:, None]
         if not self.through_hooks:
             self._check_start(seen, start)
         place = self.place(n_states, n_pos)
-        rerun = Rerun(model, self.source_layer, layers, self.state, seen.tokens, real)
+        rerun = Rerun(model, self.source_layer, layers, self.state, seen.tokens, seen.lengths)
         hidden = nullcontext() if self.through_hooks else without_user_hooks(model)
-        with own_pass(model), stashes_kept(model), hidden:
+        with restore_module_tensors(model), hidden:
             influence, more = self._measure(rerun, start.clone(), expected, place, lengths)
         exists = existing(place, lengths, n_source)
         influence = _above_rounding(torch.where(exists, influence.cpu(), 0), expected)
@@ -222,8 +221,9 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             return
         same = False
         if seen.tokens is not None:
-            with own_pass(model), without_user_hooks(model):
-                plain = run_catching(model, Batch(seen.tokens, seen.lengths), [point])[1][point]
+            batch = Batch(seen.tokens, seen.lengths)
+            with without_user_hooks(model):
+                plain = call(model, batch, [point], may_end=True).activations[point]
             real = seen.is_real(start.shape[1]).to(start.device)
             gap = (plain[:, : start.shape[1]] - start)[real].float().norm(dim=-1)
             same = bool((gap <= tolerance(start) * start[real].float().norm(dim=-1) + _TINY).all())

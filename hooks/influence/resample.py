@@ -1,7 +1,7 @@
 """Influence by resample ablation: how far a state moves when a token is replaced by another's."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, field
 from typing import Any, Literal
 
@@ -12,15 +12,11 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.foundation.settings import Share
-from infoflow_lens.hooks.influence.base import StateInfluence, tolerance
-from infoflow_lens.hooks.influence.rerun import (
-    KeysAndValues,
-    Rerun,
-    rows_at_once,
-    start_point,
-)
+from infoflow_lens.hooks.influence.base import StateInfluence
+from infoflow_lens.hooks.influence.rerun import Rerun, rows_at_once, start_point
+from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batch, Batches
-from infoflow_lens.hooks.model.points import check_inputs, run_catching
+from infoflow_lens.hooks.model.points import check_inputs
 from infoflow_lens.hooks.passes.view import Needs
 
 _DONORS = 8
@@ -40,8 +36,6 @@ class ResampleInfluence(StateInfluence):
     token did not matter; then every source seems to have influence. The median over donors, a low
     quantile, or the donors' mean token leave that out; the mean over donors does not, and gets
     worse with more donors.
-
-    In a causal HookedTransformer the positions before the replaced one are not computed again.
 
     Its passes are its own; see :class:`StateInfluence`.
 
@@ -102,7 +96,7 @@ class ResampleInfluence(StateInfluence):
         donated = self._donated
         if donated is None:
             name = start_point(model, self.source_layer)
-            donated = run_catching(model, Batch(self.donors), [name])[1][name]
+            donated = call(model, Batch(self.donors), [name]).activations[name]
             if self.replacement == "mean":
                 donated = donated.float().mean(dim=0, keepdim=True).to(donated.dtype)
             # hooks of the user may differ from pass to pass
@@ -124,14 +118,8 @@ class ResampleInfluence(StateInfluence):
         lengths: Int[Tensor, " batch"],
     ) -> tuple[Float[Tensor, "layer batch asked source"], dict[str, Any]]:
         donated = self._donation(rerun.model, start)
-        cache = None
-        if self.through_hooks:
-            plain = rerun(start)
-        else:
-            plain, cache = rerun.recording(start)
+        plain = rerun(start)
         self._check_rerun(rerun.layers, plain, expected, rerun.real)
-        if cache is not None and not _shares(rerun, start, plain, cache):
-            cache = None
         n_layers, (batch, n_pos, d_model) = len(plain), plain[0].shape
         n_source, n_donors = start.shape[1], len(donated)
         influence = torch.zeros(n_layers, batch, place.shape[1], n_source)
@@ -140,61 +128,25 @@ class ResampleInfluence(StateInfluence):
             _ROUNDING * torch.finfo(state.dtype).eps * state.float().norm(dim=-1) for state in plain
         ]
         self._expect(n_source * n_donors * batch)
-        for sources, sequences, end in self._groups(lengths, place, n_donors, rows, cache):
-            first = sources[0] if cache is not None else 0
-            here = place[sequences] - first
-            moved = torch.empty(
-                n_layers, len(sources), n_donors, len(sequences), place.shape[1]
-            ).flatten(1, 3)
-            each = torch.cartesian_prod(
-                torch.tensor(sources), torch.arange(n_donors), torch.arange(len(sequences))
-            ).view(-1, 3)
+        asked = place.clamp(min=0)
+        together = max(1, rows // (n_donors * batch))  # sources
+        for sources in torch.arange(n_source).split(together):
+            each = torch.cartesian_prod(sources, torch.arange(n_donors), torch.arange(batch))
+            moved = torch.empty(n_layers, len(each), place.shape[1])
             for part in torch.arange(len(each)).split(rows):
-                source, donor, among = (index.to(start.device) for index in each[part].unbind(1))
-                which = sequences.to(start.device)[among]
-                changed = start[which, first:end]
-                changed[torch.arange(len(part), device=start.device), source - first] = donated[
-                    donor, source
-                ]
-                before = None if cache is None else cache.before(which, first)
-                values = rerun(changed, which, before)
-                for layer, value in enumerate(values):
+                source, donor, which = (index.to(start.device) for index in each[part].unbind(1))
+                changed = start[which]
+                row = torch.arange(len(part), device=start.device)
+                changed[row, source] = donated[donor, source]
+                for layer, value in enumerate(rerun(changed, which)):
                     at = which.to(value.device)
-                    gap = (value - plain[layer][at, first:end]).float().norm(dim=-1)
-                    gap = gap.masked_fill(gap <= rounding[layer][at, first:end], 0).cpu()
-                    moved[layer, part] = gap.gather(1, here[each[part, 2]].clamp(min=0))
+                    gap = (value - plain[layer][at]).float().norm(dim=-1)
+                    gap = gap.masked_fill(gap <= rounding[layer][at], 0).cpu()
+                    moved[layer, part] = gap.gather(1, asked[each[part, 2]])
                 self._work_done(len(part))
-            moved = moved.view(n_layers, len(sources), n_donors, len(sequences), -1)
-            joined = self._joined(moved)  # [layer, source, sequence, asked]
-            reached = (here >= 0).float()  # earlier positions were not computed: they are the same
-            for index, replaced in enumerate(sources):
-                influence[:, sequences, :, replaced] = joined[:, index] * reached
+            moved = moved.view(n_layers, len(sources), n_donors, batch, -1)
+            influence[..., sources] = self._joined(moved).permute(0, 2, 3, 1)
         return influence, {}
-
-    def _groups(
-        self,
-        lengths: Int[Tensor, " batch"],
-        place: Int[Tensor, "batch asked"],
-        n_donors: int,
-        rows: int,
-        cache: KeysAndValues | None,
-    ) -> Iterator[tuple[list[int], Int[Tensor, " sequence"], int | None]]:
-        """Sources that are replaced together, in which sequences, and where passes end.
-
-        With a cache it is one source, positions after the last that is asked for are left out, and
-        so are sequences that end before the source.
-        """
-        n_source = int(lengths.max())
-        if cache is None:
-            together = max(1, rows // (n_donors * len(lengths)))
-            everyone = torch.arange(len(lengths))
-            for part in torch.arange(n_source).split(together):
-                yield part.tolist(), everyone, None
-            return
-        end = int(place.max()) + 1
-        for source in range(min(n_source, end)):
-            sequences = (lengths > source).nonzero().flatten()
-            yield [source], sequences, end
 
     def _joined(
         self, moved: Float[Tensor, "layer source donor sequence asked"]
@@ -208,30 +160,6 @@ class ResampleInfluence(StateInfluence):
         low = int(at)
         high = min(low + 1, moved.shape[2] - 1)
         return ranked[:, :, low].lerp(ranked[:, :, high], at - low)
-
-
-def _shares(
-    rerun: Rerun,
-    start: Float[Tensor, "batch position d_source"],
-    plain: Sequence[Float[Tensor, "batch pos d_model"]],
-    cache: KeysAndValues,
-) -> bool:
-    """Whether a pass from the middle, with what was recorded before it, gives the same states."""
-    middle = start.shape[1] // 2
-    everyone = torch.arange(len(start), device=start.device)
-    try:
-        values = rerun(start[:, middle:], everyone, cache.before(everyone, middle))
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError, IndexError):  # an attention that knows no cache
-        return False
-    for value, state in zip(values, plain, strict=True):
-        target = state[:, middle:]
-        strict = 0.01 if state.dtype in (torch.float32, torch.float64) else 1
-        gap = (value - target).float().norm(dim=-1)
-        if not (gap <= strict * tolerance(state) * target.float().norm(dim=-1) + 1e-12).all():
-            return False
-    return True
 
 
 def donors_from(

@@ -20,10 +20,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.interrupts import insist
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.mechanisms.damage import Damage
-from infoflow_lens.hooks.mechanisms.ideals import IDEALS, SeeingAllowed, ideal_pattern
+from infoflow_lens.hooks.mechanisms.ideals import IDEALS, SeenKeys, ideal_pattern
+from infoflow_lens.hooks.model.call import NamedHook, call
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.points import pattern_hook
 
@@ -58,13 +58,13 @@ def estimated(
     """
     probes: dict[int, Tensor] = {}
     changes: dict[int, Tensor] = {}
-    hooks: list[tuple[str, Callable[..., Any]]] = []
+    hooks: list[NamedHook] = []
 
-    def looking(layer: int, seeing: SeeingAllowed) -> Callable[..., Tensor]:
+    def looking(layer: int, seeing: SeenKeys) -> Callable[..., Tensor]:
         def hook_fn(pattern: Tensor, hook: Any) -> Tensor:
             own = pattern.detach()
-            allowed = seeing.allowed(own)
-            made = [ideal_pattern(own, allowed, i, mean_patterns[layer], k) for i in IDEALS]
+            visible = seeing.visible(own)
+            made = [ideal_pattern(own, visible, i, mean_patterns[layer], k) for i in IDEALS]
             changes[layer] = torch.stack(made, dim=2).sub_(own[:, :, None])
             probes[layer] = torch.zeros_like(own, requires_grad=True)
             return pattern + probes[layer]
@@ -73,12 +73,12 @@ def estimated(
 
     layers = range(len(mean_patterns))
     for layer in layers:
-        seeing = SeeingAllowed(model, layer)
+        seeing = SeenKeys(model, layer)
         hooks += [*seeing.hooks, (pattern_hook(model, layer), looking(layer, seeing))]
     with without_backward_hooks(model), torch.inference_mode(False), torch.enable_grad():
         tokens = batch.tokens.clone()  # those made in inference mode take no part in a graph
-        with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
-            rows = metric.rows(Batch(tokens, batch.lengths).run(model), batch)
+        made = call(model, Batch(tokens, batch.lengths), edit=hooks, output=True, keep_graph=True)
+        rows = metric.rows(made.output, batch)
         leaves = [probes[layer] for layer in layers]
         products = []
         for direction in _directions(rows.detach(), metric, batch, draws, seeds):
@@ -108,17 +108,13 @@ def without_backward_hooks(model: nn.Module) -> Iterator[None]:
     """The model without the user's backward hooks, which would see, or change, our gradients."""
     modules = list(model.modules())
     saved = [(module._backward_hooks, module._backward_pre_hooks) for module in modules]
-
-    def put_back() -> None:
-        for module, (hooks, pre_hooks) in zip(modules, saved, strict=True):
-            module._backward_hooks, module._backward_pre_hooks = hooks, pre_hooks
-
     try:
         for module in modules:
             module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()
         yield
     finally:
-        insist(put_back)
+        for module, (hooks, pre_hooks) in zip(modules, saved, strict=True):
+            module._backward_hooks, module._backward_pre_hooks = hooks, pre_hooks
 
 
 def _directions(

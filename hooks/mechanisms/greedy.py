@@ -13,8 +13,8 @@ from infoflow_lens.hooks.mechanisms.damage import check_damage, metric_of
 from infoflow_lens.hooks.mechanisms.ideals import IDEALS, Ideal, substituted
 from infoflow_lens.hooks.mechanisms.measure import read_again
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
+from infoflow_lens.hooks.model.call import output_of
 from infoflow_lens.hooks.model.inputs import Inputs
-from infoflow_lens.hooks.passes.own import own_pass
 
 
 @dataclass(frozen=True)
@@ -73,21 +73,17 @@ def replace_greedily(
     )
     taken: dict[tuple[int, int], Ideal] = {}
     reached = 0.0
-    with (
-        eval_mode(model),
-        own_pass(model),
-        progress_bar("joining", len(candidates), progress) as step,
-    ):
+    with eval_mode(model), progress_bar("joining", len(candidates), progress) as step:
         for _, layer, head, name in candidates:
             trial: dict[tuple[int, int], Ideal] = {**taken, (layer, head): name}
             metric = metric_of(model, mechanisms.metric, read, batches)  # type: ignore[arg-type]
             lost = 0.0
             for batch in batches.batches(batch_size):
-                output = batch.run(model)
+                output = output_of(model, batch)
                 metric.see(output, batch)
                 with substituted(model, trial, mechanisms.mean_patterns, mechanisms.k):
                     before = metric.reference(output, batch)
-                    lost += float(metric.lost(before, batch.run(model), batch).sum())
+                    lost += float(metric.lost(before, output_of(model, batch), batch).sum())
             damage = lost / (metric.per_row() * metric.n_rows)
             if damage <= budget:
                 taken, reached = trial, damage

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
-from infoflow_lens.hooks.model.points import pattern_hook, scores_hook, unmasked
-from infoflow_lens.hooks.model.shown import shown
+from infoflow_lens.hooks.model.call import NamedHook, catching
+from infoflow_lens.hooks.model.points import is_bridge, pattern_hook, scores_hook
+from infoflow_lens.hooks.model.semantics import visibility
 
 Ideal = Literal["own_position", "global", "specific_position", "max_position", "top_k"]
 
@@ -29,7 +30,7 @@ Heads = Mapping[tuple[int, int], Ideal]
 
 def ideal_pattern(
     pattern: Float[Tensor, "*batch query key"],
-    allowed: Bool[Tensor, "*batch query key"],
+    visible: Bool[Tensor, "*batch query key"],
     ideal: Ideal,
     mean: Float[Tensor, "*head longest longest"] | None = None,
     k: int = 4,
@@ -38,9 +39,9 @@ def ideal_pattern(
 
     Args:
         pattern: of one head or several.
-        allowed: the keys that each query may attend to.
+        visible: the keys that each query may see.
         ideal: "own_position", all weight on the query's own position, or none where it is no key;
-            "global", evenly on all allowed keys; "specific_position", the mean pattern over inputs;
+            "global", evenly on all visible keys; "specific_position", the mean pattern over inputs;
             "max_position", all on the largest, the lowest of equals; "top_k", the k largest as they
             are, rescaled, with all keys that equal the k-th.
         mean: the mean pattern, for "specific_position".
@@ -57,13 +58,13 @@ def ideal_pattern(
                 f"the mean patterns are of at most {mean.shape[-2]} positions, this sequence has "
                 f"{n_query}: expected sequences no longer than those that were measured"
             )
-        return mean[..., :n_query, :n_key].to(pattern) * allowed
+        return mean[..., :n_query, :n_key].to(pattern) * visible
     total = pattern.sum(dim=-1, keepdim=True)
     if ideal == "own_position":
         own = torch.eye(n_query, n_key, dtype=pattern.dtype, device=pattern.device)
-        return own * allowed * total
+        return own * visible * total
     if ideal == "global":
-        return allowed / allowed.sum(dim=-1, keepdim=True).clamp(min=1) * total
+        return visible / visible.sum(dim=-1, keepdim=True).clamp(min=1) * total
     if ideal == "max_position":
         largest = pattern.argmax(dim=-1, keepdim=True)
         return torch.zeros_like(pattern).scatter_(-1, largest, total)
@@ -102,66 +103,66 @@ def replaced(
     by_layer: dict[int, list[Replacement]] = {}
     for replacement in replacements:
         by_layer.setdefault(replacement.layer, []).append(replacement)
-    hooks: list[tuple[str, Callable[..., Any]]] = []
+    hooks: list[NamedHook] = []
     for layer, some in by_layer.items():
-        seeing = SeeingAllowed(model, layer)
+        seeing = SeenKeys(model, layer)
         means = None if mean_patterns is None else mean_patterns[layer]
         hooks += [*seeing.hooks, (pattern_hook(model, layer), _replacing(some, seeing, means, k))]
-    with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
+    with catching(model, (), hooks):
         yield
 
 
 def _replacing(
     replacements: Sequence[Replacement],
-    seeing: "SeeingAllowed",
+    seeing: "SeenKeys",
     means: Float[Tensor, "_head query key"] | None,
     k: int,
 ) -> Callable[..., Tensor]:
     def hook_fn(pattern: Tensor, hook: Any) -> Tensor:
-        allowed = seeing.allowed(pattern)
+        visible = seeing.visible(pattern)
         edited = pattern.clone()
         for _, head, ideal, rows in replacements:
             mean = None if means is None else means[head]
             edited[rows, head] = ideal_pattern(
-                pattern[rows, head], allowed[rows, head], ideal, mean, k
+                pattern[rows, head], visible[rows, head], ideal, mean, k
             )
         return edited
 
     return hook_fn
 
 
-class SeeingAllowed:
-    """Which keys the queries of a layer may attend to, asked while its pattern passes.
+class SeenKeys:
+    """Which keys the queries of a layer see, asked while its pattern passes.
 
-    They are read off the scores where these fire before the pattern. Where they fire later or not
-    at all, or carry the pattern themselves (as on some bridges), a key is allowed if it has weight
-    in a head.
+    They are known by structure, or read off scores that are -inf elsewhere; padding is what no
+    query of its sequence has weight on.
 
     Attributes:
         hooks: to be put on the model, before the one that asks.
     """
 
     def __init__(self, model: nn.Module, layer: int) -> None:
+        self._model, self._layer = model, layer
         self._scores: Tensor | None = None
-        self._come_late = False
-        self.hooks: list[tuple[str, Callable[..., Any]]] = []
-        if shown(model).scores[layer] == "scores":
+        self.hooks: list[NamedHook] = []
+        if not is_bridge(model):
             self.hooks = [(scores_hook(model, layer), self._see)]
 
-    def _see(self, scores: Tensor, hook: Any) -> None:
-        if not self._come_late:
-            self._scores = scores.detach()
+    def _see(self, activation: Tensor, hook: Any) -> None:
+        self._scores = activation.detach()
 
-    def allowed(
+    def visible(
         self, pattern: Float[Tensor, "batch head query key"]
     ) -> Bool[Tensor, "batch head query key"]:
-        """The keys that may be attended to in the pass whose pattern this is."""
+        """The keys that are seen in the pass whose pattern this is."""
         scores, self._scores = self._scores, None
         if scores is not None:
-            return unmasked(scores)
-        self._come_late = True  # scores that fire now are of a pass whose pattern has gone by
-        # the heads of a layer have one mask, and what underflows in one has weight in another
-        return (pattern > 0).any(dim=1, keepdim=True).expand_as(pattern)
+            return scores > -torch.inf
+        known = visibility(self._model, pattern.shape[-1])
+        assert known is not None
+        keys = known.keys[self._layer][: pattern.shape[-2], : pattern.shape[-1]]
+        real = (pattern > 0).flatten(1, 2).any(dim=1)
+        return (keys & real[:, None])[:, None].expand_as(pattern)
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import Advance, progress_bar
 from infoflow_lens.foundation.record import RunRecord, model_fingerprint
 from infoflow_lens.foundation.seeds import check_seed, derived_seed
-from infoflow_lens.hooks.influence.rerun import is_shortformer
 from infoflow_lens.hooks.mechanisms.damage import (
     Damage,
     Metric,
@@ -32,6 +31,13 @@ from infoflow_lens.hooks.mechanisms.damage import (
 from infoflow_lens.hooks.mechanisms.estimate import estimated
 from infoflow_lens.hooks.mechanisms.ideals import IDEALS, Replacement, replaced
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
+from infoflow_lens.hooks.model.call import (
+    call,
+    can_start,
+    has_user_hooks,
+    ignore_edit_warnings,
+    output_of,
+)
 from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import (
     check_finite,
@@ -40,10 +46,7 @@ from infoflow_lens.hooks.model.points import (
     is_bridge,
     layer_count,
     pattern_hook,
-    run_catching,
-    starts_at_layers,
 )
-from infoflow_lens.hooks.passes.own import edits_tried, own_pass
 
 _ROOM = 2**25  # numbers in the largest tensor of a pass
 _DRAWS, _MOST_DRAWS = 64, 8  # directions of an estimate: over all sequences, and for each
@@ -156,7 +159,7 @@ def measure_mechanisms(
             f"resume is of another run, {resume.settings}: expected the same settings and model, "
             f"{known}"
         )
-    with eval_mode(model), own_pass(model), progress_bar("replacing", None, progress) as step:
+    with eval_mode(model), progress_bar("replacing", None, progress) as step:
         check_edits_reach(model, next(batches.batches(1)))
         run = _Run(model, batches, damage, known, batch_size, after_batch, step)
         run.begin(resume)
@@ -204,7 +207,8 @@ class _Run:
         self.n = int(batches.n_sequences or 0)
         self.threshold: float = settings["threshold"]
         self.k: int = settings["k"]
-        self.starts = can_start(model)
+        # hooks of yours take part in whole passes: what enters a layer has met some of them already
+        self.starts = can_start(model) and not has_user_hooks(model)
 
     def begin(self, resume: MechanismsProgress | None) -> None:
         """From the progress, or with the mean patterns and the scale of the damage."""
@@ -389,18 +393,19 @@ class _Run:
             layer: hook_name(self.model, f"blocks.{layer}.hook_resid_pre")
             for layer in (layers if self.starts else ())
         }
-        output, caught = run_catching(self.model, batch, names.values())
-        before = self.metric.reference(output, batch)
-        return before, {layer: caught[name] for layer, name in names.items()}
+        caught = call(self.model, batch, tuple(names.values()), output=True)
+        before = self.metric.reference(caught.output, batch)
+        return before, {layer: caught.activations[name] for layer, name in names.items()}
 
     def _run_copies(self, batch: Batch, entering: dict[int, Tensor], layer: int, n: int) -> Tensor:
         """The output of copies of a batch, from a layer on if possible."""
         if self.starts:
             # padding stands on the right, where nothing real looks
-            changed: Tensor = self.model(torch.cat([entering[layer]] * n), start_at_layer=layer)
+            start = (f"blocks.{layer}.hook_resid_pre", torch.cat([entering[layer]] * n))
+            changed: Tensor = call(self.model, batch, start=start, output=True).output
             return changed
         lengths = None if batch.lengths is None else batch.lengths.repeat(n)
-        whole: Tensor = Batch(torch.cat([batch.tokens] * n), lengths).run(self.model)
+        whole: Tensor = output_of(self.model, Batch(torch.cat([batch.tokens] * n), lengths))
         return whole
 
     def _mean_patterns(self) -> list[Float[Tensor, "_head query key"]]:
@@ -410,10 +415,10 @@ class _Run:
         n_real: dict[str, Tensor] = {}
         done = 0
         for batch in self.batches.batches(self.batch_size):
-            output, caught = run_catching(self.model, batch, names)
-            check_finite(output, "the output", done)
-            self.metric.see(output, batch)
-            for name, pattern in caught.items():
+            caught = call(self.model, batch, names, output=True)
+            check_finite(caught.output, "the output", done)
+            self.metric.see(caught.output, batch)
+            for name, pattern in caught.activations.items():
                 _, n_head, n_query, n_key = pattern.shape
                 if name not in sums:
                     missing = (self.batches.longest or 0) - batch.tokens.shape[1]
@@ -468,16 +473,6 @@ def read_again(
     return batches
 
 
-def can_start(model: nn.Module) -> bool:
-    """Whether passes may start at a layer, with the numbers of a whole pass.
-
-    Not those of shortformer models, whose positions enter every layer, nor where somebody's hooks
-    take part: what enters a layer has met some of them already, and some may talk to each other.
-    """
-    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    return starts_at_layers(model) and not is_shortformer(model) and not hooked
-
-
 def check_edits_reach(model: nn.Module, batch: Batch) -> None:
     """Refuse bridges in which an edited pattern changes nothing.
 
@@ -486,15 +481,15 @@ def check_edits_reach(model: nn.Module, batch: Batch) -> None:
     """
     if not is_bridge(model):
         return
-    output = batch.run(model)
+    output = output_of(model, batch)
 
-    def empty(pattern: Tensor, hook: Any) -> Tensor:
-        return torch.zeros_like(pattern)
+    def empty(activation: Tensor, hook: Any) -> Tensor:
+        return torch.zeros_like(activation)
 
     for layer in range(layer_count(model)):
         name = pattern_hook(model, layer)
-        with edits_tried(), model.hooks(fwd_hooks=[(name, empty)]):  # type: ignore[operator]
-            edited = batch.run(model)
+        with ignore_edit_warnings():
+            edited = call(model, batch, edit=[(name, empty)], output=True).output
         if edited.equal(output):
             raise InfoFlowError(
                 f"edits of the pattern of layer {layer} do not reach the output of this bridge: "

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.hooks.model.call import call, output_of, without_user_hooks
 from infoflow_lens.hooks.model.inputs import Batch, Batches, example_input
 from infoflow_lens.hooks.model.points import (
     check_finite,
     layer_count,
     pattern_hook,
     reads_vectors,
-    run_catching,
 )
-from infoflow_lens.hooks.passes.own import own_pass, without_user_hooks
 from infoflow_lens.hooks.result import Result
 
 Losses = Mapping[str, Float[Tensor, " sequence"]]
@@ -112,10 +111,10 @@ class NextTokenLoss:
         found, done = [], 0
         for batch in self.batches.batches(self.batch_size):
             if edit is None:
-                logits = batch.run(self.model)
+                logits = output_of(self.model, batch)
             else:
                 with edit(batch, done):
-                    logits = batch.run(self.model)
+                    logits = output_of(self.model, batch)
             found.append(self._lost(logits, batch, done))
             done += len(batch)
         return torch.cat(found)
@@ -149,8 +148,8 @@ def _check_causal(model: nn.Module) -> None:
     """
     names = [pattern_hook(model, layer) for layer in range(layer_count(model))]
     tokens = example_input(model, n_sequences=1)[:, :8].to(next(model.parameters()).device)
-    with eval_mode(model), own_pass(model), without_user_hooks(model), torch.no_grad():
-        _, caught = run_catching(model, tokens, names)
+    with eval_mode(model), without_user_hooks(model):
+        caught = call(model, tokens, names).activations
     for layer, name in enumerate(names):
         if name in caught and bool((caught[name].triu(1) > 0).any()):
             raise InfoFlowError(

@@ -13,7 +13,7 @@ from infoflow_lens.hooks.arrays import LabelledArray
 from infoflow_lens.hooks.mechanisms.damage import check_damage
 from infoflow_lens.hooks.mechanisms.ideals import SOFT
 from infoflow_lens.hooks.result import Result
-from infoflow_lens.theory.information_sets import MaxPosition, Passing, Rule, SpecificPositions
+from infoflow_lens.theory.information_sets import MaxPosition, MovesKeys, Rule, SpecificPositions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -86,8 +86,8 @@ class MechanismsResult(Result):
 
     def rules(
         self,
-        attended: Sequence[Int[Tensor, "batch _head query key"]] | Passing,
-        chosen: Sequence[Int[Tensor, "batch _head query"]] | Passing,
+        attended: Sequence[Int[Tensor, "batch _head query key"]] | MovesKeys,
+        chosen: Sequence[Int[Tensor, "batch _head query"]] | MovesKeys,
         threshold: float | None = None,
         share: float = 0.05,
     ) -> list[list[Rule]]:
@@ -104,8 +104,8 @@ class MechanismsResult(Result):
             InfoFlowError: if they were measured on shorter ones, whose fixed positions say nothing
                 of the rest, or the two stand in the other's place.
         """
-        attended = attended.passed if isinstance(attended, Passing) else attended
-        chosen = chosen.passed if isinstance(chosen, Passing) else chosen
+        attended = attended.moved_keys if isinstance(attended, MovesKeys) else attended
+        chosen = chosen.moved_keys if isinstance(chosen, MovesKeys) else chosen
         if attended[0].ndim != 4 or chosen[0].ndim != 3:
             raise InfoFlowError(
                 f"attended and chosen keys have {attended[0].ndim} and {chosen[0].ndim} axes: "

@@ -30,9 +30,9 @@ from infoflow_lens.hooks.mechanisms.next_token import (
     NextTokenResult,
 )
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
+from infoflow_lens.hooks.model.call import call, catching
 from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs
-from infoflow_lens.hooks.model.points import hook_name, run_catching
-from infoflow_lens.hooks.passes.own import own_pass
+from infoflow_lens.hooks.model.points import hook_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -209,7 +209,6 @@ def measure_sufficiency(
 
     with (
         eval_mode(model),
-        own_pass(model),
         torch.no_grad(),
         progress_bar("sufficiency", len(dealt) * len(counts), progress) as step,
     ):
@@ -261,7 +260,7 @@ def mean_outputs(
     sums: list[Tensor] = []
     n = 0
     for batch in batches.batches(batch_size):
-        _, caught = run_catching(model, batch, names)
+        caught = call(model, batch, names).activations
         real = batch.mask()
         parts = [caught[name][real.to(caught[name].device)].double().sum(dim=0) for name in names]
         sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
@@ -290,7 +289,7 @@ def mean_ablated(
         by_layer.setdefault(layer, []).append(head)
     names = _outputs(model)
     hooks = [(names[i], _to_mean(some, means[i], model, i)) for i, some in by_layer.items()]
-    with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
+    with catching(model, (), hooks):
         yield
 
 

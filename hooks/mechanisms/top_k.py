@@ -20,7 +20,7 @@ from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.arrays import LabelledArray
-from infoflow_lens.hooks.mechanisms.ideals import SeeingAllowed, ideal_pattern, rescaled
+from infoflow_lens.hooks.mechanisms.ideals import SeenKeys, ideal_pattern, rescaled
 from infoflow_lens.hooks.mechanisms.measure import check_edits_reach, read_again
 from infoflow_lens.hooks.mechanisms.next_token import (
     KeptLosses,
@@ -28,9 +28,9 @@ from infoflow_lens.hooks.mechanisms.next_token import (
     NextTokenLoss,
     NextTokenResult,
 )
+from infoflow_lens.hooks.model.call import catching
 from infoflow_lens.hooks.model.inputs import Batch, Inputs
 from infoflow_lens.hooks.model.points import layer_count, pattern_hook
-from infoflow_lens.hooks.passes.own import own_pass
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -162,7 +162,6 @@ def measure_top_k(
 
     with (
         eval_mode(model),
-        own_pass(model),
         torch.no_grad(),
         progress_bar("top k", len(kinds) * (n_layers + 1), progress) as step,
     ):
@@ -237,19 +236,19 @@ def _kept(
 ) -> Iterator[None]:
     hooks: list[tuple[str, Callable[..., Any]]] = []
     for layer in layers:
-        seeing = SeeingAllowed(model, layer)
+        seeing = SeenKeys(model, layer)
         hooks += [*seeing.hooks, (pattern_hook(model, layer), _keeping(seeing, layer, k, random))]
-    with model.hooks(fwd_hooks=hooks):  # type: ignore[operator]
+    with catching(model, (), hooks):
         yield
 
 
 def _keeping(
-    seeing: SeeingAllowed, layer: int, k: int, random: tuple[int, int] | None
+    seeing: SeenKeys, layer: int, k: int, random: tuple[int, int] | None
 ) -> Callable[..., Tensor]:
     def hook_fn(pattern: Tensor, hook: Any) -> Tensor:
-        allowed = seeing.allowed(pattern)
+        visible = seeing.visible(pattern)
         if random is None:
-            return ideal_pattern(pattern, allowed, "top_k", k=k)
+            return ideal_pattern(pattern, visible, "top_k", k=k)
         seed, first = random
         drawn = []
         for index in range(len(pattern)):  # by sequence, whatever the batch size
@@ -257,9 +256,9 @@ def _keeping(
                 derived_seed("top k", seed, layer, first + index)
             )
             drawn.append(torch.rand(pattern.shape[1:], generator=generator))
-        order = torch.stack(drawn).to(pattern.device).masked_fill(~allowed, -1.0)
+        order = torch.stack(drawn).to(pattern.device).masked_fill(~visible, -1.0)
         least = order.topk(min(k, order.shape[-1]), dim=-1).values[..., -1:]
-        kept = pattern * ((order >= least) & allowed)
+        kept = pattern * ((order >= least) & visible)
         total = pattern.sum(dim=-1, keepdim=True)
         return rescaled(kept, total)
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import eval_mode, turn
+from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.record import weight_processing
+from infoflow_lens.hooks.model.call import call, ignore_edit_warnings
 from infoflow_lens.hooks.model.inputs import Inputs, read_inputs
 from infoflow_lens.hooks.model.inputs import example_input as inputs_of_examples
 from infoflow_lens.hooks.model.points import (
@@ -20,12 +21,9 @@ from infoflow_lens.hooks.model.points import (
     instead_of_a_bridge,
     layer_count,
     reads_vectors,
-    run_catching,
     starts_at_layers,
-    unmasked,
 )
-from infoflow_lens.hooks.model.shown import Carried, shown
-from infoflow_lens.hooks.passes.own import edits_tried, own_pass
+from infoflow_lens.hooks.model.semantics import Carried, hook_semantics, visible_keys
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -238,8 +236,7 @@ def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> Mode
     check_inputs(model, example_input, "example_input")
     devices = devices_of(model)
     first = next(model.parameters())
-    with turn(model):  # another thread may evaluate it now
-        training = model.training
+    training = model.training
     inputs = example_input.to(first.device)
     known: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
     wanted = [
@@ -248,9 +245,10 @@ def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> Mode
         for point in (*_POINTS, "attn.hook_k")
         if f"blocks.{layer}.{point}" in known
     ]
-    carried = shown(model).scores
-    with eval_mode(model), own_pass(model):
-        output, caught = run_catching(model, inputs, wanted)
+    carried = hook_semantics(model).scores
+    with eval_mode(model):
+        made = call(model, inputs, wanted, output=True)
+        output, caught = made.output, made.activations
         if not output.isfinite().all():
             raise InfoFlowError(
                 "the output holds NaN or infinity on the example input: expected numbers; look for "
@@ -266,7 +264,11 @@ def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> Mode
             edits = {
                 point: _edited(model, inputs, layer, point) for point in _EDITED if point in found
             }
-            layers.append(_layer(found, edits, output, carried[layer]))
+            scores = found.get(_SCORES)
+            visible = None
+            if scores is not None and carried[layer] == "scores":
+                visible = visible_keys(model, layer, scores)
+            layers.append(_layer(found, edits, output, carried[layer], visible))
     return ModelCapabilities(
         kind=type(model).__name__,
         layers=tuple(layers),
@@ -294,15 +296,18 @@ def _edited(model: nn.Module, inputs: Tensor, layer: int, point: str) -> _Edited
 
     def edit(activation: Tensor, hook: Any) -> Tensor:
         noise = torch.randn(activation.shape, generator=generator).to(activation)
-        moved = unmasked(activation)
+        # masked scores stay so: they are far below all others
+        moved = activation > 0.5 * activation.clamp(min=torch.finfo(activation.dtype).min).min()
+        moved |= activation > -1e3
         return activation + noise * (activation[moved].abs().max() + 1) * moved
 
     block = f"blocks.{layer}."
     known: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
     behind = [block + other for other in _CONSEQUENCES if block + other in known]
-    with edits_tried(), model.hooks(fwd_hooks=[(block + point, edit)]):  # type: ignore[operator]
-        output, caught = run_catching(model, inputs, behind)
-    return _Edited(output, {name.removeprefix(block): value for name, value in caught.items()})
+    with ignore_edit_warnings():
+        made = call(model, inputs, behind, edit={block + point: edit}, output=True)
+    found = {name.removeprefix(block): value for name, value in made.activations.items()}
+    return _Edited(made.output, found)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -310,7 +315,11 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _layer(
-    found: Mapping[str, Tensor], edits: Mapping[str, _Edited], output: Tensor, carries: Carried
+    found: Mapping[str, Tensor],
+    edits: Mapping[str, _Edited],
+    output: Tensor,
+    carries: Carried,
+    visible: Bool[Tensor, "batch head query key"] | None,
 ) -> LayerCapabilities:
     pattern, scores = found.get(_PATTERN), found.get(_SCORES)
     reached = [point for point, edited in edits.items() if not _same(edited.output, output)]
@@ -319,7 +328,7 @@ def _layer(
     return LayerCapabilities(
         n_heads=None if pattern is None else pattern.shape[1],
         n_key_value_heads=_key_value_heads(found),
-        attends="unknown" if pattern is None else _attends(_allowed(pattern, scores, carries)),
+        attends="unknown" if pattern is None else _attends(_seen_keys(pattern, visible)),
         pattern="unknown" if pattern is None else _kind_of(pattern, scores, carries),
         scores=carries,
         parallel=_parallel(found, edits),
@@ -366,15 +375,12 @@ def _stays(found: Mapping[str, Tensor], edited: _Edited) -> bool:
     return bool((behind - answer - edit).norm() <= 0.1 * edit.norm())
 
 
-def _allowed(
+def _seen_keys(
     pattern: Float[Tensor, "batch head query key"],
-    scores: Float[Tensor, "batch head query key"] | None,
-    carries: str,
+    visible: Bool[Tensor, "batch head query key"] | None,
 ) -> Bool[Tensor, "query key"]:
     """The keys that some query of some sequence may attend to."""
-    if scores is not None and carries == "scores":
-        return unmasked(scores).flatten(0, 1).any(dim=0)
-    return (pattern > 0).flatten(0, 1).any(dim=0)
+    return ((pattern > 0) if visible is None else visible).flatten(0, 1).any(dim=0)
 
 
 def _attends(allowed: Bool[Tensor, "query key"]) -> str:

@@ -224,12 +224,27 @@ def mask_argument(model: nn.Module) -> str:
 def may_be_padded(model: nn.Module) -> bool:
     """Whether sequences of different lengths may share a batch.
 
-    A bidirectional HookedTransformer ignores the mask, and vector tokens take none.
+    A bidirectional HookedTransformer ignores the mask, vector tokens take none, and rotary
+    embeddings that depend on the length (longrope, dynamic NTK) take the longest of a batch.
     """
-    if hasattr(model, "check_input"):
+    if hasattr(model, "check_input") or depends_on_length(model):
         return False
     direction = getattr(getattr(model, "cfg", None), "attention_dir", "causal")
     return not (starts_at_layers(model) and direction == "bidirectional")
+
+
+def depends_on_length(model: nn.Module) -> bool:
+    """Whether what the model gives for a position depends on the length of its batch.
+
+    These are the kinds of rotary embedding for which transformers writes the frequencies anew in
+    every pass.
+    """
+    return any(_is_rewritten(getattr(module, "rope_type", None)) for module in model.modules())
+
+
+def _is_rewritten(rope_type: Any) -> bool:
+    kinds = rope_type.values() if isinstance(rope_type, Mapping) else (rope_type,)
+    return any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
 
 
 def _masks_by_itself(model: nn.Module, padding_side: Any = None) -> bool:

@@ -6,12 +6,11 @@ names are resolved here, before work starts.
 
 import importlib.util
 import inspect
-import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -145,37 +144,10 @@ def token_hook(model: nn.Module) -> str:
     return hook_name(model, TOKENS if reads_vectors(model) else "hook_embed")
 
 
-def unmasked(scores: Float[Tensor, "*query key"]) -> Bool[Tensor, "*query key"]:
-    """The keys that may be attended to: not -inf, nor the lowest finite value used in its place."""
-    return scores > torch.finfo(scores.dtype).min
-
-
-@runtime_checkable
-class Runnable(Protocol):
-    """Inputs that know how to be run, such as a padded batch with its mask."""
-
-    def run(self, model: nn.Module) -> Tensor:
-        """The model's output on them."""
-        ...
-
-
-def run_catching(
-    model: nn.Module, inputs: Tensor | Runnable, names: Iterable[str]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output of a forward pass, and what fired at hook points, by the names that were asked."""
-    caught: dict[str, Tensor] = {}
-    mine = threading.get_ident()
-
-    def catch(name: str) -> Callable[..., None]:
-        def hook_fn(activation: Tensor, hook: Any) -> None:
-            if threading.get_ident() == mine:  # a call of another thread may be under way
-                caught[name] = activation.detach()
-
-        return hook_fn
-
-    with model.hooks(fwd_hooks=[(name, catch(name)) for name in names]):  # type: ignore[operator]
-        output: Tensor = model(inputs) if isinstance(inputs, Tensor) else inputs.run(model)
-    return output, caught
+def layer_of(point: str) -> int | None:
+    """The layer of a hook point; None for those outside of blocks."""
+    parts = point.split(".")
+    return int(parts[1]) if parts[0] == "blocks" else None
 
 
 def check_finite(activation: Float[Tensor, "..."], name: str, sequence: int) -> None:

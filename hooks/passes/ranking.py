@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.passes import kernels
 
 
 class Ranked(NamedTuple):
@@ -25,51 +26,65 @@ class Ranked(NamedTuple):
     ties: Int[Tensor, "*query rank"]
 
 
-def rank_keys(scores: Float[Tensor, "*query key"], ranks: Sequence[int]) -> Ranked:
+def rank_keys(
+    scores: Float[Tensor, "*query key"],
+    ranks: Sequence[int],
+    visible: Bool[Tensor, "*query key"] | None = None,
+) -> Ranked:
     """The keys of the k-th largest scores, for each k in `ranks` (1 is the argmax).
 
-    Scores are compared in float32; ties go to the lowest position. Masked keys (-inf, or the
-    lowest finite value that some models use instead) are never chosen: a rank beyond the allowed
-    keys is undefined. A mask of another value, -1e9 say, cannot be told from a score.
+    Scores are compared in float32; ties go to the lowest position. Keys that are not visible, or
+    whose score is -inf, are never chosen: a rank beyond the visible keys is undefined.
+
+    Args:
+        scores: attention scores, [batch, head, query, key] where `visible` is given.
+        ranks: which k.
+        visible: [batch or 1, query, key], the keys that a query may see; None for all.
     """
-    ranks, scores = tuple(ranks), scores.detach()
-    lowest = torch.finfo(scores.dtype).min
-    scores = scores.float()
-    n_keys, deepest = scores.shape[-1], max(ranks)
+    ranks, deepest, n_keys = tuple(ranks), max(ranks), scores.shape[-1]
     dtype = torch.int16 if n_keys < 2**15 else torch.int32
-    values, places = scores.topk(min(deepest + 1, n_keys), dim=-1)  # one more, for the last margin
-    if values.shape[-1] <= deepest:
-        missing = (0, deepest + 1 - values.shape[-1])
-        values = torch.nn.functional.pad(values, missing, value=-torch.inf)
-        places = torch.nn.functional.pad(places, missing)
-    masked = values[..., :-1] <= lowest
-    positions = places[..., :-1].to(dtype).masked_fill_(masked, -1)
-    margins = values[..., :-1] - values[..., 1:].masked_fill(values[..., 1:] <= lowest, -torch.inf)
-    margins.masked_fill_(masked, torch.nan)
-    ties = torch.zeros_like(positions)
-    equal = margins == 0
-    if equal.any():  # topk breaks ties as it likes
-        tied = equal.any(dim=-1)
-        positions[tied], ties[tied] = _rank_tied(scores[tied], values[tied][:, :-1], lowest, dtype)
-    if ranks != tuple(range(1, deepest + 1)):
-        columns = [rank - 1 for rank in ranks]
-        return Ranked(*(part[..., columns] for part in (positions, margins, ties)))
-    return Ranked(positions, margins, ties)
+    n = min(deepest + 1, n_keys)  # one more than asked for, for the last margin
+    values, places, ties = largest_keys(scores.detach(), n, visible)
+    missing = (0, deepest + 1 - n)
+    values = torch.nn.functional.pad(values, missing, value=-torch.inf)
+    places, ties = (
+        torch.nn.functional.pad(part, missing)[..., :deepest] for part in (places, ties)
+    )
+    masked = values[..., :-1] == -torch.inf
+    positions = places.to(dtype).masked_fill_(masked, -1)
+    margins = (values[..., :-1] - values[..., 1:]).masked_fill_(masked, torch.nan)
+    counts = ties.to(dtype).masked_fill_(masked, 0)
+    if ranks == tuple(range(1, deepest + 1)):
+        return Ranked(positions, margins, counts)
+    columns = [rank - 1 for rank in ranks]
+    return Ranked(*(part[..., columns] for part in (positions, margins, counts)))
 
 
-def _rank_tied(
-    scores: Float[Tensor, "row key"],
-    values: Float[Tensor, "row rank"],
-    lowest: float,
-    dtype: torch.dtype,
-) -> tuple[Int[Tensor, "row rank"], Int[Tensor, "row rank"]]:
-    """Positions in the order of their largest values, the lowest first among equals; and ties."""
-    masked = values <= lowest
-    order = scores.sort(dim=-1, descending=True, stable=True).indices[:, : values.shape[1]]
-    missing = (0, values.shape[1] - order.shape[1])
-    positions = torch.nn.functional.pad(order, missing).masked_fill(masked, -1)
-    equal = [(scores == value[:, None]).sum(dim=-1) - 1 for value in values.unbind(dim=1)]
-    return positions.to(dtype), torch.stack(equal, dim=1).masked_fill(masked, 0).to(dtype)
+def largest_keys(
+    scores: Float[Tensor, "*query key"], n: int, visible: Bool[Tensor, "*query key"] | None = None
+) -> tuple[Float[Tensor, "*query n"], Int[Tensor, "*query n"], Int[Tensor, "*query n"]]:
+    """The `n` largest scores of each row, their positions, and how many others equal each.
+
+    The largest comes first, the lowest position among equals; keys that are not visible count as
+    -inf. Of the last one the value alone is certain: others that equal it may not be counted. On a
+    GPU it is one kernel, which never waits for the device.
+    """
+    if kernels.can_run(scores):
+        return kernels.largest_keys(scores, n, visible)
+    scores = scores.float()
+    if visible is not None:
+        scores = scores.masked_fill(~visible.unsqueeze(-3), -torch.inf)
+    values, places = scores.topk(n, dim=-1)
+    ties = torch.zeros_like(places)
+    equal = (values[..., :-1] == values[..., 1:]) & (values[..., 1:] > -torch.inf)
+    tied = equal.any(dim=-1)
+    if tied.any():  # topk breaks ties as it likes
+        rows = scores[tied]
+        order = rows.sort(dim=-1, descending=True, stable=True).indices[:, :n]
+        places[tied] = order
+        others = [(rows == value[:, None]).sum(dim=-1) - 1 for value in values[tied].unbind(dim=-1)]
+        ties[tied] = torch.stack(others, dim=-1)
+    return values, places, ties
 
 
 def check_rank_support(ranks: Sequence[int], without: Sequence[int], n_keys: int) -> None:
@@ -84,14 +99,3 @@ def check_rank_support(ranks: Sequence[int], without: Sequence[int], n_keys: int
             f"rank {max(ranks)} is beyond the number of keys: the longest row of attention has "
             f"{left} keys; ask for ranks up to {left}"
         )
-
-
-def leaving_out(
-    scores: Float[Tensor, "*query key"], positions: Sequence[int]
-) -> Float[Tensor, "*query key"]:
-    """The scores with some keys masked, which are then never ranked."""
-    chosen = [position for position in positions if position < scores.shape[-1]]
-    if not chosen:
-        return scores
-    keys = torch.tensor(chosen, device=scores.device)
-    return scores.index_fill(-1, keys, -torch.inf)

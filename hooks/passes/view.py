@@ -1,7 +1,7 @@
 """One forward pass as probes see it: checked, padding moved away, everything worked out once."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,17 +10,25 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.model.inputs import depends_on_length
 from infoflow_lens.hooks.model.points import (
-    check_finite,
     hook_name,
     layer_count,
+    layer_of,
     pattern_hook,
     reads_vectors,
     scores_hook,
     token_hook,
 )
-from infoflow_lens.hooks.model.shown import attention_hook, shown, state_hooks, state_sum
-from infoflow_lens.hooks.passes.ranking import Ranked, leaving_out, rank_keys
+from infoflow_lens.hooks.model.semantics import (
+    attended,
+    attention_hook,
+    hook_semantics,
+    state_hooks,
+    state_sum,
+    visibility,
+)
+from infoflow_lens.hooks.passes.ranking import Ranked, rank_keys
 from infoflow_lens.hooks.passes.reductions import mean_over, sum_over
 
 _QUERY_BY_KEY = ("hook_attn_scores", "hook_pattern")  # [batch, head, query, key]
@@ -105,6 +113,7 @@ class Pass:
         turns: int [batch], by which held-out sequences are dealt to blocks in turn.
         lengths: int [batch], real tokens of each sequence; None if nothing is padded.
         tokens: token ids [batch, pos] or vector tokens; None where hooks alone saw the pass.
+        output: what the call of the model returned; None where it ended before.
     """
 
     def __init__(
@@ -115,6 +124,7 @@ class Pass:
         tokens: Tensor | None = None,
         mask: Bool[Tensor, "batch pos"] | None = None,
         needs: Needs | None = None,
+        output: Any = None,
     ) -> None:
         """Look at a pass.
 
@@ -124,11 +134,13 @@ class Pass:
             tokens: what the model read.
             mask: which positions are real; None for all.
             needs: of all probes that will look, so that keys are ranked once and deep enough.
+            output: what the call returned.
 
         Raises:
-            InfoFlowError: if tokens attend to what the mask calls padding.
+            InfoFlowError: if tokens attend to what the mask calls padding, or what the model gives
+                for a position depends on the length of its batch; and for NaN or infinity.
         """
-        self.model, self._raw = model, activations
+        self.model, self._raw, self.output = model, activations, output
         shapes = [part.shape for part in (*activations.values(), tokens) if part is not None]
         n = shapes[0][0] if shapes else 0
         self.indices = self.turns = torch.arange(n)
@@ -139,12 +151,13 @@ class Pass:
         self._order: Int[Tensor, "batch pos"] | None = None
         self._size = 0 if mask is None else mask.shape[1]
         if mask is not None:
-            _check_mask_took_effect(model, activations, mask)
+            _check_padding_is_right(model, activations, mask)
             self.lengths = mask.sum(dim=1).cpu()
             self._order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
             self._order = self._order[:, : int(self.lengths.max())]
             self._in_place = bool((self._order.cpu() == torch.arange(self._order.shape[1])).all())
         self.tokens = None if tokens is None else self._moved(tokens)
+        self._check_finite(mask)
 
     def __len__(self) -> int:
         return len(self.held_out)
@@ -180,6 +193,13 @@ class Pass:
             return torch.ones(len(self), n_pos, dtype=torch.bool)
         return torch.arange(n_pos) < self.lengths[:, None]
 
+    def visible(self, layer: int) -> Bool[Tensor, "sequence query key"]:
+        """Which keys each query may see in a layer, False on padding; on the model's device.
+
+        The axis `sequence` has length 1 where all sequences see alike, as they do without padding.
+        """
+        return self._once(("visible", layer), lambda: self._visible(layer))
+
     def activation(self, name: str) -> Tensor:
         """What fired at a hook point, positions on axis 1; padding holds anything.
 
@@ -196,19 +216,19 @@ class Pass:
         """The attention pattern, 0 for padding.
 
         Raises:
-            InfoFlowError: for NaN or infinity, or attention over other keys than this pass has.
+            InfoFlowError: for attention over other keys than this pass has.
         """
         return self._once(("pattern", layer), lambda: self._pattern(layer))
 
     def scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        """The attention scores, -inf for padding.
+        """The attention scores, -inf for keys that a query may not see.
 
         Where a model shows the pattern in their place they are its logarithm: a softmax keeps the
         order, and the logarithm of its weights differs from the scores by a constant in each row.
-        Keys whose weight is 0 cannot be told from masked ones there, and count as masked.
+        Keys whose weight is 0 have no rank there.
 
         Raises:
-            InfoFlowError: for NaN or infinity, or attention over other keys than this pass has.
+            InfoFlowError: for attention over other keys than this pass has.
         """
         return self._once(("scores", layer), lambda: self._scores(layer))
 
@@ -224,7 +244,7 @@ class Pass:
         deepest = max(self._depths.get(left_out, 0), *chosen)
         every = self._once(
             ("ranked", layer, left_out, deepest),
-            lambda: rank_keys(leaving_out(self.scores(layer), left_out), range(1, deepest + 1)),
+            lambda: self._ranked(layer, left_out, range(1, deepest + 1)),
         )
         if chosen == tuple(range(1, deepest + 1)):
             return every
@@ -232,15 +252,12 @@ class Pass:
         return Ranked(*(part[..., columns] for part in every))
 
     def state(self, layer: int, point: str = "post_attention") -> Float[Tensor, "batch pos *d"]:
-        """A state of a layer, checked at real positions.
+        """A state of a layer; padding holds anything.
 
         Args:
             layer: the layer.
             point: "post_attention" (x'_l of eq 1), "resid_post", "resid_pre", or "head", every
                 head's own output [batch, pos, head, d_head].
-
-        Raises:
-            InfoFlowError: for NaN or infinity.
         """
         return self._once(("state", layer, point), lambda: self._state(layer, point))
 
@@ -314,29 +331,83 @@ class Pass:
         return activation.masked_fill(~both, fill)
 
     def _pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        name = pattern_hook(self.model, layer)
-        pattern = self._attention(name, 0)
-        check_finite(pattern, name, self.first)
-        return pattern
+        return self._attention(pattern_hook(self.model, layer), 0)
+
+    def _shown_scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
+        """Scores as the model shows them, masked as it masks, -inf for padding."""
+        if hook_semantics(self.model).scores[layer] != "scores":
+            return self.pattern(layer).float().log()
+        return self._attention(scores_hook(self.model, layer), -torch.inf)
 
     def _scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        if shown(self.model).scores[layer] != "scores":
-            return self.pattern(layer).float().log()
-        name = scores_hook(self.model, layer)
-        scores = self._attention(name, -torch.inf)
-        highest = scores.amax()  # NaN stays NaN, and masked keys are -inf
-        if highest.isnan() or highest == torch.inf:
-            check_finite(highest, name, self.first)
-        return scores
+        scores = self._shown_scores(layer)
+        if visibility(self.model, scores.shape[-1]) is None:  # masked with -inf
+            return scores
+        return scores.masked_fill(~self.visible(layer)[:, None], -torch.inf)
+
+    def _visible(self, layer: int) -> Bool[Tensor, "sequence query key"]:
+        shown = self._shown_scores(layer)
+        n_pos = shown.shape[-1]
+        known = visibility(self.model, n_pos)
+        if known is None:
+            longest = 0 if self.lengths is None else int(self.lengths.argmax())
+            keys = (shown[longest] > -torch.inf).any(dim=0)
+        else:
+            keys = known.keys[layer][:n_pos, :n_pos].to(shown.device)
+        if self.lengths is None:
+            return keys[None]
+        real = self.is_real(n_pos).to(shown.device)
+        return keys & real[:, :, None] & real[:, None, :]
+
+    def _ranked(self, layer: int, without: tuple[int, ...], ranks: range) -> Ranked:
+        scores, visible = self._shown_scores(layer), None
+        if without or visibility(self.model, scores.shape[-1]) is not None:
+            visible = self.visible(layer)
+            left_out = [key for key in without if key < visible.shape[-1]]
+            if left_out:
+                keys = torch.tensor(left_out, device=visible.device)
+                visible = visible.index_fill(-1, keys, False)
+        return rank_keys(scores, ranks, visible)
 
     def _state(self, layer: int, point: str) -> Tensor:
         names = _state_points(self.model, layer, point)
-        state = state_sum({name: self.activation(name) for name in names}, names)
-        whole = state
-        if self.lengths is not None:
-            whole = state[self.is_real(state.shape[1]).to(state.device)]
-        check_finite(whole, f"the {point} state of layer {layer}", self.first)
-        return state
+        return state_sum({name: self.activation(name) for name in names}, names)
+
+    def _check_finite(self, mask: Bool[Tensor, "batch pos"] | None) -> None:
+        """Refuse NaN and infinity in all that was caught, waiting for the device once.
+
+        Raises:
+            InfoFlowError: naming the hook point.
+        """
+        names = [n for n, part in self._raw.items() if part.is_floating_point() and part.numel()]
+        if not names:
+            return
+        doubts = [self._doubt(name, mask).flatten() for name in names]
+        if torch.cat(doubts).isfinite().all():
+            return
+        for name, doubt in zip(names, doubts, strict=True):
+            if not doubt.isfinite() and not self._doubt(name, mask, exactly=True).isfinite():
+                what = "NaN" if doubt.isnan() else "infinity"
+                raise InfoFlowError(
+                    f"{name} holds {what}: expected numbers; look for bad weights or inputs, or "
+                    "run in float32"
+                )
+
+    def _doubt(
+        self, name: str, mask: Bool[Tensor, "batch pos"] | None, exactly: bool = False
+    ) -> Float[Tensor, ""]:
+        """A number that is not finite where a number of an activation at real positions is not.
+
+        Masked scores are -inf, so of scores it is the largest that must be finite. Of others it is
+        the sum, which is quicker than a look at each and may overflow, or exactly the largest size.
+        """
+        activation = self._raw[name]
+        if name.endswith("hook_attn_scores"):
+            return activation.amax().float()
+        if mask is not None and activation.ndim > 1 and activation.shape[1] == mask.shape[1]:
+            padding = ~mask.to(activation.device).view(*mask.shape, *(1,) * (activation.ndim - 2))
+            activation = activation.masked_fill(padding, 0)
+        return activation.abs().amax().float() if exactly else activation.sum(dtype=torch.float32)
 
 
 def _along(activation: Tensor, index: Tensor, axis: int) -> Tensor:
@@ -348,28 +419,25 @@ def _along(activation: Tensor, index: Tensor, axis: int) -> Tensor:
     return activation.gather(axis, index.view(shape).expand(size))
 
 
-def _attends(
-    model: nn.Module, name: str, activation: Tensor
-) -> Bool[Tensor, "batch head query key"] | None:
-    """Which keys are attended to at all, if the hook point shows attention."""
-    if not name.endswith(_QUERY_BY_KEY):
-        return None
-    by_weight = name.endswith("hook_pattern")
-    if not by_weight:
-        by_weight = shown(model).scores[int(name.split(".")[1])] != "scores"
-    return activation > (0 if by_weight else torch.finfo(activation.dtype).min)
-
-
-def _check_mask_took_effect(
+def _check_padding_is_right(
     model: nn.Module, activations: Mapping[str, Tensor], mask: Bool[Tensor, "batch pos"]
 ) -> None:
-    """Refuse passes in which real queries attended to padding."""
-    for name, activation in activations.items():
-        attended = _attends(model, name, activation)
-        if attended is None or attended.shape[-1] != mask.shape[1]:
+    """Refuse passes in which padding changed what real positions show.
+
+    Raises:
+        InfoFlowError: if real queries attended to padding, or positions depend on the length.
+    """
+    if depends_on_length(model):
+        raise InfoFlowError(
+            f"{type(model).__name__} has rotary embeddings that depend on the longest sequence of "
+            "a batch, so a padded batch is not what its sequences alone give: expected sequences "
+            "of one length together; run_probes takes care of that"
+        )
+    for name, by_weight, seen in _attention_shown(model, activations):
+        if seen.shape[-1] != mask.shape[1]:
             continue
-        mask = mask.to(attended.device)
-        if (attended & mask[:, None, :, None] & ~mask[:, None, None, :]).any():
+        mask = mask.to(seen.device)
+        if (attended(model, layer_of(name) or 0, seen, by_weight) & _to_padding(mask)).any():
             raise InfoFlowError(
                 f"{name}: tokens attend to padding, so the model ignores the attention_mask (a "
                 "bidirectional HookedTransformer does): expected masked keys; run sequences of one "
@@ -377,25 +445,46 @@ def _check_mask_took_effect(
             )
 
 
-def check_no_padding(model: nn.Module, activations: Mapping[str, Tensor]) -> None:
-    """Refuse passes that hooks alone saw and in which some key is closed to every query.
+def _to_padding(mask: Bool[Tensor, "batch pos"]) -> Bool[Tensor, "batch query key"]:
+    return mask[:, :, None] & ~mask[:, None, :]
 
-    Hooks do not see the arguments of the call, so they cannot tell where padding stands.
+
+def _attention_shown(
+    model: nn.Module, activations: Mapping[str, Tensor]
+) -> Iterator[tuple[str, bool, Tensor]]:
+    """The scores and patterns among activations, and which are patterns."""
+    for name, seen in activations.items():
+        if name.endswith(_QUERY_BY_KEY):
+            scores = hook_semantics(model).scores[layer_of(name) or 0] == "scores"
+            yield name, name.endswith("hook_pattern") or not scores, seen
+
+
+def check_no_padding(model: nn.Module, activations: Mapping[str, Tensor]) -> None:
+    """Refuse passes whose attention differs from that of whole sequences, as with padding.
+
+    For passes of which the arguments of the call are not known: activations alone cannot tell where
+    padding stands.
 
     Raises:
         InfoFlowError: naming the hook point.
     """
-    name = attention_hook(model, 0)
-    if reads_vectors(model) or name not in activations:  # vectors have no padding; CLS is closed
+    if reads_vectors(model):  # vectors have no padding; CLS is closed
         return
-    attended = _attends(model, name, activations[name])
-    assert attended is not None
-    if not attended.flatten(1, 2).any(dim=1).all():
-        raise InfoFlowError(
-            f"{name}: no query may attend to some positions, as with padding and an "
-            "attention_mask, and hooks alone do not see which these are: expected sequences "
-            "without padding; use attach() or run_probes() for padded ones"
-        )
+    for name, by_weight, seen in _attention_shown(model, activations):
+        layer, n_pos = layer_of(name) or 0, seen.shape[-1]
+        if seen.shape[-2] != n_pos:
+            continue
+        found = attended(model, layer, seen, by_weight)
+        known = visibility(model, n_pos)
+        beyond = known is not None and (found & ~known.keys[layer][:n_pos, :n_pos]).any()
+        if beyond or not found.any(dim=1).all():
+            raise InfoFlowError(
+                f"{name}: some positions are seen by no query, or see more than others do, as with "
+                "padding and an attention_mask, and activations alone do not tell which these are: "
+                "expected sequences without padding, or the attention_mask; use attach() or "
+                "run_probes() for padded ones"
+            )
+        return
 
 
 def padded_together(parts: list[Tensor], axes: tuple[int, ...], value: float | int) -> Tensor:

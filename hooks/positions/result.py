@@ -61,7 +61,7 @@ class PositionsResult(Result):
         return tuple(layer[..., column] for layer in self.positions)
 
     @property
-    def passed(self) -> tuple[Int[Tensor, "sample _head query"], ...]:
+    def moved_keys(self) -> tuple[Int[Tensor, "sample _head query"], ...]:
         """What heads pass on by rule (1), :attr:`argmax`; `propagate` takes the result for it."""
         return self.argmax
 
@@ -160,9 +160,9 @@ class ShardedPositions(ShardedResult[PositionsResult]):
         return self.whole().argmax
 
     @property
-    def passed(self) -> tuple[Int[Tensor, "sample _head query"], ...]:
-        """As :attr:`PositionsResult.passed`, of all sequences in memory."""
-        return self.whole().passed
+    def moved_keys(self) -> tuple[Int[Tensor, "sample _head query"], ...]:
+        """As :attr:`PositionsResult.moved_keys`, of all sequences in memory."""
+        return self.whole().moved_keys
 
     def summary(self, skip: int = 0) -> "pd.DataFrame":
         """As :meth:`PositionsResult.summary`, of all sequences.

@@ -8,8 +8,6 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from infoflow_lens.hooks.model.points import unmasked
-from infoflow_lens.hooks.passes.ranking import leaving_out
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.recovery.buffer import Rows
 from infoflow_lens.hooks.recovery.targets import random_keys
@@ -84,8 +82,10 @@ class RowMaker:
         valid[:, [query for query in self.without if query < n_source]] = False
         groups = [keys]
         if self.controls:
-            scores = leaving_out(seen.scores(layer), self.without)[:, :, :n_source, :n_source]
-            allowed = unmasked(scores).any(dim=1).to(state.device)
+            allowed = seen.visible(layer)[:, :n_source, :n_source].to(state.device)
+            left_out = [key for key in self.without if key < n_source]
+            allowed = allowed.expand(len(seen), -1, -1).clone()
+            allowed[:, :, left_out] = False
             groups += self._control_keys(seen, keys, allowed, before)
         if self.source != "head":
             return LayerRows([state], [torch.cat(groups, dim=-1)], valid, keys, n_heads)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.hooks.influence.base import tolerance
+from infoflow_lens.hooks.model.call import call, without_user_hooks
 from infoflow_lens.hooks.model.inputs import example_input
-from infoflow_lens.hooks.model.points import layer_count, reads_vectors, run_catching
-from infoflow_lens.hooks.model.shown import shown
-from infoflow_lens.hooks.passes.own import own_pass, without_user_hooks
+from infoflow_lens.hooks.model.points import layer_count, reads_vectors
+from infoflow_lens.hooks.model.semantics import hook_semantics
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.routes.base import RoutesProbe, rolled_out, rows_at
 
@@ -115,8 +115,9 @@ def factors_of(model: nn.Module) -> tuple[float, ...]:
     tokens = example_input(model, n_sequences=2).to(next(model.parameters()).device)
     if not reads_vectors(model):
         tokens = tokens[:, :8]
-    with eval_mode(model), own_pass(model), without_user_hooks(model), torch.no_grad():
-        seen = Pass(model, run_catching(model, tokens, points)[1], tokens=tokens)
+    with eval_mode(model), without_user_hooks(model):
+        caught = call(model, tokens, points, output=True).activations
+        seen = Pass(model, caught, tokens=tokens)
     missing = seen.lacks(points)
     if missing:
         raise _cannot(model, f"{', '.join(missing[:3])} do not fire")
@@ -199,7 +200,7 @@ class _Parts:
 
     def lacking(self, seen: Pass, layer: int) -> str:
         """Why the parts are not those of the model's own states; empty if they are."""
-        if not shown(seen.model).adds:
+        if not hook_semantics(seen.model).adds:
             return ""  # hook_attn_out is behind the norm, and shows another state
         shows = seen.activation(f"blocks.{layer}.hook_attn_out")
         gap = (shows.float() - self.added()).norm(dim=-1)
@@ -246,7 +247,7 @@ class _Parts:
 def _factor(seen: Pass, layer: int) -> float:
     """What the model adds, over what the heads bring."""
     added = _Parts.of(seen, layer).added()
-    if not shown(seen.model).adds:
+    if not hook_semantics(seen.model).adds:
         return 1.0
     shows = seen.activation(f"blocks.{layer}.hook_attn_out")
     real = seen.is_real(added.shape[1]).to(added.device)

@@ -197,10 +197,11 @@ def _sweep(
     from rich.table import Table
 
     from infoflow_lens.foundation.errors import InfoFlowError
-    from infoflow_lens.theory.comparison import check_sizes
+    from infoflow_lens.foundation.settings import check
+    from infoflow_lens.theory.comparison import Heads
     from infoflow_lens.theory.estimate import flags_of, phase_diagram
 
-    check_sizes(n_heads, tokens)
+    check(n_heads, Heads, "--heads")
     if plot is not None:
         from infoflow_lens.report.phase import check_picture_path, draw_phase_diagram
 
@@ -211,8 +212,8 @@ def _sweep(
             f"--sweep over {n_heads} and {len(lengths)} lengths has {rows_asked} entries: expected "
             f"at most {_MOST_ROWS}; ask for fewer heads"
         )
-    heads = list(itertools.product(*(range(1, most + 1) for most in n_heads)))
-    rows = phase_diagram(target, heads, lengths, count, trees)
+    heads = tuple(itertools.product(*(range(1, most + 1) for most in n_heads)))
+    rows = phase_diagram(target, heads, tuple(lengths), count, trees)
     flags = () if target.comparison is None else flags_of(target.comparison, n_heads, count, trees)
     title = f"{target.name}: max-position retrieval alone, count={count}, K={trees}"
     if plot is not None:

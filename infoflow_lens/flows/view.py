@@ -7,7 +7,7 @@ from torch import Tensor
 from infoflow_lens.flows.result import RULES_OF_VIEW, Flow, is_causal
 from infoflow_lens.hooks import InfluenceResult
 from infoflow_lens.report.flow_view import RULES, FlowView, ViewedInput, ViewedMechanism
-from infoflow_lens.theory.information_sets import MaxPosition, Rule, SpecificPositions
+from infoflow_lens.theory.information_sets import Rule
 
 _MOST_PATTERNS = 2_000_000  # weights that the picture takes along
 
@@ -85,13 +85,10 @@ def _mechanisms(flow: Flow, index: int, n_states: int) -> list[list[ViewedMechan
 
 
 def _keys_of(rule: Rule, index: int, n_states: int) -> Int[Tensor, "pos k"]:
-    """The keys that a rule passes on in one input; -1 for none."""
-    if isinstance(rule, MaxPosition):
-        positions = rule.positions[index if len(rule.positions) > 1 else 0, 0, :n_states].long()
-        return positions if positions.ndim == 2 else positions[:, None]
-    assert isinstance(rule, SpecificPositions)
-    reads = rule.reads[:n_states, :n_states]
-    return torch.where(reads, torch.arange(n_states), -1)
+    """The keys that a rule moves in one input; -1 for none."""
+    keys = rule.describe(index)[:n_states]
+    keys = torch.where(keys < n_states, keys, -1)
+    return keys[:, (keys >= 0).any(dim=0)]
 
 
 def _how(influence: InfluenceResult | None) -> str:

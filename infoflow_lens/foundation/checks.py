@@ -4,6 +4,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+from infoflow_lens.foundation.devices import check_device as check_device
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 
@@ -106,24 +107,3 @@ def check_seed(seed: Any, name: str = "seed") -> int:
     if number is None or not 0 <= number <= LARGEST_SEED:
         raise InfoFlowError(f"{name} is {seed!r}: expected an integer from 0 to 2^63 - 1")
     return number
-
-
-def check_device(device: Any, name: str = "device") -> str:
-    """`device`, if numbers can be put on it.
-
-    Raises:
-        InfoFlowError: with what it answered.
-    """
-    import torch
-
-    try:
-        torch.empty(1, device=device)
-        kind = torch.device(device).type
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        raise InfoFlowError(
-            f"{name} is {device!r}, which does not answer ({str(error).splitlines()[0]}): expected "
-            "cpu, or an accelerator that this PyTorch sees, such as cuda:0"
-        ) from error
-    if kind == "meta":
-        raise InfoFlowError(f"{name} 'meta' holds no numbers: expected cpu, or an accelerator")
-    return str(device)

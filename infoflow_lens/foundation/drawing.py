@@ -17,7 +17,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 _aten = torch.ops.aten
 
 
-class Drawing(TorchDispatchMode):
+class SeededRandom(TorchDispatchMode):
     """What the operations of a block draw in this thread comes from a seed of its own.
 
     On a CPU the numbers are those that the global generator would give from the same seed; its
@@ -87,7 +87,9 @@ def _draws_at_all(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return not any(name in given and not given[name] for name in ("dropout_p", "dropout"))
 
 
-def _dropout(drawing: Drawing, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+def _dropout(
+    drawing: SeededRandom, x: Tensor, p: float, train: bool | None
+) -> tuple[Tensor, Tensor]:
     """nn.Dropout on accelerators; on a CPU it is made of operations that take a generator."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
@@ -95,7 +97,9 @@ def _dropout(drawing: Drawing, x: Tensor, p: float, train: bool | None) -> tuple
     return x * kept / (1 - p) if p < 1 else x * 0, kept
 
 
-def _filled(drawing: Drawing, like: Tensor, how: str, *numbers: float, **kwargs: Any) -> Tensor:
+def _filled(
+    drawing: SeededRandom, like: Tensor, how: str, *numbers: float, **kwargs: Any
+) -> Tensor:
     made = torch.empty_like(like, **kwargs)
     generator = drawing.generator(_device_of((made,), {}))
     filled: Tensor = getattr(made, how)(*numbers, generator=generator)
@@ -103,7 +107,7 @@ def _filled(drawing: Drawing, like: Tensor, how: str, *numbers: float, **kwargs:
 
 
 def _like(how: str, *numbers: float) -> Any:
-    def drawn(drawing: Drawing, like: Tensor, **kwargs: Any) -> Tensor:
+    def drawn(drawing: SeededRandom, like: Tensor, **kwargs: Any) -> Tensor:
         return _filled(drawing, like, how, *numbers, **kwargs)
 
     return drawn

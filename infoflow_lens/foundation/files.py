@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import socket
+import stat
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,23 +20,27 @@ from safetensors import SafetensorError
 
 from infoflow_lens.foundation.errors import InfoFlowError
 
-UNFINISHED = ".part"  # the end of the names of files that are being written
-_LOCK, _WRITER = ".lock", ".lock.json"
+PRIVATE = ".infoflow-lens"  # the folder in a run's folder whose contents are the run's alone
+_SCRATCH, _LOCK, _WRITER = "scratch", "lock", "writer.json"
+_LONGEST_LOCK = 4096
+_held: list[Path] = []  # folders that this process writes to as a run, or for one
 
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path beside `path` that replaces it when the block ends well.
+    """Yield a temporary path that replaces `path` when the block ends well.
 
-    A process killed inside the block leaves `path` as it was.
+    A process killed inside the block leaves `path` as it was. In the folder of a run the temporary
+    file lies in the run's scratch folder, elsewhere beside `path`.
 
     Raises:
-        InfoFlowError: where the file cannot be written, such as on a full disk.
+        InfoFlowError: where the file cannot be written, such as on a full disk; and in the folder
+            of a run, for a path that leads through a link.
     """
     target = Path(path)
-    with _said_of(target):
+    with naming_file(target):
         descriptor, name = tempfile.mkstemp(
-            dir=target.parent, prefix=f".{target.name}.", suffix=UNFINISHED
+            dir=scratch_for(target), prefix=f".{target.name}.", suffix=".part"
         )
         os.close(descriptor)
         temporary = Path(name)
@@ -52,8 +58,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextmanager
-def _said_of(target: Path) -> Iterator[None]:
-    """What the system answers to a write, as an error that names the file."""
+def naming_file(target: Path) -> Iterator[None]:
+    """Make what the system answers to a write an error that names the file."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -166,43 +172,122 @@ def writable_folder(path: str | os.PathLike[str]) -> Path:
 def locked(path: str | os.PathLike[str], what: str) -> Iterator[Path]:
     """A writable folder that no other run writes to for the length of a block.
 
-    The system gives the lock back when the process ends, however it ends. What dead runs have left
-    unfinished in the folder is removed.
+    The system gives the lock back when the process ends, however it ends. Where a file system has
+    no such locks, a file says that the folder is taken; one that a killed run of this machine left
+    is noticed. What dead runs have left unfinished in their scratch folder is removed; nothing
+    else is.
 
     Args:
         path: the folder; made if it is not there.
         what: what writes, as others are told.
 
     Raises:
-        InfoFlowError: if another run holds it, with its name, process and machine; or if the folder
-            cannot be written.
+        InfoFlowError: if another run holds it, with its name, process and machine; if the folder
+            cannot be written; or if links stand where the run's own files belong.
     """
     folder = writable_folder(path)
-    lock, writer = FileLock(folder / _LOCK), folder / _WRITER
+    private = folder / PRIVATE
+    lock, writer = FileLock(private / _LOCK), private / _WRITER
     try:
-        lock.acquire(timeout=0)
+        no_links(folder, private / _LOCK)
+        no_links(folder, private / _SCRATCH)
+        private.mkdir(exist_ok=True)
+        _check_lock(private / _LOCK)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a file system without locks: said above
+            lock.acquire(timeout=0)
     except Timeout as error:
         raise InfoFlowError(
             f"{str(folder)!r} is being written by {_named_in(writer)}: expected one run at a time "
             "in a folder; wait until it ends, or choose another folder"
         ) from error
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         raise InfoFlowError(
-            f"{str(folder)!r} cannot be locked ({error.strerror}): expected a folder that you may "
+            f"{str(folder)!r} cannot be locked ({reason}): expected a folder that you may "
             "write to; choose another folder"
         ) from error
     try:
-        sweep(folder)
-        about = {"what": what, "process": os.getpid(), "machine": socket.gethostname()}
-        write_json(writer, about)
-        yield folder
+        shutil.rmtree(private / _SCRATCH, ignore_errors=True)
+        with writing_in(folder):
+            about = {"what": what, "process": os.getpid(), "machine": socket.gethostname()}
+            write_json(writer, about)
+            yield folder
     finally:
+        shutil.rmtree(private / _SCRATCH, ignore_errors=True)
         # while the lock is held: who opens the file from now on finds another one, and who has it
         # open already is told by filelock that it is gone
         with suppress(OSError):
             writer.unlink(missing_ok=True)
-            (folder / _LOCK).unlink(missing_ok=True)
+            (private / _LOCK).unlink(missing_ok=True)
         lock.release()
+        with suppress(OSError):
+            private.rmdir()
+
+
+def _check_lock(path: Path) -> None:
+    """Refuse what is no lock of ours, as opening it would empty it.
+
+    Raises:
+        InfoFlowError: for a file that holds something, or that has other names.
+    """
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    # a lock without the system's help holds the process and the machine in a line or two
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_size > _LONGEST_LOCK:
+        raise InfoFlowError(
+            f"{str(path)!r} is no lock of a run: expected a small file with one name; move it "
+            "away, or choose another folder"
+        )
+
+
+def no_links(folder: Path, path: Path) -> None:
+    """Refuse a path whose parts below a folder are links, by which a run would leave its folder.
+
+    Raises:
+        InfoFlowError: naming the link.
+    """
+    place = folder
+    for name in path.relative_to(folder).parts:
+        place = place / name
+        if place.is_symlink():
+            raise InfoFlowError(
+                f"{str(place)!r} is a link: expected the run's own files in its folder, where no "
+                "link is followed; replace it by what it leads to, or choose another folder for "
+                "the run"
+            )
+
+
+@contextmanager
+def writing_in(folder: Path) -> Iterator[None]:
+    """In this block files below a folder are written by way of its scratch folder.
+
+    For the run that holds the lock of the folder, and for its workers.
+    """
+    _held.append(folder)
+    try:
+        yield
+    finally:
+        _held.remove(folder)
+
+
+def scratch_for(target: Path) -> Path:
+    """The folder for what will replace `target`: the scratch folder of the run, or beside it.
+
+    Raises:
+        InfoFlowError: where links lead out of the run's folder.
+    """
+    around = [folder for folder in _held if target.is_relative_to(folder)]
+    if not around:
+        return target.parent
+    folder = max(around, key=lambda path: len(path.parts))
+    no_links(folder, target)
+    scratch = folder / PRIVATE / _SCRATCH
+    no_links(folder, scratch)
+    scratch.mkdir(parents=True, exist_ok=True)
+    return scratch
 
 
 def _named_in(writer: Path) -> str:
@@ -211,16 +296,3 @@ def _named_in(writer: Path) -> str:
         return f"{about['what']}, process {about['process']} on {about['machine']}"
     except (InfoFlowError, KeyError):
         return "another run"
-
-
-def sweep(folder: Path) -> None:
-    """Remove what dead runs have left unfinished in a folder and those below it.
-
-    Only for who holds the lock of the folder.
-    """
-    for path in list(folder.rglob(f".*{UNFINISHED}")):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                path.unlink()

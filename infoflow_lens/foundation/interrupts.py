@@ -8,19 +8,6 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-def insist(clean: Callable[[], None]) -> None:
-    """Clean up, and once more if Ctrl-C falls into it, as one that is cut off leaves half behind.
-
-    Args:
-        clean: what may run twice.
-    """
-    try:
-        clean()
-    except BaseException:
-        clean()
-        raise
-
-
 @contextmanager
 def between_steps() -> Iterator[Callable[[], None]]:
     """Hold back the first Ctrl-C (SIGINT) or SIGTERM of a block until the yielded check is called.

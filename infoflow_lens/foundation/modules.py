@@ -10,27 +10,24 @@ import torch
 from torch import nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.interrupts import insist
 
-_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _making = threading.Lock()
-_PATIENCE = 600.0  # seconds, after which a thread that holds a model is taken to wait for us
 
 
 @contextmanager
-def turn(model: nn.Module) -> Iterator[None]:
-    """Measured calls, own passes and evaluations of one model take turns between threads.
+def one_thread(model: nn.Module) -> Iterator[None]:
+    """A model is measured by one thread at a time, for the length of the block.
 
     Raises:
-        InfoFlowError: if another thread does not let go of the model.
+        InfoFlowError: if another thread measures or evaluates it now.
     """
     with _making:
-        lock: Any = _locks.setdefault(model, threading.RLock())
-    if not lock.acquire(timeout=_PATIENCE):
+        lock = _locks.setdefault(model, threading.RLock())
+    if not lock.acquire(blocking=False):
         raise InfoFlowError(
-            f"another thread has held {type(model).__name__} for {_PATIENCE:.0f} seconds while it "
-            "is measured: expected calls to take turns; a hook that waits for another thread's "
-            "call of the same model waits for ever"
+            f"another thread measures or evaluates this {type(model).__name__} now: expected one "
+            "thread for each model; give each thread a copy of the model, or let them take turns"
         )
     try:
         yield
@@ -46,26 +43,24 @@ def modes_kept(model: nn.Module) -> Iterator[Mapping[nn.Module, bool]]:
         the modules, and whether each trains.
     """
     modes = {module: module.training for module in _modules_of(model)}
-
-    def put_back() -> None:
-        for module, training in modes.items():
-            if module.training != training:
-                module.training = training
-
     try:
         yield modes
     finally:
-        insist(put_back)
+        for module, training in modes.items():
+            if module.training != training:
+                module.training = training
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation without gradients; afterwards every module has its own mode again.
 
-    Threads share the mode of a model, so that they take turns. ``model.eval()`` is not called: in
-    some adapters it writes weights.
+    ``model.eval()`` is not called: in some adapters it writes weights.
+
+    Raises:
+        InfoFlowError: if another thread measures or evaluates the model now.
     """
-    with turn(model), modes_kept(model) as modes, torch.no_grad():
+    with one_thread(model), modes_kept(model) as modes, torch.no_grad():
         for module, training in modes.items():
             if training:
                 module.training = False

@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+from infoflow_lens.foundation.errors import InfoFlowError
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error about an unknown name: the known ones, and the one that was meant."""
@@ -10,3 +12,21 @@ def nearest(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), names, n=1)
     guess = f"; did you mean {near[0]!r}?" if near else ""
     return f": expected one of {', '.join(names)}{guess}"
+
+
+def check_known(given: Iterable[str], known: Iterable[str], owner: str, kind: str) -> None:
+    """Refuse names that something does not have.
+
+    Args:
+        given: the names.
+        known: those that there are.
+        owner: what has them, such as "task 'd_retrieval'".
+        kind: what they are names of, such as "parameter".
+
+    Raises:
+        InfoFlowError: with the first unknown name, and the one that was meant.
+    """
+    names = list(known)
+    for name in given:
+        if name not in names:
+            raise InfoFlowError(f"{owner} has no {kind} {name!r}{nearest(name, names)}")

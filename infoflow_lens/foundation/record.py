@@ -17,6 +17,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -160,9 +161,95 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def model_fingerprint(model: nn.Module) -> str:
-    """The :func:`fingerprint` of a model's state."""
-    return state_fingerprint(model.state_dict())
+class WeightState:
+    """What a model's weights are at one time, as far as it can be seen without reading them all.
+
+    PyTorch counts writes to a tensor. A few numbers of each tensor show most writes past its
+    counters, to ``parameter.data``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [
+            (owner, name, tensor, _mark(tensor))
+            for module in model.modules()
+            for owner, left_out in (
+                (module._parameters, frozenset[str]()),
+                (module._buffers, module._non_persistent_buffers_set),
+            )
+            for name, tensor in owner.items()
+            if tensor is not None and name not in left_out
+        ]
+        self.marks = tuple(mark for *_, mark in self._held)
+        self.sample = self._sample()
+
+    def check(self) -> None:
+        """Refuse weights that were written since, as far as PyTorch counts it.
+
+        Raises:
+            InfoFlowError: if they were.
+        """
+        if not self.is_as_counted():
+            raise InfoFlowError(
+                "the model's weights changed between two passes of one result (by an optimizer "
+                "step, load_state_dict or another dtype, say): expected one model for each result; "
+                "attach a new probe after each change"
+            )
+
+    def is_as_counted(self) -> bool:
+        """Whether PyTorch's counters say that nothing was written since."""
+        return all(
+            owner.get(name) is tensor and _mark(tensor) == mark
+            for owner, name, tensor, mark in self._held
+        )
+
+    def is_as_sampled(self) -> bool:
+        """Whether the few numbers of each tensor are what they were."""
+        return self._sample() == self.sample
+
+    def _sample(self) -> bytes:
+        parts = [
+            _some_numbers(tensor)
+            for *_, tensor, _ in self._held
+            if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta
+        ]
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for part in parts:
+            by_device.setdefault(part.device, []).append(part)
+        return b"".join(torch.cat(some).cpu().numpy().tobytes() for some in by_device.values())
+
+
+_SAMPLED = 8  # numbers of a tensor
+
+
+def _some_numbers(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+    chosen = flat[:: max(1, len(flat) // _SAMPLED)]
+    return chosen.abs().double() if chosen.is_complex() else chosen.double()
+
+
+def _mark(tensor: Tensor) -> tuple[Any, ...]:
+    version = 0 if tensor.is_inference() else tensor._version
+    return version, tensor.data_ptr(), tensor.dtype, tensor.shape
+
+
+_digests: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], str]] = WeakKeyDictionary()
+
+
+def model_fingerprint(model: nn.Module, state: WeightState | None = None) -> str:
+    """The :func:`fingerprint` of a model's state, digested once for the same weights.
+
+    Args:
+        model: the model.
+        state: of its weights now, if the caller has it.
+    """
+    state = WeightState(model) if state is None else state
+    key = (state.marks, state.sample)
+    known = _digests.get(model)
+    if known is None or known[0] != key:
+        known = (key, state_fingerprint(model.state_dict()))
+        _digests[model] = known
+    return known[1]
 
 
 def state_fingerprint(state: Mapping[str, Any]) -> str:

@@ -181,7 +181,8 @@ def _hints(owner: Any) -> Mapping[str, Any]:
         for name, hint in inspect.get_annotations(place).items():
             if isinstance(hint, str):
                 try:
-                    hint = eval(hint, names)
+                    alone = type("Alone", (), {"__annotations__": {name: hint}})
+                    hint = typing.get_type_hints(alone, names, include_extras=True)[name]
                 except (NameError, SyntaxError):  # a type for type checkers alone, or a shape
                     continue
             if _is_setting(hint):
@@ -197,7 +198,7 @@ def _is_setting(hint: Any) -> bool:
     origin = get_origin(hint)
     if origin is Annotated:
         return _is_setting(get_args(hint)[0])
-    if origin is Literal or hint in _SCALARS or hint is type(None):
+    if origin in (Literal, Callable) or hint in _SCALARS or hint is type(None):
         return True
     if origin in (Union, types.UnionType, tuple):
         return all(part is Ellipsis or _is_setting(part) for part in get_args(hint))
@@ -243,6 +244,8 @@ def _words(annotation: Any) -> str:
         return "None"
     if get_origin(inner) is Literal:
         return " or ".join(repr(part) for part in get_args(inner))
+    if get_origin(inner) is Callable:
+        return "a function"
     if get_origin(inner) is tuple:
         parts = get_args(inner)
         distinct = "different " if any(isinstance(part, Distinct) for part in metadata) else ""

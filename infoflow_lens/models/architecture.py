@@ -1,38 +1,81 @@
-"""The config of a hosted model, in the terms of the papers."""
+"""The configs of hosted models, in the terms of the papers."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from annotated_types import MinLen
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.names import check_known
+from infoflow_lens.foundation.settings import (
+    Count,
+    Index,
+    Positive,
+    Remedy,
+    check_fields,
+    checked,
+    plain,
+)
 from infoflow_lens.theory.shapes import shape_of
 
 ActivationName = Literal["tanh", "relu", "gelu", "square"]
 PositionalEmbedding = Literal["none", "learned"]
 Normalization = Literal["none", "LN"]
-AttentionName = Literal["softmax", "relu", "hardmax"]
+AttentionKind = Literal["softmax", "relu", "hardmax"]
 InitMode = Literal["gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal"]
+TokenInit = Literal["random", "chen_zou"]
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "act_fn": ("tanh", "relu", "gelu", "square"),
-    "positional_embedding": ("none", "learned"),
-    "normalization": ("none", "LN"),
-    "attention": ("softmax", "relu", "hardmax"),
-    "init_mode": (
-        "gpt2",
-        "xavier_uniform",
-        "xavier_normal",
-        "kaiming_uniform",
-        "kaiming_normal",
-    ),
-}
+ByLayer = Annotated[tuple[Count, ...], MinLen(1), Remedy("one for each layer")]
+
+
+ArchitectureT = TypeVar("ArchitectureT", bound="_OfLayers")
+
+
+class _OfLayers:
+    """What architectures share: checked fields, a number of heads for each layer, JSON."""
+
+    kind: ClassVar[str | None] = None  # what saved models of this architecture say
+    n_heads: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if isinstance(plain(self.n_heads), int):  # of a single layer
+            object.__setattr__(self, "n_heads", (self.n_heads,))
+        check_fields(self)
+
+    @property
+    def n_layers(self) -> int:
+        """L, the number of attention layers."""
+        return len(self.n_heads)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON-compatible values, and the ``kind``, if there is one."""
+        kind = {} if self.kind is None else {"kind": self.kind}
+        values = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()  # type: ignore[call-overload]
+        }
+        return {**kind, **values}
+
+    @classmethod
+    def from_dict(cls: type[ArchitectureT], values: Mapping[str, Any]) -> ArchitectureT:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            InfoFlowError: for a name that is no field, or a field that is missing.
+        """
+        given = {name: value for name, value in values.items() if name != "kind"}
+        known = {item.name: item.default for item in fields(cls)}  # type: ignore[arg-type]
+        check_known(given, known, "the architecture", "field")
+        if missing := [name for name in known if known[name] is MISSING and name not in given]:
+            raise InfoFlowError(f"the architecture lacks {', '.join(missing)}: expected all sizes")
+        return cls(**given)
 
 
 @dataclass(frozen=True)
-class Architecture:
+class Architecture(_OfLayers):
     """A Transformer over vector tokens that is read at a CLS token (Sec. 3, eqs 1-2).
 
     Attributes:
@@ -56,46 +99,28 @@ class Architecture:
         init_mode: TransformerLens's name of the weight initialisation.
 
     Raises:
-        InfoFlowError: for a size below 1, heads that do not divide `d_model` while `d_head` is
-            not given, an unknown choice, or a tuple of the wrong length.
+        InfoFlowError: for a value that its annotation does not allow, heads that do not divide
+            `d_model` while `d_head` is not given, or a `d_head` of another number of layers.
     """
 
-    n_heads: tuple[int, ...]
-    d_model: int
-    d_token: int
-    n_tokens: int
-    d_head: tuple[int, ...] | None = None
-    d_mlp: int = 64
-    d_output: int = 1
-    d_encoder: int | None = None
+    n_heads: ByLayer
+    d_model: Count
+    d_token: Count
+    n_tokens: Count
+    d_head: ByLayer | None = None
+    d_mlp: Index = 64
+    d_output: Count = 1
+    d_encoder: Count | None = None
     act_fn: ActivationName = "gelu"
     positional_embedding: PositionalEmbedding = "none"
     normalization: Normalization = "none"
-    attn_scale: float | None = None
+    attn_scale: Positive | None = None
     cls_is_key: bool = False
-    attention: AttentionName = "softmax"
+    attention: AttentionKind = "softmax"
     init_mode: InitMode = "gpt2"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n_heads", _as_tuple("n_heads", self.n_heads))
-        if self.d_head is not None:
-            object.__setattr__(self, "d_head", _as_tuple("d_head", self.d_head))
-        for name in ("d_model", "d_token", "n_tokens", "d_output", "d_encoder", "d_mlp"):
-            value, least = getattr(self, name), 0 if name == "d_mlp" else 1
-            if value is None and name == "d_encoder":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InfoFlowError(f"{name} is {value!r}: expected an integer of at least {least}")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise InfoFlowError(
-                    f"{name} is {getattr(self, name)!r}: expected one of {', '.join(choices)}"
-                )
-        if self.attn_scale is not None and not 0 < self.attn_scale < math.inf:
-            raise InfoFlowError(
-                f"attn_scale is {self.attn_scale!r}: expected a positive number (beta), or None "
-                "for 1 / sqrt(d_head)"
-            )
+        super().__post_init__()
         if self.d_head is None:
             for layer, heads in enumerate(self.n_heads):
                 if self.d_model % heads:
@@ -106,13 +131,8 @@ class Architecture:
         elif len(self.d_head) != len(self.n_heads):
             raise InfoFlowError(
                 f"d_head has {len(self.d_head)} entries for {len(self.n_heads)} layers "
-                f"(n_heads {self.n_heads}): give one for each layer, or None"
+                f"(n_heads {self.n_heads}): expected one for each layer, or None"
             )
-
-    @property
-    def n_layers(self) -> int:
-        """L, the number of attention layers."""
-        return len(self.n_heads)
 
     @property
     def head_dimensions(self) -> tuple[int, ...]:
@@ -150,34 +170,50 @@ class Architecture:
         }
         return cls(d_token=d_token, n_tokens=n_tokens, **{**own, **settings})
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON-compatible values."""
-        return {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in asdict(self).items()
-        }
+
+@dataclass(frozen=True, kw_only=True)
+class TokenArchitecture(_OfLayers):
+    """An attention-only Transformer over token ids, read at the last position (eq 2).
+
+    Bidirectional, without normalization, biases or a factor on the scores.
+
+    Attributes:
+        n_heads: heads of every layer; its length is the number of layers.
+        d_head: dimension of queries, keys and values of a head; the paper's is `d_model`.
+        d_model: d', the width of the residual stream.
+        n_tokens: n, the largest number of tokens.
+        d_vocab: d, the number of token ids.
+        d_output: C, the number of labels.
+        attention: how scores become a pattern, "relu" (the paper's), "softmax" or "hardmax".
+
+    Raises:
+        InfoFlowError: for a value that its annotation does not allow.
+    """
+
+    kind: ClassVar[str | None] = "token"
+
+    n_heads: ByLayer
+    d_head: Count
+    d_model: Count
+    n_tokens: Count
+    d_vocab: Count
+    d_output: Count
+    attention: AttentionKind = "relu"
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Architecture:
-        """The inverse of :meth:`to_dict`.
+    @checked
+    def of_layers(
+        cls, n_layers: Count, n_heads: Count | tuple[Count, ...], **sizes: Any
+    ) -> TokenArchitecture:
+        """With `n_heads` in each of `n_layers`, or one number for each layer.
 
         Raises:
-            InfoFlowError: for a name that is no field.
+            InfoFlowError: if there are not `n_layers` numbers; and see the class.
         """
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(values) - known):
+        heads = n_heads if isinstance(n_heads, tuple) else (n_heads,) * n_layers
+        if len(heads) != n_layers:
             raise InfoFlowError(
-                f"unknown architecture fields {unknown}: expected some of {sorted(known)}"
+                f"n_heads has {len(heads)} entries for {n_layers} layers: expected one number, or "
+                "one for each layer"
             )
-        return cls(**values)
-
-
-def _as_tuple(name: str, value: Any) -> tuple[int, ...]:
-    entries = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    if not entries or any(
-        not isinstance(entry, int) or isinstance(entry, bool) or entry < 1 for entry in entries
-    ):
-        raise InfoFlowError(
-            f"{name} is {value!r}: expected integers of at least 1, one for each layer"
-        )
-    return entries
+        return cls(n_heads=heads, **sizes)

@@ -7,7 +7,7 @@ the scores counts, whenever it was registered. (A permanent hook that captures t
 the edits of later hooks.)
 """
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from infoflow_lens.foundation.errors import InfoFlowError
-
-AttentionKind = Literal["softmax", "relu", "hardmax"]
-ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
+from infoflow_lens.foundation.settings import checked
+from infoflow_lens.models.architecture import AttentionKind
 
 
 def relu_pattern(
@@ -91,6 +90,7 @@ class PatternOfScores(HookPoint):
         return after_hooks
 
 
+@checked
 def set_attention(model: nn.Module, kind: AttentionKind) -> None:
     """Make every attention layer of a model turn its scores into a pattern this way.
 
@@ -106,9 +106,7 @@ def set_attention(model: nn.Module, kind: AttentionKind) -> None:
         InfoFlowError: for an unknown kind, a bridge, a model without TransformerLens's attention
             layers, one with attention sinks, or hooks on the hook points that are replaced.
     """
-    if kind not in ATTENTION_KINDS:
-        raise InfoFlowError(f"attention is {kind!r}: expected one of {', '.join(ATTENTION_KINDS)}")
-    if any("model_bridge" in kind.__module__ for kind in type(model).__mro__):
+    if any("model_bridge" in base.__module__ for base in type(model).__mro__):
         raise InfoFlowError(
             "a TransformerBridge makes its patterns itself, and its hook points may show the "
             "pattern as scores: expected a hosted model, or a HookedTransformer"

@@ -13,7 +13,7 @@ and `cfg` follows the tensors in device and precision.
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from torch.nn import functional
 from transformer_lens import ActivationCache, FactoredMatrix, HookedRootModule
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import (
-    composition_scores,
     get_offset_position_ids,
     init_kaiming_normal_,
     init_kaiming_uniform_,
@@ -35,6 +34,7 @@ from transformer_lens.utilities import (
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.names import check_known
 
 HAS_HOOKED_TRANSFORMER = importlib.util.find_spec("transformer_lens.HookedTransformer") is not None
 """Whether the installed TransformerLens is of version 3."""
@@ -396,6 +396,30 @@ def _of_all_layers(part: str, name: str, shape: str) -> property:
     return property(stacked, doc=f"{name} of all layers, {shape}.")
 
 
+def _setter(flag: str, doc: str) -> Callable[[Any, bool], None]:
+    """A method that sets a flag of the config."""
+
+    def set_flag(model: Any, value: bool) -> None:
+        setattr(model.cfg, flag, value)
+
+    set_flag.__doc__ = doc
+    return set_flag
+
+
+_ARGUMENTS = ("return_type", "start_at_layer", "stop_at_layer", "attention_mask", "past_kv_cache")
+# HookedTransformer's forward takes them; they are about text, or about other kinds of positions
+_ABOUT_TEXT = ("loss_per_token", "prepend_bos", "padding_side", "tokens", "shortformer_pos_embed")
+# Hook points that fire where a flag of the config asks for them
+_FLAGS = {
+    "attn.hook_result": "use_attn_result",
+    "hook_q_input": "use_split_qkv_input",
+    "hook_k_input": "use_split_qkv_input",
+    "hook_v_input": "use_split_qkv_input",
+    "hook_mlp_in": "use_hook_mlp_in",
+    "hook_attn_in": "use_attn_in",
+}
+
+
 class HookedModel(_Base):
     """A Transformer with hook points, of which layers may have different numbers of heads.
 
@@ -408,6 +432,8 @@ class HookedModel(_Base):
         attention: an :class:`Attention` for each layer.
     """
 
+    reads_vectors = False  # else hook_tokens carries the input vectors, and CLS is read
+    architecture: Any
     tokenizer: Any
     blocks: Any
 
@@ -431,21 +457,98 @@ class HookedModel(_Base):
 
     # Running
 
-    def embedded(
-        self, input: Tensor, attention_mask: Tensor | None = None
-    ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream that enters the first block."""
+    def check_input(self, x: Tensor, attention_mask: Tensor | None = None) -> None:
+        """Refuse what is no batch of this model's tokens.
+
+        Raises:
+            InfoFlowError: with what was expected.
+        """
         raise NotImplementedError
 
-    def with_positions(
-        self, embedded: Float[Tensor, "batch pos d_model"], attention_mask: Tensor | None = None
+    def forward(
+        self,
+        input: Tensor,
+        return_type: str | None = "logits",
+        *,
+        start_at_layer: int | None = None,
+        stop_at_layer: int | None = None,
+        attention_mask: Int[Tensor, "batch pos"] | None = None,
+        past_kv_cache: Any = None,
+        **ignored: Any,
+    ) -> Tensor | None:
+        """Run the model.
+
+        Args:
+            input: vector tokens [batch, pos, d_token]; or token ids [batch, pos], [pos] for one
+                sequence; with `start_at_layer`, the residual stream that enters that layer.
+            return_type: "logits", or None for nothing.
+            start_at_layer: first layer to run, as in TransformerLens.
+            stop_at_layer: layer before which to stop; then the residual stream is returned.
+            attention_mask: of token ids, 0 for padding, which is no key for any query; positions
+                count from the first token. With `start_at_layer`, give it again.
+            past_kv_cache: None; earlier positions depend on later ones.
+            ignored: arguments of TransformerLens that are about text.
+
+        Returns:
+            For vector tokens the output read at CLS, [batch, d_output] (eq 2); for token ids the
+            logits of all positions, [batch, pos, d_output].
+
+        Raises:
+            InfoFlowError: for input of a wrong kind, shape or precision, a loss as return type, a
+                mask over vector tokens, or an unknown argument.
+        """
+        if return_type not in ("logits", None):
+            raise InfoFlowError(
+                f"return_type is {return_type!r}: a hosted model has no next-token loss; expected "
+                "'logits', which you compare with the target, or None"
+            )
+        if past_kv_cache is not None:
+            raise InfoFlowError(
+                "past_kv_cache is given, but the model is bidirectional: earlier positions depend "
+                "on later ones; expected None, and the whole sequence"
+            )
+        if attention_mask is not None:
+            if self.reads_vectors:
+                raise InfoFlowError(
+                    "attention_mask is given, but vector tokens take no attention_mask: every "
+                    f"sequence has {self.architecture.n_tokens} tokens; leave it out"
+                )
+            attention_mask = attention_mask.to(self.unembed.W_U.device)
+        check_known(ignored, (*_ARGUMENTS, *_ABOUT_TEXT), "forward", "argument")
+        residual = self.embedded(input, attention_mask) if start_at_layer is None else input
+        residual = self.run_layers(residual, start_at_layer, stop_at_layer, attention_mask)
+        if stop_at_layer is not None:
+            return residual
+        output = self.read_out(residual)
+        if return_type is None:
+            return None
+        return output[:, -1] if self.reads_vectors else output
+
+    def forward_readout(self, x: Tensor) -> Float[Tensor, "batch d_output"]:
+        """The output at the last position alone, computed faster: the last block runs only there.
+
+        Its numbers are those of ``model(x)`` for vector tokens, read at CLS (eq 2), and those of
+        ``model(x)[:, -1]`` for token ids. Hooks of the last block see a single query here: probe
+        ``model(x)`` instead.
+        """
+        residual = self.run_layers(self.embedded(x), stop=-1)
+        return self.read_out(self.blocks[-1].at_the_last_position(residual))[:, 0]
+
+    def embedded(
+        self, x: Tensor, attention_mask: Tensor | None = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Embeddings with those of their positions added, if the model has any."""
-        if self.cfg.positional_embedding_type != "standard":
-            return embedded
-        positions = self.pos_embed(*embedded.shape[:2], attention_mask)
-        with_positions: Tensor = embedded + self.hook_pos_embed(positions)
-        return with_positions
+        """The residual stream that enters the first block."""
+        if isinstance(x, Tensor) and x.ndim == 1 and not self.reads_vectors:
+            x = x[None]
+        self.check_input(x, attention_mask)
+        x = x.to(self.embed.W_E.device)
+        if self.cfg.use_hook_tokens:
+            x = self.hook_tokens(x)
+        embedded: Tensor = self.hook_embed(self.embed(x))
+        if self.cfg.positional_embedding_type == "standard":
+            positions = self.pos_embed(*embedded.shape[:2], attention_mask)
+            embedded = embedded + self.hook_pos_embed(positions)
+        return embedded
 
     def run_layers(
         self,
@@ -467,11 +570,6 @@ class HookedModel(_Base):
             residual = self.ln_final(residual)
         output: Tensor = self.unembed(residual)
         return output
-
-    def at_the_last_position(self, x: Tensor) -> Float[Tensor, "batch d_output"]:
-        """The output at the last position, for which the last block runs at that position only."""
-        residual = self.run_layers(self.embedded(x), stop=-1)
-        return self.read_out(self.blocks[-1].at_the_last_position(residual))[:, 0]
 
     def run_with_cache(
         self,
@@ -506,15 +604,7 @@ class HookedModel(_Base):
         Raises:
             InfoFlowError: for a hook point whose flag is not set.
         """
-        flags = {
-            "attn.hook_result": "use_attn_result",
-            "hook_q_input": "use_split_qkv_input",
-            "hook_k_input": "use_split_qkv_input",
-            "hook_v_input": "use_split_qkv_input",
-            "hook_mlp_in": "use_hook_mlp_in",
-            "hook_attn_in": "use_attn_in",
-        }
-        for ending, flag in flags.items():
+        for ending, flag in _FLAGS.items():
             if hook_point_name.endswith(ending) and not getattr(self.cfg, flag):
                 raise InfoFlowError(
                     f"{hook_point_name} does not fire while cfg.{flag} is False: call "
@@ -549,17 +639,16 @@ class HookedModel(_Base):
             if "W_" in name:
                 draw(parameter, self.cfg.initializer_range)
 
-    def set_use_attn_result(self, use_attn_result: bool) -> None:
-        """Whether ``hook_result`` fires with what each head writes."""
-        self.cfg.use_attn_result = use_attn_result
-
-    def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
-        """Whether queries, keys and values of each head have inputs of their own, with hooks."""
-        self.cfg.use_split_qkv_input = use_split_qkv_input
-
-    def set_use_attn_in(self, use_attn_in: bool) -> None:
-        """Whether each head has an input of its own, with a hook."""
-        self.cfg.use_attn_in = use_attn_in
+    set_use_attn_result = _setter(
+        "use_attn_result", "Whether ``hook_result`` fires with what each head writes."
+    )
+    set_use_split_qkv_input = _setter(
+        "use_split_qkv_input",
+        "Whether queries, keys and values of each head have inputs of their own, with hooks.",
+    )
+    set_use_attn_in = _setter(
+        "use_attn_in", "Whether each head has an input of its own, with a hook."
+    )
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
         """Whether ``hook_mlp_in`` fires.
@@ -636,30 +725,13 @@ class HookedModel(_Base):
                 total = total + block.mlp.b_out
         return total + self.blocks[layer].attn.b_O if mlp_input else total
 
-    def all_composition_scores(self, mode: str) -> Float[Tensor, "layer head layer head"]:
-        """How much each head reads from each earlier one, by its "Q", "K" or "V" input.
-
-        Of "A Mathematical Framework for Transformer Circuits"; 0 where the second is not later.
-
-        Raises:
-            InfoFlowError: for another mode, or layers of different head counts.
-        """
-        if mode not in ("Q", "K", "V"):
-            raise InfoFlowError(f"mode is {mode!r}: expected one of Q, K, V")
-        right = {"Q": lambda: self.QK, "K": lambda: self.QK.T, "V": lambda: self.OV}[mode]()
-        scores = composition_scores(self.OV, right, broadcast_dims=True)
-        layers = torch.arange(len(self.blocks), device=scores.device)
-        earlier = layers[:, None, None, None] < layers[None, None, :, None]
-        return torch.where(earlier, scores, torch.zeros_like(scores))
-
     def all_head_labels(self) -> list[str]:
         """L0H0, L0H1, ..., with the heads that each layer has."""
-        return list(self._head_labels())
-
-    def _head_labels(self) -> Iterator[str]:
-        for layer, heads in enumerate(self.heads_of_layers):
-            for head in range(heads):
-                yield f"L{layer}H{head}"
+        return [
+            f"L{layer}H{head}"
+            for layer, heads in enumerate(self.heads_of_layers)
+            for head in range(heads)
+        ]
 
     def tokens_to_residual_directions(
         self, tokens: int | Int[Tensor, "..."]

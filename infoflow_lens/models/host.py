@@ -10,25 +10,31 @@ one number is refused. What the models are made of is in :mod:`infoflow_lens.mod
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
-from infoflow_lens.foundation.drawing import Drawing
+from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json
-from infoflow_lens.foundation.names import nearest
-from infoflow_lens.models.architecture import Architecture
-from infoflow_lens.models.attention import AttentionKind, set_attention
+from infoflow_lens.foundation.sequences import check_token_ids, check_vectors
+from infoflow_lens.foundation.settings import Count, Seed, checked
+from infoflow_lens.models.architecture import (
+    Architecture,
+    AttentionKind,
+    TokenArchitecture,
+    TokenInit,
+)
+from infoflow_lens.models.attention import set_attention
 from infoflow_lens.models.hooked import Attention, HookedModel, TokenEmbed, hooked_config
-from infoflow_lens.models.token_architecture import TOKEN_INITS, TokenArchitecture, TokenInit
 
 _MOST_TOKENS = 10**6  # of a saved model; its weights do not tell them
 
@@ -69,9 +75,9 @@ class VectorTransformer(HookedModel):
     :func:`build_model`.
     """
 
-    reads_vectors = True  # tells probes that hook_tokens carries the input vectors
+    reads_vectors = True
 
-    def __init__(self, architecture: Architecture, device: str = "cpu") -> None:
+    def __init__(self, architecture: Architecture) -> None:
         beta = architecture.attn_scale
         with_positions = architecture.positional_embedding == "learned"
         cfg = hooked_config(
@@ -106,107 +112,16 @@ class VectorTransformer(HookedModel):
         ]
         super().__init__(cfg, VectorEmbed(architecture), attention)
         self.architecture = architecture
-        self.init_weights()
-        self.to(device)
         set_attention(self, architecture.attention)
 
-    @property
-    def n_keys(self) -> int:
-        """How many positions can be attended to: T, or T + 1 where CLS is a key."""
-        return self.architecture.n_tokens + int(self.architecture.cls_is_key)
-
-    def check_input(self, x: Tensor) -> None:
-        """Refuse input that is no batch of this model's tokens.
+    def check_input(self, x: Tensor, attention_mask: Tensor | None = None) -> None:
+        """Refuse what is no batch of this model's tokens.
 
         Raises:
-            InfoFlowError: for a wrong shape or dtype.
+            InfoFlowError: for a wrong shape or precision.
         """
-        arch, dtype = self.architecture, self.embed.W_E.dtype
-        if not isinstance(x, Tensor) or x.ndim != 3 or 0 in x.shape:
-            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise InfoFlowError(
-                f"input is {shape}: expected vector tokens [batch, {arch.n_tokens}, {arch.d_token}]"
-            )
-        if x.shape[2] != arch.d_token:
-            raise InfoFlowError(
-                f"tokens have dimension {x.shape[2]}, the model expects d_token {arch.d_token}: "
-                "build the model and load the task with the same d_token"
-            )
-        if x.shape[1] != arch.n_tokens:
-            raise InfoFlowError(
-                f"sequences have {x.shape[1]} tokens, the model expects n_tokens {arch.n_tokens} "
-                "(without CLS, which it appends): use the same n_tokens for model and data"
-            )
-        if x.dtype != dtype:
-            raise InfoFlowError(
-                f"tokens are {x.dtype}, the model's weights {dtype}: convert with x.to({dtype})"
-            )
-
-    def embedded(
-        self, input: Float[Tensor, "batch pos d_token"], attention_mask: Tensor | None = None
-    ) -> Float[Tensor, "batch all d_model"]:
-        """Encode vector tokens, append CLS, add positions."""
-        self.check_input(input)
-        tokens = self.hook_tokens(input.to(self.embed.W_E.device))
-        return self.with_positions(self.hook_embed(self.embed(tokens)))
-
-    def forward(
-        self,
-        input: Tensor,
-        return_type: str | None = "logits",
-        *,
-        start_at_layer: int | None = None,
-        stop_at_layer: int | None = None,
-        attention_mask: Tensor | None = None,
-        past_kv_cache: Any = None,
-        **ignored: Any,
-    ) -> Tensor | None:
-        """Run the model.
-
-        Args:
-            input: tokens [batch, pos, d_token]; with `start_at_layer`, the residual stream
-                [batch, pos + 1, d_model] that enters that layer.
-            return_type: "logits" for the output at CLS, None for nothing.
-            start_at_layer: first layer to run, as in TransformerLens.
-            stop_at_layer: layer before which to stop; then the residual stream is returned.
-            attention_mask: None; every sequence has n_tokens tokens.
-            past_kv_cache: None; CLS reads all tokens at once.
-            ignored: arguments of TransformerLens that are about text.
-
-        Returns:
-            The output read at CLS, [batch, d_output] (eq 2).
-
-        Raises:
-            InfoFlowError: for input of a wrong shape or dtype, a loss as return type, or an unknown
-                argument.
-        """
-        if return_type not in ("logits", None):
-            raise InfoFlowError(
-                f"return_type is {return_type!r}: a model over vector tokens has no next-token "
-                "loss; take the output ('logits') and compare it with the target"
-            )
-        if attention_mask is not None or past_kv_cache is not None:
-            raise InfoFlowError(
-                "vector tokens take no attention_mask and no past_kv_cache: every sequence has "
-                f"{self.architecture.n_tokens} tokens; leave both out"
-            )
-        _check_ignored(ignored)
-        residual = input if start_at_layer is not None else self.embedded(input)
-        residual = self.run_layers(residual, start_at_layer, stop_at_layer)
-        if stop_at_layer is not None:
-            return residual
-        output = self.read_out(residual)
-        return output[:, -1] if return_type is not None else None
-
-    def forward_readout(
-        self, x: Float[Tensor, "batch pos d_token"]
-    ) -> Float[Tensor, "batch d_output"]:
-        """The numbers of ``model(x)``, computed faster: the last block runs for CLS only.
-
-        Nothing but CLS is read from the last block (eq 2), so training needs no other row of it.
-        Hooks of the last block see a single query here: probe ``model(x)`` instead.
-        """
-        return self.at_the_last_position(x)
+        sizes = self.architecture
+        check_vectors(x, sizes.n_tokens, sizes.d_token, "the model", self.embed.W_E.dtype)
 
 
 class TokenTransformer(HookedModel):
@@ -217,7 +132,7 @@ class TokenTransformer(HookedModel):
     set. Build one with :func:`build_token_model`.
     """
 
-    def __init__(self, architecture: TokenArchitecture, device: str = "cpu") -> None:
+    def __init__(self, architecture: TokenArchitecture) -> None:
         cfg = hooked_config(
             n_layers=architecture.n_layers,
             n_heads=architecture.n_heads[0],
@@ -242,164 +157,74 @@ class TokenTransformer(HookedModel):
         for name, parameter in self.named_parameters():
             if "b_" in name:
                 parameter.requires_grad_(False)
-        self.to(device)
         set_attention(self, architecture.attention)
 
-    def check_input(self, tokens: Tensor, attention_mask: Tensor | None = None) -> None:
-        """Refuse input that is no batch of this model's tokens.
+    def check_input(self, x: Tensor, attention_mask: Tensor | None = None) -> None:
+        """Refuse what is no batch of this model's token ids.
 
         Raises:
             InfoFlowError: for text, floats, too many tokens, or a mask of another shape.
         """
-        longest = self.architecture.n_tokens
-        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim != 2:
-            given = type(tokens).__name__
-            if isinstance(tokens, Tensor):
-                given = f"{tokens.dtype} {tuple(tokens.shape)}"
-            raise InfoFlowError(
-                f"input is {given}: expected token ids [batch, pos], with at most {longest} "
-                "positions; a hosted model has no tokenizer"
-            )
-        if tokens.shape[1] > longest:
-            raise InfoFlowError(
-                f"sequences have {tokens.shape[1]} tokens, the model takes {longest}: build it "
-                f"with n_tokens {tokens.shape[1]}"
-            )
-        if attention_mask is not None and attention_mask.shape != tokens.shape:
+        check_token_ids(x, "the model", longest=self.architecture.n_tokens)
+        if attention_mask is not None and attention_mask.shape != x.shape:
             raise InfoFlowError(
                 f"attention_mask has shape {tuple(attention_mask.shape)}: expected that of the "
-                f"tokens, {tuple(tokens.shape)}"
+                f"tokens, {tuple(x.shape)}"
             )
 
-    def embedded(
-        self, input: Int[Tensor, "batch pos"], attention_mask: Tensor | None = None
-    ) -> Float[Tensor, "batch pos d_model"]:
-        """Embeddings of tokens and positions."""
-        tokens = input[None] if isinstance(input, Tensor) and input.ndim == 1 else input
-        self.check_input(tokens, attention_mask)
-        tokens = tokens.to(self.embed.W_E.device)
-        return self.with_positions(self.hook_embed(self.embed(tokens)), attention_mask)
 
-    def forward(
-        self,
-        input: Tensor,
-        return_type: str | None = "logits",
-        *,
-        start_at_layer: int | None = None,
-        stop_at_layer: int | None = None,
-        attention_mask: Int[Tensor, "batch pos"] | None = None,
-        past_kv_cache: Any = None,
-        **ignored: Any,
-    ) -> Tensor | None:
-        """Run the model.
-
-        Args:
-            input: token ids [batch, pos], or [pos] for one sequence; with `start_at_layer`, the
-                residual stream [batch, pos, d_model] that enters that layer.
-            return_type: "logits", or None for nothing.
-            start_at_layer: first layer to run, as in TransformerLens.
-            stop_at_layer: layer before which to stop; then the residual stream is returned.
-            attention_mask: 0 for padding, which is no key for any query; positions count from the
-                first token. With `start_at_layer`, give it again.
-            past_kv_cache: None; the model is bidirectional, so that earlier positions depend on
-                later ones.
-            ignored: arguments of TransformerLens that are about text.
-
-        Returns:
-            Logits [batch, pos, d_output].
-
-        Raises:
-            InfoFlowError: for input of a wrong kind or shape, a loss as return type, or an unknown
-                argument.
-        """
-        if return_type not in ("logits", None):
-            raise InfoFlowError(
-                f"return_type is {return_type!r}: the model gives labels and has no next-token "
-                "loss; take the logits at the last position and compare them with the label"
-            )
-        if past_kv_cache is not None:
-            raise InfoFlowError(
-                "past_kv_cache is given, but the model is bidirectional: earlier positions depend "
-                "on later ones; run the whole sequence"
-            )
-        _check_ignored(ignored)
-        if attention_mask is not None:
-            attention_mask = attention_mask.to(self.unembed.W_U.device)
-        residual = input
-        if start_at_layer is None:
-            residual = self.embedded(input, attention_mask)
-        residual = self.run_layers(residual, start_at_layer, stop_at_layer, attention_mask)
-        if stop_at_layer is not None:
-            return residual
-        output = self.read_out(residual)
-        return output if return_type is not None else None
-
-    def forward_readout(self, x: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch d_output"]:
-        """The numbers of ``model(x)[:, -1]``, computed faster: the last block runs there only.
-
-        Hooks of the last block see a single query here: probe ``model(x)`` instead.
-        """
-        return self.at_the_last_position(x)
+_HOSTS: Mapping[Any, Any] = {
+    Architecture: VectorTransformer,
+    TokenArchitecture: TokenTransformer,
+}
 
 
-# HookedTransformer's forward takes them; they are about text, or about other kinds of positions
-_ABOUT_TEXT = ("loss_per_token", "prepend_bos", "padding_side", "tokens", "shortformer_pos_embed")
-
-
-def _check_ignored(given: dict[str, Any]) -> None:
-    if unknown := sorted(set(given) - set(_ABOUT_TEXT)):
-        raise InfoFlowError(
-            f"unknown argument {', '.join(unknown)}: expected return_type, start_at_layer, "
-            "stop_at_layer or attention_mask"
-        )
-
-
+@checked
 def build_model(
-    architecture: Architecture, seed: int = 0, device: str = "cpu"
+    architecture: Architecture, seed: Seed = 0, device: str | torch.device = "cpu"
 ) -> VectorTransformer:
     """A freshly initialised model; the same seed gives the same weights.
 
     The global random state is left as it was.
 
     Raises:
-        InfoFlowError: for what is no Architecture.
+        InfoFlowError: for what is no Architecture, or a seed out of range.
     """
     if not isinstance(architecture, Architecture):
         raise InfoFlowError(
             f"architecture is a {type(architecture).__name__}: expected an Architecture; make one "
             "of heads and sizes, or load a model by name with load_any"
         )
-    with Drawing(seed):
-        return VectorTransformer(architecture, device)
+    with SeededRandom(seed):
+        model = VectorTransformer(architecture)
+        model.init_weights()
+    return model.to(device)
 
 
-def _zero_weights(model: nn.Module) -> None:
+def zero_model(architecture: Architecture | TokenArchitecture) -> HookedModel:
+    """A model whose weights are all zero, for weights that are set by hand."""
+    model: HookedModel = _HOSTS[type(architecture)](architecture)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-
-
-def zero_model(architecture: Architecture) -> VectorTransformer:
-    """A model whose weights are all zero, for weights that are set by hand."""
-    model = build_model(architecture)
-    _zero_weights(model)
     return model
 
 
+@checked
 def build_token_model(
     *,
-    n_layers: int,
-    n_heads: int | tuple[int, ...] | list[int],
-    d_head: int,
-    d_model: int,
-    n_tokens: int,
-    d_vocab: int,
-    d_output: int,
+    n_layers: Count,
+    n_heads: Count | tuple[Count, ...],
+    d_head: Count,
+    d_model: Count,
+    n_tokens: Count,
+    d_vocab: Count,
+    d_output: Count,
     attention: AttentionKind = "relu",
     init: TokenInit = "random",
     one_hot: bool = False,
-    seed: int = 0,
-    device: str = "cpu",
+    seed: Seed = 0,
+    device: str | torch.device = "cpu",
 ) -> TokenTransformer:
     """A freshly initialised attention-only model over token ids, as in eq 2 of Chen & Zou 2024.
 
@@ -440,27 +265,26 @@ def build_token_model(
         d_output=d_output,
         attention=attention,
     )
-    if init not in TOKEN_INITS:
-        raise InfoFlowError(f"init is {init!r}{nearest(init, TOKEN_INITS)}")
     if init == "chen_zou" and d_head != d_model:
         raise InfoFlowError(
             f"d_head is {d_head} and d_model {d_model} with init 'chen_zou', which has whole "
             f"matrices W_QK and W_V: expected d_head {d_model}, or init 'random'"
         )
-    if (one_hot or init == "chen_zou") and d_model < d_vocab + n_tokens:
+    one_hot = one_hot or init == "chen_zou"
+    if one_hot and d_model < d_vocab + n_tokens:
         raise InfoFlowError(
             f"d_model is {d_model}: one-hot tokens and positions need d_vocab + n_tokens = "
             f"{d_vocab + n_tokens}; raise d_model, or train the embeddings (init 'random' and "
             "one_hot False)"
         )
-    with Drawing(seed):
+    with SeededRandom(seed):
         model = TokenTransformer(architecture)
         model.init_weights()
-        if one_hot or init == "chen_zou":
+        if one_hot:
             _enter_as_one_hot(model)
         if init == "chen_zou":
             _initialise_as_chen_zou(model)
-    return model.to(device) if device != "cpu" else model
+    return model.to(device)
 
 
 def _fix(parameter: Tensor, value: Tensor) -> None:
@@ -485,13 +309,6 @@ def _initialise_as_chen_zou(model: TokenTransformer) -> None:
             block.attn.W_V.copy_(identity)
         _fix(block.attn.W_O, identity / heads)
     nn.init.uniform_(model.unembed.W_U)
-
-
-def zero_token_model(architecture: TokenArchitecture) -> TokenTransformer:
-    """An attention-only model over token ids, whose weights are all zero."""
-    model = TokenTransformer(architecture)
-    _zero_weights(model)
-    return model
 
 
 def save_model(model: VectorTransformer | TokenTransformer, folder: str | os.PathLike[str]) -> None:
@@ -532,7 +349,7 @@ def _as_it_is(model: VectorTransformer | TokenTransformer) -> Architecture | Tok
 
 
 def load_model(
-    folder: str | os.PathLike[str], device: str = "cpu"
+    folder: str | os.PathLike[str], device: str | torch.device = "cpu"
 ) -> VectorTransformer | TokenTransformer:
     """The model that :func:`save_model` wrote to `folder`.
 
@@ -553,12 +370,10 @@ def load_model(
         )
     try:
         settings = json.loads((path / "architecture.json").read_text(encoding="utf-8"))
-        _check_shapes(dict(settings), path)
-        model = _model_of(dict(settings), device)
-        state = load_file(path / "model.safetensors", device=device)
-        dtype = state["embed.W_E"].dtype
-        if dtype != torch.float32:
-            model.to(dtype)
+        _check_shapes(settings, path)
+        model = _model_of(settings)
+        state = load_file(path / "model.safetensors", device=str(device))
+        model.to(device, state["embed.W_E"].dtype)
         model.load_state_dict(state)
     except (
         TypeError,
@@ -602,7 +417,7 @@ def _check_shapes(settings: dict[str, Any], folder: Path) -> None:
             f"{_MOST_TOKENS}"
         )
     with torch.device("meta"):  # where tensors have sizes, and no numbers
-        twin = _model_of(settings, "meta")
+        twin = _model_of(settings)
     expected = {name: tuple(value.shape) for name, value in twin.state_dict().items()}
     for name in (*expected, *stored):
         if stored.get(name) != expected.get(name):
@@ -613,17 +428,18 @@ def _check_shapes(settings: dict[str, Any], folder: Path) -> None:
             )
 
 
-def _model_of(settings: dict[str, Any], device: str) -> VectorTransformer | TokenTransformer:
-    """An untrained model of the sizes that were saved."""
-    kind = settings.get("kind", "vector")
-    if kind == "vector":
-        return build_model(Architecture.from_dict(settings), device=device)
-    if kind != "token":
-        raise InfoFlowError(
-            f"the saved model is of kind {kind!r}: expected 'token', or none for vector tokens"
-        )
-    fixed = set(settings.pop("fixed", ()))
-    model = TokenTransformer(TokenArchitecture.from_dict(settings), device)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in fixed)
-    return model
+def _model_of(settings: dict[str, Any]) -> VectorTransformer | TokenTransformer:
+    """A model of the sizes that were saved, with weights of any value."""
+    kind = settings.get("kind")
+    for architecture, host in _HOSTS.items():
+        if architecture.kind == kind:
+            fixed = settings.get("fixed")
+            sizes = {name: value for name, value in settings.items() if name != "fixed"}
+            model: VectorTransformer | TokenTransformer = host(architecture.from_dict(sizes))
+            for name, parameter in model.named_parameters():
+                if fixed is not None:
+                    parameter.requires_grad_(name not in fixed)
+            return model
+    raise InfoFlowError(
+        f"the saved model is of kind {kind!r}: expected 'token', or none for vector tokens"
+    )

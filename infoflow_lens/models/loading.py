@@ -8,7 +8,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -18,17 +18,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from infoflow_lens.foundation.checks import check_device
+from infoflow_lens.foundation.devices import check_device
 from infoflow_lens.foundation.display import panel
-from infoflow_lens.foundation.drawing import Drawing
+from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.settings import check
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import load_model
 from infoflow_lens.models.shipped import SHIPPED, shipped_folder
 
 Backend = Literal["auto", "hooked", "bridge"]
-BACKENDS = ("auto", "hooked", "bridge")
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -95,7 +95,7 @@ def load_any(
     name_or_path: str | os.PathLike[str] | nn.Module | LoadedModel,
     *,
     tokenizer: Any | None = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     backend: str = "auto",
 ) -> LoadedModel:
@@ -140,19 +140,18 @@ def load_any(
             bridge computes something else, it has no attention over tokens, or an option is unknown
             or not of the installed TransformerLens.
     """
-    if backend not in BACKENDS:
-        raise InfoFlowError(f"backend is {backend!r}{nearest(str(backend), BACKENDS)}")
+    host: Backend = check(backend, Backend, "backend")
     wanted = _dtype(dtype)
     if device is not None:
-        check_device(device)
+        device = check_device(device)
     if isinstance(name_or_path, nn.Module | LoadedModel):
-        return _in_memory(name_or_path, tokenizer, device, wanted, backend)
+        return _in_memory(name_or_path, tokenizer, device, wanted, host)
     if not isinstance(name_or_path, str | os.PathLike):
         raise InfoFlowError(
             f"the model is of type {type(name_or_path).__name__}: expected a name such as gpt2, a "
             "folder, or a model of transformers or TransformerLens"
         )
-    device, name = device or "cpu", os.fspath(name_or_path)
+    name = os.fspath(name_or_path)
     if not name.strip():
         raise InfoFlowError(
             "the model's name is empty: expected an official name such as gpt2, or a folder"
@@ -162,39 +161,59 @@ def load_any(
             f"a tokenizer is given beside {name!r}: expected none, as models by name or folder "
             "bring their own; load the model with transformers, and give both"
         )
+    place = _Place(device or "cpu", wanted or torch.float32)
     folder = Path(name).expanduser()
-    is_folder = folder.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1
-    if is_folder:
-        kind = _kind_of_folder(folder)
-        if kind == "checkpoint":
-            if backend == "bridge":
-                raise InfoFlowError(
-                    f"{name!r} was written by save_model and needs no bridge: expected backend "
-                    "'auto' or 'hooked'"
-                )
-            return _checkpoint(folder, device, wanted)
-        if backend == "hooked" and HAS_HOOKED_TRANSFORMER:
-            raise InfoFlowError(
-                f"{name!r} is a local folder, which HookedTransformer does not load: expected "
-                "backend 'auto' or 'bridge', or an official name"
-            )
+    if folder.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+        if _kind_of_folder(folder) == "checkpoint":
+            _check_backend(host, "hooked", f"{name!r} was written by save_model")
+            return _checkpoint(folder, place.device, wanted)
+        _check_backend(host, "bridge", _UNLOADED.format(name, "is a local folder"))
+        return _by_bridge(str(folder), place, "folder")
+    if shipped := shipped_folder(name):
+        if host == "bridge" or not _is_hooked(host):
+            return _by_bridge(str(shipped), place, "name", shipped.name)
+        return _gpt2_by_hooked(shipped, place)
+    if "@" in name:
+        _check_backend(host, "bridge", _UNLOADED.format(name, "names a revision"))
+        return _by_bridge(_at_revision(name), place, "name", name)
+    return _by_name(name, place, host)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a model is put, and in which precision."""
+
+    device: str
+    dtype: torch.dtype
+
+
+_UNLOADED = "{!r} {}, which HookedTransformer does not load"
+
+
+def _is_hooked(backend: Backend) -> bool:
+    """Whether HookedTransformer may host.
+
+    Raises:
+        InfoFlowError: if it is asked for, and the installed TransformerLens has none.
+    """
     if backend == "hooked" and not HAS_HOOKED_TRANSFORMER:
         raise InfoFlowError(
             f"backend is 'hooked', but transformer-lens {version('transformer-lens')} has no "
             "HookedTransformer: expected backend 'auto' or 'bridge', or transformer-lens 3.9"
         )
-    if is_folder:
-        return _by_bridge(str(folder), device, wanted or torch.float32, "folder")
-    if shipped := shipped_folder(name):
-        return _shipped(shipped, device, wanted or torch.float32, backend)
-    if "@" in name:
-        if backend == "hooked" and HAS_HOOKED_TRANSFORMER:
-            raise InfoFlowError(
-                f"{name!r} names a revision, which HookedTransformer does not load: expected "
-                "backend 'auto' or 'bridge'"
-            )
-        return _by_bridge(_at_revision(name), device, wanted or torch.float32, "name", name)
-    return _by_name(name, device, wanted or torch.float32, backend)
+    return backend != "bridge" and HAS_HOOKED_TRANSFORMER
+
+
+def _check_backend(backend: Backend, only: Backend, why: str) -> None:
+    """Refuse another backend than the only one that can host.
+
+    Raises:
+        InfoFlowError: with the reason.
+    """
+    if only == "bridge":
+        _is_hooked(backend)
+    if backend not in ("auto", only):
+        raise InfoFlowError(f"{why}: expected backend 'auto' or {only!r}")
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -239,13 +258,7 @@ def _checkpoint(folder: Path, device: str, dtype: torch.dtype | None) -> LoadedM
     return LoadedModel(model, None, "checkpoint", _description(model, str(folder)))
 
 
-def _shipped(folder: Path, device: str, dtype: torch.dtype, backend: str) -> LoadedModel:
-    if backend == "bridge" or not HAS_HOOKED_TRANSFORMER:
-        return _by_bridge(str(folder), device, dtype, "name", folder.name)
-    return _gpt2_by_hooked(folder, device, dtype)
-
-
-def _gpt2_by_hooked(folder: Path, device: str, dtype: torch.dtype) -> LoadedModel:
+def _gpt2_by_hooked(folder: Path, place: _Place) -> LoadedModel:
     """A folder of a GPT-2 of any size; HookedTransformer itself loads only official ones."""
     import transformer_lens
     from transformers import AutoConfig, AutoTokenizer
@@ -253,7 +266,7 @@ def _gpt2_by_hooked(folder: Path, device: str, dtype: torch.dtype) -> LoadedMode
     name = folder.name
     with _leaving_no_trace(), _named(name):
         config = AutoConfig.from_pretrained(folder)
-        alone = _of_hugging_face(str(folder), config, device, dtype)
+        alone = _of_hugging_face(str(folder), config, place)
         model = transformer_lens.HookedTransformer(
             transformer_lens.HookedTransformerConfig(
                 n_layers=config.n_layer,
@@ -268,8 +281,8 @@ def _gpt2_by_hooked(folder: Path, device: str, dtype: torch.dtype) -> LoadedMode
                 eps=config.layer_norm_epsilon,
                 original_architecture="GPT2LMHeadModel",
                 model_name=name,
-                device=device,
-                dtype=dtype,
+                device=place.device,
+                dtype=place.dtype,
             ),
             tokenizer=AutoTokenizer.from_pretrained(folder),
         )
@@ -279,29 +292,29 @@ def _gpt2_by_hooked(folder: Path, device: str, dtype: torch.dtype) -> LoadedMode
             weights, fold_ln=False, center_writing_weights=False, center_unembed=False,
             fold_value_biases=False,
         )  # fmt: skip
-        model.to(device)
+        model.to(place.device)
     return _loaded(model, name, "name")
 
 
-def _by_name(name: str, device: str, dtype: torch.dtype, backend: str) -> LoadedModel:
+def _by_name(name: str, place: _Place, backend: Backend) -> LoadedModel:
     official = _official_names().get(name.lower())
-    for_hooked = official is not None and not official.startswith(_NOT_HOOKED)
-    if backend == "hooked" and official is not None and not for_hooked:
-        raise InfoFlowError(
-            f"{official!r} is no model for HookedTransformer (not a decoder of tokens): "
-            "expected backend 'auto' or 'bridge'"
-        )
-    if official is None and (backend == "hooked" or (backend == "auto" and "/" not in name)):
-        raise InfoFlowError(
-            f"{name!r} is no official name of TransformerLens{_meant(name)}; expected an official "
-            "name such as gpt2, owner/name of the Hugging Face hub (backend 'auto' or 'bridge'), "
-            f"a local folder, or what comes with this package: {', '.join(SHIPPED)}"
-        )
-    if official is not None and for_hooked and backend != "bridge" and HAS_HOOKED_TRANSFORMER:
-        return _by_hooked(official, device, dtype)
-    if official is not None and official.startswith(_IN_OLD_FORMAT):
-        return _in_old_format(official, device, dtype)
-    return _by_bridge(official or name, device, dtype, "name")
+    hooked = _is_hooked(backend)
+    if official is None:
+        if backend == "hooked" or (backend == "auto" and "/" not in name):
+            raise InfoFlowError(
+                f"{name!r} is no official name of TransformerLens{_meant(name)}; expected an "
+                "official name such as gpt2, owner/name of the Hugging Face hub (backend 'auto' or "
+                f"'bridge'), a local folder, or what comes with this package: {', '.join(SHIPPED)}"
+            )
+        return _by_bridge(name, place, "name")
+    if official.startswith(_NOT_HOOKED):
+        what = f"{official!r} is no model for HookedTransformer (not a decoder of tokens)"
+        _check_backend(backend, "bridge", what)
+    elif hooked:
+        return _by_hooked(official, place)
+    if official.startswith(_IN_OLD_FORMAT):
+        return _in_old_format(official, place)
+    return _by_bridge(official, place, "name")
 
 
 def _official_names() -> dict[str, str]:
@@ -323,7 +336,7 @@ def _meant(name: str) -> str:
     return f" (did you mean {', '.join(names)}?)" if names else ""
 
 
-def _by_hooked(name: str, device: str, dtype: torch.dtype) -> LoadedModel:
+def _by_hooked(name: str, place: _Place) -> LoadedModel:
     import transformer_lens
     from huggingface_hub import errors, hf_hub_download
 
@@ -334,17 +347,19 @@ def _by_hooked(name: str, device: str, dtype: torch.dtype) -> LoadedModel:
             raise
         except errors.EntryNotFoundError:
             pass  # some official models have a config of another kind
-        found = _has_tokenizer(name)
-        with nullcontext() if found else _no_words() as tokenizer:
+        with _tokenizer_of(name) as (tokenizer, has_words):
             model = transformer_lens.HookedTransformer.from_pretrained_no_processing(
-                name, dtype=dtype, device=device, tokenizer=tokenizer
+                name,
+                dtype=place.dtype,
+                device=place.device,
+                tokenizer=tokenizer,
             )
-    if not found:
+    if not has_words:
         model.tokenizer = None
     return _loaded(model, name, "name")
 
 
-def _in_old_format(name: str, device: str, dtype: torch.dtype) -> LoadedModel:
+def _in_old_format(name: str, place: _Place) -> LoadedModel:
     """Models from before the format of Hugging Face, with a native bridge of TransformerLens 4."""
     if HAS_HOOKED_TRANSFORMER:
         raise InfoFlowError(
@@ -353,7 +368,7 @@ def _in_old_format(name: str, device: str, dtype: torch.dtype) -> LoadedModel:
         )
     with _leaving_no_trace(), _named(name):
         sources = import_module("transformer_lens.model_bridge.sources")
-        model = sources.boot_tl_legacy(name, device=device, dtype=dtype)
+        model = sources.boot_tl_legacy(name, device=place.device, dtype=place.dtype)
     return _loaded(model, name, "name")
 
 
@@ -370,8 +385,7 @@ def _at_revision(name: str) -> str:
 
 def _by_bridge(
     name: str,
-    device: str,
-    dtype: torch.dtype,
+    place: _Place,
     source: Literal["folder", "name"],
     known_as: str | None = None,
 ) -> LoadedModel:
@@ -383,10 +397,9 @@ def _by_bridge(
         _check_one_stack(name, config)
         if source == "folder":
             _check_sizes(Path(name), config)
-        alone = _of_hugging_face(name, config, device, dtype)
-        found = _has_tokenizer(name)
-        with nullcontext() if found else _no_words() as tokenizer:
-            return _hosted(name, alone, tokenizer, found, source, known_as)
+        alone = _of_hugging_face(name, config, place)
+        with _tokenizer_of(name) as (tokenizer, has_words):
+            return _hosted(name, alone, tokenizer, has_words, source, known_as)
 
 
 def _check_one_stack(name: str, config: Any) -> None:
@@ -493,18 +506,21 @@ def _in_memory(
         alone = copy.deepcopy(model, shared)
         alone.set_attn_implementation("eager")
         alone.eval()
-        if tokenizer is not None:
-            words: Any = _copied(tokenizer)
-        elif model.name_or_path and _has_tokenizer(name):
-            words = nullcontext()
-        else:
-            words = _no_words()
-        has_words = tokenizer is not None or isinstance(words, nullcontext)
-        with words as own:
-            return _hosted(name, alone, own, has_words, "memory")
+        if not alone.config.architectures:  # as of models that are built from a config
+            alone.config.architectures = [_class_of_transformers(alone)]
+        with _tokenizer_of(model.name_or_path, tokenizer) as (words, has_words):
+            return _hosted(name, alone, words, has_words, "memory")
 
 
-def _of_hugging_face(name: str, config: Any, device: str, dtype: torch.dtype) -> Any:
+def _class_of_transformers(model: nn.Module) -> str:
+    """The name of a model's class, or of the class of transformers that it is made from."""
+    import transformers
+
+    names = [kind.__name__ for kind in type(model).__mro__]
+    return next((name for name in names if hasattr(transformers, name)), names[0])
+
+
+def _of_hugging_face(name: str, config: Any, place: _Place) -> Any:
     """The model of transformers, with eager attention.
 
     Raises:
@@ -515,7 +531,7 @@ def _of_hugging_face(name: str, config: Any, device: str, dtype: torch.dtype) ->
     architecture = next(iter(config.architectures or ()), "")
     kind: Any = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
     model, info = kind.from_pretrained(
-        name, dtype=dtype, attn_implementation="eager", output_loading_info=True
+        name, dtype=place.dtype, attn_implementation="eager", output_loading_info=True
     )
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -523,7 +539,7 @@ def _of_hugging_face(name: str, config: Any, device: str, dtype: torch.dtype) ->
             f"{name!r} lacks weights ({', '.join(missing[:3])}{more}), which would be random: "
             f"expected all of {type(model).__name__}; save or download it again"
         )
-    return model.to(device).eval()
+    return model.to(place.device).eval()
 
 
 def _check_sizes(folder: Path, config: Any) -> None:
@@ -635,7 +651,7 @@ def _leaving_no_trace() -> Iterator[None]:
     """
     with (
         _loading,
-        Drawing(0),
+        SeededRandom(0),
         warnings.catch_warnings(),
         open(os.devnull, "w", encoding="utf-8") as nowhere,
         redirect_stdout(nowhere),
@@ -646,6 +662,34 @@ def _leaving_no_trace() -> Iterator[None]:
             category=DeprecationWarning,
         )
         yield
+
+
+@contextmanager
+def _tokenizer_of(place: str | None, given: Any | None = None) -> Iterator[tuple[Any, bool]]:
+    """A tokenizer for TransformerLens, and whether it has words.
+
+    TransformerLens copies a tokenizer by the place that it came from. Where there is none, one
+    without words stands in for it while the model loads.
+
+    Args:
+        place: the name or folder of a model, whose tokenizer is found there; None for nowhere.
+        given: a tokenizer in its stead.
+    """
+    if given is None and place and _has_tokenizer(place):
+        yield None, True
+        return
+    words = given
+    if words is None:
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from transformers import PreTrainedTokenizerFast
+
+        inner = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))
+        special = dict.fromkeys(("unk_token", "pad_token", "bos_token", "eos_token"), "<unk>")
+        words = PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+    with tempfile.TemporaryDirectory() as folder:
+        words.save_pretrained(folder)
+        yield type(words).from_pretrained(folder), given is not None
 
 
 def _has_tokenizer(name: str) -> bool:
@@ -660,29 +704,6 @@ def _has_tokenizer(name: str) -> bool:
     except Exception:  # of many kinds: no file, no network, a missing package
         return False
     return not set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
-
-
-@contextmanager
-def _copied(tokenizer: Any) -> Iterator[Any]:
-    """The same tokenizer, from a folder: TransformerLens copies it by the place it came from."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        yield type(tokenizer).from_pretrained(folder)
-
-
-@contextmanager
-def _no_words() -> Iterator[Any]:
-    """Stands in for a tokenizer while TransformerLens loads a model without one."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    inner = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))
-    special = dict.fromkeys(("unk_token", "pad_token", "bos_token", "eos_token"), "<unk>")
-    with tempfile.TemporaryDirectory() as folder:
-        # TransformerLens copies a tokenizer by the place that it came from
-        PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
-        yield PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.state import read_state, write_state
 from infoflow_lens.probing.folder import check_same_run
 
@@ -34,6 +35,8 @@ class Checkpoint:
             return None
         hint = f"expected what this version wrote; delete {self.path.name} to begin again"
         state, of_run = read_state(self.path, "the unfinished run", hint)
+        if of_run.pop("name", None) != self.path.name:
+            raise InfoFlowError(f"{str(self.path)!r} is another state of a run: {hint}")
         check_same_run(of_run, self.of_run, self.path)
         return state
 
@@ -43,7 +46,7 @@ class Checkpoint:
         Raises:
             InfoFlowError: if it cannot be written, such as on a full disk.
         """
-        write_state(self.path, state, self.of_run)
+        write_state(self.path, state, {**self.of_run, "name": self.path.name})
         self._written = time.monotonic()
 
     def keep(self, state: Callable[[], Any]) -> None:

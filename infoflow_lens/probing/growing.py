@@ -1,11 +1,11 @@
 """Results that grow with the sequences, written shard by shard by whoever has measured them."""
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infoflow_lens.foundation.files import no_links, writing_in
 from infoflow_lens.hooks import Probe
 
 
@@ -32,7 +32,10 @@ class Growing:
     def clear(self) -> None:
         """Remove what is there."""
         for name in self.names:
-            shutil.rmtree(self.path_of(name), ignore_errors=True)
+            no_links(self.out, self.path_of(name))
+            for ending in ("json", "safetensors"):
+                for path in self.path_of(name).glob(f"{'[0-9]' * 6}.{ending}"):
+                    path.unlink()
 
     def write(self, probes: Mapping[str, Probe[Any]], index: int) -> dict[str, Any]:
         """Write what grows of a shard.
@@ -48,15 +51,20 @@ class Growing:
             InfoFlowError: if it cannot be written, or a probe has no result.
         """
         told = {}
-        for name in sorted(self.names):
-            probe = probes[name]
-            assert probe.sharded is not None
-            told[name] = probe.sharded.save_shard(
-                self.path_of(name), index, probe.result(), self.of_run
-            )
+        with writing_in(self.out):
+            for name in sorted(self.names):
+                probe = probes[name]
+                assert probe.sharded is not None
+                told[name] = probe.sharded.save_shard(
+                    self.path_of(name), index, probe.result(), self.of_run
+                )
         return told
 
 
 def told_of(part: Mapping[str, Any]) -> dict[str, Any]:
     """What a shard has told, read again; KeyError, TypeError or ValueError for anything else."""
-    return {"n_sequences": int(part["n_sequences"]), "notes": list(part["notes"])}
+    return {
+        "n_sequences": int(part["n_sequences"]),
+        "notes": list(part["notes"]),
+        "digest": str(part["digest"]),
+    }

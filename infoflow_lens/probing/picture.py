@@ -8,7 +8,6 @@ from torch import Tensor
 from infoflow_lens.hooks import AttendedResult, MechanismsResult, PositionsResult
 from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.report.flow_view import ALL_KEYS, FlowView, ViewedInput, ViewedMechanism
-from infoflow_lens.theory.information_sets import MaxPosition, SpecificPositions
 
 _HOW = {
     "JacobianInfluence": "norm of the Jacobian of the state by the token",
@@ -100,14 +99,8 @@ def _mechanisms(result: ProbingResult, n: int) -> Iterator[list[list[ViewedMecha
                     viewed.append(ViewedMechanism(name))
                     continue
                 rule = next(rules)
-                if isinstance(rule, SpecificPositions):
-                    keys = torch.arange(rule.reads.shape[1])
-                    passed = torch.where(rule.reads, keys, -1)
-                else:
-                    assert isinstance(rule, MaxPosition)
-                    passed = rule.positions[index, 0]
-                    passed = passed if passed.ndim == 2 else passed[:, None]
-                viewed.append(_viewed(name, passed[: n_source + n_extra], n_source))
+                moved = rule.describe(index)[: n_source + n_extra]
+                viewed.append(_viewed(name, moved, n_source))
             layers.append(viewed)
         yield layers
 

@@ -14,11 +14,11 @@ from typing import Any
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.interrupts import between_steps
 from infoflow_lens.foundation.progress import Advance, progress_bar
+from infoflow_lens.foundation.record import model_fingerprint
 from infoflow_lens.foundation.state import state_from_bytes
 from infoflow_lens.hooks import Probe
 from infoflow_lens.hooks.model.inputs import Batches, Extent
-from infoflow_lens.hooks.passes.attach import run_shard
-from infoflow_lens.hooks.passes.collector import Weights
+from infoflow_lens.hooks.passes.run import run_shard
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.growing import Growing, told_of
 from infoflow_lens.probing.part import Say, Setting
@@ -252,7 +252,6 @@ def _here(
         return {**gathered.state(), "current": states}
 
     with between_steps() as stop_if_asked:
-        weights = Weights(setting.model)
         watch = Watch(gathered.n_left, config.shard, gathered.growing)
         try:
             for index, part in gathered.remaining(batches):
@@ -280,7 +279,6 @@ def _here(
                     extent=gathered.extent,
                     first_index=index * config.shard,
                     batch_size=config.batch_size,
-                    weights=weights,
                     skip=next(iter(probes.values())).n_sequences,
                     after_batch=after_batch,
                 )
@@ -297,7 +295,7 @@ def _here(
 def _elsewhere(setting: Setting, batches: Batches, gathered: Gathered, advance: Advance) -> None:
     """Measure what is left in workers; what comes before its turn waits on disk."""
     checkpoint, config = gathered.checkpoint, setting.config
-    fingerprint = Weights(setting.model).fingerprint
+    fingerprint = model_fingerprint(setting.model)
     waiting = _Waiting(checkpoint)
 
     def tasks(places: str) -> Iterator[Task]:

@@ -18,8 +18,7 @@ from infoflow_lens.foundation.state import state_to_bytes
 from infoflow_lens.foundation.workers import Spread, workers
 from infoflow_lens.hooks import Probe
 from infoflow_lens.hooks.model.inputs import Batches, Extent
-from infoflow_lens.hooks.passes.attach import run_shard
-from infoflow_lens.hooks.passes.collector import Weights
+from infoflow_lens.hooks.passes.run import run_shard
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.growing import Growing, told_of
@@ -145,7 +144,7 @@ def measure_shard(task: Task) -> tuple[int, bytes]:
     """What is measured of one shard, as it is sent between processes (:class:`Measured`)."""
     config, rows = task.config, task.rows
     device = _device(config.device, task.places)
-    loaded, weights = _loaded(config.model, device, config.dtype, config.backend)
+    loaded = _loaded(config.model, device, config.dtype, config.backend)
     run_shard(
         loaded.model,
         Batches(loaded.model, rows.unpacked() if isinstance(rows, Packed) else rows),
@@ -153,7 +152,6 @@ def measure_shard(task: Task) -> tuple[int, bytes]:
         extent=task.extent,
         first_index=task.index * config.shard,
         batch_size=config.batch_size,
-        weights=weights,
         after_batch=lambda n: task.watch.look(task.probes, n),
     )
     for probe in task.probes.values():
@@ -164,13 +162,10 @@ def measure_shard(task: Task) -> tuple[int, bytes]:
 
 
 @lru_cache(maxsize=1)
-def _loaded(
-    model: str, device: str, dtype: str | None, backend: Any
-) -> tuple[LoadedModel, Weights]:
+def _loaded(model: str, device: str, dtype: str | None, backend: Any) -> LoadedModel:
     """The model, loaded once in a process."""
     with no_bars_of_libraries():
-        loaded = load_any(model, device=device, dtype=dtype, backend=backend)
-    return loaded, Weights(loaded.model)
+        return load_any(model, device=device, dtype=dtype, backend=backend)
 
 
 _place: list[FileLock] = []  # held as long as this process lives

@@ -1,6 +1,7 @@
 """Sequences on disk, in shards of which one is in memory at a time."""
 
 import hashlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import UNFINISHED, atomic_path
+from infoflow_lens.foundation.files import atomic_path, naming_file, no_links, scratch_for
 from infoflow_lens.hooks.model.inputs import Extent
 
 _SHARD = 1024  # sequences in a file
@@ -126,7 +127,7 @@ class StoredSequences(Sequence[Tensor]):
 
 
 def store(rows: Iterable[Tensor], folder: Path, what: str) -> tuple[StoredSequences, str]:
-    """Write sequences as they come, for `folder`, but beside it until :func:`settle`.
+    """Write sequences as they come, for `folder`, but in scratch until :func:`settle`.
 
     Args:
         rows: token ids [pos] or vectors [pos, d_token].
@@ -139,7 +140,7 @@ def store(rows: Iterable[Tensor], folder: Path, what: str) -> tuple[StoredSequen
     Raises:
         InfoFlowError: for no rows, and where they cannot be written.
     """
-    new = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=UNFINISHED))
+    new = Path(tempfile.mkdtemp(dir=scratch_for(folder), prefix=f".{folder.name}."))
     digest = hashlib.sha256()
     n, longest, shortest = 0, 0, 0
     coming = iter(rows)
@@ -176,11 +177,21 @@ def unless_settled(stored: StoredSequences) -> Iterator[None]:
 
 
 def settle(stored: StoredSequences, folder: Path) -> StoredSequences:
-    """Stored sequences in their folder, in the place of what it held."""
-    stored.folder.chmod(0o755)
-    if folder.exists():
-        shutil.rmtree(folder)
-    stored.folder.rename(folder)
+    """Stored sequences in their folder, in the place of those that it held.
+
+    Raises:
+        InfoFlowError: if the folder is a link, or cannot be written.
+    """
+    no_links(folder.parent, folder)
+    with naming_file(folder):
+        folder.mkdir(exist_ok=True)
+    for old in folder.glob(f"{'[0-9]' * 6}.safetensors"):
+        with naming_file(old):
+            old.unlink()
+    for new in sorted(stored.folder.iterdir()):
+        with naming_file(folder / new.name):
+            os.replace(new, folder / new.name)
+    shutil.rmtree(stored.folder, ignore_errors=True)
     return StoredSequences(folder, stored.extent)
 
 

@@ -16,7 +16,7 @@ from markupsafe import escape
 from torch import Tensor
 
 from infoflow_lens.report.assets import asset, script, with_policy
-from infoflow_lens.report.flow_view import ALL_KEYS, FlowView, ViewedInput, ViewedMechanism
+from infoflow_lens.report.flow_view import RULES, FlowView, Move, ViewedInput
 from infoflow_lens.report.templating import templates
 from infoflow_lens.theory.information_sets import propagate
 
@@ -186,8 +186,10 @@ def _packed(view: ViewedInput) -> dict[str, Any]:
     arrays["mechanisms"] = (
         None
         if view.mechanisms is None
-        else [[_mechanism(blob, head) for head in layer] for layer in view.mechanisms]
+        else [[head.name for head in layer] for layer in view.mechanisms]
     )
+    rules = [rule for rule in RULES if rule != "mechanisms" or view.mechanisms is not None]
+    arrays["moves"] = {rule: _moves(blob, view.describe(rule)) for rule in rules}
     arrays["influence"] = arrays["largest"] = None
     if view.influence is not None:
         influence = view.influence.detach().cpu().float()
@@ -214,10 +216,11 @@ def _shares(edges: Tensor) -> Tensor:
     return edges.float() / largest.clamp(min=1e-30)
 
 
-def _mechanism(blob: _Blob, mechanism: ViewedMechanism) -> dict[str, Any]:
-    name, passes = mechanism.name, mechanism.passes
-    if isinstance(passes, Tensor):
-        return {"name": name, "width": passes.shape[1], "passes": blob.keys(passes.cpu())}
-    if passes == ALL_KEYS:
-        return {"name": name, "passes": "all"}
-    return {"name": name, "passes": "ranked" if name == "max_position" else None}
+def _moves(blob: _Blob, moves: Move | list[list[Move]]) -> Any:
+    """Moves as the page reads them."""
+    if isinstance(moves, list):
+        return [[_moves(blob, move) for move in layer] for layer in moves]
+    packed: dict[str, Any] = {"source": moves.source, "most": moves.most}
+    if moves.keys is not None:
+        packed |= {"width": moves.keys.shape[1], "keys": blob.keys(moves.keys.cpu())}
+    return packed

@@ -1,6 +1,7 @@
 """The flow to one state as a still picture, for papers."""
 
 import io
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.report.flow_view import ViewedInput
-from infoflow_lens.theory.information_sets import MaxPosition, propagate
+from infoflow_lens.theory.information_sets import Rule, propagate
 
 _PASSED, _KEPT, _INSIDE, _OUTSIDE, _QUIET = "#0072b2", "#9aa5b1", "#0072b2", "#d55e00", "#d5dae0"
 
@@ -106,15 +107,12 @@ def _short(token: str) -> str:
     return (token if len(token) <= 12 else token[:11] + "…").replace("$", r"\$")
 
 
-def _passes(rules: object, n_pos: int) -> Bool[Tensor, "pos key"]:
+def _passes(rules: Sequence[Rule], n_pos: int) -> Bool[Tensor, "pos key"]:
     """Which keys any head passes to which queries."""
     reads = torch.zeros(n_pos, n_pos + 1, dtype=torch.bool)  # the last column is "none"
-    for rule in rules:  # type: ignore[attr-defined]
-        assert isinstance(rule, MaxPosition)
-        keys = rule.positions[0].long()  # [head, pos] or [head, pos, rank]
-        keys = keys[..., None] if keys.ndim == 2 else keys
-        for of_head in keys:
-            reads.scatter_(1, torch.where(of_head < 0, n_pos, of_head), True)
+    for rule in rules:
+        keys = rule.describe()
+        reads.scatter_(1, torch.where(keys < 0, n_pos, keys), True)
     return reads[:, :n_pos]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,6 +20,33 @@ ALL_KEYS = "all keys"
 
 
 @dataclass(frozen=True, eq=False)
+class Move:
+    """Which keys a head moves to each query; the page reads it as `propagate` does.
+
+    Attributes:
+        source: "ranked" for the keys of its largest scores, "keys" for those listed, "all" for
+            every key that the query may read, "none".
+        most: of "ranked", how many keys; None for the k that is asked.
+        keys: of "keys", int [pos, k], key positions, -1 for none.
+    """
+
+    source: Literal["ranked", "keys", "all", "none"]
+    most: int | None = None
+    keys: Int[Tensor, "pos k"] | None = None
+
+    def rule(self, ranked: Int[Tensor, "_head pos k"], view: "ViewedInput", k: int) -> Rule:
+        """The same as an update rule, for heads whose ranked keys are given."""
+        if self.source == "ranked":
+            return MaxPosition(ranked[None, :, :, : k if self.most is None else self.most])
+        if self.keys is not None:
+            return MaxPosition(self.keys[None, None])
+        keys = torch.arange(len(view.tokens)) if self.source == "all" else torch.tensor([-1])
+        queries = torch.arange(view.n_queries)[:, None]
+        allowed: Bool[Tensor, "pos key"] = (keys <= queries) | torch.tensor(not view.causal)
+        return MaxPosition(torch.where(allowed, keys, -1)[None, None])
+
+
+@dataclass(frozen=True, eq=False)
 class ViewedMechanism:
     """The mechanism of one head on one input.
 
@@ -32,6 +59,14 @@ class ViewedMechanism:
 
     name: str
     passes: Int[Tensor, "pos k"] | str | None = None
+
+    def describe(self) -> Move:
+        """Which keys the head moves."""
+        if isinstance(self.passes, Tensor):
+            return Move("keys", keys=self.passes)
+        if self.passes == ALL_KEYS:
+            return Move("all")
+        return Move("ranked", most=1) if self.name == "max_position" else Move("none")
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,12 +162,11 @@ class ViewedInput:
                 f"{[(*shape, 'key') for shape in expected]}"
             )
 
-    def layers_of(self, rule: str, k: int = 1) -> list[list[Rule]]:
-        """What `propagate` takes, for the same sets as the picture's.
+    def describe(self, rule: str) -> Move | list[list[Move]]:
+        """How a rule moves sets: one move for all heads, or one for each head of each layer.
 
         Args:
             rule: "argmax", "top_k" or "mechanisms".
-            k: of "top_k".
 
         Raises:
             InfoFlowError: for other rules, and for mechanisms that were not measured.
@@ -142,33 +176,28 @@ class ViewedInput:
                 f"there is no rule {rule!r} for this input: expected {', '.join(RULES)}, "
                 "mechanisms only where they were measured"
             )
-        layers: list[list[Rule]] = []
-        for layer, ranked in enumerate(self.ranked):
-            if rule != "mechanisms":
-                layers.append([MaxPosition(ranked[None, :, :, : k if rule == "top_k" else 1])])
-                continue
-            assert self.mechanisms is not None
-            none = torch.full((1, 1, self.n_queries), -1)
-            rules: list[Rule] = [MaxPosition(none)]
-            for head, mechanism in enumerate(self.mechanisms[layer]):
-                keys = self.passed_by(mechanism, ranked[head])
-                rules.append(MaxPosition(keys[None, None]))
-            layers.append(rules)
-        return layers
+        if rule != "mechanisms":
+            return Move("ranked", most=1 if rule == "argmax" else None)
+        return [[head.describe() for head in layer] for layer in self.mechanisms or ()]
 
-    def passed_by(
-        self, mechanism: ViewedMechanism, ranked: Int[Tensor, "pos k"]
-    ) -> Int[Tensor, "pos _k"]:
-        """The keys that a head passes on by its mechanism."""
-        if isinstance(mechanism.passes, Tensor):
-            return mechanism.passes
-        if mechanism.passes is None:
-            first = ranked[:, :1]
-            return first if mechanism.name == "max_position" else torch.full_like(first, -1)
-        keys = torch.arange(len(self.tokens))
-        queries = torch.arange(self.n_queries)[:, None]
-        allowed: Bool[Tensor, "pos key"] = (keys <= queries) | torch.tensor(not self.causal)
-        return torch.where(allowed, keys, -1)
+    def layers_of(self, rule: str, k: int = 1) -> list[list[Rule]]:
+        """What `propagate` takes, for the same sets as the picture's.
+
+        Args:
+            rule: "argmax", "top_k" or "mechanisms".
+            k: of "top_k".
+
+        Raises:
+            InfoFlowError: as :meth:`describe`.
+        """
+        moves = self.describe(rule)
+        if isinstance(moves, Move):
+            return [[moves.rule(ranked, self, k)] for ranked in self.ranked]
+        none = MaxPosition(torch.full((1, 1, self.n_queries), -1))
+        return [
+            [none, *(move.rule(ranked[head, None], self, k) for head, move in enumerate(layer))]
+            for ranked, layer in zip(self.ranked, moves, strict=True)
+        ]
 
 
 @dataclass(frozen=True, eq=False)

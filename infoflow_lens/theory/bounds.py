@@ -8,19 +8,18 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import lru_cache
+from typing import Annotated
 
 import torch
+from annotated_types import Ge
 from jaxtyping import Float
 from scipy.special import lambertw
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import Count, Positive, Remedy, checked
 from infoflow_lens.theory.comparison import root_ceiling
-from infoflow_lens.theory.cost import check_eps
-
-_MOST_BALLS = 2000
+from infoflow_lens.theory.cost import Precision
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,10 @@ def _bound(exponent: float, reason: str, source: str) -> Bound:
     return Bound(0.0, True, why, source)
 
 
-def _check(**values: int) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InfoFlowError(f"{name} is {value!r}: expected an integer of at least 1")
-
-
-def depth_separation_bound(n_tokens: int, n_heads: int, d_head: int, sharp: bool = False) -> Bound:
+@checked
+def depth_separation_bound(
+    n_tokens: Count, n_heads: Count, d_head: Count, sharp: bool = False
+) -> Bound:
     """One layer on min_{s,t} ||x(s) + x(t)||^2 (Thm 1/4): exponent linear in T.
 
     ``k = (T - h - 1) / ((n + 1) h + 1) - 1``, or with `sharp` ``(T - h - 1) / ((n + 1) h) - 1``,
@@ -66,7 +62,6 @@ def depth_separation_bound(n_tokens: int, n_heads: int, d_head: int, sharp: bool
         d_head: n, per-head dimension.
         sharp: without the slack that makes the count a strict inequality.
     """
-    _check(n_tokens=n_tokens, n_heads=n_heads, d_head=d_head)
     free = n_tokens - n_heads - 1
     constraints = (d_head + 1) * n_heads + (0 if sharp else 1)
     return _bound(
@@ -76,7 +71,8 @@ def depth_separation_bound(n_tokens: int, n_heads: int, d_head: int, sharp: bool
     )
 
 
-def kth_largest_bound(n_tokens: int, k: int, d_head: int) -> Bound:
+@checked
+def kth_largest_bound(n_tokens: Count, k: Count, d_head: Count) -> Bound:
     """One softmax head on the k-th largest of T scalars, k >= 2 (Thm 2/5).
 
     ``(T - k + 1) / (n + 1) - 1`` [derived; confirmed numerically]. It grows with T at fixed k and
@@ -85,7 +81,6 @@ def kth_largest_bound(n_tokens: int, k: int, d_head: int) -> Bound:
     Raises:
         InfoFlowError: for k = 1, which attention does retrieve, or k above T.
     """
-    _check(n_tokens=n_tokens, k=k, d_head=d_head)
     if not 2 <= k <= n_tokens:
         raise InfoFlowError(
             f"k is {k}: expected 2 to T = {n_tokens}; the theorem needs k >= 2 (the proof divides "
@@ -98,13 +93,13 @@ def kth_largest_bound(n_tokens: int, k: int, d_head: int) -> Bound:
     )
 
 
-def d_retrieval_bound(n_tokens: int, n_components: int, n_heads: int, d_head: int) -> Bound:
+@checked
+def d_retrieval_bound(n_tokens: Count, n_components: Count, n_heads: Count, d_head: Count) -> Bound:
     """One layer with s < D heads on D-retrieval (Yu et al. 2026, arXiv 2510.06662, Thm 2.1).
 
     ``k = (T/4 - s - D + 1) / ((n + 1) s + 1) - 1`` [stated there]. With s >= D heads of dimension 2
     the target is learned without such a cost (Thm 2.2), so the bound is vacuous.
     """
-    _check(n_tokens=n_tokens, n_components=n_components, n_heads=n_heads, d_head=d_head)
     source = "Yu et al. 2026, Theorem 2 (1)-(2) [stated]"
     if n_heads >= n_components:
         reason = f"the bound is vacuous here: {n_heads} heads are enough for D = {n_components}"
@@ -116,13 +111,13 @@ def d_retrieval_bound(n_tokens: int, n_components: int, n_heads: int, d_head: in
     )
 
 
-def encoding_bound(n_tokens: int, d_token: int, d_model: int) -> Bound:
+@checked
+def encoding_bound(n_tokens: Count, d_token: Count, d_model: Count) -> Bound:
     """Coding r tokens of dimension d in E numbers of [-1, 1] (Thm 3/6): ``r d / E - 1``.
 
     [derived] for uniform error and weights of at most 1. [flag: the upper bound eps^(-rd/E) is for
     L2 error and unbounded weights, so the two halves differ in norm and weights.]
     """
-    _check(n_tokens=n_tokens, d_token=d_token, d_model=d_model)
     return _bound(
         n_tokens * d_token / d_model - 1,
         f"{n_tokens * d_token} coordinates in {d_model} numbers",
@@ -131,14 +126,15 @@ def encoding_bound(n_tokens: int, d_token: int, d_model: int) -> Bound:
     )
 
 
+@checked
 def growing_information(
-    coefficient: float,
-    order: int,
-    dimension: int,
-    n_heads: int,
-    n_layers: int,
-    n_tokens: int,
-    trees: int = 1,
+    coefficient: Positive,
+    order: Annotated[int, Ge(3), Remedy("Prop 2 needs it; at 2 attention is enough")],
+    dimension: Count,
+    n_heads: Count,
+    n_layers: Count,
+    n_tokens: Count,
+    trees: Count = 1,
 ) -> float:
     """Prop 2: the least |I| for a target of C T^order comparisons, order >= 3.
 
@@ -160,145 +156,17 @@ def growing_information(
     Raises:
         InfoFlowError: for an order below 3, or values below 1.
     """
-    _check(n_heads=n_heads, n_layers=n_layers, n_tokens=n_tokens, dimension=dimension, trees=trees)
-    if order < 3:
-        raise InfoFlowError(f"order is {order}: Prop 2 needs at least 3; at 2 attention is enough")
-    if not 0 < coefficient < math.inf:
-        raise InfoFlowError(f"coefficient is {coefficient}: expected a positive number C")
     if n_tokens ** (order - 2) < 4 * n_layers * n_heads / coefficient:
         return 0.0
     scale = (coefficient / (4 * n_layers * trees)) ** (1 / dimension)
     return float(scale * n_tokens ** ((order - 1) / dimension))
 
 
-# Finite forms: widths at a given precision, from the same pigeonhole
-
-
-def _cells(sequences: int, dimensions: int) -> int:
-    """The most cells an axis can have so that all cells are fewer than the sequences."""
-    return max(1, root_ceiling(sequences, dimensions) - 1)
-
-
-def _grid_cells(points: int, free: int, dimensions: int) -> int | None:
-    """:func:`_cells` of ``points^free`` sequences; None where there are more than 2^1100."""
-    if free * math.log2(points) / dimensions > 1100:
-        return None
-    return _cells(points**free, dimensions)
-
-
-def _width(factor: float, cells: int | None) -> float:
-    """``factor * cells``, infinite where floats end."""
-    if cells is None or (factor > 0 and math.log2(factor) + math.log2(cells) > 1023):
-        return math.inf
-    return float(Fraction(factor) * cells)
-
-
-def kth_largest_width(n_tokens: int, k: int, d_head: int, eps: float) -> float:
-    """Hidden units that a decoder of the k-th largest needs at precision `eps` (Thm 2/5).
-
-    ``2 eps / (n * 2 N eta / (k - 1))`` with N = T - k + 1 free coordinates on grids of
-    ``M = 1 / (4 (N + 1) eps)`` points, and cubes of side eta fewer than the M^N sequences. Finite
-    form of the proof [derived]; 0 where the grids have fewer than two points, infinite beyond
-    1e308.
-
-    Raises:
-        InfoFlowError: as :func:`kth_largest_bound`, or unless ``0 < eps < 1``.
-    """
-    check_eps(eps)
-    kth_largest_bound(n_tokens, k, d_head)
-    free = n_tokens - k + 1
-    points = math.floor(1 / (4 * (free + 1) * eps))
-    if points < 2:
-        return 0.0
-    # the side of a cube is 2 / cells
-    cells = _grid_cells(points, free, d_head + 1)
-    return _width(eps * (k - 1) / (2 * d_head * free), cells)
-
-
-def ball_centres(n_balls: int) -> Float[Tensor, "ball 3"]:
-    """Points b_j of a half-sphere, far from one another and from one another's antipodes.
-
-    A Fibonacci lattice [chosen]. The balls of Theorem 1's proof lie around their antipodes.
-    """
-    _check(n_balls=n_balls)
-    number = torch.arange(n_balls, dtype=torch.float64)
-    height = (number + 0.5) / n_balls
-    angle = number * math.pi * (3 - math.sqrt(5))
-    flat = (1 - height**2).sqrt()
-    return torch.stack([flat * angle.cos(), flat * angle.sin(), height], dim=1)
-
-
-@lru_cache(maxsize=64)
-def largest_radius(n_heads: int) -> float:
-    """The largest L for which :func:`ball_centres` serve the proof of Theorem 1 with h heads.
-
-    The h + 1 balls B(-b_j, L) must be disjoint, ``|b_i - b_j| > 2 L``, and no token of one may be
-    within L of the antipode of a token of another, ``|b_i + b_j| > 3 L``: otherwise the closest
-    pair would not be the one that the proof means [derived].
-
-    Raises:
-        InfoFlowError: for more than 2000 heads.
-    """
-    _check(n_heads=n_heads)
-    if n_heads > _MOST_BALLS:
-        raise InfoFlowError(f"n_heads is {n_heads}: expected at most {_MOST_BALLS} balls to place")
-    centres = ball_centres(n_heads + 1)
-    apart = torch.pdist(centres).min() / 2
-    antipodes = torch.cdist(centres, -centres).min() / 3
-    return float(torch.minimum(apart, antipodes)) * (1 - 1e-9)
-
-
-def depth_separation_width(
-    n_tokens: int,
-    n_heads: int,
-    d_head: int,
-    eps: float,
-    radius: float | None = None,
-    d_model: int | None = None,
-) -> float:
-    """Hidden units that one layer needs for the closest pair at precision `eps` (Thm 1/4).
-
-    ``2 eps / (E n h * 2 N eta sqrt(E))`` with N = T - h - 1 free positions, grids of
-    ``M = L^2 / (4 N eps)`` radii inside balls of radius L, and cells of side eta in (n + 1) h
-    dimensions fewer than the M^N sequences. Values are at most sqrt(E), since tokens have norm at
-    most 1 and W_V entries of at most 1; W_O spreads n h of them over E coordinates. Finite form of
-    the proof [derived]; 0 where the grids have fewer than two points, infinite beyond 1e308.
-
-    Args:
-        n_tokens: T.
-        n_heads: h.
-        d_head: n.
-        eps: precision.
-        radius: L; the proof needs h + 1 disjoint balls on the sphere, so it is at most
-            :func:`largest_radius`, the default.
-        d_model: E; default, n h.
-
-    Raises:
-        InfoFlowError: for values below 1, unless ``0 < eps < 1``, or for a radius for which h + 1
-            balls do not fit.
-    """
-    check_eps(eps)
-    d_model = n_heads * d_head if d_model is None else d_model
-    _check(n_tokens=n_tokens, n_heads=n_heads, d_head=d_head, d_model=d_model)
-    most = largest_radius(n_heads)
-    radius = most if radius is None else radius
-    if not 0 < radius <= most:
-        raise InfoFlowError(
-            f"radius is {radius}: expected a number above 0, up to {most:.3g}; the proof needs "
-            f"{n_heads + 1} disjoint balls of that radius on the sphere for {n_heads} heads"
-        )
-    free = n_tokens - n_heads - 1
-    points = math.floor(radius**2 / (4 * max(free, 1) * eps))
-    if free < 1 or points < 2:
-        return 0.0
-    cells = _grid_cells(points, free, (d_head + 1) * n_heads)
-    return _width(eps / (2 * free * d_head * n_heads * d_model**1.5), cells)
-
-
 # What a softmax costs in place of a minimum
 
 
-def softmin_gap(n_items: int, beta: float) -> float:
+@checked
+def softmin_gap(n_items: Count, beta: Positive) -> float:
     """How far a softmin average can lie above the minimum: ``W0((n - 1) / e) / beta`` [derived].
 
     For weights proportional to exp(-beta a_s) over n items, ``0 <= sum p_s a_s - min a`` is at most
@@ -308,9 +176,6 @@ def softmin_gap(n_items: int, beta: float) -> float:
     Raises:
         InfoFlowError: for n below 1 or beta <= 0.
     """
-    _check(n_items=n_items)
-    if not beta > 0:
-        raise InfoFlowError(f"beta is {beta}: expected a positive factor on the scores")
     if n_items.bit_length() < 1000:
         return float(lambertw((n_items - 1) / math.e).real) / beta
     logarithm = math.log(n_items - 1) - 1  # w + ln w, where (n - 1) / e is no float any more
@@ -369,12 +234,13 @@ def attention_average(
     return (weights.unsqueeze(-1) * value(x)).sum(dim=-2)
 
 
+@checked
 def kth_largest_collision(
     score: Callable[[Tensor], Tensor],
     value: Callable[[Tensor], Tensor],
-    n_tokens: int,
-    k: int,
-    eps: float,
+    n_tokens: Count,
+    k: Count,
+    eps: Precision,
 ) -> Collision:
     """The pair of sequences on which Theorem 2's proof rests, found by its pigeonhole.
 
@@ -393,7 +259,6 @@ def kth_largest_collision(
     Raises:
         InfoFlowError: if eps does not, or no two sequences share a cube.
     """
-    check_eps(eps)
     bound = kth_largest_bound(n_tokens, k, value(torch.zeros(1)).shape[-1])
     n = value(torch.zeros(1)).shape[-1]
     free = n_tokens - k + 1
@@ -431,11 +296,16 @@ def kth_largest_collision(
     )
 
 
+def cells_of(sequences: int, dimensions: int) -> int:
+    """The most cells an axis can have so that all cells are fewer than the sequences."""
+    return max(1, root_ceiling(sequences, dimensions) - 1)
+
+
 def shared_cube(
     numbers: Float[Tensor, "sequence number"], n_sequences: int
 ) -> tuple[float, tuple[int, int] | None]:
     """The side for which cubes of [-1, 1]^k are fewer than sequences, and two that share one."""
-    side = 2 / _cells(n_sequences, numbers.shape[1])
+    side = 2 / cells_of(n_sequences, numbers.shape[1])
     cubes = ((numbers + 1) / side).floor()
     seen: dict[tuple[float, ...], int] = {}
     for index, cube in enumerate(map(tuple, cubes.tolist())):

@@ -11,24 +11,28 @@ Marks in docstrings: [stated] by the paper, [derived] from its proofs, [chosen] 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import MinLen
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.checks import check_by_layer
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import Count as Number
+from infoflow_lens.foundation.settings import Positions, Remedy, checked, settings
 
 Count = Literal["paper", "unordered", "proved"]
-COUNTS: tuple[Count, ...] = ("paper", "unordered", "proved")
+Heads = Annotated[tuple[Number, ...], MinLen(1), Remedy("one for each layer")]
 
 Score = Callable[[Float[Tensor, "*batch arity d_token"]], Float[Tensor, "*batch"]]
 
 _MOST_SCORES_AT_ONCE = 2**19  # fits in the processor's cache, which halves the time
+_MOST_SCORES_INSIDE = 2**21
 
 
-@dataclass(frozen=True)
+@settings
 class Component:
     """One thing that a target retrieves: the tuple of tokens with the largest score.
 
@@ -46,27 +50,21 @@ class Component:
         InfoFlowError: for values out of range.
     """
 
-    arity: int
+    arity: Number
     score: Score
     symmetric: bool = False
-    positions: tuple[int, ...] | None = None
+    positions: Positions | None = None
     extremum: Literal["max", "min"] = "max"
-    rank: int = 1
+    rank: Number = 1
     tuples: tuple[tuple[int, ...], ...] | None = None
     distinct: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("arity", "rank"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InfoFlowError(f"{name} is {value!r}: expected an integer of at least 1")
         if not callable(self.score):
             raise InfoFlowError(
                 f"score is {self.score!r}: expected a function from tokens [..., arity, d_token] "
                 "to scores [...]"
             )
-        if self.extremum not in ("max", "min"):
-            raise InfoFlowError(f"extremum is {self.extremum!r}: expected 'max' or 'min'")
         if self.rank > 1 and self.arity > 1:
             raise InfoFlowError(
                 f"rank is {self.rank} for tuples of {self.arity} tokens: expected rank 1; the k-th "
@@ -144,6 +142,94 @@ def best_tuples(
     return chosen, best
 
 
+def best_inside(
+    x: Float[Tensor, "batch pos d_token"],
+    sets: Bool[Tensor, "batch holder pos"],
+    component: Component,
+) -> Float[Tensor, "batch holder"]:
+    """For every holder the largest score of a tuple inside its set; -inf for an empty one."""
+    if component.tuples is not None:
+        return best_listed(x, sets, component)
+    if component.positions is not None:
+        allowed = torch.zeros(x.shape[1], dtype=torch.bool)
+        allowed[list(component.positions)] = True
+        sets = sets & allowed
+    sizes = sets.sum(dim=-1)
+    width = max(1, int(sizes.max()))
+    # members first, in order; short sets repeat their first member, which changes no maximum
+    order = (~sets).to(torch.uint8).argsort(dim=-1, stable=True)[..., :width]
+    index = torch.where(torch.arange(width) < sizes.unsqueeze(-1), order, order[..., :1])
+    tuples = tuple_indices(width, component.arity, component.symmetric)
+    best = torch.full(sizes.shape, -torch.inf, dtype=x.dtype)
+    sequences = torch.arange(len(x))[:, None, None, None]
+    chunk = max(1, _MOST_SCORES_INSIDE // (sizes.numel() * component.arity))
+    for part in tuples.split(chunk):
+        positions = index[:, :, part]
+        scores = component.preference(x[sequences, positions])
+        if component.distinct:
+            scores = scores.masked_fill(~all_different(positions), -torch.inf)
+        best = torch.maximum(best, scores.amax(dim=-1))
+    return best.masked_fill(sizes == 0, -torch.inf)
+
+
+def best_listed(
+    x: Float[Tensor, "batch pos d_token"],
+    sets: Bool[Tensor, "batch holder pos"],
+    component: Component,
+) -> Float[Tensor, "batch holder"]:
+    """For every holder the largest score of a listed tuple inside its set; -inf for none."""
+    tuples = component_tuples(x.shape[1], component)
+    held = sets[:, :, tuples].all(dim=-1)
+    scores = component.preference(x[:, tuples])
+    return scores[:, None].expand_as(held).masked_fill(~held, -torch.inf).amax(dim=-1)
+
+
+def pair_scores(
+    component: Component, x: Float[Tensor, "batch pos d_token"], reverse: bool
+) -> Float[Tensor, "batch query key"]:
+    """The preference of every pair of tokens, -inf outside the component's positions."""
+    n_tokens = x.shape[1]
+    queries = x.unsqueeze(2).expand(-1, -1, n_tokens, -1)
+    keys = x.unsqueeze(1).expand(-1, n_tokens, -1, -1)
+    pair = [keys, queries] if reverse else [queries, keys]
+    scores = component.preference(torch.stack(pair, dim=-2))
+    if component.distinct:
+        scores = scores.masked_fill(torch.eye(n_tokens, dtype=torch.bool), -torch.inf)
+    if component.positions is not None:
+        inside = torch.zeros(n_tokens, dtype=torch.bool)
+        inside[list(component.positions)] = True
+        scores = scores.masked_fill(~(inside[:, None] & inside), -torch.inf)
+    return scores
+
+
+def shared_positions(
+    component: Component,
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Of listed tuples the positions that all have, and the others of each."""
+    assert component.tuples is not None
+    common = set.intersection(*map(set, component.tuples)) if len(component.tuples) > 1 else set()
+    rests = tuple(tuple(p for p in row if p not in common) for row in component.tuples)
+    return tuple(sorted(common)), rests
+
+
+def tuple_holders(n_tokens: int, rests: Sequence[Sequence[int]]) -> list[int]:
+    """A token for each tuple, one of its last where that is free [chosen].
+
+    Where there are more tuples than tokens, tokens hold several.
+    """
+    taken: set[int] = set()
+    holders = []
+    for rest in rests:
+        if len(taken) == n_tokens:
+            taken = set()
+        free = next((p for p in sorted(rest, reverse=True) if p not in taken), None)
+        if free is None:
+            free = next(p for p in range(n_tokens) if p not in taken)
+        taken.add(free)
+        holders.append(free)
+    return holders
+
+
 # Trees of comparison
 
 
@@ -211,9 +297,10 @@ class ComparisonTree:
         return self.n_leaves - 1
 
     @classmethod
+    @checked
     def over(
         cls,
-        n_tokens: int,
+        n_tokens: Number,
         component: Component,
         shape: Literal["balanced", "chain"] | torch.Generator = "balanced",
     ) -> "ComparisonTree":
@@ -226,7 +313,6 @@ class ComparisonTree:
             shape: "balanced", "chain" (a tournament of one winner), or a generator for a random
                 shape.
         """
-        check_length(n_tokens)
         if shape not in ("balanced", "chain") and not isinstance(shape, torch.Generator):
             raise InfoFlowError(f"shape is {shape!r}: expected 'balanced', 'chain' or a generator")
         nodes: list[Node] = [
@@ -288,7 +374,7 @@ class Flag:
     """
 
     text: str
-    counts: tuple[Count, ...] = COUNTS
+    counts: tuple[Count, ...] = ("paper", "unordered", "proved")
 
 
 @dataclass(frozen=True)
@@ -317,20 +403,18 @@ class ComparisonProfile:
     proved: Callable[[int], int]
     flags: tuple[Flag, ...] = ()
 
-    def number(self, n_tokens: int, count: Count) -> int:
+    @checked
+    def number(self, n_tokens: Number, count: Count) -> int:
         """The number of comparisons at T by the chosen count; never below 0.
 
         Raises:
             InfoFlowError: for T below 1, T below the dimension, or an unknown count.
         """
-        check_length(n_tokens)
         if self.dimension > n_tokens:
             raise InfoFlowError(
                 f"{self.name} compares tuples of {self.dimension} tokens, but T is {n_tokens}: "
                 f"expected at least {self.dimension} tokens"
             )
-        if count not in COUNTS:
-            raise InfoFlowError(f"count is {count!r}: expected one of {', '.join(COUNTS)}")
         functions = {"paper": self.paper, "unordered": self.unordered, "proved": self.proved}
         return max(0, functions[count](n_tokens))
 
@@ -549,41 +633,9 @@ def reading_profile(name: str) -> ComparisonProfile:
 # What models can make
 
 
-def check_sizes(n_heads: Sequence[int], n_tokens: int) -> None:
-    """Refuse head counts and lengths below 1.
-
-    Raises:
-        InfoFlowError: with the value.
-    """
-    if not n_heads or any(not isinstance(h, int) or isinstance(h, bool) or h < 1 for h in n_heads):
-        raise InfoFlowError(
-            f"n_heads is {tuple(n_heads)}: expected integers of at least 1, one for each layer"
-        )
-    check_length(n_tokens)
-
-
-def check_length(n_tokens: int) -> None:
-    """Refuse a T below 1.
-
-    Raises:
-        InfoFlowError: with the value.
-    """
-    if not isinstance(n_tokens, int) or isinstance(n_tokens, bool) or n_tokens < 1:
-        raise InfoFlowError(f"n_tokens is {n_tokens!r}: expected an integer T of at least 1")
-
-
-def check_trees(trees: int) -> None:
-    """Refuse a K below 1.
-
-    Raises:
-        InfoFlowError: with the value.
-    """
-    if not isinstance(trees, int) or isinstance(trees, bool) or trees < 1:
-        raise InfoFlowError(f"trees is {trees!r}: expected an integer K of at least 1")
-
-
+@checked
 def growth_sizes(
-    n_heads: Sequence[int], n_tokens: int, cls_hidden: bool = True
+    n_heads: Heads, n_tokens: Number, cls_hidden: bool = True
 ) -> list[tuple[int, int]]:
     """Largest set sizes (token, CLS) after every layer, by max-position retrieval alone (Sec. 4).
 
@@ -595,7 +647,6 @@ def growth_sizes(
         n_tokens: T.
         cls_hidden: whether CLS attends in hidden layers too, the safe upper bound [chosen].
     """
-    check_sizes(n_heads, n_tokens)
     sizes, token, cls = [], 1, 0
     for layer, heads in enumerate(n_heads):
         if cls_hidden or layer == len(n_heads) - 1:
@@ -605,12 +656,13 @@ def growth_sizes(
     return sizes
 
 
+@checked
 def model_comparisons(
-    n_heads: Sequence[int],
-    n_tokens: int,
+    n_heads: Heads,
+    n_tokens: Number,
     sizes: Sequence[tuple[int, int]] | int,
-    dimension: int,
-    trees: int = 1,
+    dimension: Number,
+    trees: Number = 1,
     per_head: Literal["T", "T-1"] = "T",
     roles: Sequence[int] | int = 1,
 ) -> int:
@@ -637,10 +689,6 @@ def model_comparisons(
     Returns:
         The number, exactly; nothing of size T is allocated.
     """
-    check_sizes(n_heads, n_tokens)
-    check_trees(trees)
-    if per_head not in ("T", "T-1"):
-        raise InfoFlowError(f"per_head is {per_head!r}: expected 'T' or 'T-1'")
     by_layer = [(sizes, sizes)] * len(n_heads) if isinstance(sizes, int) else list(sizes)
     if len(by_layer) != len(n_heads):
         raise InfoFlowError(
@@ -659,7 +707,7 @@ def model_comparisons(
 
 def information_needed(
     profile: ComparisonProfile,
-    n_heads: Sequence[int],
+    n_heads: Heads,
     n_tokens: int,
     count: Count = "paper",
     trees: int = 1,

@@ -2,22 +2,25 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Gt, Lt
 from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.checks import check_by_layer
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import Count, Index, Remedy, checked, settings
 from infoflow_lens.theory.information_sets import InformationSets
 
 Mode = Literal["law", "effective", "certified"]
 MODES: tuple[Mode, ...] = ("law", "effective", "certified")
+Precision = Annotated[float, Gt(0), Lt(1), Remedy("a precision such as 0.01")]
 
 
-def exponent(size: int, d_token: int, d_model: int, mode: Mode = "law") -> float:
+@checked
+def exponent(size: Index, d_token: Count, d_model: Count, mode: Mode = "law") -> float:
     """k in a cost of eps^-k parameters for a state of width E that holds |I| tokens of dimension d.
 
     - "law": ``|I| d / E``, the law of Sec. 5.2 [derived from its prose].
@@ -28,21 +31,12 @@ def exponent(size: int, d_token: int, d_model: int, mode: Mode = "law") -> float
     Raises:
         InfoFlowError: for sizes below 0 or dimensions below 1, or an unknown mode.
     """
-    if size < 0 or d_token < 1 or d_model < 1:
-        raise InfoFlowError(
-            f"|I| = {size}, d_token = {d_token}, d_model = {d_model}: expected |I| >= 0 and "
-            "dimensions of at least 1"
-        )
     law = size * d_token / d_model
-    if mode == "law":
-        return law
-    if mode == "effective":
-        return 0.0 if size * d_token <= d_model else law
-    if mode == "certified":
-        return max(0.0, law - 1)
-    raise InfoFlowError(f"mode is {mode!r}: expected one of {', '.join(MODES)}")
+    effective = law if size * d_token > d_model else 0.0
+    return {"law": law, "effective": effective, "certified": max(0.0, law - 1)}[mode]
 
 
+@checked
 def exponents(
     sets: InformationSets, d_token: int, d_model: int | Sequence[int], mode: Mode = "law"
 ) -> Float[Tensor, "layer batch pos"]:
@@ -60,28 +54,17 @@ def exponents(
         "effective": torch.where(law <= 1, 0.0, law),
         "certified": (law - 1).clamp(min=0),
     }
-    if mode not in values:
-        raise InfoFlowError(f"mode is {mode!r}: expected one of {', '.join(MODES)}")
     result = values[mode].clone()
     result[-1, :, :-1] = math.nan
     return result
 
 
-def check_eps(eps: float) -> None:
-    """Refuse precisions outside (0, 1).
-
-    Raises:
-        InfoFlowError: with the value.
-    """
-    if not 0 < eps < 1:
-        raise InfoFlowError(f"eps is {eps!r}: expected a precision between 0 and 1, such as 0.01")
-
-
+@checked
 def total_cost(
     sets: InformationSets,
     d_token: int,
     d_model: int | Sequence[int],
-    eps: float,
+    eps: Precision,
     mode: Mode = "law",
 ) -> Float[Tensor, " batch"]:
     """The cost law summed over all (layer, position), in parameters up to constants (Sec. 5.2).
@@ -91,12 +74,11 @@ def total_cost(
     Raises:
         InfoFlowError: unless ``0 < eps < 1``.
     """
-    check_eps(eps)
     costs = eps ** -exponents(sets, d_token, d_model, mode)
     return costs.nansum(dim=(0, 2))
 
 
-@dataclass(frozen=True)
+@settings
 class DigitCode:
     """Theorem 3's encoder and decoder: r tokens of dimension d in E numbers, by binary digits.
 
@@ -116,15 +98,11 @@ class DigitCode:
         InfoFlowError: for values below 1, or more than 24 bits in a latent (float64 and memory).
     """
 
-    n_coordinates: int
-    n_latents: int
-    n_bits: int
+    n_coordinates: Count
+    n_latents: Count
+    n_bits: Count
 
     def __post_init__(self) -> None:
-        for name in ("n_coordinates", "n_latents", "n_bits"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise InfoFlowError(f"{name} is {value!r}: expected an integer of at least 1")
         if self.bits_per_latent > 24:
             raise InfoFlowError(
                 f"{self.n_coordinates} coordinates of {self.n_bits} bits in {self.n_latents} "
@@ -133,12 +111,12 @@ class DigitCode:
             )
 
     @classmethod
-    def for_precision(cls, n_tokens: int, d_token: int, n_latents: int, eps: float) -> "DigitCode":
+    @checked
+    def for_precision(
+        cls, n_tokens: Count, d_token: Count, n_latents: Count, eps: Precision
+    ) -> "DigitCode":
         """The code of L2 error at most eps: ``B = ceil(log2(sqrt(r d) / eps))`` bits [derived]."""
-        check_eps(eps)
         n = n_tokens * d_token
-        if n < 1:
-            raise InfoFlowError(f"{n_tokens} tokens of dimension {d_token}: expected at least 1")
         return cls(n, n_latents, max(1, math.ceil(math.log2(math.sqrt(n) / eps))))
 
     @property

@@ -9,13 +9,17 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Interval, MinLen
 
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import Advance
+from infoflow_lens.foundation.settings import Count as Number
+from infoflow_lens.foundation.settings import Index, Positive, Remedy, Seed, checked
 from infoflow_lens.theory.comparison import Count
-from infoflow_lens.theory.cost import check_eps, exponent
+from infoflow_lens.theory.cost import Precision, exponent
 from infoflow_lens.theory.estimate import Verdict, estimate
 from infoflow_lens.theory.schedule import Schedule
 from infoflow_lens.theory.search import find, needs_order
@@ -110,18 +114,19 @@ class Design(Displayed):
         return asdict(self)
 
 
+@checked
 def design(
     task: Any,
-    n_tokens: Sequence[int],
-    error: float = 1e-2,
+    n_tokens: Annotated[tuple[Number, ...], MinLen(1), Remedy("such as 16,64,256")],
+    error: Precision = 1e-2,
     *,
-    max_layers: int = 3,
-    max_heads: int = 12,
-    parameters: float | None = None,
+    max_layers: Annotated[int, Interval(ge=1, le=6)] = 3,
+    max_heads: Annotated[int, Interval(ge=1, le=64)] = 12,
+    parameters: Positive | None = None,
     positional: bool = False,
     count: Count = "paper",
-    verify: int = 30,
-    seed: int = 0,
+    verify: Index = 30,
+    seed: Seed = 0,
     advance: Advance | None = None,
 ) -> Design:
     """The smallest architectures that the theory allows for a target.
@@ -143,15 +148,7 @@ def design(
         InfoFlowError: for sizes below 1, eps outside (0, 1), or a target without anything to
             retrieve or read.
     """
-    check_eps(error)
-    for name, value, most in (("max_layers", max_layers, 6), ("max_heads", max_heads, 64)):
-        if not isinstance(value, int) or not 1 <= value <= most:
-            raise InfoFlowError(f"{name} is {value!r}: expected an integer from 1 to {most}")
-    if parameters is not None and not parameters > 0:
-        raise InfoFlowError(f"parameters is {parameters!r}: expected a positive number, or None")
     cases = [with_tokens(task, t) for t in sorted(set(n_tokens))]
-    if not cases:
-        raise InfoFlowError("n_tokens is empty: expected at least one T, such as 16,64,256")
     largest = cases[-1]
     components, reads = tuple(getattr(largest, "components", ())), getattr(largest, "reads", ())
     if not components and not len(reads):
@@ -257,15 +254,9 @@ def _candidates(
         weights = (4 + 2 * _MLP_WIDTH) * len(heads) * width**2
         result.append(
             Candidate(heads, width, sizes, k, weights + further, schedule.describe(),
-                      _mechanisms(schedule))
+                      schedule.mechanism)
         )  # fmt: skip
     return result
-
-
-def _mechanisms(schedule: Schedule) -> str:
-    if any(type(job).__name__ == "Global" for job in schedule.jobs):
-        return "global aggregation"
-    return "fixed positions" if schedule.needs_positions else "max-position retrieval"
 
 
 def _front(candidates: Sequence[Candidate]) -> list[Candidate]:

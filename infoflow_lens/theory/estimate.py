@@ -14,13 +14,13 @@ import torch
 
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import Count as Number
+from infoflow_lens.foundation.settings import Index, Seed, checked
 from infoflow_lens.theory.comparison import (
-    COUNTS,
     ComparisonProfile,
     Component,
     Count,
-    check_sizes,
-    check_trees,
+    Heads,
     growth_sizes,
     information_needed,
     least,
@@ -115,8 +115,8 @@ def max_position_capacity(
     profile: ComparisonProfile, n_heads: Sequence[int], n_tokens: int, trees: int = 1
 ) -> int:
     """Comparisons by max-position retrieval alone: eq (5) at the sizes to which sets can grow."""
-    sizes = growth_sizes(n_heads, n_tokens)
-    return model_comparisons(n_heads, n_tokens, sizes, profile.dimension, trees)
+    sizes = growth_sizes(tuple(n_heads), n_tokens)
+    return model_comparisons(tuple(n_heads), n_tokens, sizes, profile.dimension, trees)
 
 
 def min_heads(profile: ComparisonProfile, n_heads: Sequence[int], count: Count) -> int | None:
@@ -157,12 +157,13 @@ def _by_counting(capacity: int, needed: int) -> Verdict:
     return "excluded for heads of one role" if capacity < needed else "undecided"
 
 
+@checked
 def phase_diagram(
     task: Any,
-    heads: Sequence[Sequence[int]],
-    n_tokens: Sequence[int],
+    heads: tuple[Heads, ...],
+    n_tokens: tuple[Number, ...],
     count: Count = "paper",
-    trees: int = 1,
+    trees: Number = 1,
 ) -> list[dict[str, Any]]:
     """For all heads and T the verdict on max-position retrieval alone, heads of one role.
 
@@ -179,7 +180,6 @@ def phase_diagram(
         InfoFlowError: as :func:`estimate`.
     """
     profile, components, reads = _asked(task)
-    check_trees(trees)
     needed = {tokens: profile.number(tokens, count) for tokens in n_tokens}
     active = {tokens: 0 if reads else _seen_active(task, tokens) for tokens in n_tokens}
     rows = []
@@ -318,14 +318,15 @@ class _Samples:
         return int(self.task.active_index_set(x).sum(dim=1).max())
 
 
+@checked
 def estimate(
     architecture: Any,
     task: Target,
     *,
     count: Count = "paper",
-    trees: int = 1,
-    verify: int = 100,
-    seed: int = 0,
+    trees: Number = 1,
+    verify: Index = 100,
+    seed: Seed = 0,
 ) -> Estimate:
     """The two-step estimate of the paper's Sec. 5.3.
 
@@ -347,12 +348,8 @@ def estimate(
             kind than the theory's, or a task without anything to retrieve or read.
     """
     profile, components, reads = _asked(task)
-    if count not in COUNTS:
-        raise InfoFlowError(f"count is {count!r}: expected one of {', '.join(COUNTS)}")
-    check_trees(trees)
     shape = _fitting(architecture, task)
     n_heads, n_tokens = shape.n_heads, task.n_tokens
-    check_sizes(n_heads, n_tokens)
     needed = profile.number(n_tokens, count)
     capacity = max_position_capacity(profile, n_heads, n_tokens, trees)
     size, saturated = information_needed(profile, n_heads, n_tokens, count, trees)
@@ -589,9 +586,10 @@ def _reasons(
         reasons.append("the target compares nothing: it reads fixed positions")
     reasons.append(f"{result.verdict}: {result.why}")
     if alone is not None:
-        what = "fixed positions and retrieval" if alone.needs_positions else "max-position heads"
-        if any(type(job).__name__ == "Global" for job in alone.jobs):
-            what = "global aggregation"
+        what = {
+            "max-position retrieval": "max-position heads",
+            "fixed positions": "fixed positions and retrieval",
+        }.get(alone.mechanism, alone.mechanism)
         reasons.append(
             f"a schedule of {what} alone learns the target, with |I| <= {alone.size}: "
             f"{alone.describe()}"

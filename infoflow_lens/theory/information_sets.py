@@ -5,6 +5,7 @@ back (Yu, Jiang, Bao, Li 2026, Sec. 5.1). Predicted and measured sets are the sa
 comparing them is one function (`infoflow_lens.agreement.compare`).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -41,7 +42,7 @@ class InformationSets:
         if not isinstance(members, Tensor):
             raise InfoFlowError(
                 f"information sets are a {type(members).__name__}: expected bool [layer, batch, "
-                "pos, source]; propagate(...) makes them from what heads pass on"
+                "pos, source]; propagate(...) makes them from the keys that heads move"
             )
         if members.ndim != 4 or members.dtype != torch.bool:
             raise InfoFlowError(
@@ -86,8 +87,65 @@ class InformationSets:
         return self.members.sum(dim=-1)
 
 
+@dataclass(frozen=True)
+class PackedSets:
+    """The sets of a layer as bits, 64 sources a word: uniting two sets is one instruction a word.
+
+    Attributes:
+        before: [batch * pos + 1, word], the sets that the layer reads; the last row is the empty
+            set of "no position".
+        after: the same rows, which rules unite with what they move.
+        batch: number of sequences.
+        n_sources: T.
+    """
+
+    before: Int[Tensor, "row word"]
+    after: Int[Tensor, "row word"]
+    batch: int
+    n_sources: int
+
+    @property
+    def n_pos(self) -> int:
+        """Positions of a sequence."""
+        return (len(self.before) - 1) // self.batch
+
+    def by_position(self, words: Int[Tensor, "row word"]) -> Int[Tensor, "batch pos word"]:
+        """A view of `before` or `after`, without the empty set."""
+        return words[:-1].view(self.batch, self.n_pos, -1)
+
+
+class Rule(ABC):
+    """How some heads move sets in one layer."""
+
+    @property
+    @abstractmethod
+    def sizes(self) -> tuple[int | None, int]:
+        """Number of sequences, None for any, and of positions."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where its positions are."""
+
+    @abstractmethod
+    def check(self, layer: int, batch: int, n_pos: int) -> None:
+        """Refuse sequences that the rule does not fit.
+
+        Raises:
+            InfoFlowError: for wrong shapes, dtypes or positions out of range.
+        """
+
+    @abstractmethod
+    def apply(self, sets: PackedSets) -> None:
+        """Unite the sets of the queries with those that are moved to them."""
+
+    @abstractmethod
+    def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
+        """The keys whose sets each query of a sequence gains; -1 for none."""
+
+
 @dataclass(frozen=True, eq=False)
-class MaxPosition:
+class MaxPosition(Rule):
     """Rule (1), max-position retrieval: each query gains the sets of the keys that heads chose.
 
     ``I_t^(l) = I_t^(l-1) U U_i I_{s_i(t)}^(l-1)`` with s_i(t) the argmax of head i. [derived: the
@@ -95,14 +153,71 @@ class MaxPosition:
 
     Attributes:
         positions: integers [batch, head, pos] or [batch, head, pos, rank], key positions; several
-            ranks are united, -1 passes nothing (a query that this head does not serve, say).
+            ranks are united, -1 moves nothing (a query that this head does not serve, say).
     """
 
     positions: Int[Tensor, "batch head pos *rank"]
 
+    @property
+    def sizes(self) -> tuple[int | None, int]:
+        """Number of sequences and of positions.
+
+        Raises:
+            InfoFlowError: for positions of another shape or type.
+        """
+        self._check_type(0)
+        return self.positions.shape[0], self.positions.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        """That of the positions."""
+        return self.positions.device
+
+    def _check_type(self, layer: int) -> None:
+        chosen = self.positions
+        if chosen.ndim not in (3, 4) or chosen.is_floating_point() or chosen.dtype == torch.bool:
+            raise InfoFlowError(
+                f"positions of layer {layer} are {chosen.dtype} of shape {tuple(chosen.shape)}: "
+                "expected integers [batch, head, pos] or [batch, head, pos, rank]"
+            )
+
+    def check(self, layer: int, batch: int, n_pos: int) -> None:
+        """See :meth:`Rule.check`."""
+        self._check_type(layer)
+        if self.sizes != (batch, n_pos):
+            raise InfoFlowError(
+                f"positions of layer {layer} have batch and pos {self.sizes}, expected "
+                f"{(batch, n_pos)}: pass the same sequences through every layer"
+            )
+        if self.positions.numel():
+            lowest, highest = torch.aminmax(self.positions)
+            if lowest < -1 or highest >= n_pos:
+                raise InfoFlowError(
+                    f"positions of layer {layer} lie in [{lowest}, {highest}]: "
+                    f"expected key positions 0 to {n_pos - 1}, or -1 for none"
+                )
+
+    def apply(self, sets: PackedSets) -> None:
+        """See :meth:`Rule.apply`."""
+        n_rows, n_pos = len(sets.before) - 1, sets.n_pos
+        # half the bytes to read for the gather, where they can count the rows
+        index_type = torch.int32 if n_rows < 2**31 - 1 else torch.int64
+        first_row = torch.arange(sets.batch, dtype=index_type, device=self.device) * n_pos
+        chosen = self.positions.to(index_type)
+        heads = chosen.unsqueeze(-1) if chosen.ndim == 3 else chosen
+        rows = torch.where(heads < 0, n_rows, heads + first_row[:, None, None, None])
+        for index in rows.permute(1, 3, 0, 2).reshape(-1, n_rows):  # [head * rank, row]
+            sets.after[:-1] |= sets.before.index_select(0, index)
+
+    def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
+        """The chosen keys of all heads, those of one head after those of another."""
+        chosen = self.positions[sequence if len(self.positions) > 1 else 0].long()
+        heads = chosen.unsqueeze(-1) if chosen.ndim == 2 else chosen
+        return heads.permute(1, 0, 2).flatten(1)
+
 
 @dataclass(frozen=True, eq=False)
-class SpecificPositions:
+class SpecificPositions(Rule):
     """Rule (3), specific-position aggregation: each query gains the sets of fixed keys.
 
     ``I_t^(l) = I_t^(l-1) U U_{s in S_t} I_s^(l-1)``, where S_t depends on the position and the
@@ -114,9 +229,39 @@ class SpecificPositions:
 
     reads: Bool[Tensor, "pos key"]
 
+    @property
+    def sizes(self) -> tuple[int | None, int]:
+        """Any number of sequences, and the number of positions."""
+        return None, len(self.reads)
+
+    @property
+    def device(self) -> torch.device:
+        """That of `reads`."""
+        return self.reads.device
+
+    def check(self, layer: int, batch: int, n_pos: int) -> None:
+        """See :meth:`Rule.check`."""
+        if self.reads.dtype != torch.bool or self.reads.shape != (n_pos, n_pos):
+            raise InfoFlowError(
+                f"reads of layer {layer} are {self.reads.dtype} of shape "
+                f"{tuple(self.reads.shape)}: expected bool [{n_pos}, {n_pos}], queries by keys"
+            )
+
+    def apply(self, sets: PackedSets) -> None:
+        """See :meth:`Rule.apply`."""
+        before, after = sets.by_position(sets.before), sets.by_position(sets.after)
+        for key in self.reads.any(dim=0).nonzero().flatten().tolist():
+            readers = self.reads[:, key].nonzero().flatten()
+            after[:, readers] |= before[:, key : key + 1]
+
+    def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
+        """The fixed keys, the same in every sequence."""
+        keys = torch.arange(self.reads.shape[1], device=self.device)
+        return torch.where(self.reads, keys, -1)
+
 
 @dataclass(frozen=True, eq=False)
-class GlobalAggregation:
+class GlobalAggregation(Rule):
     """Rule (2), global aggregation: each of the queries holds all input positions.
 
     ``I_t^(l) = {1..T}``. [derived: the formula is restored from Sec. 5.1.]
@@ -127,18 +272,45 @@ class GlobalAggregation:
 
     queries: Bool[Tensor, " pos"]
 
-
-@runtime_checkable
-class Passing(Protocol):
-    """A result that says what heads pass on, as those of PositionsProbe and AttendedProbe do."""
+    @property
+    def sizes(self) -> tuple[int | None, int]:
+        """Any number of sequences, and the number of positions."""
+        return None, len(self.queries)
 
     @property
-    def passed(self) -> Sequence[Tensor]:
+    def device(self) -> torch.device:
+        """That of `queries`."""
+        return self.queries.device
+
+    def check(self, layer: int, batch: int, n_pos: int) -> None:
+        """See :meth:`Rule.check`."""
+        if self.queries.dtype != torch.bool or self.queries.shape != (n_pos,):
+            raise InfoFlowError(
+                f"queries of layer {layer} are {self.queries.dtype} of shape "
+                f"{tuple(self.queries.shape)}: expected bool [{n_pos}]"
+            )
+
+    def apply(self, sets: PackedSets) -> None:
+        """See :meth:`Rule.apply`."""
+        everything = torch.ones(1, sets.n_sources, dtype=torch.bool, device=sets.after.device)
+        sets.by_position(sets.after)[:, self.queries] = _pack(everything)
+
+    def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
+        """Every position, for the queries that aggregate."""
+        keys = torch.arange(len(self.queries), device=self.device)
+        return torch.where(self.queries[:, None], keys, -1)
+
+
+@runtime_checkable
+class MovesKeys(Protocol):
+    """A result that says which keys heads move, as those of PositionsProbe and AttendedProbe do."""
+
+    @property
+    def moved_keys(self) -> Sequence[Tensor]:
         """For every layer integers [batch, head, pos] or [batch, head, pos, rank]."""
         ...
 
 
-Rule: TypeAlias = MaxPosition | SpecificPositions | GlobalAggregation
 Layer: TypeAlias = Tensor | Rule | Sequence[Rule]
 
 
@@ -146,69 +318,18 @@ def _rules(layer: Layer) -> tuple[Rule, ...]:
     """A layer as a tuple of rules; a bare tensor holds attended positions."""
     if isinstance(layer, Tensor):
         return (MaxPosition(layer),)
-    if isinstance(layer, (MaxPosition, SpecificPositions, GlobalAggregation)):
-        return (layer,)
-    return tuple(layer)
-
-
-def _check_rule(rule: Rule, layer: int, batch: int, n_pos: int) -> None:
-    """Refuse a rule that does not fit the sequences.
-
-    Raises:
-        InfoFlowError: for wrong shapes, dtypes or positions out of range.
-    """
-    if isinstance(rule, GlobalAggregation):
-        if rule.queries.dtype != torch.bool or rule.queries.shape != (n_pos,):
-            raise InfoFlowError(
-                f"queries of layer {layer} are {rule.queries.dtype} of shape "
-                f"{tuple(rule.queries.shape)}: expected bool [{n_pos}]"
-            )
-        return
-    if isinstance(rule, SpecificPositions):
-        if rule.reads.dtype != torch.bool or rule.reads.shape != (n_pos, n_pos):
-            raise InfoFlowError(
-                f"reads of layer {layer} are {rule.reads.dtype} of shape "
-                f"{tuple(rule.reads.shape)}: expected bool [{n_pos}, {n_pos}], queries by keys"
-            )
-        return
-    chosen = rule.positions
-    if chosen.ndim not in (3, 4) or chosen.is_floating_point() or chosen.dtype == torch.bool:
-        raise InfoFlowError(
-            f"positions of layer {layer} are {chosen.dtype} of shape {tuple(chosen.shape)}: "
-            "expected integers [batch, head, pos] or [batch, head, pos, rank]"
-        )
-    if (chosen.shape[0], chosen.shape[2]) != (batch, n_pos):
-        raise InfoFlowError(
-            f"positions of layer {layer} have batch and pos "
-            f"{(chosen.shape[0], chosen.shape[2])}, expected {(batch, n_pos)}: "
-            "pass the same sequences through every layer"
-        )
-    if chosen.numel():
-        lowest, highest = torch.aminmax(chosen)
-        if lowest < -1 or highest >= n_pos:
-            raise InfoFlowError(
-                f"positions of layer {layer} lie in [{lowest}, {highest}]: "
-                f"expected key positions 0 to {n_pos - 1}, or -1 for none"
-            )
+    return (layer,) if isinstance(layer, Rule) else tuple(layer)
 
 
 def _sizes(layers: Sequence[tuple[Rule, ...]]) -> tuple[int, int, torch.device]:
-    """Batch, number of positions and device, from the first rules that tell."""
-    batch, n_pos, device = 1, None, torch.device("cpu")
-    for rule in (rule for layer in layers for rule in layer):
-        if isinstance(rule, MaxPosition) and rule.positions.ndim >= 3:
-            return rule.positions.shape[0], rule.positions.shape[2], rule.positions.device
-        if isinstance(rule, SpecificPositions):
-            n_pos, device = len(rule.reads), rule.reads.device
-        elif isinstance(rule, GlobalAggregation):
-            n_pos, device = len(rule.queries), rule.queries.device
-        elif isinstance(rule, MaxPosition):
-            _check_rule(rule, 0, 0, 0)
-    if n_pos is None:
+    """Batch, number of positions and device: from the first rule that knows the batch."""
+    found = [(*rule.sizes, rule.device) for layer in layers for rule in layer]
+    if not found:
         raise InfoFlowError(
             "no layer to propagate through: expected attended positions or rules for each layer"
         )
-    return batch, n_pos, device
+    batch, n_pos, device = next((f for f in found if f[0] is not None), found[-1])
+    return batch or 1, n_pos, device
 
 
 def initial_sets(
@@ -240,33 +361,14 @@ def _unpack(words: Int[Tensor, "row word"], n_sources: int) -> Bool[Tensor, "row
     return bools.view(len(words), -1)[:, :n_sources]
 
 
-def _update(
+def _united(
     words: Int[Tensor, "row word"], rules: Sequence[Rule], batch: int, n_sources: int
 ) -> Int[Tensor, "row word"]:
     """One layer on packed sets; the last row is the empty set of "no position"."""
-    n_pos = (len(words) - 1) // batch
-    united = words.clone()
-    before = words[:-1].view(batch, n_pos, -1)
-    after = united[:-1].view(batch, n_pos, -1)
-    # half the bytes to read for the gather, where they can count the rows
-    index_type = torch.int32 if len(words) < 2**31 else torch.int64
-    first_row = torch.arange(batch, dtype=index_type, device=words.device)[:, None] * n_pos
+    sets = PackedSets(words, words.clone(), batch, n_sources)
     for rule in rules:
-        if isinstance(rule, MaxPosition):
-            chosen = rule.positions.to(index_type)
-            heads = chosen.unsqueeze(-1) if chosen.ndim == 3 else chosen
-            rows = torch.where(heads < 0, batch * n_pos, heads + first_row[:, :, None, None])
-            rows = rows.permute(1, 3, 0, 2).reshape(-1, batch * n_pos)  # [head * rank, row]
-            for index in rows:
-                united[:-1] |= words.index_select(0, index)
-        elif isinstance(rule, SpecificPositions):
-            for key in rule.reads.any(dim=0).nonzero().flatten().tolist():
-                readers = rule.reads[:, key].nonzero().flatten()
-                after[:, readers] |= before[:, key : key + 1]
-        else:
-            everything = torch.ones(1, n_sources, dtype=torch.bool, device=words.device)
-            after[:, rule.queries] = _pack(everything)
-    return united
+        rule.apply(sets)
+    return sets.after
 
 
 def update(
@@ -274,7 +376,7 @@ def update(
 ) -> Bool[Tensor, "batch pos source"]:
     """The sets after one layer. All positions read the sets of the layer before."""
     packed = torch.nn.functional.pad(_pack(sets.flatten(0, 1)), (0, 0, 0, 1))
-    words = _update(packed, rules, sets.shape[0], sets.shape[2])
+    words = _united(packed, rules, sets.shape[0], sets.shape[2])
     return _unpack(words[:-1], sets.shape[2]).view_as(sets)
 
 
@@ -282,14 +384,14 @@ def _layers(given: object) -> Sequence[Layer]:
     """The layers of what `propagate` takes.
 
     Raises:
-        InfoFlowError: for what says nothing of what heads pass on.
+        InfoFlowError: for what does not say which keys heads move.
     """
-    if isinstance(given, Passing):
-        return given.passed
+    if isinstance(given, MovesKeys):
+        return given.moved_keys
     if hasattr(given, "rules"):
         raise InfoFlowError(
-            f"layers is a {type(given).__name__}, which says by what mechanism heads pass on, not "
-            "what: expected result.rules(attended, positions), with results of AttendedProbe and "
+            f"layers is a {type(given).__name__}, which names mechanisms, not the keys that heads "
+            "move: expected result.rules(attended, positions), with results of AttendedProbe and "
             "PositionsProbe on the same inputs"
         )
     if not isinstance(given, (Sequence, Tensor)) or isinstance(given, str):
@@ -300,8 +402,8 @@ def _layers(given: object) -> Sequence[Layer]:
     return given  # type: ignore[return-value]
 
 
-def propagate(layers: Sequence[Layer] | Passing, n_sources: int | None = None) -> InformationSets:
-    """Information sets after every layer, from what each head passes on (Sec. 5.1).
+def propagate(layers: Sequence[Layer] | MovesKeys, n_sources: int | None = None) -> InformationSets:
+    """Information sets after every layer, from the keys that each head moves (Sec. 5.1).
 
     Starting from I_t = {t} for tokens and the empty set for positions beyond the sources (CLS),
     every layer unites a position's own set, which the residual stream keeps, with what its heads
@@ -341,11 +443,11 @@ def propagate(layers: Sequence[Layer] | Passing, n_sources: int | None = None) -
         )
     for layer, rules in enumerate(by_layer):
         for rule in rules:
-            _check_rule(rule, layer, batch, n_pos)
+            rule.check(layer, batch, n_pos)
     words = _pack(initial_sets(1, n_pos, n_sources, device)[0]).repeat(batch, 1)
     words = torch.nn.functional.pad(words, (0, 0, 0, 1))
     members = torch.empty((len(by_layer), batch, n_pos, n_sources), dtype=torch.bool, device=device)
     for layer, rules in enumerate(by_layer):
-        words = _update(words, rules, batch, n_sources)
+        words = _united(words, rules, batch, n_sources)
         members[layer] = _unpack(words[:-1], n_sources).view(batch, n_pos, n_sources)
     return InformationSets(members)

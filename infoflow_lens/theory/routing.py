@@ -14,87 +14,21 @@ heads is then a count of heads times roles.
   tokens could reach a higher score; what it leaves bounds the best routed head from above only.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from jaxtyping import Float, Int
+from annotated_types import Ge
 from torch import Tensor
 
-from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
-from infoflow_lens.theory.comparison import Component, best_tuples
+from infoflow_lens.foundation.settings import Count, Seed, checked
+from infoflow_lens.theory.comparison import best_inside, best_tuples
+from infoflow_lens.theory.jobs import Job, Max, Routed
+from infoflow_lens.theory.roles import roles_of
+from infoflow_lens.theory.schedule import LayerSchedule, Schedule, reference_tokens, run_schedule
 
-Role = tuple[int, bool]  # component, and whether the query's token comes second
-
-_MOST_SCORES_AT_ONCE = 2**16  # fits in the processor's cache, which halves the time
 _RESAMPLES = 400
-
-
-def roles_of(components: Sequence[Component], indices: Sequence[int]) -> list[Role]:
-    """The roles that a routed head has: both sides of each component, one if order is nothing.
-
-    Raises:
-        InfoFlowError: for components that are not pairs.
-    """
-    roles: list[Role] = []
-    for index in indices:
-        if components[index].arity != 2:
-            raise InfoFlowError(
-                f"component {index} has arity {components[index].arity}: expected 2, since a role "
-                "is the score of the query's token with another"
-            )
-        roles += (
-            [(index, False)] if components[index].symmetric else [(index, False), (index, True)]
-        )
-    return roles
-
-
-def attainable(
-    component: Component,
-    reverse: bool,
-    x: Float[Tensor, "*batch d_token"],
-    reference: Float[Tensor, "sample d_token"],
-    n_keys: int,
-) -> Float[Tensor, "*batch"]:
-    """The score that a query can hope for: what the best of `n_keys` random tokens gives it.
-
-    The upper 1/n_keys quantile of its scores with the reference tokens.
-    """
-    queries = x.flatten(0, -2)
-    rank = min(len(reference), max(1, round(len(reference) / n_keys)))
-    parts = []
-    for part in queries.split(max(1, _MOST_SCORES_AT_ONCE // len(reference))):
-        first = part[:, None].expand(-1, len(reference), -1)
-        second = reference[None].expand(len(part), -1, -1)
-        pair = [second, first] if reverse else [first, second]
-        scores = component.preference(torch.stack(pair, dim=-2))
-        parts.append(scores.topk(rank, dim=1).values[:, -1])
-    return torch.cat(parts).view(x.shape[:-1])
-
-
-def choose_roles(
-    components: Sequence[Component],
-    roles: Sequence[Role],
-    x: Float[Tensor, "batch pos d_token"],
-    reference: Float[Tensor, "sample d_token"],
-) -> Int[Tensor, "batch pos choice"]:
-    """For every token the roles from best to worst, as indices: a function of the token alone.
-
-    A role is good for a token if few reference tokens could reach a higher score in it; beyond all
-    of them, the distance to the best of them in standard deviations decides.
-    """
-    ranks = []
-    for component, reverse in roles:
-        given = components[component]
-        pool = attainable(given, reverse, reference, reference, x.shape[1])
-        own = attainable(given, reverse, x, reference, x.shape[1])
-        ordered = pool.sort().values
-        higher = 1 - torch.searchsorted(ordered, own.contiguous()).to(x.dtype) / len(pool)
-        beyond = (own - ordered[-1]) / pool.std().clamp(min=1e-12)
-        ranks.append(higher - torch.where(higher <= 0, beyond, torch.zeros_like(beyond)) / 1e6)
-    return torch.stack(ranks, dim=-1).argsort(dim=-1, stable=True)
 
 
 @dataclass(frozen=True)
@@ -121,8 +55,14 @@ class RoutedError:
     n: int
 
 
+@checked
 def routed_error(
-    task: Any, n_heads: int, n: int = 400, seed: int = 0, *, one_role: bool = False
+    task: Any,
+    n_heads: Count,
+    n: Annotated[int, Ge(2)] = 400,
+    seed: Seed = 0,
+    *,
+    one_role: bool = False,
 ) -> RoutedError:
     """The error that `n_heads` routed heads of the first of two layers leave on a task of pairs.
 
@@ -141,23 +81,11 @@ def routed_error(
     Raises:
         InfoFlowError: for components that are not pairs, no head, or fewer than 2 sequences.
     """
-    from infoflow_lens.theory.schedule import (
-        LayerSchedule,
-        Max,
-        Routed,
-        Schedule,
-        best_inside,
-        reference_tokens,
-        run_schedule,
-    )
-
     components = tuple(task.components)
-    if n < 2 or n_heads < 1:
-        raise InfoFlowError(f"n_heads is {n_heads}, n {n}: expected at least 1 head, 2 sequences")
     indices = tuple(range(len(components)))
     roles = roles_of(components, indices)
     n_heads = min(n_heads, len(indices) if one_role else len(roles))
-    jobs: tuple[Any, ...] = (
+    jobs: tuple[Job, ...] = (
         tuple(Max(index) for index in indices[:n_heads])
         if one_role
         else tuple(Routed(indices, choice) for choice in range(n_heads))

@@ -14,22 +14,19 @@ import numpy as np
 
 from infoflow_lens.foundation.checks import check_by_layer
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.theory.comparison import Component, check_sizes
-from infoflow_lens.theory.schedule import (
+from infoflow_lens.foundation.settings import Count, checked
+from infoflow_lens.theory.comparison import Component, Heads, shared_positions, tuple_holders
+from infoflow_lens.theory.jobs import (
     Global,
     Job,
-    LayerSchedule,
     Max,
     Next,
     ReadPositions,
     ReadTuples,
     Routed,
-    Schedule,
     Specific,
-    cover_size,
-    shared_positions,
-    tuple_holders,
 )
+from infoflow_lens.theory.schedule import LayerSchedule, Schedule
 
 _MOST_KEPT = 400  # partial schedules of a layer in the full search
 _BEAM = 100  # in the first pass, which finds an upper bound
@@ -72,8 +69,25 @@ class _Kinds:
     max_arity: int
 
 
-_TokenAction = tuple[int, int, int, int, int]  # pairs, singles, next, cover, listed
-_ClsAction = tuple[int, int, int, int, int, int]  # singles, pairs, wide, listed, next, read
+class _TokenAction(NamedTuple):
+    """What token heads do in a layer: numbers of components, but for `cover` and `climb`."""
+
+    pairs: int = 0
+    singles: int = 0
+    climb: int = 0  # whether every ranked component is searched one step further
+    cover: int = 0  # the arity of the tuples that are held by position; 0 for none
+    listed: int = 0
+
+
+class _ClsAction(NamedTuple):
+    """What CLS heads do in a layer: numbers of components, but for `climb` and `read`."""
+
+    singles: int = 0
+    pairs: int = 0
+    wide: int = 0
+    listed: int = 0
+    climb: int = 0
+    read: int = 0  # whether the fixed positions are read
 
 
 class _State(NamedTuple):
@@ -184,10 +198,10 @@ class _Problem:
         return self.positional and not self.max_position_only
 
     def token_actions(self, state: _State, layer: int) -> Iterator[_TokenAction]:
-        """(pairs, singles, next, cover, listed) that token heads can do in a layer."""
+        """What token heads can do in a layer."""
         kinds, heads = self.kinds, self.n_heads[layer]
         if layer == len(self.n_heads) - 1 or not self.usable[layer]:
-            yield 0, 0, 0, 0, 0
+            yield _TokenAction()
             return
         covers = [0]
         if self.by_position and not self.causal and kinds.max_arity > state.covered:
@@ -199,10 +213,10 @@ class _Problem:
         if self.by_position and kinds.listed and not state.listed_tok:
             listed += [len(kinds.listed)]
         many = self.roles[layer]
-        nexts = [0, 1] if kinds.ranked and not self.causal and state.run_tok < kinds.rank else [0]
+        climbs = [0, 1] if kinds.ranked and not self.causal and state.run_tok < kinds.rank else [0]
         missing = len(kinds.pairs) - state.prepared
-        for cover, some, step in itertools.product(covers, listed, nexts):
-            left = heads - (cover > 0) - some - step * len(kinds.ranked)
+        for cover, some, climb in itertools.product(covers, listed, climbs):
+            left = heads - (cover > 0) - some - climb * len(kinds.ranked)
             if left < 0:
                 continue
             most = min(missing, left * many // kinds.sides) if not cover else 0
@@ -210,17 +224,17 @@ class _Problem:
                 used = -(-pairs * kinds.sides // many)
                 free = len(kinds.singles) - state.single_tok if not self.causal else 0
                 for singles in self._numbers(min(free, left - used)):
-                    yield pairs, singles, step, cover, some
+                    yield _TokenAction(pairs, singles, climb, cover, some)
 
     def cls_actions(self, state: _State, layer: int, listing: int) -> Iterator[_ClsAction | None]:
-        """(singles, pairs, wide, listed, next, read) that CLS heads can do; None for everything."""
+        """What CLS heads can do in a layer; None for aggregating everything."""
         kinds, heads = self.kinds, self.n_heads[layer]
         last = layer == len(self.n_heads) - 1
         heads -= listing if kinds.common else 0
         if heads < 0:
             return
         if not (last or self.cls_hidden) or not self.usable[layer]:
-            yield 0, 0, 0, 0, 0, 0
+            yield _ClsAction()
             return
         if not self.max_position_only:
             yield None
@@ -229,24 +243,31 @@ class _Problem:
         wide = (len(kinds.wide) if state.covered >= kinds.max_arity else 0) - state.wide_cls
         listed = state.listed_tok - state.listed_cls
         reads = [0, 1] if self.reads and self.by_position and not state.read else [0]
-        nexts = [0, 1] if kinds.ranked and state.run_cls < kinds.rank else [0]
-        for step, read in itertools.product(nexts, reads):
-            left = heads - step * len(kinds.ranked) - read
+        climbs = [0, 1] if kinds.ranked and state.run_cls < kinds.rank else [0]
+        for climb, read in itertools.product(climbs, reads):
+            left = heads - climb * len(kinds.ranked) - read
             if left < 0:
                 continue
-            for a in self._numbers(min(max(singles, 0), left)):
-                for b in self._numbers(min(pairs, left - a)):
-                    for c in self._numbers(min(max(wide, 0), left - a - b)):
-                        for e in self._numbers(min(listed, left - a - b - c)):
-                            yield a, b, c, e, step, read
+            most = (max(singles, 0), pairs, max(wide, 0), listed)
+            for taken in self._shared_out(left, most):
+                yield _ClsAction(*taken, climb=climb, read=read)  # type: ignore[misc]
             # one head that takes over what all tokens hold
             if state.single_tok > state.single_inh and left and not singles:
-                yield 1, 0, 0, 0, step, read
+                yield _ClsAction(singles=1, climb=climb, read=read)
+
+    def _shared_out(self, heads: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """All ways to give at most so many heads to kinds with so many components."""
+        if not most:
+            yield ()
+            return
+        for number in self._numbers(min(most[0], heads)):
+            for rest in self._shared_out(heads - number, most[1:]):
+                yield number, *rest
 
     def following(self, state: _State, layer: int) -> Iterator[_State]:
         """All that one layer can do."""
         for tokens in self.token_actions(state, layer):
-            for cls in self.cls_actions(state, layer, tokens[4]):
+            for cls in self.cls_actions(state, layer, tokens.listed):
                 yield self._after(state, layer, tokens, cls)
 
     def _after(
@@ -257,12 +278,11 @@ class _Problem:
         cls: _ClsAction | None,
     ) -> _State:
         kinds, limit, last = self.kinds, self.n_tokens, layer == len(self.n_heads) - 1
-        pairs, singles, step, cover, listing = tokens
-        block = cover_size(limit, cover) if cover else 1
-        listed = listing * kinds.rest
-        gained = block + pairs * kinds.sides + step * len(kinds.ranked) + listed
+        block = Specific(tokens.cover).gain(limit) if tokens.cover else 1
+        ranked, listed = tokens.climb * len(kinds.ranked), tokens.listed * kinds.rest
+        gained = block + tokens.pairs * kinds.sides + ranked + listed
         own = min(limit, state.own * gained)
-        shared = min(limit, state.shared + singles * state.own)
+        shared = min(limit, state.shared + tokens.singles * state.own)
         excl, inh, single_inh = state.excl, state.inh, state.single_inh
         if cls is None:
             excl = limit
@@ -271,32 +291,34 @@ class _Problem:
                 kinds.rank, 1,
             )  # fmt: skip
         else:
-            a, b, c, e, climb, read = cls
-            taken = a + b + c + e + climb * len(kinds.ranked)
-            excl += taken * state.own + read * len(self.reads) * state.own
-            excl += listing * kinds.common
+            taken = cls.singles + cls.pairs + cls.wide + cls.listed + cls.climb * len(kinds.ranked)
+            excl += (taken + cls.read * len(self.reads)) * state.own
+            excl += tokens.listed * kinds.common
             if taken:
                 inh, single_inh = state.shared, state.single_tok
             done = (
-                min(state.single_cls + a, len(kinds.singles)), state.pair_cls + b,
-                state.wide_cls + c, state.listed_cls + e, state.run_cls + climb * state.run_tok,
-                max(state.read, read),
-            )  # fmt: skip
+                min(state.single_cls + cls.singles, len(kinds.singles)),
+                state.pair_cls + cls.pairs,
+                state.wide_cls + cls.wide,
+                state.listed_cls + cls.listed,
+                state.run_cls + cls.climb * state.run_tok,
+                max(state.read, cls.read),
+            )
         excl = min(limit, excl)
         at_cls = min(limit, excl + inh)
         at_tokens = 0 if last else min(limit, own + shared)
         size = max(at_cls, at_tokens)
         return _State(
-            single_tok=state.single_tok + singles,
+            single_tok=state.single_tok + tokens.singles,
             single_inh=single_inh,
             single_cls=done[0],
-            prepared=state.prepared + pairs,
+            prepared=state.prepared + tokens.pairs,
             pair_cls=done[1],
-            covered=max(state.covered, cover),
+            covered=max(state.covered, tokens.cover),
             wide_cls=done[2],
-            listed_tok=state.listed_tok + listing,
+            listed_tok=state.listed_tok + tokens.listed,
             listed_cls=done[3],
-            run_tok=state.run_tok * (2 if step else 1),
+            run_tok=state.run_tok * (2 if tokens.climb else 1),
             run_cls=done[4],
             read=done[5],
             own=own,
@@ -325,12 +347,10 @@ class _Problem:
         cls: _ClsAction | None,
     ) -> LayerSchedule:
         kinds = self.kinds
-        pairs, singles, step, cover, listing = tokens
-        jobs: list[Job] = [Specific(cover)] if cover else []
-        chosen = kinds.pairs[state.prepared : state.prepared + pairs]
-        many = self.roles[layer]
-        if chosen and many > 1 and -(-len(chosen) * kinds.sides // many) < len(chosen):
-            heads = -(-len(chosen) * kinds.sides // many)
+        jobs: list[Job] = [Specific(tokens.cover)] if tokens.cover else []
+        chosen = kinds.pairs[state.prepared : state.prepared + tokens.pairs]
+        heads = -(-len(chosen) * kinds.sides // self.roles[layer])
+        if chosen and self.roles[layer] > 1 and heads < len(chosen):
             jobs += [Routed(chosen, choice) for choice in range(heads)]
         else:
             jobs += [Max(i) for i in chosen]
@@ -338,23 +358,24 @@ class _Problem:
                 jobs += [Max(i, reverse=True) for i in chosen]
         # tokens take single tokens from the end of the list, CLS from its start
         ends = kinds.singles[::-1]
-        jobs += [Max(i) for i in ends[state.single_tok : state.single_tok + singles]]
-        steps = [Next(i, below) for i, below in zip(kinds.ranked, kinds.below, strict=True)]
-        jobs += steps if step else []
-        jobs += [ReadTuples(i) for i in kinds.listed[:listing]]
+        jobs += [Max(i) for i in ends[state.single_tok : state.single_tok + tokens.singles]]
+        climbs = [Next(i, below) for i, below in zip(kinds.ranked, kinds.below, strict=True)]
+        jobs += climbs if tokens.climb else []
+        tuples = [ReadTuples(i) for i in kinds.listed[: tokens.listed]]
         if cls is None:
-            return LayerSchedule(tuple(jobs), (Global(),))
-        a, b, c, e, climb, read = cls
-        at = min(state.single_cls, len(kinds.singles) - a)
-        at_cls: list[Job] = [Max(i) for i in kinds.singles[at : at + a]]
-        at_cls += [Max(i) for i in kinds.pairs[state.pair_cls : state.pair_cls + b]]
-        at_cls += [Max(i) for i in kinds.wide[state.wide_cls : state.wide_cls + c]]
-        at_cls += [Max(i) for i in kinds.listed[state.listed_cls : state.listed_cls + e]]
-        at_cls += steps if climb else []
-        at_cls += [ReadPositions(self.reads)] if read else []
-        if kinds.common:
-            at_cls += [ReadTuples(i) for i in kinds.listed[:listing]]
-        return LayerSchedule(tuple(jobs), tuple(at_cls))
+            return LayerSchedule((*jobs, *tuples), (Global(),))
+        at_cls: list[Job] = []
+        for all_, first, number in (
+            (kinds.singles, min(state.single_cls, len(kinds.singles) - cls.singles), cls.singles),
+            (kinds.pairs, state.pair_cls, cls.pairs),
+            (kinds.wide, state.wide_cls, cls.wide),
+            (kinds.listed, state.listed_cls, cls.listed),
+        ):
+            at_cls += [Max(i) for i in all_[first : first + number]]
+        at_cls += climbs if cls.climb else []
+        at_cls += [ReadPositions(self.reads)] if cls.read else []
+        at_cls += tuples if kinds.common else []
+        return LayerSchedule((*jobs, *tuples), tuple(at_cls))
 
     def is_done(self, state: _State) -> bool:
         kinds = self.kinds
@@ -425,10 +446,11 @@ def needs_order(components: Sequence[Component], reads: Sequence[int], n_tokens:
     )
 
 
+@checked
 def find(
     components: Sequence[Component],
-    n_heads: Sequence[int],
-    n_tokens: int,
+    n_heads: Heads,
+    n_tokens: Count,
     positional: bool = False,
     cls_hidden: bool = True,
     max_position_only: bool = False,
@@ -467,7 +489,6 @@ def find(
     Raises:
         InfoFlowError: for nothing to retrieve, too many components, bad sizes, or arity > T.
     """
-    check_sizes(n_heads, n_tokens)
     if not components and not reads:
         raise InfoFlowError(
             "the target retrieves no component and reads no position: expected something"
@@ -526,4 +547,5 @@ def search(
     max_position_only: bool = False,
 ) -> Schedule | None:
     """The schedule of :func:`find`, or None if there is none."""
-    return find(components, n_heads, n_tokens, positional, cls_hidden, max_position_only).schedule
+    heads = tuple(n_heads)
+    return find(components, heads, n_tokens, positional, cls_hidden, max_position_only).schedule

@@ -29,13 +29,13 @@ from torch import Tensor
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import progress_bar
+from infoflow_lens.foundation.settings import Count, checked
 from infoflow_lens.theory.exact import exact_arithmetic, independent_rows, integer_kernel
 from infoflow_lens.theory.separation import (
     Integers,
     Multipliers,
     Problem,
     Sequences,
-    chunks,
     decide,
     exact_margin,
     featured,
@@ -49,7 +49,6 @@ Labels = Int[Tensor, " batch"] | Int[np.ndarray, " batch"] | Sequence[int]
 MAX_SEQUENCES = 5000
 
 _MOST_WEIGHTS = 3 * 10**8  # feature times class: 2.4 GB of int64
-_MOST_AT_ONCE = 2**22
 
 # What comes in
 
@@ -111,6 +110,7 @@ def _column(dataset: Any, name: str) -> Any:
 
 
 def _check_number(n: int, max_sequences: int) -> None:
+    """Refuse an empty set, and one beyond the limit."""
     if n == 0:
         raise InfoFlowError("the dataset is empty: expected at least one sequence")
     if n > max_sequences:
@@ -178,30 +178,23 @@ def _parse(dataset: Any, max_sequences: int) -> tuple[Problem, tuple[int, ...]]:
 
 @dataclass(frozen=True, eq=False)
 class OneLayerModel:
-    """The one-layer ReLU attention-only transformer that realises given weights (eq 2).
+    """What the one-layer model of given weights answers: a sum of a row of W for every token.
 
-    Columns are positions, the destination is the last one; rows are one-hot tokens (0 .. d - 1),
-    one-hot positions (from P = d) and one fresh row a class (from R = d + n). There are m = n - 1
-    heads. Head p has ``W_QK = E[P + p, P + n - 1]``, so by Lemma 1 it attends from the last
-    position to position p alone, and ``W_V[R + c, t] = m * W[(p, t), c]``. The layer averages over
-    its heads, ``H + 1/m sum_p W_V,p H relu(H^T W_QK,p H)``, and W_O reads the fresh rows (compact
-    form of Theorem 1) [derived]. Products with one-hot columns are row look-ups.
+    By Lemma 1 head p of n - 1 attends from the last position to position p alone and writes the row
+    of the token there (compact form of Theorem 1) [derived];
+    ``infoflow_lens.models.constructions.certified_model`` hosts that transformer.
 
     Attributes:
         weights: W, integers.
         features: (position, token) of every row of `weights`; other pairs have weight 0.
-        vocabulary: the token ids, in the order of the token rows.
+        vocabulary: the token ids, in order.
         n_pos: n.
-        query_key: column P + n - 1 of every head's W_QK, its position rows; all else is 0.
-        value_rows: the row of `weights` that head p writes for a token, m times; -1 for none.
     """
 
     weights: Int[Tensor, "feature n_class"]
     features: Int[Tensor, "feature 2"]
     vocabulary: Int[Tensor, " d_vocab"]
     n_pos: int
-    query_key: Float[Tensor, "head source"]
-    value_rows: Int[Tensor, "head d_vocab"]
 
     @property
     def n_heads(self) -> int:
@@ -219,11 +212,6 @@ class OneLayerModel:
         Raises:
             InfoFlowError: for another length, or a token that the vocabulary does not have.
         """
-        size = max(1, _MOST_AT_ONCE // self.d_model)
-        embedded = self._embed(tokens)
-        return torch.cat([self._run(part) for part in embedded.split(size)])
-
-    def _embed(self, tokens: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
         if tokens.ndim != 2 or tokens.shape[1] != self.n_pos or len(tokens) == 0:
             raise InfoFlowError(
                 f"tokens have shape {tuple(tokens.shape)}: expected [batch, {self.n_pos}], batch "
@@ -237,62 +225,17 @@ class OneLayerModel:
                 f"token {int(unknown[0])} is in no sequence of the set: expected one of its "
                 f"{len(self.vocabulary)} tokens, the model has no row for others"
             )
-        return index
-
-    def _run(self, index: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch n_class"]:
-        batch, d, n = len(index), len(self.vocabulary), self.n_pos
-        state = torch.zeros(batch, self.d_model, dtype=torch.float64)  # the last column of H
-        state[torch.arange(batch), index[:, -1]] = 1
-        state[:, d + n - 1] = 1
-        fresh = torch.zeros(batch, self.weights.shape[1], dtype=torch.float64)
-        # H^T W_QK H: one-hot positions pick the entries, token rows of W_QK are 0
-        attention = torch.relu(self.query_key)
-        for head in range(self.n_heads):
-            for source in attention[head].nonzero().flatten().tolist():
-                rows = self.value_rows[head, index[:, source]]
-                value = self.n_heads * self.weights[rows.clamp(min=0)].double()
-                value[rows < 0] = 0
-                fresh += attention[head, source] * value
-        state[:, d + n :] += fresh / max(1, self.n_heads)
-        return state[:, d + n :]  # W_O is the identity on the fresh rows
-
-    def matrices(
-        self,
-    ) -> tuple[
-        Float[Tensor, "head d_model d_model"],
-        Float[Tensor, "head d_model d_model"],
-        Float[Tensor, "n_class d_model"],
-    ]:
-        """W_QK, W_V and W_O, dense, for hosting the model elsewhere; meant for small models."""
-        d, n, size = len(self.vocabulary), self.n_pos, self.d_model
-        query_key = torch.zeros(self.n_heads, size, size, dtype=torch.float64)
-        value = torch.zeros_like(query_key)
-        query_key[:, d : d + n, d + n - 1] = self.query_key
-        for head in range(self.n_heads):
-            known = (self.value_rows[head] >= 0).nonzero().flatten()
-            rows = self.weights[self.value_rows[head, known]].double()
-            value[head][d + n :, known] = self.n_heads * rows.T
-        classifier = torch.zeros(self.weights.shape[1], size, dtype=torch.float64)
-        classifier[:, d + n :] = torch.eye(self.weights.shape[1], dtype=torch.float64)
-        return query_key, value, classifier
-
-
-def _build_model(sequences: Sequences, weights: Integers) -> OneLayerModel:
-    n = sequences.tokens.shape[1]
-    vocabulary = np.unique(sequences.tokens)
-    value_rows = np.full((n - 1, len(vocabulary)), -1)
-    position, token = sequences.features.T
-    value_rows[position, np.searchsorted(vocabulary, token)] = np.arange(len(position))
-    query_key = torch.zeros(n - 1, n, dtype=torch.float64)
-    query_key[torch.arange(n - 1), torch.arange(n - 1)] = 1
-    return OneLayerModel(
-        weights=torch.from_numpy(weights),
-        features=torch.from_numpy(sequences.features),
-        vocabulary=torch.from_numpy(vocabulary),
-        n_pos=n,
-        query_key=query_key,
-        value_rows=torch.from_numpy(value_rows),
-    )
+        logits = torch.zeros(len(tokens), self.weights.shape[1], dtype=torch.float64)
+        row = torch.full((self.n_pos, len(self.vocabulary)), -1)
+        position, token = self.features.T
+        row[position, torch.searchsorted(self.vocabulary, token.contiguous())] = torch.arange(
+            len(self.features)
+        )
+        for source in range(self.n_heads):
+            rows = row[source, index[:, source]]
+            known = rows >= 0
+            logits[known] += self.weights[rows[known]].double()
+        return logits
 
 
 @dataclass(frozen=True)
@@ -341,7 +284,7 @@ class OneLayerCertificate(Displayed):
         weights: W, an integer for every feature and class, if feasible.
         features: (position, token) of every row of `weights`; the last position needs none.
         margin: the least (W[y_i] - W[c]) . phi_i over i and c != y_i, exact; None for one class.
-        model: the transformer that realises W. It was run and is right on every sequence.
+        model: what the transformer of these weights answers.
         witness: if not feasible, the proof of it.
         contradiction: two equal sequences with different labels, if there are any; then no model
             of any depth fits.
@@ -413,8 +356,8 @@ class OneLayerCertificate(Displayed):
             proof = "There is one class only, so every model is right."
         else:
             proof = (
-                f"Model: {self.n_pos - 1} heads, integer weights with margin {self.margin}; it was "
-                "run and is right on every sequence."
+                f"Model: {self.n_pos - 1} heads, integer weights with margin {self.margin}; it is "
+                "right on every sequence, by exact integers."
             )
         return "\n".join([head, proof, f"Holds for {self.holds_for}."])
 
@@ -473,15 +416,16 @@ def _entries(matrix: Any) -> tuple[tuple[int, ...], list[tuple[int, int, int]]]:
 # The certificate
 
 
+@checked
 def one_layer_certificate(
-    dataset: Any, *, max_sequences: int = MAX_SEQUENCES, progress: bool = False
+    dataset: Any, *, max_sequences: Count = MAX_SEQUENCES, progress: bool = False
 ) -> OneLayerCertificate:
     """Whether one attention layer can fit all labels, with a model or a witness (II.3) [derived].
 
     Sharpens Props 7 and 8 of Chen & Zou 2024: dependent sequences are an obstruction only if the
     signs of a dependence go with the labels. Tries sums over classes as weights; then descent on
     squared hinges; then linear programs, first on a few classes. Every answer is checked in
-    integers, and a model is run on every sequence.
+    integers.
 
     Args:
         dataset: a ``datasets.Dataset`` with columns x (token ids, all of one length and with the
@@ -506,9 +450,13 @@ def one_layer_certificate(
             return OneLayerCertificate(
                 False, n, n_pos, classes, witness=witness, contradiction=pair
             )
-        model = _build_model(problem.sequences, answer)
-        advance(0, "running the model")
-        _run_everywhere(problem, model)
+        sequences = problem.sequences
+        model = OneLayerModel(
+            torch.from_numpy(answer),
+            torch.from_numpy(sequences.features),
+            torch.from_numpy(np.unique(sequences.tokens)),
+            n_pos,
+        )
         margin = exact_margin(problem, answer) if len(classes) > 1 else None
         advance(1, "feasible")
     return OneLayerCertificate(
@@ -527,17 +475,6 @@ def _as_witness(problem: Problem, classes: tuple[int, ...], found: Multipliers) 
         raise RuntimeError("internal error: the witness fails its check")
     rows, columns, values = zip(*triples, strict=True)
     return Witness(rows, columns, values, len(problem), classes)
-
-
-def _run_everywhere(problem: Problem, model: OneLayerModel) -> None:
-    """Runs the model on every sequence: the right logit must be the strictly unique maximum."""
-    tokens = torch.from_numpy(problem.sequences.tokens)
-    labels = torch.from_numpy(problem.y)
-    for part in chunks(len(problem), problem.n_classes):
-        logits = model(tokens[part])
-        own = logits.gather(1, labels[part, None])
-        if ((logits >= own).sum(dim=1) != 1).any():
-            raise RuntimeError("internal error: the model is wrong on a sequence")
 
 
 # Dependence
@@ -627,7 +564,8 @@ class Dependence(Displayed):
         return len(plus) == len(minus) == 1 and plus != minus
 
 
-def dependence(sequences: Any, *, max_sequences: int = MAX_SEQUENCES) -> Dependence:
+@checked
+def dependence(sequences: Any, *, max_sequences: Count = MAX_SEQUENCES) -> Dependence:
     """Whether sequences are dependent, with a short dependence if so (Def. 3) [stated].
 
     The dependence has the least sum of absolute values among those with coefficient 1 at one

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from infoflow_lens import InfoFlowError
-from infoflow_lens.foundation.drawing import Drawing
+from infoflow_lens.foundation.drawing import SeededRandom
 
 X = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0))
 DRAWS = {
@@ -36,7 +36,7 @@ def test_own_generators_give_the_numbers_of_the_global_one(draw):
         torch.manual_seed(7)
         expected = draw()
     state = torch.get_rng_state()
-    with Drawing(7) as drawing:
+    with SeededRandom(7) as drawing:
         assert draw().equal(expected)
     assert torch.get_rng_state().equal(state)
     assert (drawing.n_drawn > 0) or draw is DRAWS["attention without dropout"]
@@ -44,13 +44,13 @@ def test_own_generators_give_the_numbers_of_the_global_one(draw):
 
 def test_what_takes_no_generator_is_refused():
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    with Drawing(0):
+    with SeededRandom(0):
         attention(X[None], X[None], X[None])
         with pytest.raises(InfoFlowError, match="takes no generator"):
             attention(X[None], X[None], X[None], 0.5)
 
 
 def test_nothing_is_drawn_where_there_are_no_numbers():
-    with Drawing(0) as drawing, torch.device("meta"):
+    with SeededRandom(0) as drawing, torch.device("meta"):
         assert nn.Linear(3, 4).weight.is_meta
     assert drawing.n_drawn == 0

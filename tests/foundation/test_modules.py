@@ -1,11 +1,12 @@
 """Modes of a model: evaluated without a trace, by one thread at a time."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
+from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode, modes_kept
 
 
@@ -44,26 +45,6 @@ def test_an_error_leaves_the_modes():
     assert all(modes(model))
 
 
-class Interrupted(nn.Linear):
-    """The user presses Ctrl-C while its mode is set for the second time."""
-
-    n_set = 0
-
-    def __setattr__(self, name, value):
-        if name == "training":
-            self.__dict__["n_set"] = self.n_set + 1
-            if self.n_set == 2:  # evaluated, restored
-                raise KeyboardInterrupt
-        super().__setattr__(name, value)
-
-
-def test_ctrl_c_while_modes_are_restored_leaves_none_behind():
-    model = nn.Sequential(nn.Dropout(0.5), Interrupted(2, 2), nn.Dropout(0.5))
-    with pytest.raises(KeyboardInterrupt), eval_mode(model):
-        assert not any(module.training for module in model.modules())
-    assert all(module.training for module in model.modules())
-
-
 class Adapter(nn.Linear):
     """Merges an update into its weights when it is evaluated, as some adapters do."""
 
@@ -80,41 +61,20 @@ def test_evaluation_writes_no_weights():
         assert model[0].weight.equal(before)
 
 
-def test_threads_take_turns():
-    """The one that comes second finds the model in its own mode."""
-    model = Bridge()
-    inside, may_end = threading.Event(), threading.Event()
+def test_a_model_is_evaluated_by_one_thread_at_a_time():
+    model, other = Bridge(), Bridge()
 
-    def evaluate():
+    def evaluated(model):
         with eval_mode(model):
-            inside.set()
-            assert may_end.wait(60)
+            return modes(model)
 
-    first = threading.Thread(target=evaluate)
-    first.start()
-    assert inside.wait(60)
-    ending = threading.Timer(0.05, may_end.set)
-    ending.start()
-    with eval_mode(model):
-        assert may_end.is_set()
-    first.join()
-    ending.join()
+    with eval_mode(model), ThreadPoolExecutor(1) as pool:
+        with eval_mode(model):
+            pass
+        with pytest.raises(InfoFlowError, match="another thread"):
+            pool.submit(evaluated, model).result()
+        assert not any(pool.submit(evaluated, other).result())
     assert all(modes(model))
-
-
-def test_other_models_do_not_wait():
-    with eval_mode(Bridge()):
-        seen = []
-        other = threading.Thread(target=lambda: seen.extend(evaluated(Bridge())))
-        other.start()
-        other.join(60)
-        assert seen
-        assert not any(seen)
-
-
-def evaluated(model):
-    with eval_mode(model):
-        return modes(model)
 
 
 def fail_in_training(model):

@@ -7,9 +7,7 @@ an entry in MAKES a test fails.
 import copy
 import gc
 import inspect
-import pickle
 import random
-import threading
 
 import numpy as np
 import pytest
@@ -253,43 +251,6 @@ def test_blocks_end_in_any_order(case, make):
     assert (one[0].n_sequences, other[0].n_sequences) == (N, 2 * N)
 
 
-@pytest.mark.filterwarnings("ignore:TransformerBridgeConfig is already bound")  # of any copy
-def test_copies_and_pickles_of_an_attached_model_are_clean(case, make):
-    """A copy has its own forward, no hooks, and is measured by nobody."""
-    model, x = case
-    probe = make(x)
-    with attach(model, probe), torch.no_grad():
-        model(x)
-        clone = copy.deepcopy(model)
-        shallow = copy.copy(model)
-        expected = clone(x)
-        with torch.no_grad():
-            for parameter in clone.parameters():
-                parameter.mul_(1.5)
-        assert not clone(x).equal(expected)  # its own weights, not the original's
-    assert probe.n_sequences == N
-    before = traces(model)
-    assert type(clone) is type(shallow) is type(model)
-    after = traces(clone)
-    for name in ("class", "dict", "hooks", "raw hooks", "forward"):
-        assert before[name] == after[name], name
-
-
-# the capture hooks of a native bridge cannot be pickled, with or without probes
-PICKLED = ["token ids" if HAS_HOOKED_TRANSFORMER else "hosted, token ids", "hosted, vector tokens"]
-
-
-@pytest.mark.parametrize("name", PICKLED)
-def test_an_attached_model_is_pickled(name, make, folders):
-    build, data = MODELS[name]
-    model, x = build(folders), data()
-    with attach(model, make(x)):
-        model(x)
-        again = pickle.loads(pickle.dumps(model))
-    assert type(again) is type(model)
-    assert again(x).equal(model(x))
-
-
 def test_batches_and_their_order_do_not_matter(case, make):
     model, x = case
     (whole,) = run_probes(model, x, [make(x)], batch_size=N, progress=False)
@@ -406,44 +367,6 @@ def test_merging_in_any_order_is_the_same(case, make):
         if axis is not None:
             value = value.index_select(axis, order)
         torch.testing.assert_close(one[name], value, rtol=1e-5, atol=1e-8, equal_nan=True, msg=name)
-
-
-def test_two_threads_take_turns(case, make):
-    """Sequences of two threads are each measured as if alone, in some order."""
-    model, x = case
-    probe, failed = make(x), []
-
-    def work(part):
-        try:
-            with torch.no_grad():
-                for row in part.split(2):
-                    model(row)
-        except Exception as error:
-            failed.append(error)
-
-    with attach(model, probe):
-        threads = [threading.Thread(target=work, args=(part,)) for part in x.split(N // 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not failed
-    assert probe.n_sequences == N
-    if isinstance(probe, RecoveryProbe):
-        probe.result()
-        return  # which are held out depends on the turns
-    (expected,) = run_probes(model, x, [make(x)], batch_size=2, progress=False)
-    one, other = numbers(probe.result()), numbers(expected)
-    for name, value in one.items():
-        axis = next((i for i, size in enumerate(value.shape) if size == N), None)
-        if axis is not None and value.is_floating_point():
-            key = [part.nan_to_num(posinf=9.0).sum() for part in value.double().unbind(axis)]
-            wanted = other[name].double().unbind(axis)
-            wanted = [part.nan_to_num(posinf=9.0).sum() for part in wanted]
-            torch.testing.assert_close(
-                torch.stack(key).sort().values, torch.stack(wanted).sort().values,
-                rtol=1e-4, atol=1e-4,
-            )  # fmt: skip
 
 
 @pytest.mark.parametrize("by", ["step", "data", "load_state_dict", "double", "new parameter"])

@@ -12,8 +12,8 @@ import torch
 
 from infoflow_lens import InfoFlowError, PositionsProbe, RecoveryProbe, attach, run_probes
 from infoflow_lens.hooks import AttendedProbe
-from infoflow_lens.hooks.model.points import run_catching
-from infoflow_lens.hooks.model.shown import post_attention_hooks, state_sum
+from infoflow_lens.hooks.model.call import call
+from infoflow_lens.hooks.model.semantics import post_attention_hooks, state_sum
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.loading import load_any
 from tests.conftest import make_token_model
@@ -182,7 +182,7 @@ def test_the_post_attention_state_is_that_of_the_plain_model(architecture):
         expected = states[0] + seen["attention"][1][0]
     points = post_attention_hooks(model, 0)
     with torch.no_grad():
-        found = state_sum(run_catching(model, ids, points)[1], points)
+        found = state_sum(call(model, ids, points).activations, points)
     torch.testing.assert_close(found, expected.view_as(found), atol=1e-5, rtol=1e-5)
 
 
@@ -279,7 +279,7 @@ def test_half_precision_agrees_where_the_margin_exceeds_its_rounding(dtype, toke
     )
     agreed = compared = 0
     for layer in range(2):
-        largest = run_catching(model, token_inputs, [f"blocks.{layer}.attn.hook_attn_scores"])[1][
+        largest = call(model, token_inputs, [f"blocks.{layer}.attn.hook_attn_scores"]).activations[
             f"blocks.{layer}.attn.hook_attn_scores"
         ]
         scale = float(largest[largest.isfinite()].abs().max())

@@ -161,7 +161,7 @@ def test_a_hosted_model_takes_its_attention_from_the_architecture(architecture, 
 
 def test_what_cannot_be_changed_is_refused(host):
     model = with_softmax(host)
-    with pytest.raises(InfoFlowError, match="attention is 'sparsemax'"):
+    with pytest.raises(InfoFlowError, match="kind is 'sparsemax'"):
         set_attention(model, "sparsemax")
     with pytest.raises(InfoFlowError, match="Linear has no attention layers"):
         set_attention(torch.nn.Linear(2, 2), "relu")

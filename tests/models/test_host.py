@@ -240,11 +240,11 @@ def test_loading_what_is_no_model(tmp_path):
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (torch.zeros(2, 5, D_TOKEN), "sequences have 5 tokens, the model expects n_tokens 7"),
-        (torch.zeros(2, N_TOKENS, 4), "dimension 4, the model expects d_token 3"),
-        (torch.zeros(N_TOKENS, D_TOKEN), "expected vector tokens"),
-        (torch.zeros(0, N_TOKENS, D_TOKEN), "expected vector tokens"),
-        (torch.zeros(2, N_TOKENS, D_TOKEN).long(), "tokens are torch.int64"),
+        (torch.zeros(2, 5, D_TOKEN), r"shape \(2, 5, 3\): .* \[batch, 7, 3\]"),
+        (torch.zeros(2, N_TOKENS, 4), r"shape \(2, 7, 4\): .* \[batch, 7, 3\]"),
+        (torch.zeros(N_TOKENS, D_TOKEN), "expects vector tokens"),
+        (torch.zeros(0, N_TOKENS, D_TOKEN), "expects vector tokens"),
+        (torch.zeros(2, N_TOKENS, D_TOKEN).long(), "input is torch.int64, the weights"),
         (torch.zeros(2, N_TOKENS, D_TOKEN).double(), r"convert with x.to\(torch.float32\)"),
     ],
 )
@@ -427,7 +427,7 @@ def test_a_construction_over_token_ids_is_saved_with_its_attention(tmp_path):
     ("change", "message"),
     [
         ({"kind": "image"}, "of kind 'image'"),
-        ({"depth": 3}, r"unknown architecture fields \['depth'\]"),
+        ({"depth": 3}, "no field 'depth'"),
         ({"d_model": 20}, r"gives embed.W_E the shape \(11, 20\), model.safetensors \(11, 19\)"),
         ({"d_model": None}, "d_model is None"),
     ],
@@ -466,16 +466,11 @@ def test_a_file_that_names_more_heads_than_its_weights_have_is_refused_at_once(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_layers": 0}, "n_layers is 0"),
         ({"n_heads": (2, 1)}, "2 entries for 3 layers"),
-        ({"n_heads": 0}, r"n_heads is \(0, 0, 0\)"),
-        ({"d_head": 2.5}, "d_head is 2.5"),
-        ({"d_vocab": True}, "d_vocab is True"),
         ({"attention": "relo"}, "did you mean 'relu'"),
         ({"init": "chen"}, "did you mean 'chen_zou'"),
         ({"init": "chen_zou"}, "expected d_head 19"),
         ({"one_hot": True, "d_model": 17}, r"d_vocab \+ n_tokens = 18"),
-        ({"seed": -1}, "seed is -1"),
     ],
 )
 def test_bad_sizes_of_token_models_are_named(change, message):

@@ -416,6 +416,61 @@ def test_a_model_of_transformers_in_memory_is_hosted_and_left_alone():
     assert not torch.allclose(logits(loaded.model), plain("gpt2"), atol=1e-2)
 
 
+SMALL = {
+    "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+    "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 1, "moe_intermediate_size": 8, "head_dim": 4}
+# Families whose models know their architecture from a file alone, and settings beyond the sizes
+FROM_A_CONFIG = {
+    "Arcee": {},
+    "Cohere": {},
+    "Falcon": {},
+    "GPTBigCode": {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32},
+    "Gemma3": {"head_dim": 4},
+    "GptOss": {"num_local_experts": 2, "sliding_window": 8, **EXPERTS},
+    "Granite": {},
+    "HunYuanDenseV1": {"head_dim": 4},
+    "Olmo": {},
+    "Olmo2": {},
+    "Olmo3": {},
+    "Qwen3Moe": {"num_experts": 2, **EXPERTS},
+    "XGLM": {"d_model": 16, "ffn_dim": 24, "num_layers": 2, "attention_heads": 4},
+}
+
+
+@pytest.mark.parametrize("family", FROM_A_CONFIG)
+def test_a_model_that_was_built_from_a_config_is_hosted(family):
+    """Its config names no architecture (finding Q7), and is left so."""
+    transformers = pytest.importorskip("transformers")
+    config = f"{family}{'Text' if family == 'Gemma3' else ''}Config"
+    kind = getattr(transformers, f"{family}ForCausalLM", None)
+    if kind is None:
+        pytest.skip(f"the installed transformers has no {family}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        alone = kind(getattr(transformers, config)(**SMALL, **FROM_A_CONFIG[family])).eval()
+    alone.set_attn_implementation("eager")
+    assert alone.config.architectures is None
+    if family.lower() in WRONG:
+        with pytest.raises(InfoFlowError, match="computes something else"):
+            load_any(alone)
+    else:
+        expected = logits(alone).logits
+        torch.testing.assert_close(logits(load_any(alone).model), expected, rtol=1e-4, atol=1e-4)
+    assert alone.config.architectures is None
+
+
+def test_a_class_of_ones_own_is_hosted_as_the_class_that_it_extends():
+    from transformers import LlamaForCausalLM
+
+    alone = zoo.build("llama")
+    alone.__class__ = type("OurLlama", (LlamaForCausalLM,), {})
+    alone.config.architectures = None
+    torch.testing.assert_close(logits(load_any(alone).model), plain("llama"), rtol=1e-4, atol=1e-4)
+
+
 def test_a_model_in_memory_that_cannot_run_is_said_by_name():
     def fail(module, given):
         raise RuntimeError("expected Float32, got Double")

@@ -195,11 +195,64 @@ def test_two_runs_at_once_in_one_folder(out, folder):
         run(out, settings(folder))
 
 
-def test_what_dead_runs_left_is_swept(out, folder):
-    left = out / ".positions.safetensors.abc.part"
-    left.write_text("half")
+def test_a_folder_keeps_what_others_put_there(out, folder):
+    """What they download, and what lies beside files of the run."""
+    theirs = [".movie.mkv.part", "downloads/.rsync.part/x", "inputs/notes.txt", "positions/notes"]
+    for name in theirs:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(name)
+    for name in ("positions.json", "influence.json"):  # measured again
+        (out / name).unlink()
     run(out, settings(folder))
-    assert not left.exists()
+    assert [(out / name).read_text() for name in theirs] == theirs
+
+
+@pytest.fixture(scope="module")
+def other_weights(folder, finished, tmp_path_factory):
+    """A run of the same settings on other weights, which has the same name."""
+    out = tmp_path_factory.mktemp("other")
+    path = folder / "model.safetensors"
+    before = path.read_bytes()
+    save_file({k: v * 1.5 for k, v in load_file(path).items()}, path, metadata={"format": "pt"})
+    try:
+        run(out, settings(folder))
+    finally:
+        path.write_bytes(before)
+    return out
+
+
+MIXES = {
+    "a part of another run": [("other", "positions/000001", "positions/000001")],
+    "every part of another run": [
+        ("other", f"positions/{i:06d}", f"positions/{i:06d}") for i in range(2)
+    ],
+    "one part over the next": [("out", "positions/000000", "positions/000001")],
+    "parts and what tells of them": [
+        *(("other", f"positions/{i:06d}", f"positions/{i:06d}") for i in range(2)),
+        ("other", "positions", "positions"),
+    ],
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_parts_of_another_run_never_enter_the_numbers(mix, out, other_weights, folder):
+    places = {"other": other_weights, "out": out}
+    for source, name, target in MIXES[mix]:
+        for end in ("json", "safetensors"):
+            shutil.copy(places[source] / f"{name}.{end}", out / f"{target}.{end}")
+    with pytest.raises(InfoFlowError, match="positions"):
+        run(out, settings(folder))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights there")
+@pytest.mark.parametrize("name", ["positions", "inputs"])
+def test_a_link_to_the_folder_of_another_run_is_refused(name, other_weights, folder, tmp_path):
+    before = {p: p.read_bytes() for p in other_weights.rglob("*") if p.is_file()}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(other_weights / name)
+    with pytest.raises(InfoFlowError, match=rf"{name}' is a link"):
+        run(tmp_path / "out", settings(folder))
+    assert {p: p.read_bytes() for p in other_weights.rglob("*") if p.is_file()} == before
 
 
 def test_a_full_disk_is_one_error_and_what_was_finished_stays(tmp_path, folder, monkeypatch):
@@ -259,7 +312,7 @@ def test_ctrl_c_keeps_every_finished_batch(tmp_path, folder, number):
     about = {name: value for name, value in about.items() if name not in ("schema", "digest")}
     state = Checkpoint(tmp_path / "out" / ".all.safetensors", about).load()
     assert 0 < state["n_seen"] + state["current"]["positions"]["n_sequences"] < config.n
-    assert not (tmp_path / "out" / ".lock").exists()
+    assert not (tmp_path / "out" / files.PRIVATE).exists()
 
 
 def test_a_signal_to_a_run_in_a_thread_is_left_alone(out, folder):

@@ -157,6 +157,12 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, object]]] = {
         "Cohere2ForCausalLM",
         {**_GROUPED, "head_dim": D_HEAD, "logit_scale": 0.5, "sliding_window": WINDOW},
     ),
+    # rotary, attention and MLP side by side; scores are divided after they are masked
+    "codegen": (
+        "CodeGenConfig",
+        "CodeGenForCausalLM",
+        {**_GPT2, "n_positions": N_CTX, "rotary_dim": D_HEAD},
+    ),
     # not hosted by anyone here: an encoder and a decoder, and a model without attention
     "t5": (
         "T5Config",

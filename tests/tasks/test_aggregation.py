@@ -56,11 +56,10 @@ def test_equal_numbers_count_one_by_one_from_the_lowest_position():
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
-        ("position_sum", {"positions": (0, 16)}, r"positions is \(0, 16\): .* from 0 to 15"),
-        ("position_sum", {"positions": (1, 1)}, "different positions"),
+        ("position_sum", {"positions": (0, 16)}, r"positions are \(0, 16\): .* from 0 to 15"),
+        ("position_sum", {"positions": (1, 1)}, "different integers"),
         ("position_sum", {"positions": ()}, "at least one"),
         ("kth_largest", {"k": 17}, "k is 17 for 16 tokens"),
-        ("kth_largest", {"k": 0}, "k is 0"),
         ("kth_largest", {"d_token": 2}, "d_token is 2"),
     ],
 )

@@ -186,7 +186,7 @@ def test_the_command_line_takes_module_and_name(tmp_path, monkeypatch):
         ),
         ({"components": (Component(1, first),), "outer": "mean"}, "outer is 'mean'"),
         ({"components": (Component(1, first),), "outer": lambda z: z.sum(-1)}, "keep the last"),
-        ({"components": (Component(1, first),), "subsets": ((9,),)}, "a subset is"),
+        ({"components": (Component(1, first),), "subsets": ((9,),)}, "positions of component 1 is"),
         ({"components": (Component(1, first, positions=(7,)),)}, "positions of component 1"),
         ({"components": (Component(2, distance, tuples=((0, 9),)),)}, "expected 0 to 3"),
         ({"components": (Component(1, first),), "tokens": lambda s, g: torch.zeros(1)}, "shape"),

@@ -155,7 +155,7 @@ def test_samples_are_uniform_over_the_papers_space(name):
     assert set(counts) <= set(map(tuple, space.tolist()))
     weights = torch.ones(len(space), dtype=torch.float64)
     if "template" in name:  # first templates, then substitutions
-        blocks = patterns_of(space[:, task._word_positions()])
+        blocks = patterns_of(space[:, task.word_places()])
         for pattern in all_patterns(task.length):
             same = (blocks == torch.tensor(pattern)).all(dim=-1).sum(dim=1)
             weights /= float(math.perm(task.n_words, max(pattern) + 1)) ** same
@@ -204,7 +204,7 @@ def test_held_out_templates_are_new_in_every_split():
     seen = []
     for split in ("train", "validation", "test"):
         x = torch.tensor(task.dataset(split, 500)["x"])
-        which = patterns_of(x[:, task._word_positions()]).flatten(0, 1)
+        which = patterns_of(x[:, task.word_places()]).flatten(0, 1)
         seen.append({tuple(row) for row in which.tolist()})
     assert [len(part) for part in seen] == [11, 2, 2]
     assert not any(a & b for a, b in itertools.combinations(seen, 2))
@@ -335,21 +335,17 @@ def test_templates_are_counted_by_bell_numbers(length, bell):
     ("name", "parameters", "message"),
     [
         ("memorization", {"n_words": 2, "length": 3, "n_sequences": 9}, "make only 8 sequences"),
-        ("memorization", {"length": 0}, "length is 0"),
         ("in_context_qa", {"n_questions": 3}, "n_questions is 3, too few for n_pairs 4"),
         ("in_context_qa", {"n_answers": 2}, "n_answers is 2, too few"),
-        ("in_context_qa", {"n_pairs": 2.0}, r"n_pairs is 2\.0"),
         ("nested_qa", {"n_entities": 7}, "n_entities is 7, too few for 2 chains of 4"),
         ("template_matching", {"n_words": 3, "length": 4}, "longer than the alphabet"),
         ("template_matching", {"templates": ("ab",)}, "template 'ab' has length 2"),
         ("template_matching", {"templates": ("aab", "bba")}, "'aab' and 'bba' are the same"),
-        ("template_matching", {"templates": ()}, "templates is empty"),
+        ("template_matching", {"templates": ()}, "templates are .*such as"),
         ("template_matching", {"templates": ("aab", "aab")}, "are the same"),
-        ("template_matching", {"templates": 5}, "templates is 5"),
-        ("template_matching", {"templates": (1, 2)}, "template 1: expected a string"),
         ("template_matching", {"length": 12}, "too many templates of that length"),
         ("in_context_template_matching", {"length": 40}, "too many templates"),
-        ("memorization", {"n_sequences": 10**8}, "n_sequences is 100000000: expected at most"),
+        ("memorization", {"n_sequences": 10**8}, "n_sequences is 100000000: .* to 1000000"),
         ("template_matching", {"n_words": 2, "templates": ("abc",)}, "'abc' has 3 wildcards"),
         ("template_matching", {"holdout": "templates"}, "holdout is 'templates'"),
         ("template_matching", {"n_words": 8, "holdout": "words"}, "8 words cannot be split"),
@@ -379,8 +375,8 @@ def test_splits_that_cannot_be_are_refused_before_anything_is_drawn():
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        ([[0, 4, 5, 1, 4, 6, 2]], r"shape \(1, 7\)"),
-        ([[0.0] * 8], "expected integer token ids"),
+        ([[0, 4, 5, 1, 4, 6, 2]], "sequences have 7 tokens, .* takes 8"),
+        ([[0.0] * 8], "expects integer token ids"),
         ([[0, 4, 5, 1, 4, 6, 2, 9]], "token 9 at position 7: .* expects ids from 4 to 4"),
         ([[0, 4, 5, 1, 4, 6, 2, 4]], "0 questions that match"),
         ([[1, 4, 5, 1, 4, 6, 1, 4]], "2 questions that match"),

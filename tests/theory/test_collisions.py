@@ -6,15 +6,16 @@ import torch
 from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.tasks.tuples import depth_separation_on_cube
 from infoflow_lens.theory.bounds import encoding_bound
-from infoflow_lens.theory.collisions import (
-    closest_pair_collision,
-    encoding_collision,
-    uncovered_input,
-)
 from infoflow_lens.theory.comparison import Branch, ComparisonTree, Leaf
 from infoflow_lens.theory.cost import DigitCode
 from infoflow_lens.theory.estimate import estimate
 from infoflow_lens.theory.shapes import ModelShape
+from tests.reference.pigeonholes import (
+    closest_pair_collision,
+    encoding_collision,
+    largest_radius,
+    uncovered_input,
+)
 
 
 def heads(n_heads, d_head, seed):
@@ -37,8 +38,6 @@ def heads(n_heads, d_head, seed):
 @pytest.mark.parametrize(("n_heads", "d_head", "free", "points"), [(1, 1, 5, 9), (2, 1, 7, 5)])
 def test_the_pigeonhole_pairs_of_theorem_1(n_heads, d_head, free, points, seed):
     """The closest pairs differ by 4 eps, every head's average by less than the proof says."""
-    from infoflow_lens.theory.bounds import largest_radius
-
     eps = largest_radius(n_heads) ** 2 / (4 * free * points) * 0.999
     found = closest_pair_collision(heads(n_heads, d_head, seed), free + n_heads + 1, eps)
     assert found.gap >= 4 * eps * (1 - 1e-6)

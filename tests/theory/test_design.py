@@ -97,7 +97,7 @@ def test_token_tasks_keep_their_length():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"error": 2.0}, "eps is 2.0"),
+        ({"error": 2.0}, "error is 2.0"),
         ({"max_layers": 0}, "max_layers is 0"),
         ({"max_heads": 10**6}, "max_heads is 1000000"),
         ({"parameters": -1}, "parameters is -1"),

@@ -19,7 +19,8 @@ from infoflow_lens.theory.estimate import (
     min_heads_at,
     phase_diagram,
 )
-from infoflow_lens.theory.schedule import LayerSchedule, Max, Schedule, run_schedule
+from infoflow_lens.theory.jobs import Max
+from infoflow_lens.theory.schedule import LayerSchedule, Schedule, run_schedule
 from infoflow_lens.theory.shapes import ModelShape
 
 
@@ -271,7 +272,7 @@ def test_the_phase_diagram_turns_at_d():
             lambda: estimate(architecture((4,), 16), Inconsistent(n_tokens=16)),
             "arity 3, but its profile says dimension 1",
         ),
-        (lambda: phase_diagram(load_task("d_retrieval"), [(0,)], [8]), r"n_heads is \(0,\)"),
+        (lambda: phase_diagram(load_task("d_retrieval"), [(0,)], [8]), r"heads are \[\(0,\)\]"),
         (lambda: phase_diagram(load_task("d_retrieval"), [(1,)], [8], trees=0), "trees is 0"),
         (lambda: estimated("triangle_center", (4, 4), n_tokens=2), "T is 2: expected at least 3"),
     ],

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, load_task
-from infoflow_lens.theory.lemmas import (
+from tests.reference.lemmas import (
     combine,
     concatenated,
     multipliers,

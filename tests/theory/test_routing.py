@@ -4,8 +4,10 @@ import pytest
 
 from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.theory.comparison import model_comparisons
-from infoflow_lens.theory.routing import choose_roles, roles_of, routed_error
-from infoflow_lens.theory.schedule import LayerSchedule, Max, Routed, Schedule, learns
+from infoflow_lens.theory.jobs import Max, Routed
+from infoflow_lens.theory.roles import choose_roles, roles_of
+from infoflow_lens.theory.routing import routed_error
+from infoflow_lens.theory.schedule import LayerSchedule, Schedule, learns
 
 
 def intrinsic(n_tokens, n=2, seed=0, kind="gaussian"):

@@ -8,18 +8,8 @@ import torch
 
 from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.theory.comparison import Component, growth_sizes, model_comparisons
-from infoflow_lens.theory.schedule import (
-    Global,
-    LayerSchedule,
-    Max,
-    Schedule,
-    Specific,
-    cover,
-    cover_groups,
-    cover_size,
-    learns,
-    run_schedule,
-)
+from infoflow_lens.theory.jobs import Global, Max, Specific, cover, cover_groups, cover_size
+from infoflow_lens.theory.schedule import LayerSchedule, Schedule, learns, run_schedule
 from infoflow_lens.theory.search import search
 
 
@@ -230,7 +220,7 @@ def test_growth_bounds_the_sizes_of_max_position_schedules():
         (lambda c: run_schedule(Schedule(()), c, torch.zeros(1, 4, 2)), "has no layer"),
         (lambda c: search(c[:1] * 300, (1,), 8), "has 300 components"),
         (lambda c: search([], (1,), 8), "retrieves no component"),
-        (lambda c: search(c[:1], (), 8), r"n_heads is \(\)"),
+        (lambda c: search(c[:1], (), 8), r"n_heads are \(\)"),
         (
             lambda c: run_schedule(
                 Schedule((LayerSchedule(cls=(Max(3),)),)), c, torch.zeros(1, 4, 2)

@@ -25,7 +25,8 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks import IDEALS, RecoveryProbe, measure_mechanisms, run_probes, substituted
-from infoflow_lens.hooks.model.points import hook_name, layer_count, pattern_hook, run_catching
+from infoflow_lens.hooks.model.call import call
+from infoflow_lens.hooks.model.points import hook_name, layer_count, pattern_hook
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -437,7 +438,8 @@ def _bound(model: nn.Module, ids: Int[Tensor, "n pos"], d_head: int) -> float:
     """
     name = hook_name(model, "hook_embed")
     with torch.no_grad():
-        _, caught = run_catching(model, ids[:_BATCH].to(next(model.parameters()).device), [name])
+        some = ids[:_BATCH].to(next(model.parameters()).device)
+        caught = call(model, some, [name]).activations
     embedded = caught[name][:, 1:].flatten(0, 1).double().cpu()
     variances = torch.linalg.eigvalsh(torch.cov(embedded.T)).flip(0).clamp(min=0)
     return float(variances[d_head:].sum() / variances.sum())

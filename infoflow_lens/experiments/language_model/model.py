@@ -6,7 +6,7 @@ import torch
 
 from infoflow_lens.experiments.language_model.config import LanguageModelConfig
 from infoflow_lens.experiments.language_model.tokens import END_OF_TEXT_ID
-from infoflow_lens.foundation.drawing import Drawing
+from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.seeds import derived_seed
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def build_language_model(config: LanguageModelConfig) -> "GPT2LMHeadModel":
         architectures=["GPT2LMHeadModel"],
     )
     settings._attn_implementation = "sdpa"
-    with Drawing(derived_seed("weights", config.seed)):
+    with SeededRandom(derived_seed("weights", config.seed)):
         model = GPT2LMHeadModel(settings)
     if config.attention_only:
         for block in model.transformer.h:

@@ -9,9 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batch
-from infoflow_lens.hooks.model.points import layer_count, run_catching, scores_hook, unmasked
-from infoflow_lens.hooks.model.shown import shown
+from infoflow_lens.hooks.model.points import layer_count, scores_hook
+from infoflow_lens.hooks.model.semantics import hook_semantics, visible_keys
 
 _TOLERANCE = 1e-2  # of the scores' deviation, between scores and products of queries and keys
 _POINTS = (("attn.hook_rot_q", "attn.hook_rot_k"), ("attn.hook_q", "attn.hook_k"))
@@ -96,12 +97,13 @@ def _of_layer(
     scale: Tensor | None = None
     for part in rows.split(batch_size):
         with torch.no_grad():
-            _, caught = run_catching(model, Batch(part), (*names, scores_hook(model, layer)))
+            wanted = (*names, scores_hook(model, layer))
+            caught = call(model, Batch(part), wanted).activations
         scores = caught[scores_hook(model, layer)]
         n_heads = scores.shape[1]
         q, k = (_by_head(caught[name], n_heads) for name in names)
         if scale is None:
-            scale = _scale(q, k, scores, layer)
+            scale = _scale(model, layer, q, k, scores)
         caught_q.append(q[:, :, first:].double().cpu())
         caught_k.append(k[:, :, first_key:].double().cpu())
     assert scale is not None
@@ -121,7 +123,7 @@ def _of_layer(
 
 def _names(model: nn.Module, layer: int) -> tuple[str, str]:
     known: Any = model.hook_dict
-    if shown(model).scores[layer] != "scores":
+    if hook_semantics(model).scores[layer] != "scores":
         raise InfoFlowError(
             f"layer {layer} does not show its scores, so its queries cannot be checked against "
             "them: expected hook_attn_scores; try another backend"
@@ -144,13 +146,13 @@ def _by_head(activation: Tensor, n_heads: int) -> Float[Tensor, "batch head pos 
     return found.repeat_interleave(n_heads // found.shape[1], dim=1)
 
 
-def _scale(q: Tensor, k: Tensor, scores: Tensor, layer: int) -> Tensor:
+def _scale(model: nn.Module, layer: int, q: Tensor, k: Tensor, scores: Tensor) -> Tensor:
     """The number that makes scores of the products of queries and keys.
 
     Raises:
         InfoFlowError: if there is none.
     """
-    allowed = unmasked(scores)
+    allowed = visible_keys(model, layer, scores)
     product = (q @ k.transpose(2, 3)).double()
     ours, theirs = (_centred(x, allowed) for x in (product, scores.double()))
     scale = (ours * theirs).sum() / ours.square().sum().clamp(min=1e-300)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from infoflow_lens.foundation.drawing import Drawing
+from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.shipped import shipped_folder
@@ -141,7 +141,7 @@ def untrained(source: str, seed: int) -> Iterator[str]:
     )
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or None)
     with tempfile.TemporaryDirectory() as scratch:
-        with Drawing(seed):
+        with SeededRandom(seed):
             plain = kind.__name__ == "AutoModelForCausalLM"
             made = kind.from_config(config) if plain else kind(config)
         made.save_pretrained(scratch)

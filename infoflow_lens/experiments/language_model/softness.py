@@ -21,8 +21,9 @@ from infoflow_lens.experiments.study import Row, Settings, Verdict
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.experiments.tempering import map_errors, mean_entropy, tempered
 from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batch
-from infoflow_lens.hooks.model.points import hook_name, layer_count, pattern_hook, run_catching
+from infoflow_lens.hooks.model.points import hook_name, layer_count, pattern_hook
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -190,7 +191,7 @@ class _Layer:
         parts: dict[str, list[Tensor]] = {name: [] for name in names}
         for some in windows.split(16):
             with torch.no_grad():
-                _, caught = run_catching(model, Batch(some), names.values())
+                caught = call(model, Batch(some), tuple(names.values())).activations
             for name, hook in names.items():
                 parts[name].append(caught[hook].float().cpu())
         found = {name: torch.cat(tensors) for name, tensors in parts.items()}

@@ -38,7 +38,7 @@ from infoflow_lens.experiments.language_model.tokens import (
     train_tokenizer,
 )
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import atomic_path, locked, write_json, write_text
+from infoflow_lens.foundation.files import atomic_path, locked, scratch_for, write_json, write_text
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord, fingerprint
 from infoflow_lens.foundation.state import read_state, write_state
@@ -264,9 +264,7 @@ class _Run:
 
     def _save_model(self, target: Path) -> None:
         """The model with its tokenizer, whole or not at all."""
-        temporary = Path(
-            tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-        )
+        temporary = Path(tempfile.mkdtemp(dir=scratch_for(target), prefix=f".{target.name}."))
         try:
             self._write_model(temporary, self.model.state_dict(), "float32")
             temporary.chmod(0o755)

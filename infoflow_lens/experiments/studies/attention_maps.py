@@ -30,7 +30,7 @@ from infoflow_lens.hooks import (
     measure_mechanisms,
     run_probes,
 )
-from infoflow_lens.hooks.model.points import run_catching
+from infoflow_lens.hooks.model.call import call
 from infoflow_lens.models.constructions import build_construction
 from infoflow_lens.models.host import TokenTransformer
 from infoflow_lens.tasks.question_answering import InContextQA
@@ -439,7 +439,7 @@ def _mean_maps(run: TokenRun) -> list[Row]:
     device = next(run.model.parameters()).device
     rows: list[Row] = []
     for example, which in _examples(run.task, run.x).items():
-        caught = run_catching(run.model, run.x[which].to(device), names)[1]
+        caught = call(run.model, run.x[which].to(device), names).activations
         for layer, name in enumerate(names):
             mean = caught[name][:, 0].double().mean(dim=0).cpu()
             rows += [

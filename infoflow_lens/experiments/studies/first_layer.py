@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infoflow_lens.experiments.study import Row
 from infoflow_lens.experiments.tempering import MapErrors, map_errors, mean_entropy, tempered
-from infoflow_lens.hooks.model.points import run_catching, unmasked
+from infoflow_lens.hooks.model.call import call
 from infoflow_lens.models.host import VectorTransformer
 from infoflow_lens.objectives import nmse
 
@@ -76,7 +76,7 @@ class FirstLayer:
         return pattern
 
     def _allowed(self, queries: str) -> Tensor:
-        return unmasked(self.scores[0, 0, self.rows(queries)])
+        return self.scores[0, 0, self.rows(queries)] > -torch.inf
 
 
 def first_layer(
@@ -97,8 +97,8 @@ def first_layer(
         "state": "blocks.0.hook_resid_mid",
     }
     hooks: Any = [] if pattern is None else [(points["pattern"], _put(pattern))]
-    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
-        _, caught = run_catching(model, x, points.values())
+    with torch.no_grad():
+        caught = call(model, x, tuple(points.values()), edit=hooks).activations
     return FirstLayer(x.cpu(), *(caught[point].cpu() for point in points.values()))
 
 

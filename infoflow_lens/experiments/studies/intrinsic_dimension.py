@@ -296,8 +296,9 @@ class IntrinsicDimensionStudy(VectorStudy):
         d = int(results["D"].max())
         n_tokens = int(results["n_tokens"].max())
         task = IntrinsicDimension(n_components=d, n_tokens=n_tokens)
-        lengths = sorted({4, 8, 16, 32, 64, 128, 256} | {n_tokens})
-        phase_panel(phases, phase_diagram(task, [(h, d) for h in range(1, d + 2)], lengths))
+        lengths = tuple(sorted({4, 8, 16, 32, 64, 128, 256} | {n_tokens}))
+        heads = tuple((h, d) for h in range(1, d + 2))
+        phase_panel(phases, phase_diagram(task, heads, lengths))
         phases.set_title(f"count, one role: D = {d}, $h_2$ = {d}", fontsize="medium")
         phase_key(figure)
         return figure

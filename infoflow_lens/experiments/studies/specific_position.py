@@ -8,9 +8,9 @@ from torch import nn
 
 from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy, Verdict
 from infoflow_lens.experiments.tables import markdown_table, spread
-from infoflow_lens.foundation.drawing import Drawing
+from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.seeds import derived_seed
-from infoflow_lens.hooks.model.points import run_catching
+from infoflow_lens.hooks.model.call import call
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model
 from infoflow_lens.tasks import PositionSum
@@ -105,7 +105,7 @@ class SpecificPosition(VectorStudy):
         model = build_model(self.architecture(settings), seed=seed, device=device)
         if settings["model"] == _PAPER:
             model.blocks[0].ln1 = nn.Identity()
-            with Drawing(derived_seed("readout", seed)):
+            with SeededRandom(derived_seed("readout", seed)):
                 readout: Any = nn.Sequential(
                     nn.Linear(settings["d_model"], settings["d_mlp"]),
                     nn.GELU(),
@@ -129,7 +129,8 @@ class SpecificPosition(VectorStudy):
         for part in plan:
             training = train(model, data[0], data[1], part, progress=False)
         x, y = (part.to(device) for part in data[2])
-        output, caught = run_catching(model.eval(), x, ["blocks.0.attn.hook_pattern"])
+        made = call(model.eval(), x, ["blocks.0.attn.hook_pattern"], output=True)
+        output, caught = made.output, made.activations
         weights = caught["blocks.0.attn.hook_pattern"][:, 0, -1].double().cpu()
         mse = float((output - y).detach().double().square().mean())
         return [

@@ -4,13 +4,15 @@ from typing import Any
 
 import torch
 
+from infoflow_lens.foundation.settings import checked
 from infoflow_lens.models.architecture import Architecture
-from infoflow_lens.models.constructions.checks import check_beta
+from infoflow_lens.models.constructions.parameters import Beta
 from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.tasks.aggregation import GlobalMean, PositionSum
 
 
-def position_sum(task: PositionSum, *, beta: float = 40.0) -> VectorTransformer:
+@checked
+def position_sum(task: PositionSum, *, beta: Beta = 40.0) -> VectorTransformer:
     """One layer of one head that attends to fixed positions alone (InfoFlow 2026, App. C.3).
 
     Coordinates: x in 0 .. d-1, a positional mark in d, 1 at CLS in d + 1, the result behind. CLS
@@ -25,7 +27,6 @@ def position_sum(task: PositionSum, *, beta: float = 40.0) -> VectorTransformer:
     Raises:
         InfoFlowError: for beta <= 0.
     """
-    check_beta(beta)
     d, mark = task.d_token, task.d_token
     model: Any = _one_head(d, task.n_tokens, beta, positions=True)
     with torch.no_grad():

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.models.attention import AttentionKind
+from infoflow_lens.models.architecture import AttentionKind, TokenArchitecture
 from infoflow_lens.models.hooked import HookedModel
-from infoflow_lens.models.host import zero_token_model
-from infoflow_lens.models.token_architecture import TokenArchitecture
+from infoflow_lens.models.host import zero_model
 
 _LARGEST_IN_FLOAT32 = 2.0**22  # sums of a few such integers are exact
 _LARGEST_SQUARE_IN_FLOAT64 = 2**52  # u.x - |u|^2 / 2 is then exact, halves included
@@ -158,7 +158,7 @@ class AttentionOnly:
             d_output=len(self.classifier),
             attention=self.attention,
         )
-        model = zero_token_model(architecture)
+        model: Any = zero_model(architecture)
         entries = [self.classifier, *(part for head in heads for part in (head.read, head.write))]
         if max(float(part.abs().max()) for part in entries) >= _LARGEST_IN_FLOAT32:
             model.to(torch.float64, print_details=False)
@@ -173,7 +173,8 @@ class AttentionOnly:
                     block.attn.W_Q[index, :, :scores] = head.query
                     block.attn.W_V[index, :, :values] = head.read
                     block.attn.W_O[index, :values] = head.write.T / len(layer)
-        return model
+        hosted: HookedModel = model
+        return hosted
 
 
 def nearest_code_classifier(

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.models.architecture import Architecture, AttentionName
-from infoflow_lens.models.constructions.checks import check_beta, check_positive, check_soft_or_hard
+from infoflow_lens.foundation.settings import Positive, checked
+from infoflow_lens.models.architecture import Architecture
+from infoflow_lens.models.constructions.parameters import Beta, Limit
 from infoflow_lens.models.constructions.products import Product, ProductUnits, product_units
 from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.tasks.tuples import DepthSeparation
@@ -24,13 +25,14 @@ def ffn_error(task: DepthSeparation, *, eps: float = 0.1, ffn: Product = "tanh")
     return _units(task.d_token, ffn, eps).error
 
 
+@checked
 def depth_separation(
     task: DepthSeparation,
     *,
-    eps: float = 0.1,
+    eps: Positive = 0.1,
     ffn: Product = "tanh",
-    beta: float | None = None,
-    attention: AttentionName = "softmax",
+    beta: Beta | None = None,
+    attention: Limit = "softmax",
 ) -> VectorTransformer:
     """Two layers of one head within eps of min ||x(s) + x(t)||^2 (Theorem 1, upper bound).
 
@@ -57,10 +59,6 @@ def depth_separation(
         InfoFlowError: unless eps > 0, beta > 0 and tokens lie on the sphere; for ReLU attention;
             and for an eps that tanh units in float32 cannot keep (below about .004).
     """
-    check_positive("eps", eps)
-    check_soft_or_hard(attention)
-    if beta is not None:
-        check_beta(beta)
     if task.tokens != "sphere":
         raise InfoFlowError(
             f"tokens is {task.tokens!r}: ||x + y||^2 is 2 + 2 x.y only for unit vectors; load the "

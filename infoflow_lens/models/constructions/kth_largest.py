@@ -5,21 +5,22 @@ from typing import Any
 import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.models.architecture import Architecture, AttentionName
-from infoflow_lens.models.constructions.checks import check_beta, check_soft_or_hard
+from infoflow_lens.foundation.settings import Count, checked
+from infoflow_lens.models.architecture import Architecture
+from infoflow_lens.models.constructions.parameters import Beta, Limit
 from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.tasks.kth_largest import KthLargest
-from infoflow_lens.tasks.task import check_count
 
 _FAR = 4.0  # more than numbers in [-1, 1] differ
 
 
+@checked
 def kth_largest(
     task: KthLargest,
     *,
-    n_layers: int | None = None,
-    attention: AttentionName = "hardmax",
-    beta: float = 1.0,
+    n_layers: Count | None = None,
+    attention: Limit = "hardmax",
+    beta: Beta = 1.0,
 ) -> VectorTransformer:
     """Hard attention that retrieves numbers one after another, a layer for each [derived].
 
@@ -42,8 +43,6 @@ def kth_largest(
         InfoFlowError: for fewer than 1 layer, or more than there are numbers; unbounded tokens; or
             ReLU attention.
     """
-    check_soft_or_hard(attention)
-    check_beta(beta)
     if task.tokens == "normal":
         raise InfoFlowError(
             "tokens is 'normal': positions that were seen are told from others by a score that "
@@ -52,7 +51,7 @@ def kth_largest(
     from_below = task.n_tokens - task.k + 1
     if n_layers is None:
         n_layers = min(task.k, from_below)
-    if check_count(n_layers, "n_layers") > task.n_tokens:
+    if n_layers > task.n_tokens:
         raise InfoFlowError(f"n_layers is {n_layers}: expected 1 to {task.n_tokens}, one a number")
     sign = 1.0 if task.k <= from_below else -1.0
     t = task.n_tokens

@@ -6,13 +6,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import checked
 from infoflow_lens.models.constructions.attention_only import AttentionOnly, Head, Rows
 from infoflow_lens.tasks.memorization import Memorization
 
 Form = Literal["blocks", "compact"]
 
 
+@checked
 def memorization(task: Memorization, *, form: Form = "blocks") -> AttentionOnly:
     """One layer that gives every stored sequence its label (Theorem 1, Lemmas 3 and 4).
 
@@ -36,8 +37,6 @@ def memorization(task: Memorization, *, form: Form = "blocks") -> AttentionOnly:
         for position in range(task.length):
             table[labels, position, stored[:, position]] = 1
         return linear_readout(table)
-    if form != "blocks":
-        raise InfoFlowError(f"form is {form!r}: expected 'blocks' or 'compact'")
     d, n = task.d_vocab, task.n_tokens
     rows = Rows(d, n, padding=max(n * d, d + n) - d - n)
     last = rows.units([rows.last_position])

@@ -1,17 +1,17 @@
 """Chains of questions: the copy-matching of Chen & Zou 2024, Sec. 7, and two shallower forms."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
-from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.settings import checked
 from infoflow_lens.models.constructions.attention_only import AttentionOnly, Head, Rows
 from infoflow_lens.tasks.question_answering import NestedQA
 
 NestedForm = Literal["copy_match", "copy_once", "doubling"]
 
 
+@checked
 def nested_qa(task: NestedQA, *, form: NestedForm = "copy_match") -> AttentionOnly:
     """ReLU layers that follow every chain of questions to its end (Sec. 7) [derived].
 
@@ -39,9 +39,6 @@ def nested_qa(task: NestedQA, *, form: NestedForm = "copy_match") -> AttentionOn
     Raises:
         InfoFlowError: for an unknown form.
     """
-    known = get_args(NestedForm)
-    if form not in known:
-        raise InfoFlowError(f"form is {form!r}{nearest(str(form), known)}")
     return {"copy_match": _copy_match, "copy_once": _copy_once, "doubling": _doubling}[form](task)
 
 

@@ -1,5 +1,7 @@
 """Lemmas 1 and 2 of Chen & Zou 2024: attention told, or restricted, by positions."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -36,12 +38,13 @@ def instructive_attention(
     n = task.n_tokens
     if alpha is None:
         alpha = torch.diag(torch.ones(n - 1), diagonal=1)
-    alpha = torch.as_tensor(alpha, dtype=torch.float32)
-    if alpha.shape != (n, n) or (alpha < 0).any():
+    alpha = _square(alpha, "alpha", n)
+    if alpha.dtype == torch.bool or (alpha < 0).any():
         raise InfoFlowError(
-            f"alpha has shape {tuple(alpha.shape)} and least entry {float(alpha.min())}: expected "
-            f"non-negative scores [{n}, {n}], source by destination"
+            f"alpha is {alpha.dtype} with least entry {float(alpha.min())}: expected non-negative "
+            "scores"
         )
+    alpha = alpha.float()
     rows = Rows(task.d_vocab, n)
     everything = rows.units(range(rows.d_model))
     key, query = rows.by_position(alpha)
@@ -70,15 +73,29 @@ def constrained_attention(
     n = task.n_tokens
     if allowed is None:
         allowed = torch.ones(n, n, dtype=torch.bool).triu()
-    if allowed.shape != (n, n) or allowed.dtype != torch.bool:
-        raise InfoFlowError(
-            f"allowed is {allowed.dtype} of shape {tuple(allowed.shape)}: expected bool "
-            f"[{n}, {n}], source by destination"
-        )
+    allowed = _square(allowed, "allowed", n)
+    if allowed.dtype != torch.bool:
+        raise InfoFlowError(f"allowed is {allowed.dtype}: expected bool")
     rows = Rows(task.d_vocab, n)
     everything = rows.units(range(rows.d_model))
     head = masked_match(rows, rows.tokens, allowed, everything, everything)
     return AttentionOnly(rows, ((head,),), _blind(task, rows))
+
+
+def _square(value: Any, name: str, n: int) -> Tensor:
+    """A tensor [n, n] of a tensor, an array or nested lists.
+
+    Raises:
+        InfoFlowError: for what is none, or another shape.
+    """
+    try:
+        found = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        found = None
+    if found is None or found.shape != (n, n):
+        given = repr(value)[:100] if found is None else f"of shape {tuple(found.shape)}"
+        raise InfoFlowError(f"{name} is {given}: expected [{n}, {n}], source by destination")
+    return found
 
 
 def masked_match(

@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.models.constructions.checks import check_positive
+from infoflow_lens.foundation.settings import Positive, check
 
 Product = Literal["tanh", "exact"]
 
@@ -63,13 +62,12 @@ def product_units(
     Raises:
         InfoFlowError: for an unknown kind, or "tanh" without a positive eps.
     """
-    if kind not in ("tanh", "exact"):
-        raise InfoFlowError(f"ffn is {kind!r}: expected 'tanh' or 'exact'")
+    check(kind, Product, "ffn")
     sums = torch.cat([x + y, x - y], dim=1)
     signs = torch.cat([torch.ones(x.shape[1]), -torch.ones(y.shape[1])])
     if kind == "exact":
         return ProductUnits("square", sums, torch.zeros(len(signs)), signs / 4, 0.0)
-    check_positive("eps", eps)
+    eps = check(eps, Positive, "eps")
     # sum_i [(x_i + y_i)^4 + (x_i - y_i)^4] <= 16 radius^4
     per_square = _FOURTH_DERIVATIVE / (12 * _CURVATURE) * 16 * radius**4 / 4
     copies = max(1, math.ceil(per_square / (4 * _CURVATURE * eps)))

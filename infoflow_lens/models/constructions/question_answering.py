@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import Positive, checked
 from infoflow_lens.models.constructions.attention_only import AttentionOnly, Head, Rows
-from infoflow_lens.models.constructions.checks import check_beta, check_positive
+from infoflow_lens.models.constructions.parameters import Beta
 from infoflow_lens.tasks.question_answering import InContextQA
 
 SoftmaxForm = Literal["scaled", "separate"]
@@ -52,8 +52,9 @@ def in_context_qa(task: InContextQA) -> AttentionOnly:
     return AttentionOnly(rows, layers, rows.units(_answer_rows(task)).T)
 
 
+@checked
 def in_context_qa_softmax(
-    task: InContextQA, *, form: SoftmaxForm = "separate", beta: float = 20.0
+    task: InContextQA, *, form: SoftmaxForm = "separate", beta: Beta = 20.0
 ) -> AttentionOnly:
     """Two softmax layers of one head that answer every question (the paper's Sec. 16) [derived].
 
@@ -70,12 +71,9 @@ def in_context_qa_softmax(
     Raises:
         InfoFlowError: for an unknown form, or beta <= 0.
     """
-    check_beta(beta)
     if form == "scaled":
         rows, layers = _copy_then_match(task, beta)
         return AttentionOnly(rows, layers, rows.units(_answer_rows(task)).T, "softmax")
-    if form != "separate":
-        raise InfoFlowError(f"form is {form!r}: expected 'scaled' or 'separate'")
     rows = Rows(task.d_vocab, task.n_tokens, padding=task.n_questions)
     query_at, sign_at = task.n_tokens - 2, task.n_tokens - 1
     alpha = torch.zeros(task.n_tokens, task.n_tokens)
@@ -97,7 +95,8 @@ def in_context_qa_softmax(
     return AttentionOnly(rows, ((first,), (second,)), classifier, "softmax")
 
 
-def in_context_qa_one_layer(task: InContextQA, *, sharpness: float = 20.0) -> AttentionOnly:
+@checked
+def in_context_qa_one_layer(task: InContextQA, *, sharpness: Positive = 20.0) -> AttentionOnly:
     """One softmax layer of k n_q heads that answers every question [derived; beyond the paper].
 
     [flag] Theorem 2, that one layer fails, is proved for ReLU attention and for a single softmax
@@ -114,7 +113,6 @@ def in_context_qa_one_layer(task: InContextQA, *, sharpness: float = 20.0) -> At
     Raises:
         InfoFlowError: for L <= 0.
     """
-    check_positive("sharpness", sharpness)
     rows = Rows(task.d_vocab, task.n_tokens)
     asked, last = task.n_tokens - 2, rows.units([rows.last_position])
     answers = rows.units(_answer_rows(task))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.names import check_known, nearest
 from infoflow_lens.models.constructions import (
     aggregation,
     depth_separation,
@@ -23,6 +23,7 @@ from infoflow_lens.models.constructions import (
 from infoflow_lens.models.constructions.attention_only import AttentionOnly
 from infoflow_lens.models.hooked import HookedModel
 from infoflow_lens.tasks import Task, load_task
+from infoflow_lens.tasks.registry import parameter_names
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,8 @@ def build_construction(name: str, **parameters: Any) -> tuple[HookedModel, Task]
     construction = CONSTRUCTIONS[name]
     own = {key: value for key, value in parameters.items() if key in construction.parameters}
     rest = {key: value for key, value in parameters.items() if key not in own}
-    defaults = load_task(construction.task)
-    known = [*construction.parameters, *(field.name for field in fields(defaults))]
-    for parameter in rest:
-        if parameter not in known:
-            raise InfoFlowError(
-                f"construction {name!r} has no parameter {parameter!r}{nearest(parameter, known)}"
-            )
+    known = (*construction.parameters, *parameter_names(load_task(construction.task)))
+    check_known(rest, known, f"construction {name!r}", "parameter")
     task = load_task(construction.task, **rest)
     weights = construction.build(task, **own)
     return (weights.host() if isinstance(weights, AttentionOnly) else weights), task

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.models.architecture import Architecture, AttentionName
-from infoflow_lens.models.constructions.checks import check_beta, check_soft_or_hard
+from infoflow_lens.foundation.settings import checked
+from infoflow_lens.models.architecture import Architecture
+from infoflow_lens.models.constructions.parameters import Beta, Limit
 from infoflow_lens.models.constructions.products import product_units
 from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.tasks.d_retrieval import DRetrieval
@@ -15,8 +16,9 @@ from infoflow_lens.tasks.tuples import IntrinsicDimension
 _FAR = 100.0  # below all scores of tokens, for positions outside a subset
 
 
+@checked
 def d_retrieval(
-    task: DRetrieval, *, beta: float = 1000.0, attention: AttentionName = "softmax"
+    task: DRetrieval, *, beta: Beta = 1000.0, attention: Limit = "softmax"
 ) -> VectorTransformer:
     """One layer of D heads that retrieves D tokens (Yu et al. 2026, Theorem 2 (1)).
 
@@ -34,8 +36,6 @@ def d_retrieval(
     Raises:
         InfoFlowError: for another outer function, which would need a trained network.
     """
-    check_soft_or_hard(attention)
-    check_beta(beta)
     if task.outer not in ("sum", "identity", "square_sum"):
         raise InfoFlowError(
             f"outer is {task.outer!r}: expected 'sum', 'identity' or 'square_sum', which are "
@@ -85,8 +85,9 @@ def d_retrieval(
     return model
 
 
+@checked
 def intrinsic_dimension(
-    task: IntrinsicDimension, *, beta: float = 1000.0, attention: AttentionName = "softmax"
+    task: IntrinsicDimension, *, beta: Beta = 1000.0, attention: Limit = "softmax"
 ) -> VectorTransformer:
     """Two layers of (D, D) heads for sum_i max x(s)^T A_i x(t) (InfoFlow 2026, Prop 1).
 
@@ -104,8 +105,6 @@ def intrinsic_dimension(
     Raises:
         InfoFlowError: for beta <= 0, or ReLU attention.
     """
-    check_soft_or_hard(attention)
-    check_beta(beta)
     d, n = task.d_token, task.n_components
     products = d + n * d
     asks, results = products + n, products + n + 1

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.seeds import check_seed, derived_seed
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.settings import NonNegative, Seed, checked
 from infoflow_lens.models.constructions.registry import build_construction
 from infoflow_lens.models.hooked import HookedModel
 from infoflow_lens.models.host import TokenTransformer
 from infoflow_lens.tasks import Task
 
 
+@checked
 def perturbed_construction(
-    name: str, scale: float, seed: int = 0, **parameters: Any
+    name: str, scale: NonNegative, seed: Seed = 0, **parameters: Any
 ) -> tuple[TokenTransformer, Task]:
     """A construction over token ids, moved away from its weights, and its task.
 
@@ -35,9 +36,6 @@ def perturbed_construction(
         InfoFlowError: for a construction over vector tokens, a scale that is no number of at least
             0, and what `build_construction` refuses.
     """
-    if not (math.isfinite(scale) and scale >= 0):
-        raise InfoFlowError(f"scale is {scale!r}: expected a number of at least 0")
-    check_seed(seed)
     model, task = build_construction(name, **parameters)
     token_model = _over_token_ids(model, name)
     for embedding in (token_model.embed.W_E, token_model.pos_embed.W_pos):

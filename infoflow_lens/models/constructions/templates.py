@@ -1,20 +1,21 @@
 """Template matching, alone and in context: Theorems 5 and 6 of Chen & Zou 2024, and one layer."""
 
 import itertools
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge
 from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import Positive, checked
 from infoflow_lens.models.constructions.attention_only import (
     AttentionOnly,
     Head,
     Rows,
     nearest_code_classifier,
 )
-from infoflow_lens.models.constructions.checks import check_positive
 from infoflow_lens.models.constructions.position_attention import masked_match
 from infoflow_lens.tasks.templates import InContextTemplateMatching, TemplateMatching
 
@@ -28,6 +29,7 @@ def _same_class(task: TemplateMatching) -> Float[Tensor, "template pos pos"]:
     return (patterns[:, :, None] == patterns[:, None]).double()
 
 
+@checked
 def template_matching(task: TemplateMatching, *, form: TemplateForm = "binary") -> AttentionOnly:
     """Two ReLU layers of one head that name the template of every sequence (Theorem 5).
 
@@ -63,7 +65,7 @@ def template_matching(task: TemplateMatching, *, form: TemplateForm = "binary") 
         first = Head(content, content, rows.units(rows.positions[:k]), rows.units(rows.rest))
         parsed = rows.units(rows.rest)
         codes, at = same @ weights, rows.rest
-    elif form in ("ternary", "printed"):
+    else:
         rows = Rows(d, n)
         content, tokens = rows.units(words), rows.units(rows.tokens)
         source = range(n) if form == "printed" else rows.positions
@@ -78,8 +80,6 @@ def template_matching(task: TemplateMatching, *, form: TemplateForm = "binary") 
         times = 2 + same.sum(dim=2) if form == "ternary" else 1
         codes = weights + times * summed
         at = rows.positions[:k]
-    else:
-        raise InfoFlowError(f"form is {form!r}: expected 'binary', 'ternary' or 'printed'")
     second = Head(
         key=rows.vector(rows.positions[:k], weights.tolist()),
         query=rows.units([rows.last_position]),
@@ -90,8 +90,9 @@ def template_matching(task: TemplateMatching, *, form: TemplateForm = "binary") 
     return AttentionOnly(rows, ((first,), (second,)), classifier)
 
 
+@checked
 def template_matching_one_layer(
-    task: TemplateMatching, *, sharpness: float = 20.0
+    task: TemplateMatching, *, sharpness: Positive = 20.0
 ) -> AttentionOnly:
     """One softmax layer of v C(k, 2) heads that names every template [derived; beyond the paper].
 
@@ -108,7 +109,6 @@ def template_matching_one_layer(
     Raises:
         InfoFlowError: for L <= 0, or templates of a single word.
     """
-    check_positive("sharpness", sharpness)
     if task.length < 2:
         raise InfoFlowError(f"length is {task.length}: expected templates of at least 2 words")
     pairs = list(itertools.combinations(range(task.length), 2))
@@ -131,11 +131,12 @@ def template_matching_one_layer(
     return AttentionOnly(rows, (tuple(heads),), classifier, "softmax")
 
 
+@checked
 def in_context_template_matching(
     task: InContextTemplateMatching,
     *,
     form: ContextForm = "corrected",
-    gain: float = 1.0,
+    gain: Annotated[float, Ge(1)] = 1.0,
     read_all: bool = False,
 ) -> AttentionOnly:
     """Three ReLU layers of 1, 1 and 2 l heads that answer by template (Theorem 6).
@@ -166,9 +167,6 @@ def in_context_template_matching(
     Raises:
         InfoFlowError: for an unknown form, or a gain below 1.
     """
-    if form not in ("corrected", "printed"):
-        raise InfoFlowError(f"form is {form!r}: expected 'corrected' or 'printed'")
-    check_positive("gain", gain, least=1.0)
     k, length, n = task.n_pairs, task.length, task.n_tokens
     step = length + 2
     rows = Rows(task.d_vocab, n, padding=step)
@@ -188,7 +186,7 @@ def in_context_template_matching(
     subtract = -gain * rows.units(range(rows.d_model))
     if form == "printed":
         first = _with_lower_left(first, rows, task.n_words)
-        for answer in task._answer_positions().tolist():
+        for answer in task.places("a").tolist():
             alpha[answer, n - 1] = 0
         alpha[k * step : n, n - 1] = 1
         compared = [(rows.units([rows.rest[2 + i]]), sign) for i, sign in signs]
@@ -196,7 +194,7 @@ def in_context_template_matching(
     else:
         third = [(rows.units([rows.rest[i]]), sign * last) for i, sign in signs]
     if read_all:
-        context = rows.units([rows.positions[p] for p in task._word_positions()[:-1].flatten()])
+        context = rows.units([rows.positions[p] for p in task.word_places()[:-1].flatten()])
         everywhere = context.sum(dim=1, keepdim=True) / (4 * gain * length)
         third = [
             (torch.cat([shown, everywhere], dim=1), torch.cat([asked, last], dim=1))

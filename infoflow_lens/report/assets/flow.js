@@ -47,27 +47,25 @@ infoflow.unpack = async function (packed) {
 
 // ---- sets: the rules of Sec. 5.1 over bits ----------------------------------------------------
 
-// The keys that a head passes to a query, one call each.
+// How a head moves sets, as describe() of the view says: for all heads, or for each.
+infoflow.move = (input, rule, layer, head) =>
+  Array.isArray(input.moves[rule]) ? input.moves[rule][layer][head] : input.moves[rule];
+
+// The keys that a head moves to a query, one call each.
 infoflow.eachKey = function (input, rule, k, layer, head, query, visit) {
-  const ranked = input.ranked[layer], depth = input.depths[layer], n = input.n_queries;
-  const row = (head * n + query) * depth;
-  if (rule !== "mechanisms") {
-    for (let r = 0; r < Math.min(rule === "top_k" ? k : 1, depth); r++)
-      if (ranked[row + r] >= 0) visit(ranked[row + r]);
-    return;
-  }
-  const mechanism = input.mechanisms[layer][head];
-  if (mechanism.passes === "ranked") { if (depth && ranked[row] >= 0) visit(ranked[row]); }
-  else if (mechanism.passes === "all") {
+  const move = infoflow.move(input, rule, layer, head);
+  if (move.source === "all") {
     const end = input.causal ? Math.min(query + 1, input.tokens.length) : input.tokens.length;
     for (let key = 0; key < end; key++) visit(key);
-  } else if (mechanism.passes) {
-    const width = mechanism.width;
-    for (let i = 0; i < width; i++) {
-      const key = mechanism.passes[query * width + i];
-      if (key >= 0) visit(key);
-    }
+    return;
   }
+  const listed = move.source === "keys";
+  if (!listed && move.source !== "ranked") return;
+  const keys = listed ? move.keys : input.ranked[layer];
+  const width = listed ? move.width : input.depths[layer];
+  const most = Math.min(listed ? width : move.most ?? k, width);
+  const row = (listed ? query : head * input.n_queries + query) * width;
+  for (let i = 0; i < most; i++) if (keys[row + i] >= 0) visit(keys[row + i]);
 };
 
 infoflow.has = (sets, words, position, source) =>
@@ -84,7 +82,7 @@ infoflow.propagate = function (input, rule, k, off) {
     let prefix = null;
     for (let head = 0; head < nHeads; head++) {
       if (off[layer].has(head)) continue;
-      if (rule === "mechanisms" && input.mechanisms[layer][head].passes === "all") {
+      if (infoflow.move(input, rule, layer, head).source === "all") {
         prefix = prefix || infoflow.prefixes(input, from, words);
         for (let i = 0; i < above.length; i++) above[i] |= prefix[i];
         continue;
@@ -866,7 +864,7 @@ infoflow.Picture = class {
 
   headName([layer, head]) {
     const { input, state } = this;
-    const mechanism = input.mechanisms ? `, ${input.mechanisms[layer][head].name.replace(/_/g, " ")}`
+    const mechanism = input.mechanisms ? `, ${input.mechanisms[layer][head].replace(/_/g, " ")}`
       : "";
     return `layer ${layer}, head ${head}${mechanism}, ${state.off[layer].has(head) ? "off" : "on"}`;
   }

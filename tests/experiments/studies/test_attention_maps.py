@@ -15,7 +15,7 @@ from infoflow_lens.experiments.studies.attention_maps import (
 )
 from infoflow_lens.experiments.studies.token_models import start_model
 from infoflow_lens.experiments.sweep import Run, measure_run
-from infoflow_lens.models.host import zero_token_model
+from infoflow_lens.models.host import zero_model
 
 STUDY = AttentionMaps()
 QA = {"n_questions": 6, "n_answers": 6, "n_pairs": 3}
@@ -52,7 +52,7 @@ def test_a_model_that_attends_to_nothing_does_nothing():
     for name, sizes in (("in_context_qa", QA), ("template_matching", TEMPLATES)):
         built, task = build_construction(name, **sizes)
         x, _ = task.sample(200, seed=0)
-        found = find_operations(zero_token_model(built.architecture), task, x, seed=0)
+        found = find_operations(zero_model(built.architecture), task, x, seed=0)
         if name == "in_context_qa":
             assert not found.happens["copying"].any()
             assert not found.happens["matching"].any()

@@ -1,11 +1,9 @@
 """Probes leave a model as they found it, and see exactly the passes that are complete."""
 
 import copy
+import pickle
 import random
-import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -22,20 +20,15 @@ from infoflow_lens import (
     RecoveryProbe,
     attach,
     build_token_model,
-    inspect_model,
     load_any,
-    measure_mechanisms,
     probe_cache,
     run_probes,
 )
 from infoflow_lens.hooks import Needs
-from infoflow_lens.hooks.model.shown import attention_hook
-from infoflow_lens.hooks.passes import attach as attach_module
+from infoflow_lens.hooks.model.semantics import attention_hook
 from infoflow_lens.hooks.probe import Split
 from infoflow_lens.models.host import build_model
-from tests.conftest import make_token_model
 from tests.reference import zoo
-from tests.threads import other_call
 from tests.versions import needs_hooked_transformer, needs_version_4
 
 
@@ -333,16 +326,74 @@ def test_a_probe_counts_every_sequence_once(model, inputs):
         run_probes(model, inputs, probe, progress=False)
 
 
-def test_attaching_inside_attaching(model, inputs):
-    with attach(model, PositionsProbe()) as outer:
-        model(inputs[:5])
-        with attach(model, PositionsProbe(), JacobianInfluence()) as inner:
-            model(inputs[5:9])
-        model(inputs[9:])
+def test_blocks_on_one_model_may_be_nested_and_end_in_any_order(model, inputs):
+    first, second = attach(model, PositionsProbe()), attach(model, RecoveryProbe())
+    outer = first.__enter__()
+    model(inputs[:5])
+    inner = second.__enter__()
+    model(inputs[5:9])
+    first.__exit__(None, None, None)
+    model(inputs[9:])
+    second.__exit__(None, None, None)
+    model(inputs)
     assert "forward" not in model.__dict__
-    assert [probe.n_sequences for probe in (*outer, *inner)] == [23, 4, 4]
+    assert [probe.n_sequences for probe in (*outer, *inner)] == [9, 18]
+
+
+def test_passes_of_run_probes_are_its_own(model, inputs):
+    with attach(model, PositionsProbe()) as probes:
+        run_probes(model, inputs, [PositionsProbe()], progress=False)
+        model(inputs[:5])
+    assert probes[0].n_sequences == 5
+
+
+def test_a_forward_that_the_user_wrapped_is_run_and_kept(model, inputs):
+    own, calls = model.forward, []
+
+    def wrapped(*args, **kwargs):
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    model.forward = wrapped
+    with attach(model, PositionsProbe()) as probes:
+        model(inputs)
+    assert model.forward is wrapped
+    assert (calls, probes[0].n_sequences) == ([1], 23)
+
+
+def test_what_a_block_does_not_support_is_refused_by_name(token_model, token_inputs, model, inputs):
+    """A second thread, copying and pickling."""
+    with attach(token_model, PositionsProbe()) as probes, torch.no_grad():
+        token_model(token_inputs)
+        with ThreadPoolExecutor(1) as pool:
+            for call in (
+                lambda: token_model(token_inputs),
+                lambda: run_probes(token_model, token_inputs, [PositionsProbe()], progress=False),
+                lambda: attach(token_model, PositionsProbe()).__enter__(),
+            ):
+                with pytest.raises(InfoFlowError, match=r"(second|another) thread"):
+                    pool.submit(call).result()
+    assert probes[0].n_sequences == len(token_inputs)
+    for make in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
+        message = "copied or pickled while probes are attached"
+        with attach(model, PositionsProbe()), pytest.raises(InfoFlowError, match=message):
+            make(model)
+        assert make(model)(inputs).equal(model(inputs))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch.compile, about TransformerLens
+@pytest.mark.parametrize("compiled_before", [True, False])
+def test_a_compiled_wrapper_of_an_attached_model_is_measured(case, compiled_before):
+    model, inputs = case
+    wrapper = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        if compiled_before:
+            wrapper(inputs)
+        with attach(model, PositionsProbe()) as probes:
+            wrapper(inputs)
     (expected,) = run_probes(model, inputs, [PositionsProbe()], progress=False)
-    assert outer[0].result().positions[1].equal(expected.positions[1])
+    for one, other in zip(probes[0].result().positions, expected.positions, strict=True):
+        assert one.equal(other)
 
 
 def test_resetting_hooks_takes_none_of_ours(model, inputs):
@@ -434,8 +485,8 @@ def test_nan_inside_the_model_is_named(model, inputs):
     ("change", "message"),
     [
         (lambda x: x[:0], "at least one sequence"),
-        (lambda x: x[..., :2], "dimension 2, the model expects d_token 3"),
-        (lambda x: x[:, :5], "sequences have 5 tokens"),
+        (lambda x: x[..., :2], r"vector tokens \[batch, 7, 3\]"),
+        (lambda x: x[:, :5], r"vector tokens \[batch, 7, 3\]"),
         (lambda x: x.double(), r"convert with x\.to\(torch\.float32\)"),
         (lambda x: x[0, 0], "expected a tensor, vector tokens"),
         (lambda x: 7, "inputs is int"),
@@ -659,27 +710,6 @@ def test_backward_hooks_of_the_user_take_no_part(token_model, token_inputs):
     assert not fired
 
 
-def test_a_copy_that_runs_inside_a_hook_is_not_measured(token_model, token_inputs):
-    x, y = token_inputs[:3], token_inputs[3:6]
-
-    copies = []
-
-    def run_a_copy(activation, hook):
-        if not copies:  # the copy has this hook, too
-            copies.append(copy.deepcopy(token_model))
-            copies[0](y)
-
-    with (
-        torch.no_grad(),
-        attach(token_model, PositionsProbe()) as probes,
-        token_model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", run_a_copy)]),
-    ):
-        token_model(x)
-    (expected,) = run_probes(token_model, x, [PositionsProbe()], progress=False)
-    for layer, positions in enumerate(probes[0].result().positions):
-        assert positions.equal(expected.positions[layer])
-
-
 def test_passes_of_plain_hooks_are_not_stitched_together(model, inputs):
     """A pass that starts late, then a whole one: the late one counts as incomplete."""
     probe = PositionsProbe()
@@ -724,30 +754,6 @@ def test_activations_written_in_place_are_refused(token_model, token_inputs):
         token_model(token_inputs)
 
 
-def test_threads_wait_for_passes_of_ones_own(token_model, token_inputs):
-    """`measure_mechanisms` in one thread puts no ideal pattern into a pass of another."""
-    x, failed = token_inputs[:4], []
-
-    def replace():
-        try:
-            measure_mechanisms(token_model, token_inputs, exact=True, progress=False)
-        except Exception as error:
-            failed.append(error)
-
-    probe = PositionsProbe(spread=True)
-    with attach(token_model, probe), torch.no_grad():
-        worker = threading.Thread(target=replace)
-        worker.start()
-        for _ in range(30):
-            token_model(x)
-        worker.join()
-    assert not failed
-    (expected,) = run_probes(token_model, x, [PositionsProbe(spread=True)], progress=False)
-    for layer, positions in enumerate(probe.result().positions):
-        for part in positions.split(4):
-            assert part.equal(expected.positions[layer])
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_masks_given_by_place_are_seen(token_model, token_inputs, side):
     import inspect
@@ -766,32 +772,6 @@ def test_masks_given_by_place_are_seen(token_model, token_inputs, side):
     with attach(token_model, PositionsProbe()) as probes, torch.no_grad():
         token_model(ids, *(values[name] for name in before), mask)
     assert probes[0].result().lengths.tolist() == mask.sum(dim=1).tolist()
-
-
-def test_a_class_put_over_ours_is_left_alone(token_model, token_inputs):
-    plain = type(token_model)
-    with attach(token_model, PositionsProbe()):
-        over = type("Over", (type(token_model),), {})
-        object.__setattr__(token_model, "__class__", over)
-        token_model(token_inputs)
-    assert type(token_model) is over
-    assert token_model(token_inputs).shape[0] == 19
-    object.__setattr__(token_model, "__class__", plain)
-
-
-def test_an_interrupted_end_leaves_the_model_as_it_was(token_model, token_inputs, monkeypatch):
-    from infoflow_lens.hooks.passes import collector
-
-    def interrupt(weights):
-        raise KeyboardInterrupt
-
-    plain, block = type(token_model), attach(token_model, PositionsProbe())
-    block.__enter__()
-    token_model(token_inputs)
-    monkeypatch.setattr(collector.Weights, "changed_unseen", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        block.__exit__(None, None, None)
-    assert type(token_model) is plain
 
 
 def test_states_that_cannot_be_read_are_named(model, inputs):
@@ -828,74 +808,6 @@ def test_compiled_models_are_refused(token_model, token_inputs):
         pass
 
 
-def test_threads_that_run_probes_on_one_model_see_their_own_sequences(token_model):
-    def probed(seed):
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(token_model.cfg.d_vocab, (4, 7), generator=generator)
-        probe = PositionsProbe()
-        return run_probes(token_model, ids, [probe], batch_size=1, progress=False)[0].positions
-
-    alone = [probed(seed) for seed in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        together = list(pool.map(probed, range(3)))
-    for one, other in zip(alone, together, strict=True):
-        assert all(mine.equal(its) for mine, its in zip(one, other, strict=True))
-
-
-def test_calls_of_other_threads_are_left_out_from_the_first_moment(token_model, monkeypatch):
-    @contextmanager
-    def opened_late(*args, **kwargs):
-        call = threading.Thread(target=token_model, args=(torch.ones(1, 7, dtype=torch.long),))
-        call.start()
-        call.join()
-        yield lambda *args: None
-
-    monkeypatch.setattr(attach_module, "progress_bar", opened_late)
-    ids = torch.arange(14).view(2, 7)
-    (result,) = run_probes(token_model, ids, [PositionsProbe()])
-    assert result.n_sequences == 2
-
-
-def test_a_call_of_another_thread_that_is_under_way_takes_nothing_away(token_model):
-    ids, points = torch.arange(14).view(2, 7), token_model.hook_dict
-    (alone,) = run_probes(token_model, ids, [PositionsProbe()])
-    longer = torch.ones(3, 7, dtype=torch.long)
-    with other_call(token_model, lambda: token_model(longer), "blocks.0.hook_resid_pre") as other:
-        for point in ("hook_attn_scores", "hook_pattern"):
-            points[f"blocks.0.attn.{point}"].add_hook(lambda activation, hook: other.go_on())
-        (beside,) = run_probes(token_model, ids, [PositionsProbe()])
-        assert other.output is not None
-    assert all(one.equal(two) for one, two in zip(alone.positions, beside.positions))
-
-
-def test_a_call_of_another_thread_that_is_under_way_goes_on_unharmed(token_model):
-    """It waits in a point with the probes' hook, and runs that hook when the probes have gone."""
-    longer = torch.ones(3, 7, dtype=torch.long)
-    last = PositionsProbe().needs(token_model).points[-1]
-    stops = ("blocks.0.hook_resid_pre", last)
-    with other_call(token_model, lambda: token_model(longer), *stops) as other:
-        token_model.hook_dict["blocks.0.attn.hook_pattern"].add_hook(
-            lambda activation, hook: other.go_on()
-        )
-        run_probes(token_model, torch.arange(14).view(2, 7), [PositionsProbe()])
-        assert other.output is None
-    assert other.error is None
-    assert other.output is not None
-
-
-def test_the_mode_that_inspection_tells_is_not_that_of_another_threads_evaluation():
-    model = make_token_model().train()
-    ids = torch.ones(2, 7, dtype=torch.long)
-
-    def probed():
-        return run_probes(model, ids, [PositionsProbe()])
-
-    with other_call(model, probed, "blocks.0.hook_resid_pre") as other:
-        assert not model.training
-        threading.Timer(0.05, other.let_go).start()
-        assert inspect_model(model).training
-
-
 def test_a_bridge_is_probed_without_dropout_and_left_training(tmp_path):
     """Also in the modules that its own list of modules leaves out."""
     bridge = load_any(zoo.save("gpt2", tmp_path)).model
@@ -907,85 +819,3 @@ def test_a_bridge_is_probed_without_dropout_and_left_training(tmp_path):
     assert set(seen) == {False}
     assert drop.training
     assert all(module.training for module in bridge.original_model.modules())
-
-
-@pytest.mark.parametrize("make", [PositionsProbe, JacobianInfluence])
-def test_ctrl_c_in_any_line_of_the_cleaning_up_leaves_nothing_behind(token_model, make):
-    """Hooks, those of the user too, modes and class of the model; it can be probed again."""
-    ids = torch.arange(14).view(2, 7)
-    model = token_model.train()
-    model.hook_dict["blocks.0.hook_resid_post"].add_hook(lambda activation, hook: None)
-    run_probes(model, ids, [make()])  # what a first run learns of the model is cached
-    plain, before = type(model), snapshot(model)
-    ran = {}  # lines of the cleaning up, in the order in which they run first
-
-    def interrupt_at(target):
-        pending = target is not None
-
-        def lines(frame, event, argument):
-            nonlocal pending
-            if event == "line":
-                here = (frame.f_code.co_filename, frame.f_lineno)
-                ran.setdefault(here)
-                if pending and here == target:
-                    pending = False
-                    raise KeyboardInterrupt
-            return lines
-
-        def calls(frame, event, argument):
-            cleans = frame.f_code.co_name in ("take_off", "put_back")
-            return lines if cleans and "infoflow" in frame.f_globals["__name__"] else None
-
-        return calls
-
-    def probed(target):
-        previous = sys.gettrace()
-        sys.settrace(interrupt_at(target))
-        try:
-            run_probes(model, ids, [make()])
-        finally:
-            sys.settrace(previous)
-
-    probed(None)
-    assert len(ran) > 12
-    for target in list(ran):
-        with pytest.raises(KeyboardInterrupt):
-            probed(target)
-        assert type(model) is plain
-        assert_same(before, snapshot(model))
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_threads_share_the_mode_of_a_model(training):
-    """A thread that is done first does not put the model back to training under the other."""
-    model = make_token_model().train(training)
-    modes = []
-    model.hook_dict["blocks.0.hook_resid_pre"].add_hook(
-        lambda activation, hook: modes.append((threading.get_ident(), model.training))
-    )
-    inside, done = threading.Event(), threading.Event()
-    ids = torch.ones(1, 7, dtype=torch.long)
-
-    def first():
-        yield ids
-        assert inside.wait(60)
-        yield ids
-
-    def second():
-        yield ids
-        inside.set()
-        assert done.wait(60)
-        yield ids
-
-    def probed(batches):
-        run_probes(model, batches, [PositionsProbe()], progress=False)
-        return threading.get_ident()
-
-    with ThreadPoolExecutor(2) as pool:
-        one, other = pool.submit(probed, first()), pool.submit(probed, second())
-        threads = [one.result()]
-        done.set()
-        threads.append(other.result())
-    assert {thread for thread, _ in modes} >= set(threads)
-    assert not any(mode for _, mode in modes)
-    assert all(module.training is training for module in model.modules())

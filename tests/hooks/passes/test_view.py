@@ -13,7 +13,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.hooks import AttendedProbe, Needs, Pass
-from infoflow_lens.hooks.model.shown import shown
+from infoflow_lens.hooks.model.semantics import hook_semantics
 from infoflow_lens.hooks.passes import view
 from tests.conftest import make_token_model
 from tests.hooks.model.test_inputs import padded
@@ -26,7 +26,9 @@ def counted(monkeypatch):
     calls = []
     rank = view.rank_keys
     monkeypatch.setattr(
-        view, "rank_keys", lambda scores, ranks: calls.append(max(ranks)) or rank(scores, ranks)
+        view,
+        "rank_keys",
+        lambda scores, ranks, *more: calls.append(max(ranks)) or rank(scores, ranks, *more),
     )
     return calls
 
@@ -76,7 +78,9 @@ def test_a_view_answers_as_the_cache_does(token_model, token_inputs):
     for layer in range(2):
         block = f"blocks.{layer}."
         scores = cache[block + "attn.hook_attn_scores"]
-        if shown(token_model).scores[layer] == "pattern":  # in their place, on a native bridge
+        if (
+            hook_semantics(token_model).scores[layer] == "pattern"
+        ):  # in their place, on a native bridge
             scores = scores.log()
         assert seen.scores(layer).equal(scores)
         assert seen.pattern(layer).equal(cache[block + "attn.hook_pattern"])

@@ -245,7 +245,7 @@ def test_lemma_2_attends_to_equal_tokens_between_allowed_positions():
         ("in_context_template_matching", {"form": "fixed"}, "form is 'fixed'"),
         ("in_context_template_matching", {"gain": 0.5}, r"gain is 0\.5"),
         ("memorization", {"form": "sparse"}, "form is 'sparse'"),
-        ("instructive_attention", {"alpha": torch.ones(3, 3)}, r"alpha has shape \(3, 3\)"),
+        ("instructive_attention", {"alpha": torch.ones(3, 3)}, r"alpha is of shape \(3, 3\)"),
         ("instructive_attention", {"alpha": -torch.ones(4, 4)}, "least entry -1"),
         ("constrained_attention", {"allowed": torch.ones(4, 4)}, "allowed is torch.float32"),
     ],

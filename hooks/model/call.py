@@ -1,0 +1,287 @@
+"""Calling a model and catching what its hook points show: the one place that does either."""
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.model.inputs import Batch, mask_argument
+from infoflow_lens.hooks.model.points import TOKENS, layer_of, starts_at_layers
+
+
+@runtime_checkable
+class HookFunction(Protocol):
+    """A TransformerLens forward hook."""
+
+    def __call__(self, activation: Tensor, hook: Any) -> Tensor | None:
+        """Look at an activation; return another to replace it."""
+        ...
+
+
+NamedHook = tuple[str, HookFunction]
+Edits: TypeAlias = Mapping[str, HookFunction] | Iterable[NamedHook]
+
+
+class _AllSeenError(Exception):
+    """Ends a forward pass once all that is wanted has been seen."""
+
+
+@dataclass
+class Caught:
+    """What one call of a model showed.
+
+    Attributes:
+        activations: by hook point, detached unless the graph was asked for.
+        output: what the call returned; None where it ended early.
+    """
+
+    activations: dict[str, Tensor] = field(default_factory=dict)
+    output: Any = None
+    _versions: dict[str, int] = field(default_factory=dict)
+
+    def check_unwritten(self) -> None:
+        """Refuse activations that were written after they were seen.
+
+        Raises:
+            InfoFlowError: naming the hook point.
+        """
+        for name, version in self._versions.items():
+            if self.activations[name]._version != version:
+                raise InfoFlowError(
+                    f"{name} was written in place after its hooks had run, so what was seen there "
+                    "is no longer what the model had: expected hooks that return a new tensor "
+                    "(activation + v in the place of activation += v)"
+                )
+
+
+def call(
+    model: nn.Module,
+    batch: Batch | Tensor,
+    want: Collection[str] = (),
+    *,
+    edit: Edits = (),
+    start: tuple[str, Tensor] | None = None,
+    output: bool = False,
+    keep_graph: bool = False,
+    may_end: bool | None = None,
+) -> Caught:
+    """Run a model on a batch, and catch what is wanted.
+
+    The call ends as soon as all that is wanted has been seen, unless the output is wanted or hooks
+    of the user's are on the model, which may stand further on. Attached probes do not see it.
+
+    Args:
+        model: a TransformerLens model, in the mode that the caller wants.
+        batch: sequences; a mask goes with them where they are padded.
+        want: hook points.
+        edit: hooks that replace activations; they act before anything is caught.
+        start: a hook point where the pass starts, ``hook_tokens``, ``hook_embed`` or
+            ``blocks.l.hook_resid_pre``, and what enters there. A HookedTransformer runs from that
+            layer on; other models run whole, with the activation replaced before the user's hooks
+            act on it.
+        output: whether the output is wanted.
+        keep_graph: whether activations stay part of the graph of derivatives.
+        may_end: whether the call may end early, where the caller knows; default, found out.
+    """
+    ends = not output and bool(want)
+    if ends:
+        ends = not has_user_hooks(model) if may_end is None else may_end
+    edits = list(edit.items() if isinstance(edit, Mapping) else edit)
+    with own_call(), catching(model, want, edits, ends=ends, keep_graph=keep_graph) as caught:
+        caught.output = _called(model, batch, start, output)
+    return caught
+
+
+def output_of(model: nn.Module, batch: Batch | Tensor) -> Any:
+    """The output of a model on a batch, which attached probes do not see."""
+    return call(model, batch, output=True).output
+
+
+def _called(
+    model: nn.Module, batch: Batch | Tensor, start: tuple[str, Tensor] | None, output: bool
+) -> Any:
+    if start is None:
+        return model(batch) if isinstance(batch, Tensor) else batch.run(model)
+    point, entering = start
+    if point == TOKENS:
+        return model(entering)
+    if can_start(model):
+        kind = {} if output else {"return_type": None}
+        return model(entering, start_at_layer=layer_of(point) or 0, **kind)
+    points: Mapping[str, nn.Module] = model.hook_dict  # type: ignore[assignment]
+    whole = batch if isinstance(batch, Batch) else Batch(batch)
+    handle = points[point].register_forward_pre_hook(
+        lambda module, inputs: (entering,), prepend=True
+    )
+    try:
+        mask = {}
+        if whole.lengths is not None:
+            real = whole.mask().to(device=entering.device, dtype=torch.long)
+            mask[mask_argument(model)] = real
+        return model(whole.tokens.to(entering.device), **mask)
+    finally:
+        handle.remove()
+
+
+def can_start(model: nn.Module) -> bool:
+    """Whether a pass of the model can start at a layer, from its residual stream alone.
+
+    Bridges cannot, and shortformer adds positions aside of the residual stream in every layer.
+    """
+    kind = getattr(getattr(model, "cfg", None), "positional_embedding_type", None)
+    return starts_at_layers(model) and kind != "shortformer"
+
+
+@contextmanager
+def catching(
+    model: nn.Module,
+    want: Collection[str],
+    edits: Iterable[NamedHook] = (),
+    *,
+    ends: bool = False,
+    keep_graph: bool = False,
+) -> Iterator[Caught]:
+    """Catch what fires at hook points while the block runs; it may end once all has been seen.
+
+    Hooks stand on the model for the length of the block only.
+    """
+    points: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
+    caught, missing, mine = Caught(), set(want), threading.get_ident()
+
+    def keep(name: str) -> HookFunction:
+        def hook_fn(activation: Tensor, hook: Any) -> None:
+            if threading.get_ident() != mine:  # another thread's call, which is not measured
+                return
+            if keep_graph:
+                caught.activations[name] = activation
+            else:
+                kept = activation.detach()
+                caught.activations[name] = kept
+                if not kept.is_inference():
+                    caught._versions[name] = kept._version
+            missing.discard(name)
+            if ends and not missing:
+                raise _AllSeenError
+
+        hook_fn.only_looks = True  # type: ignore[attr-defined]
+        return hook_fn
+
+    placed: list[tuple[Any, Any]] = []
+    try:
+        for name, hook_fn in (*edits, *((name, keep(name)) for name in want)):
+            points[name].add_hook(hook_fn)
+            placed.append((points[name], points[name].fwd_hooks[-1]))
+        with suppress(_AllSeenError):
+            yield caught
+    finally:
+        for point, handle in placed:
+            handle.hook.remove()
+            with suppress(ValueError):  # a hook of the user's may have reset them
+                point.fwd_hooks.remove(handle)
+    caught.check_unwritten()
+
+
+def has_user_hooks(model: nn.Module) -> bool:
+    """Whether hooks stand on the model that neither TransformerLens nor this package put there."""
+    for module in model.modules():
+        handles = getattr(module, "fwd_hooks", None)
+        raw = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if handles is None:
+            if any(not _is_ours(hook_fn) for hook_fn in raw):
+                return True
+        elif len(raw) > len(handles) or any(not handle.is_permanent for handle in handles):
+            return True
+    return False
+
+
+def _is_ours(hook_fn: Any) -> bool:
+    module = getattr(hook_fn, "__module__", None) or ""
+    return module.startswith(("transformer_lens.", "infoflow_lens."))
+
+
+# Calls of our own
+
+_in_own_call: ContextVar[bool] = ContextVar("in_own_call", default=False)
+
+
+@contextmanager
+def own_call() -> Iterator[None]:
+    """Calls of models in this block are a probe's own: attached probes do not look at them."""
+    token = _in_own_call.set(True)
+    try:
+        yield
+    finally:
+        _in_own_call.reset(token)
+
+
+def in_own_call() -> bool:
+    """Whether a call of the model is a probe's own."""
+    return _in_own_call.get()
+
+
+@contextmanager
+def without_user_hooks(model: nn.Module) -> Iterator[None]:
+    """The model with its permanent hooks only (those that belong to it), for the block's length."""
+    saved: list[tuple[Any, str, Any]] = []
+    try:
+        for point in set(model.hook_dict.values()):  # type: ignore[operator]
+            for name, handles in (
+                ("_forward_hooks", point.fwd_hooks),
+                ("_backward_hooks", point.bwd_hooks),
+                ("_backward_pre_hooks", ()),
+            ):
+                hooks = getattr(point, name)
+                permanent = [handle.hook.id for handle in handles if handle.is_permanent]
+                kept = OrderedDict((key, hooks[key]) for key in permanent if key in hooks)
+                saved.append((point, name, hooks))
+                setattr(point, name, kept)
+        yield
+    finally:
+        for point, name, hooks in saved:
+            setattr(point, name, hooks)
+
+
+@contextmanager
+def ignore_edit_warnings() -> Iterator[None]:
+    """Edits in this block find out whether they reach the output.
+
+    TransformerLens 4 warns of one that a bridge discards; who tries that sees it in the output.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore",
+            message=r"A hook on [\s\S]* returned a modified tensor, but this attention delegates",
+            category=UserWarning,
+        )
+        yield
+
+
+@contextmanager
+def restore_module_tensors(model: nn.Module) -> Iterator[None]:
+    """Tensors that modules keep between passes are after the block what they were before.
+
+    Bridges keep the last pattern; one that is part of a derivative cannot be copied.
+    """
+
+    def is_tensor(value: object) -> bool:
+        return isinstance(value, Tensor)
+
+    before = [
+        (vars(module), {k: v for k, v in vars(module).items() if v is None or is_tensor(v)})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for values, kept in before:
+            for name in [k for k, v in values.items() if is_tensor(v) and k not in kept]:
+                del values[name]
+            values.update(kept)

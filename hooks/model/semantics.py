@@ -1,0 +1,285 @@
+"""What a model's hook points carry and which keys its queries see, found once by running it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.foundation.settings import check
+from infoflow_lens.hooks.model.call import call, without_user_hooks
+from infoflow_lens.hooks.model.inputs import depends_on_length, example_input
+from infoflow_lens.hooks.model.points import (
+    hook_name,
+    is_bridge,
+    layer_count,
+    pattern_hook,
+    scores_hook,
+)
+
+Carried = Literal["scores", "pattern", "missing"]
+State = Literal["post_attention", "resid_post"]
+
+_SUMMED = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
+_MASKED = -1e3  # no score of a model in use lies so low; every mask does, in every dtype
+
+
+@dataclass(frozen=True)
+class HookSemantics:
+    """What the hook points of a model carry.
+
+    Attributes:
+        scores: for each layer what ``hook_attn_scores`` carries: the "scores" before the softmax;
+            the "pattern" in their place, as many bridges do; or nothing, "missing".
+        pattern: for each layer whether ``hook_pattern`` fires; it does not with fused attention.
+        adds: whether what leaves a block is the sum of what enters it and of its parts; not so in
+            BERT, whose norms stand behind the sums. None where a part does not fire.
+    """
+
+    scores: tuple[Carried, ...]
+    pattern: tuple[bool, ...]
+    adds: bool | None
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys each query may see, by layer, whatever the tokens are.
+
+    Attributes:
+        keys: bool [query, key] for each layer. What holds for a length holds for the first
+            positions of it, so one length serves all shorter ones.
+        bar: for each layer the score at or below which a key is masked, between masks and scores.
+    """
+
+    keys: tuple[Bool[Tensor, "query key"], ...]
+    bar: tuple[float, ...]
+
+
+@dataclass
+class _Known:
+    """What has been found of one model."""
+
+    state: Any
+    semantics: HookSemantics
+    visible: dict[int, Visibility] = field(default_factory=dict)
+
+
+_known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
+
+
+def hook_semantics(model: nn.Module) -> HookSemantics:
+    """What the hook points of `model` carry.
+
+    TransformerLens's own attention shows its scores. A bridge shows what the module that it wraps
+    gives, so it is run once on a few tokens. The values of other passes never decide.
+    """
+    if is_bridge(model):
+        return _found(model).semantics
+    points: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
+    scores, pattern = (
+        [f"blocks.{layer}.attn.{name}" in points for layer in range(layer_count(model))]
+        for name in ("hook_attn_scores", "hook_pattern")
+    )
+    carried: list[Carried] = ["scores" if has else "missing" for has in scores]
+    return HookSemantics(tuple(carried), tuple(pattern), adds=True)
+
+
+def visibility(model: nn.Module, n_pos: int) -> Visibility | None:
+    """Which keys the queries of a bridge may see, in sequences of at most `n_pos` positions.
+
+    A key is closed where its weight is 0 in every head of several random sequences and its score,
+    where scores are shown, lies among those of masks. So neither a mask that a model divides, or
+    that rounding moves, nor a weight that underflows in one pass is taken for the other.
+
+    Returns:
+        None for models of TransformerLens's own attention, which masks with -inf: no score is that.
+    """
+    if not is_bridge(model):
+        return None
+    known = _found(model)
+    length = n_pos
+    if not depends_on_length(model):  # else a longer pass would leave its frequencies behind
+        n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
+        length = 1 << max(0, n_pos - 1).bit_length()
+        length = max(n_pos, min(length, n_ctx or length))
+    if length not in known.visible:
+        known.visible[length] = _visible(model, known.semantics, length)
+    return known.visible[length]
+
+
+def _found(model: nn.Module) -> _Known:
+    state = (len(model.hook_dict), getattr(model, "compatibility_mode", None))  # type: ignore[arg-type]
+    if model not in _known or _known[model].state != state:  # users may switch the mode
+        _known[model] = _Known(state, _semantics(model))
+    return _known[model]
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    with eval_mode(model), without_user_hooks(model):
+        yield
+
+
+def _semantics(model: nn.Module) -> HookSemantics:
+    points: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
+    attention = [
+        (f"blocks.{layer}.attn.hook_attn_scores", f"blocks.{layer}.attn.hook_pattern")
+        for layer in range(layer_count(model))
+    ]
+    parts = [f"blocks.0.{point}" for point in _SUMMED if f"blocks.0.{point}" in points]
+    wanted = [name for pair in attention for name in pair if name in points] + parts
+    tokens = example_input(model, n_sequences=2)[:, :8].to(next(model.parameters()).device)
+    with _untouched(model):
+        caught = call(model, tokens, wanted, output=True).activations
+    scores = tuple(_carried(caught.get(one), caught.get(other)) for one, other in attention)
+    pattern = tuple(other in caught for _, other in attention)
+    adds = None
+    if f"blocks.0.{_SUMMED[1]}" in parts and all(name in caught for name in parts):
+        *added, leaving = (caught[name].float() for name in parts)
+        gap = torch.stack(added).sum(dim=0) - leaving
+        adds = bool(gap.norm() <= 0.05 * leaving.norm())  # bfloat16 rounds every part
+    return HookSemantics(scores, pattern, adds)
+
+
+def _carried(scores: Tensor | None, pattern: Tensor | None) -> Carried:
+    if scores is None:
+        return "missing"
+    if pattern is None or scores.shape != pattern.shape:
+        return "scores"
+    same = torch.allclose(scores.float(), pattern.float(), atol=1e-3)
+    return "pattern" if same else "scores"
+
+
+def _visible(model: nn.Module, semantics: HookSemantics, length: int) -> Visibility:
+    """Run random sequences, and look which keys are closed in all of them."""
+    n_sequences = 4 if length <= 256 else 2 if length <= 1024 else 1
+    generator = torch.Generator().manual_seed(0)
+    cfg: Any = model.cfg
+    device = next(model.parameters()).device
+    tokens = torch.randint(cfg.d_vocab, (n_sequences, length), generator=generator).to(device)
+    names = [
+        hook_name(model, f"blocks.{layer}.attn.{point}")
+        for layer, carried in enumerate(semantics.scores)
+        for point, fires in (
+            ("hook_attn_scores", carried == "scores"),
+            ("hook_pattern", semantics.pattern[layer]),
+        )
+        if fires
+    ]
+    with _untouched(model):
+        caught = call(model, tokens, names).activations
+    keys: list[Bool[Tensor, "query key"]] = []
+    bars: list[float] = []
+    for layer in range(len(semantics.scores)):
+        pattern = caught.get(f"blocks.{layer}.attn.hook_pattern")
+        scores = caught.get(f"blocks.{layer}.attn.hook_attn_scores")
+        closed = torch.ones(length, length, dtype=torch.bool, device=device)
+        bar = -torch.inf
+        if scores is not None and semantics.scores[layer] == "scores":
+            lowest = float(scores.clamp(min=torch.finfo(scores.dtype).min).min())
+            bar = lowest / 2 if lowest < _MASKED else -torch.inf
+            closed &= (scores.amax(dim=(0, 1)) <= bar).to(device)
+        if pattern is not None:
+            closed &= (pattern.amax(dim=(0, 1)) == 0).to(device)
+        visible = ~closed
+        # most layers see the same keys: they share one tensor
+        keys.append(next((other for other in keys if other.equal(visible)), visible))
+        bars.append(bar)
+    return Visibility(tuple(keys), tuple(bars))
+
+
+def visible_keys(
+    model: nn.Module, layer: int, scores: Float[Tensor, "batch head query key"]
+) -> Bool[Tensor, "batch head query key"]:
+    """Which keys the queries of unpadded sequences may see, where these scores are of a layer."""
+    known = visibility(model, scores.shape[-1])
+    if known is None:
+        return scores > -torch.inf
+    n_pos = scores.shape[-1]
+    return known.keys[layer][:n_pos, :n_pos].to(scores.device).expand_as(scores)
+
+
+def attended(
+    model: nn.Module, layer: int, shown: Float[Tensor, "batch head query key"], by_weight: bool
+) -> Bool[Tensor, "batch query key"]:
+    """Which keys some head of a pass attends to.
+
+    Args:
+        model: the model.
+        layer: whose attention it is.
+        shown: scores, or a pattern.
+        by_weight: whether it is a pattern.
+    """
+    highest = shown.amax(dim=1)
+    if by_weight:
+        return highest > 0
+    known = visibility(model, shown.shape[-1])
+    return highest > (-torch.inf if known is None else known.bar[layer])
+
+
+def attention_hook(model: nn.Module, layer: int) -> str:
+    """The hook point that the ranks of a layer's keys are read from: its scores, or its pattern.
+
+    Raises:
+        InfoFlowError: if it shows neither.
+    """
+    found = hook_semantics(model)
+    if found.scores[layer] == "scores":
+        return scores_hook(model, layer)
+    if not found.pattern[layer]:
+        raise InfoFlowError(
+            f"neither hook_attn_scores nor hook_pattern fires in layer {layer}: expected a model "
+            "that shows its attention; load it with eager attention (attn_implementation='eager')"
+        )
+    return pattern_hook(model, layer)
+
+
+def post_attention_hooks(model: nn.Module, layer: int) -> tuple[str, ...]:
+    """Hook points whose sum is the post-attention state x'_l (eq 1) of a layer.
+
+    Attention-only and parallel blocks have no ``hook_resid_mid``; there the state is the sum of
+    what enters the block and what attention adds. On bridges ``hook_resid_mid`` is the input of
+    the second norm, which is another state where norms come after the sums, as in BERT; there
+    ``hook_attn_out`` is the state itself.
+
+    Raises:
+        InfoFlowError: if the model lacks a hook point, or has no residual stream.
+    """
+    known: Mapping[str, Any] = getattr(model, "hook_dict", {})
+    middle = f"blocks.{layer}.hook_resid_mid"
+    if not is_bridge(model) and middle in known:
+        return (middle,)
+    attention = hook_name(model, f"blocks.{layer}.hook_attn_out")
+    adds = hook_semantics(model).adds
+    if adds is None:
+        raise InfoFlowError(
+            f"a hook point of {', '.join(_SUMMED)} did not fire in layer 0: expected a transformer "
+            "block that adds attention and MLP to a residual stream; this architecture cannot be "
+            "probed"
+        )
+    return (hook_name(model, f"blocks.{layer}.hook_resid_pre"), attention) if adds else (attention,)
+
+
+def state_hooks(model: nn.Module, layer: int, state: str) -> tuple[str, ...]:
+    """Hook points whose sum is a layer's state: "post_attention" or "resid_post".
+
+    Raises:
+        InfoFlowError: for another name, or a model without the hook points.
+    """
+    if check(state, State, "state") == "post_attention":
+        return post_attention_hooks(model, layer)
+    return (hook_name(model, f"blocks.{layer}.hook_resid_post"),)
+
+
+def state_sum(activations: Mapping[str, Tensor], names: tuple[str, ...]) -> Tensor:
+    """The state that :func:`state_hooks` resolved, from the activations of a forward pass."""
+    state = activations[names[0]]
+    for name in names[1:]:
+        state = state + activations[name]
+    return state

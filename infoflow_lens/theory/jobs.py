@@ -1,0 +1,453 @@
+"""Jobs: what one head does in a layer, for the queries of tokens or for that of CLS.
+
+A job knows how it moves information sets on given inputs, how it is said in words, and what it asks
+of the model.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.theory.comparison import (
+    Component,
+    best_inside,
+    best_listed,
+    least,
+    pair_scores,
+    shared_positions,
+    tuple_holders,
+)
+from infoflow_lens.theory.information_sets import (
+    GlobalAggregation,
+    MaxPosition,
+    Rule,
+    SpecificPositions,
+)
+from infoflow_lens.theory.roles import choose_roles, roles_of
+
+
+@dataclass
+class Progress:
+    """A schedule on a batch: what states hold, and how far adaptive searches have come.
+
+    Attributes:
+        components: what jobs retrieve.
+        x: the inputs.
+        sets: what tokens and CLS, the last, hold before the layer that is run.
+        sees: bool [query, key], for tokens.
+        reference: tokens by which routed heads know what is a good score.
+        reached: for every adaptive search the score that each query has come to.
+        reached_next: the same after the layer that is run.
+        roles: for every choice of components the roles of all tokens, from best to worst.
+    """
+
+    components: Sequence[Component]
+    x: Float[Tensor, "batch pos d_token"]
+    sets: Bool[Tensor, "batch query pos"]
+    sees: Bool[Tensor, "pos key"]
+    reference: Float[Tensor, "sample d_token"] | None = None
+    reached: dict["Next", Tensor] = field(default_factory=dict)
+    reached_next: dict["Next", Tensor] = field(default_factory=dict)
+    roles: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    @property
+    def n_tokens(self) -> int:
+        """T."""
+        return self.x.shape[1]
+
+    def queries(self, for_tokens: bool) -> slice:
+        """The positions of tokens, or that of CLS."""
+        return slice(0, self.n_tokens) if for_tokens else slice(self.n_tokens, None)
+
+    def best_seen(
+        self, scores: Float[Tensor, "batch query key"] | Float[Tensor, "batch 1 key"]
+    ) -> Int[Tensor, "batch query"]:
+        """The best key that each token sees."""
+        each = scores.expand(-1, self.n_tokens, -1)
+        return each.masked_fill(~self.sees, -torch.inf).argmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class Job(ABC):
+    """What one head does in a layer.
+
+    Attributes:
+        mechanism: "max-position retrieval", "fixed positions" or "global aggregation".
+        is_adaptive: whether what is looked for depends on what was found before.
+        first_in_words: whether sentences begin with it.
+    """
+
+    mechanism: ClassVar[str] = "max-position retrieval"
+    is_adaptive: ClassVar[bool] = False
+    first_in_words: ClassVar[bool] = False
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        """Indices of the components that it asks for."""
+        return ()
+
+    @property
+    def roles(self) -> int:
+        """Scores that the head chooses from, by what its query is."""
+        return 1
+
+    def gain(self, n_tokens: int) -> int:
+        """How many sets a query gains."""
+        return 1
+
+    def check(self, n_components: int, for_tokens: bool) -> None:
+        """Refuse components that are not there, and queries that cannot have the job.
+
+        Raises:
+            InfoFlowError: naming them.
+        """
+        for index in self.uses:
+            if not 0 <= index < n_components:
+                raise InfoFlowError(
+                    f"a head retrieves component {index}: expected 0 to {n_components - 1}"
+                )
+
+    @abstractmethod
+    def rule(self, run: Progress, for_tokens: bool) -> Rule:
+        """How the head moves sets on these inputs."""
+
+    @abstractmethod
+    def describe(self) -> tuple[str, str]:
+        """In words: what it does, and to what; jobs that do the same are said together."""
+
+
+class Retrieval(Job):
+    """A head that moves the set of one position to a query, rule (1)."""
+
+    @abstractmethod
+    def chosen(self, run: Progress, for_tokens: bool) -> Int[Tensor, "batch query"]:
+        """The key of each query; -1 for none."""
+
+    def rule(self, run: Progress, for_tokens: bool) -> Rule:
+        """See :meth:`Job.rule`."""
+        keys = torch.full((len(run.x), 1, run.n_tokens + 1), -1)
+        keys[:, 0, run.queries(for_tokens)] = self.chosen(run, for_tokens)
+        return MaxPosition(keys)
+
+
+@dataclass(frozen=True)
+class Max(Retrieval):
+    """A head that retrieves by a component's score, rule (1).
+
+    For tokens the score of (t, s) is that of the pair of their own tokens, for arity 2; otherwise,
+    and for CLS, it is the largest score of a tuple inside what position s holds. Across two
+    positions a score may look at one tuple only, chosen beforehand [chosen, needed: with arbitrary
+    scores the abstract model beats its own counting bound].
+
+    Attributes:
+        component: its index.
+        reverse: for pairs at tokens, whether the query's token comes second in the pair.
+    """
+
+    component: int
+    reverse: bool = False
+    first_in_words: ClassVar[bool] = True
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        """The component."""
+        return (self.component,)
+
+    def chosen(self, run: Progress, for_tokens: bool) -> Int[Tensor, "batch query"]:
+        """The best partner of each token, or the position that holds the best tuple."""
+        component, held = run.components[self.component], run.sets[:, : run.n_tokens]
+        if for_tokens and component.arity == 2:
+            return run.best_seen(pair_scores(component, run.x, self.reverse))
+        if component.tuples is None:
+            best = best_inside(run.x, held, component)
+        else:
+            if not for_tokens:  # across two positions: the listed tuple that both together hold
+                held = held | run.sets[:, run.n_tokens :]
+            best = best_listed(run.x, held, component)
+        if for_tokens:
+            return run.best_seen(best[:, None])
+        return best.argmax(dim=-1, keepdim=True)
+
+    def describe(self) -> tuple[str, str]:
+        """See :meth:`Job.describe`."""
+        side = " (as its second token)" if self.reverse else ""
+        return "retrieve by score", f"{self.component + 1}{side}"
+
+
+@dataclass(frozen=True)
+class Routed(Retrieval):
+    """A token head with several roles: which pair score it retrieves by, the query's token decides.
+
+    A role is a component and a side of it. Every query takes the role for which its own token is
+    good, by the share of tokens that could reach a higher score in that role; see
+    :mod:`infoflow_lens.theory.routing` [derived and measured; beyond the paper].
+
+    Attributes:
+        components: indices of the components, of arity 2.
+        choice: 0 for the best role of a query, 1 for its second best, and so on.
+    """
+
+    components: tuple[int, ...]
+    choice: int = 0
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        """The components."""
+        return self.components
+
+    @property
+    def roles(self) -> int:
+        """As many as components."""
+        return len(self.components)
+
+    def check(self, n_components: int, for_tokens: bool) -> None:
+        """See :meth:`Job.check`."""
+        super().check(n_components, for_tokens)
+        if not for_tokens:
+            raise InfoFlowError("a routed job stands at CLS: expected it at tokens, whose queries")
+
+    def chosen(self, run: Progress, for_tokens: bool) -> Int[Tensor, "batch query"]:
+        """The best partner of each token, in the role that its own token takes."""
+        if run.reference is None:
+            raise InfoFlowError(
+                "a routed head needs tokens to compare with: pass `reference`, a sample of them"
+            )
+        roles = roles_of(run.components, self.components)
+        if self.components not in run.roles:
+            run.roles[self.components] = choose_roles(run.components, roles, run.x, run.reference)
+        taken = run.roles[self.components][..., self.choice]
+        chosen = torch.full(taken.shape, -1)
+        for number, (component, reverse) in enumerate(roles):
+            best = run.best_seen(pair_scores(run.components[component], run.x, reverse))
+            chosen = torch.where(taken == number, best, chosen)
+        return chosen
+
+    def describe(self) -> tuple[str, str]:
+        """See :meth:`Job.describe`."""
+        choice = "the best" if self.choice == 0 else f"choice {self.choice + 1}"
+        names = ", ".join(str(i + 1) for i in self.components)
+        return f"retrieve by {choice} of scores {names} for the query (routed)", ""
+
+
+@dataclass(frozen=True)
+class Next(Retrieval):
+    """A head of adaptive retrieval: the best token that scores below all that the query has found.
+
+    What is looked for depends on what earlier layers found, which rule (1) allows: its score may
+    look at all that the query holds. A token's search begins below itself, that of CLS at the top
+    [derived; beyond the paper]. [flag] Such a score jumps at the score of what was found, which no
+    continuous score does.
+
+    Attributes:
+        component: its index, of arity 1.
+        from_below: whether to go from the worst token upwards.
+    """
+
+    component: int
+    from_below: bool = False
+    is_adaptive: ClassVar[bool] = True
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        """The component."""
+        return (self.component,)
+
+    def chosen(self, run: Progress, for_tokens: bool) -> Int[Tensor, "batch query"]:
+        """The next token below what each query has found; -1 where there is none."""
+        component, queries = run.components[self.component], run.queries(for_tokens)
+        scores = component.preference(run.x[:, :, None])
+        if component.positions is not None:
+            outside = torch.ones(run.n_tokens, dtype=torch.bool)
+            outside[list(component.positions)] = False
+            scores = scores.masked_fill(outside, torch.inf if self.from_below else -torch.inf)
+        scores = -scores if self.from_below else scores
+        top = torch.full((len(scores), 1), torch.inf)
+        reached = run.reached.get(self, torch.cat([scores, top], dim=1))
+        after = run.reached_next.setdefault(self, reached.clone())
+        below = scores[:, None] < reached[:, queries, None]
+        if for_tokens:
+            below = below & run.sees
+        best, at = scores[:, None].expand_as(below).masked_fill(~below, -torch.inf).max(dim=-1)
+        nothing = best == -torch.inf
+        after[:, queries] = torch.where(nothing, reached[:, queries], reached.gather(1, at))
+        return torch.where(nothing, -1, at)
+
+    def describe(self) -> tuple[str, str]:
+        """See :meth:`Job.describe`."""
+        way = "smallest token above" if self.from_below else "largest token below"
+        return f"retrieve the {way} what was found, score {self.component + 1} (adaptive)", ""
+
+
+class FixedReads(Job):
+    """A head that reads fixed positions, rule (3)."""
+
+    mechanism: ClassVar[str] = "fixed positions"
+
+    @abstractmethod
+    def reads(self, run: Progress, for_tokens: bool) -> Bool[Tensor, "pos key"]:
+        """Which keys are read by which queries."""
+
+    def rule(self, run: Progress, for_tokens: bool) -> Rule:
+        """See :meth:`Job.rule`."""
+        return SpecificPositions(self.reads(run, for_tokens))
+
+
+@dataclass(frozen=True)
+class Specific(FixedReads):
+    """A head of tokens that reads fixed positions, rule (3): together all tuples of an arity.
+
+    Attributes:
+        arity: length of the tuples, each of which is held by some token afterwards.
+    """
+
+    arity: int
+
+    def gain(self, n_tokens: int) -> int:
+        """The size of a block, in which the query lies itself."""
+        return cover_size(n_tokens, self.arity)
+
+    def check(self, n_components: int, for_tokens: bool) -> None:
+        """See :meth:`Job.check`."""
+        if not for_tokens:
+            raise InfoFlowError("a layer gives CLS a fixed-position job: expected it at tokens")
+
+    def reads(self, run: Progress, for_tokens: bool) -> Bool[Tensor, "pos key"]:
+        """The blocks of a cover."""
+        return cover(run.n_tokens, self.arity)
+
+    def describe(self) -> tuple[str, str]:
+        """See :meth:`Job.describe`."""
+        return f"hold all {self.arity}-tuples by position", ""
+
+
+@dataclass(frozen=True)
+class ReadTuples(FixedReads):
+    """A head that reads fixed positions, rule (3), for a component whose tuples are listed.
+
+    At tokens, each listed tuple is held by some token afterwards, but for the positions that all
+    tuples share; CLS reads those.
+
+    Attributes:
+        component: its index.
+    """
+
+    component: int
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        """The component."""
+        return (self.component,)
+
+    def reads(self, run: Progress, for_tokens: bool) -> Bool[Tensor, "pos key"]:
+        """The listed tuples at tokens, what they share at CLS."""
+        n = run.n_tokens
+        reads = torch.zeros(n + 1, n + 1, dtype=torch.bool)
+        common, rests = shared_positions(run.components[self.component])
+        if not for_tokens:
+            reads[n, list(common)] = True
+            return reads
+        for holder, rest in zip(tuple_holders(n, rests), rests, strict=True):
+            reads[holder, list(rest)] = True
+        return reads
+
+    def describe(self) -> tuple[str, str]:
+        """See :meth:`Job.describe`."""
+        return f"read the tuples of score {self.component + 1} by position", ""
+
+
+@dataclass(frozen=True)
+class ReadPositions(FixedReads):
+    """A head of CLS that reads fixed positions, rule (3).
+
+    Attributes:
+        positions: what it reads.
+    """
+
+    positions: Sequence[int]
+
+    def gain(self, n_tokens: int) -> int:
+        """As many as positions."""
+        return len(self.positions)
+
+    def reads(self, run: Progress, for_tokens: bool) -> Bool[Tensor, "pos key"]:
+        """The positions, read by CLS."""
+        reads = torch.zeros(run.n_tokens + 1, run.n_tokens + 1, dtype=torch.bool)
+        reads[run.n_tokens, list(self.positions)] = True
+        return reads
+
+    def describe(self) -> tuple[str, str]:
+        """See :meth:`Job.describe`."""
+        if len(self.positions) > 8:
+            return f"read {len(self.positions)} fixed positions", ""
+        return "read positions " + ", ".join(map(str, self.positions)), ""
+
+
+@dataclass(frozen=True)
+class Global(Job):
+    """A head that aggregates everything, rule (2)."""
+
+    mechanism: ClassVar[str] = "global aggregation"
+
+    def gain(self, n_tokens: int) -> int:
+        """All of them."""
+        return n_tokens
+
+    def rule(self, run: Progress, for_tokens: bool) -> Rule:
+        """See :meth:`Job.rule`."""
+        is_cls = torch.arange(run.n_tokens + 1) == run.n_tokens
+        return GlobalAggregation(~is_cls if for_tokens else is_cls)
+
+    def describe(self) -> tuple[str, str]:
+        """See :meth:`Job.describe`."""
+        return "aggregate everything", ""
+
+
+# Covers: every tuple inside what one token reads by position
+
+
+def cover_groups(n_tokens: int, arity: int) -> int:
+    """g, the most groups such that the C(g, arity) unions of `arity` groups fit on T tokens."""
+    if not 1 <= arity <= n_tokens:
+        raise InfoFlowError(f"tuples of {arity} tokens, but T is {n_tokens}: expected 1 to T")
+    if arity == 1:
+        return n_tokens
+    return min(n_tokens, least(lambda groups: math.comb(groups + 1, arity) > n_tokens, arity))
+
+
+def cover_size(n_tokens: int, arity: int) -> int:
+    """Positions in a block of the cover: ``arity * ceil(T / g)``, at most T [derived].
+
+    About sqrt(2 T) for pairs and 1.65 T^(2/3) for triples.
+    """
+    groups = cover_groups(n_tokens, arity)
+    return min(n_tokens, arity * -(-n_tokens // groups))
+
+
+def cover(n_tokens: int, arity: int) -> Bool[Tensor, "pos key"]:
+    """Fixed reads of T tokens and CLS such that every tuple of `arity` is read by some token.
+
+    Tokens are split into g groups; each block, a union of `arity` groups, is given to a token that
+    lies in it where a matching allows, so that its own residual adds nothing.
+    """
+    groups = np.array_split(np.arange(n_tokens), cover_groups(n_tokens, arity))
+    unions = torch.combinations(torch.arange(len(groups)), arity).tolist()
+    blocks = np.zeros((len(unions), n_tokens), dtype=bool)
+    for row, union in enumerate(unions):
+        blocks[row, np.concatenate([groups[g] for g in union])] = True
+    holder = maximum_bipartite_matching(csr_array(blocks), perm_type="column")
+    free = iter(sorted(set(range(n_tokens)) - set(holder.tolist())))
+    holder = [token if token >= 0 else next(free) for token in holder.tolist()]
+    reads = torch.zeros(n_tokens + 1, n_tokens + 1, dtype=torch.bool)
+    for row, token in enumerate(holder):
+        reads[token, :n_tokens] = torch.from_numpy(blocks[row])
+    return reads

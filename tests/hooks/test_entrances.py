@@ -1,0 +1,239 @@
+"""Every way into the probes shows of a sequence in a batch what the sequence alone shows.
+
+Or it refuses by name: run_probes, attach, fwd_hooks and probe_cache, with padding on either side or
+none, on models that show their scores and on models that show the pattern in their place, in single
+and half precision, with scores so large that masks are rounded into their range.
+"""
+
+import pytest
+import torch
+
+from infoflow_lens import (
+    InfoFlowError,
+    PatternsProbe,
+    PositionsProbe,
+    attach,
+    inspect_model,
+    load_any,
+    probe_cache,
+    run_probes,
+)
+from infoflow_lens.hooks.model.semantics import visibility
+from tests.hooks.test_invariants import MAKES, assert_equal
+from tests.reference import zoo
+
+LENGTHS = (4, 9, 6, 3, 8)
+SHOWN = {"gpt2": "scores", "llama": "scores", "codegen": "scores", "opt": "pattern"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder(family):
+        if family not in made:
+            made[family] = zoo.save(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return folder
+
+
+def loaded(folder, dtype="float32", times=1.0):
+    """A bridge, with scores so many times as large."""
+    model = load_any(folder, dtype=dtype).model
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # queries alone, also where they share a matrix with keys and values
+            if times != 1 and ("q_proj" in name or ".attn.q." in name) and parameter.ndim == 2:
+                parameter.mul_(times)
+    return model
+
+
+def rows():
+    ids = zoo.tokens(len(LENGTHS), max(LENGTHS))
+    return [row[:n] for row, n in zip(ids, LENGTHS, strict=True)]
+
+
+def padded(side):
+    ids = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows()):
+        place = slice(max(LENGTHS) - len(row), None) if side == "left" else slice(0, len(row))
+        ids[i, place], mask[i, place] = row, 1
+    return ids, mask
+
+
+def through_run_probes(model, probe, side):
+    ids, mask = padded(side)
+    return run_probes(model, ids, [probe], attention_mask=mask, progress=False)[0]
+
+
+def through_attach(model, probe, side):
+    ids, mask = padded(side)
+    with attach(model, probe), torch.no_grad():
+        model(ids, attention_mask=mask)
+    return probe.result()
+
+
+def through_hooks(model, probe, side):
+    ids, mask = padded(side)
+    with torch.no_grad():
+        model.run_with_hooks(ids, attention_mask=mask, fwd_hooks=probe.fwd_hooks(model))
+    return probe.result()
+
+
+def through_cache(model, probe, side, tell=True):
+    ids, mask = padded(side)
+    with torch.no_grad():
+        _, cache = model.run_with_cache(ids, attention_mask=mask)
+    told = {"attention_mask": mask} if tell else {}
+    return probe_cache(model, cache, [probe], tokens=ids, **told)[0]
+
+
+def through_cache_untold(model, probe, side):
+    return through_cache(model, probe, side, tell=False)
+
+
+TAKES_PADDING = (through_run_probes, through_attach)
+MAY_REFUSE = (through_hooks, through_cache, through_cache_untold)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", SHOWN)
+def test_padding_shows_what_each_sequence_alone_shows(family, side, folders):
+    model = loaded(folders(family))
+    assert inspect_model(model).layers[0].scores == SHOWN[family]
+    x = zoo.tokens(len(LENGTHS), max(LENGTHS))
+    for makes in MAKES.values():
+        for make in makes:
+            (alone,) = run_probes(model, rows(), [make(x)], batch_size=1, progress=False)
+            for entrance in (*TAKES_PADDING, *MAY_REFUSE):
+                try:
+                    found = entrance(model, make(x), side)
+                except InfoFlowError:
+                    assert entrance in MAY_REFUSE, (entrance, type(make(x)))
+                    continue
+                assert entrance not in (through_hooks, through_cache_untold)  # must refuse
+                assert_equal(found, alone, tolerance=2e-4)
+
+
+@pytest.mark.parametrize("family", SHOWN)
+def test_without_padding_all_entrances_agree(family, folders):
+    model = loaded(folders(family))
+    ids = zoo.tokens(10, 7)
+    for makes in MAKES.values():
+        for make in makes:
+            (expected,) = run_probes(model, ids, [make(ids)], progress=False)
+            hooked = make(ids)
+            with torch.no_grad():
+                _, cache = model.run_with_cache(ids)
+                (cached,) = probe_cache(model, cache, [make(ids)], tokens=ids)
+                model.run_with_hooks(ids, fwd_hooks=hooked.fwd_hooks(model))
+            assert_equal(cached, expected, tolerance=2e-4)
+            assert_equal(hooked.result(), expected, tolerance=2e-4)
+
+
+def seen_by_config(config, layer, n):
+    """The keys that each query sees, by the settings of the Hugging Face model."""
+    query, key = torch.arange(n)[:, None], torch.arange(n)[None]
+    if config.model_type == "bert":
+        return torch.ones(n, n, dtype=torch.bool)
+    window = n
+    if config.model_type == "gpt_neo":
+        window = config.window_size if config.attention_layers[layer] == "local" else n
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * (layer + 1)
+    if kinds[layer] == "sliding_attention":
+        window = getattr(config, "sliding_window", None) or window
+    return (key <= query) & (query - key < window)
+
+
+HALF = [  # TransformerLens runs no CodeGen in half precision
+    (family, dtype)
+    for family in zoo.FAMILIES
+    for dtype in ("float32", "bfloat16", "float16")
+    if family != "codegen" or dtype == "float32"
+]
+
+
+@pytest.mark.parametrize(("family", "dtype"), HALF)
+def test_visible_keys_are_those_of_the_models_config(family, dtype, folders):
+    """Also where scores are four times as large, and a mask of half precision is rounded."""
+    model = loaded(folders(family), dtype, times=4.0)
+    config = model.original_model.config
+    for n in (5, 16):
+        known = visibility(model, n)
+        assert known is not None
+        for layer, keys in enumerate(known.keys):
+            assert keys[:n, :n].equal(seen_by_config(config, layer, n)), (layer, n)
+
+
+RANKED = ("gpt2", "llama", "codegen", "bloom", "gpt_neo")
+
+
+@pytest.mark.parametrize(("family", "dtype"), [case for case in HALF if case[0] in RANKED])
+def test_only_visible_keys_have_a_rank_or_a_weight(family, dtype, folders):
+    """And all of them have one, where the model shows its scores."""
+    model = loaded(folders(family), dtype, times=4.0)
+    ids, n = zoo.tokens(4, 9), 9
+    ranks = tuple(range(1, n + 1))
+    positions, patterns = run_probes(
+        model, ids, [PositionsProbe(ranks), PatternsProbe()], progress=False
+    )
+    shown = inspect_model(model).layers
+    for layer, chosen in enumerate(positions.positions):
+        visible = seen_by_config(model.original_model.config, layer, n)
+        for query in range(n):
+            allowed = set(visible[query].nonzero().flatten().tolist())
+            for row in chosen[:, :, query].flatten(0, 1).tolist():
+                ranked = [key for key in row if key >= 0]
+                assert set(ranked) <= allowed
+                if shown[layer].scores == "scores":
+                    assert set(ranked) == allowed
+        assert (patterns.patterns[layer].masked_fill(visible, 0) == 0).all()
+
+
+def longrope(folder):
+    factors = {"short_factor": [1.0, 1.0], "long_factor": [4.0, 8.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    rope["original_max_position_embeddings"] = 5
+    changes = {"rope_parameters": rope, "original_max_position_embeddings": 5}
+    return load_any(zoo.save("phi3", folder, **changes)).model
+
+
+def dynamic(folder):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    changes = {"rope_parameters": rope, "max_position_embeddings": 8}
+    return load_any(zoo.save("llama", folder, **changes)).model
+
+
+def test_sequences_of_a_model_that_depends_on_their_length_run_length_by_length(tmp_path):
+    """Frequencies of longrope are those of the longest sequence of a batch."""
+    model = longrope(tmp_path)
+    (together,) = run_probes(model, rows(), [PositionsProbe((1, 2))], progress=False)
+    for index, row in enumerate(rows()):
+        (alone,) = run_probes(model, row[None], [PositionsProbe((1, 2))], progress=False)
+        for one, other in zip(together.positions, alone.positions, strict=True):
+            assert one[index : index + 1, :, : len(row), :].equal(other)
+
+
+@pytest.mark.parametrize("make", [longrope, dynamic])
+def test_a_padded_call_of_such_a_model_is_refused(make, tmp_path):
+    model = make(tmp_path)
+    ids, mask = padded("right")
+    message = "depend on the longest sequence"
+    with (
+        attach(model, PositionsProbe()) as probes,
+        torch.no_grad(),
+        pytest.raises(InfoFlowError, match=message),
+    ):
+        model(ids[:, :8], attention_mask=mask[:, :8])
+    assert probes[0].n_sequences == 0
+
+
+@pytest.mark.parametrize("make", [longrope, dynamic])
+def test_frequencies_that_a_pass_writes_are_no_change_of_weights(make, tmp_path):
+    model = make(tmp_path)
+    with attach(model, PositionsProbe()) as probes, torch.no_grad():
+        for length in (4, 9, 3):
+            model(zoo.tokens(2, length))
+    assert probes[0].n_sequences == 6

@@ -1,0 +1,71 @@
+"""The script of the picture moves sets as `propagate` does: its code alone, without a browser."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from infoflow_lens.report.assets import asset
+from infoflow_lens.report.flow import picture_data
+from infoflow_lens.report.flow_view import ALL_KEYS, FlowView, ViewedInput, ViewedMechanism
+from infoflow_lens.theory import propagate
+
+NODE = shutil.which("node")
+PROGRAM = """
+const d3 = { format: () => String };
+%s
+const data = JSON.parse(require("fs").readFileSync(0, "utf8"));
+(async () => {
+  const said = [];
+  for (const packed of data.inputs) {
+    const input = await infoflow.unpack(packed);
+    for (const rule of Object.keys(input.moves)) {
+      const off = input.heads.map(() => new Set());
+      const { sets, words } = infoflow.propagate(input, rule, 2, off);
+      said.push(sets.slice(1).map((layer) => Array.from({ length: input.n_queries }, (_, t) =>
+        input.tokens.map((_, s) => s).filter((s) => infoflow.has(layer, words, t, s)))));
+    }
+  }
+  console.log(JSON.stringify(said));
+})();
+"""
+
+
+def viewed(seed, causal, extra):
+    """An input with heads of every mechanism."""
+    generator = torch.Generator().manual_seed(seed)
+    n_tokens = 5 + 30 * seed
+    n = n_tokens + extra
+    ranked = [torch.randint(-1, n_tokens, (h, n, 3), generator=generator) for h in (4, 2)]
+    listed = torch.randint(-1, n_tokens, (n, 2), generator=generator)
+    heads = [
+        ViewedMechanism("global", ALL_KEYS),
+        ViewedMechanism("max_position"),
+        ViewedMechanism("own_position"),
+        ViewedMechanism("specific_position", listed),
+    ]
+    return ViewedInput(
+        tokens=[f"t{i}" for i in range(n_tokens)], n_queries=n, ranked=ranked,
+        mechanisms=[heads, heads[2:]], causal=causal,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(NODE is None, reason="needs node")
+def test_the_script_moves_sets_as_propagate_does():
+    kinds = ((True, 0), (False, 1))
+    inputs = [viewed(seed, causal, extra) for seed in (0, 1) for causal, extra in kinds]
+    script = PROGRAM % asset("flow.js").split("// ---- the picture")[0]
+    data = json.dumps(json.loads(picture_data(FlowView("Four inputs", inputs))))
+    done = subprocess.run(
+        [str(NODE), "-e", script], input=data, capture_output=True, text=True, check=True
+    )
+    expected = []
+    for view in inputs:
+        for rule in ("argmax", "top_k", "mechanisms"):
+            members = propagate(view.layers_of(rule, 2), len(view.tokens)).members[:, 0]
+            expected.append(
+                [[row.nonzero().flatten().tolist() for row in layer] for layer in members]
+            )
+    assert json.loads(done.stdout) == expected
