@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.sequences import check_id_range, check_token_ids
+from infoflow_lens.foundation.settings import Count, checked
 
 Data: TypeAlias = datasets.Dataset | tuple[Tensor, Tensor]
 Predict: TypeAlias = Callable[[Tensor], Tensor]
@@ -265,7 +266,8 @@ def _evaluation_data(
     return x, y
 
 
-def evaluate(model: nn.Module, data: Data, batch_size: int = 2048) -> float:
+@checked
+def evaluate(model: nn.Module, data: Data, batch_size: Count = 2048) -> float:
     """NMSE of the model on `data`, without touching its mode or gradients.
 
     Raises:
@@ -275,7 +277,8 @@ def evaluate(model: nn.Module, data: Data, batch_size: int = 2048) -> float:
     return nmse(outputs_of(model, SquaredError().predict(model), x, batch_size), y)
 
 
-def evaluate_labels(model: nn.Module, data: Data, batch_size: int = 2048) -> LabelScores:
+@checked
+def evaluate_labels(model: nn.Module, data: Data, batch_size: Count = 2048) -> LabelScores:
     """Cross-entropy and accuracy of the model on labels, read at the last position.
 
     Raises:
