@@ -60,7 +60,7 @@ def toy_rows(generator: torch.Generator) -> list[tuple[str, str, float]]:
 
 
 def token_rows(generator: torch.Generator) -> list[tuple[str, str, float]]:
-    """Models over token ids: the estimate, one position, and shared prefixes."""
+    """Models over token ids: the estimate, and one position."""
     model = causal(4, 128, 4, 64)
     ids = torch.randint(1000, (4, 64), generator=generator)
     torch.randint(1000, (8, 64), generator=generator)

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from infoflow_lens.foundation.memory import to_host
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.probe import Probe
@@ -66,20 +67,15 @@ class PatternsProbe(Probe[PatternsResult]):
     def update(self, seen: Pass) -> Mapping[str, Any]:
         """Those of a pass."""
         layers = range(seen.n_layers)
-        patterns = [seen.pattern(layer).float().cpu() for layer in layers]
-        full = torch.full((len(seen),), patterns[0].shape[2])
+        shown = [make(layer).float() for make in (seen.pattern, seen.scores) for layer in layers]
+        host = to_host(shown)
+        full = torch.full((len(seen),), host[0].shape[2])
         return {
-            "patterns": patterns,
-            "scores": [_open(seen.scores(layer)).cpu() for layer in layers],
+            "patterns": host[: len(layers)],
+            "scores": host[len(layers) :],
             "lengths": full if seen.lengths is None else seen.lengths,
         }
 
     def compute(self) -> PatternsResult:
         """All batches together."""
         return self.filled(PatternsResult)
-
-
-def _open(scores: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch head query key"]:
-    """In float32, with -inf for masked keys: some models have the lowest finite value there."""
-    masked = scores <= torch.finfo(scores.dtype).min
-    return scores.float().masked_fill(masked, -math.inf)
