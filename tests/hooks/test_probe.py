@@ -200,6 +200,14 @@ def test_names_that_every_probe_has_are_refused():
         PreviousToken().weight = 1.0
 
 
+def test_settings_that_no_record_would_know_are_refused(model):
+    with pytest.raises(InfoFlowError, match="Mine writes __init__"):
+        type("Mine", (PreviousToken,), {"__init__": lambda self, share: None})
+    mine = type("Mine", (PreviousToken,), {"__annotations__": {"thing": object}})
+    with pytest.raises(InfoFlowError, match="a setting is"):
+        mine(object()).prepare(model)
+
+
 # check_probe
 
 
