@@ -1,6 +1,6 @@
 """What probes cost, as ratios in one run: to a bare forward pass, to a cache with scikit-learn.
 
-Run: python -m benchmarks.probes [--only NAME ...] [--memory [TOKENS]]
+Run: python -m benchmarks.probes [--only NAME ...] [--device cuda] [--dtype bfloat16] [--memory [TOKENS]]
 
 Times are medians of paired rounds. What is solved for when a result is asked for is no part of the
 cost per batch, except against scikit-learn, where both sides fit. Memory is the peak of a process
@@ -8,7 +8,6 @@ of its own. `--memory` runs a GPT-2-small-sized model over 100,000 tokens, which
 """
 
 import argparse
-import copy
 import json
 import subprocess
 import sys
@@ -29,10 +28,13 @@ from infoflow_lens import (
     Architecture,
     PositionsProbe,
     RecoveryProbe,
-    attach,
     build_model,
     run_probes,
 )
+from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.foundation.record import WeightState
+from infoflow_lens.hooks import Split, run
+from infoflow_lens.hooks.passes.run import prepare
 
 RANKS = (1, 2, 3, 4)
 
@@ -54,12 +56,13 @@ def gpt2_sized(n_ctx: int = 128) -> Any:
 def forward(model: Any, batches: tuple[Tensor, ...]) -> Callable[[], None]:
     """The bare model, logits and all."""
 
-    def run() -> None:
+    def bare() -> None:
         with torch.no_grad():
             for batch in batches:
                 model(batch)
+            finished(model)
 
-    return run
+    return bare
 
 
 def ratio_of(
@@ -67,20 +70,27 @@ def ratio_of(
 ) -> float:
     """Time of the probes over the batches, over that of the bare model.
 
-    The probes are attached once: their record, which reads all weights, is no cost of a batch. Rows
-    that wait at the end of a round are added in the next one, and no maps are solved for.
+    The probes get ready once: what is found of a model once is no cost of a batch. Rows that wait
+    at the end of a round are added in the next one, and no maps are solved for.
     """
-    bare = copy.deepcopy(model)
-    probes = make()
+    probes, split = make(), Split()
+    needs = prepare(model, probes, WeightState(model))
 
     def probed() -> None:
-        with torch.no_grad():
+        with eval_mode(model):
             for batch in batches:
-                model(batch)
+                seen = run(model, batch, needs)
+                for probe in probes:
+                    probe.take(seen, split)
+            finished(model)
 
-    with attach(model, *probes) as attached:
-        attached.session.stops_early = True  # as run_probes does
-        return paired(probed, forward(bare, batches), rounds)
+    return paired(probed, forward(model, batches), rounds)
+
+
+def finished(model: Any) -> None:
+    """Wait until the device has done all that was asked of it."""
+    if next(model.parameters()).is_cuda:
+        torch.cuda.synchronize()
 
 
 def positions_and_recovery(**settings: Any) -> list[Any]:
@@ -89,17 +99,46 @@ def positions_and_recovery(**settings: Any) -> list[Any]:
 
 
 def gpt2_rows() -> Iterator[Row]:
-    """A GPT-2-small-sized model, ten batches of 4 x 128 tokens."""
+    """A GPT-2-small-sized model: ten batches of 4 x 128 tokens, and one call for 16 tokens."""
     model = gpt2_sized()
     generator = torch.Generator().manual_seed(0)
-    batches = torch.randint(50257, (40, 128), generator=generator).split(4)
+    ids = torch.randint(50257, (40, 128), generator=generator)
     size = "GPT-2-small-sized, 10 x 4 x 128 tokens: "
     for label, make, target, rounds in (
-        ("positions, ranks 1-4", lambda: [PositionsProbe(RANKS)], 0.65, 3),
-        ("and recovery, sketched to 64", lambda: positions_and_recovery(sketch=64), 0.9, 3),
-        ("and recovery, exact", positions_and_recovery, 2.5, 2),
+        ("positions, ranks 1-4", lambda: [PositionsProbe(RANKS)], 0.70, 3),
+        ("and recovery, sketched to 64", lambda: positions_and_recovery(sketch=64), 0.85, 3),
+        ("and recovery, exact", positions_and_recovery, 1.1, 2),
     ):  # fmt: skip
-        yield Row(size + label, "bare forward", ratio_of(model, batches, make, rounds), target)
+        yield Row(size + label, "bare forward", ratio_of(model, ids.split(4), make, rounds), target)
+    one = ids[:1, :16]
+
+    def whole_call() -> None:
+        run_probes(model, one, [PositionsProbe()], progress=False)
+
+    ratio = paired(whole_call, forward(model, (one,)), 15)
+    yield Row("GPT-2-small-sized, run_probes of 16 tokens, whole", "bare forward", ratio, 1.5)
+
+
+def device_rows(device: str, dtype: torch.dtype) -> Iterator[Row]:
+    """The same model on a GPU, in larger batches."""
+    goals = (1.1, 1.4, 3.0) if dtype == torch.float32 else (1.2, 1.6, 4.0)
+    for n, length in ((32, 256), (8, 1024)):
+        model = gpt2_sized(length).to(device=device, dtype=dtype)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(50257, (4 * n, length), generator=generator).to(device)
+        for (label, make), goal in zip(
+            (
+                ("positions, ranks 1-4", lambda: [PositionsProbe(RANKS)]),
+                ("and recovery, sketched to 64", lambda: positions_and_recovery(sketch=64)),
+                ("and recovery, exact", positions_and_recovery),
+            ),
+            goals,
+            strict=True,
+        ):
+            ratio = ratio_of(model, ids.split(n), make, rounds=7)
+            name = str(dtype).removeprefix("torch.")
+            what = f"GPT-2-small-sized on {device}, {name}, {n} x {length}: {label}"
+            yield Row(what, "bare forward", ratio, goal)
 
 
 def toy() -> tuple[Any, tuple[Tensor, ...]]:
@@ -115,8 +154,8 @@ def toy_rows() -> Iterator[Row]:
     """The toy model."""
     model, batches = toy()
     for label, make, target in (
-        ("positions, ranks 1-4", lambda: [PositionsProbe(RANKS)], None),
-        ("and recovery, exact", positions_and_recovery, 2.0),
+        ("positions, ranks 1-4", lambda: [PositionsProbe(RANKS)], 1.2),
+        ("and recovery, exact", positions_and_recovery, 1.8),
     ):
         ratio = ratio_of(model, batches, make, rounds=5)
         yield Row("toy, 16 x 64 x 64 tokens: " + label, "bare forward", ratio, target)
@@ -256,6 +295,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--device", default="cpu", help="cuda, to measure on a GPU")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--memory", nargs="?", type=int, const=100_000, metavar="TOKENS")
     parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -264,6 +305,8 @@ def main() -> None:
         sys.stdout.write(json.dumps(measure(what, who, *map(int, numbers))) + "\n")
         return
     parts = [PARTS[name] for name in chosen.only]
+    if chosen.device != "cpu":
+        parts = [lambda: device_rows(chosen.device, getattr(torch, chosen.dtype))]
     if chosen.memory:
         parts = [lambda: memory_rows(chosen.memory)]
     console = Console(width=120)

@@ -36,8 +36,8 @@ positions, attended, influence = run_probes(
     progress=False,
 )
 predicted = propagate(mechanisms.rules(attended.positions, positions.argmax))
-agreement = compare(predicted, influence.influence, active=task.active_index_set(x))
+agreement = compare(predicted, influence, active=task.active_index_set(x))
 print(f"AUROC at the last position {agreement.cls.auroc:.3f}, coverage {agreement.coverage:.0%}")
 print("\ninfluence inside the sets if every head passes its k largest positions")
-curve = coverage_curve(positions.positions, influence.influence)
+curve = coverage_curve(positions, influence)
 print(curve.to_frame().to_string(index=False, float_format="{:.3f}".format))

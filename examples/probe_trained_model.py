@@ -43,7 +43,7 @@ for name, state in (("initial", training.initial_state), ("trained", training.be
         probed, few, [PositionsProbe(), JacobianInfluence()], progress=False
     )
     predicted = propagate(positions.argmax, n_sources=task.n_tokens)
-    agreement = compare(predicted, influence.influence, active=task.active_index_set(few))
+    agreement = compare(predicted, influence, active=task.active_index_set(few))
 
     first_layer = recovery.to_frame().query("layer == 0")
     errors = first_layer.groupby("rank")["second_moment"].mean()

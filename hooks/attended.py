@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from infoflow_lens.foundation.memory import to_host
 from infoflow_lens.foundation.settings import Share
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.passes.view import Pass
@@ -91,8 +92,8 @@ class AttendedProbe(Probe[AttendedResult]):
         for layer in range(seen.n_layers):
             pattern = seen.pattern(layer)
             largest = pattern.amax(dim=-1, keepdim=True)
-            layers.append(((pattern > 0) & (pattern >= self.share * largest)).cpu())
-        return {"attended": layers}
+            layers.append((pattern > 0) & (pattern >= self.share * largest))
+        return {"attended": to_host(layers)}
 
     def compute(self) -> AttendedResult:
         """All batches together."""

@@ -13,7 +13,12 @@ from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.influence.base import InfluenceResult, influence_sets
 from infoflow_lens.hooks.positions.result import PositionsResult
-from infoflow_lens.theory.information_sets import InformationSets, MovesKeys, propagate
+from infoflow_lens.theory.information_sets import (
+    InformationSets,
+    MovesKeys,
+    check_lengths,
+    propagate,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -228,11 +233,13 @@ def compare(
             largest on that state. It touches precision, recall, jaccard, exact match and sizes.
         active: the target's active index set, for `coverage`.
         lengths: the tokens of each sequence, where they differ: no other state or source takes
-            part, and the last position is each sequence's own. An `InfluenceResult` knows them.
+            part, and the last position is each sequence's own. An `InfluenceResult` knows them, and
+            so do sets that were propagated from the result of a probe, or measured.
 
     Raises:
-        InfoFlowError: if shapes differ, scores are negative or NaN, or the threshold is not in
-            (0, 1].
+        InfoFlowError: if shapes or lengths differ, scores are negative or NaN, the threshold is not
+            in (0, 1], or lengths are not known and some state has no influence from any token, so
+            that it cannot be real.
     """
     predicted = sets_of(predicted, measured)
     states = _States(predicted, measured, threshold, lengths)
@@ -336,9 +343,7 @@ class _States:
         threshold: float,
         lengths: Int[Tensor, " batch"] | None,
     ) -> None:
-        if isinstance(measured, InformationSets):
-            measured = measured.members.float()
-        self.scores, lengths, self.asked = _scores(measured, lengths)
+        self.scores, lengths, self.asked = _scores(measured, lengths, predicted.lengths)
         if self.scores.shape != predicted.members.shape:
             raise InfoFlowError(
                 f"predicted sets have shape {tuple(predicted.members.shape)}, the measured ones "
@@ -384,13 +389,9 @@ def real_states(
     Raises:
         InfoFlowError: for lengths that do not fit.
     """
-    lengths = torch.full((n_batch,), n_source) if lengths is None else torch.as_tensor(lengths)
-    if lengths.shape != (n_batch,) or not ((lengths >= 1) & (lengths <= n_source)).all():
-        raise InfoFlowError(
-            f"lengths are {lengths.tolist()}: expected {n_batch} numbers of tokens from 1 to "
-            f"{n_source}"
-        )
-    lengths = lengths.to(device)
+    if lengths is None:
+        lengths = torch.full((n_batch,), n_source)
+    lengths = check_lengths(lengths, n_batch, n_source).to(device)
     places = torch.arange(n_pos, device=device)
     n_states = (lengths + n_pos - n_source)[:, None]  # CLS has no source
     return (
@@ -401,14 +402,48 @@ def real_states(
 
 
 def _scores(
-    measured: Measured, lengths: Int[Tensor, " batch"] | None
+    measured: Measured | InformationSets,
+    lengths: Int[Tensor, " batch"] | None,
+    of_predicted: Int[Tensor, " batch"] | None = None,
 ) -> tuple[Tensor, Tensor | None, Bool[Tensor, "batch pos"]]:
-    """Influence on all positions, the lengths of the sequences, and which states were measured."""
+    """Influence on all positions, the lengths of the sequences, and which states were measured.
+
+    Raises:
+        InfoFlowError: for lengths that contradict each other, and for states without any influence
+            where lengths are not known.
+    """
     _check_measured(measured)
-    if isinstance(measured, Tensor):
-        asked = torch.ones(measured.shape[1:3], dtype=torch.bool, device=measured.device)
-        return measured, lengths, asked
-    return measured.full(), measured.lengths, measured.asked
+    own = None if isinstance(measured, Tensor) else measured.lengths
+    known = [torch.as_tensor(one).cpu() for one in (lengths, own, of_predicted) if one is not None]
+    if any(not one.equal(known[0]) for one in known):
+        raise InfoFlowError(
+            f"sequences have lengths {' and '.join(str(one.tolist()) for one in known)}: expected "
+            "the same; probe and predict the same inputs"
+        )
+    if isinstance(measured, InfluenceResult):
+        return measured.full(), known[0], measured.asked
+    scores = measured if isinstance(measured, Tensor) else measured.members.float()
+    if isinstance(measured, Tensor) and not known:
+        check_real(scores)
+    asked = torch.ones(scores.shape[1:3], dtype=torch.bool, device=scores.device)
+    return scores, known[0] if known else None, asked
+
+
+def check_real(scores: Tensor) -> None:
+    """Refuse influence [layer, batch, pos, source] of states that cannot be real.
+
+    Raises:
+        InfoFlowError: for a position without influence from any token in any layer.
+    """
+    empty = (scores == 0).all(dim=3).all(dim=0) if scores.ndim == 4 else torch.zeros(1, 1)
+    if empty.any():
+        sequence, position = empty.nonzero()[0].tolist()
+        raise InfoFlowError(
+            f"position {position} of sequence {sequence} has no influence from any token, not from "
+            "its own, so it cannot be real, as behind the end of a shorter sequence: expected "
+            "influence of real states, or the lengths; give the InfluenceResult in the place of "
+            "its .influence, or lengths="
+        )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from infoflow_lens.commands.certify import certify
-from infoflow_lens.commands.common import AsJson, Quiet, folder
+from infoflow_lens.commands.common import AsJson, Quiet, folder, own_command
 from infoflow_lens.commands.common import reported as _reported
 from infoflow_lens.commands.design import design
 from infoflow_lens.commands.estimate import estimate
@@ -98,6 +98,7 @@ def demo(
 
 @app.command(short_help="Reproduce a table or figure of the papers.")
 def experiment(
+    context: typer.Context,
     name: StudyName = None,
     list_all: ListAll = False,
     summary: Annotated[
@@ -143,6 +144,7 @@ def experiment(
             resume=resume,
             scheduler=scheduler,
             progress=not quiet,
+            again=own_command(context, "--resume"),
         )
 
 
@@ -158,6 +160,7 @@ def _run_study(study: Any, out: Path | None, preset: str, **settings: Any) -> No
 
 @app.command(short_help="Ask trained language models what InfoFlow leaves open.")
 def study(
+    context: typer.Context,
     name: StudyName = None,
     list_all: ListAll = False,
     model: Annotated[
@@ -206,6 +209,7 @@ def study(
             device=device,
             resume=resume,
             progress=not quiet,
+            again=own_command(context, "--resume"),
         )
 
 
@@ -293,6 +297,7 @@ def _print_inspection(description: str, found: Any, notes: list[str]) -> None:
 @options_of(ProbingConfig, arguments=("model",))
 def probe(
     config: Callable[[], ProbingConfig],
+    context: typer.Context,
     out: ReportFolder,
     jobs: Annotated[int, typer.Option(help="Processes that measure at a time.")] = 1,
     scheduler: Annotated[
@@ -316,6 +321,7 @@ def probe(
             jobs=jobs,
             scheduler=scheduler,
             n_threads=threads,
+            again=own_command(context),
         )
     _print_probing(result)
 
@@ -324,6 +330,7 @@ def probe(
 @options_of(SurveyConfig, arguments=("model",))
 def survey(
     config: Callable[[], SurveyConfig],
+    context: typer.Context,
     out: ReportFolder,
     quiet: Quiet = False,
 ) -> None:
@@ -334,7 +341,11 @@ def survey(
         from infoflow_lens.experiments.survey import run_survey
 
         result = run_survey(
-            out, settings, progress=not quiet, say=lambda line: typer.echo(line, err=True)
+            out,
+            settings,
+            progress=not quiet,
+            say=lambda line: typer.echo(line, err=True),
+            again=own_command(context),
         )
     _print_probing(result)
     typer.echo(f"heads: {out / 'heads.csv'}")

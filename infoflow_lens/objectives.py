@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.sequences import check_id_range, check_token_ids
+from infoflow_lens.foundation.settings import Count, checked
 
 Data: TypeAlias = datasets.Dataset | tuple[Tensor, Tensor]
 Predict: TypeAlias = Callable[[Tensor], Tensor]
@@ -60,7 +61,7 @@ class Objective(Protocol):
         """Refuse data that are not the model's, before any work."""
         ...
 
-    def check_spread(self, y: Tensor, name: str) -> None:
+    def check_variance(self, y: Tensor, name: str) -> None:
         """Refuse targets for which the score is undefined."""
         ...
 
@@ -100,7 +101,7 @@ class SquaredError:
                 f"targets {tuple(y.shape[1:])}: build the model with d_output {y.shape[1]}"
             )
 
-    def check_spread(self, y: Tensor, name: str) -> None:
+    def check_variance(self, y: Tensor, name: str) -> None:
         """Refuse targets without variance, for which NMSE is undefined.
 
         Raises:
@@ -169,7 +170,7 @@ class CrossEntropy:
                 "with d_output, the number of labels"
             )
 
-    def check_spread(self, y: Tensor, name: str) -> None:
+    def check_variance(self, y: Tensor, name: str) -> None:
         """Any labels have a cross-entropy."""
 
     def status(self, row: Mapping[str, float | int], best: float) -> str:
@@ -253,33 +254,37 @@ def tensors_of(data: Any, name: str) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def _checked(model: nn.Module, data: Data, wanted: type[Any], other: str) -> tuple[Tensor, Tensor]:
+def _evaluation_data(
+    model: nn.Module, data: Data, wanted: type[Any], other: str
+) -> tuple[Tensor, Tensor]:
     x, y = tensors_of(data, "evaluation")
     objective = objective_for(y)
     if not isinstance(objective, wanted):
         raise InfoFlowError(f"the evaluation targets are {y.dtype} {tuple(y.shape)}: use {other}")
     objective.check_fit(model, x, y, "evaluation")
-    objective.check_spread(y, "evaluation")
+    objective.check_variance(y, "evaluation")
     return x, y
 
 
-def evaluate(model: nn.Module, data: Data, batch_size: int = 2048) -> float:
+@checked
+def evaluate(model: nn.Module, data: Data, batch_size: Count = 2048) -> float:
     """NMSE of the model on `data`, without touching its mode or gradients.
 
     Raises:
         InfoFlowError: for empty data, labels, or targets that are constant (NMSE is undefined).
     """
-    x, y = _checked(model, data, SquaredError, "evaluate_labels for labels")
+    x, y = _evaluation_data(model, data, SquaredError, "evaluate_labels for labels")
     return nmse(outputs_of(model, SquaredError().predict(model), x, batch_size), y)
 
 
-def evaluate_labels(model: nn.Module, data: Data, batch_size: int = 2048) -> LabelScores:
+@checked
+def evaluate_labels(model: nn.Module, data: Data, batch_size: Count = 2048) -> LabelScores:
     """Cross-entropy and accuracy of the model on labels, read at the last position.
 
     Raises:
         InfoFlowError: for empty data, targets that are no labels, or data that are not the model's.
     """
-    x, y = _checked(model, data, CrossEntropy, "evaluate for target vectors")
+    x, y = _evaluation_data(model, data, CrossEntropy, "evaluate for target vectors")
     return label_scores(outputs_of(model, CrossEntropy().predict(model), x, batch_size), y)
 
 

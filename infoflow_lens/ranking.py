@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from infoflow_lens.agreement import Predicted, auroc, check_norms, real_states, sets_of
+from infoflow_lens.agreement import Predicted, auroc, check_norms, check_real, real_states, sets_of
 from infoflow_lens.foundation.checks import check_integers
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -288,6 +288,8 @@ def compare_rankings(
         )
     influence, lengths, asked = _full(measured, lengths, "what was measured")
     check_norms(influence)
+    if isinstance(measured, Tensor) and lengths is None:
+        check_real(influence)
     ranked: dict[str, Tensor] = {}
     for name, score in scores.items():
         ranked[name], _, also = _full(score, lengths, repr(name))

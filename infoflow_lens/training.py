@@ -450,7 +450,7 @@ def train(
             f"{validation_y.dtype} {tuple(validation_y.shape)}: expected the same kind, vectors "
             "[batch, d_output] or integer labels [batch]"
         )
-    objective.check_spread(validation_y, "validation")
+    objective.check_variance(validation_y, "validation")
     objective.check_fit(model, x, y, "training")
     objective.check_fit(model, validation_x, validation_y, "validation")
     device = next(model.parameters()).device

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.settings import Positions
@@ -50,13 +49,6 @@ class PositionSum(VectorTask):
         self.check_input(x)
         return x[:, list(self.positions)].sum(dim=1)
 
-    def active_index_set(self, x: Float[Tensor, "batch pos d_token"]) -> Bool[Tensor, "batch pos"]:
-        """The positions, for every sequence."""
-        self.check_input(x)
-        active = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-        active[:, list(self.positions)] = True
-        return active
-
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalMean(VectorTask):
@@ -83,8 +75,3 @@ class GlobalMean(VectorTask):
         """The mean of all tokens."""
         self.check_input(x)
         return x.mean(dim=1)
-
-    def active_index_set(self, x: Float[Tensor, "batch pos d_token"]) -> Bool[Tensor, "batch pos"]:
-        """All positions."""
-        self.check_input(x)
-        return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)

@@ -114,7 +114,7 @@ class Memorization(TokenTask):
         Later positions are left out first.
         """
         labels = self.target(x)
-        return _telling(self).to(x.device)[labels]
+        return _distinguishing(self).to(x.device)[labels]
 
 
 @lru_cache(maxsize=8)
@@ -143,7 +143,7 @@ def _labels(task: Memorization) -> dict[tuple[int, ...], int]:
 
 
 @lru_cache(maxsize=8)
-def _telling(task: Memorization) -> Bool[Tensor, "sequence pos"]:
+def _distinguishing(task: Memorization) -> Bool[Tensor, "sequence pos"]:
     """For every stored sequence a minimal set of positions that no other one agrees with."""
     stored = _stored(task)
     kept = torch.zeros(stored.shape, dtype=torch.bool)
@@ -155,8 +155,8 @@ def _telling(task: Memorization) -> Bool[Tensor, "sequence pos"]:
         needed = torch.ones(part.shape, dtype=torch.bool)
         for position in reversed(range(stored.shape[1])):
             needed[:, position] = False
-            told = (differs & needed[:, None]).any(dim=2)
-            told[torch.arange(len(part)), own] = True
-            needed[:, position] = ~told.all(dim=1)
+            distinct = (differs & needed[:, None]).any(dim=2)
+            distinct[torch.arange(len(part)), own] = True
+            needed[:, position] = ~distinct.all(dim=1)
         kept[start : start + rows] = needed
     return kept

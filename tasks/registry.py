@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,6 +138,9 @@ def _load_imported(name: str, parameters: dict[str, Any]) -> Task:
     """A task of the user's: an instance, whose fields parameters replace, or what makes one."""
     found = _imported(name)
     if not isinstance(found, Task) and callable(found):
+        known = inspect.signature(found).parameters
+        if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in known.values()):
+            check_known(parameters, known, f"task {name!r}", "parameter")
         found = found(**parameters)
         parameters = {}
     if not isinstance(found, Task):

@@ -230,9 +230,15 @@ class VectorTask(Task):
     def target(self, x: Float[Tensor, "batch pos d_token"]) -> Float[Tensor, "batch d_output"]:
         """The target F(X) of every sequence, differentiable in `x`."""
 
-    @abstractmethod
     def active_index_set(self, x: Float[Tensor, "batch pos d_token"]) -> Bool[Tensor, "batch pos"]:
-        """I_F(X): the positions whose token moves the target, dF/dx(t) != 0 (Sec. 5.1, eq 4)."""
+        """I_F(X): the positions whose token moves the target, dF/dx(t) != 0 (Sec. 5.1, eq 4).
+
+        Here, those that the target reads whatever they hold.
+        """
+        self.check_input(x)
+        active = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        active[:, list(self.reads)] = True
+        return active
 
     def check_input(self, x: Tensor) -> None:
         """Refuse what is no batch of this task's sequences.

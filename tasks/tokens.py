@@ -265,7 +265,7 @@ class InContextTask(TokenTask):
     def _matching_pair(self, x: Int[Tensor, "batch pos"]) -> Int[Tensor, " batch"]:
         """The pair that the last words ask for."""
 
-    def _telling_words(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch word"]:
+    def _distinguishing_words(self, x: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch word"]:
         """The words of a block that tell it from others: all."""
         return torch.ones(len(x), self.block_length, dtype=torch.bool, device=x.device)
 
@@ -322,9 +322,9 @@ class InContextTask(TokenTask):
             return active
         active.scatter_(1, self.places(ANSWER).to(x.device)[pair][:, None], True)
         if self.n_pairs > 1:
-            telling, places = self._telling_words(x), self.word_places().to(x.device)
-            active.scatter_(1, places[pair], telling)
-            active.scatter_(1, places[-1:].expand(len(x), -1), telling)
+            distinct, places = self._distinguishing_words(x), self.word_places().to(x.device)
+            active.scatter_(1, places[pair], distinct)
+            active.scatter_(1, places[-1:].expand(len(x), -1), distinct)
         return active
 
 

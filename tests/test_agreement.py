@@ -23,12 +23,15 @@ from infoflow_lens import (
     build_construction,
     compare,
     compare_by_position,
+    compare_rankings,
     coverage_curve,
+    load_any,
     propagate,
     run_probes,
 )
 from infoflow_lens.agreement import coverage
 from tests.reference import sets as reference_sets
+from tests.reference import zoo
 
 
 def case(seed, n_layers=2, batch=4, n_source=6, extra=1, levels=4):
@@ -105,7 +108,7 @@ def test_set_metrics_equal_scikit_learn(seed):
 def test_influence_inside_is_a_share_of_squares():
     members = torch.zeros(1, 1, 3, 2, dtype=torch.bool)
     members[0, 0, 2, 0] = True
-    scores = torch.zeros(1, 1, 3, 2)
+    scores = torch.ones(1, 1, 3, 2)
     scores[0, 0, 2] = torch.tensor([3.0, 4.0])
     agreement = compare(InformationSets(members), scores)
     assert agreement.cls.influence_inside == pytest.approx(9 / 25)
@@ -148,7 +151,7 @@ def test_coverage_is_the_share_of_active_tokens_inside():
     assert coverage(predicted, active) == pytest.approx((1 / 2 + 1) / 2)
     members = torch.zeros(2, 2, 4, 3, dtype=torch.bool)
     members[1, :, 3] = predicted  # the first layer's sets do not count
-    agreement = compare(InformationSets(members), members.float(), active=active)
+    agreement = compare(InformationSets(members), torch.ones(2, 2, 4, 3), active=active)
     assert agreement.coverage == pytest.approx(0.75)
 
 
@@ -311,3 +314,53 @@ def test_states_that_were_not_measured_take_no_part(token_model, token_inputs):
     assert compare(predicted, some).layers[0].n_states == 2 * 19
     whole, part = compare(predicted, all_states), compare(predicted, some)
     assert part.cls.auroc == pytest.approx(whole.cls.auroc)
+
+
+# Sequences of different lengths
+
+
+@pytest.fixture(scope="module")
+def of_lengths(tmp_path_factory):
+    """Positions and influence of sequences of 4, 9, 6 and 3 tokens, together and one by one."""
+    model = load_any(zoo.save("llama", tmp_path_factory.mktemp("llama"))).model
+    rows = [row[:n] for row, n in zip(zoo.tokens(4, 9), (4, 9, 6, 3), strict=True)]
+
+    def measured(inputs):
+        probes = [PositionsProbe(), JacobianInfluence()]
+        return run_probes(model, inputs, probes, progress=False)
+
+    return measured(rows), [measured([row]) for row in rows]
+
+
+def test_states_that_are_not_real_enter_no_mean_whatever_is_given(of_lengths):
+    """Sets know the lengths, so a tensor in the place of the result changes nothing."""
+    (positions, influence), alone = of_lengths
+    expected = compare(positions, influence)
+    predicted = propagate(positions)
+    for one, other in (
+        (predicted, influence),
+        (predicted, influence.influence),
+        (predicted.members, influence),
+        (positions, influence.influence),
+    ):
+        assert compare(one, other).to_frame().equals(expected.to_frame())
+    parts = [compare(*one) for one in alone]
+    for layer, whole in enumerate(expected.layers):
+        of_sequences = [part.layers[layer] for part in parts]
+        assert whole.n_states == sum(part.n_states for part in of_sequences) == 22
+        mean = sum(p.influence_inside * (p.n_states - 1) for p in of_sequences) / 18
+        assert whole.influence_inside == pytest.approx(mean)
+
+
+def test_a_tensor_with_states_that_cannot_be_real_is_refused(of_lengths):
+    (positions, influence), _ = of_lengths
+    sets = InformationSets(propagate(positions).members)
+    for call in (
+        lambda: compare(sets, influence.influence),
+        lambda: coverage_curve(positions.positions, influence.influence),
+        lambda: compare_rankings({"rule": sets}, {}, influence.influence),
+    ):
+        with pytest.raises(InfoFlowError, match="cannot be real"):
+            call()
+    with pytest.raises(InfoFlowError, match="expected the same; probe and predict"):
+        compare(positions, influence, lengths=torch.tensor([4, 9, 6, 4]))

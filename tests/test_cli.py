@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def test_the_sweep_prints_and_draws_the_phase_diagram(tmp_path):
     arguments = ["d_retrieval", "--heads", "5", "--tokens", "64", "--sweep", "heads,tokens"]
     result = invoke(*arguments, "--plot", str(picture))
     assert result.exit_code == 0
-    assert "X excluded, proved; x excluded for heads of one role; o allowed" in result.output
+    assert "X excluded, proved; x excluded by the paper's count; o allowed" in result.output
     assert "[flag]" in result.output
     assert picture.read_text().startswith("<?xml")
     summary = json.loads(invoke(*arguments, "--json").output)
@@ -124,7 +125,7 @@ def test_the_sweep_covers_the_heads_of_every_layer(tmp_path):
     [
         (["d_retreival", "--heads", "4"], "did you mean 'd_retrieval'"),
         (["d_retrieval", "--heads", "4,x"], "--heads is '4,x'"),
-        (["d_retrieval", "--heads", "0"], "n_heads is (0,)"),
+        (["d_retrieval", "--heads", "0"], "n_heads"),
         (["d_retrieval", "--heads", "4", "--tokens", "0"], "--tokens is 0"),
         (["d_retrieval", "--heads", "4", "--components", "99999999"], "--components is 99999999"),
         (["d_retrieval", "--heads", "9999999999"], "--heads is '9999999999'"),
@@ -289,9 +290,35 @@ def test_a_stopped_probe_run_says_how_to_go_on(small, tmp_path):
         time.sleep(1.0)
         program.send_signal(signal.SIGINT)
         assert program.wait(120) == 130
-        assert "run the same again to go on" in program.stderr
+        hint = program.stderr.partition("go on with python -m infoflow_lens.cli ")[2]
+        assert sorted(shlex.split(hint)) == sorted(arguments)
         assert "Traceback" not in program.stderr
     assert (tmp_path / ".all.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["experiment", "head_count", "--preset", "smoke", "--jobs", "2", "--out", "a b"],
+        ["experiment", "specific_position", "--scheduler", "tcp://x:1", "--resume", "--quiet"],
+        ["study", "sufficiency", "--model", "stdlib-2l", "--model", "x y", "--data", "t.txt"],
+    ],
+)
+def test_the_hint_how_to_go_on_is_the_command_as_it_was_given(given, monkeypatch):
+    """What a lost worker or Ctrl-C is answered with, runs the same with --resume."""
+    seen = []
+
+    def stopped(study, out, *, again, **settings):
+        seen.append(((study.name, vars(study), out, {**settings, "resume": True}), again))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("infoflow_lens.experiments.sweep.run_study", stopped)
+    CliRunner().invoke(app, given)
+    words = shlex.split(seen[0][1])
+    assert words[0] == "infoflow-lens"
+    assert "--resume" in words
+    CliRunner().invoke(app, words[1:])
+    assert seen[1] == seen[0]
 
 
 def test_experiment_lists_the_studies_with_their_rules():

@@ -12,6 +12,7 @@ from infoflow_lens import Architecture, InfoFlowError, TrainingConfig, list_task
 from infoflow_lens.models.architecture import TokenArchitecture
 from infoflow_lens.models.constructions import CONSTRUCTIONS
 from infoflow_lens.models.host import build_token_model
+from infoflow_lens.training import evaluate
 
 NUMBER_TOO_FAR = (-1, -1.0, math.nan, math.inf)
 SIZES = {"n_heads": (4, 2), "d_model": 12, "d_token": 3, "n_tokens": 5}
@@ -134,3 +135,5 @@ def test_findings_of_the_last_look():
     for settings in ({"epochs": True}, {"lr": "1e-3"}, {"batch_size": True}, {"momentum": "0"}):
         with pytest.raises(InfoFlowError, match=next(iter(settings))):
             TrainingConfig(**settings)
+    with pytest.raises(InfoFlowError, match="batch_size is '64'"):
+        evaluate(None, None, batch_size="64")

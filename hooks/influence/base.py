@@ -58,7 +58,7 @@ class InfluenceResult(StateScores):
         Raises:
             InfoFlowError: unless ``0 < threshold <= 1``.
         """
-        return InformationSets(self.scattered(_above(self.influence, threshold)))
+        return InformationSets(self.scattered(_above(self.influence, threshold)), self.lengths)
 
     @checked
     def sets_by_share(self, share: Threshold = 0.9) -> InformationSets:
@@ -68,7 +68,7 @@ class InfluenceResult(StateScores):
         Raises:
             InfoFlowError: unless ``0 < share <= 1``.
         """
-        return InformationSets(self.scattered(holding(self.influence, share)))
+        return InformationSets(self.scattered(holding(self.influence, share)), self.lengths)
 
 
 @checked

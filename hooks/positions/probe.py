@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.memory import to_host
 from infoflow_lens.foundation.settings import Positions, Ranks
 from infoflow_lens.hooks.model.points import attention_kind
 from infoflow_lens.hooks.passes.ranking import check_rank_support
@@ -68,12 +69,14 @@ class PositionsProbe(Probe[PositionsResult]):
         ranked = [seen.ranked(layer, self.ranks, self.without) for layer in layers]
         spread = [_spread(seen.pattern(layer)) for layer in layers] if self.spread else []
         full = torch.full((len(seen),), ranked[0].positions.shape[2])
+        measured = [*zip(*ranked, strict=True), *zip(*spread, strict=True)]
+        host = iter(to_host([tensor for of_layers in measured for tensor in of_layers]))
+        names = ("positions", "margins", "ties", "entropy", "concentration")
+        by_name = {name: [next(host) for _ in found] for name, found in zip(names, measured)}
         return {
-            "positions": [each.positions.cpu() for each in ranked],
-            "margins": [each.margins.cpu() for each in ranked],
-            "ties": [each.ties.cpu() for each in ranked],
-            "entropy": [entropy for entropy, _ in spread],
-            "concentration": [largest for _, largest in spread],
+            "entropy": [],
+            "concentration": [],
+            **by_name,
             "lengths": full if seen.lengths is None else seen.lengths,
             "is_relu": attention_kind(seen.model) == "relu",
         }
@@ -98,4 +101,4 @@ def _spread(
     """Entropy and largest share of every row; NaN for rows without weight."""
     pattern = pattern.float()
     shares = pattern / pattern.sum(dim=-1, keepdim=True)
-    return torch.special.entr(shares).sum(dim=-1).cpu(), shares.amax(dim=-1).cpu()
+    return torch.special.entr(shares).sum(dim=-1), shares.amax(dim=-1)

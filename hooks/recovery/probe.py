@@ -26,7 +26,7 @@ from infoflow_lens.hooks.recovery.maps import (
 )
 from infoflow_lens.hooks.recovery.regression import Ridge
 from infoflow_lens.hooks.recovery.result import RecoveryResult
-from infoflow_lens.hooks.recovery.rows import LayerRows, RowMaker, parts_of, rows_of
+from infoflow_lens.hooks.recovery.rows import LayerRows, RowMaker, move_valid, parts_of, rows_of
 from infoflow_lens.hooks.recovery.targets import (
     CONTROLS,
     Control,
@@ -148,7 +148,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
         """The rows of a pass."""
         classes = self._targets.classes(seen.model) if self._targets.is_identity else ()
         values = self._targets.values(seen, classes)
-        if values.is_floating_point():
+        if values.is_floating_point() and not isinstance(self.target, (str, tuple)):
             check_finite(values, f"target {self._described!r}", seen.first)
         d_target = len(classes) or values.shape[-1]
         if self.sketch:
@@ -157,7 +157,9 @@ class RecoveryProbe(Probe[RecoveryResult]):
         n_source = values.shape[1]
         maker = RowMaker(self.ranks, self.source, self.without, self._controls, self.seed)
         before: Sequence[Tensor | None] = self.last or [None] * seen.n_layers
-        layers = [maker.layer(seen, layer, n_source, last) for layer, last in enumerate(before)]
+        layers = move_valid(
+            [maker.layer(seen, layer, n_source, last) for layer, last in enumerate(before)]
+        )
         real = seen.is_real(n_source)
         real[:, [query for query in self.without if query < n_source]] = False
         n_blocks = self._n_blocks(layers, len(classes) or values.shape[-1])
@@ -177,7 +179,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
             )  # fmt: skip
         return {
             "statistics": statistics,
-            "left_out": torch.tensor([int((~each.valid.cpu() & real).sum()) for each in layers]),
+            "left_out": torch.tensor([int((~each.valid & real).sum()) for each in layers]),
             "last": [layer.keys[-1].clone() for layer in layers],
             "n_heads": [layer.n_heads for layer in layers],
             "d_target": d_target,

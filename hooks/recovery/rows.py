@@ -1,13 +1,14 @@
 """Rows of a forward pass for recovery maps: what is read, and which keys are to be given back."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from infoflow_lens.foundation.memory import to_host
 from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.recovery.buffer import Rows
 from infoflow_lens.hooks.recovery.targets import random_keys
@@ -21,7 +22,7 @@ class LayerRows:
         features: [batch, pos, feature] for each set of features: one, or one for each head.
         chosen: int [batch, query, group] for each set: keys of its heads by rank, then those of the
             controls.
-        valid: which queries take part.
+        valid: which queries take part; on the host once :func:`move_valid` has moved it.
         keys: int [batch, query, group], of all heads and ranks.
         n_heads: heads of the layer.
     """
@@ -156,21 +157,23 @@ def rows_of(
 
     The order is that of the sequences, whatever the buffers that they are in.
     """
-    device, n_query = layer.valid.device, layer.valid.shape[1]
-    queries = torch.arange(n_query, device=device)
+    device, n_query = layer.keys.device, layer.valid.shape[1]
+    queries = torch.arange(n_query)
     picked = []
+    held_out = []
     for part in parts:
-        sequences = part.sequences.to(device)
-        valid = layer.valid[sequences]
-        start = torch.arange(len(sequences), device=device)[:, None] * n_query
+        valid = layer.valid[part.sequences]
+        start = torch.arange(len(part.sequences))[:, None] * n_query
+        sequence = part.sequences[:, None].expand_as(valid)[valid]
+        held_out += [sequence] if part.buffer else []
         picked.append(
             (
                 part.buffer,
                 part.values.to(device),
                 valid.sum(dim=1).cumsum(0).tolist(),
-                sequences[:, None].expand_as(valid)[valid],
-                queries.expand_as(valid)[valid],
-                start.expand_as(valid)[valid],  # of the sequence's values
+                sequence.to(device),
+                queries.expand_as(valid)[valid].to(device),
+                start.expand_as(valid)[valid].to(device),  # of the sequence's values
             )
         )
     sets = []
@@ -191,6 +194,11 @@ def rows_of(
                 for buffer, values, ends, sequence, query, start in picked
             ]
         )
-    held_out = [sequence for buffer, _, _, sequence, _, _ in picked if buffer]
     order = torch.cat(held_out) if held_out else queries[:0]
-    return sets, order.argsort(stable=True)
+    return sets, order.argsort(stable=True).to(device)
+
+
+def move_valid(layers: Sequence[LayerRows]) -> list[LayerRows]:
+    """The same, with the queries that take part known on the host, of all layers in one copy."""
+    moved = to_host([layer.valid for layer in layers])
+    return [replace(layer, valid=valid) for layer, valid in zip(layers, moved, strict=True)]

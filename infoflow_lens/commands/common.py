@@ -1,5 +1,6 @@
 """What commands share: how errors are told, options, lists of numbers, tasks by name."""
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,29 @@ def reported() -> Iterator[None]:
         reason = str(interrupt) or "interrupted"
         typer.echo(f"stopped: {reason}", err=True)
         raise typer.Exit(130) from None
+
+
+def own_command(context: typer.Context, *more: str) -> str:
+    """The command as it was given, to be given once more.
+
+    Args:
+        context: of the command that runs.
+        more: options that it shall have the next time, where it has them not.
+    """
+    words = context.command_path.split()
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        value = context.params[str(parameter.name)]
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if parameter.param_type_name == "argument":
+                words.append(str(item))
+            elif isinstance(item, bool):
+                words.append((parameter.opts if item else parameter.secondary_opts)[0])
+            else:
+                words += [parameter.opts[0], str(item)]
+    return shlex.join([*words, *(option for option in more if option not in words)])
 
 
 def integers(text: str, name: str) -> tuple[int, ...]:

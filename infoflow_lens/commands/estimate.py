@@ -16,9 +16,9 @@ from infoflow_lens.commands.common import (
 
 _SIGNS = {
     "excluded, proved": "[red]X[/]",
-    "excluded for heads of one role": "[red]x[/]",
+    "excluded by the paper's count": "[red]x[/]",
     "allowed": "[green]o[/]",
-    "undecided": ".",
+    "no schedule found": ".",
 }
 _MOST_ROWS = 20_000
 
@@ -62,6 +62,12 @@ def estimate(
     trees: Annotated[int, typer.Option(help="K in eq (5).")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the task and of the check.")] = 0,
     as_json: AsJson = False,
+    witness: Annotated[
+        bool, typer.Option("--witness", help="Print what proves the verdict, as JSON.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Save what proves the verdict to this file, as JSON.")
+    ] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -77,6 +83,7 @@ def estimate(
 
     with reported():
         from infoflow_lens.foundation.errors import InfoFlowError
+        from infoflow_lens.foundation.files import write_json
         from infoflow_lens.theory import estimate as estimates
 
         if (heads is None) == (like is None):
@@ -97,8 +104,18 @@ def estimate(
         result = estimates.estimate(
             architecture, target, count=cast(Any, count), trees=trees, seed=seed
         )
+        if (witness or out is not None) and result.witness is None:
+            raise InfoFlowError(
+                f"the verdict is {result.verdict!r}, which rests on no witness: expected a verdict "
+                "'excluded, proved'; leave out --witness and --out"
+            )
+        if out is not None:
+            write_json(out, result.witness)
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
+        return
+    if witness:
+        typer.echo(json.dumps(result.witness))
         return
     console().print(architecture.describe(), markup=False, soft_wrap=True)
     _print_estimate(result)
@@ -232,7 +249,7 @@ def _sweep(
     out = console()
     out.print(f"[bold]{title}[/bold]")
     out.print(
-        "X excluded, proved; x excluded for heads of one role; o allowed; . undecided; "
+        "X excluded, proved; x excluded by the paper's count; o allowed; . no schedule found; "
         "columns are T"
     )
     out.print(table)

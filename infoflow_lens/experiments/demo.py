@@ -28,7 +28,7 @@ from infoflow_lens.models.architecture import ActivationName, Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model, save_model
 from infoflow_lens.report import Report, Stage, render_report
 from infoflow_lens.tasks import DRetrieval, VectorTask
-from infoflow_lens.theory import InformationSets, propagate
+from infoflow_lens.theory import propagate
 from infoflow_lens.training import TrainingConfig, TrainingResult, restored, train
 
 RANKS = (1, 2)
@@ -159,11 +159,9 @@ def _stage(
     return Stage(
         name=name,
         recovery=recovery,
-        agreement=compare(
-            predicted, influence.influence, threshold=config.threshold, active=active
-        ),
+        agreement=compare(predicted, influence, threshold=config.threshold, active=active),
         positions=tuple(chosen[: config.n_shown] for chosen in positions.argmax),
-        predicted=InformationSets(predicted.members[:, : config.n_shown]),
+        predicted=predicted.part(n=config.n_shown),
         influence=influence.influence[:, : config.n_shown],
         edges=tuple(result.influence[0] for result in edges),
     )

@@ -16,7 +16,11 @@ _TENSORS = 6  # of that size at a time: pattern, ideals, logits and their gradie
 
 
 def run_survey(
-    out: Path, config: SurveyConfig, progress: bool = True, say: Say = lambda line: None
+    out: Path,
+    config: SurveyConfig,
+    progress: bool = True,
+    say: Say = lambda line: None,
+    again: str = "",
 ) -> ProbingResult:
     """Measure mechanisms, their sufficiency, top k, influence, positions and recovery of a model.
 
@@ -31,6 +35,7 @@ def run_survey(
         config: the settings.
         progress: show bars.
         say: called with a line for every part that begins.
+        again: the command that goes on, as messages name it; default, the same call.
 
     Raises:
         InfoFlowError: for bad settings, model or data, too little memory, or a folder with results
@@ -44,6 +49,7 @@ def run_survey(
         progress,
         say,
         if_possible=True,
+        again=again,
         ready=lambda setting: check_memory(survey_bytes(setting), config.device),
     )
     write_text(out / "heads.csv", per_head(result).to_csv(index=False))

@@ -83,6 +83,7 @@ def run_study(
     resume: bool = False,
     scheduler: str | None = None,
     progress: bool = True,
+    again: str = "",
 ) -> StudyResult:
     """Run what is missing of a study, and write its results.
 
@@ -101,6 +102,7 @@ def run_study(
         resume: go on with what the folder holds.
         scheduler: address of a dask scheduler, whose workers run in place of local processes.
         progress: show a bar.
+        again: the command that goes on, as messages name it; default, this call.
 
     Raises:
         InfoFlowError: for bad settings, without the packages that several processes (extra
@@ -137,9 +139,8 @@ def run_study(
             workers(
                 jobs,
                 scheduler,
-                finished="finished runs are kept",
-                again=f"infoflow-lens experiment {study.name} --out {out} --resume",
-                go_on=f"finished runs are kept in {str(out)!r}; go on with --resume",
+                finished=f"finished runs are kept in {str(out)!r}",
+                again=again or f"run_study(..., {str(out)!r}, resume=True)",
             ) as spread,
             progress_bar(study.name, len(runs), progress, done=len(kept)) as advance,
         ):

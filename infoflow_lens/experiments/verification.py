@@ -121,7 +121,7 @@ def _compared(models: Sequence[Measured]) -> tuple[bool | None, str]:
     ours = models[0].nmse
     if ours > 0.1:
         return False, f"{reasons}: the recommended model itself is not trained (NMSE {ours:.2g})"
-    roles = any("one role" in model.predicted for model in close)
+    roles = any("paper's count" in model.predicted for model in close)
     routed = "; a head with several roles is not excluded" if roles else ""
     return False, f"{reasons}{routed}; exclusion is of exact retrieval, not of every small error"
 

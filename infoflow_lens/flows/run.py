@@ -38,7 +38,7 @@ from infoflow_lens.hooks import (
 from infoflow_lens.hooks.model.inputs import Inputs, read_inputs, readable_tokens
 from infoflow_lens.hooks.model.points import key_count, layer_count, reads_vectors
 from infoflow_lens.models.loading import LoadedModel, load_any
-from infoflow_lens.theory.information_sets import InformationSets, Rule, propagate
+from infoflow_lens.theory.information_sets import Rule, propagate
 
 _MOST_RANKS = 8  # that the picture's switch offers
 
@@ -156,8 +156,7 @@ def flow(
     result: InfluenceResult | None = found.get("influence")
     agreement = None
     if result is not None:
-        asked = InformationSets(sets.members[list(result.layers)])
-        agreement = compare(asked, result, threshold=threshold)
+        agreement = compare(sets.part(result.layers), result, threshold=threshold)
     config = {
         "flow": loaded.description.split(":")[0],
         "rule": settings.rule,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, first_line
 
 
 def check_device(device: Any, name: str = "device") -> str:
@@ -18,7 +18,7 @@ def check_device(device: Any, name: str = "device") -> str:
         kind = torch.device(device).type
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         raise InfoFlowError(
-            f"{name} is {device!r}, which does not answer ({str(error).splitlines()[0]}): expected "
+            f"{name} is {device!r}, which does not answer ({first_line(error)}): expected "
             "cpu, or an accelerator that this PyTorch sees, such as cuda:0"
         ) from error
     if kind == "meta":

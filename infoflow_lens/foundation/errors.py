@@ -16,3 +16,9 @@ class InfoFlowWarning(UserWarning):
 
 class NothingMeasuredError(InfoFlowError):
     """A probe was asked for its result before any complete forward pass reached it."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another package's error says in its first line, to be quoted; its class if nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".:")[:300] if lines else type(error).__name__

@@ -9,6 +9,7 @@ import shutil
 import socket
 import stat
 import tempfile
+import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -39,19 +40,13 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(path)
     with naming_file(target):
-        descriptor, name = tempfile.mkstemp(
-            dir=scratch_for(target), prefix=f".{target.name}.", suffix=".part"
-        )
-        os.close(descriptor)
-        temporary = Path(name)
+        temporary = unused_path(target)
+        # permissions are those of an ordinary new file; not every file system lets change them
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         try:
             yield temporary
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
-            # mkstemp makes private files; results get the permissions of an ordinary new file.
-            umask = os.umask(0)
-            os.umask(umask)
-            temporary.chmod(0o666 & ~umask)
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
@@ -62,8 +57,8 @@ def naming_file(target: Path) -> Iterator[None]:
     """Make what the system answers to a write an error that names the file."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+    except (OSError, SafetensorError, MemoryError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise InfoFlowError(
             f"cannot write {str(target)!r} ({reason}): expected room on the disk and a folder that "
             "you may write to; what was finished before is kept: make room, and run the same again "
@@ -160,7 +155,7 @@ def writable_folder(path: str | os.PathLike[str]) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise InfoFlowError(
             f"cannot write to the output folder {str(folder)!r} ({reason}): "
             "expected a folder that you may write to; choose another folder"
@@ -273,17 +268,27 @@ def writing_in(folder: Path) -> Iterator[None]:
         _held.remove(folder)
 
 
-def scratch_for(target: Path) -> Path:
-    """The folder for what will replace `target`: the scratch folder of the run, or beside it.
+def unused_path(target: Path) -> Path:
+    """A path for what will replace `target`: in the scratch folder of the run, or beside it.
 
     Raises:
-        InfoFlowError: where links lead out of the run's folder.
+        InfoFlowError: where links lead out of the run's folder, or it cannot be written.
     """
+    with naming_file(target):
+        return _scratch_for(target) / f".{target.name}.{uuid.uuid4().hex[:12]}.part"
+
+
+def _scratch_for(target: Path) -> Path:
     around = [folder for folder in _held if target.is_relative_to(folder)]
     if not around:
         return target.parent
     folder = max(around, key=lambda path: len(path.parts))
     no_links(folder, target)
+    return scratch_of(folder)
+
+
+def scratch_of(folder: Path) -> Path:
+    """The scratch folder of a run's folder, which is swept when another run begins or this ends."""
     scratch = folder / PRIVATE / _SCRATCH
     no_links(folder, scratch)
     scratch.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ def between_steps() -> Iterator[Callable[[], None]]:
 
     The check raises KeyboardInterrupt if there was one. A second one is raised at once. Outside the
     main thread, which alone is sent signals, and where somebody handles SIGINT himself, nothing
-    changes.
+    changes. What is ignored, as a shell has it for SIGINT behind ``nohup`` or ``&``, stays ignored.
     """
     asked = False
 
@@ -29,13 +29,12 @@ def between_steps() -> Iterator[Callable[[], None]]:
         asked = True
         sys.stderr.write("stopping behind this batch; again to stop at once\n")
 
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not ours or threading.current_thread() is not threading.main_thread():
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    handled = signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_IGN)
+    if handled or threading.current_thread() is not threading.main_thread():
         yield check
         return
-    numbers = [signal.SIGINT]
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        numbers.append(signal.SIGTERM)
+    numbers = [number for number, usual in defaults.items() if signal.getsignal(number) == usual]
     before = [signal.signal(number, hold) for number in numbers]
     try:
         yield check

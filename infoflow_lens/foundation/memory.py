@@ -1,12 +1,23 @@
 """How much memory is free, and how amounts of it are told."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors on the CPU; the host waits once for the device that they lie on."""
+    flat = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
+    parts = torch.cat(flat).cpu().split([len(part) for part in flat]) if flat else ()
+    return [
+        # a tensor of its own: a view would start where its dtype may not
+        part.clone().view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
 
 
 def free_on(device: str) -> int | None:

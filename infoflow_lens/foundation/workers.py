@@ -52,7 +52,6 @@ def workers(
     *,
     finished: str,
     again: str,
-    go_on: str,
     n_threads: int = 1,
 ) -> Iterator[Spread]:
     """What spreads calls over workers, each of which computes with so many threads.
@@ -63,26 +62,24 @@ def workers(
     Args:
         jobs, scheduler: see :func:`check_workers`.
         finished: what is kept when all ends early, such as "finished runs are kept".
-        again: the command that goes on after a loss.
-        go_on: how to go on after Ctrl-C.
+        again: what goes on after a loss or Ctrl-C: a command or a call.
         n_threads: of each call.
 
     Raises:
         InfoFlowError: if the scheduler does not answer, or it or a worker is gone.
         KeyboardInterrupt: when it is stopped, with how to go on.
     """
-    where = "" if scheduler is None else f" --scheduler {scheduler}"
     try:
         with _started(jobs, scheduler, n_threads) as spread:
             yield spread
-    except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt(str(interrupt) or go_on) from None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{finished}; go on with {again}") from None
     except Exception as error:
         if not _is_of_workers(error, scheduler):
             raise
         what = "a worker process" if scheduler is None else f"the dask scheduler at {scheduler!r}"
         raise InfoFlowError(
-            f"{what} is gone ({type(error).__name__}): {finished}; go on with {again}{where}"
+            f"{what} is gone ({type(error).__name__}): {finished}; go on with {again}"
         ) from error
 
 

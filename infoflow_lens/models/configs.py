@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, first_line
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.models.shipped import shipped_folder
 from infoflow_lens.theory.shapes import ModelShape, shape_of
@@ -36,14 +36,14 @@ def shape_of_named(name: str) -> ModelShape:
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=True)
     except Exception as error:  # of the hub, of a file
-        reason = _first_line(error)
+        reason = first_line(error)
     if config is None and "/" in name:
         from huggingface_hub import hf_hub_download
 
         try:
             return shape_of(hf_hub_download(name, "config.json"))
         except Exception as error:  # of the hub, of the network
-            reason = _first_line(error)
+            reason = first_line(error)
     if config is None and name in CONFIG_MAPPING_NAMES:
         from transformers import CONFIG_MAPPING
 
@@ -56,8 +56,3 @@ def shape_of_named(name: str) -> ModelShape:
             f"{nearest(name, ['gpt2', 'llama', 'mistral', 'bert', 'gpt_neo', 'gemma2', 'qwen2'])}"
         )
     return shape_of(config)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

@@ -2,13 +2,9 @@
 
 import copy
 import difflib
-import math
 import os
-import tempfile
-import threading
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -20,10 +16,19 @@ from torch import nn
 
 from infoflow_lens.foundation.devices import check_device
 from infoflow_lens.foundation.display import panel
-from infoflow_lens.foundation.drawing import SeededRandom
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, first_line
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.settings import check
+from infoflow_lens.models.bridges import (
+    Place,
+    check_one_stack,
+    check_sizes,
+    class_of_transformers,
+    hosted,
+    tokenizer_of,
+    transformers_model,
+    without_trace,
+)
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import load_model
 from infoflow_lens.models.shipped import SHIPPED, shipped_folder
@@ -46,24 +51,6 @@ _WEIGHTS = (
 _NOT_HOOKED = ("google-bert/", "google-t5/", "facebook/hubert", "facebook/wav2vec2")
 # Official names whose files are not in the format of Hugging Face
 _IN_OLD_FORMAT = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
-# Sizes that a config says and that no weight may fall short of
-_WIDTHS = (
-    "hidden_size",
-    "intermediate_size",
-    "n_inner",  # as GPT-2 calls it
-    "ffn_dim",
-    "d_ff",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
-_LARGEST = 10**7  # of a size that no weights tell
-_SLACK = 64  # layers may share their weights
-_loading = threading.RLock()
-# How far a bridge's logits may lie from those of its model, as a share of their spread
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
-
-
 Source = Literal["checkpoint", "folder", "name", "memory"]
 
 
@@ -161,7 +148,7 @@ def load_any(
             f"a tokenizer is given beside {name!r}: expected none, as models by name or folder "
             "bring their own; load the model with transformers, and give both"
         )
-    place = _Place(device or "cpu", wanted or torch.float32)
+    place = Place(device or "cpu", wanted or torch.float32)
     folder = Path(name).expanduser()
     if folder.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
         if _kind_of_folder(folder) == "checkpoint":
@@ -170,21 +157,13 @@ def load_any(
         _check_backend(host, "bridge", _UNLOADED.format(name, "is a local folder"))
         return _by_bridge(str(folder), place, "folder")
     if shipped := shipped_folder(name):
-        if host == "bridge" or not _is_hooked(host):
-            return _by_bridge(str(shipped), place, "name", shipped.name)
-        return _gpt2_by_hooked(shipped, place)
+        if _is_hooked(host):
+            return _gpt2_by_hooked(shipped, place)
+        return _by_bridge(str(shipped), place, "name", shipped.name)
     if "@" in name:
         _check_backend(host, "bridge", _UNLOADED.format(name, "names a revision"))
         return _by_bridge(_at_revision(name), place, "name", name)
     return _by_name(name, place, host)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a model is put, and in which precision."""
-
-    device: str
-    dtype: torch.dtype
 
 
 _UNLOADED = "{!r} {}, which HookedTransformer does not load"
@@ -258,15 +237,15 @@ def _checkpoint(folder: Path, device: str, dtype: torch.dtype | None) -> LoadedM
     return LoadedModel(model, None, "checkpoint", _description(model, str(folder)))
 
 
-def _gpt2_by_hooked(folder: Path, place: _Place) -> LoadedModel:
+def _gpt2_by_hooked(folder: Path, place: Place) -> LoadedModel:
     """A folder of a GPT-2 of any size; HookedTransformer itself loads only official ones."""
     import transformer_lens
     from transformers import AutoConfig, AutoTokenizer
 
     name = folder.name
-    with _leaving_no_trace(), _named(name):
+    with without_trace(), _named(name):
         config = AutoConfig.from_pretrained(folder)
-        alone = _of_hugging_face(str(folder), config, place)
+        alone = transformers_model(str(folder), config, place)
         model = transformer_lens.HookedTransformer(
             transformer_lens.HookedTransformerConfig(
                 n_layers=config.n_layer,
@@ -296,7 +275,7 @@ def _gpt2_by_hooked(folder: Path, place: _Place) -> LoadedModel:
     return _loaded(model, name, "name")
 
 
-def _by_name(name: str, place: _Place, backend: Backend) -> LoadedModel:
+def _by_name(name: str, place: Place, backend: Backend) -> LoadedModel:
     official = _official_names().get(name.lower())
     hooked = _is_hooked(backend)
     if official is None:
@@ -336,18 +315,18 @@ def _meant(name: str) -> str:
     return f" (did you mean {', '.join(names)}?)" if names else ""
 
 
-def _by_hooked(name: str, place: _Place) -> LoadedModel:
+def _by_hooked(name: str, place: Place) -> LoadedModel:
     import transformer_lens
     from huggingface_hub import errors, hf_hub_download
 
-    with _leaving_no_trace(), _named(name):
+    with without_trace(), _named(name):
         try:
             hf_hub_download(name, "config.json")  # without a network, stop at the first attempt
         except errors.LocalEntryNotFoundError:
             raise
         except errors.EntryNotFoundError:
             pass  # some official models have a config of another kind
-        with _tokenizer_of(name) as (tokenizer, has_words):
+        with tokenizer_of(name) as (tokenizer, has_words):
             model = transformer_lens.HookedTransformer.from_pretrained_no_processing(
                 name,
                 dtype=place.dtype,
@@ -359,14 +338,14 @@ def _by_hooked(name: str, place: _Place) -> LoadedModel:
     return _loaded(model, name, "name")
 
 
-def _in_old_format(name: str, place: _Place) -> LoadedModel:
+def _in_old_format(name: str, place: Place) -> LoadedModel:
     """Models from before the format of Hugging Face, with a native bridge of TransformerLens 4."""
     if HAS_HOOKED_TRANSFORMER:
         raise InfoFlowError(
             f"{name!r} is not in the format of Hugging Face, which a bridge needs: expected "
             "backend 'auto' or 'hooked'"
         )
-    with _leaving_no_trace(), _named(name):
+    with without_trace(), _named(name):
         sources = import_module("transformer_lens.model_bridge.sources")
         model = sources.boot_tl_legacy(name, device=place.device, dtype=place.dtype)
     return _loaded(model, name, "name")
@@ -385,67 +364,21 @@ def _at_revision(name: str) -> str:
 
 def _by_bridge(
     name: str,
-    place: _Place,
+    place: Place,
     source: Literal["folder", "name"],
     known_as: str | None = None,
 ) -> LoadedModel:
     """A folder or a name of the hub; `known_as` is what messages call it, by default the same."""
-    with _leaving_no_trace(), _named(known_as or name):
+    with without_trace(), _named(known_as or name):
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(name)
-        _check_one_stack(name, config)
+        check_one_stack(name, config)
         if source == "folder":
-            _check_sizes(Path(name), config)
-        alone = _of_hugging_face(name, config, place)
-        with _tokenizer_of(name) as (tokenizer, has_words):
-            return _hosted(name, alone, tokenizer, has_words, source, known_as)
-
-
-def _check_one_stack(name: str, config: Any) -> None:
-    if getattr(config, "is_encoder_decoder", False):
-        raise InfoFlowError(
-            f"{name!r} is an encoder with a decoder: expected one stack of blocks, a decoder "
-            "such as gpt2 or an encoder such as bert-base-cased"
-        )
-
-
-def _hosted(
-    name: str,
-    alone: Any,
-    tokenizer: Any,
-    has_words: bool,
-    source: Source,
-    known_as: str | None = None,
-) -> LoadedModel:
-    """A model of transformers in a bridge, which puts its own parts into it.
-
-    Args:
-        name: of the model.
-        alone: the model, with eager attention.
-        tokenizer: of it; None for that of the name.
-        has_words: whether the tokenizer is its own.
-        source: where it comes from.
-        known_as: what messages call it; default, its name.
-    """
-    from transformer_lens.model_bridge import TransformerBridge
-
-    first = next(alone.parameters())
-    device, dtype = str(first.device), first.dtype
-    tokens, expected = _few_tokens(alone.config, device), None
-    if alone.main_input_name == "input_ids":
-        # now: a bridge changes the model
-        with torch.no_grad():
-            expected = getattr(alone(tokens), "logits", None)
-    model = TransformerBridge.boot_transformers(
-        name, hf_model=alone, device=device, dtype=dtype, tokenizer=tokenizer
-    )
-    if not has_words:
-        model.tokenizer = None
-    loaded = _loaded(model, known_as or name, source)
-    if expected is not None:
-        _check_computes(model, tokens, expected, name, type(alone).__name__)
-    return loaded
+            check_sizes(Path(name), config)
+        alone = transformers_model(name, config, place)
+        with tokenizer_of(name) as (tokenizer, has_words):
+            return _loaded(hosted(name, alone, tokenizer, has_words), known_as or name, source)
 
 
 def _in_memory(
@@ -499,108 +432,17 @@ def _in_memory(
             "'bridge'"
         )
     name = model.name_or_path or kind
-    with _leaving_no_trace(), _named(name):
-        _check_one_stack(name, model.config)
+    with without_trace(), _named(name):
+        check_one_stack(name, model.config)
         # other modules around the same tensors: a bridge puts its own parts into what it hosts
         shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
         alone = copy.deepcopy(model, shared)
         alone.set_attn_implementation("eager")
         alone.eval()
         if not alone.config.architectures:  # as of models that are built from a config
-            alone.config.architectures = [_class_of_transformers(alone)]
-        with _tokenizer_of(model.name_or_path, tokenizer) as (words, has_words):
-            return _hosted(name, alone, words, has_words, "memory")
-
-
-def _class_of_transformers(model: nn.Module) -> str:
-    """The name of a model's class, or of the class of transformers that it is made from."""
-    import transformers
-
-    names = [kind.__name__ for kind in type(model).__mro__]
-    return next((name for name in names if hasattr(transformers, name)), names[0])
-
-
-def _of_hugging_face(name: str, config: Any, place: _Place) -> Any:
-    """The model of transformers, with eager attention.
-
-    Raises:
-        InfoFlowError: if the files lack weights, which transformers would draw at random.
-    """
-    import transformers
-
-    architecture = next(iter(config.architectures or ()), "")
-    kind: Any = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
-    model, info = kind.from_pretrained(
-        name, dtype=place.dtype, attn_implementation="eager", output_loading_info=True
-    )
-    if missing := sorted(info["missing_keys"]):
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise InfoFlowError(
-            f"{name!r} lacks weights ({', '.join(missing[:3])}{more}), which would be random: "
-            f"expected all of {type(model).__name__}; save or download it again"
-        )
-    return model.to(place.device).eval()
-
-
-def _check_sizes(folder: Path, config: Any) -> None:
-    """Refuse a config far larger than the weights beside it, before memory is taken for it.
-
-    Raises:
-        InfoFlowError: with the size that is too large.
-    """
-    from safetensors import safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    text = config.get_text_config()
-    asked = {name: getattr(text, name, None) for name in (*_WIDTHS, "num_hidden_layers")}
-    known = {name: size for name, size in asked.items() if isinstance(size, int)}
-    largest = max((size for shape in shapes.values() for size in shape), default=_LARGEST)
-    numbers = sum(math.prod(shape) for shape in shapes.values()) or _LARGEST**2
-    limits = dict.fromkeys(_WIDTHS, largest) | {"max_position_embeddings": _LARGEST}
-    counted = {int(part) for name in shapes for part in name.split(".") if part.isdigit()}
-    limits["num_hidden_layers"] = len(counted) if counted else _LARGEST
-    width = known.get("hidden_size", 1)
-    for name, size in known.items():
-        by = width if name == "max_position_embeddings" else size
-        squared = name in (*_WIDTHS[:2], "max_position_embeddings")
-        if size > limits[name] or (squared and size * by > _SLACK * max(numbers, 2**20)):
-            raise InfoFlowError(
-                f"config.json in {str(folder)!r} says {name} {size}, which the weights beside it "
-                "do not hold: expected what save_pretrained writes; save or download it again"
-            )
-
-
-def _few_tokens(config: Any, device: str) -> torch.Tensor:
-    """Ids from all over the vocabulary, [2, 8]."""
-    text: Any = config.get_text_config()
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(getattr(text, "vocab_size", 1), (2, 8), generator=generator).to(device)
-
-
-def _check_computes(
-    model: Any, tokens: torch.Tensor, expected: torch.Tensor, name: str, kind: str
-) -> None:
-    """Refuse a bridge with other logits than its model.
-
-    Raises:
-        InfoFlowError: with the difference.
-    """
-    with torch.no_grad():
-        found = model(tokens)
-    spread = float((expected - expected.mean(-1, keepdim=True)).abs().max())
-    same_shape = found.shape == expected.shape
-    apart = float((found.float() - expected.float()).abs().max()) if same_shape else float("inf")
-    if not apart <= _TOLERANCE[expected.dtype] * spread:
-        raise InfoFlowError(
-            f"the TransformerBridge of transformer-lens {version('transformer-lens')} computes "
-            f"something else than {name!r} itself, a {kind}: logits differ by {apart / spread:.0%} "
-            "of their spread; what is measured on it would be said of another model. Expected an "
-            "architecture that the bridge reproduces; try another version of transformer-lens"
-        )
+            alone.config.architectures = [class_of_transformers(alone)]
+        with tokenizer_of(model.name_or_path, tokenizer) as (words, has_words):
+            return _loaded(hosted(name, alone, words, has_words), name, "memory")
 
 
 def _loaded(model: Any, name: str, source: Source) -> LoadedModel:
@@ -643,70 +485,6 @@ def _description(model: Any, name: str) -> str:
 
 
 @contextmanager
-def _leaving_no_trace() -> Iterator[None]:
-    """Random state and warning filters are left as found, and nothing is printed to stdout.
-
-    That TransformerLens 4 drops HookedTransformer is known. Threads take turns: filters and stdout
-    are of all of them, and whoever begins last would put back what another had put there.
-    """
-    with (
-        _loading,
-        SeededRandom(0),
-        warnings.catch_warnings(),
-        open(os.devnull, "w", encoding="utf-8") as nowhere,
-        redirect_stdout(nowhere),
-    ):
-        warnings.filterwarnings(
-            "ignore",
-            message=r"HookedTransformer(\.from_pretrained)? is deprecated",
-            category=DeprecationWarning,
-        )
-        yield
-
-
-@contextmanager
-def _tokenizer_of(place: str | None, given: Any | None = None) -> Iterator[tuple[Any, bool]]:
-    """A tokenizer for TransformerLens, and whether it has words.
-
-    TransformerLens copies a tokenizer by the place that it came from. Where there is none, one
-    without words stands in for it while the model loads.
-
-    Args:
-        place: the name or folder of a model, whose tokenizer is found there; None for nowhere.
-        given: a tokenizer in its stead.
-    """
-    if given is None and place and _has_tokenizer(place):
-        yield None, True
-        return
-    words = given
-    if words is None:
-        from tokenizers import Tokenizer
-        from tokenizers.models import WordLevel
-        from transformers import PreTrainedTokenizerFast
-
-        inner = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))
-        special = dict.fromkeys(("unk_token", "pad_token", "bos_token", "eos_token"), "<unk>")
-        words = PreTrainedTokenizerFast(tokenizer_object=inner, **special)
-    with tempfile.TemporaryDirectory() as folder:
-        words.save_pretrained(folder)
-        yield type(words).from_pretrained(folder), given is not None
-
-
-def _has_tokenizer(name: str) -> bool:
-    """Whether there is a tokenizer with words.
-
-    For some architectures transformers makes one of special tokens alone where there is no file.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception:  # of many kinds: no file, no network, a missing package
-        return False
-    return not set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
-
-
-@contextmanager
 def _named(name: str) -> Iterator[None]:
     """Whatever goes wrong while a model loads is said of that model, with what to do."""
     try:
@@ -745,7 +523,7 @@ def _why(name: str, error: BaseException) -> str:
     if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return f"{name!r} does not fit into memory: try dtype bfloat16, or another device"
     return (
-        f"{name!r} cannot be loaded ({type(error).__name__}: {_first_line(error)}): expected a "
+        f"{name!r} cannot be loaded ({type(error).__name__}: {first_line(error)}): expected a "
         "model that TransformerLens supports, with whole files; look at its config.json and "
         "weights, or try another backend"
     )
@@ -755,8 +533,3 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".:")[:300] if lines else "no reason given"

@@ -46,6 +46,7 @@ def stream_data(
     max_length: int | None = None,
     window: int | None = None,
     seed: int = 0,
+    scratch: Path | None = None,
 ) -> Iterator[Tensor]:
     """The sequences that a user names, tokenised as they are read: token ids [pos], or vectors.
 
@@ -63,6 +64,7 @@ def stream_data(
         window: join all texts, and cut them into sequences of so many tokens, `n` of them spread
             evenly; a text file is one text, with its line breaks. Ids are cut to it.
         seed: of what is drawn.
+        scratch: a folder for what does not fit in memory; default, the system's.
 
     Raises:
         InfoFlowError: for data that are not there or cannot be read, naming them.
@@ -77,7 +79,9 @@ def stream_data(
         texts = stream_texts(data, column)
         if texts is not None:
             one_text = Path(data).suffix == ".txt"
-            yield from windows(model, texts, max_length, n, data, one_text=one_text)
+            yield from windows(
+                model, texts, max_length, n, data, one_text=one_text, scratch=scratch
+            )
             return
     seen = 0
     for part in _parts(model, data, n or 256, max_length, seed):
@@ -241,8 +245,10 @@ def _streamed(path: Path) -> Iterator[Any]:
     told = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below says it
     try:
+        # else parquet is read by groups of rows, which may be as large as the file unpacked
+        sizes = {"batch_size": _ROWS} if path.suffix == ".parquet" else {}
         rows = datasets.load_dataset(
-            _TABLES[path.suffix], data_files=str(path), split="train", streaming=True
+            _TABLES[path.suffix], data_files=str(path), split="train", streaming=True, **sizes
         )
         for part in rows.iter(batch_size=_ROWS):
             yield datasets.Dataset.from_dict(part)

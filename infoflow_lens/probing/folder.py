@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infoflow_lens.agreement import compare_by_position
+from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import read_signed, write_signed, write_text
 from infoflow_lens.foundation.record import RunRecord
@@ -83,8 +84,9 @@ def check_same_run(before: Mapping[str, Any] | None, now: Mapping[str, Any], whe
     for what in dict.fromkeys((*is_now, *was)):
         if was.get(what) != is_now.get(what):
             raise InfoFlowError(
-                f"{what} have changed since {str(where)!r} was written ({was.get(what)} -> "
-                f"{is_now.get(what)}): expected the same, to go on; choose another folder"
+                f"{what} have changed since {str(where)!r} was written "
+                f"({brief(was.get(what))} -> {brief(is_now.get(what))}): expected the same, to go "
+                "on; choose another folder"
             )
 
 

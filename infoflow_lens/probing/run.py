@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.checks import check_integer
-from infoflow_lens.foundation.files import locked
+from infoflow_lens.foundation.files import locked, scratch_of
 from infoflow_lens.foundation.processes import threads
 from infoflow_lens.foundation.progress import no_bars_of_libraries
 from infoflow_lens.foundation.record import (
@@ -46,6 +46,7 @@ def run_probing(
     jobs: int = 1,
     scheduler: str | None = None,
     n_threads: int | None = None,
+    again: str = "",
 ) -> ProbingResult:
     """Load the model, measure, predict, compare, and write all of it to a folder.
 
@@ -68,6 +69,7 @@ def run_probing(
             they must find the model under the same name.
         n_threads: of each process; default, one where there are several, else what PyTorch takes.
             The last digits of numbers depend on it, and on nothing else here.
+        again: the command that goes on, as messages name it; default, the same call.
 
     Raises:
         InfoFlowError: for bad settings, models or data, before work starts; for a folder that
@@ -84,8 +86,7 @@ def run_probing(
         n_threads = check_integer(n_threads, "threads", 1)
     elif jobs > 1 or scheduler is not None:
         n_threads = 1
-    again = f"infoflow-lens probe {config.model} --data {config.data} --out {out} ..."
-    crew = Crew(jobs, scheduler, n_threads or 1, f"{again} --jobs {jobs}")
+    crew = Crew(jobs, scheduler, n_threads or 1, again or "the same call")
     with (
         locked(out, "infoflow-lens probe"),
         nullcontext() if n_threads is None else threads(n_threads),
@@ -111,7 +112,7 @@ def _run(
                 config.model, device=config.device, dtype=config.dtype, backend=config.backend
             )
         model = loaded.model
-        coming = iter(_rows(model, config) if batches is None else batches.sequences())
+        coming = iter(_rows(model, config, out) if batches is None else batches.sequences())
         first = next(coming)
         capabilities = inspect_model(model, first[None])
         parts = possible_parts(capabilities, config, say, if_possible)
@@ -142,7 +143,7 @@ def _run(
         found = measured(out, parts, setting, of_run, say)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"finished batches are kept in {str(out)!r}; run the same again to go on"
+            f"finished batches are kept in {str(out)!r}; go on with {crew.again}"
         ) from None
     agreement, predicted, curve = compared(found)
     result = ProbingResult(
@@ -162,8 +163,8 @@ def _run(
     return result
 
 
-def _rows(model: nn.Module, config: ProbingConfig) -> Iterator[Tensor]:
-    """The sequences that the settings name."""
+def _rows(model: nn.Module, config: ProbingConfig, out: Path) -> Iterator[Tensor]:
+    """The sequences that the settings name; what waits for them lies in the folder of the run."""
     return stream_data(
         model,
         config.data,
@@ -172,4 +173,5 @@ def _rows(model: nn.Module, config: ProbingConfig) -> Iterator[Tensor]:
         max_length=config.max_length,
         window=config.window,
         seed=config.seed,
+        scratch=scratch_of(out),
     )

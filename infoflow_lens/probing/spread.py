@@ -34,7 +34,7 @@ class Crew:
         jobs: processes at a time; 1 is this one alone.
         scheduler: address of a dask scheduler, whose workers measure in place of own processes.
         n_threads: of each worker.
-        again: the command that goes on after a loss.
+        again: the command or the call that goes on after a loss.
     """
 
     jobs: int = 1
@@ -57,7 +57,6 @@ class Crew:
                 self.scheduler,
                 finished="finished shards are kept",
                 again=self.again,
-                go_on="finished shards are kept",
                 n_threads=self.n_threads,
             ) as spread,
         ):

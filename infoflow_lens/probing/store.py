@@ -3,7 +3,6 @@
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import atomic_path, naming_file, no_links, scratch_for
+from infoflow_lens.foundation.files import atomic_path, naming_file, no_links, unused_path
 from infoflow_lens.hooks.model.inputs import Extent
 
 _SHARD = 1024  # sequences in a file
@@ -140,7 +139,9 @@ def store(rows: Iterable[Tensor], folder: Path, what: str) -> tuple[StoredSequen
     Raises:
         InfoFlowError: for no rows, and where they cannot be written.
     """
-    new = Path(tempfile.mkdtemp(dir=scratch_for(folder), prefix=f".{folder.name}."))
+    new = unused_path(folder)
+    with naming_file(new):
+        new.mkdir()
     digest = hashlib.sha256()
     n, longest, shortest = 0, 0, 0
     coming = iter(rows)

@@ -2,6 +2,8 @@
 
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import naming_file
 from infoflow_lens.hooks.model.inputs import tokenized
 
 _PIECE = 2**20  # characters that are tokenised at a time, about; each takes hundreds of bytes
@@ -73,6 +76,7 @@ def windows(
     name: str,
     *,
     one_text: bool = False,
+    scratch: Path | None = None,
 ) -> Iterator[Int[Tensor, " length"]]:
     """What :func:`evenly_spread` gives of a :func:`token_stream`, which stays on disk meanwhile.
 
@@ -81,13 +85,16 @@ def windows(
         texts: as they are read.
         length, n, name: as there.
         one_text: whether these are pieces of one text.
+        scratch: a folder for the stream, of four bytes a token; default, the system's.
 
     Raises:
-        InfoFlowError: as there.
+        InfoFlowError: as there, and where the stream cannot be written.
     """
     prefix = torch.tensor([], dtype=torch.long)
     n_stream = 0
-    with tempfile.TemporaryFile() as file:
+    with ExitStack() as stack:
+        with naming_file(scratch or Path(tempfile.gettempdir())):
+            file = stack.enter_context(tempfile.TemporaryFile(dir=scratch))
         for index, text in enumerate(texts):
             if not index:
                 prefix = _prefix(model, text)
@@ -95,7 +102,8 @@ def windows(
                 ids = _bare(model, piece)
                 if index and not place and not one_text:
                     ids = torch.cat([prefix, ids])
-                file.write(ids.to(torch.int32).numpy().tobytes())
+                with naming_file(scratch or Path(tempfile.gettempdir())):
+                    file.write(ids.to(torch.int32).numpy().tobytes())
                 n_stream += len(ids)
         starts, own = _starts(len(prefix), n_stream, length, n, name)
         for start in starts.tolist():

@@ -15,8 +15,8 @@ from infoflow_lens.foundation.files import atomic_path, writable_folder
 
 COLOURS = {
     "excluded, proved": "#a33c00",
-    "excluded for heads of one role": "#e69f00",
-    "undecided": "#e4e7eb",
+    "excluded by the paper's count": "#e69f00",
+    "no schedule found": "#e4e7eb",
     "allowed": "#009e73",
 }
 FORMATS = (".png", ".svg", ".pdf")

@@ -21,8 +21,8 @@ from infoflow_lens.foundation.settings import Index, Positive, Remedy, Seed, che
 from infoflow_lens.theory.comparison import Count
 from infoflow_lens.theory.cost import Precision, exponent
 from infoflow_lens.theory.estimate import Verdict, estimate
+from infoflow_lens.theory.question import Question
 from infoflow_lens.theory.schedule import Schedule
-from infoflow_lens.theory.search import find, needs_order
 from infoflow_lens.theory.shapes import ModelShape
 
 _MOST_HEAD_CHOICES = 700
@@ -150,29 +150,21 @@ def design(
     """
     cases = [with_tokens(task, t) for t in sorted(set(n_tokens))]
     largest = cases[-1]
-    components, reads = tuple(getattr(largest, "components", ())), getattr(largest, "reads", ())
-    if not components and not len(reads):
-        raise InfoFlowError(
-            f"task {largest.name!r} retrieves no component and reads no position: expected a "
-            "target with either"
-        )
+    questions = [Question.of(case, seed) for case in cases]
     d_token = getattr(largest, "d_token", 1)
-    by_order = needs_order(components, reads, largest.n_tokens)
-    positional = positional or by_order
-    choices, left_out = head_choices(components, max_layers, max_heads)
+    positional = positional or questions[-1].fixed
+    choices, left_out = head_choices(questions[-1].components, max_layers, max_heads)
     found: list[tuple[tuple[int, ...], Schedule, tuple[int, ...]]] = []
     for heads in choices:
         sizes, last = [], None
-        for case in cases:
-            result = find(
-                tuple(case.components), heads, case.n_tokens, positional,
-                reads=getattr(case, "reads", ()),
-            )  # fmt: skip
-            left_out += [words for words in result.left_out if words not in left_out]
-            if result.schedule is None:
+        for question, case in zip(questions, cases, strict=True):
+            shape = _shape(heads, 1, case.n_tokens, positional)
+            answers = list(question.answers(shape, case.n_tokens))
+            left_out += [w for a in answers for w in a.found.left_out if w not in left_out]
+            if not answers:
                 break
-            sizes.append(result.schedule.size)
-            last = result.schedule
+            last = min((a.schedule for a in answers if a.schedule), key=lambda s: s.size)
+            sizes.append(last.size)
         if last is not None and len(sizes) == len(cases):
             found.append((heads, last, tuple(sizes)))
         if advance is not None:

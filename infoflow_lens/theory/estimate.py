@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-import torch
-
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count as Number
@@ -21,23 +19,23 @@ from infoflow_lens.theory.comparison import (
     Component,
     Count,
     Heads,
-    growth_sizes,
     information_needed,
     least,
     model_comparisons,
-    reading_profile,
 )
 from infoflow_lens.theory.cost import MODES, exponent
+from infoflow_lens.theory.equivalence import Reading
+from infoflow_lens.theory.exclusion import Document, describe, excluding
+from infoflow_lens.theory.question import Answer, Question, max_position_capacity
 from infoflow_lens.theory.routing import RoutedError, routed_error
-from infoflow_lens.theory.schedule import Schedule, Target, learns
-from infoflow_lens.theory.search import Found, find, needs_order
+from infoflow_lens.theory.samples import Samples
+from infoflow_lens.theory.schedule import Schedule, Target
+from infoflow_lens.theory.search import Found
 from infoflow_lens.theory.shapes import ModelShape, shape_of
 
-Verdict = Literal["allowed", "excluded, proved", "excluded for heads of one role", "undecided"]
-
-_LARGEST_VERIFIED = 128  # longer sequences are verified at 64 tokens
-_VERIFIED_AT = 64
-_MOST_SCORES = 5 * 10**7  # in a verification: a few seconds
+Verdict = Literal[
+    "allowed", "excluded, proved", "excluded by the paper's count", "no schedule found"
+]
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,13 @@ class Estimate(Displayed):
         capacity: comparisons of the architecture by max-position retrieval alone, one role a head.
         mechanisms: what the verdict is on: "max-position retrieval alone", or "all mechanisms" for
             targets that read fixed positions.
-        verdict: "allowed" by a schedule that was run on samples; "excluded, proved", for any
-            scores, roles and adaptive heads; "excluded for heads of one role", by the chosen count;
-            or "undecided".
+        verdict: "allowed" by a schedule that was run on samples; "excluded, proved" by a witness,
+            for any scores, roles and adaptive heads; "excluded by the paper's count", for heads of
+            one role and the least number of trees that the observed |I_F| leaves; or "no schedule
+            found".
         why: what the verdict rests on, in words.
+        witness: what proves "excluded, proved", as JSON-compatible values;
+            `infoflow_lens.foundation.exclusions.verify_exclusion` checks it with the target alone.
         min_heads: the smallest h_1 that counting leaves for large T, other layers as given, for
             heads of one role; None if no number of heads is enough.
         min_heads_here: the same at this T.
@@ -88,6 +89,7 @@ class Estimate(Displayed):
     mechanisms: Literal["max-position retrieval alone", "all mechanisms"]
     verdict: Verdict
     why: str
+    witness: Document | None
     min_heads: int | None
     min_heads_here: int
     min_information: int
@@ -109,14 +111,6 @@ class Estimate(Displayed):
         values = asdict(plain)
         values["schedule"] = self.schedule.describe() if self.schedule else None
         return values
-
-
-def max_position_capacity(
-    profile: ComparisonProfile, n_heads: Sequence[int], n_tokens: int, trees: int = 1
-) -> int:
-    """Comparisons by max-position retrieval alone: eq (5) at the sizes to which sets can grow."""
-    sizes = growth_sizes(tuple(n_heads), n_tokens)
-    return model_comparisons(tuple(n_heads), n_tokens, sizes, profile.dimension, trees)
 
 
 def min_heads(profile: ComparisonProfile, n_heads: Sequence[int], count: Count) -> int | None:
@@ -152,11 +146,6 @@ def min_heads_at(
     return least(enough, 1)
 
 
-def _by_counting(capacity: int, needed: int) -> Verdict:
-    """Without a schedule: what a count says of heads of one role."""
-    return "excluded for heads of one role" if capacity < needed else "undecided"
-
-
 @checked
 def phase_diagram(
     task: Any,
@@ -179,143 +168,36 @@ def phase_diagram(
     Raises:
         InfoFlowError: as :func:`estimate`.
     """
-    profile, components, reads = _asked(task)
-    needed = {tokens: profile.number(tokens, count) for tokens in n_tokens}
-    active = {tokens: 0 if reads else _seen_active(task, tokens) for tokens in n_tokens}
+    asked = Question.of(task, seed=0)
+    cases = {tokens: _at(task, tokens) for tokens in n_tokens}
     rows = []
-    for some in heads:
-        for tokens in n_tokens:
-            found = find(
-                components, some, tokens, max_position_only=not reads, reads=reads,
-                positional=bool(reads),
-            )  # fmt: skip
-            capacity = max_position_capacity(profile, some, tokens, trees)
-            verdict: Verdict = "allowed"
-            if found.schedule is None:
-                too_small = growth_sizes(some, tokens)[-1][1] < active[tokens]
-                proved = too_small or _one_layer_proof(profile, some, tokens) is not None
-                verdict = "excluded, proved" if proved else _by_counting(capacity, needed[tokens])
-            rows.append(
-                {
-                    "heads": list(some),
-                    "n_tokens": tokens,
-                    "verdict": verdict,
-                    "needed": needed[tokens],
-                    "capacity": capacity,
-                }
-            )
+    for some, tokens in itertools.product(heads, n_tokens):
+        shape = ModelShape(some, (1,) * len(some), tokens, positional=bool(asked.reads))
+        verdict: Verdict = "allowed"
+        if next(asked.answers(shape, tokens, not asked.reads), None) is None:
+            case = cases[tokens]
+            witness = None if case is None or asked.reads else excluding(case, shape, 0)
+            by_count = asked.counts_out(shape, tokens, count, trees)
+            verdict = "excluded by the paper's count" if by_count else "no schedule found"
+            verdict = "excluded, proved" if witness is not None else verdict
+        rows.append(
+            {
+                "heads": list(some),
+                "n_tokens": tokens,
+                "verdict": verdict,
+                "needed": asked.profile.number(tokens, count),
+                "capacity": max_position_capacity(asked.profile, some, tokens, trees),
+            }
+        )
     return rows
 
 
-def _seen_active(task: Any, n_tokens: int) -> int:
-    """The most active tokens of some sampled inputs of T tokens, or of 64 where T is larger."""
+def _at(task: Any, n_tokens: int) -> Any:
+    """The task on sequences of T tokens; None where its T follows from other sizes."""
     try:
-        short = replace(task, n_tokens=min(n_tokens, _VERIFIED_AT))
-    except (TypeError, ValueError):  # T follows from other sizes, or a subset does not fit
-        return 0
-    return _Samples(short, 20, 0).largest_active()
-
-
-def _asked(task: Any) -> tuple[ComparisonProfile, tuple[Component, ...], Sequence[int]]:
-    """The counts, the components and the fixed positions of a target."""
-    components = tuple(getattr(task, "components", ()))
-    reads = getattr(task, "reads", ())
-    profile = getattr(task, "comparison", None)
-    name = getattr(task, "name", type(task).__name__)
-    if not components and not len(reads):
-        raise InfoFlowError(
-            f"task {name!r} has no components that heads could retrieve and reads no fixed "
-            "positions: expected a target with `components` or `reads`, such as "
-            "infoflow_lens.tasks.Target"
-        )
-    if not components and profile is None:
-        profile = reading_profile(name)
-    if not isinstance(profile, ComparisonProfile):
-        raise InfoFlowError(
-            f"task {name!r} has no comparison profile: expected `comparison`; "
-            "components_profile(name, components) derives one"
-        )
-    longest = max([1, *(c.arity for c in components)])
-    if components and longest > 1 and profile.dimension < longest:
-        raise InfoFlowError(
-            f"task {name!r} has components of arity {longest}, but its profile says dimension "
-            f"{profile.dimension}: expected at least the arity; components_profile derives it"
-        )
-    return profile, components, reads
-
-
-def _one_layer_proof(
-    profile: ComparisonProfile, n_heads: Sequence[int], n_tokens: int
-) -> str | None:
-    """Why one layer cannot, if the proved count says so.
-
-    CLS asks one constant question, so that its heads have one role each and adapt to nothing: for
-    one layer the count of fixed trees is a proof. For more layers it is none, since heads that
-    adapt or are routed are no fixed trees [derived].
-    """
-    if len(n_heads) > 1:
+        return task if task.n_tokens == n_tokens else replace(task, n_tokens=n_tokens)
+    except (TypeError, ValueError):
         return None
-    needed = profile.number(n_tokens, "proved")
-    made = max_position_capacity(profile, n_heads, n_tokens, profile.n_trees)
-    if made >= needed:
-        return None
-    return (
-        f"one layer asks a single question, CLS's, and makes {made} comparisons where {needed} are "
-        "proved to be needed"
-    )
-
-
-@dataclass(frozen=True)
-class _Samples:
-    """Sequences on which schedules are run, at a T that can be."""
-
-    task: Any
-    n: int
-    seed: int
-
-    @classmethod
-    def of(cls, task: Any, n: int, seed: int) -> "_Samples | None":
-        """At the task's T, or at 64 where that is long; None if neither can be drawn."""
-        if n < 1:
-            return None
-        if task.n_tokens > _LARGEST_VERIFIED:
-            try:
-                task = replace(task, n_tokens=_VERIFIED_AT)
-            except (TypeError, ValueError):
-                return None
-        return cls(task, n, seed)
-
-    def learns(self, schedule: Schedule, shape: ModelShape, heads: Sequence[int]) -> float | None:
-        """How often a schedule holds the active set; None if it is not one for this T."""
-        task = self.task
-        arity = max([1, *(c.arity for c in task.components)])
-        size = min(task.n_tokens, schedule.size)
-        work = task.n_tokens * size**arity * max(1, len(task.components))
-        n = max(5, min(self.n, _MOST_SCORES // max(1, work)))
-        return learns(
-            task, schedule, n, self.seed, positional=shape.positional, causal=shape.causal
-        )
-
-    def order_matters(self) -> bool:
-        """Whether two tokens were seen that change the target by changing places."""
-        x, y = self.task.sample(min(self.n, 5), self.seed)
-        last = x.shape[1] - int(x.ndim == 2)  # the response sign stays where it is
-        for first, second in itertools.islice(itertools.combinations(range(last), 2), 2000):
-            swapped = x.clone()
-            swapped[:, [first, second]] = x[:, [second, first]]
-            for row in range(len(x)):
-                try:
-                    other = self.task.target(swapped[row : row + 1])
-                except InfoFlowError:  # no sequence of the task
-                    continue
-                if not torch.allclose(other.double(), y[row : row + 1].double(), atol=1e-4):
-                    return True
-        return False
-
-    def largest_active(self) -> int:
-        """The most active tokens that an input was seen to have."""
-        x, _ = self.task.sample(min(self.n, 50), self.seed)
-        return int(self.task.active_index_set(x).sum(dim=1).max())
 
 
 @checked
@@ -347,7 +229,8 @@ def estimate(
         InfoFlowError: for an unknown count, trees below 1, sizes that differ, a model of another
             kind than the theory's, or a task without anything to retrieve or read.
     """
-    profile, components, reads = _asked(task)
+    asked = Question.of(task, seed)
+    profile = asked.profile
     shape = _fitting(architecture, task)
     n_heads, n_tokens = shape.n_heads, task.n_tokens
     needed = profile.number(n_tokens, count)
@@ -356,32 +239,17 @@ def estimate(
     proved_size, _ = information_needed(
         profile, n_heads, n_tokens, "proved", max(trees, profile.n_trees)
     )
-    samples = _Samples.of(task, verify, seed)
-    reachable = shape.reach(n_tokens) >= n_tokens
-    best = _find(shape, components, reads, n_tokens) if reachable else Found(None, True)
-    fixed = needs_order(components, reads, n_tokens) or bool(len(reads))
-    alone = (
-        best
-        if fixed or not reachable
-        else _find(shape, components, reads, n_tokens, max_position_only=True)
-    )
-    routed_schedule = _routed_schedule(shape, components, reads, n_tokens, alone, fixed)
-    shown: dict[Schedule, float | None] = {}
-    if samples is not None:
-        for some in (best.schedule, alone.schedule, routed_schedule):
-            if some is not None:
-                shown.setdefault(some, samples.learns(some, shape, n_heads))
-    verdict, why = _decide(
-        profile, shape, n_tokens, alone, routed_schedule, shown, samples, fixed, reachable,
-        needed, capacity, count,
-    )  # fmt: skip
+    if asked.least_trees < profile.n_trees:  # a count of listed components is no lower bound
+        proved_size = 0
+    samples = Samples.draw(task, verify, seed)
+    case = _Case(asked, shape, n_tokens, samples)
+    best, alone = case.best, case.alone
+    verdict, why, witness = case.decide(verify > 0, seed, count, trees)
+    if best.schedule is not None:  # a lower bound does not exceed what some schedule holds
+        proved_size = min(proved_size, best.schedule.size)
     d_token = getattr(task, "d_token", 1)
-    sure = [
-        value
-        for some, value in shown.items()
-        if value is not None and some in (best.schedule, alone.schedule)
-    ]
-    upper = best.schedule.size if best.schedule else None
+    sure = [held for held in (case.held(best), case.held(alone)) if held is not None]
+    schedule = best.schedule
     widest = max(shape.d_model)
     result = Estimate(
         target=profile.name,
@@ -393,9 +261,10 @@ def estimate(
         trees=trees,
         needed=needed,
         capacity=capacity,
-        mechanisms="all mechanisms" if fixed else "max-position retrieval alone",
+        mechanisms="all mechanisms" if asked.fixed else "max-position retrieval alone",
         verdict=verdict,
         why=why,
+        witness=witness,
         min_heads=min_heads(profile, n_heads, count),
         min_heads_here=min_heads_at(profile, n_heads, n_tokens, count, trees),
         min_information=size,
@@ -404,17 +273,17 @@ def estimate(
             mode: exponent(proved_size if mode == "certified" else size, d_token, widest, mode)
             for mode in MODES
         },
-        schedule=best.schedule,
-        upper_information=upper,
-        upper=_upper(best.schedule, d_token, shape),
+        schedule=schedule,
+        upper_information=schedule.size if schedule else None,
+        upper=_upper(schedule, d_token, shape),
         verified=min(sure) if sure else None,
         verified_at=samples.task.n_tokens if samples and sure else None,
-        routed=_routed_error(shape, task, components, samples),
-        left_out=tuple(dict.fromkeys((*best.left_out, *alone.left_out))),
+        routed=_routed_error(shape, task, asked.components, samples),
+        left_out=tuple(dict.fromkeys((*best.found.left_out, *alone.found.left_out))),
         reasons=(),
         flags=flags_of(profile, n_heads, count, trees),
     )
-    reasons = _reasons(result, profile, shape, alone.schedule, components, reads)
+    reasons = _reasons(result, profile, shape, alone, asked.reads)
     return replace(result, reasons=reasons, flags=(*result.flags, *_own_flags(result, profile)))
 
 
@@ -440,102 +309,94 @@ def _fitting(architecture: Any, task: Any) -> ModelShape:
     return shape if shape.n_tokens == task.n_tokens else shape.with_tokens(task.n_tokens)
 
 
-def _find(
-    shape: ModelShape,
-    components: Sequence[Component],
-    reads: Sequence[int],
-    n_tokens: int,
-    max_position_only: bool = False,
-    roles: Sequence[int] | int = 1,
-) -> Found:
-    usable = shape.usable(n_tokens)
-    return find(
-        components,
-        shape.n_heads,
-        n_tokens,
-        shape.positional,
-        max_position_only=max_position_only,
-        reads=reads,
-        causal=shape.causal,
-        roles=roles,
-        d_model=shape.d_model,
-        usable=None if all(usable) else usable,
-    )
+class _Case:
+    """One target and one architecture: the schedules, run on samples, and the verdict."""
 
+    def __init__(
+        self, asked: Question, shape: ModelShape, n_tokens: int, samples: Samples | None
+    ) -> None:
+        self.asked, self.shape, self.n_tokens, self.samples = asked, shape, n_tokens, samples
+        self._held: dict[tuple[Schedule, Reading], float] = {}
+        self.reachable = shape.reach(n_tokens) >= n_tokens
+        own = asked.readings[0]
+        nothing = Answer(Found(None, True), own)
+        if not self.reachable:
+            self.best = self.alone = nothing
+            self.routed: Answer | None = None
+            return
+        self.best = Answer(asked.search(shape, n_tokens), own)
+        self.alone = self.best
+        if not asked.fixed:
+            answers = list(asked.answers(shape, n_tokens, True))
+            answers = answers or [Answer(asked.search(shape, n_tokens, True), own)]
+            right = (each for each in answers if self.held(each) in (None, 1.0))
+            self.alone = next(right, answers[0])
+        smaller = self.alone.schedule
+        if smaller is not None and (
+            self.best.schedule is None or smaller.size < self.best.schedule.size
+        ):
+            self.best = self.alone
+        self.routed = self._routed()
 
-def _routed_schedule(
-    shape: ModelShape,
-    components: Sequence[Component],
-    reads: Sequence[int],
-    n_tokens: int,
-    alone: Found,
-    fixed: bool,
-) -> Schedule | None:
-    """A schedule of heads with several roles, where one role does not do and queries can route."""
-    pairs = [c for c in components if c.arity == 2 and c.tuples is None]
-    if alone.schedule is not None or fixed or len(pairs) < 2 or shape.n_layers < 2:
-        return None
-    many = 2 * len(pairs)
-    roles = [
-        many if (shape.routes if layer == 0 else shape.has_mlp) else 1
-        for layer in range(shape.n_layers)
-    ]
-    if max(roles) == 1:
-        return None
-    found = _find(shape, components, reads, n_tokens, True, roles).schedule
-    return found if found is not None and found.roles > 1 else None
-
-
-def _decide(
-    profile: ComparisonProfile,
-    shape: ModelShape,
-    n_tokens: int,
-    alone: Found,
-    routed: Schedule | None,
-    shown: dict[Schedule, float | None],
-    samples: _Samples | None,
-    fixed: bool,
-    reachable: bool,
-    needed: int,
-    capacity: int,
-    count: Count,
-) -> tuple[Verdict, str]:
-    """The verdict, and what it rests on."""
-    if not reachable:
-        return "excluded, proved", (
-            f"only the last {shape.reach(n_tokens)} of {n_tokens} tokens can reach the read-out "
-            "through the windows of local attention"
-        )
-    if alone.schedule is not None:
-        held = shown.get(alone.schedule)
-        if held is None or held == 1:
-            return "allowed", f"by a schedule with |I| <= {alone.schedule.size}"
-    elif fixed and not (shape.positional or shape.causal):
-        if samples is None or not samples.order_matters():
-            return "undecided", "without positions no schedule is known, and none is excluded"
-        return "excluded, proved", (
-            "the target tells positions apart, and a model without positional encoding gives the "
-            "same answer for every order of the tokens"
-        )
-    if routed is not None and shown.get(routed) == 1:
-        return "allowed", (
-            f"by routed heads, each with several roles, with |I| <= {routed.size}: "
-            f"{routed.describe()}"
-        )
-    if alone.schedule is None and not fixed:
-        most = growth_sizes(shape.n_heads, n_tokens)[-1][1]
-        active = samples.largest_active() if samples is not None else 0
-        if most < active:
-            return "excluded, proved", (
-                f"CLS can hold {most} tokens by max-position retrieval, whatever the scores, and "
-                f"the target was seen to depend on {active}"
+    def held(self, answer: Answer) -> float | None:
+        """How often a schedule holds the active set on samples; None where it was not run."""
+        if self.samples is None or answer.schedule is None:
+            return None
+        key = (answer.schedule, answer.reading)
+        if key not in self._held:
+            self._held[key] = self.samples.learns(
+                answer.schedule, answer.reading.components, self.shape
             )
-        if (proof := _one_layer_proof(profile, shape.n_heads, n_tokens)) is not None:
-            return "excluded, proved", proof
-    verdict = _by_counting(capacity, needed)
-    if alone.schedule is not None or verdict == "undecided":
-        return "undecided", "counting excludes nothing, and no schedule is known that always holds"
-    return verdict, f"by counting comparisons (count={count!r}), one role a head"
+        return self._held[key]
+
+    def _routed(self) -> Answer | None:
+        """A schedule of heads with several roles, where one does not do and queries can route."""
+        shape = self.shape
+        pairs = [c for c in self.asked.components if c.arity == 2 and c.tuples is None]
+        if self.alone.schedule is not None or self.asked.fixed or len(pairs) < 2:
+            return None
+        able = [shape.routes, *[shape.has_mlp] * (shape.n_layers - 1)]
+        if shape.n_layers < 2 or not any(able):
+            return None
+        roles = [2 * len(pairs) if yes else 1 for yes in able]
+        found = self.asked.search(shape, self.n_tokens, True, roles)
+        several = found.schedule is not None and found.schedule.roles > 1
+        return Answer(found, self.asked.readings[0]) if several else None
+
+    def decide(
+        self, verify: bool, seed: int, count: Count, trees: int
+    ) -> tuple[Verdict, str, Document | None]:
+        """The verdict, what it rests on, and the witness if it is proved."""
+        if self.alone.schedule is not None and self.held(self.alone) in (None, 1.0):
+            return "allowed", self._allowed(self.alone), None
+        if self.routed is not None and self.held(self.routed) == 1.0:
+            why = "by routed heads, each with several roles, "
+            return "allowed", why + self._allowed(self.routed).removeprefix("by a schedule "), None
+        positions_matter = self.asked.fixed and (self.shape.positional or self.shape.causal)
+        witness = None
+        if verify and self.alone.schedule is None and not (self.reachable and positions_matter):
+            witness = excluding(self.asked.task, self.shape, seed, self.asked.fixed)
+        if witness is not None:
+            return "excluded, proved", describe(witness), witness
+        missing = self.alone.schedule is None
+        counted = missing and self.reachable and not self.asked.fixed
+        if counted and self.asked.counts_out(self.shape, self.n_tokens, count, trees):
+            why = (
+                f"by comparisons (count={count!r}, {self.asked.least_trees} trees by the observed "
+                "|I_F|), assuming one role a head and fixed trees; no collision proves it"
+            )
+            return "excluded by the paper's count", why, None
+        known = "is known" if missing else "that was found held the active tokens of all samples"
+        return "no schedule found", f"nothing is excluded, and no schedule {known}", None
+
+    def _allowed(self, answer: Answer) -> str:
+        assert answer.schedule is not None
+        why = f"by a schedule with |I| <= {answer.schedule.size}"
+        if answer.reading.notes or answer.schedule.roles > 1:
+            why += f": {answer.describe()}"
+        if answer.schedule.adaptive:
+            why += "; its score jumps at what was found before, which no continuous score does"
+        return why
 
 
 def _upper(schedule: Schedule | None, d_token: int, shape: ModelShape) -> dict[str, float]:
@@ -552,7 +413,7 @@ def _upper(schedule: Schedule | None, d_token: int, shape: ModelShape) -> dict[s
 
 
 def _routed_error(
-    shape: ModelShape, task: Any, components: Sequence[Component], samples: _Samples | None
+    shape: ModelShape, task: Any, components: Sequence[Component], samples: Samples | None
 ) -> RoutedError | None:
     """What routing leaves, where fewer heads than pairs stand in the first of two layers."""
     pairs = len(components) > 1 and all(c.arity == 2 and c.tuples is None for c in components)
@@ -569,12 +430,12 @@ def _reasons(
     result: Estimate,
     profile: ComparisonProfile,
     shape: ModelShape,
-    alone: Schedule | None,
-    components: Sequence[Component],
+    answer: Answer,
     reads: Sequence[int],
 ) -> tuple[str, ...]:
     """The argument, in words."""
     reasons = []
+    alone = answer.schedule
     if result.needed:
         reasons.append(
             f"the target needs {result.needed} comparisons of {profile.dimension}-tuples "
@@ -592,12 +453,13 @@ def _reasons(
         }.get(alone.mechanism, alone.mechanism)
         reasons.append(
             f"a schedule of {what} alone learns the target, with |I| <= {alone.size}: "
-            f"{alone.describe()}"
+            f"{answer.describe()}"
         )
         if alone.adaptive:
             reasons.append(
                 "it is adaptive: what a layer looks for depends on what was found before, which "
-                "takes queries made by a network of all that is held [derived]"
+                "takes queries made by a network of all that is held, and a score that jumps at "
+                "what was found [derived]"
             )
     if result.needed:
         reasons.extend(_heads_in_words(result, profile))
@@ -660,7 +522,7 @@ def flags_of(
     if count != "proved" and profile.order > 1:
         flags.append(
             f"[flag] count={count!r} is an upper bound on the target's number of comparisons, so "
-            "it suggests but does not prove what is excluded; count='proved' does"
+            "it suggests but does not prove what is excluded; a witness does"
         )
     if trees == 1 and profile.n_trees >= 3:
         flags.append(

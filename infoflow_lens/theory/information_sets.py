@@ -7,17 +7,33 @@ comparing them is one function (`infoflow_lens.agreement.compare`).
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from typing_extensions import Self
 
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 
 _BITS_PER_WORD = 64
+
+
+def check_lengths(lengths: Tensor, n_batch: int, n_source: int) -> Int[Tensor, " batch"]:
+    """Lengths of sequences, as a tensor of integers.
+
+    Raises:
+        InfoFlowError: unless there is one from 1 to the number of sources for each sequence.
+    """
+    found = torch.as_tensor(lengths)
+    if found.shape != (n_batch,) or not ((found >= 1) & (found <= n_source)).all():
+        raise InfoFlowError(
+            f"lengths are {found.tolist()}: expected {n_batch} numbers of tokens from 1 to "
+            f"{n_source}"
+        )
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,13 +45,16 @@ class InformationSets:
             in the set of position t after attention layer l of sequence b. Layers count from 0 as
             in TransformerLens, so the paper's I_t^(l) is ``members[l - 1, :, t - 1]``. Positions
             beyond the sources (the CLS token, which reads but is no token) come last.
+        lengths: int [batch], the tokens of each sequence, where they differ; None where all are of
+            one length, or it is not known. States and sources beyond are not real.
 
     Raises:
         InfoFlowError: if `members` is no bool tensor of four axes, or has more sources than
-            positions.
+            positions; for lengths that do not fit.
     """
 
     members: Bool[Tensor, "layer batch pos source"]
+    lengths: Int[Tensor, " batch"] | None = None
 
     def __post_init__(self) -> None:
         members = self.members
@@ -54,6 +73,8 @@ class InformationSets:
                 f"information sets have {members.shape[3]} sources but {members.shape[2]} "
                 "positions: every source is a position; pass one row for each"
             )
+        if self.lengths is not None:
+            check_lengths(self.lengths, members.shape[1], members.shape[3])
 
     @property
     def n_layers(self) -> int:
@@ -81,6 +102,12 @@ class InformationSets:
         facts = {"layers": n_layers, "sequences": n_batch, "positions": n_pos, "sources": n_source}
         more = ".of(layer, sequence, position) is one set, .sizes() how large all are"
         return panel("InformationSets", facts, more=more)
+
+    def part(self, layers: Sequence[int] | slice = slice(None), n: int | None = None) -> Self:
+        """The sets of some layers and of the first `n` sequences."""
+        chosen = layers if isinstance(layers, slice) else list(layers)
+        lengths = None if self.lengths is None else self.lengths[:n]
+        return replace(self, members=self.members[chosen][:, :n], lengths=lengths)
 
     def sizes(self) -> Int[Tensor, "layer batch pos"]:
         """The sizes |I_t^(l)|, on which the paper's parameter cost depends (Sec. 5.2)."""
@@ -119,13 +146,18 @@ class Rule(ABC):
 
     @property
     @abstractmethod
-    def sizes(self) -> tuple[int | None, int]:
-        """Number of sequences, None for any, and of positions."""
+    def given(self) -> Tensor:
+        """What it was made of."""
 
     @property
-    @abstractmethod
     def device(self) -> torch.device:
-        """Where its positions are."""
+        """Where that is."""
+        return self.given.device
+
+    @property
+    def sizes(self) -> tuple[int | None, int]:
+        """Number of sequences, None for any, and of positions."""
+        return None, len(self.given)
 
     @abstractmethod
     def check(self, layer: int, batch: int, n_pos: int) -> None:
@@ -169,9 +201,9 @@ class MaxPosition(Rule):
         return self.positions.shape[0], self.positions.shape[2]
 
     @property
-    def device(self) -> torch.device:
-        """That of the positions."""
-        return self.positions.device
+    def given(self) -> Tensor:
+        """The positions."""
+        return self.positions
 
     def _check_type(self, layer: int) -> None:
         chosen = self.positions
@@ -230,14 +262,9 @@ class SpecificPositions(Rule):
     reads: Bool[Tensor, "pos key"]
 
     @property
-    def sizes(self) -> tuple[int | None, int]:
-        """Any number of sequences, and the number of positions."""
-        return None, len(self.reads)
-
-    @property
-    def device(self) -> torch.device:
-        """That of `reads`."""
-        return self.reads.device
+    def given(self) -> Tensor:
+        """The reads."""
+        return self.reads
 
     def check(self, layer: int, batch: int, n_pos: int) -> None:
         """See :meth:`Rule.check`."""
@@ -273,14 +300,9 @@ class GlobalAggregation(Rule):
     queries: Bool[Tensor, " pos"]
 
     @property
-    def sizes(self) -> tuple[int | None, int]:
-        """Any number of sequences, and the number of positions."""
-        return None, len(self.queries)
-
-    @property
-    def device(self) -> torch.device:
-        """That of `queries`."""
-        return self.queries.device
+    def given(self) -> Tensor:
+        """The queries."""
+        return self.queries
 
     def check(self, layer: int, batch: int, n_pos: int) -> None:
         """See :meth:`Rule.check`."""
@@ -414,7 +436,8 @@ def propagate(layers: Sequence[Layer] | MovesKeys, n_sources: int | None = None)
             positions that each head retrieves for each query (-1 for none; the number of heads may
             differ between layers), or a :class:`MaxPosition`, :class:`SpecificPositions`,
             :class:`GlobalAggregation`, or several of them. A result of `PositionsProbe` stands for
-            its positions of rank 1, one of `AttendedProbe` for all its positions.
+            its positions of rank 1, one of `AttendedProbe` for all its positions; the sets have the
+            lengths of its sequences, if it knows them.
         n_sources: T, the number of input tokens; default, the number of positions. Positions from
             n_sources on are CLS-like and start empty.
 
@@ -450,4 +473,8 @@ def propagate(layers: Sequence[Layer] | MovesKeys, n_sources: int | None = None)
     for layer, rules in enumerate(by_layer):
         words = _united(words, rules, batch, n_sources)
         members[layer] = _unpack(words[:-1], n_sources).view(batch, n_pos, n_sources)
-    return InformationSets(members)
+    # a result counts the positions of a sequence, CLS among them
+    lengths = getattr(layers, "lengths", None)
+    if lengths is not None:
+        lengths = lengths - (n_pos - n_sources)
+    return InformationSets(members, lengths)

@@ -93,8 +93,9 @@ class Job(ABC):
 
     @property
     def uses(self) -> tuple[int, ...]:
-        """Indices of the components that it asks for."""
-        return ()
+        """Indices of the components that it asks for: its fields `component` or `components`."""
+        one = (self.component,) if hasattr(self, "component") else ()
+        return getattr(self, "components", one)
 
     @property
     def roles(self) -> int:
@@ -158,11 +159,6 @@ class Max(Retrieval):
     reverse: bool = False
     first_in_words: ClassVar[bool] = True
 
-    @property
-    def uses(self) -> tuple[int, ...]:
-        """The component."""
-        return (self.component,)
-
     def chosen(self, run: Progress, for_tokens: bool) -> Int[Tensor, "batch query"]:
         """The best partner of each token, or the position that holds the best tuple."""
         component, held = run.components[self.component], run.sets[:, : run.n_tokens]
@@ -199,11 +195,6 @@ class Routed(Retrieval):
 
     components: tuple[int, ...]
     choice: int = 0
-
-    @property
-    def uses(self) -> tuple[int, ...]:
-        """The components."""
-        return self.components
 
     @property
     def roles(self) -> int:
@@ -256,11 +247,6 @@ class Next(Retrieval):
     component: int
     from_below: bool = False
     is_adaptive: ClassVar[bool] = True
-
-    @property
-    def uses(self) -> tuple[int, ...]:
-        """The component."""
-        return (self.component,)
 
     def chosen(self, run: Progress, for_tokens: bool) -> Int[Tensor, "batch query"]:
         """The next token below what each query has found; -1 where there is none."""
@@ -342,11 +328,6 @@ class ReadTuples(FixedReads):
     """
 
     component: int
-
-    @property
-    def uses(self) -> tuple[int, ...]:
-        """The component."""
-        return (self.component,)
 
     def reads(self, run: Progress, for_tokens: bool) -> Bool[Tensor, "pos key"]:
         """The listed tuples at tokens, what they share at CLS."""

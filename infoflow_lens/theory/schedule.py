@@ -167,6 +167,7 @@ def learns(
     n: Number = 200,
     seed: Seed = 0,
     *,
+    components: Sequence[Component] | None = None,
     positional: bool = False,
     causal: bool = False,
     batch_size: Number = 50,
@@ -181,6 +182,7 @@ def learns(
         schedule: what the heads do.
         n: sampled inputs.
         seed: of the samples.
+        components: what the schedule retrieves; default, the task's own.
         positional: whether the model has a positional encoding.
         causal: whether tokens see earlier ones only.
         batch_size: inputs at a time.
@@ -195,11 +197,12 @@ def learns(
             "encoding: pass positional=True if the model has one, or use another schedule"
         )
     x, _ = task.sample(n, seed)
+    retrieved = task.components if components is None else components
     reference = reference_tokens(task, seed) if schedule.roles > 1 else None
     hits = 0
     for part in x.split(batch_size):
         held = run_schedule(
-            schedule, task.components, as_vectors(part), causal=causal, reference=reference
+            schedule, retrieved, as_vectors(part), causal=causal, reference=reference
         ).members[-1, :, -1]
         hits += int((task.active_index_set(part) <= held).all(dim=1).sum())
     return hits / n

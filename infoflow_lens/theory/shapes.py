@@ -6,11 +6,14 @@ Hugging Face config or model, or a folder with a ``config.json``; nothing is loa
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import MinLen
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import Count, Remedy, settings
 
 # the names that configs give to the same number
 _NAMES: Mapping[str, tuple[str, ...]] = {
@@ -24,13 +27,14 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "head_width": ("d_head", "head_dim"),
     "window": ("window_size", "sliding_window"),
 }  # fmt: skip
+ByLayer = Annotated[tuple[Count, ...], MinLen(1), Remedy("one for each layer")]
 _BIDIRECTIONAL = (
     "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "longformer",
     "modernbert", "mpnet", "roberta", "xlm-roberta",
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@settings
 class ModelShape:
     """The sizes and masks of a model, as far as information sets depend on them.
 
@@ -51,36 +55,26 @@ class ModelShape:
         source: what it was read off.
     """
 
-    n_heads: tuple[int, ...]
-    d_model: tuple[int, ...]
-    n_tokens: int
+    n_heads: ByLayer
+    d_model: ByLayer
+    n_tokens: Count
     positional: bool = False
     causal: bool = False
-    windows: tuple[int | None, ...] = ()
-    n_key_value_heads: tuple[int, ...] | None = None
-    d_head: tuple[int, ...] | None = None
+    windows: tuple[Count | None, ...] = ()
+    n_key_value_heads: ByLayer | None = None
+    d_head: ByLayer | None = None
     routes: bool = False
     has_mlp: bool = True
     source: str = "sizes"
 
     def __post_init__(self) -> None:
         n = len(self.n_heads)
-        for name in ("n_heads", "d_model"):
+        for name in ("d_model", "windows", "n_key_value_heads", "d_head"):
             values = getattr(self, name)
-            if not values or any(
-                not isinstance(v, int) or isinstance(v, bool) or v < 1 for v in values
-            ):
+            if values and len(values) != n:
                 raise InfoFlowError(
-                    f"{name} is {values!r}: expected integers of at least 1, one for each layer"
+                    f"{name} has {len(values)} entries for {n} layers: give one for each"
                 )
-        if len(self.d_model) != n:
-            raise InfoFlowError(
-                f"d_model has {len(self.d_model)} entries for {n} layers: give one for each"
-            )
-        if self.windows and len(self.windows) != n:
-            raise InfoFlowError(
-                f"windows has {len(self.windows)} entries for {n} layers: give one for each"
-            )
 
     @property
     def n_layers(self) -> int:

@@ -77,7 +77,7 @@ def test_ctrl_c_keeps_finished_runs(tmp_path):
                 raise KeyboardInterrupt
             return super().measure(settings, seed, device)
 
-    with pytest.raises(KeyboardInterrupt, match="go on with --resume"):
+    with pytest.raises(KeyboardInterrupt, match=r"go on with run_study\(.*, resume=True\)"):
         run(Interrupted(), tmp_path, seeds=1)
     assert len(pd.read_csv(tmp_path / "results.csv")) == 2 * 3
     seen = tmp_path / "seen"

@@ -116,3 +116,28 @@ def test_where_the_system_has_no_locks_a_file_says_that_the_folder_is_taken(tmp_
         pass
     with locked(tmp_path, "three"):
         pass
+
+
+def test_a_file_system_without_permissions_is_written_to(tmp_path, monkeypatch):
+    """Some CIFS and FUSE mounts refuse every change of them."""
+
+    def refused(*args, **kwargs):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    for name in ("chmod", "fchmod"):
+        monkeypatch.setattr(os, name, refused, raising=False)
+    with locked(tmp_path / "out", "a run") as out:
+        write_json(out / "x.json", {"a": 1})
+    assert json.loads((tmp_path / "out" / "x.json").read_text()) == {"a": 1}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX permissions")
+def test_files_have_the_permissions_that_the_user_asks_for(tmp_path):
+    before = os.umask(0o077)
+    try:
+        write_json(tmp_path / "x.json", {})
+    finally:
+        os.umask(before)
+    write_json(tmp_path / "y.json", {})
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("x.json", "y.json")]
+    assert modes == [0o600, 0o666 & ~before]

@@ -5,6 +5,7 @@ an entry in MAKES a test fails.
 """
 
 import copy
+import functools
 import gc
 import inspect
 import random
@@ -152,10 +153,20 @@ def case(request, folders, made):
     return made[name]
 
 
-@pytest.fixture(params=EVERY, ids=lambda entry: f"{entry[0].__name__}-{entry[1]}")
-def make(request):
-    kind, index = request.param
-    return MAKES[kind][index]
+def for_every_probe(test):
+    """Run a test with each way to make a probe; an error says with which."""
+
+    @functools.wraps(test)
+    def every(*args, **kwargs):
+        for kind, index in EVERY:
+            try:
+                test(*args, **kwargs, make=MAKES[kind][index])
+            except (Exception, pytest.fail.Exception) as error:
+                raise AssertionError(f"{kind.__name__}, number {index}: {error}") from error
+
+    given = [p for p in inspect.signature(test).parameters.values() if p.name != "make"]
+    every.__signature__ = inspect.Signature(given)
+    return every
 
 
 def numbers(result):
@@ -210,6 +221,7 @@ def assert_no_traces(model, before):
             assert value == after[name], name
 
 
+@for_every_probe
 def test_the_model_is_left_as_found(case, make):
     model, x = case
     before = traces(model)
@@ -221,7 +233,8 @@ def test_the_model_is_left_as_found(case, make):
     assert_no_traces(model, before)
 
 
-def test_the_model_is_left_as_found_after_an_exception(case, make, monkeypatch):
+@for_every_probe
+def test_the_model_is_left_as_found_after_an_exception(case, monkeypatch, make):
     model, x = case
     before = traces(model)
     probe = make(x)
@@ -236,6 +249,7 @@ def test_the_model_is_left_as_found_after_an_exception(case, make, monkeypatch):
     assert probe.n_sequences == 0
 
 
+@for_every_probe
 def test_blocks_end_in_any_order(case, make):
     model, x = case
     before = traces(model)
@@ -251,6 +265,7 @@ def test_blocks_end_in_any_order(case, make):
     assert (one[0].n_sequences, other[0].n_sequences) == (N, 2 * N)
 
 
+@for_every_probe
 def test_batches_and_their_order_do_not_matter(case, make):
     model, x = case
     (whole,) = run_probes(model, x, [make(x)], batch_size=N, progress=False)
@@ -259,6 +274,7 @@ def test_batches_and_their_order_do_not_matter(case, make):
     assert_equal(whole, parts, tolerance=2e-4)
 
 
+@for_every_probe
 def test_settling_changes_no_result(case, make):
     model, x = case
     whole, settled = make(x), make(x)
@@ -273,6 +289,7 @@ def test_settling_changes_no_result(case, make):
     assert settled.growing_bytes() <= bytes_in(settled.state_dict()["measured"])
 
 
+@for_every_probe
 def test_padding_on_either_side_does_not_matter(case, make):
     model, x = case
     if x.is_floating_point():
@@ -320,6 +337,7 @@ def same(one, other):
     return one == other
 
 
+@for_every_probe
 def test_going_on_from_a_snapshot_equals_not_having_stopped(case, make):
     model, x = case
     whole, first, second, third = make(x), make(x), make(x), make(x)
@@ -346,6 +364,7 @@ def test_going_on_from_a_snapshot_equals_not_having_stopped(case, make):
     assert_equal(second.result(), whole.result())
 
 
+@for_every_probe
 def test_merging_in_any_order_is_the_same(case, make):
     """Rows of sequences come in the order of merging; everything else is the same."""
     model, x = case
@@ -371,7 +390,8 @@ def test_merging_in_any_order_is_the_same(case, make):
 
 @pytest.mark.parametrize("by", ["step", "data", "load_state_dict", "double", "new parameter"])
 @pytest.mark.parametrize("name", ["token ids", "hosted, vector tokens", "bridge, gpt2"])
-def test_changed_weights_are_refused(name, make, by, folders):
+@for_every_probe
+def test_changed_weights_are_refused(name, by, folders, make):
     build, data = MODELS[name]
     model, x = build(folders).eval(), data()
     probe = make(x)
@@ -405,6 +425,7 @@ def test_changed_weights_are_refused(name, make, by, folders):
         assert probe.n_sequences == N
 
 
+@for_every_probe
 def test_nothing_is_kept_alive(token_model, make):
     """A model that is no longer used is forgotten, with its activations."""
     import weakref

@@ -339,8 +339,6 @@ def test_weights_of_all_layers(layers_alike):
     for layer, block in enumerate(layers_alike.blocks):
         torch.testing.assert_close(qk[layer], block.attn.W_Q @ block.attn.W_K.transpose(1, 2))
         torch.testing.assert_close(ov[layer], block.attn.W_V @ block.attn.W_O)
-        torch.testing.assert_close(block.attn.QK.AB, qk[layer])
-        torch.testing.assert_close(block.attn.OV.AB, ov[layer])
 
 
 def test_what_layers_of_different_heads_do_not_share(model, attention_only):

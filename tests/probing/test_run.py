@@ -24,7 +24,7 @@ from infoflow_lens import (
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.probing import shards
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.data import read_data
+from infoflow_lens.probing.data import read_data, stream_texts
 from infoflow_lens.probing.parts import mechanisms as mechanisms_part
 from infoflow_lens.probing.registry import part_names
 from infoflow_lens.probing.run import run_probing
@@ -355,3 +355,27 @@ def test_files_that_cannot_be_read(tmp_path, folder, content, message):
     path.write_bytes(content)
     with pytest.raises(InfoFlowError, match=message):
         read_data(load_any(str(folder)).model, str(path))
+
+
+def test_windows_need_no_room_but_the_folder_of_the_run(tmp_path, config, monkeypatch):
+    """Their tokens may be gigabytes, and the system's temporary folder small, or not there."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    asked = {**vars(config), "window": 6, "probes": ("positions",)}
+    assert run(tmp_path / "out", ProbingConfig(**asked)).positions.lengths.tolist() == [6] * 24
+
+
+def test_a_parquet_file_is_read_some_rows_at_a_time(tmp_path):
+    """A few hundred bytes may hold a group of rows that is gigabytes unpacked."""
+    import pyarrow
+
+    words = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * 3_000_000, pyarrow.int32()), pyarrow.array(["w5 w6 w7 w8 w9"])
+    )
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": words}), tmp_path / "x.parquet", row_group_size=3_000_000
+    )
+    del words
+    before = pyarrow.total_allocated_bytes()
+    texts = stream_texts(str(tmp_path / "x.parquet"))
+    assert next(texts) == "w5 w6 w7 w8 w9"
+    assert pyarrow.total_allocated_bytes() - before < 30e6

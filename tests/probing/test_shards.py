@@ -120,7 +120,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(whole, config, tmp_path, monkey
     original = shards.run_shard
     with monkeypatch.context() as patch:
         patch.setattr(shards, "run_shard", stopping)
-        with pytest.raises(KeyboardInterrupt, match="run the same again"):
+        with pytest.raises(KeyboardInterrupt, match="go on with the same call"):
             run(tmp_path, config)
         run(tmp_path, config)
     assert len(passes) == 4 * 4 + 1  # of four shards of ten and one of three; none twice

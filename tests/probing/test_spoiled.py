@@ -177,6 +177,15 @@ def test_nothing_is_taken_from_another_run(out, folder, tmp_path, monkeypatch, w
         folder.with_name("kept").rename(folder)
 
 
+def test_a_hostile_record_does_not_speak_to_the_terminal(out, folder):
+    about = {k: v for k, v in record(out).items() if k not in ("schema", "digest")}
+    about["versions"] = {**about["versions"], "torch": "\x1b]0;owned\x07"}
+    files.write_signed(out / "record.json", "infoflow-lens probe 1", about)
+    said = attempted(out, settings(folder))
+    assert "torch" in said
+    assert said.isprintable()
+
+
 def test_an_unfinished_run_is_not_taken_up_by_another(out):
     about = record(out)
     Checkpoint(out / ".x.safetensors", about).save({"begun": 1})
@@ -307,7 +316,7 @@ def test_ctrl_c_keeps_every_finished_batch(tmp_path, folder, number):
         program.send_signal(number)
         assert program.wait(60) == 130
         assert "stopping behind this batch" in program.stderr
-        assert "run the same again to go on" in program.stderr
+        assert "go on with" in program.stderr
     about = record(tmp_path / "out")
     about = {name: value for name, value in about.items() if name not in ("schema", "digest")}
     state = Checkpoint(tmp_path / "out" / ".all.safetensors", about).load()

@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -19,8 +18,6 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.theory.bounds import (
     Collision,
     attention_average,
-    cells_of,
-    kth_largest_bound,
     shared_cube,
 )
 from infoflow_lens.theory.comparison import ComparisonTree, Leaf, component_tuples, postorder
@@ -30,41 +27,6 @@ Function = Callable[[Tensor], Tensor]
 _MOST_BALLS = 2000
 
 _MOST_SEQUENCES = 10**6
-
-
-def _grid_cells(points: int, free: int, dimensions: int) -> int | None:
-    """:func:`_cells` of ``points^free`` sequences; None where there are more than 2^1100."""
-    if free * math.log2(points) / dimensions > 1100:
-        return None
-    return cells_of(points**free, dimensions)
-
-
-def _width(factor: float, cells: int | None) -> float:
-    """``factor * cells``, infinite where floats end."""
-    if cells is None or (factor > 0 and math.log2(factor) + math.log2(cells) > 1023):
-        return math.inf
-    return float(Fraction(factor) * cells)
-
-
-def kth_largest_width(n_tokens: int, k: int, d_head: int, eps: float) -> float:
-    """Hidden units that a decoder of the k-th largest needs at precision `eps` (Thm 2/5).
-
-    ``2 eps / (n * 2 N eta / (k - 1))`` with N = T - k + 1 free coordinates on grids of
-    ``M = 1 / (4 (N + 1) eps)`` points, and cubes of side eta fewer than the M^N sequences. Finite
-    form of the proof [derived]; 0 where the grids have fewer than two points, infinite beyond
-    1e308.
-
-    Raises:
-        InfoFlowError: as :func:`kth_largest_bound`, or unless ``0 < eps < 1``.
-    """
-    kth_largest_bound(n_tokens, k, d_head)
-    free = n_tokens - k + 1
-    points = math.floor(1 / (4 * (free + 1) * eps))
-    if points < 2:
-        return 0.0
-    # the side of a cube is 2 / cells
-    cells = _grid_cells(points, free, d_head + 1)
-    return _width(eps * (k - 1) / (2 * d_head * free), cells)
 
 
 def ball_centres(n_balls: int) -> Float[Tensor, "ball 3"]:
@@ -96,51 +58,6 @@ def largest_radius(n_heads: int) -> float:
     apart = torch.pdist(centres).min() / 2
     antipodes = torch.cdist(centres, -centres).min() / 3
     return float(torch.minimum(apart, antipodes)) * (1 - 1e-9)
-
-
-def depth_separation_width(
-    n_tokens: int,
-    n_heads: int,
-    d_head: int,
-    eps: float,
-    radius: float | None = None,
-    d_model: int | None = None,
-) -> float:
-    """Hidden units that one layer needs for the closest pair at precision `eps` (Thm 1/4).
-
-    ``2 eps / (E n h * 2 N eta sqrt(E))`` with N = T - h - 1 free positions, grids of
-    ``M = L^2 / (4 N eps)`` radii inside balls of radius L, and cells of side eta in (n + 1) h
-    dimensions fewer than the M^N sequences. Values are at most sqrt(E), since tokens have norm at
-    most 1 and W_V entries of at most 1; W_O spreads n h of them over E coordinates. Finite form of
-    the proof [derived]; 0 where the grids have fewer than two points, infinite beyond 1e308.
-
-    Args:
-        n_tokens: T.
-        n_heads: h.
-        d_head: n.
-        eps: precision.
-        radius: L; the proof needs h + 1 disjoint balls on the sphere, so it is at most
-            :func:`largest_radius`, the default.
-        d_model: E; default, n h.
-
-    Raises:
-        InfoFlowError: for values below 1, unless ``0 < eps < 1``, or for a radius for which h + 1
-            balls do not fit.
-    """
-    d_model = n_heads * d_head if d_model is None else d_model
-    most = largest_radius(n_heads)
-    radius = most if radius is None else radius
-    if not 0 < radius <= most:
-        raise InfoFlowError(
-            f"radius is {radius}: expected a number above 0, up to {most:.3g}; the proof needs "
-            f"{n_heads + 1} disjoint balls of that radius on the sphere for {n_heads} heads"
-        )
-    free = n_tokens - n_heads - 1
-    points = math.floor(radius**2 / (4 * max(free, 1) * eps))
-    if free < 1 or points < 2:
-        return 0.0
-    cells = _grid_cells(points, free, (d_head + 1) * n_heads)
-    return _width(eps / (2 * free * d_head * n_heads * d_model**1.5), cells)
 
 
 def closest_pair_collision(

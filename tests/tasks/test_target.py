@@ -162,6 +162,8 @@ def test_the_command_line_takes_module_and_name(tmp_path, monkeypatch):
         assert '"verdict": "allowed"' in result.stdout
     assert load_task("mine:task", n_tokens=12).n_tokens == 12
     assert load_task("mine:sized", n_tokens=5).n_tokens == 5
+    with pytest.raises(InfoFlowError, match="did you mean 'n_tokens'"):
+        load_task("mine:sized", n_token=5)
     for name, message in {
         "mine:other": "has no 'other'",
         "mine:nothing": "is a int",

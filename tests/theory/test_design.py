@@ -62,7 +62,7 @@ def test_best_pairs_take_as_many_first_heads():
     found = designed("intrinsic_dimension", (16, 64), {"n_components": 2})
     assert found.recommended.n_heads == (2, 2)
     verdicts = {n.n_heads: n.verdict for n in found.neighbours}
-    assert verdicts[1, 2] == "excluded for heads of one role"
+    assert verdicts[1, 2] == "excluded by the paper's count"
     assert verdicts[2,] == "excluded, proved"
 
 

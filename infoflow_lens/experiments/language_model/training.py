@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from infoflow_lens.experiments.language_model.tokens import (
     train_tokenizer,
 )
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import atomic_path, locked, scratch_for, write_json, write_text
+from infoflow_lens.foundation.files import atomic_path, locked, unused_path, write_json, write_text
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord, fingerprint
 from infoflow_lens.foundation.state import read_state, write_state
@@ -264,10 +263,10 @@ class _Run:
 
     def _save_model(self, target: Path) -> None:
         """The model with its tokenizer, whole or not at all."""
-        temporary = Path(tempfile.mkdtemp(dir=scratch_for(target), prefix=f".{target.name}."))
+        temporary = unused_path(target)
         try:
+            temporary.mkdir()
             self._write_model(temporary, self.model.state_dict(), "float32")
-            temporary.chmod(0o755)
             if target.exists():
                 shutil.rmtree(target)  # of the run before it was stopped: the same bytes
             temporary.rename(target)

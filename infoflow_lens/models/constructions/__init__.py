@@ -1,5 +1,16 @@
 """Weights set by hand: what the papers prove that a model can do, as models that run."""
 
+from infoflow_lens.models.constructions import (  # noqa: F401  # each registers what it holds
+    aggregation,
+    depth_separation,
+    kth_largest,
+    memorization,
+    nested,
+    position_attention,
+    question_answering,
+    retrieval,
+    templates,
+)
 from infoflow_lens.models.constructions.attention_only import AttentionOnly, Head, Rows
 from infoflow_lens.models.constructions.certified import certified_model
 from infoflow_lens.models.constructions.registry import (

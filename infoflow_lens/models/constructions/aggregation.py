@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 
-from infoflow_lens.foundation.settings import checked
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.constructions.parameters import Beta
+from infoflow_lens.models.constructions.registry import construction
 from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.tasks.aggregation import GlobalMean, PositionSum
 
 
-@checked
+@construction("InfoFlow 2026, C.3")
 def position_sum(task: PositionSum, *, beta: Beta = 40.0) -> VectorTransformer:
     """One layer of one head that attends to fixed positions alone (InfoFlow 2026, App. C.3).
 
@@ -37,6 +37,7 @@ def position_sum(task: PositionSum, *, beta: Beta = 40.0) -> VectorTransformer:
     return model
 
 
+@construction("InfoFlow 2026, mechanism II")
 def global_mean(task: GlobalMean) -> VectorTransformer:
     """One layer of one head without scores: the mean of all tokens (mechanism II)."""
     d = task.d_token

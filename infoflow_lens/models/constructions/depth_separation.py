@@ -5,10 +5,11 @@ from typing import Any
 import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.settings import Positive, checked
+from infoflow_lens.foundation.settings import Positive
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.constructions.parameters import Beta, Limit
 from infoflow_lens.models.constructions.products import Product, ProductUnits, product_units
+from infoflow_lens.models.constructions.registry import construction
 from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.tasks.tuples import DepthSeparation
 from infoflow_lens.theory.bounds import softmin_gap
@@ -25,7 +26,7 @@ def ffn_error(task: DepthSeparation, *, eps: float = 0.1, ffn: Product = "tanh")
     return _units(task.d_token, ffn, eps).error
 
 
-@checked
+@construction("InfoFlow 2026, Theorem 1")
 def depth_separation(
     task: DepthSeparation,
     *,

@@ -5,16 +5,17 @@ from typing import Any
 import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.settings import Count, checked
+from infoflow_lens.foundation.settings import Count
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.constructions.parameters import Beta, Limit
+from infoflow_lens.models.constructions.registry import construction
 from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.tasks.kth_largest import KthLargest
 
 _FAR = 4.0  # more than numbers in [-1, 1] differ
 
 
-@checked
+@construction("derived, beside InfoFlow 2026, Theorem 2")
 def kth_largest(
     task: KthLargest,
     *,

@@ -6,14 +6,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infoflow_lens.foundation.settings import checked
 from infoflow_lens.models.constructions.attention_only import AttentionOnly, Head, Rows
+from infoflow_lens.models.constructions.registry import construction
 from infoflow_lens.tasks.memorization import Memorization
 
 Form = Literal["blocks", "compact"]
 
 
-@checked
+@construction("Chen & Zou 2024, Theorem 1")
 def memorization(task: Memorization, *, form: Form = "blocks") -> AttentionOnly:
     """One layer that gives every stored sequence its label (Theorem 1, Lemmas 3 and 4).
 

@@ -4,14 +4,14 @@ from typing import Literal
 
 import torch
 
-from infoflow_lens.foundation.settings import checked
 from infoflow_lens.models.constructions.attention_only import AttentionOnly, Head, Rows
+from infoflow_lens.models.constructions.registry import construction
 from infoflow_lens.tasks.question_answering import NestedQA
 
 NestedForm = Literal["copy_match", "copy_once", "doubling"]
 
 
-@checked
+@construction("Chen & Zou 2024, Sec. 7")
 def nested_qa(task: NestedQA, *, form: NestedForm = "copy_match") -> AttentionOnly:
     """ReLU layers that follow every chain of questions to its end (Sec. 7) [derived].
 

@@ -13,9 +13,11 @@ from infoflow_lens.models.constructions.attention_only import (
     Rows,
     nearest_code_classifier,
 )
+from infoflow_lens.models.constructions.registry import construction
 from infoflow_lens.tasks.templates import TemplateMatching
 
 
+@construction("Chen & Zou 2024, Lemma 1")
 def instructive_attention(
     task: TemplateMatching, *, alpha: Float[Tensor, "source destination"] | None = None
 ) -> AttentionOnly:
@@ -51,6 +53,7 @@ def instructive_attention(
     return AttentionOnly(rows, ((Head(key, query, everything, everything),),), _blind(task, rows))
 
 
+@construction("Chen & Zou 2024, Lemma 2")
 def constrained_attention(
     task: TemplateMatching, *, allowed: Bool[Tensor, "source destination"] | None = None
 ) -> AttentionOnly:

@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infoflow_lens.foundation.settings import Positive, checked
+from infoflow_lens.foundation.settings import Positive
 from infoflow_lens.models.constructions.attention_only import AttentionOnly, Head, Rows
 from infoflow_lens.models.constructions.parameters import Beta
+from infoflow_lens.models.constructions.registry import construction
 from infoflow_lens.tasks.question_answering import InContextQA
 
 SoftmaxForm = Literal["scaled", "separate"]
@@ -39,6 +40,7 @@ def _copy_then_match(task: InContextQA, beta: float) -> tuple[Rows, tuple[tuple[
     return rows, ((first,), (second,))
 
 
+@construction("Chen & Zou 2024, Theorem 3")
 def in_context_qa(task: InContextQA) -> AttentionOnly:
     """Two ReLU layers of one head that answer every question (Theorem 3), d' = d + n.
 
@@ -52,7 +54,7 @@ def in_context_qa(task: InContextQA) -> AttentionOnly:
     return AttentionOnly(rows, layers, rows.units(_answer_rows(task)).T)
 
 
-@checked
+@construction("Chen & Zou 2024, Sec. 16")
 def in_context_qa_softmax(
     task: InContextQA, *, form: SoftmaxForm = "separate", beta: Beta = 20.0
 ) -> AttentionOnly:
@@ -95,7 +97,7 @@ def in_context_qa_softmax(
     return AttentionOnly(rows, ((first,), (second,)), classifier, "softmax")
 
 
-@checked
+@construction("derived, beyond Chen & Zou 2024, Theorem 2")
 def in_context_qa_one_layer(task: InContextQA, *, sharpness: Positive = 20.0) -> AttentionOnly:
     """One softmax layer of k n_q heads that answers every question [derived; beyond the paper].
 

@@ -5,21 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import check_known, nearest
-from infoflow_lens.models.constructions import (
-    aggregation,
-    depth_separation,
-    kth_largest,
-    memorization,
-    nested,
-    position_attention,
-    question_answering,
-    retrieval,
-    templates,
-)
+from infoflow_lens.foundation.settings import checked
 from infoflow_lens.models.constructions.attention_only import AttentionOnly
 from infoflow_lens.models.hooked import HookedModel
 from infoflow_lens.tasks import Task, load_task
@@ -52,58 +42,26 @@ class Construction:
         return {p.name: p.default for p in known if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
-CONSTRUCTIONS: Mapping[str, Construction] = {
-    "depth_separation": Construction(
-        "depth_separation", depth_separation.depth_separation, "InfoFlow 2026, Theorem 1"
-    ),
-    "d_retrieval": Construction(
-        "d_retrieval", retrieval.d_retrieval, "Yu et al. 2026, Theorem 2 (1)"
-    ),
-    "intrinsic_dimension": Construction(
-        "intrinsic_dimension", retrieval.intrinsic_dimension, "InfoFlow 2026, Prop 1"
-    ),
-    "position_sum": Construction("position_sum", aggregation.position_sum, "InfoFlow 2026, C.3"),
-    "global_mean": Construction(
-        "global_mean", aggregation.global_mean, "InfoFlow 2026, mechanism II"
-    ),
-    "kth_largest": Construction(
-        "kth_largest", kth_largest.kth_largest, "derived, beside InfoFlow 2026, Theorem 2"
-    ),
-    "instructive_attention": Construction(
-        "template_matching", position_attention.instructive_attention, "Chen & Zou 2024, Lemma 1"
-    ),
-    "constrained_attention": Construction(
-        "template_matching", position_attention.constrained_attention, "Chen & Zou 2024, Lemma 2"
-    ),
-    "memorization": Construction(
-        "memorization", memorization.memorization, "Chen & Zou 2024, Theorem 1"
-    ),
-    "in_context_qa": Construction(
-        "in_context_qa", question_answering.in_context_qa, "Chen & Zou 2024, Theorem 3"
-    ),
-    "in_context_qa_softmax": Construction(
-        "in_context_qa", question_answering.in_context_qa_softmax, "Chen & Zou 2024, Sec. 16"
-    ),
-    "in_context_qa_one_layer": Construction(
-        "in_context_qa",
-        question_answering.in_context_qa_one_layer,
-        "derived, beyond Chen & Zou 2024, Theorem 2",
-    ),
-    "nested_qa": Construction("nested_qa", nested.nested_qa, "Chen & Zou 2024, Sec. 7"),
-    "template_matching": Construction(
-        "template_matching", templates.template_matching, "Chen & Zou 2024, Theorem 5"
-    ),
-    "template_matching_one_layer": Construction(
-        "template_matching",
-        templates.template_matching_one_layer,
-        "derived, beyond Chen & Zou 2024, Theorem 4",
-    ),
-    "in_context_template_matching": Construction(
-        "in_context_template_matching",
-        templates.in_context_template_matching,
-        "Chen & Zou 2024, Theorem 6",
-    ),
-}
+CONSTRUCTIONS: dict[str, Construction] = {}
+BuilderT = TypeVar("BuilderT", bound=Callable[..., AttentionOnly | HookedModel])
+
+
+def construction(source: str) -> Callable[[BuilderT], BuilderT]:
+    """Registers a function from a task to weights, under its name, with its settings checked.
+
+    The task is that of the annotation of its first argument.
+
+    Args:
+        source: paper and theorem.
+    """
+
+    def register(build: BuilderT) -> BuilderT:
+        task: type[Task] = inspect.signature(build).parameters["task"].annotation
+        build = checked(build)
+        CONSTRUCTIONS[build.__name__] = Construction(task.name, build, source)
+        return build
+
+    return register
 
 
 def list_constructions() -> tuple[str, ...]:

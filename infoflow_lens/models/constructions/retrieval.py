@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.settings import checked
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.constructions.parameters import Beta, Limit
 from infoflow_lens.models.constructions.products import product_units
+from infoflow_lens.models.constructions.registry import construction
 from infoflow_lens.models.host import VectorTransformer, zero_model
 from infoflow_lens.tasks.d_retrieval import DRetrieval
 from infoflow_lens.tasks.tuples import IntrinsicDimension
@@ -16,7 +16,7 @@ from infoflow_lens.tasks.tuples import IntrinsicDimension
 _FAR = 100.0  # below all scores of tokens, for positions outside a subset
 
 
-@checked
+@construction("Yu et al. 2026, Theorem 2 (1)")
 def d_retrieval(
     task: DRetrieval, *, beta: Beta = 1000.0, attention: Limit = "softmax"
 ) -> VectorTransformer:
@@ -85,7 +85,7 @@ def d_retrieval(
     return model
 
 
-@checked
+@construction("InfoFlow 2026, Prop 1")
 def intrinsic_dimension(
     task: IntrinsicDimension, *, beta: Beta = 1000.0, attention: Limit = "softmax"
 ) -> VectorTransformer:

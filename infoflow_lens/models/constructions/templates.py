@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.settings import Positive, checked
+from infoflow_lens.foundation.settings import Positive
 from infoflow_lens.models.constructions.attention_only import (
     AttentionOnly,
     Head,
@@ -17,6 +17,7 @@ from infoflow_lens.models.constructions.attention_only import (
     nearest_code_classifier,
 )
 from infoflow_lens.models.constructions.position_attention import masked_match
+from infoflow_lens.models.constructions.registry import construction
 from infoflow_lens.tasks.templates import InContextTemplateMatching, TemplateMatching
 
 TemplateForm = Literal["binary", "ternary", "printed"]
@@ -29,7 +30,7 @@ def _same_class(task: TemplateMatching) -> Float[Tensor, "template pos pos"]:
     return (patterns[:, :, None] == patterns[:, None]).double()
 
 
-@checked
+@construction("Chen & Zou 2024, Theorem 5")
 def template_matching(task: TemplateMatching, *, form: TemplateForm = "binary") -> AttentionOnly:
     """Two ReLU layers of one head that name the template of every sequence (Theorem 5).
 
@@ -90,7 +91,7 @@ def template_matching(task: TemplateMatching, *, form: TemplateForm = "binary") 
     return AttentionOnly(rows, ((first,), (second,)), classifier)
 
 
-@checked
+@construction("derived, beyond Chen & Zou 2024, Theorem 4")
 def template_matching_one_layer(
     task: TemplateMatching, *, sharpness: Positive = 20.0
 ) -> AttentionOnly:
@@ -131,7 +132,7 @@ def template_matching_one_layer(
     return AttentionOnly(rows, (tuple(heads),), classifier, "softmax")
 
 
-@checked
+@construction("Chen & Zou 2024, Theorem 6")
 def in_context_template_matching(
     task: InContextTemplateMatching,
     *,

@@ -1,0 +1,133 @@
+"""Checking why an architecture cannot learn a target, in plain Python, from the document alone.
+
+Nothing of the theory is used here, so that a check does not depend on how the document was found. A
+document is an object of JSON with ``kind``, ``n_heads`` and ``n_tokens``, and what its kind needs.
+It is of models whose heads retrieve one position each, the one of largest score (ties between
+different tokens have probability zero), whatever the scores, values and feed-forward networks are.
+
+* ``pigeonhole``: one layer of h heads. More than h ``places``, each with two ``options`` of a
+  token, and for every place a ``contexts`` entry, the sequence around. Whatever the h scores are,
+  they retrieve from at most h places; at one place no head looks at either option, so both
+  sequences that differ there alone get the same answer. With ``positional`` false the second option
+  is a token that the sequence has elsewhere, and the other places hold their first option: no score
+  can then tell more. With ``positional`` true every choice of options at the other places must show
+  the difference, since a score may know where a token stands.
+* ``growth``: CLS holds at most m tokens after all layers, and the value of ``input`` moves with
+  each of more than m ``active`` tokens, by ``moved`` tokens close to them. Near almost every input
+  the choices of heads stay, so that the answer is a function of m tokens there.
+* ``order``: ``second`` has the tokens of ``first`` in another order; a model that sees everything,
+  without a positional encoding, answers both alike.
+* ``reach``: ``first`` and ``second`` differ only at positions beyond what ``windows`` let through.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+Values = Callable[[list[Any]], list[Any]]
+
+_LEAST_GAP = 1e-5  # of the size of values: far above the rounding of 32-bit numbers
+_MOST_CASES = 20_000
+
+
+def verify_exclusion(document: Any, values: Values) -> list[str]:
+    """What is wrong with a document, in words; an empty list if it proves the exclusion.
+
+    Args:
+        document: as `estimate` makes it.
+        values: the target, from a list of sequences to a list of values (numbers or lists of them).
+    """
+    kinds = {"pigeonhole": _pigeonhole, "growth": _growth, "order": _order, "reach": _reach}
+    if document.get("kind") not in kinds:
+        return [f"kind {document.get('kind')!r}: expected one of {', '.join(kinds)}"]
+    wrong, pairs = kinds[document["kind"]](document)
+    for first, second in pairs:
+        if len(first) != document["n_tokens"] or len(second) != document["n_tokens"]:
+            wrong.append(f"sequences of {len(first)} and {len(second)} tokens: expected T")
+    if wrong:
+        return wrong
+    answers = values([sequence for pair in pairs for sequence in pair])
+    for number, (one, other) in enumerate(zip(answers[::2], answers[1::2])):
+        if not _differ(one, other):
+            wrong.append(f"pair {number} has values {one} and {other}: expected two that differ")
+    return wrong
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, list):
+        return any(_differ(a, b) for a, b in zip(one, other))
+    return bool(abs(one - other) > _LEAST_GAP * (1e-2 + abs(one) + abs(other)))
+
+
+Checked = tuple[list[str], list[tuple[list[Any], list[Any]]]]
+
+
+def _pigeonhole(document: Any) -> Checked:
+    wrong, heads = [], document["n_heads"]
+    places, options = document["places"], document["options"]
+    if len(heads) != 1:
+        wrong.append(f"{len(heads)} layers: expected one")
+    if len(set(places)) != len(places) or len(places) <= heads[0]:
+        wrong.append(f"{len(set(places))} places for {heads[0]} heads: expected more")
+    if not len(places) == len(options) == len(document["contexts"]):
+        wrong.append("expected two options and a context for every place")
+    if document["positional"] and len(places) * 2 ** len(places) > _MOST_CASES:
+        wrong.append(f"{len(places)} places: too many to try all options")
+    if wrong:
+        return wrong, []
+    pairs = []
+    for left_out, context in enumerate(document["contexts"]):
+        for chosen in _choices(len(places), left_out, document["positional"]):
+            both = []
+            for own in (0, 1):
+                sequence = list(context)
+                for place, (index, which) in zip(places, enumerate(chosen)):
+                    sequence[place] = options[index][own if index == left_out else which]
+                both.append(sequence)
+            if not document["positional"] and both[1][places[left_out]] not in both[0]:
+                wrong.append(f"the second option at place {left_out} is no token of its sequence")
+            pairs.append((both[0], both[1]))
+    return wrong, pairs
+
+
+def _choices(n: int, left_out: int, positional: bool) -> Iterator[Sequence[int]]:
+    if not positional:
+        return iter([(0,) * n])
+    return itertools.product(*[(0,) if i == left_out else (0, 1) for i in range(n)])
+
+
+def _growth(document: Any) -> Checked:
+    wrong, token, cls = [], 1, 0
+    for heads in document["n_heads"]:
+        token, cls = (1 + heads) * token, cls + heads * token
+    active, base = document["active"], document["input"]
+    if len(set(active)) <= cls:
+        wrong.append(f"{len(set(active))} active tokens, and CLS can hold {cls}: expected more")
+    if len(document["moved"]) != len(active):
+        wrong.append("expected a moved token for every active one")
+    pairs = []
+    for position, moved in zip(active, document["moved"]):
+        pairs.append((list(base), [*base[:position], moved, *base[position + 1 :]]))
+    return wrong, pairs
+
+
+def _order(document: Any) -> Checked:
+    first, second = list(document["first"]), list(document["second"])
+    wrong = []
+    if sorted(map(repr, first)) != sorted(map(repr, second)):
+        wrong.append("the second sequence holds other tokens than the first")
+    if document["positional"] or document["causal"]:
+        wrong.append("the model can tell positions apart")
+    return wrong, [(first, second)]
+
+
+def _reach(document: Any) -> Checked:
+    first, second = list(document["first"]), list(document["second"])
+    wrong, windows = [], document["windows"]
+    if not windows or None in windows:
+        wrong.append("a layer without a window sees everything")
+        return wrong, []
+    seen = sum(window - 1 for window in windows)
+    if len(first) > seen and first[len(first) - seen :] != second[len(second) - seen :]:
+        wrong.append(f"the sequences differ among the last {seen} tokens, which can be seen")
+    return wrong, [(first, second)]

@@ -1,0 +1,237 @@
+"""Why an architecture cannot learn a target: witnesses, searched for on sampled inputs.
+
+A witness is a document that :func:`infoflow_lens.foundation.exclusions.verify_exclusion` checks
+with the target alone; it says there what each kind proves. Nothing is called proved without one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infoflow_lens.foundation.exclusions import verify_exclusion
+from infoflow_lens.theory.comparison import growth_sizes
+from infoflow_lens.theory.samples import Samples
+from infoflow_lens.theory.shapes import ModelShape
+
+Document = dict[str, Any]
+
+_FORMAT = "infoflow-lens exclusion 1"
+_MOST_PLACES = 9  # of a model with positions, for which all options are tried
+_MOST_TRIES = 12
+_MOST_WAYS = 32
+_INPUTS = 120
+_LONGEST = 4096
+_MOST_SCORES = 3 * 10**7
+_STEP = 1e-2
+
+
+def excluding(task: Any, shape: ModelShape, seed: int, fixed: bool = False) -> Document | None:
+    """A checked witness that the architecture cannot learn the target; None if none was found.
+
+    Heads are those of max-position retrieval, each of which retrieves one position.
+
+    Args:
+        task: the target, at the T that is asked.
+        shape: the architecture.
+        seed: of the inputs that are tried.
+        fixed: whether the target tells positions apart.
+    """
+    if task.n_tokens > _LONGEST:
+        return None
+    samples = Samples(task, _INPUTS, seed)
+    components = getattr(task, "components", ())
+    tuples = sum(c.n_tuples(task.n_tokens, ordered=not c.symmetric) for c in components)
+    candidates: list[Iterator[Document]] = [_out_of_reach(shape, samples)]
+    if fixed:
+        candidates.append(_reordered(shape, samples))
+    elif _INPUTS * tuples <= _MOST_SCORES and not any(shape.windows):
+        if shape.n_layers == 1:
+            candidates.append(_pigeonholes(shape, samples))
+        candidates.append(_growths(shape, samples))
+    return next((found for each in candidates for found in each if is_witness(found, task)), None)
+
+
+def is_witness(document: Document, task: Any) -> bool:
+    """Whether the document holds, by the verifier outside of theory."""
+    return not verify_exclusion(document, lambda rows: values_of(task, rows))
+
+
+def values_of(task: Any, sequences: list[Any]) -> list[Any]:
+    """The target's values of sequences, both as lists.
+
+    Raises:
+        InfoFlowError: if they are no sequences of the target.
+    """
+    whole = bool(sequences) and isinstance(sequences[0][0], int)
+    x = torch.tensor(sequences, dtype=torch.int64 if whole else torch.float32)
+    values: list[Any] = task.target(x).tolist()
+    return values
+
+
+def describe(document: Document) -> str:
+    """What a witness shows, in a sentence."""
+    kind = document["kind"]
+    if kind == "pigeonhole":
+        return (
+            f"whatever their scores, {document['n_heads'][0]} heads of one layer leave out one of "
+            f"{len(document['places'])} places; the witness has a pair of inputs for each of them, "
+            "with different values and the same answer"
+        )
+    if kind == "growth":
+        return (
+            f"CLS can hold {document['held']} tokens by max-position retrieval, whatever the "
+            f"scores, and the value of the witness's input moves with {len(document['active'])}"
+        )
+    if kind == "order":
+        return (
+            "the target tells positions apart, and a model without positional encoding gives the "
+            "same answer for every order of the tokens; the witness is such a pair of inputs"
+        )
+    return (
+        f"only the last {document['reach']} of {document['n_tokens']} tokens can reach the "
+        "read-out through the windows of local attention; the witness is a pair that differs "
+        "before them"
+    )
+
+
+def _document(kind: str, shape: ModelShape, samples: Samples, **parts: Any) -> Document:
+    return {
+        "format": _FORMAT,
+        "kind": kind,
+        "target": str(getattr(samples.task, "name", type(samples.task).__name__)),
+        "n_heads": list(shape.n_heads),
+        "n_tokens": samples.task.n_tokens,
+        "positional": shape.positional,
+        "causal": shape.causal,
+    } | {name: v.tolist() if isinstance(v, Tensor) else v for name, v in parts.items()}
+
+
+def _out_of_reach(shape: ModelShape, samples: Samples) -> Iterator[Document]:
+    """Pairs that differ before what windows let through."""
+    n = samples.task.n_tokens
+    reach = shape.reach(n)
+    if reach >= n:
+        return
+    x = samples.sequences(20)
+    for first, other in zip(x, x.roll(1, 0), strict=True):
+        second = torch.cat([other[: n - reach], first[n - reach :]])
+        yield _document(
+            "reach", shape, samples, first=first, second=second, reach=reach,
+            windows=list(shape.windows),
+        )  # fmt: skip
+
+
+def _reordered(shape: ModelShape, samples: Samples) -> Iterator[Document]:
+    """Pairs of the same tokens in two orders."""
+    if shape.positional or shape.causal:
+        return
+    pair = samples.swapped()
+    if pair is not None:
+        yield _document("order", shape, samples, first=pair[0], second=pair[1])
+
+
+def _growths(shape: ModelShape, samples: Samples) -> Iterator[Document]:
+    """Inputs with more active tokens than CLS can hold."""
+    task = samples.task
+    held = growth_sizes(shape.n_heads, 2**62)[-1][1]
+    if held >= task.n_tokens or samples.sequences(1).ndim == 2:
+        return
+    x = samples.sequences(_INPUTS)
+    active = task.active_index_set(x)
+    generator = torch.Generator().manual_seed(samples.seed)
+    for row in active.sum(dim=1).argsort(descending=True)[:_MOST_TRIES].tolist():
+        places = active[row].nonzero()[:, 0]
+        if len(places) > held:
+            noise = torch.randn(x[row, places].shape, generator=generator)
+            yield _document(
+                "growth", shape, samples, input=x[row], held=held, active=places,
+                moved=x[row, places] + _STEP * noise,
+            )  # fmt: skip
+
+
+def _pigeonholes(shape: ModelShape, samples: Samples) -> Iterator[Document]:
+    """More places than heads, each of which some sequence makes matter."""
+    task, n_places = samples.task, shape.n_heads[0] + 1
+    n = task.n_tokens
+    if n_places > n or samples.sequences(1).ndim == 2:
+        return
+    if shape.positional and n_places > _MOST_PLACES:
+        return
+    x = samples.sequences(_INPUTS)
+    active = task.active_index_set(x)
+    # places inside one input, all of which matter
+    for row in active.sum(dim=1).argsort(descending=True)[:_MOST_TRIES].tolist():
+        places = active[row].nonzero()[:n_places, 0].tolist()
+        others = [p for p in range(n) if p not in places]
+        if len(places) == n_places and (others or shape.positional):
+            second = x[(row + 1) % len(x), places] if shape.positional else x[row, others[:1]]
+            options = torch.stack([x[row, places], second.expand(n_places, -1)], dim=1)
+            yield _document(
+                "pigeonhole", shape, samples, places=places, options=options,
+                contexts=x[row].expand(n_places, -1, -1),
+            )  # fmt: skip
+    # a token of each of several inputs, beside what makes it matter there
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(samples.seed))
+    for rows in order[: len(order) // n_places * n_places].view(-1, n_places)[:_MOST_TRIES]:
+        for around in (_active_alone, _all_but_some):
+            document = _assembled(rows.tolist(), x, active, shape, samples, around)
+            if document is not None:
+                yield document
+
+
+Around = Callable[[Tensor, Tensor, int, torch.Generator], Tensor | None]
+
+
+def _active_alone(
+    x: Tensor, active: Tensor, room: int, generator: torch.Generator
+) -> Tensor | None:
+    """What is active beside the first active token of an input, the last of it repeated."""
+    rest = x[active][1:]
+    if not 0 < len(rest) <= room:
+        return None
+    return torch.cat([rest, rest[-1:].expand(room - len(rest), -1)])[None]
+
+
+def _all_but_some(
+    x: Tensor, active: Tensor, room: int, generator: torch.Generator
+) -> Tensor | None:
+    """All others but as many as there must be room for, in several ways."""
+    own = int(active.int().argmax())
+    others = torch.cat([x[:own], x[own + 1 :]])
+    ways = [torch.randperm(len(others), generator=generator)[:room] for _ in range(_MOST_WAYS)]
+    return others[torch.stack(ways)] if room <= len(others) else None
+
+
+def _assembled(
+    rows: Sequence[int],
+    x: Tensor,
+    active: Tensor,
+    shape: ModelShape,
+    samples: Samples,
+    around: Around,
+) -> Document | None:
+    """A token of each of several inputs first, then what stands around it in its own input."""
+    task, n_places = samples.task, len(rows)
+    room = task.n_tokens - n_places
+    generator = torch.Generator().manual_seed(samples.seed)
+    base = torch.stack([x[row, int(active[row].int().argmax())] for row in rows])
+    contexts, options = [], []
+    for place, row in enumerate(rows):
+        found = around(x[row], active[row], room, generator) if room > 0 else None
+        if found is None:
+            return None
+        first = torch.cat([base.expand(len(found), -1, -1), found], dim=1)
+        second = first.clone()
+        second[:, place] = first[:, -1]
+        gap = (task.target(first) - task.target(second)).double().abs().amax(dim=1)
+        best = int(gap.argmax())
+        if not float(gap[best]) > 0:
+            return None
+        contexts.append(first[best])
+        options.append(torch.stack([base[place], first[best, -1]]))
+    return _document(
+        "pigeonhole", shape, samples, places=list(range(n_places)),
+        options=torch.stack(options), contexts=torch.stack(contexts),
+    )  # fmt: skip

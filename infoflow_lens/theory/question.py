@@ -1,0 +1,185 @@
+"""What is asked of a target: its counts, and the lists of components that serve it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.theory.comparison import (
+    ComparisonProfile,
+    Component,
+    Count,
+    components_profile,
+    growth_sizes,
+    model_comparisons,
+    reading_profile,
+)
+from infoflow_lens.theory.equivalence import Reading, readings
+from infoflow_lens.theory.samples import Samples
+from infoflow_lens.theory.schedule import Schedule
+from infoflow_lens.theory.search import Found, find, needs_order
+from infoflow_lens.theory.shapes import ModelShape
+
+_OBSERVED = 50  # inputs on which |I_F| is observed
+_OBSERVED_AT = 64  # their T, so that active tokens are not crowded
+
+
+def max_position_capacity(
+    profile: ComparisonProfile, n_heads: Sequence[int], n_tokens: int, trees: int = 1
+) -> int:
+    """Comparisons by max-position retrieval alone: eq (5) at the sizes to which sets can grow."""
+    sizes = growth_sizes(tuple(n_heads), n_tokens)
+    return model_comparisons(tuple(n_heads), n_tokens, sizes, profile.dimension, trees)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A search and the list of components that it was for."""
+
+    found: Found
+    reading: Reading
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The best one."""
+        return self.found.schedule
+
+    def describe(self) -> str:
+        """The schedule and its list, in words."""
+        assert self.schedule is not None
+        notes = "".join(f"; {note}" for note in self.reading.notes)
+        return f"{self.schedule.describe()}{notes}"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of a target.
+
+    Attributes:
+        task: the target.
+        profile: its counts.
+        readings: its components, and lists of components that serve it as well.
+        reads: fixed positions that it reads.
+        least_trees: trees of comparison that the observed |I_F| leaves, at most `profile.n_trees`.
+    """
+
+    task: Any
+    profile: ComparisonProfile
+    readings: tuple[Reading, ...]
+    reads: Sequence[int]
+    least_trees: int
+
+    @classmethod
+    def of(cls, task: Any, seed: int) -> "Question":
+        """The counts, components and fixed positions of a target.
+
+        Raises:
+            InfoFlowError: for nothing to retrieve or read, and counts that do not fit.
+        """
+        components = tuple(getattr(task, "components", ()))
+        reads = getattr(task, "reads", ())
+        profile = getattr(task, "comparison", None)
+        name = getattr(task, "name", type(task).__name__)
+        if not components and not len(reads):
+            raise InfoFlowError(
+                f"task {name!r} has no components that heads could retrieve and reads no fixed "
+                "positions: expected a target with `components` or `reads`, such as "
+                "infoflow_lens.tasks.Target"
+            )
+        if not components and profile is None:
+            profile = reading_profile(name)
+        if not isinstance(profile, ComparisonProfile):
+            raise InfoFlowError(
+                f"task {name!r} has no comparison profile: expected `comparison`; "
+                "components_profile(name, components) derives one"
+            )
+        longest = max([1, *(c.arity for c in components)])
+        if components and longest > 1 and profile.dimension < longest:
+            raise InfoFlowError(
+                f"task {name!r} has components of arity {longest}, but its profile says dimension "
+                f"{profile.dimension}: expected at least the arity; components_profile derives it"
+            )
+        samples = Samples.draw(task, _OBSERVED, seed, at=max(_OBSERVED_AT, task.n_tokens))
+        if not components or samples is None:
+            return cls(task, profile, (Reading(components),), reads, profile.n_trees)
+        active = samples.largest_active() if profile.n_trees > 1 else 1
+        return cls(
+            task, profile, tuple(_readings(samples, components)), reads,
+            max(1, min(profile.n_trees, -(-active // max(1, profile.dimension)))),
+        )  # fmt: skip
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """Its own list."""
+        return self.readings[0].components
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it tells positions apart."""
+        return bool(len(self.reads)) or needs_order(self.components, self.reads, self.task.n_tokens)
+
+    def answers(
+        self, shape: ModelShape, n_tokens: int, max_position_only: bool = False
+    ) -> Iterator[Answer]:
+        """The best schedule for each list of components that has one, its own list first."""
+        for reading in self.readings:
+            found = self.search(shape, n_tokens, max_position_only, reading=reading)
+            if found.schedule is not None:
+                yield Answer(found, reading)
+
+    def search(
+        self,
+        shape: ModelShape,
+        n_tokens: int,
+        max_position_only: bool = False,
+        roles: Sequence[int] | int = 1,
+        reading: Reading | None = None,
+    ) -> Found:
+        """The best schedule for a list of components, by default its own."""
+        usable = shape.usable(n_tokens)
+        return find(
+            (reading or self.readings[0]).components,
+            shape.n_heads,
+            n_tokens,
+            shape.positional,
+            max_position_only=max_position_only,
+            reads=self.reads,
+            causal=shape.causal,
+            roles=roles,
+            d_model=shape.d_model,
+            usable=None if all(usable) else usable,
+        )
+
+    def counts_out(self, shape: ModelShape, n_tokens: int, count: Count, trees: int) -> bool:
+        """Whether fewer comparisons are made than the least number of trees needs.
+
+        One layer asks one question, so that there a witness decides, and no count.
+        """
+        if shape.n_layers == 1:
+            return False
+        for reading in self.readings:
+            profile = self.profile
+            if reading.notes:
+                profile = components_profile(profile.name, reading.components)
+            needed = profile.number(n_tokens, count)
+            needed = needed * min(self.least_trees, profile.n_trees) // profile.n_trees
+            if max_position_capacity(profile, shape.n_heads, n_tokens, trees) >= needed:
+                return False
+        return True
+
+
+def _readings(samples: Samples, components: Sequence[Component]) -> list[Reading]:
+    """The lists of components that serve a target, from its outer function where it is known."""
+    outer = getattr(samples.task, "outer_function", None)
+    if outer is None or any(c.tuples is not None for c in components):
+        return [Reading(tuple(components))]
+    tokens = samples.tokens(256)
+    if len(components) == 1:
+        return readings(components, tokens)
+    extrema = [1.0 if c.extremum == "max" else -1.0 for c in components]
+    signs = torch.tensor(getattr(samples.task, "signs", extrema))
+    return readings(
+        components, tokens, lambda z: outer(z * signs.to(z)), samples.component_values()
+    )

@@ -1,0 +1,90 @@
+"""Sequences of a target, at a T that can be drawn and run."""
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.theory.comparison import best_tuples
+from infoflow_lens.theory.schedule import Schedule, as_vectors, learns, reference_tokens
+from infoflow_lens.theory.shapes import ModelShape
+
+_LARGEST_RUN = 128  # longer sequences are run at 64 tokens
+_RUN_AT = 64
+_MOST_SCORES = 5 * 10**7  # in a verification: a few seconds
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Sequences on which schedules are run.
+
+    Attributes:
+        task: the target, at a T that can be drawn.
+        n: how many.
+        seed: of the draws.
+    """
+
+    task: Any
+    n: int
+    seed: int
+
+    @classmethod
+    def draw(cls, task: Any, n: int, seed: int, at: int | None = None) -> "Samples | None":
+        """At the task's T or at `at`, at 64 where that is long; None if it cannot be drawn."""
+        n_tokens = task.n_tokens if at is None else at
+        wanted = n_tokens if n_tokens <= _LARGEST_RUN else _RUN_AT
+        if n < 1:
+            return None
+        if task.n_tokens != wanted:
+            try:
+                task = replace(task, n_tokens=wanted)
+            except (TypeError, ValueError):  # T follows from other sizes, or a subset does not fit
+                return None if task.n_tokens > _LARGEST_RUN else cls(task, n, seed)
+        return cls(task, n, seed)
+
+    def learns(self, schedule: Schedule, components: Any, shape: ModelShape) -> float:
+        """How often a schedule that retrieves these components holds the active set."""
+        arity = max([1, *(c.arity for c in components)])
+        size = min(self.task.n_tokens, schedule.size)
+        work = self.task.n_tokens * size**arity * max(1, len(components))
+        return learns(
+            self.task, schedule, max(5, min(self.n, _MOST_SCORES // max(1, work))), self.seed,
+            components=components, positional=shape.positional, causal=shape.causal,
+        )  # fmt: skip
+
+    def tokens(self, n: int) -> Float[Tensor, "sample d_token"]:
+        """Some tokens."""
+        return reference_tokens(self.task, self.seed, n)
+
+    def sequences(self, n: int) -> Tensor:
+        """Some inputs."""
+        return self.task.sample(n, self.seed)[0]
+
+    def swapped(self) -> tuple[Tensor, Tensor] | None:
+        """Two inputs that differ in the places of two tokens and in the value, if any was seen."""
+        x, y = self.task.sample(min(self.n, 5), self.seed)
+        last = x.shape[1] - int(x.ndim == 2)  # the response sign stays where it is
+        for first, second in itertools.islice(itertools.combinations(range(last), 2), 2000):
+            swapped = x.clone()
+            swapped[:, [first, second]] = x[:, [second, first]]
+            for row in range(len(x)):
+                try:
+                    other = self.task.target(swapped[row : row + 1])
+                except InfoFlowError:  # no sequence of the task
+                    continue
+                if not torch.allclose(other.double(), y[row : row + 1].double(), atol=1e-4):
+                    return x[row], swapped[row]
+        return None
+
+    def largest_active(self) -> int:
+        """|I_F|: the most active tokens that an input was seen to have."""
+        return int(self.task.active_index_set(self.sequences(50)).sum(dim=1).max())
+
+    def component_values(self) -> Float[Tensor, "batch component"]:
+        """What the components of some inputs are worth, each in its own preference."""
+        x = as_vectors(self.sequences(48))
+        return torch.stack([best_tuples(x, c)[1] for c in self.task.components], dim=1)

@@ -1,0 +1,172 @@
+"""What is excluded is proved by a document that its verifier checks without theory."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from infoflow_lens import load_task
+from infoflow_lens.foundation import exclusions
+from infoflow_lens.foundation.exclusions import verify_exclusion
+from infoflow_lens.tasks import Target
+from infoflow_lens.tasks.d_retrieval import DRetrieval
+from infoflow_lens.theory.comparison import Component
+from infoflow_lens.theory.estimate import estimate, phase_diagram
+from infoflow_lens.theory.exclusion import values_of
+from infoflow_lens.theory.shapes import ModelShape
+
+
+def shape(heads, n_tokens, **settings):
+    return ModelShape(heads, (16,) * len(heads), n_tokens, **settings)
+
+
+def largest(z):
+    return z.amax(dim=-1, keepdim=True)
+
+
+MATRICES = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+def form(index, turned=False):
+    a = MATRICES[index].T if turned else MATRICES[index]
+    return Component(2, lambda x: ((x[..., 0, :] @ a) * x[..., 1, :]).sum(dim=-1))
+
+
+def coordinate(index, power=1, **settings):
+    return Component(1, lambda x: x[..., 0, index] ** power, **settings)
+
+
+def target(*components, outer="sum", n_tokens=32):
+    return Target(components=components, n_tokens=n_tokens, d_token=4, outer=outer)
+
+
+def retrieval(outer, n_components=3, n_tokens=16):
+    return DRetrieval(n_components=n_components, n_tokens=n_tokens, d_token=4, outer=outer)
+
+
+@pytest.mark.parametrize(
+    ("task", "heads"),
+    [
+        pytest.param(retrieval(largest, 4, 64), (1,), id="largest of four"),
+        pytest.param(retrieval(largest), (1,), id="largest of three"),
+        pytest.param(retrieval(lambda z: z[:, :1]), (1,), id="one of three"),
+        pytest.param(retrieval(lambda z: z[:, :1] + z[:, 1:2]), (2,), id="two of three"),
+        pytest.param(retrieval(largest, 3, 32), (2,), id="largest of three, two heads"),
+        pytest.param(target(form(0), form(1), outer=largest), (1, 1), id="largest of two pairs"),
+        pytest.param(
+            target(form(0), form(1), form(2), outer=largest), (1, 1), id="largest of three pairs"
+        ),
+        pytest.param(target(form(0), form(0)), (1, 1), id="equal pairs"),
+        pytest.param(target(form(0), form(0, turned=True)), (1, 1), id="transposed pairs"),
+        pytest.param(target(coordinate(0), coordinate(0, 3)), (1,), id="growing functions"),
+        pytest.param(target(*[coordinate(0)] * 3), (1,), id="equal tokens"),
+        pytest.param(
+            target(Component(2, lambda x: x[..., 0, 0] - x[..., 1, 0])), (2,), id="separable"
+        ),
+        pytest.param(
+            target(Component(2, lambda x: x[..., 0, 0] + x[..., 1, 0])), (1,), id="repeats"
+        ),
+        pytest.param(
+            target(*[coordinate(0, rank=r) for r in (1, 2, 3)]), (1, 1), id="three largest"
+        ),
+    ],
+)
+def test_what_a_construction_does_is_allowed_and_the_construction_is_said(task, heads):
+    """Each was "excluded" by counts of listed components (R1, R2 of the review)."""
+    found = estimate(shape(heads, task.n_tokens), task)
+    assert (found.verdict, found.witness, found.lower["certified"]) == ("allowed", None, 0)
+    assert "retrieve" in found.why
+    rows = phase_diagram(task, (heads,), (task.n_tokens,))
+    assert rows[0]["verdict"] == "allowed"
+
+
+PROVED = {
+    "more tokens than heads": (load_task("d_retrieval", n_components=4, n_tokens=64), (3,), {}),
+    "long sequences": (load_task("d_retrieval", n_components=3, n_tokens=256), (2,), {}),
+    "with positions": (
+        load_task("d_retrieval", n_components=4, n_tokens=64), (3,), {"positional": True}
+    ),
+    "closest pair": (load_task("depth_separation", n_tokens=64), (4,), {}),
+    "closest pair, with positions": (
+        load_task("depth_separation", n_tokens=16), (4,), {"positional": True}
+    ),
+    "closest triple": (load_task("triangle_center", n_tokens=32), (2,), {}),
+    "third largest": (load_task("kth_largest", n_tokens=32, k=3), (1,), {}),
+    "best pairs of one layer": (load_task("intrinsic_dimension", n_tokens=16), (3,), {}),
+    "small sets": (load_task("intrinsic_dimension", n_tokens=32), (1, 1), {}),
+    "order": (load_task("in_context_qa", n_pairs=2), (2, 2), {}),
+    "windows": (
+        load_task("d_retrieval", n_tokens=16), (4, 4), {"causal": True, "windows": (4, 4)}
+    ),
+}  # fmt: skip
+
+
+def proved(name):
+    task, heads, settings = PROVED[name]
+    n_tokens = task.n_tokens + 1 if settings.get("causal") else task.n_tokens
+    found = estimate(shape(heads, n_tokens, **settings), task, verify=20)
+    assert found.verdict == "excluded, proved", found.why
+    return task, json.loads(json.dumps(found.to_dict()))["witness"]
+
+
+@pytest.mark.parametrize("name", PROVED)
+def test_a_witness_is_checked_from_its_json_and_the_target_alone(name):
+    task, witness = proved(name)
+    assert verify_exclusion(witness, lambda rows: values_of(task, rows)) == []
+    constant = verify_exclusion(witness, lambda rows: [0.0] * len(rows))
+    assert "expected two that differ" in constant[0]
+
+
+def changed(document, **parts):
+    return {**document, **parts}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("closest pair", lambda w: changed(w, n_heads=[5]), "5 heads"),
+        ("closest pair", lambda w: changed(w, n_heads=[1, 1]), "2 layers"),
+        ("closest pair", lambda w: changed(w, places=[0] * 5), "places"),
+        (
+            "closest pair",
+            lambda w: changed(w, options=[[a, [9.0, 9.0, 9.0]] for a, _ in w["options"]]),
+            "no token of its sequence",
+        ),
+        ("closest pair", lambda w: changed(w, n_tokens=9), "expected T"),
+        ("closest pair", lambda w: changed(w, kind="other"), "expected one of"),
+        ("small sets", lambda w: changed(w, n_heads=[2, 2]), "expected more"),
+        ("small sets", lambda w: changed(w, moved=[w["input"][p] for p in w["active"]]), "differ"),
+        ("order", lambda w: changed(w, second=w["first"]), "differ"),
+        ("order", lambda w: changed(w, causal=True), "tell positions apart"),
+        ("order", lambda w: changed(w, second=[0] * len(w["first"])), "other tokens"),
+        ("windows", lambda w: changed(w, windows=[4, None]), "sees everything"),
+        ("windows", lambda w: changed(w, second=w["second"][::-1]), "can be seen"),
+    ],
+)
+def test_a_witness_that_proves_nothing_is_refused(name, change, message):
+    task, witness = proved(name)
+    said = verify_exclusion(change(witness), lambda rows: values_of(task, rows))
+    assert message in " ".join(said)
+
+
+def test_the_verifier_uses_nothing_but_the_standard_library():
+    tree = ast.parse(Path(exclusions.__file__).read_text(encoding="utf-8"))
+    modules = {
+        node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    }
+    assert modules == {"itertools", "collections.abc", "typing"}
+
+
+def test_without_samples_nothing_is_proved():
+    task = load_task("d_retrieval", n_components=4, n_tokens=64)
+    found = estimate(shape((3,), 64), task, verify=0)
+    assert (found.verdict, found.witness) == ("no schedule found", None)
+
+
+def test_allowed_says_where_a_score_jumps():
+    task = load_task("kth_largest", n_tokens=32, k=3)
+    assert "jumps" in estimate(shape((1, 1), 32), task).why
