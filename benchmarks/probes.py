@@ -1,6 +1,7 @@
 """What probes cost, as ratios in one run: to a bare forward pass, to a cache with scikit-learn.
 
-Run: python -m benchmarks.probes [--only NAME ...] [--device cuda] [--dtype bfloat16] [--memory [TOKENS]]
+Run: python -m benchmarks.probes [--only NAME ...] [--device cuda] [--dtype bfloat16]
+[--memory [TOKENS]]
 
 Times are medians of paired rounds. What is solved for when a result is asked for is no part of the
 cost per batch, except against scikit-learn, where both sides fit. Memory is the peak of a process

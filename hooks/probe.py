@@ -15,7 +15,7 @@ from typing_extensions import TypeVar, dataclass_transform
 
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.foundation.record import RunRecord, fingerprint
-from infoflow_lens.foundation.settings import Count, Index, Remedy, check, check_fields
+from infoflow_lens.foundation.settings import Count, Index, Remedy, check, check_fields, plain
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
 from infoflow_lens.hooks.model.call import NamedHook
 from infoflow_lens.hooks.model.points import hook_name
@@ -145,6 +145,11 @@ class Probe(ABC, Generic[ResultT]):
             raise InfoFlowError(
                 f"{cls.__name__} declares {', '.join(taken or own)}, which every probe has: "
                 "expected another name"
+            )
+        if "__init__" in vars(cls) and "config" not in vars(cls):
+            raise InfoFlowError(
+                f"{cls.__name__} writes __init__, so nobody knows its settings: expected them as "
+                "annotated fields, such as share: float = 0.1, and __post_init__ for what follows"
             )
         dataclass(eq=False, repr=False)(cls)
         cls._states = states_of(cls)
@@ -558,10 +563,18 @@ def described(value: Any) -> Any:
         return {"table": fingerprint({"table": value})}
     if isinstance(value, (tuple, list)):
         return [described(part) for part in value]
+    if isinstance(value, Mapping):
+        return {str(key): described(part) for key, part in value.items()}
     if callable(value):
         name = getattr(value, "__qualname__", type(value).__name__)
         return {"function": f"{getattr(value, '__module__', '')}.{name}"}
-    return value
+    value = plain(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise InfoFlowError(
+        f"a setting is {value!r}: expected numbers, texts, tensors, functions, or tuples and dicts "
+        "of these, which stand in the record of a run"
+    )
 
 
 def _is_state(value: Any) -> bool:

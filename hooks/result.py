@@ -177,8 +177,6 @@ class LabelledResult(Result):
         axes: by name, the names of its axes.
     """
 
-    small: ClassVar[bool] = True
-
     values: Mapping[str, Tensor | tuple[Tensor, ...]]
     axes: Mapping[str, Sequence[str]]
 

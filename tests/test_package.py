@@ -142,7 +142,7 @@ def test_a_clone_works_from_its_root(installed, clone, wheel, tmp_path):
 
 def test_one_version_is_named_everywhere(description):
     version = description["Version"]
-    changes = re.findall(r"^## (\S+)(?: - (\S+))?$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    changes = re.findall(r"^## (\d\S*) - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     citation = (ROOT / "CITATION.cff").read_text()
     cited = re.findall(r"^(?:version|date-released): (\S+)$", citation, re.M)
     assert changes[0] == (version, cited[1])

@@ -1,9 +1,8 @@
 """Attended keys against the cached pattern."""
 
-import pytest
 import torch
 
-from infoflow_lens import AttendedProbe, InfoFlowError, propagate, run_probes
+from infoflow_lens import AttendedProbe, propagate, run_probes
 from infoflow_lens.hooks import AttendedResult
 
 
@@ -53,9 +52,3 @@ def test_its_result_is_saved_shown_and_merged(model, inputs, tmp_path):
     assert frame["mean_keys"].between(1, 7).all()
     panels = [axes.get_title() for axes in whole.plot(layer=1).axes]
     assert [name for name in panels if name] == [f"head {i}" for i in range(5)]
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.5])
-def test_a_bad_share_is_named(share):
-    with pytest.raises(InfoFlowError, match=f"share is {share}"):
-        AttendedProbe(share)

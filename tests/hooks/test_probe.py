@@ -10,7 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.probe_of_your_own import PreviousToken
-from infoflow_lens import InfoFlowError, attach, probe, run_probes
+from infoflow_lens import (
+    AttendedProbe,
+    AttentionRollout,
+    ContributionRoutes,
+    InfoFlowError,
+    JacobianInfluence,
+    PositionsProbe,
+    RecoveryProbe,
+    ResampleInfluence,
+    attach,
+    probe,
+    run_probes,
+)
 from infoflow_lens.hooks import (
     LabelledResult,
     Needs,
@@ -188,6 +200,14 @@ def test_names_that_every_probe_has_are_refused():
         PreviousToken().weight = 1.0
 
 
+def test_settings_that_no_record_would_know_are_refused(model):
+    with pytest.raises(InfoFlowError, match="Mine writes __init__"):
+        type("Mine", (PreviousToken,), {"__init__": lambda self, share: None})
+    mine = type("Mine", (PreviousToken,), {"__annotations__": {"thing": object}})
+    with pytest.raises(InfoFlowError, match="a setting is"):
+        mine(object()).prepare(model)
+
+
 # check_probe
 
 
@@ -258,6 +278,43 @@ EVERY_FIELD = [
 ]
 WRONG = ["no", "0.1", b"1", 1j, {}, {"a": 1}, object(), float("nan"), float("inf"), -1.5,
          [["a"]], ("no",), (1.5,), (True,), np.array(["no"]), np.array([[0.5]])]  # fmt: skip
+
+
+BEYOND = [
+    (PositionsProbe, {"ranks": [(), (0,), (1, 1), 2], "without": [(-1,)]}),
+    (AttendedProbe, {"share": [-0.1, 1.5]}),
+    (AttentionRollout, {"heads": ["sum"], "positions": [(), (1, 1)]}),
+    (ContributionRoutes, {"combine": ["sum"], "heads_apart": [1]}),
+    (
+        JacobianInfluence,
+        {"state": ["resid_mid"], "chunk_size": [0], "estimate": [1], "positions": [(), 3],
+         "layers": [(1, 1), (-1,)], "seed": [2**63]},
+    ),
+    (
+        ResampleInfluence,
+        {"donors": [torch.zeros(0, 7), [[1, 2]]], "aggregate": ["max", 1.5, True],
+         "replacement": ["zero"]},
+    ),
+    (
+        RecoveryProbe,
+        {"target": ["tokens", ("resid_pre", -1), torch.zeros(3)], "source": ["mlp"],
+         "vocabulary": [(1, 2)], "controls": ["random", ("other",)], "ridge": [0.0, "loo"],
+         "blocks": [0], "sketch": [1], "without": [(-1,)]},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "settings"), BEYOND, ids=lambda entry: str(entry)[:40])
+def test_values_beyond_the_range_are_named(kind, settings, token_inputs):
+    for name, values in settings.items():
+        for value in values:
+            with pytest.raises(InfoFlowError, match=name):
+                make(kind, token_inputs, **{name: value})
+
+
+def test_settings_that_exclude_each_other_are_named():
+    with pytest.raises(InfoFlowError, match="'identity' with a sketch"):
+        RecoveryProbe(target="identity", sketch=3)
 
 
 def make(kind, token_inputs, **settings):

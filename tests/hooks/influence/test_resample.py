@@ -122,24 +122,6 @@ def test_probes_with_other_donors_cannot_be_merged(model, inputs):
         probes[0].merge(probes[1])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"donors": torch.zeros(0, 7, 3)}, r"donors is \(0, 7, 3\)"),
-        ({"donors": [[1, 2]]}, "donors is list"),
-        ({"aggregate": "max"}, "aggregate is 'max'"),
-        ({"aggregate": 1.5}, r"aggregate is 1\.5"),
-        ({"aggregate": True}, "aggregate is True"),
-        ({"chunk_size": 0}, "chunk_size is 0"),
-        ({"replacement": "zero"}, "replacement is 'zero'"),
-        ({"state": "mlp_out"}, "state is 'mlp_out'"),
-    ],
-)
-def test_bad_settings_are_named(inputs, arguments, message):
-    with pytest.raises(InfoFlowError, match=message):
-        ResampleInfluence(**({"donors": inputs} | arguments))
-
-
 def test_donors_that_the_model_cannot_read_are_named(model, inputs, token_model, token_inputs):
     with pytest.raises(InfoFlowError, match="6"):
         run_probes(model, inputs, [ResampleInfluence(inputs[:, :6])], progress=False)
@@ -384,17 +366,3 @@ def test_longer_donors_give_their_first_positions(token_model, token_inputs):
         for donors in (token_inputs[5:9], token_inputs[5:9, :6])
     ]
     torch.testing.assert_close(*(result.influence for result in results))
-
-
-def test_probes_are_merged_and_resumed(token_model, token_inputs):
-    def make():
-        return ResampleInfluence(token_inputs[:4], positions=(-1,))
-
-    (whole,) = run_probes(token_model, token_inputs[4:12], [make()], progress=False)
-    first, second, resumed = make(), make(), make()
-    run_probes(token_model, token_inputs[4:7], [first], progress=False)
-    resumed.load_state_dict(first.state_dict())
-    run_probes(token_model, token_inputs[7:12], [second], progress=False)
-    run_probes(token_model, token_inputs[7:12], [resumed], progress=False)
-    for probe in (first.merge(second), resumed):
-        torch.testing.assert_close(probe.result().influence, whole.influence, rtol=1e-5, atol=1e-6)

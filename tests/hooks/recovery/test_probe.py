@@ -1,7 +1,5 @@
 """Recovery maps equal scikit-learn's on cached activations."""
 
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -515,28 +513,6 @@ def test_maps_need_not_be_kept(reference):
         result.apply(torch.zeros(12), 0, 0, 1, model=reference.model)
 
 
-def test_an_interrupted_probe_goes_on_from_its_saved_state(reference):
-    def make():
-        return RecoveryProbe((1, 2), controls=True, target=lambda tokens: tokens[..., None] / 2.0)
-
-    first, whole = make(), make()
-    run_probes(reference.model, reference.tokens[:35], [first], progress=False)
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)  # tensors and plain values
-    second = make()
-    second.load_state_dict(loaded)
-    for probe, skip in ((second, 35), (whole, 0)):
-        (result,) = run_probes(
-            reference.model, reference.tokens, [probe], skip=skip, progress=False
-        )
-        if probe is second:
-            resumed = result
-    for name in ("fvu", "fvu_low", "control_fvu"):
-        torch.testing.assert_close(getattr(resumed, name), getattr(result, name), rtol=1e-9, atol=0)
-
-
 def test_results_with_everything_are_saved_and_loaded(reference, tmp_path):
     result = reference.probe(target="identity", controls=True, ridge="gcv")
     result.save(tmp_path / "recovery")
@@ -562,29 +538,6 @@ def test_half_precision_models_are_measured(dtype, token_inputs):
         make_token_model().to(dtype), token_inputs, [RecoveryProbe(sketch=4)], progress=False
     )
     assert all(fvu.isfinite().all() and fvu.dtype == torch.float64 for fvu in result.fvu)
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"target": "tokens"}, "target is 'tokens'"),
-        ({"target": ("resid_pre", -1)}, "target is"),
-        ({"target": torch.zeros(3)}, r"target is \(3,\)"),
-        ({"source": "mlp"}, "source is 'mlp'"),
-        ({"vocabulary": (1, 2)}, "with target='identity' only"),
-        ({"controls": "random"}, "controls is 'random'"),
-        ({"controls": ("other",)}, "controls are"),
-        ({"ridge": 0.0}, "ridge is 0.0"),
-        ({"ridge": "loo"}, "ridge is 'loo'"),
-        ({"blocks": 0}, "blocks is 0"),
-        ({"sketch": 1}, "sketch is 1"),
-        ({"sketch": 3, "target": "identity"}, "'identity' with a sketch"),
-        ({"without": (-1,)}, "without is"),
-    ],
-)
-def test_bad_settings_are_named(settings, match):
-    with pytest.raises(InfoFlowError, match=match):
-        RecoveryProbe(**settings)
 
 
 def test_what_a_model_cannot_give_is_refused(model, inputs, token_model, token_inputs):

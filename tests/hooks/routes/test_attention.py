@@ -125,14 +125,6 @@ def test_its_result_is_saved_shown_and_tabled(token_model, token_inputs, tmp_pat
     assert [a.get_title() for a in found.plot().axes][:2] == ["layer 0", "layer 1"]
 
 
-@pytest.mark.parametrize("probe", [AttentionWeight, AttentionRollout])
-def test_bad_settings_are_named(probe):
-    with pytest.raises(InfoFlowError, match="heads is 'sum'"):
-        probe("sum")
-    with pytest.raises(InfoFlowError, match="positions"):
-        probe(positions=(1.5,))
-
-
 def test_positions_that_no_sequence_has_are_refused(token_model, token_inputs):
     with pytest.raises(InfoFlowError, match="at most 9 positions"):
         run_probes(token_model, token_inputs, [AttentionRollout(positions=(9,))], progress=False)

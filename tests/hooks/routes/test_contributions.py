@@ -153,10 +153,3 @@ def test_edited_heads_are_refused(token_model, token_inputs):
         pytest.raises(InfoFlowError, match=r"in layer 1 .* a hook of yours changes it"),
     ):
         token_model.run_with_hooks(token_inputs, fwd_hooks=[(name, lambda z, hook: z * 2)])
-
-
-def test_bad_settings_are_named():
-    with pytest.raises(InfoFlowError, match="combine is 'sum'"):
-        ContributionRoutes("sum")
-    with pytest.raises(InfoFlowError, match="heads_apart is 1"):
-        ContributionRoutes(heads_apart=1)
