@@ -24,7 +24,6 @@ from infoflow_lens.theory.comparison import (
     model_comparisons,
 )
 from infoflow_lens.theory.cost import MODES, exponent
-from infoflow_lens.theory.equivalence import Reading
 from infoflow_lens.theory.exclusion import Document, describe, excluding
 from infoflow_lens.theory.question import Answer, Question, max_position_capacity
 from infoflow_lens.theory.routing import RoutedError, routed_error
@@ -174,8 +173,12 @@ def phase_diagram(
     for some, tokens in itertools.product(heads, n_tokens):
         shape = ModelShape(some, (1,) * len(some), tokens, positional=bool(asked.reads))
         verdict: Verdict = "allowed"
-        if next(asked.answers(shape, tokens, not asked.reads), None) is None:
-            case = cases[tokens]
+        case = cases[tokens]
+        samples = Samples.draw(case, 20, 0) if case is not None else None
+        if not any(
+            answer.is_believed(answer.run(samples, shape) if answer.reading.notes else None)
+            for answer in asked.answers(shape, tokens, not asked.reads)
+        ):
             witness = None if case is None or asked.reads else excluding(case, shape, 0)
             by_count = asked.counts_out(shape, tokens, count, trees)
             verdict = "excluded by the paper's count" if by_count else "no schedule found"
@@ -316,7 +319,7 @@ class _Case:
         self, asked: Question, shape: ModelShape, n_tokens: int, samples: Samples | None
     ) -> None:
         self.asked, self.shape, self.n_tokens, self.samples = asked, shape, n_tokens, samples
-        self._held: dict[tuple[Schedule, Reading], float] = {}
+        self._held: dict[Answer, float | None] = {}
         self.reachable = shape.reach(n_tokens) >= n_tokens
         own = asked.readings[0]
         nothing = Answer(Found(None, True), own)
@@ -327,10 +330,9 @@ class _Case:
         self.best = Answer(asked.search(shape, n_tokens), own)
         self.alone = self.best
         if not asked.fixed:
-            answers = list(asked.answers(shape, n_tokens, True))
-            answers = answers or [Answer(asked.search(shape, n_tokens, True), own)]
-            right = (each for each in answers if self.held(each) in (None, 1.0))
-            self.alone = next(right, answers[0])
+            answers = asked.answers(shape, n_tokens, True)
+            right = (each for each in answers if each.is_believed(self.held(each)))
+            self.alone = next(right, None) or Answer(asked.search(shape, n_tokens, True), own)
         smaller = self.alone.schedule
         if smaller is not None and (
             self.best.schedule is None or smaller.size < self.best.schedule.size
@@ -340,14 +342,9 @@ class _Case:
 
     def held(self, answer: Answer) -> float | None:
         """How often a schedule holds the active set on samples; None where it was not run."""
-        if self.samples is None or answer.schedule is None:
-            return None
-        key = (answer.schedule, answer.reading)
-        if key not in self._held:
-            self._held[key] = self.samples.learns(
-                answer.schedule, answer.reading.components, self.shape
-            )
-        return self._held[key]
+        if answer not in self._held:
+            self._held[answer] = answer.run(self.samples, self.shape)
+        return self._held[answer]
 
     def _routed(self) -> Answer | None:
         """A schedule of heads with several roles, where one does not do and queries can route."""

@@ -46,6 +46,16 @@ class Answer:
         """The best one."""
         return self.found.schedule
 
+    def run(self, samples: Samples | None, shape: ModelShape) -> float | None:
+        """How often the schedule holds the active set on samples; None where it was not run."""
+        if samples is None or self.schedule is None:
+            return None
+        return samples.learns(self.schedule, self.reading.components, shape)
+
+    def is_believed(self, held: float | None) -> bool:
+        """Whether the schedule serves the target; a list that is not its own must have been run."""
+        return held == 1.0 or (held is None and not self.reading.notes)
+
     def describe(self) -> str:
         """The schedule and its list, in words."""
         assert self.schedule is not None
