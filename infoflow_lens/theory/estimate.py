@@ -46,7 +46,7 @@ class Estimate(Displayed):
         d_model: E; a tuple where layers differ.
         count: which number of comparisons was used for the target; see `ComparisonProfile`.
         trees: K of eq (5).
-        needed: the target's number of comparisons.
+        needed: the target's number of comparisons, of the components that the schedule retrieves.
         capacity: comparisons of the architecture by max-position retrieval alone, one role a head.
         mechanisms: what the verdict is on: "max-position retrieval alone", or "all mechanisms" for
             targets that read fixed positions.
@@ -233,20 +233,22 @@ def estimate(
             kind than the theory's, or a task without anything to retrieve or read.
     """
     asked = Question.of(task, seed)
-    profile = asked.profile
     shape = _fitting(architecture, task)
     n_heads, n_tokens = shape.n_heads, task.n_tokens
+    asked.profile.number(n_tokens, count)  # refuses what cannot be counted, before the search
+    samples = Samples.draw(task, verify, seed)
+    case = _Case(asked, shape, n_tokens, samples)
+    best, alone = case.best, case.alone
+    # what a target lists may be more than what it needs
+    profile = asked.profile_of(alone.reading)
     needed = profile.number(n_tokens, count)
     capacity = max_position_capacity(profile, n_heads, n_tokens, trees)
     size, saturated = information_needed(profile, n_heads, n_tokens, count, trees)
     proved_size, _ = information_needed(
         profile, n_heads, n_tokens, "proved", max(trees, profile.n_trees)
     )
-    if asked.least_trees < profile.n_trees:  # a count of listed components is no lower bound
+    if asked.least_trees < profile.n_trees:  # a count of them is then no lower bound
         proved_size = 0
-    samples = Samples.draw(task, verify, seed)
-    case = _Case(asked, shape, n_tokens, samples)
-    best, alone = case.best, case.alone
     verdict, why, witness = case.decide(verify > 0, seed, count, trees)
     if best.schedule is not None:  # a lower bound does not exceed what some schedule holds
         proved_size = min(proved_size, best.schedule.size)

@@ -162,6 +162,12 @@ class Question:
             usable=None if all(usable) else usable,
         )
 
+    def profile_of(self, reading: Reading) -> ComparisonProfile:
+        """The counts of a list of components; the target's own for its own list."""
+        if not reading.notes:
+            return self.profile
+        return components_profile(self.profile.name, reading.components)
+
     def counts_out(self, shape: ModelShape, n_tokens: int, count: Count, trees: int) -> bool:
         """Whether fewer comparisons are made than the least number of trees needs.
 
@@ -170,9 +176,7 @@ class Question:
         if shape.n_layers == 1:
             return False
         for reading in self.readings:
-            profile = self.profile
-            if reading.notes:
-                profile = components_profile(profile.name, reading.components)
+            profile = self.profile_of(reading)
             needed = profile.number(n_tokens, count)
             needed = needed * min(self.least_trees, profile.n_trees) // profile.n_trees
             if max_position_capacity(profile, shape.n_heads, n_tokens, trees) >= needed:
