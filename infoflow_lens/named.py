@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from functools import wraps
+from numbers import Integral
 from typing import Any
 
-from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import check
 from infoflow_lens.tasks import load_task
 from infoflow_lens.theory import design as _design
 from infoflow_lens.theory import estimate as _estimate
 from infoflow_lens.theory import schedule as _schedule
+from infoflow_lens.theory.comparison import Heads
 from infoflow_lens.theory.shapes import ModelShape
 
 _WIDTH = 32  # of every layer, where head counts alone are given, as in the command
@@ -27,7 +29,7 @@ def estimate(architecture: Any, task: Any, **settings: Any) -> _estimate.Estimat
 
 @wraps(_design.design)
 def design(task: Any, n_tokens: Any, *args: Any, **settings: Any) -> _design.Design:  # noqa: D103
-    lengths: Any = [n_tokens] if isinstance(n_tokens, int) else n_tokens
+    lengths: Any = [n_tokens] if isinstance(n_tokens, Integral) else n_tokens
     return _design.design(named_task(task), lengths, *args, **settings)
 
 
@@ -57,14 +59,13 @@ def named_task(task: Any) -> Any:
 
 
 def _is_heads(value: Any) -> bool:
-    return isinstance(value, int) or (
+    return isinstance(value, Integral) or (
         isinstance(value, Sequence)
         and not isinstance(value, str)
-        and all(isinstance(count, int) for count in value)
+        and all(isinstance(count, Integral) for count in value)
     )
 
 
 def _of_heads(heads: Any, n_tokens: int) -> ModelShape:
-    given = [heads] if isinstance(heads, int) else heads
-    counts = tuple(check_integer(count, "a layer's number of heads", 1) for count in given)
+    counts = check((heads,) if isinstance(heads, Integral) else tuple(heads), Heads, "heads")
     return ModelShape(n_heads=counts, d_model=(_WIDTH,) * len(counts), n_tokens=n_tokens)

@@ -9,9 +9,12 @@ import sys
 import time
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from infoflow_lens import load_task
 from infoflow_lens.cli import app
+from infoflow_lens.foundation.exclusions import verify_exclusion
 from tests.processes import started
 from tests.reference import zoo
 
@@ -118,6 +121,20 @@ def test_the_sweep_covers_the_heads_of_every_layer(tmp_path):
     heads = {tuple(row["heads"]) for row in json.loads(result.output)["rows"]}
     assert heads == {(a, b) for a in (1, 2, 3) for b in (1, 2)}
     assert (tmp_path / "phase.png").stat().st_size > 1000
+
+
+def test_a_witness_is_printed_and_saved(tmp_path):
+    target = ["depth_separation", "--tokens", "12", "--heads", "2"]
+    saved = tmp_path / "witness.json"
+    result = invoke(*target, "--witness", "--out", str(saved))
+    assert result.exit_code == 0, result.output
+    witness = json.loads(result.stdout)
+    assert witness == json.loads(saved.read_text())
+    task = load_task("depth_separation", n_tokens=12)
+    assert verify_exclusion(witness, lambda x: task.target(torch.tensor(x)).tolist()) == []
+    refused = invoke("depth_separation", "--tokens", "12", "--heads", "1,1", "--witness")
+    assert refused.exit_code == 2
+    assert "rests on no witness" in refused.stderr
 
 
 @pytest.mark.parametrize(

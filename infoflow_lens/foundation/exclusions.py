@@ -13,8 +13,9 @@ different tokens have probability zero), whatever the scores, values and feed-fo
   can then tell more. With ``positional`` true every choice of options at the other places must show
   the difference, since a score may know where a token stands.
 * ``growth``: CLS holds at most m tokens after all layers, and the value of ``input`` moves with
-  each of more than m ``active`` tokens, by ``moved`` tokens close to them. Near almost every input
-  the choices of heads stay, so that the answer is a function of m tokens there.
+  each of more than m ``active`` tokens, by ``moved`` tokens close to them, and by a 16th of each
+  move. Near almost every input the choices of heads stay, so that the answer is a function of m
+  tokens there.
 * ``order``: ``second`` has the tokens of ``first`` in another order; a model that sees everything,
   without a positional encoding, answers both alike.
 * ``reach``: ``first`` and ``second`` differ only at positions beyond what ``windows`` let through.
@@ -28,6 +29,7 @@ Values = Callable[[list[Any]], list[Any]]
 
 _LEAST_GAP = 1e-5  # of the size of values: far above the rounding of 32-bit numbers
 _MOST_CASES = 20_000
+_NEARER = 16  # a token that matters does so also when it is moved by so small a part
 
 
 def verify_exclusion(document: Any, values: Values) -> list[str]:
@@ -107,7 +109,9 @@ def _growth(document: Any) -> Checked:
         wrong.append("expected a moved token for every active one")
     pairs = []
     for position, moved in zip(active, document["moved"]):
-        pairs.append((list(base), [*base[:position], moved, *base[position + 1 :]]))
+        nearer = [old + (new - old) / _NEARER for old, new in zip(base[position], moved)]
+        for close in (moved, nearer):
+            pairs.append((list(base), [*base[:position], close, *base[position + 1 :]]))
     return wrong, pairs
 
 

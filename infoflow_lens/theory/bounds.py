@@ -94,24 +94,6 @@ def kth_largest_bound(n_tokens: Count, k: Count, d_head: Count) -> Bound:
 
 
 @checked
-def d_retrieval_bound(n_tokens: Count, n_components: Count, n_heads: Count, d_head: Count) -> Bound:
-    """One layer with s < D heads on D-retrieval (Yu et al. 2026, arXiv 2510.06662, Thm 2.1).
-
-    ``k = (T/4 - s - D + 1) / ((n + 1) s + 1) - 1`` [stated there]. With s >= D heads of dimension 2
-    the target is learned without such a cost (Thm 2.2), so the bound is vacuous.
-    """
-    source = "Yu et al. 2026, Theorem 2 (1)-(2) [stated]"
-    if n_heads >= n_components:
-        reason = f"the bound is vacuous here: {n_heads} heads are enough for D = {n_components}"
-        return Bound(0.0, True, reason, source)
-    free = n_tokens / 4 - n_heads - n_components + 1
-    constraints = (d_head + 1) * n_heads + 1
-    return _bound(
-        free / constraints - 1, f"{free:.3g} free positions, {constraints} constraints", source
-    )
-
-
-@checked
 def encoding_bound(n_tokens: Count, d_token: Count, d_model: Count) -> Bound:
     """Coding r tokens of dimension d in E numbers of [-1, 1] (Thm 3/6): ``r d / E - 1``.
 

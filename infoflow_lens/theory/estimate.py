@@ -24,7 +24,6 @@ from infoflow_lens.theory.comparison import (
     model_comparisons,
 )
 from infoflow_lens.theory.cost import MODES, exponent
-from infoflow_lens.theory.equivalence import Reading
 from infoflow_lens.theory.exclusion import Document, describe, excluding
 from infoflow_lens.theory.question import Answer, Question, max_position_capacity
 from infoflow_lens.theory.routing import RoutedError, routed_error
@@ -47,7 +46,7 @@ class Estimate(Displayed):
         d_model: E; a tuple where layers differ.
         count: which number of comparisons was used for the target; see `ComparisonProfile`.
         trees: K of eq (5).
-        needed: the target's number of comparisons.
+        needed: the target's number of comparisons, of the components that the schedule retrieves.
         capacity: comparisons of the architecture by max-position retrieval alone, one role a head.
         mechanisms: what the verdict is on: "max-position retrieval alone", or "all mechanisms" for
             targets that read fixed positions.
@@ -174,8 +173,12 @@ def phase_diagram(
     for some, tokens in itertools.product(heads, n_tokens):
         shape = ModelShape(some, (1,) * len(some), tokens, positional=bool(asked.reads))
         verdict: Verdict = "allowed"
-        if next(asked.answers(shape, tokens, not asked.reads), None) is None:
-            case = cases[tokens]
+        case = cases[tokens]
+        samples = Samples.draw(case, 20, 0) if case is not None else None
+        if not any(
+            answer.is_believed(answer.run(samples, shape) if answer.reading.notes else None)
+            for answer in asked.answers(shape, tokens, not asked.reads)
+        ):
             witness = None if case is None or asked.reads else excluding(case, shape, 0)
             by_count = asked.counts_out(shape, tokens, count, trees)
             verdict = "excluded by the paper's count" if by_count else "no schedule found"
@@ -230,20 +233,22 @@ def estimate(
             kind than the theory's, or a task without anything to retrieve or read.
     """
     asked = Question.of(task, seed)
-    profile = asked.profile
     shape = _fitting(architecture, task)
     n_heads, n_tokens = shape.n_heads, task.n_tokens
+    asked.profile.number(n_tokens, count)  # refuses what cannot be counted, before the search
+    samples = Samples.draw(task, verify, seed)
+    case = _Case(asked, shape, n_tokens, samples)
+    best, alone = case.best, case.alone
+    # what a target lists may be more than what it needs
+    profile = asked.profile_of(alone.reading)
     needed = profile.number(n_tokens, count)
     capacity = max_position_capacity(profile, n_heads, n_tokens, trees)
     size, saturated = information_needed(profile, n_heads, n_tokens, count, trees)
     proved_size, _ = information_needed(
         profile, n_heads, n_tokens, "proved", max(trees, profile.n_trees)
     )
-    if asked.least_trees < profile.n_trees:  # a count of listed components is no lower bound
+    if asked.least_trees < profile.n_trees:  # a count of them is then no lower bound
         proved_size = 0
-    samples = Samples.draw(task, verify, seed)
-    case = _Case(asked, shape, n_tokens, samples)
-    best, alone = case.best, case.alone
     verdict, why, witness = case.decide(verify > 0, seed, count, trees)
     if best.schedule is not None:  # a lower bound does not exceed what some schedule holds
         proved_size = min(proved_size, best.schedule.size)
@@ -316,7 +321,7 @@ class _Case:
         self, asked: Question, shape: ModelShape, n_tokens: int, samples: Samples | None
     ) -> None:
         self.asked, self.shape, self.n_tokens, self.samples = asked, shape, n_tokens, samples
-        self._held: dict[tuple[Schedule, Reading], float] = {}
+        self._held: dict[Answer, float | None] = {}
         self.reachable = shape.reach(n_tokens) >= n_tokens
         own = asked.readings[0]
         nothing = Answer(Found(None, True), own)
@@ -327,10 +332,9 @@ class _Case:
         self.best = Answer(asked.search(shape, n_tokens), own)
         self.alone = self.best
         if not asked.fixed:
-            answers = list(asked.answers(shape, n_tokens, True))
-            answers = answers or [Answer(asked.search(shape, n_tokens, True), own)]
-            right = (each for each in answers if self.held(each) in (None, 1.0))
-            self.alone = next(right, answers[0])
+            answers = asked.answers(shape, n_tokens, True)
+            right = (each for each in answers if each.is_believed(self.held(each)))
+            self.alone = next(right, None) or Answer(asked.search(shape, n_tokens, True), own)
         smaller = self.alone.schedule
         if smaller is not None and (
             self.best.schedule is None or smaller.size < self.best.schedule.size
@@ -340,14 +344,9 @@ class _Case:
 
     def held(self, answer: Answer) -> float | None:
         """How often a schedule holds the active set on samples; None where it was not run."""
-        if self.samples is None or answer.schedule is None:
-            return None
-        key = (answer.schedule, answer.reading)
-        if key not in self._held:
-            self._held[key] = self.samples.learns(
-                answer.schedule, answer.reading.components, self.shape
-            )
-        return self._held[key]
+        if answer not in self._held:
+            self._held[answer] = answer.run(self.samples, self.shape)
+        return self._held[answer]
 
     def _routed(self) -> Answer | None:
         """A schedule of heads with several roles, where one does not do and queries can route."""

@@ -46,6 +46,16 @@ class Answer:
         """The best one."""
         return self.found.schedule
 
+    def run(self, samples: Samples | None, shape: ModelShape) -> float | None:
+        """How often the schedule holds the active set on samples; None where it was not run."""
+        if samples is None or self.schedule is None:
+            return None
+        return samples.learns(self.schedule, self.reading.components, shape)
+
+    def is_believed(self, held: float | None) -> bool:
+        """Whether the schedule serves the target; a list that is not its own must have been run."""
+        return held == 1.0 or (held is None and not self.reading.notes)
+
     def describe(self) -> str:
         """The schedule and its list, in words."""
         assert self.schedule is not None
@@ -152,6 +162,12 @@ class Question:
             usable=None if all(usable) else usable,
         )
 
+    def profile_of(self, reading: Reading) -> ComparisonProfile:
+        """The counts of a list of components; the target's own for its own list."""
+        if not reading.notes:
+            return self.profile
+        return components_profile(self.profile.name, reading.components)
+
     def counts_out(self, shape: ModelShape, n_tokens: int, count: Count, trees: int) -> bool:
         """Whether fewer comparisons are made than the least number of trees needs.
 
@@ -160,9 +176,7 @@ class Question:
         if shape.n_layers == 1:
             return False
         for reading in self.readings:
-            profile = self.profile
-            if reading.notes:
-                profile = components_profile(profile.name, reading.components)
+            profile = self.profile_of(reading)
             needed = profile.number(n_tokens, count)
             needed = needed * min(self.least_trees, profile.n_trees) // profile.n_trees
             if max_position_capacity(profile, shape.n_heads, n_tokens, trees) >= needed:

@@ -7,7 +7,6 @@ import torch
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.theory.bounds import (
-    d_retrieval_bound,
     depth_separation_bound,
     encoding_bound,
     growing_information,
@@ -26,7 +25,6 @@ def test_formulas():
     assert depth_separation_bound(100, 1, 6).exponent == pytest.approx(98 / 8 - 1)
     assert depth_separation_bound(100, 1, 6, sharp=True).exponent == pytest.approx(98 / 7 - 1)
     assert kth_largest_bound(20, 3, 2).exponent == pytest.approx(18 / 3 - 1)
-    assert d_retrieval_bound(128, 4, 2, 2).exponent == pytest.approx((32 - 2 - 4 + 1) / 7 - 1)
     assert encoding_bound(8, 4, 16).exponent == pytest.approx(1)
 
 
@@ -44,8 +42,6 @@ def test_exponents_grow_with_length():
     [
         depth_separation_bound(5, 1, 6),
         kth_largest_bound(4, 3, 2),
-        d_retrieval_bound(16, 4, 2, 8),
-        d_retrieval_bound(1000, 4, 4, 2),
         encoding_bound(4, 4, 16),
     ],
 )

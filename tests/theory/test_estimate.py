@@ -205,6 +205,7 @@ def test_the_phase_diagram_turns_at_d():
     [
         (lambda: estimated("d_retrieval", (4,), count="exact"), "count is 'exact'"),
         (lambda: estimated("d_retrieval", (4,), trees=0), "trees is 0"),
+        (lambda: estimated("d_retrieval", (4,), verify=2.5), "verify is 2.5"),
         (
             lambda: estimate(architecture((4,), 32), load_task("d_retrieval", n_tokens=16)),
             "the task has n_tokens 16, the architecture 32",
