@@ -3,7 +3,6 @@
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -65,12 +64,11 @@ class Result(Displayed, ABC):
         more = "more: .to_frame(), .plot(), .save(path)"
         return panel(type(self).__name__, facts, self.notes, more, head)
 
-    def save(self, path: str | os.PathLike[str], of_run: Mapping[str, Any] | None = None) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.
 
         Args:
             path: of both files, without the ends of their names.
-            of_run: what the result belongs to, as JSON-compatible values; see :func:`run_of`.
 
         Raises:
             InfoFlowError: if they cannot be written.
@@ -89,8 +87,8 @@ class Result(Displayed, ABC):
                 plain[item.name] = value
         with atomic_path(f"{os.fspath(path)}.safetensors") as temporary:
             save_file(tensors, temporary)
-        about = {"of_run": of_run, "tensors": fingerprint(tensors)}
-        write_signed(f"{os.fspath(path)}.json", _SCHEMA, {**plain, **about})
+        plain["tensors"] = fingerprint(tensors)
+        write_signed(f"{os.fspath(path)}.json", _SCHEMA, plain)
 
     @classmethod
     def load(cls: type[ResultT], path: str | os.PathLike[str]) -> ResultT:
@@ -107,7 +105,6 @@ class Result(Displayed, ABC):
                 f"{tensors.stem}.json holds a {kind.__name__ if kind else 'foreign file'}: "
                 f"expected a {cls.__name__}"
             )
-        plain.pop("of_run", None)
         try:
             found = load_file(tensors)
             if fingerprint(found) != plain.pop("tensors", None):
@@ -132,16 +129,6 @@ class Result(Displayed, ABC):
     def _located(self: ResultT, path: str | os.PathLike[str]) -> ResultT:
         """The result, knowing from where it was loaded, if it must."""
         return self
-
-
-def run_of(path: str | os.PathLike[str]) -> Mapping[str, Any] | None:
-    """What a saved result belongs to, as it was given to :meth:`Result.save`.
-
-    Raises:
-        InfoFlowError: if there is none, or the file is spoiled.
-    """
-    of_run = _described(path).get("of_run")
-    return of_run if isinstance(of_run, dict) else None
 
 
 def digest_of_result(path: str | os.PathLike[str]) -> str:
