@@ -103,12 +103,11 @@ class Result(Displayed):
         more = "more: .to_frame(), .plot(), .save(path)"
         return panel(type(self).__name__, facts, self.notes, more, head)
 
-    def save(self, path: str | os.PathLike[str], of_run: Mapping[str, Any] | None = None) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.
 
         Args:
             path: of both files, without the ends of their names.
-            of_run: what the result belongs to, as JSON-compatible values; see :func:`run_of`.
 
         Raises:
             InfoFlowError: if they cannot be written.
@@ -125,8 +124,8 @@ class Result(Displayed):
                 plain[item.name] = value
         with atomic_path(f"{os.fspath(path)}.safetensors") as temporary:
             save_file(tensors, temporary)
-        about = {"of_run": of_run, "tensors": fingerprint(tensors)}
-        write_signed(f"{os.fspath(path)}.json", _SCHEMA, {**plain, **about})
+        plain["tensors"] = fingerprint(tensors)
+        write_signed(f"{os.fspath(path)}.json", _SCHEMA, plain)
 
     @classmethod
     def load(cls: type[ResultT], path: str | os.PathLike[str]) -> ResultT:
@@ -143,7 +142,6 @@ class Result(Displayed):
                 f"{tensors.stem}.json holds a {kind.__name__ if kind else 'foreign file'}: "
                 f"expected a {cls.__name__}"
             )
-        plain.pop("of_run", None)
         try:
             found = load_file(tensors)
             if fingerprint(found) != plain.pop("tensors", None):
@@ -272,16 +270,6 @@ def _layers_as_tuples(value: Any) -> Any:
     if all(key.isdigit() for key in value):
         return tuple(value[key] for key in sorted(value, key=int))
     return {key: _layers_as_tuples(part) for key, part in value.items()}
-
-
-def run_of(path: str | os.PathLike[str]) -> Mapping[str, Any] | None:
-    """What a saved result belongs to, as it was given to :meth:`Result.save`.
-
-    Raises:
-        InfoFlowError: if there is none, or the file is spoiled.
-    """
-    of_run = _described(path).get("of_run")
-    return of_run if isinstance(of_run, dict) else None
 
 
 def digest_of_result(path: str | os.PathLike[str]) -> str:

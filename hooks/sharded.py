@@ -53,21 +53,18 @@ class ShardedResult(Result, Generic[PartT]):
         return result._located(path)
 
     @staticmethod
-    def save_shard(
-        path: str | os.PathLike[str], index: int, part: Any, of_run: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
+    def save_shard(path: str | os.PathLike[str], index: int, part: Any) -> dict[str, Any]:
         """Write one part.
 
         Args:
             path: of the whole result, without an end.
             index: which part it is.
             part: its result.
-            of_run: see :meth:`Result.save`.
 
         Returns:
             What :meth:`of_shards` must know of it, as plain values.
         """
-        part.save(_shard(path, index), of_run)
+        part.save(_shard(path, index))
         return {
             "n_sequences": part.n_sequences,
             "notes": list(part.notes),
@@ -131,11 +128,11 @@ class ShardedResult(Result, Generic[PartT]):
             )
         return self._joined(list(self.shards()))
 
-    def save(self, path: str | os.PathLike[str], of_run: Mapping[str, Any] | None = None) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``<path>.safetensors``, ``<path>.json`` and the parts in the folder `path`."""
         if Path(path) != self._folder:
             shutil.copytree(self._folder, Path(path), dirs_exist_ok=True)
-        super().save(path, of_run)
+        super().save(path)
 
     def _located(self, path: str | os.PathLike[str]) -> "ShardedResult[PartT]":
         missing = [

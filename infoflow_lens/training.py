@@ -1,7 +1,6 @@
 """Training of one model, interruptible at any moment and resumed to the same numbers."""
 
 import copy
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -17,10 +16,14 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import locked
 from infoflow_lens.foundation.modules import modes_kept
 from infoflow_lens.foundation.progress import progress_bar
-from infoflow_lens.foundation.record import RunRecord, configuration_fingerprint, fingerprint
+from infoflow_lens.foundation.record import (
+    RunRecord,
+    configuration_fingerprint,
+    fingerprint,
+    versions_identity,
+)
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.foundation.settings import (
     Count,
@@ -44,6 +47,7 @@ from infoflow_lens.objectives import (
     outputs_of,
     tensors_of,
 )
+from infoflow_lens.runs.folder import RunFolder
 from infoflow_lens.tasks import Task, load_task
 
 __all__ = [
@@ -209,11 +213,6 @@ class _Run:
         self.objective = objective
         self.identity = dict(identity)
         self.record = RunRecord.of_model(model, self.identity, config.seed)
-        versions = {
-            name: version for name, version in self.record.versions.items() if name != "python"
-        }
-        # as JSON gives it back
-        self.about = json.loads(json.dumps({"identity": self.identity, "versions": versions}))
         self.optimizer = _optimizer(model, config)
         self.initial_state = _copy_state(model)
         self.best_state = self.initial_state
@@ -229,7 +228,7 @@ class _Run:
             "best": (self.best_score, self.best_epoch),
             "history": self.history,
         }
-        write_state(path, state, self.about)
+        write_state(path, state, {})
 
     def load(self, path: Path) -> None:
         device = next(self.model.parameters()).device
@@ -237,18 +236,13 @@ class _Run:
             "expected one that train() wrote; delete it, or use another checkpoint_dir (--out on "
             "the command line)"
         )
-        state, about = read_state(path, "the checkpoint", hint)
-        if about.get("versions") != self.about["versions"]:
-            raise InfoFlowError(
-                f"the checkpoint {str(path)!r} was written with other versions "
-                f"({about.get('versions')}, now {self.about['versions']}): {hint}"
-            )
+        state, _ = read_state(path, "the checkpoint", hint)
         # A notebook that was interrupted calls again with the model that holds the best weights.
         known = {fingerprint(state["initial_state"]), fingerprint(state["best_state"])}
-        if about != self.about or self.record.model_fingerprint not in known:
+        if self.record.model_fingerprint not in known:
             raise InfoFlowError(
-                f"the checkpoint {str(path)!r} belongs to a run with other settings: expected the "
-                "same config, initial weights and data; use another folder (checkpoint_dir, --out "
+                f"the checkpoint {str(path)!r} belongs to a run with other initial weights: "
+                "expected the same; use another folder (checkpoint_dir, --out "
                 "on the command line), or delete it"
             )
         self.model.load_state_dict(state["model"])
@@ -466,8 +460,19 @@ def train(
     with ExitStack() as stack:
         checkpoint = None
         if checkpoint_dir is not None:
-            checkpoint = stack.enter_context(locked(checkpoint_dir, "train()")) / _CHECKPOINT
-            if checkpoint.exists():
+            writes = RunFolder.open(checkpoint_dir, "train()", (_CHECKPOINT,))
+            folder = stack.enter_context(writes)
+            folder.claim(
+                {
+                    "settings": identity["training"],
+                    "the data": identity["data"],
+                    "the model's settings": identity["model"],
+                    "the data of epochs": identity.get("data_of_epochs", "the same"),
+                    **versions_identity(),
+                }
+            )
+            checkpoint = folder.path / _CHECKPOINT
+            if folder.holds(_CHECKPOINT):
                 run.load(checkpoint)
         stack.enter_context(modes_kept(model))
         return _epochs(

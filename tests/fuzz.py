@@ -76,14 +76,15 @@ def model() -> Any:
 @cache
 def finished() -> Path:
     """A folder of a finished run, and what it holds of an unfinished one."""
+    from infoflow_lens.foundation.files import owned_by
     from infoflow_lens.probing.checkpoint import Checkpoint
+    from infoflow_lens.runs.folder import RunFolder
 
     out = home() / "finished"
     run_probing(out, probing(), progress=False)
-    about = json.loads((out / "record.json").read_text())
-    for name in ("schema", "digest"):
-        del about[name]
-    Checkpoint(out / ".detail.safetensors", about).save({"begun": torch.zeros(3)})
+    folder = RunFolder(out)
+    with owned_by(folder):
+        Checkpoint(folder, ".detail.safetensors").save({"begun": torch.zeros(3)})
     return out
 
 
@@ -305,7 +306,7 @@ SPOILS = (
     "a folder",
 )  # fmt: skip
 OF_A_RUN = (
-    "record.json", "positions.json", "positions.safetensors", "positions/000001.json",
+    "manifest.jsonl", "positions.json", "positions.safetensors", "positions/000001.json",
     "positions/000001.safetensors", "influence.json",
     "influence.safetensors", "influence_attended.json", "influence_attended.safetensors",
     "influence_positions.json", "inputs/000000.safetensors", ".detail.safetensors",

@@ -1,5 +1,6 @@
 """``infoflow-lens certify``: whether one attention layer can fit labelled sequences, with proof."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,14 +37,14 @@ def certify(
 
     with reported():
         from infoflow_lens.foundation.errors import InfoFlowError
-        from infoflow_lens.foundation.files import writable_folder, write_json
+        from infoflow_lens.foundation.files import write_json
         from infoflow_lens.theory.certificates import certificate_document
         from infoflow_lens.theory.proof import verify
 
         if n is not None and n < 1:
             raise InfoFlowError(f"--n is {n}: expected at least 1")
         if out is not None:
-            writable_folder(out.parent)
+            _check_place(out)
         sequences, labels, notes = _read(data, column, label, n, seed)
         document, certificate = certificate_document(sequences, labels, progress=not quiet)
         document["source"] = data
@@ -66,6 +67,31 @@ def certify(
             f"anybody can check it: python -m infoflow_lens.theory.proof {out}",
             markup=False, soft_wrap=True,
         )  # fmt: skip
+
+
+def _check_place(out: Path) -> None:
+    """Refuse, before work starts, a place that cannot be written or holds what is no certificate.
+
+    Raises:
+        InfoFlowError: for it.
+    """
+    import json
+
+    from infoflow_lens.foundation.errors import InfoFlowError
+    from infoflow_lens.foundation.files import writable_folder
+
+    writable_folder(out.parent)
+    if not os.path.lexists(out):
+        return
+    try:
+        held = None if out.is_symlink() else json.loads(out.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        held = None
+    if not isinstance(held, dict) or "one-layer certificate" not in str(held.get("format")):
+        raise InfoFlowError(
+            f"{str(out)!r} is there and is no certificate: expected a new file or an earlier "
+            "certificate; choose another name"
+        )
 
 
 def _read(

@@ -11,9 +11,9 @@ from torch import Tensor
 from infoflow_lens.agreement import Agreement, SetAgreement, compare
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import locked, write_json, write_text
+from infoflow_lens.foundation.files import write_json, write_text
 from infoflow_lens.foundation.processes import threads
-from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.foundation.record import RunRecord, versions_identity
 from infoflow_lens.foundation.seeds import check_seed
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks import (
@@ -27,6 +27,7 @@ from infoflow_lens.hooks.influence.base import Threshold
 from infoflow_lens.models.architecture import ActivationName, Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model, save_model
 from infoflow_lens.report import Report, Stage, render_report
+from infoflow_lens.runs.folder import RunFolder
 from infoflow_lens.tasks import DRetrieval, VectorTask
 from infoflow_lens.theory import propagate
 from infoflow_lens.training import TrainingConfig, TrainingResult, restored, train
@@ -281,11 +282,14 @@ def run_demo(
         TrainingInterrupted: on Ctrl-C while training.
     """
     config = config or DemoConfig()
-    with locked(out, "infoflow-lens demo") as folder, threads(1):
+    writes = ("summary.json", "report.html")
+    with RunFolder.open(out, "infoflow-lens demo", writes) as folder, threads(1):
+        folder.claim({"the demo's settings": asdict(config), **versions_identity()})
         return _run_demo(folder, config, progress)
 
 
-def _run_demo(folder: Path, config: DemoConfig, progress: bool) -> DemoResult:
+def _run_demo(out: RunFolder, config: DemoConfig, progress: bool) -> DemoResult:
+    folder = out.path
     task = config.task()
     training_data = task.dataset("train", config.n_train, seed=config.seed)
     validation_data = task.dataset("validation", config.n_validation, seed=config.seed)
@@ -300,7 +304,7 @@ def _run_demo(folder: Path, config: DemoConfig, progress: bool) -> DemoResult:
         training_data,
         validation_data,
         config.training(),
-        checkpoint_dir=folder / "training",
+        checkpoint_dir=out.below("training"),
         progress=progress,
     )
     moments = {

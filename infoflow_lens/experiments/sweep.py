@@ -15,7 +15,6 @@ from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import (
     atomic_path,
-    locked,
     read_signed,
     writable_folder,
     write_signed,
@@ -23,15 +22,16 @@ from infoflow_lens.foundation.files import (
 )
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.progress import progress_bar
-from infoflow_lens.foundation.record import RunRecord, package_versions
+from infoflow_lens.foundation.record import RunRecord, versions_identity
 from infoflow_lens.foundation.workers import check_workers, workers
+from infoflow_lens.runs.folder import RunFolder
 from infoflow_lens.training import TrainingDivergedError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_STUDY, _RUN = "infoflow-lens study 1", "infoflow-lens study run 1"
-_RECORD = "infoflow-lens study record 1"
+_RUN, _RECORD = "infoflow-lens study run 2", "infoflow-lens study record 1"
+_WRITES = ("results.csv", "table.md", "figure.png", "figure.svg", "record.json", "statement.md")
 _MOST_SEEDS = 10_000
 
 
@@ -119,21 +119,30 @@ def run_study(
     if not 1 <= n_seeds <= _MOST_SEEDS:
         raise InfoFlowError(f"seeds is {n_seeds}: expected 1 to {_MOST_SEEDS}")
     check_workers(jobs, scheduler, "a study")
+    cases = study.cases(preset)
     runs = [
         Run(index, settings, seed)
         for index, (settings, seed) in enumerate(
-            (settings, seed) for settings in study.cases(preset) for seed in range(n_seeds)
+            (settings, seed) for settings in cases for seed in range(n_seeds)
         )
     ]
-    _check_claim(out, study, preset, resume)
-    missing = [run for run in runs if not _path(out, run).is_file()]
-    if scheduler is None and missing:  # else runs take the memory of other machines
-        check_memory(max(study.memory(run.settings) for run in missing), device, jobs)
-    with locked(out, f"infoflow-lens experiment {study.name}"):
-        claim = _check_claim(out, study, preset, resume)
-        writable_folder(out / "runs")
-        kept = {run.index: _kept(out, study, run) for run in runs if _path(out, run).is_file()}
+    identity = {
+        "the study": study.name,
+        "the preset": preset,
+        "the study's cases": list(cases),
+        **versions_identity(),
+    }
+    with RunFolder.open(out, f"infoflow-lens experiment {study.name}", _WRITES) as folder:
+        folder.check(identity)
+        if folder.identity is not None and not resume:
+            raise InfoFlowError(
+                f"{str(out)!r} holds results of this study: go on with --resume, or choose another "
+                "folder"
+            )
+        kept = {run.index: _kept(out, run) for run in runs if folder.holds(_name(run))}
         missing = [run for run in runs if run.index not in kept]
+        if scheduler is None and missing:  # else runs take the memory of other machines
+            check_memory(max(study.memory(run.settings) for run in missing), device, jobs)
         # connected first: where no run can start, the folder stays free
         with (
             workers(
@@ -144,19 +153,24 @@ def run_study(
             ) as spread,
             progress_bar(study.name, len(runs), progress, done=len(kept)) as advance,
         ):
-            write_signed(out / "study.json", _STUDY, claim)
+            folder.claim(identity)
             write_statement(study, out)
+            writable_folder(out / "runs")
             for run, rows in spread(measure_run, ((study, run, device) for run in missing)):
-                values = {"of_run": _identity(study, run), "rows": rows}
-                write_signed(_path(out, run), _RUN, values)
-                kept[run.index] = _kept(out, study, run)
+                write_signed(out / _name(run), _RUN, {"rows": rows})
+                kept[run.index] = _kept(out, run)
                 _write_csv(out, _table(runs, kept))
                 advance()
-        return _finish(study, out, runs, kept, preset)
+        return _finish(study, out, runs, kept, preset, cases)
 
 
 def _finish(
-    study: Study, out: Path, runs: Sequence[Run], kept: Mapping[int, list[Row]], preset: str
+    study: Study,
+    out: Path,
+    runs: Sequence[Run],
+    kept: Mapping[int, list[Row]],
+    preset: str,
+    cases: Sequence[Settings],
 ) -> StudyResult:
     table = _table(runs, kept)
     _write_csv(out, table)
@@ -166,7 +180,6 @@ def _finish(
         raise InfoFlowError(
             f"all {len(runs)} runs of {study.name} diverged: expected numbers; see results.csv"
         )
-    cases = study.cases(preset)
     verdict = verdict_of(study, table, cases, len(runs) // len(cases))
     write_text(
         out / "table.md", report_text(study, measured, verdict, preset, len(runs), n_diverged)
@@ -278,79 +291,19 @@ def plain_cell(value: Any) -> Any:
 # The folder
 
 
-def _path(out: Path, run: Run) -> Path:
-    return out / "runs" / f"{run.key()}.json"
+def _name(run: Run) -> str:
+    """The file of a finished run in the folder."""
+    return f"runs/{run.key()}.json"
 
 
-def _check_claim(out: Path, study: Study, preset: str, resume: bool) -> dict[str, Any]:
-    """What makes the folder this study's; refuses one that is another's.
-
-    Raises:
-        InfoFlowError: saying what it holds.
-    """
-    path = out / "study.json"
-    now: dict[str, Any] = json.loads(
-        json.dumps(
-            {
-                "study": study.name,
-                "preset": preset,
-                "cases": list(study.cases(preset)),
-                "versions": _versions(),
-            }
-        )
-    )
-    if path.is_file():
-        hint = "expected what this version wrote; delete it, which keeps finished runs"
-        before = read_signed(path, _STUDY, "study", hint)
-        for name in now:
-            if before.get(name) != now[name]:
-                raise InfoFlowError(
-                    f"{str(out)!r} holds results of {before.get('study')}, preset "
-                    f"{before.get('preset')}, with other {name}: expected {study.name}, "
-                    f"{preset}; choose another folder"
-                )
-        if not resume:
-            raise InfoFlowError(
-                f"{str(out)!r} holds results of this study: go on with --resume, or choose another "
-                "folder"
-            )
-    return now
-
-
-def _versions() -> dict[str, str]:
-    """Versions on which the numbers of a run depend."""
-    return {name: v for name, v in package_versions().items() if name not in ("python", "datasets")}
-
-
-def _identity(study: Study, run: Run) -> dict[str, Any]:
-    """What the numbers of a run depend on, as JSON gives it back."""
-    identity: dict[str, Any] = json.loads(
-        json.dumps(
-            {
-                "study": study.name,
-                "settings": dict(run.settings),
-                "seed": run.seed,
-                "versions": _versions(),
-            }
-        )
-    )
-    return identity
-
-
-def _kept(out: Path, study: Study, run: Run) -> list[Row]:
+def _kept(out: Path, run: Run) -> list[Row]:
     """The rows of a finished run.
 
     Raises:
-        InfoFlowError: if its file is spoiled, or of another run.
+        InfoFlowError: if its file is spoiled.
     """
-    path = _path(out, run)
     hint = "expected what this version wrote; delete it to run it again"
-    values = read_signed(path, _RUN, "run of a study", hint)
-    of_run, now = values.get("of_run"), _identity(study, run)
-    for name in now:
-        if not isinstance(of_run, dict) or of_run.get(name) != now[name]:
-            raise InfoFlowError(f"{str(path)!r} is of a run with other {name}: {hint}")
-    rows: list[Row] = values["rows"]
+    rows: list[Row] = read_signed(out / _name(run), _RUN, "run of a study", hint)["rows"]
     return rows
 
 

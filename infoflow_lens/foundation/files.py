@@ -5,26 +5,49 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import socket
-import stat
 import tempfile
 import uuid
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from infoflow_lens.foundation.errors import InfoFlowError
 
-PRIVATE = ".infoflow-lens"  # the folder in a run's folder whose contents are the run's alone
-_SCRATCH, _LOCK, _WRITER = "scratch", "lock", "writer.json"
-_LONGEST_LOCK = 4096
-_held: list[Path] = []  # folders that this process writes to as a run, or for one
+
+class Owner(Protocol):
+    """Who owns what lies below a folder, and decides how it is written: see ``RunFolder``."""
+
+    path: Path
+
+    def temporary(self, target: Path) -> Path:
+        """A path of its own for what will replace `target`, or an error."""
+        ...
+
+    def replace(self, temporary: Path, target: Path) -> None:
+        """Put a finished file in its place."""
+        ...
+
+
+_owners: list[Owner] = []
+
+
+@contextmanager
+def owned_by(owner: Owner) -> Iterator[None]:
+    """In this block what is written below the owner's folder is written by way of the owner."""
+    _owners.append(owner)
+    try:
+        yield
+    finally:
+        _owners.remove(owner)
+
+
+def _owner_of(target: Path) -> Owner | None:
+    """The owner of the innermost folder in which a file will lie."""
+    around = [owner for owner in _owners if target.is_relative_to(owner.path)]
+    return max(around, key=lambda owner: len(owner.path.parts), default=None)
 
 
 @contextmanager
@@ -35,33 +58,37 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     file lies in the run's scratch folder, elsewhere beside `path`.
 
     Raises:
-        InfoFlowError: where the file cannot be written, such as on a full disk; and in the folder
-            of a run, for a path that leads through a link.
+        InfoFlowError: where the file cannot be written, such as on a full disk; and for what the
+            owner of the folder refuses (:func:`owned_by`).
     """
     target = Path(path)
+    owner = _owner_of(target)
     with naming_file(target):
-        temporary = unused_path(target)
+        if owner is None:
+            temporary = target.parent / f".{target.name}.{uuid.uuid4().hex[:12]}.part"
+        else:
+            temporary = owner.temporary(target)
         # permissions are those of an ordinary new file; not every file system lets change them
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         try:
             yield temporary
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
-            os.replace(temporary, target)
+            (os.replace if owner is None else owner.replace)(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
 
 
 @contextmanager
-def naming_file(target: Path) -> Iterator[None]:
-    """Make what the system answers to a write an error that names the file."""
+def naming_file(target: Path, verb: str = "write") -> Iterator[None]:
+    """Make what the system answers an error that names the file, and what was tried."""
     try:
         yield
     except (OSError, SafetensorError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise InfoFlowError(
-            f"cannot write {str(target)!r} ({reason}): expected room on the disk and a folder that "
-            "you may write to; what was finished before is kept: make room, and run the same again "
+            f"cannot {verb} {str(target)!r} ({reason}): expected room on the disk and a folder "
+            "that you may use; what was finished before is kept: make room, and run the same again "
             "(an experiment with --resume)"
         ) from error
 
@@ -163,141 +190,10 @@ def writable_folder(path: str | os.PathLike[str]) -> Path:
     return folder
 
 
-@contextmanager
-def locked(path: str | os.PathLike[str], what: str) -> Iterator[Path]:
-    """A writable folder that no other run writes to for the length of a block.
-
-    The system gives the lock back when the process ends, however it ends. Where a file system has
-    no such locks, a file says that the folder is taken; one that a killed run of this machine left
-    is noticed. What dead runs have left unfinished in their scratch folder is removed; nothing
-    else is.
-
-    Args:
-        path: the folder; made if it is not there.
-        what: what writes, as others are told.
-
-    Raises:
-        InfoFlowError: if another run holds it, with its name, process and machine; if the folder
-            cannot be written; or if links stand where the run's own files belong.
-    """
-    folder = writable_folder(path)
-    private = folder / PRIVATE
-    lock, writer = FileLock(private / _LOCK), private / _WRITER
-    try:
-        no_links(folder, private / _LOCK)
-        no_links(folder, private / _SCRATCH)
-        private.mkdir(exist_ok=True)
-        _check_lock(private / _LOCK)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a file system without locks: said above
-            lock.acquire(timeout=0)
-    except Timeout as error:
-        raise InfoFlowError(
-            f"{str(folder)!r} is being written by {_named_in(writer)}: expected one run at a time "
-            "in a folder; wait until it ends, or choose another folder"
-        ) from error
-    except (OSError, NotImplementedError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InfoFlowError(
-            f"{str(folder)!r} cannot be locked ({reason}): expected a folder that you may "
-            "write to; choose another folder"
-        ) from error
-    try:
-        shutil.rmtree(private / _SCRATCH, ignore_errors=True)
-        with writing_in(folder):
-            about = {"what": what, "process": os.getpid(), "machine": socket.gethostname()}
-            write_json(writer, about)
-            yield folder
-    finally:
-        shutil.rmtree(private / _SCRATCH, ignore_errors=True)
-        # while the lock is held: who opens the file from now on finds another one, and who has it
-        # open already is told by filelock that it is gone
-        with suppress(OSError):
-            writer.unlink(missing_ok=True)
-            (private / _LOCK).unlink(missing_ok=True)
-        lock.release()
-        with suppress(OSError):
-            private.rmdir()
-
-
-def _check_lock(path: Path) -> None:
-    """Refuse what is no lock of ours, as opening it would empty it.
-
-    Raises:
-        InfoFlowError: for a file that holds something, or that has other names.
-    """
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return
-    # a lock without the system's help holds the process and the machine in a line or two
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_size > _LONGEST_LOCK:
-        raise InfoFlowError(
-            f"{str(path)!r} is no lock of a run: expected a small file with one name; move it "
-            "away, or choose another folder"
-        )
-
-
-def no_links(folder: Path, path: Path) -> None:
-    """Refuse a path whose parts below a folder are links, by which a run would leave its folder.
-
-    Raises:
-        InfoFlowError: naming the link.
-    """
-    place = folder
-    for name in path.relative_to(folder).parts:
-        place = place / name
-        if place.is_symlink():
-            raise InfoFlowError(
-                f"{str(place)!r} is a link: expected the run's own files in its folder, where no "
-                "link is followed; replace it by what it leads to, or choose another folder for "
-                "the run"
-            )
-
-
-@contextmanager
-def writing_in(folder: Path) -> Iterator[None]:
-    """In this block files below a folder are written by way of its scratch folder.
-
-    For the run that holds the lock of the folder, and for its workers.
-    """
-    _held.append(folder)
-    try:
-        yield
-    finally:
-        _held.remove(folder)
-
-
-def unused_path(target: Path) -> Path:
-    """A path for what will replace `target`: in the scratch folder of the run, or beside it.
-
-    Raises:
-        InfoFlowError: where links lead out of the run's folder, or it cannot be written.
-    """
-    with naming_file(target):
-        return _scratch_for(target) / f".{target.name}.{uuid.uuid4().hex[:12]}.part"
-
-
-def _scratch_for(target: Path) -> Path:
-    around = [folder for folder in _held if target.is_relative_to(folder)]
-    if not around:
-        return target.parent
-    folder = max(around, key=lambda path: len(path.parts))
-    no_links(folder, target)
-    return scratch_of(folder)
-
-
-def scratch_of(folder: Path) -> Path:
-    """The scratch folder of a run's folder, which is swept when another run begins or this ends."""
-    scratch = folder / PRIVATE / _SCRATCH
-    no_links(folder, scratch)
-    scratch.mkdir(parents=True, exist_ok=True)
-    return scratch
-
-
-def _named_in(writer: Path) -> str:
-    try:
-        about = read_json(writer, "lock", "")
-        return f"{about['what']}, process {about['process']} on {about['machine']}"
-    except (InfoFlowError, KeyError):
-        return "another run"
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file, as 32 hex digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(2**20):
+            digest.update(piece)
+    return digest.hexdigest()[:32]

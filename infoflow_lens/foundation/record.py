@@ -67,6 +67,15 @@ def package_versions() -> dict[str, str]:
     }
 
 
+def versions_identity() -> dict[str, str]:
+    """The versions on which numbers depend, by what errors call them."""
+    return {
+        f"versions ({name})": version
+        for name, version in package_versions().items()
+        if name not in ("python", "datasets")
+    }
+
+
 @lru_cache
 def _installed(package: str) -> str:
     """The version of a package; looked up once, as what has been imported does not change."""

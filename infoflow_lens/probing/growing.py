@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infoflow_lens.foundation.files import no_links, writing_in
+from infoflow_lens.foundation.files import owned_by
 from infoflow_lens.hooks import Probe
+from infoflow_lens.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,10 @@ class Growing:
     Attributes:
         out: folder of the run.
         names: the probes whose results these are.
-        of_run: the record of the run, as JSON-compatible values.
     """
 
     out: Path
     names: frozenset[str]
-    of_run: Mapping[str, Any]
 
     def path_of(self, name: str) -> Path:
         """The path of a probe's result, without an end."""
@@ -31,11 +30,9 @@ class Growing:
 
     def clear(self) -> None:
         """Remove what is there."""
+        folder = RunFolder(self.out)
         for name in self.names:
-            no_links(self.out, self.path_of(name))
-            for ending in ("json", "safetensors"):
-                for path in self.path_of(name).glob(f"{'[0-9]' * 6}.{ending}"):
-                    path.unlink()
+            folder.remove(*folder.names(name))
 
     def write(self, probes: Mapping[str, Probe[Any]], index: int) -> dict[str, Any]:
         """Write what grows of a shard.
@@ -51,13 +48,11 @@ class Growing:
             InfoFlowError: if it cannot be written, or a probe has no result.
         """
         told = {}
-        with writing_in(self.out):
+        with owned_by(RunFolder(self.out)):
             for name in sorted(self.names):
                 probe = probes[name]
                 assert probe.sharded is not None
-                told[name] = probe.sharded.save_shard(
-                    self.path_of(name), index, probe.result(), self.of_run
-                )
+                told[name] = probe.sharded.save_shard(self.path_of(name), index, probe.result())
         return told
 
 

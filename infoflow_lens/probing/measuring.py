@@ -2,18 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.hooks import ModelCapabilities, Probe, Result
-from infoflow_lens.hooks.result import run_of
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.folder import check_same_run
 from infoflow_lens.probing.part import Part, Say, Setting
 from infoflow_lens.probing.registry import load_part, part_names
 from infoflow_lens.probing.shards import run_in_shards
+from infoflow_lens.runs.folder import RunFolder
 
 
 def possible_parts(
@@ -66,15 +64,14 @@ def _why_not(
 
 
 def measured(
-    out: Path, parts: Mapping[str, Part], setting: Setting, of_run: Mapping[str, Any], say: Say
+    folder: RunFolder, parts: Mapping[str, Part], setting: Setting, say: Say
 ) -> dict[str, Any]:
     """The results of all parts, and of the probes that predictions are made from.
 
     Args:
-        out: the folder.
+        folder: of the run.
         parts: by name.
         setting: what they are measured on.
-        of_run: the record of the run, which every part carries.
         say: called with a line for every part that begins.
 
     Raises:
@@ -94,29 +91,28 @@ def measured(
                     "expected a name of its own; rename it in the package that adds it"
                 )
             wanted |= mine
-        found |= _probed(out, which, wanted, setting, of_run, say)
+        found |= _probed(folder, which, wanted, setting, say)
     for name, part in parts.items():
         if name not in found:
             now = replace(setting, found=dict(found))
-            found[name] = _measured(out, name, part, now, of_run, say)
+            found[name] = _measured(folder, name, part, now, say)
     return found
 
 
 def _probed(
-    out: Path,
+    folder: RunFolder,
     which: str,
     wanted: Mapping[str, Probe[Any]],
     setting: Setting,
-    of_run: Mapping[str, Any],
     say: Say,
 ) -> dict[str, Any]:
     """The results of probes that share their passes, read from disk if they are there."""
-    finished = {name: _finished(out, name, of_run) for name in wanted}
+    finished = {name: _finished(folder, name) for name in wanted}
     if all(result is not None for result in finished.values()):
         return finished
-    checkpoint = Checkpoint(out / f".{which}.safetensors", of_run)
+    checkpoint = Checkpoint(folder, f".{which}.safetensors")
     batches = setting.batches if which == "all" else setting.detail
-    gathered = run_in_shards(setting, batches, wanted, checkpoint, say, out)
+    gathered = run_in_shards(setting, batches, wanted, checkpoint, say, folder.path)
     found, failed = {}, []
     for name in wanted:
         try:
@@ -124,7 +120,7 @@ def _probed(
         except NothingMeasuredError as error:
             failed.append(f"{name}: {error}")
             continue
-        found[name].save(out / name, of_run)
+        found[name].save(folder.path / name)
     if failed:
         checkpoint.save(gathered.state())
         raise InfoFlowError("; ".join(failed))
@@ -132,33 +128,30 @@ def _probed(
     return found
 
 
-def _measured(
-    out: Path, name: str, part: Part, setting: Setting, of_run: Mapping[str, Any], say: Say
-) -> Result:
+def _measured(folder: RunFolder, name: str, part: Part, setting: Setting, say: Say) -> Result:
     """The result of a part that measures by itself, read from disk if it is there."""
-    finished = _finished(out, name, of_run)
+    finished = _finished(folder, name)
     if finished is not None:
         return finished
     say(name)
-    checkpoint = Checkpoint(out / f".{name}.safetensors", of_run)
+    checkpoint = Checkpoint(folder, f".{name}.safetensors")
     result = part.measure(setting, checkpoint)
     if result is None:
         raise InfoFlowError(
             f"{type(part).__name__} gave neither a probe called {name!r} nor a result of its own: "
             "expected probes(setting) with that name, or measure(setting, checkpoint)"
         )
-    result.save(out / name, of_run)
+    result.save(folder.path / name)
     checkpoint.remove()
     return result
 
 
-def _finished(out: Path, name: str, of_run: Mapping[str, Any]) -> Result | None:
+def _finished(folder: RunFolder, name: str) -> Result | None:
     """The result of a part that is finished.
 
     Raises:
         InfoFlowError: if it is spoiled, or of another run.
     """
-    if not (out / f"{name}.json").is_file():
+    if not folder.holds(f"{name}.json", f"{name}.safetensors"):
         return None
-    check_same_run(run_of(out / name), of_run, out / f"{name}.json")
-    return Result.load(out / name)
+    return Result.load(folder.path / name)

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.checks import check_integer
-from infoflow_lens.foundation.files import locked, scratch_of
+from infoflow_lens.foundation.files import write_signed
 from infoflow_lens.foundation.processes import threads
 from infoflow_lens.foundation.progress import no_bars_of_libraries
 from infoflow_lens.foundation.record import (
@@ -25,12 +25,13 @@ from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.compared import compared
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import check_data, stream_data
-from infoflow_lens.probing.folder import check_folder, claim_folder, write_tables
+from infoflow_lens.probing.folder import run_identity, settings_identity, write_tables
 from infoflow_lens.probing.measuring import measured, possible_parts
 from infoflow_lens.probing.part import Say, Setting
 from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.probing.spread import Crew
 from infoflow_lens.probing.store import settle, store, unless_settled
+from infoflow_lens.runs.folder import RunFolder
 
 
 def run_probing(
@@ -88,14 +89,14 @@ def run_probing(
         n_threads = 1
     crew = Crew(jobs, scheduler, n_threads or 1, again or "the same call")
     with (
-        locked(out, "infoflow-lens probe"),
+        RunFolder.open(out, "infoflow-lens probe", ("record.json", "report.html")) as folder,
         nullcontext() if n_threads is None else threads(n_threads),
     ):
-        return _run(out, config, progress, say, loaded, batches, if_possible, ready, crew)
+        return _run(folder, config, progress, say, loaded, batches, if_possible, ready, crew)
 
 
 def _run(
-    out: Path,
+    folder: RunFolder,
     config: ProbingConfig,
     progress: bool,
     say: Say,
@@ -105,26 +106,26 @@ def _run(
     ready: Callable[[Setting], None],
     crew: Crew,
 ) -> ProbingResult:
-    check_folder(out, config)
+    out = folder.path
+    folder.check(settings_identity(config))
     with nullcontext() if progress else no_bars_of_libraries():
         if loaded is None:
             loaded = load_any(
                 config.model, device=config.device, dtype=config.dtype, backend=config.backend
             )
         model = loaded.model
-        coming = iter(_rows(model, config, out) if batches is None else batches.sequences())
+        coming = iter(
+            _rows(model, config, folder.scratch) if batches is None else batches.sequences()
+        )
         first = next(coming)
         capabilities = inspect_model(model, first[None])
         parts = possible_parts(capabilities, config, say, if_possible)
-        stored, digest = store(chain([first], coming), out / "inputs", config.data)
+        stored, digest = store(chain([first], coming), folder.scratch, config.data)
     with unless_settled(stored):
         say(f"{loaded.description}; {len(stored)} sequences")
+        tokenizer = tokenizer_fingerprint(loaded.tokenizer)
         record = RunRecord(
-            config={
-                **asdict(config),
-                "inputs": digest,
-                "tokenizer": tokenizer_fingerprint(loaded.tokenizer),
-            },
+            config={**asdict(config), "inputs": digest, "tokenizer": tokenizer},
             seed=config.seed,
             model_fingerprint=model_fingerprint(model),
             configuration_fingerprint=configuration_fingerprint(model),
@@ -136,11 +137,13 @@ def _run(
         for part in parts.values():
             part.check(setting)
         ready(setting)
-        of_run = claim_folder(out, record)
-        batches = Batches(model, settle(stored, out / "inputs"), name=config.data)
+        folder.claim(run_identity(config, record, digest, tokenizer))
+        if not folder.holds("record.json"):
+            write_signed(out / "record.json", "infoflow-lens probe 2", record.to_dict())
+        batches = Batches(model, settle(stored, out / "inputs", folder), name=config.data)
     setting = replace(setting, batches=batches)
     try:
-        found = measured(out, parts, setting, of_run, say)
+        found = measured(folder, parts, setting, say)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"finished batches are kept in {str(out)!r}; go on with {crew.again}"
@@ -163,8 +166,8 @@ def _run(
     return result
 
 
-def _rows(model: nn.Module, config: ProbingConfig, out: Path) -> Iterator[Tensor]:
-    """The sequences that the settings name; what waits for them lies in the folder of the run."""
+def _rows(model: nn.Module, config: ProbingConfig, scratch: Path) -> Iterator[Tensor]:
+    """The sequences that the settings name."""
     return stream_data(
         model,
         config.data,
@@ -173,5 +176,5 @@ def _rows(model: nn.Module, config: ProbingConfig, out: Path) -> Iterator[Tensor
         max_length=config.max_length,
         window=config.window,
         seed=config.seed,
-        scratch=scratch_of(out),
+        scratch=scratch,
     )

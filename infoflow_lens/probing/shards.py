@@ -66,7 +66,7 @@ class Gathered:
         names = frozenset(name for name, probe in fresh.items() if probe.sharded is not None)
         growing = None
         if out is not None and names and extent.n_sequences > size:
-            growing = Growing(out, names, checkpoint.of_run)
+            growing = Growing(out, names)
         return cls(fresh, extent, size, growing, checkpoint)
 
     @property
@@ -357,9 +357,8 @@ class _Waiting:
 
     def _of(self, index: int) -> Checkpoint:
         path = self._checkpoint.path
-        return Checkpoint(
-            path.with_name(f"{path.stem}.{index:06d}{path.suffix}"), self._checkpoint.of_run
-        )
+        name = f"{path.stem}.{index:06d}{path.suffix}"
+        return Checkpoint(self._checkpoint.folder, name)
 
     def has(self, index: int) -> bool:
         return self._of(index).path.is_file()
@@ -383,4 +382,4 @@ class _Waiting:
         for found in path.parent.glob(f"{path.stem}.*{path.suffix}"):
             number = found.name[len(path.stem) + 1 : -len(path.suffix)]
             if number.isdigit() and int(number) < stop:
-                found.unlink(missing_ok=True)
+                self._checkpoint.folder.remove(found.name)

@@ -1,8 +1,8 @@
 """Sequences on disk, in shards of which one is in memory at a time."""
 
 import hashlib
-import os
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import atomic_path, naming_file, no_links, unused_path
+from infoflow_lens.foundation.files import naming_file
 from infoflow_lens.hooks.model.inputs import Extent
+from infoflow_lens.runs.folder import RunFolder
 
 _SHARD = 1024  # sequences in a file
 
@@ -125,12 +126,12 @@ class StoredSequences(Sequence[Tensor]):
             ) from error
 
 
-def store(rows: Iterable[Tensor], folder: Path, what: str) -> tuple[StoredSequences, str]:
-    """Write sequences as they come, for `folder`, but in scratch until :func:`settle`.
+def store(rows: Iterable[Tensor], scratch: Path, what: str) -> tuple[StoredSequences, str]:
+    """Write sequences as they come, to a folder in `scratch` until :func:`settle`.
 
     Args:
         rows: token ids [pos] or vectors [pos, d_token].
-        folder: where they will be.
+        scratch: a folder.
         what: what errors call the rows.
 
     Returns:
@@ -139,9 +140,9 @@ def store(rows: Iterable[Tensor], folder: Path, what: str) -> tuple[StoredSequen
     Raises:
         InfoFlowError: for no rows, and where they cannot be written.
     """
-    new = unused_path(folder)
+    new = scratch / f"sequences.{uuid.uuid4().hex[:12]}"
     with naming_file(new):
-        new.mkdir()
+        new.mkdir(parents=True)
     digest = hashlib.sha256()
     n, longest, shortest = 0, 0, 0
     coming = iter(rows)
@@ -155,8 +156,8 @@ def store(rows: Iterable[Tensor], folder: Path, what: str) -> tuple[StoredSequen
                 "tokens": pad_sequence(together, batch_first=True).contiguous(),
                 "lengths": torch.tensor(lengths),
             }
-            with atomic_path(_path(new, n // _SHARD)) as temporary:
-                save_file(contents, temporary)
+            with naming_file(_path(new, n // _SHARD)):
+                save_file(contents, _path(new, n // _SHARD))
             shortest = min(lengths) if not n else min(shortest, *lengths)
             longest = max(longest, *lengths)
             n += len(together)
@@ -177,22 +178,9 @@ def unless_settled(stored: StoredSequences) -> Iterator[None]:
         shutil.rmtree(stored.folder, ignore_errors=True)
 
 
-def settle(stored: StoredSequences, folder: Path) -> StoredSequences:
-    """Stored sequences in their folder, in the place of those that it held.
-
-    Raises:
-        InfoFlowError: if the folder is a link, or cannot be written.
-    """
-    no_links(folder.parent, folder)
-    with naming_file(folder):
-        folder.mkdir(exist_ok=True)
-    for old in folder.glob(f"{'[0-9]' * 6}.safetensors"):
-        with naming_file(old):
-            old.unlink()
-    for new in sorted(stored.folder.iterdir()):
-        with naming_file(folder / new.name):
-            os.replace(new, folder / new.name)
-    shutil.rmtree(stored.folder, ignore_errors=True)
+def settle(stored: StoredSequences, folder: Path, into: RunFolder) -> StoredSequences:
+    """Stored sequences in their folder, in the place of those that the run had there."""
+    into.replace_folder(stored.folder, folder)
     return StoredSequences(folder, stored.extent)
 
 

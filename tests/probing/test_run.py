@@ -28,6 +28,7 @@ from infoflow_lens.probing.data import read_data, stream_texts
 from infoflow_lens.probing.parts import mechanisms as mechanisms_part
 from infoflow_lens.probing.registry import part_names
 from infoflow_lens.probing.run import run_probing
+from infoflow_lens.runs.folder import MANIFEST
 from tests.reference import zoo
 
 TEXTS = [" ".join(f"w{(7 * i + j) % 30 + 4}" for j in range(4 + i % 5)) for i in range(20)]
@@ -102,6 +103,11 @@ def test_a_run_writes_tables_tensors_record_and_report(tmp_path, config):
     assert "max_position" in page
     assert "w11" in page
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    named = {
+        json.loads(line)["name"] for line in (tmp_path / MANIFEST).read_text().splitlines()[1:]
+    }
+    files = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
+    assert named == files - {MANIFEST}
 
 
 @pytest.mark.parametrize("part", ["states", "mechanisms"])
@@ -158,7 +164,7 @@ def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypa
 def test_a_folder_of_other_settings_is_refused(tmp_path, config, texts):
     only = ProbingConfig(**{**vars(config), "probes": ("positions",)})
     run(tmp_path, only)
-    with pytest.raises(InfoFlowError, match=r"other settings \(ranks \[1, 2\] -> \[1\]\)"):
+    with pytest.raises(InfoFlowError, match=r"settings \(ranks\) changed .*\(1, 2\) -> \(1\)"):
         run(tmp_path, ProbingConfig(**{**vars(only), "ranks": (1,)}))
 
 
@@ -176,7 +182,7 @@ def test_changed_data_are_refused(tmp_path, config):
     only = ProbingConfig(**{**vars(config), "probes": ("positions",), "data": str(data)})
     run(tmp_path / "out", only)
     data.write_text("w5 w6 w7\nw8 w10\n")
-    with pytest.raises(InfoFlowError, match="the data have changed"):
+    with pytest.raises(InfoFlowError, match="the data changed"):
         run(tmp_path / "out", only)
 
 
@@ -308,7 +314,7 @@ def test_what_a_model_cannot_give_is_refused_before_work_starts(tmp_path, config
     ) as said:
         run(tmp_path / "out", everything)
     assert ("TransformerLens 3" in str(said.value)) == (not HAS_HOOKED_TRANSFORMER)
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
     said = []
     found = run(tmp_path / "out", asked, say=said.append)  # all that it can give
     assert any(line.startswith("left out: mechanisms cannot be measured") for line in said)

@@ -17,13 +17,15 @@ from infoflow_lens import (
     propagate,
     run_probes,
 )
+from infoflow_lens.foundation.files import owned_by
 from infoflow_lens.foundation.memory import bytes_in
-from infoflow_lens.foundation.state import read_state, write_state
+from infoflow_lens.foundation.state import write_state
 from infoflow_lens.hooks import Result, ShardedPositions
 from infoflow_lens.probing import room, shards, spread
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import read_data
 from infoflow_lens.probing.run import run_probing
+from infoflow_lens.runs.folder import RunFolder
 from tests.processes import losing_a_worker
 from tests.reference import zoo
 
@@ -199,16 +201,14 @@ def test_a_spoiled_shard_before_its_turn_is_named(config, three_from_the_end):
     path = three_from_the_end / ".all.000003.safetensors"
     whole = path.read_bytes()
     path.write_bytes((three_from_the_end / ".all.000002.safetensors").read_bytes())
-    with pytest.raises(InfoFlowError, match=r"000003.safetensors' is another state.* delete"):
+    with pytest.raises(InfoFlowError, match=r"000003.safetensors' is not what this run.* delete"):
         run(three_from_the_end, config)
     path.write_bytes(whole)
-    state, about = read_state(path, "", "")
     for spoiled in ({}, {"told": 3, "states": {}}, {"told": {}, "states": {}}):
-        write_state(path, spoiled, about)
+        with owned_by(RunFolder(three_from_the_end)):
+            write_state(path, spoiled, {})
         with pytest.raises(InfoFlowError, match=r"delete"):
             run(three_from_the_end, config)
-    write_state(path, state, about)
-    run(three_from_the_end, config)
 
 
 def test_a_model_that_changes_between_shards_is_refused(config, tmp_path, monkeypatch):

@@ -13,11 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation import files
-from infoflow_lens.foundation.files import locked
+from infoflow_lens.foundation.files import owned_by
 from infoflow_lens.probing import run as run_module
+from infoflow_lens.probing import shards
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.run import run_probing
+from infoflow_lens.runs.folder import MANIFEST, PRIVATE, RunFolder
 from tests.fuzz import OF_A_RUN, SPOILS, spoiled
 from tests.processes import started
 from tests.reference import zoo
@@ -87,23 +89,21 @@ def measured(folder):
 def test_a_spoiled_file_is_named_or_made_anew(name, out, finished, folder, monkeypatch, measured):
     monkeypatch.setattr(run_module, "load_any", lambda *args, **kwargs: measured)
     if name.startswith("."):
-        about = {k: v for k, v in record(out).items() if k not in ("schema", "digest")}
-        Checkpoint(out / name, about).save({"begun": torch.zeros(3)})
+        with owned_by(RunFolder(out)):
+            Checkpoint(RunFolder(out), name).save({"begun": torch.zeros(3)})
         (out / "influence.json").unlink()
     whole = (out / name).read_bytes()
     for how in SPOILS:
         spoiled(out / name, how, 0.5, b"\x80\x04N.")
         said = attempted(out, settings(folder))
         if said:
-            assert name.removesuffix(".json").removesuffix(".safetensors") in said
+            # a line of the manifest that is spoiled makes the file that it named another's
+            names = [name.removesuffix(".json").removesuffix(".safetensors"), "influence.json"]
+            assert any(each in said for each in names[: 1 + (name == MANIFEST)])
         else:
             assert same_tables(out, finished), how
         shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink(missing_ok=True)
         (out / name).write_bytes(whole)
-
-
-def record(out):
-    return json.loads((out / "record.json").read_text())
 
 
 class Calls:
@@ -135,10 +135,8 @@ def test_data_that_are_a_pickle_call_nothing(folder, tmp_path):
     assert not (tmp_path / "target").exists()
 
 
-@pytest.mark.parametrize("has_record", [True, False])
 @pytest.mark.parametrize("what", ["weights", "configuration", "tokenizer", "versions", "settings"])
-def test_nothing_is_taken_from_another_run(out, folder, tmp_path, monkeypatch, what, has_record):
-    """Every part knows what its numbers depend on, also without the folder's record."""
+def test_nothing_is_taken_from_another_run(out, folder, tmp_path, monkeypatch, what):
     changed, changes = tmp_path / "model", {}
     shutil.copytree(folder, changed)
     (changed / "x").touch()
@@ -159,17 +157,12 @@ def test_nothing_is_taken_from_another_run(out, folder, tmp_path, monkeypatch, w
 
         now = {**module.package_versions(), "torch": "1.0"}
         monkeypatch.setattr(module, "package_versions", lambda: now)
-        monkeypatch.setattr(
-            run_module, "RunRecord", lambda **values: module.RunRecord(versions=now, **values)
-        )
     else:
         changes["threshold"] = 0.1
     shutil.rmtree(folder.with_name("kept"), ignore_errors=True)
     folder.rename(folder.with_name("kept"))  # the model's name is a setting, too
     changed.rename(folder)
     try:
-        if not has_record:
-            (out / "record.json").unlink()
         with pytest.raises(InfoFlowError, match=what):
             run(out, settings(folder, **changes))
     finally:
@@ -177,26 +170,37 @@ def test_nothing_is_taken_from_another_run(out, folder, tmp_path, monkeypatch, w
         folder.with_name("kept").rename(folder)
 
 
-def test_a_hostile_record_does_not_speak_to_the_terminal(out, folder):
-    about = {k: v for k, v in record(out).items() if k not in ("schema", "digest")}
-    about["versions"] = {**about["versions"], "torch": "\x1b]0;owned\x07"}
-    files.write_signed(out / "record.json", "infoflow-lens probe 1", about)
+def test_a_hostile_folder_does_not_speak_to_the_terminal(out, folder):
+    with RunFolder.open(out, "a run") as hostile:
+        hostile.identity["versions (torch)"] = "\x1b]0;owned\x07"
     said = attempted(out, settings(folder))
     assert "torch" in said
     assert said.isprintable()
 
 
-def test_an_unfinished_run_is_not_taken_up_by_another(out):
-    about = record(out)
-    Checkpoint(out / ".x.safetensors", about).save({"begun": 1})
-    other = {**about, "model_fingerprint": "0" * 16}
-    with pytest.raises(InfoFlowError, match="the model's weights have changed since"):
-        Checkpoint(out / ".x.safetensors", other).load()
+@pytest.mark.parametrize("change", ["weights elsewhere", "data elsewhere", "what is shown"])
+def test_a_run_goes_on_with_the_same_contents_elsewhere(
+    out, finished, folder, tmp_path, monkeypatch, change
+):
+    """A requeued job has its model and its data in another folder, and the page may change."""
+    monkeypatch.setattr(shards, "run_shard", None)  # nothing is measured again
+    changes = {}
+    if change == "weights elsewhere":
+        folder = shutil.copytree(folder, tmp_path / "moved")
+    elif change == "data elsewhere":
+        ids = load_file(out / "inputs" / "000000.safetensors")["tokens"]
+        save_file({"ids": ids}, tmp_path / "ids.safetensors")
+        changes = {"data": str(tmp_path / "ids.safetensors"), "n": None, "max_length": 100}
+    else:
+        changes = {"n_shown": 1, "device": "cpu:0"}
+    shutil.move(out, tmp_path / "elsewhere")
+    run(tmp_path / "elsewhere", settings(folder, **changes))
+    assert same_tables(tmp_path / "elsewhere", finished)
 
 
 def test_two_runs_at_once_in_one_folder(out, folder):
     with (
-        locked(out, "infoflow-lens probe"),
+        RunFolder.open(out, "infoflow-lens probe"),
         pytest.raises(
             InfoFlowError, match=rf"written by infoflow-lens probe, process {os.getpid()}"
         ),
@@ -231,6 +235,10 @@ def other_weights(folder, finished, tmp_path_factory):
 
 
 MIXES = {
+    "all but the manifest": [
+        ("other", f"positions/{i:06d}", f"positions/{i:06d}") for i in range(2)
+    ]
+    + [("other", name, name) for name in ("positions", "influence")],
     "a part of another run": [("other", "positions/000001", "positions/000001")],
     "every part of another run": [
         ("other", f"positions/{i:06d}", f"positions/{i:06d}") for i in range(2)
@@ -317,11 +325,9 @@ def test_ctrl_c_keeps_every_finished_batch(tmp_path, folder, number):
         assert program.wait(60) == 130
         assert "stopping behind this batch" in program.stderr
         assert "go on with" in program.stderr
-    about = record(tmp_path / "out")
-    about = {name: value for name, value in about.items() if name not in ("schema", "digest")}
-    state = Checkpoint(tmp_path / "out" / ".all.safetensors", about).load()
+    state = Checkpoint(RunFolder(tmp_path / "out"), ".all.safetensors").load()
     assert 0 < state["n_seen"] + state["current"]["positions"]["n_sequences"] < config.n
-    assert not (tmp_path / "out" / files.PRIVATE).exists()
+    assert not (tmp_path / "out" / PRIVATE).exists()
 
 
 def test_a_signal_to_a_run_in_a_thread_is_left_alone(out, folder):

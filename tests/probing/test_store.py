@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from infoflow_lens import InfoFlowError
 from infoflow_lens.probing import store as storing
 from infoflow_lens.probing.store import settle, store
+from infoflow_lens.runs.folder import MANIFEST, RunFolder
 
 
 def rows(n, vectors=False):
@@ -19,8 +20,9 @@ def rows(n, vectors=False):
 
 
 def stored(given, folder):
-    found, _ = store(given, folder / "rows", "rows")
-    return settle(found, folder / "rows")
+    with RunFolder.open(folder, "a run") as of_run:
+        found, _ = store(given, of_run.scratch, "rows")
+        return settle(found, folder / "rows", of_run)
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +73,7 @@ def test_the_digest_knows_every_number_and_where_sequences_end(tmp_path):
         [torch.tensor([1.0, 2.0]), torch.tensor([3.0])],
         [torch.tensor([3]), torch.tensor([1, 2])],
     ]
-    digests = [store(some, tmp_path / "rows", "rows")[1] for some in (given, given, *others)]
+    digests = [store(some, tmp_path, "rows")[1] for some in (given, given, *others)]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 5
 
@@ -84,10 +86,10 @@ def test_what_was_there_stays_until_the_new_ones_settle(tmp_path):
         raise InfoFlowError("row 1 is bad")
 
     with pytest.raises(InfoFlowError, match="row 1 is bad"):
-        store(failing(), tmp_path / "rows", "rows")
+        store(failing(), tmp_path, "rows")
     with pytest.raises(InfoFlowError, match="rows is empty"):
-        store([], tmp_path / "rows", "rows")
-    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
+        store([], tmp_path, "rows")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [MANIFEST, "rows"]
     assert len(list(before)) == 5
 
 

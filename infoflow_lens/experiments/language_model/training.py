@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,12 +36,14 @@ from infoflow_lens.experiments.language_model.tokens import (
     train_tokenizer,
 )
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import atomic_path, locked, unused_path, write_json, write_text
+from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json, write_text
 from infoflow_lens.foundation.progress import progress_bar
-from infoflow_lens.foundation.record import RunRecord, fingerprint
+from infoflow_lens.foundation.record import RunRecord, fingerprint, versions_identity
 from infoflow_lens.foundation.state import read_state, write_state
+from infoflow_lens.runs.folder import RunFolder
 
 _STATE = "training.safetensors"
+_WRITES = ("config.json", "model.safetensors", "measured.json", "README.md", "history.json", _STATE)
 # A checkpoint is also written where the best prefix matching has moved by this much.
 _MOVED = 0.05
 HELD_OUT: tuple[Split, ...] = ("validation", "test")
@@ -93,8 +94,10 @@ def train_language_model(
         KeyboardInterrupt: when stopped by Ctrl-C, saying from where the same call goes on.
     """
     corpus = corpus or read_corpus()
-    with locked(out, "training of a language model") as folder, _threads(config.threads):
-        (folder / "checkpoints").mkdir(exist_ok=True)
+    with (
+        RunFolder.open(out, "training of a language model", _WRITES) as folder,
+        _threads(config.threads),
+    ):
         run = _Run(folder, config, corpus, name)
         run.resume()
         with progress_bar(name, config.n_steps, progress, done=run.step) as advance:
@@ -125,9 +128,10 @@ class _Run:
     """A run between two steps."""
 
     def __init__(
-        self, folder: Path, config: LanguageModelConfig, corpus: Corpus, name: str
+        self, out: RunFolder, config: LanguageModelConfig, corpus: Corpus, name: str
     ) -> None:
-        self.folder, self.config, self.corpus, self.name = folder, config, corpus, name
+        self.out, self.folder = out, out.path
+        self.config, self.corpus, self.name = config, corpus, name
         self.tokenizer = train_tokenizer(corpus.texts("train"), config.vocabulary)
         entries = self.tokenizer.get_vocab_size()
         if entries < config.vocabulary:
@@ -231,30 +235,23 @@ class _Run:
             "losses": self.losses,
             "prefix_matching_saved": self.prefix_matching_saved,
         }
-        write_state(self.folder / _STATE, state, self._about())
+        write_state(self.folder / _STATE, state, {})
         self.saved = self.step
 
-    def _about(self) -> dict[str, Any]:
-        """What the numbers depend on, as JSON gives it back."""
-        versions = {
-            name: value for name, value in self.record.versions.items() if name != "datasets"
-        }
-        about: dict[str, Any] = json.loads(
-            json.dumps({"identity": self.identity, "versions": versions})
-        )
-        return about
-
     def resume(self) -> None:
-        path = self.folder / _STATE
-        if not path.exists():
+        self.out.claim(
+            {
+                "settings": self.identity["config"],
+                "the texts": self.identity["corpus"],
+                "the texts' tokens": self.identity["tokens"],
+                **versions_identity(),
+            }
+        )
+        writable_folder(self.folder / "checkpoints")
+        if not self.out.holds(_STATE):
             return
         hint = "expected the state of a training run; delete it, or use another folder"
-        state, about = read_state(path, "the unfinished training", hint)
-        if about != self._about():
-            raise InfoFlowError(
-                f"{str(path)!r} belongs to another run: expected the same settings, text and "
-                "versions; use another folder, or delete it"
-            )
+        state, _ = read_state(self.folder / _STATE, "the unfinished training", hint)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.history, self.losses = state["step"], state["history"], state["losses"]
@@ -263,15 +260,10 @@ class _Run:
 
     def _save_model(self, target: Path) -> None:
         """The model with its tokenizer, whole or not at all."""
-        temporary = unused_path(target)
-        try:
-            temporary.mkdir()
-            self._write_model(temporary, self.model.state_dict(), "float32")
-            if target.exists():
-                shutil.rmtree(target)  # of the run before it was stopped: the same bytes
-            temporary.rename(target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        temporary = self.out.scratch / target.name
+        temporary.mkdir()
+        self._write_model(temporary, self.model.state_dict(), "float32")
+        self.out.replace_folder(temporary, target)
 
     def finish(self) -> TrainedLanguageModel:
         """The model in half precision, and what is measured of it as it was saved."""

@@ -1,0 +1,1 @@
+"""Runs: the folder that a command writes to."""

@@ -1,0 +1,435 @@
+"""The folder of a run: who owns what lies in it, and whether a run may go on there.
+
+Everything below ``--out`` that a run writes stands in its manifest, ``manifest.jsonl``: first what
+the run is, then a line with the digest of each file. What the manifest does not name is somebody
+else's, and is neither read, replaced nor removed.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import stat
+import uuid
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from infoflow_lens.foundation.display import brief
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import (
+    digest_of,
+    naming_file,
+    owned_by,
+    read_json,
+    writable_folder,
+)
+
+MANIFEST = "manifest.jsonl"
+PRIVATE = ".infoflow-lens"  # the folder for what is of no use when no run is under way
+_SCRATCH, _LOCK, _WRITER = "scratch", "lock", "writer.json"
+_SCHEMA = "infoflow-lens run 1"
+_LONGEST_LOCK = 4096
+
+
+class RunFolder:
+    """The folder that one run writes to, in the run's process or in one of its workers.
+
+    While :func:`~infoflow_lens.foundation.files.owned_by` holds it, every file that is written
+    below it comes from its scratch folder, takes the place of none but the run's own, and stands in
+    the manifest.
+
+    Args:
+        path: the folder, which is there.
+
+    Attributes:
+        path: the folder.
+        identity: what the numbers depend on, by what errors call it; None where no run has said it.
+
+    Raises:
+        InfoFlowError: for a manifest that is spoiled.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.identity: dict[str, Any] | None = None
+        self._digests: dict[str, list[str]] = {}
+        self._read_to = (-1, 0)  # the manifest's inode, and how far it was read
+        self._read()
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls, path: str | os.PathLike[str], what: str, writes: Iterable[str] = ()
+    ) -> Iterator["RunFolder"]:
+        """A folder that no other run writes to for the length of a block.
+
+        The system gives the lock back when the process ends, however it ends. Where a file system
+        has no such locks, a file says that the folder is taken; one that a killed run of this
+        machine left is noticed. What dead runs have left unfinished in their scratch folder is
+        removed, and nothing else. A folder that was made for a run which wrote nothing is removed.
+
+        Args:
+            path: the folder; made if it is not there.
+            what: what writes, as others are told.
+            writes: names of files that the run will write; refused now where they are not its own.
+
+        Raises:
+            InfoFlowError: if another run holds it, with its name, process and machine; if the
+                folder cannot be written; if it holds files of others, or of earlier versions, or
+                links, in the places of the run's own.
+        """
+        with ExitStack() as stack:
+            for made in reversed((Path(path), *Path(path).parents)):
+                if not made.exists():
+                    stack.callback(_remove_if_empty, made)
+            writable_folder(path)
+            stack.enter_context(_locked(Path(path), what))
+            folder = cls(Path(path))
+            folder._rewrite()
+            folder._check_own(folder.path / name for name in writes)
+            finished = False
+            try:
+                with owned_by(folder):
+                    yield folder
+                finished = True
+            finally:
+                with suppress(OSError):
+                    folder._rewrite(finished)
+
+    # What the run is
+
+    def check(self, identity: Mapping[str, Any]) -> None:
+        """Refuse a folder with results on whose numbers something else told.
+
+        Args:
+            identity: what is known of this run, by what errors call it.
+
+        Raises:
+            InfoFlowError: naming what differs.
+        """
+        if self.identity is None:
+            return
+        for what, now in json.loads(json.dumps(dict(identity))).items():
+            was = self.identity.get(what)
+            if was == now:
+                continue
+            if isinstance(was, dict) and isinstance(now, dict):  # say which of them
+                key = next(key for key in [*now, *was] if was.get(key) != now.get(key))
+                what, was, now = f"{what} ({key})", was.get(key), now.get(key)
+            raise InfoFlowError(
+                f"{str(self.path)!r} holds results of another run: {what} changed since it "
+                f"was written ({brief(was)} -> {brief(now)}); expected the same, to go on; choose "
+                "another folder"
+            )
+
+    def claim(self, identity: Mapping[str, Any]) -> None:
+        """Say what the run is, or refuse the folder if it is another's; see :meth:`check`."""
+        self.check({**dict.fromkeys(self.identity or ()), **identity})
+        if self.identity is None:
+            self.identity = json.loads(json.dumps(dict(identity)))
+            self._rewrite(begin=True)
+
+    # What is the run's
+
+    def holds(self, *names: str) -> bool:
+        """Whether a part is there, and is what this run has written.
+
+        Args:
+            names: its files; without the first there is no part.
+
+        Raises:
+            InfoFlowError: naming a file that has changed since, is of another run, or is a link.
+        """
+        if not os.path.lexists(self.path / names[0]):
+            return False
+        for name in names:
+            path = self.path / name
+            no_links(self.path, path)
+            with naming_file(path, "read"):
+                digest = digest_of(path)
+            if digest not in self._known(name):
+                raise InfoFlowError(
+                    f"{str(path)!r} is not what this run has written (it has changed since, or is "
+                    f"of another run): expected the run's own; delete {' and '.join(names)} to "
+                    "make it again"
+                )
+        return True
+
+    def remove(self, *names: str) -> None:
+        """Remove files of the run, if they are there and its own."""
+        for name in names:
+            if self._known(name):
+                no_links(self.path, self.path / name)
+                with naming_file(self.path / name):
+                    (self.path / name).unlink(missing_ok=True)
+
+    def below(self, name: str) -> Path:
+        """A folder in it for what owns its files itself, such as a training.
+
+        Raises:
+            InfoFlowError: if it is a link.
+        """
+        no_links(self.path, self.path / name)
+        return self.path / name
+
+    def names(self, below: str) -> list[str]:
+        """The files of the run in one of its folders."""
+        self._read()
+        return sorted(name for name in self._digests if name.startswith(f"{below}/"))
+
+    # How it is written
+
+    @property
+    def scratch(self) -> Path:
+        """The folder for what is unfinished, which is swept when a run begins and ends."""
+        scratch = self.path / PRIVATE / _SCRATCH
+        no_links(self.path, scratch)
+        with naming_file(scratch):
+            scratch.mkdir(parents=True, exist_ok=True)
+        return scratch
+
+    def temporary(self, target: Path) -> Path:
+        """A path of its own for what will replace `target`.
+
+        Raises:
+            InfoFlowError: where links lead to `target`, or it is somebody else's.
+        """
+        if not self._is_private(target):
+            self._check_own([target])
+        return self.scratch / f"{target.name}.{uuid.uuid4().hex[:12]}"
+
+    def replace(self, temporary: Path, target: Path) -> None:
+        """Put a finished file in its place, named in the manifest."""
+        if not self._is_private(target):
+            self._check_own([target])
+            self._append(target.relative_to(self.path).as_posix(), digest_of(temporary))
+        os.replace(temporary, target)
+
+    def replace_folder(self, temporary: Path, target: Path) -> None:
+        """Put the files of a finished folder in the place of the run's own in `target`."""
+        self._check_own([target, *(target / file.name for file in temporary.iterdir())], {target})
+        files = sorted(temporary.iterdir())
+        below = target.relative_to(self.path).as_posix()
+        with naming_file(target):
+            if not target.exists():
+                for file in files:
+                    self._append(f"{below}/{file.name}", digest_of(file))
+                os.replace(temporary, target)
+                return
+        new = {f"{below}/{file.name}" for file in files}
+        self.remove(*(name for name in self.names(below) if name not in new))
+        for file in files:
+            with naming_file(target / file.name):
+                self.replace(file, target / file.name)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+    def _is_private(self, target: Path) -> bool:
+        return target.is_relative_to(self.path / PRIVATE)
+
+    def _check_own(self, targets: Iterable[Path], folders: Iterable[Path] = ()) -> None:
+        """Refuse places that somebody else has taken."""
+        taken = []
+        for target in targets:
+            no_links(self.path, target)
+            if not os.path.lexists(target) or (target in folders and target.is_dir()):
+                continue
+            if not self._known(target.relative_to(self.path).as_posix()):
+                taken.append(target.name)
+        if taken:
+            raise InfoFlowError(
+                f"{str(self.path)!r} holds {', '.join(taken)}, which the run would write and which "
+                f"{MANIFEST}, where runs of this version name their files, does not name: expected "
+                "no files of others or of earlier versions there; move them away, or choose "
+                "another folder"
+            )
+
+    # The manifest
+
+    def _known(self, name: str) -> list[str]:
+        """The digests that a file of the run may have; none for what is not the run's."""
+        if name not in self._digests:
+            self._read()  # a worker may have written it
+        return self._digests.get(name, [])
+
+    def _read(self) -> None:
+        """Read what is new in the manifest; workers and this process append to it."""
+        path = self.path / MANIFEST
+        no_links(self.path, path)
+        if not path.exists():
+            return
+        with naming_file(path, "read"), path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._read_to[0] or found.st_size < self._read_to[1]:
+                self._digests, self._read_to = {}, (found.st_ino, 0)
+                self._read_header(file.readline())
+            else:
+                file.seek(self._read_to[1])
+            lines = file.read()
+            self._read_to = (found.st_ino, file.tell())
+        for line in lines.splitlines():
+            # a kill may cut the last line off, before the file that it names is in its place
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
+                entry = json.loads(line)
+                digests = self._digests.setdefault(str(entry["name"]), [])
+                digests[:] = [*(d for d in digests if d != entry["sha256"]), str(entry["sha256"])]
+
+    def _read_header(self, line: bytes) -> None:
+        try:
+            header = json.loads(line)
+            digest = header.pop("digest")
+            if header["schema"] != _SCHEMA or digest != _digest_of_values(header):
+                raise ValueError("it has changed since it was written")
+            self.identity = header["identity"]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InfoFlowError(
+                f"{str(self.path / MANIFEST)!r} is no manifest of a run of this version "
+                f"({type(error).__name__}): expected what this version wrote; delete {MANIFEST} "
+                "and the results beside it, or choose another folder"
+            ) from error
+
+    def _append(self, name: str, digest: str) -> None:
+        if self._known(name)[-1:] == [digest]:
+            return
+        if not (self.path / MANIFEST).exists():
+            self._rewrite(begin=True)
+        line = json.dumps({"name": name, "sha256": digest}) + "\n"
+        # before the file is in its place: what is there and not named is somebody else's
+        flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+        descriptor = os.open(self.path / MANIFEST, flags)
+        try:
+            os.write(descriptor, line.encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        self._read()
+
+    def _rewrite(self, finished: bool = False, begin: bool = False) -> None:
+        """Write the manifest anew, in order, without files that are gone.
+
+        A file whose writing was cut off may still be the one before, so both are kept until a run
+        ends well.
+        """
+        identity = self.identity
+        self._read()
+        self.identity = identity or self.identity
+        target = self.path / MANIFEST
+        kept = {
+            name: digests[-1:] if finished else digests[-2:]
+            for name, digests in sorted(self._digests.items())
+            if os.path.lexists(self.path / name)
+        }
+        if not kept and not begin:  # where nothing is a run's, any run may begin
+            self.identity, self._digests = None, {}
+            target.unlink(missing_ok=True)
+            return
+        header: dict[str, Any] = {"schema": _SCHEMA, "identity": self.identity}
+        lines = [json.dumps({**header, "digest": _digest_of_values(header)})]
+        for name, digests in kept.items():
+            lines += [json.dumps({"name": name, "sha256": digest}) for digest in digests]
+        temporary = self.scratch / f"{MANIFEST}.{uuid.uuid4().hex[:12]}"
+        with naming_file(target):
+            temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            os.replace(temporary, target)
+        self._read_to = (-1, 0)
+        self._read()
+
+
+def no_links(folder: Path, path: Path) -> None:
+    """Refuse a path whose parts below a folder are links, by which a run would leave its folder.
+
+    Raises:
+        InfoFlowError: naming the link.
+    """
+    place = folder
+    for name in path.relative_to(folder).parts:
+        place = place / name
+        if place.is_symlink():
+            raise InfoFlowError(
+                f"{str(place)!r} is a link: expected the run's own files in its folder, where no "
+                "link is followed; replace it by what it leads to, or choose another folder for "
+                "the run"
+            )
+
+
+@contextmanager
+def _locked(folder: Path, what: str) -> Iterator[None]:
+    """The lock of a folder, and an empty scratch folder."""
+    private = folder / PRIVATE
+    lock, writer = FileLock(private / _LOCK), private / _WRITER
+    try:
+        for name in (_LOCK, _WRITER, _SCRATCH):
+            no_links(folder, private / name)
+        private.mkdir(exist_ok=True)
+        _check_lock(private / _LOCK)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a file system without locks: see RunFolder.open
+            lock.acquire(timeout=0)
+    except Timeout as error:
+        raise InfoFlowError(
+            f"{str(folder)!r} is being written by {_named_in(writer)}: expected one run at a time "
+            "in a folder; wait until it ends, or choose another folder"
+        ) from error
+    except (OSError, NotImplementedError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InfoFlowError(
+            f"{str(folder)!r} cannot be locked ({reason}): expected a folder that you may "
+            "write to; choose another folder"
+        ) from error
+    try:
+        shutil.rmtree(private / _SCRATCH, ignore_errors=True)
+        with naming_file(writer):
+            writer.unlink(missing_ok=True)
+            about = {"what": what, "process": os.getpid(), "machine": socket.gethostname()}
+            writer.write_text(json.dumps(about), encoding="utf-8")
+        yield
+    finally:
+        shutil.rmtree(private / _SCRATCH, ignore_errors=True)
+        # while the lock is held: who opens the file from now on finds another one, and who has it
+        # open already is told by filelock that it is gone
+        with suppress(OSError):
+            writer.unlink(missing_ok=True)
+            (private / _LOCK).unlink(missing_ok=True)
+        lock.release()
+        with suppress(OSError):
+            private.rmdir()
+
+
+def _check_lock(path: Path) -> None:
+    """Refuse what is no lock of ours, as opening it would empty it.
+
+    Raises:
+        InfoFlowError: for a file that holds something, or that has other names.
+    """
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    # a lock without the system's help holds the process and the machine in a line or two
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_size > _LONGEST_LOCK:
+        raise InfoFlowError(
+            f"{str(path)!r} is no lock of a run: expected a small file with one name; move it "
+            "away, or choose another folder"
+        )
+
+
+def _named_in(writer: Path) -> str:
+    try:
+        about = read_json(writer, "lock", "")
+        return f"{about['what']}, process {about['process']} on {about['machine']}"
+    except (InfoFlowError, KeyError):
+        return "another run"
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _digest_of_values(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
