@@ -73,6 +73,7 @@ def demo(
         Path, typer.Option(help="Folder for the report and the numbers.", parser=folder)
     ],
     seed: Annotated[int, typer.Option(help="Seed of target, weights and data.")] = 0,
+    device: Device = "cpu",
     quiet: Quiet = False,
 ) -> None:
     """Train a small model, probe it, predict it, and show where the two agree (a few minutes)."""
@@ -82,7 +83,7 @@ def demo(
     with _reported():
         from infoflow_lens.experiments.demo import DemoConfig, run_demo, verdict
 
-        result = run_demo(out, DemoConfig(seed=seed), progress=not quiet)
+        result = run_demo(out, DemoConfig(seed=seed), device=device, progress=not quiet)
 
     table = Table(title=f"validation NMSE {result.summary['nmse']:.2e}", title_justify="left")
     table.add_column("")

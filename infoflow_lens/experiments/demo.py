@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from infoflow_lens.agreement import Agreement, SetAgreement, compare
+from infoflow_lens.foundation.devices import check_device
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import write_json, write_text
@@ -265,7 +266,11 @@ def _report(
 
 
 def run_demo(
-    out: str | os.PathLike[str], config: DemoConfig | None = None, *, progress: bool = True
+    out: str | os.PathLike[str],
+    config: DemoConfig | None = None,
+    *,
+    device: str = "cpu",
+    progress: bool = True,
 ) -> DemoResult:
     """Train a two-layer model on D-retrieval, probe it before and after, compare, report.
 
@@ -276,19 +281,26 @@ def run_demo(
     weights. So the same seed gives the same numbers on the same processor with the same versions;
     ``summary.json`` holds all of these.
 
+    Args:
+        out: the folder.
+        config: the settings.
+        device: where the model is trained and probed, such as "cuda"; other devices round
+            otherwise.
+        progress: whether to show bars.
+
     Raises:
-        InfoFlowError: if `out` cannot be written, another run writes to it, or it holds the
-            checkpoint of other settings.
+        InfoFlowError: if `out` cannot be written, another run writes to it, it holds the
+            checkpoint of other settings, or the device does not answer.
         TrainingInterrupted: on Ctrl-C while training.
     """
-    config = config or DemoConfig()
+    config, device = config or DemoConfig(), check_device(device)
     writes = ("summary.json", "report.html")
     with RunFolder.open(out, "infoflow-lens demo", writes) as folder, threads(1):
         folder.claim({"the demo's settings": asdict(config), **versions_identity()})
-        return _run_demo(folder, config, progress)
+        return _run_demo(folder, config, device, progress)
 
 
-def _run_demo(out: RunFolder, config: DemoConfig, progress: bool) -> DemoResult:
+def _run_demo(out: RunFolder, config: DemoConfig, device: str, progress: bool) -> DemoResult:
     folder = out.path
     task = config.task()
     training_data = task.dataset("train", config.n_train, seed=config.seed)
@@ -298,7 +310,7 @@ def _run_demo(out: RunFolder, config: DemoConfig, progress: bool) -> DemoResult:
     recovery_inputs, inputs = test.split((config.n_recovery, config.n_influence))
     active = task.active_index_set(inputs)
 
-    model = build_model(config.architecture(), seed=config.seed)
+    model = build_model(config.architecture(), seed=config.seed, device=device)
     training = train(
         model,
         training_data,

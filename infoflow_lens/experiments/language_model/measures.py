@@ -18,12 +18,12 @@ def token_losses(model: nn.Module, ids: Int[Tensor, "batch pos"]) -> Float[Tenso
     """Cross-entropy in nats of each token from the second on, of a model of transformers."""
     losses = []
     with eval_mode(model):
-        for rows in ids.split(_BATCH):
+        for rows in ids.to(next(model.parameters()).device).split(_BATCH):
             logits = model(rows).logits[:, :-1].float()
             flat = nn.functional.cross_entropy(
                 logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none"
             )
-            losses.append(flat.view(len(rows), -1))
+            losses.append(flat.view(len(rows), -1).cpu())
     return torch.cat(losses)
 
 
@@ -52,7 +52,8 @@ def patterns(
     model.set_attn_implementation("eager")  # the only one that shows them
     try:
         with eval_mode(model):
-            return torch.stack(model(ids, output_attentions=True).attentions)
+            shown = model(ids.to(model.device), output_attentions=True)
+            return torch.stack(shown.attentions).cpu()
     finally:
         model.set_attn_implementation(implementation)
 

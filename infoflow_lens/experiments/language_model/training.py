@@ -35,6 +35,7 @@ from infoflow_lens.experiments.language_model.tokens import (
     token_stream,
     train_tokenizer,
 )
+from infoflow_lens.foundation.devices import check_device
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json, write_text
 from infoflow_lens.foundation.progress import progress_bar
@@ -71,6 +72,7 @@ def train_language_model(
     *,
     name: str = "language model",
     corpus: Corpus | None = None,
+    device: str = "cpu",
     progress: bool = True,
 ) -> TrainedLanguageModel:
     """Train a model on the standard library and save it with its tokenizer, history and record.
@@ -86,19 +88,20 @@ def train_language_model(
         config: the settings.
         name: what the bar shows.
         corpus: texts; default, those of the running Python.
+        device: where it is trained; other devices round otherwise.
         progress: whether to show a bar.
 
     Raises:
         InfoFlowError: if the folder cannot be written or holds another run, the corpus is too
-            small, or the loss is no longer finite.
+            small, the device does not answer, or the loss is no longer finite.
         KeyboardInterrupt: when stopped by Ctrl-C, saying from where the same call goes on.
     """
-    corpus = corpus or read_corpus()
+    device, corpus = check_device(device), corpus or read_corpus()
     with (
         RunFolder.open(out, "training of a language model", _WRITES) as folder,
         _threads(config.threads),
     ):
-        run = _Run(folder, config, corpus, name)
+        run = _Run(folder, config, corpus, name, device)
         run.resume()
         with progress_bar(name, config.n_steps, progress, done=run.step) as advance:
             try:
@@ -128,7 +131,12 @@ class _Run:
     """A run between two steps."""
 
     def __init__(
-        self, out: RunFolder, config: LanguageModelConfig, corpus: Corpus, name: str
+        self,
+        out: RunFolder,
+        config: LanguageModelConfig,
+        corpus: Corpus,
+        name: str,
+        device: str,
     ) -> None:
         self.out, self.folder = out, out.path
         self.config, self.corpus, self.name = config, corpus, name
@@ -155,6 +163,7 @@ class _Run:
             "tokens": fingerprint({str(split): stream for split, stream in self.streams.items()}),
         }
         self.record = RunRecord.of_model(self.model, self.identity, config.seed)
+        self.model.to(device)  # type: ignore[arg-type, unused-ignore]
         # what is fixed gets no weight decay either
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay)
@@ -170,7 +179,7 @@ class _Run:
         if self.step == 0:
             self._evaluate()
         config = self.config
-        ids = training_batch(self.streams["train"], config, self.step)
+        ids = training_batch(self.streams["train"], config, self.step).to(self.model.device)
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate(self.step)
         self.model.train()
@@ -229,7 +238,7 @@ class _Run:
         write_json(self.folder / "history.json", self.history)
         state = {
             "step": self.step,
-            "model": self.model.state_dict(),
+            "model": self._weights(),
             "optimizer": self.optimizer.state_dict(),
             "history": self.history,
             "losses": self.losses,
@@ -237,6 +246,9 @@ class _Run:
         }
         write_state(self.folder / _STATE, state, {})
         self.saved = self.step
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: weight.cpu() for name, weight in self.model.state_dict().items()}
 
     def resume(self) -> None:
         self.out.claim(
@@ -262,7 +274,7 @@ class _Run:
         """The model with its tokenizer, whole or not at all."""
         temporary = self.out.scratch / target.name
         temporary.mkdir()
-        self._write_model(temporary, self.model.state_dict(), "float32")
+        self._write_model(temporary, self._weights(), "float32")
         self.out.replace_folder(temporary, target)
 
     def finish(self) -> TrainedLanguageModel:
@@ -273,7 +285,7 @@ class _Run:
             split: text_windows(self.streams[split], self.config.n_context) for split in HELD_OUT
         }
         loss_float32 = mean_loss(self.model, windows["validation"])
-        half = {name: weight.half() for name, weight in self.model.state_dict().items()}
+        half = {name: weight.half() for name, weight in self._weights().items()}
         self.model.load_state_dict(half)
         pattern = patterns(self.model, self.repeated)
         ngram = NGram(self.streams["train"], self.config.vocabulary)
