@@ -9,14 +9,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.mechanisms.damage import check_damage
+from infoflow_lens.foundation.settings import NonNegative, Share, checked
 from infoflow_lens.hooks.mechanisms.ideals import SOFT
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.theory.information_sets import MaxPosition, MovesKeys, Rule, SpecificPositions
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,7 +59,8 @@ class MechanismsResult(Result):
         """Which damages come from replacing the pattern on all sequences."""
         return tuple(layer == self.n_sequences for layer in self.replaced)
 
-    def mechanisms(self, threshold: float | None = None) -> tuple[tuple[str, ...], ...]:
+    @checked
+    def mechanisms(self, threshold: NonNegative | None = None) -> tuple[tuple[str, ...], ...]:
         """The mechanism of every head: the cheapest ideal within the threshold, else "soft".
 
         The order of cost is that of `ideals` [chosen]: what does not look at the tokens comes
@@ -68,7 +69,7 @@ class MechanismsResult(Result):
         Raises:
             InfoFlowError: for another threshold than was measured with, unless all is exact.
         """
-        most = self.threshold if threshold is None else check_damage(threshold)
+        most = self.threshold if threshold is None else threshold
         if most != self.threshold and not all(bool(layer.all()) for layer in self.exact):
             raise InfoFlowError(
                 f"threshold is {threshold}, but as many sequences were measured as a threshold of "
@@ -83,12 +84,13 @@ class MechanismsResult(Result):
             for layer in self.damage
         )
 
+    @checked
     def rules(
         self,
         attended: Sequence[Int[Tensor, "batch _head query key"]] | MovesKeys,
         chosen: Sequence[Int[Tensor, "batch _head query"]] | MovesKeys,
-        threshold: float | None = None,
-        share: float = 0.05,
+        threshold: NonNegative | None = None,
+        share: Share = 0.05,
     ) -> list[list[Rule]]:
         """Update rules for `propagate`, each head by its own mechanism (Sec. 5.1).
 
@@ -154,19 +156,20 @@ class MechanismsResult(Result):
                 rows.append(row)
         return pd.DataFrame(rows)
 
-    def plot(self) -> "go.Figure":
+    def plot(self) -> "Figure":
         """The damage of every head in every ideal, on a logarithmic scale."""
-        import plotly.express as px
+        from matplotlib.figure import Figure
 
         damage = torch.cat(self.damage).clamp(min=1e-6).log10()
-        labels = [f"{i}.{h}" for i, layer in enumerate(self.damage) for h in range(len(layer))]
-        return px.imshow(
-            damage.numpy(),
-            x=list(self.ideals),
-            y=labels,
-            labels={"x": "idealised pattern", "y": "layer.head", "color": f"log10 {self.metric}"},
-            title="What the output loses",
-        )
+        heads = [f"{i}.{h}" for i, layer in enumerate(self.damage) for h in range(len(layer))]
+        figure = Figure(figsize=(5.0, 1.5 + 0.16 * len(heads)), layout="constrained")
+        axes = figure.subplots()
+        image = axes.imshow(damage.numpy(), aspect="auto", interpolation="nearest")
+        axes.set_xticks(range(len(self.ideals)), self.ideals, rotation=20)
+        axes.set_yticks(range(len(heads)), heads, fontsize="x-small")
+        axes.set(xlabel="idealised pattern", ylabel="layer.head", title="What the output loses")
+        figure.colorbar(image, label=f"log10 {self.metric}")
+        return figure
 
 
 def _by_position(reads: Bool[Tensor, "pos key"], real: Bool[Tensor, "batch pos"]) -> Rule:
