@@ -1,6 +1,6 @@
 """Which mechanism a head needs: its pattern replaced by an ideal one."""
 
-from infoflow_lens.hooks.mechanisms.damage import METRICS, Metric, check_damage
+from infoflow_lens.hooks.mechanisms.damage import METRICS, Metric
 from infoflow_lens.hooks.mechanisms.greedy import JointReplacement, replace_greedily
 from infoflow_lens.hooks.mechanisms.ideals import IDEALS, SOFT, Ideal, substituted
 from infoflow_lens.hooks.mechanisms.measure import MechanismsProgress, measure_mechanisms
@@ -15,7 +15,6 @@ __all__ = [
     "MechanismsProgress",
     "MechanismsResult",
     "Metric",
-    "check_damage",
     "measure_mechanisms",
     "replace_greedily",
     "substituted",

@@ -1,35 +1,24 @@
 """What the output loses: by position, at least 0 at each."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import torch
+from annotated_types import MinLen
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_integers
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import Distinct, Remedy
 from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.model.points import reads_vectors
 
 Metric = Literal["nmse", "kl", "loss"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
+Read = Annotated[  # positions of the logits that count
+    tuple[int, ...], MinLen(1), Distinct(), Remedy("such as (-1,), or None for all positions")
+]
 _LARGE = 20.0  # a rise of logits beyond which exp(x) - 1 is no better than exp(x)
-
-
-def check_damage(threshold: float, name: str = "threshold") -> float:
-    """Refuse numbers that are no damage.
-
-    Raises:
-        InfoFlowError: unless it is at least 0.
-    """
-    try:
-        damage = -1.0 if isinstance(threshold, (bool, str)) else float(threshold)
-    except (TypeError, ValueError):
-        damage = -1.0
-    if not damage >= 0:  # also NaN
-        raise InfoFlowError(f"{name} is {threshold!r}: expected a damage of at least 0")
-    return damage
 
 
 class Damage:
@@ -88,8 +77,8 @@ class Damage:
         self.n_rows += int(counted.sum())
         if self.name == "nmse":
             rows = self.rows(output, batch)[counted.to(output.device)].double()
-            self._sum = self._sum + rows.sum(dim=0).cpu()
-            self._squares += float(rows.square().sum())
+            sums = torch.cat([rows.sum(dim=0), rows.square().sum()[None]]).cpu()  # the one wait
+            self._sum, self._squares = self._sum + sums[:-1], self._squares + float(sums[-1])
 
     def per_row(self) -> float:
         """What the loss of a row is divided by, before the mean over rows.
@@ -124,13 +113,19 @@ class Damage:
             after: the outputs of the copies, one behind the other.
             batch: the sequences.
         """
-        sums = []
-        for copy in after.split(len(batch)):  # one copy of the logits at a time
-            change = self.rows(copy, batch) - before.rows
-            lost = _divergence(change, before) if before.p is not None else change.square().sum(-1)
-            # no position makes up for another; rounding, too, may give less than 0
-            sums.append((lost.double().clamp(min=0) * before.counted).sum(dim=-1).cpu())
-        return torch.stack(sums)
+        copies = after.split(len(batch))  # one copy of the logits at a time
+        if before.p is None:
+            changes = (self.rows(copy, batch) - before.rows for copy in copies)
+            lost = torch.stack([change.square().sum(dim=-1) for change in changes])
+        else:
+            each = (_divergence(self.rows(copy, batch), before) for copy in copies)
+            found, far = zip(*each, strict=True)
+            lost = torch.stack(found)
+            for index in torch.stack(far).flatten(1).any(dim=1).nonzero().flatten().tolist():
+                rows = self.rows(copies[index], batch)
+                lost[index][far[index]] = _far_divergence(rows, before, far[index])
+        # no position makes up for another; rounding, too, may give less than 0
+        return (lost.double().clamp(min=0) * before.counted).sum(dim=-1).cpu()
 
 
 class Reference(NamedTuple):
@@ -150,21 +145,39 @@ class Reference(NamedTuple):
 
 
 def _divergence(
-    change: Float[Tensor, "batch row feature"], before: Reference
-) -> Float[Tensor, "batch row"]:
+    after: Float[Tensor, "batch row feature"], before: Reference
+) -> tuple[Float[Tensor, "batch row"], Bool[Tensor, "batch row"]]:
     """The divergence of the new distribution, or the rise of the loss, by the change of logits.
 
     Both are log E exp(x) for the change x less its mean, the loss less that of the next token: so
-    small ones keep their digits. `change` is overwritten.
+    small ones keep their digits. One logits tensor is made, and written in place.
+
+    Returns:
+        What is lost, and where a logit rises so far that exp(x) overflows or loses the others.
     """
-    assert before.p is not None
-    change -= torch.linalg.vecdot(before.p, change)[..., None]
-    risen = 0.0 if before.following is None else change.gather(-1, before.following)[..., 0]
+    change, risen = _change(after, before)
     far = change.amax(dim=-1) > _LARGE
-    of_far = (before.rows[far].log_softmax(dim=-1) + change[far]).logsumexp(dim=-1)
-    lost = torch.linalg.vecdot(before.p, change.expm1_()).log1p()
-    lost[far] = of_far
-    return lost - risen
+    return torch.linalg.vecdot(before.p, change.expm1_()).log1p() - risen, far
+
+
+def _far_divergence(
+    after: Float[Tensor, "batch row feature"], before: Reference, far: Bool[Tensor, "batch row"]
+) -> Float[Tensor, " far"]:
+    """The same for rows that change much, from the logarithms of probabilities."""
+    change, risen = _change(after, before)
+    return (before.rows[far].log_softmax(dim=-1) + change[far]).logsumexp(dim=-1) - risen[far]
+
+
+def _change(
+    after: Float[Tensor, "batch row feature"], before: Reference
+) -> tuple[Float[Tensor, "batch row feature"], Float[Tensor, "batch row"]]:
+    """The change of logits less its mean, and that of the next token's, where it is asked for."""
+    assert before.p is not None
+    change = after - before.rows
+    change -= torch.linalg.vecdot(before.p, change)[..., None]
+    if before.following is None:
+        return change, torch.zeros_like(change[..., 0])
+    return change, change.gather(-1, before.following)[..., 0]
 
 
 def metric_of(
@@ -173,11 +186,9 @@ def metric_of(
     """The metric that is asked for, or the one that fits the model.
 
     Raises:
-        InfoFlowError: for an unknown metric, or one or positions that these outputs do not have.
+        InfoFlowError: for a metric or positions that these outputs do not have.
     """
     chosen = metric or ("nmse" if reads_vectors(model) else "kl")
-    if chosen not in METRICS:
-        raise InfoFlowError(f"metric is {metric!r}: expected one of {', '.join(METRICS)}")
     if chosen != "nmse" and reads_vectors(model):
         raise InfoFlowError(
             f"metric is {chosen!r}, which compares distributions over tokens: the model's output "
@@ -188,11 +199,8 @@ def metric_of(
             "metric 'loss' is over all next tokens: expected sequences of at least 2 tokens, and "
             "no positions to read; use 'kl' for single positions"
         )
-    if read is None:
-        return Damage(chosen, None)
-    positions = check_integers(read, "read", None, ", positions such as (-1,), or None for all")
     n_pos = batches.shortest
-    for position in positions:
+    for position in read or ():
         if not -n_pos <= position < n_pos:
             raise InfoFlowError(f"read has position {position}: expected {-n_pos} to {n_pos - 1}")
-    return Damage(chosen, positions)
+    return Damage(chosen, read)

@@ -12,9 +12,8 @@ the model is sure, F sees little of a change that overturns the choice: so p is 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -22,10 +21,14 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.mechanisms.damage import Damage
-from infoflow_lens.hooks.mechanisms.ideals import IDEALS, SeenKeys, ideal_pattern
-from infoflow_lens.hooks.model.call import NamedHook, call
+from infoflow_lens.hooks.mechanisms.ideals import (
+    IDEALS,
+    SeenKeys,
+    edits_of_patterns,
+    ideal_pattern,
+)
+from infoflow_lens.hooks.model.call import call
 from infoflow_lens.hooks.model.inputs import Batch
-from infoflow_lens.hooks.model.points import pattern_hook
 
 # of the flattened p [measured on a trained model: estimates are 1.1 times exact damages in the
 # median, and 1 in 20 is less than half; without flattening .72 times, and 1 in 20 less than .27]
@@ -58,23 +61,17 @@ def estimated(
     """
     probes: dict[int, Tensor] = {}
     changes: dict[int, Tensor] = {}
-    hooks: list[NamedHook] = []
 
-    def looking(layer: int, seeing: SeenKeys) -> Callable[..., Tensor]:
-        def hook_fn(pattern: Tensor, hook: Any) -> Tensor:
-            own = pattern.detach()
-            visible = seeing.visible(own)
-            made = [ideal_pattern(own, visible, i, mean_patterns[layer], k) for i in IDEALS]
-            changes[layer] = torch.stack(made, dim=2).sub_(own[:, :, None])
-            probes[layer] = torch.zeros_like(own, requires_grad=True)
-            return pattern + probes[layer]
-
-        return hook_fn
+    def look(layer: int, seeing: SeenKeys, pattern: Tensor) -> Tensor:
+        own = pattern.detach()
+        visible = seeing.visible(own)
+        made = [ideal_pattern(own, visible, i, mean_patterns[layer], k) for i in IDEALS]
+        changes[layer] = torch.stack(made, dim=2).sub_(own[:, :, None])
+        probes[layer] = torch.zeros_like(own, requires_grad=True)
+        return pattern + probes[layer]
 
     layers = range(len(mean_patterns))
-    for layer in layers:
-        seeing = SeenKeys(model, layer)
-        hooks += [*seeing.hooks, (pattern_hook(model, layer), looking(layer, seeing))]
+    hooks = edits_of_patterns(model, layers, look)
     with without_backward_hooks(model), torch.inference_mode(False), torch.enable_grad():
         tokens = batch.tokens.clone()  # those made in inference mode take no part in a graph
         made = call(model, Batch(tokens, batch.lengths), edit=hooks, output=True, keep_graph=True)
@@ -87,20 +84,20 @@ def estimated(
                 found = torch.autograd.grad(
                     rows, leaves, direction, retain_graph=True, allow_unused=True
                 )
-            products.append(
-                torch.cat([_product(found[i], changes[i]).flatten(1) for i in layers], dim=1)
-            )
+            products.append(torch.cat([_product(found[i], changes[i]) for i in layers], dim=1))
     half = 1.0 if metric.name == "nmse" else 0.5
-    return half * torch.stack(products, dim=1).square()
+    return half * torch.stack(products, dim=1).double().cpu().square()  # the one wait
 
 
 def _product(
     gradient: Float[Tensor, "batch head query key"] | None,
     change: Float[Tensor, "batch head ideal query key"],
-) -> Float[Tensor, "batch head ideal"]:
+) -> Float[Tensor, "batch replacement"]:
+    """The inner product of a gradient with each change; NaN without a gradient."""
     if gradient is None:
-        return torch.full(change.shape[:3], torch.nan, dtype=torch.float64)
-    return torch.einsum("bhqk,bhiqk->bhi", gradient.to(change), change).double().cpu()
+        return change.new_full((len(change), change[0, :, :, 0, 0].numel()), torch.nan)
+    # a product of matrices [measured: six times as fast as einsum of these axes]
+    return (change.flatten(3) @ gradient.to(change).flatten(2)[..., None]).flatten(1)
 
 
 @contextmanager
@@ -128,11 +125,10 @@ def _directions(
     p = None if metric.name == "nmse" else (rows / _TEMPERATURE).softmax(dim=-1)
     root = None if p is None else p.sqrt()
     signs = [_signs(s, draws, rows.shape[2], real) for s, real in zip(seeds, counted, strict=True)]
+    by_feature, by_row = (torch.stack(part, dim=1).to(rows) for part in zip(*signs, strict=True))
     direction = torch.empty_like(rows)
     for draw in range(draws):
-        by_feature = torch.stack([feature[draw] for feature, _ in signs]).to(rows)
-        by_row = torch.stack([row[draw] for _, row in signs]).to(rows)
-        torch.mul(by_row[:, :, None], by_feature[:, None, :], out=direction)
+        torch.mul(by_row[draw, :, :, None], by_feature[draw, :, None], out=direction)
         if p is not None and root is not None:
             direction *= root
             direction.addcmul_(p, direction.sum(dim=-1, keepdim=True), value=-1)

@@ -1,17 +1,14 @@
 """Many heads replaced by their mechanisms at once."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.display import Displayed
-from infoflow_lens.foundation.modules import eval_mode
-from infoflow_lens.foundation.progress import progress_bar
-from infoflow_lens.hooks.mechanisms.damage import check_damage, metric_of
+from infoflow_lens.foundation.settings import Count, NonNegative, checked
+from infoflow_lens.hooks.mechanisms.damage import Read, metric_of
+from infoflow_lens.hooks.mechanisms.driver import Reading
 from infoflow_lens.hooks.mechanisms.ideals import IDEALS, Ideal, substituted
-from infoflow_lens.hooks.mechanisms.measure import read_again
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.call import output_of
 from infoflow_lens.hooks.model.inputs import Inputs
@@ -32,17 +29,18 @@ class JointReplacement(Displayed):
     share: float
 
 
+@checked
 def replace_greedily(
     model: nn.Module,
     inputs: Inputs,
     mechanisms: MechanismsResult,
     *,
-    budget: float,
-    read: Sequence[int] | None = None,
+    budget: NonNegative,
+    read: Read | None = None,
     attention_mask: Tensor | None = None,
     column: str | None = None,
-    max_length: int | None = None,
-    batch_size: int = 64,
+    max_length: Count | None = None,
+    batch_size: Count = 64,
     progress: bool = True,
 ) -> JointReplacement:
     """As many heads as can be replaced at once by their mechanisms within a budget, greedily.
@@ -63,8 +61,8 @@ def replace_greedily(
     Raises:
         InfoFlowError: for a negative budget or bad inputs.
     """
-    budget, batch_size = check_damage(budget, "budget"), check_integer(batch_size, "batch_size", 1)
-    batches = read_again(model, inputs, attention_mask, column, max_length)
+    reading = Reading(attention_mask, column, max_length, batch_size, progress)
+    batches = reading.batches(model, inputs)
     candidates = sorted(
         (float(mechanisms.damage[layer][head][IDEALS.index(name)]), layer, head, name)
         for layer, names in enumerate(mechanisms.mechanisms())
@@ -73,7 +71,7 @@ def replace_greedily(
     )
     taken: dict[tuple[int, int], Ideal] = {}
     reached = 0.0
-    with eval_mode(model), progress_bar("joining", len(candidates), progress) as step:
+    with reading.measuring(model, batches, "joining", len(candidates)) as step:
         for _, layer, head, name in candidates:
             trial: dict[tuple[int, int], Ideal] = {**taken, (layer, head): name}
             metric = metric_of(model, mechanisms.metric, read, batches)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 InfoFlow's three mechanisms (Yu, Jiang, Bao, Li 2026, Sec. 4) are such patterns.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -11,9 +11,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.settings import Count, check
 from infoflow_lens.hooks.model.call import NamedHook, catching
 from infoflow_lens.hooks.model.points import is_bridge, pattern_hook, scores_hook
 from infoflow_lens.hooks.model.semantics import visibility
@@ -75,21 +74,23 @@ def ideal_pattern(
 def rescaled(
     kept: Float[Tensor, "*batch query key"], total: Float[Tensor, "*batch query one"]
 ) -> Float[Tensor, "*batch query key"]:
-    """Rows with these sums, exactly as they are where nothing was taken out of them.
+    """Rows with these sums; unchanged rows stay bit-identical, rows without weight stay so.
 
-    Rows without weight stay so; small weights underflow in half precision.
+    Where what is left is so small that the factor would overflow, weights are divided first.
     """
     left = kept.sum(dim=-1, keepdim=True)
-    return kept * (total / left.masked_fill(left == 0, 1))
+    left = left.masked_fill(left == 0, 1)
+    factor = total / left
+    return torch.where(factor.isinf(), kept / left * total, kept * factor)
 
 
 class Replacement(NamedTuple):
-    """A head of some rows of a batch, and the ideal that takes the place of its pattern."""
+    """A head in one of several copies of a batch, and the ideal that replaces its pattern."""
 
     layer: int
     head: int
     ideal: Ideal
-    rows: slice = slice(None)
+    copy: int = 0
 
 
 @contextmanager
@@ -98,37 +99,50 @@ def replaced(
     replacements: Sequence[Replacement],
     mean_patterns: Sequence[Float[Tensor, "_head query key"]] | None,
     k: int,
+    n_copies: int = 1,
 ) -> Iterator[None]:
-    """The model with these replacements, while the block lasts."""
-    by_layer: dict[int, list[Replacement]] = {}
-    for replacement in replacements:
-        by_layer.setdefault(replacement.layer, []).append(replacement)
-    hooks: list[NamedHook] = []
-    for layer, some in by_layer.items():
-        seeing = SeenKeys(model, layer)
-        means = None if mean_patterns is None else mean_patterns[layer]
-        hooks += [*seeing.hooks, (pattern_hook(model, layer), _replacing(some, seeing, means, k))]
-    with catching(model, (), hooks):
+    """The model with these replacements, while the block lasts.
+
+    Args:
+        model: a TransformerLens model.
+        replacements: what takes the place of which pattern.
+        mean_patterns: for "specific_position".
+        k: for "top_k".
+        n_copies: of how many equal parts each batch is made.
+    """
+    groups: dict[int, dict[Ideal, list[Replacement]]] = {}
+    for one in replacements:
+        groups.setdefault(one.layer, {}).setdefault(one.ideal, []).append(one)
+
+    def replace(layer: int, seeing: SeenKeys, pattern: Tensor) -> Tensor:
+        own, visible = (
+            part.unflatten(0, (n_copies, -1)) for part in (pattern, seeing.visible(pattern))
+        )
+        edited = own.clone()
+        for ideal, some in groups[layer].items():  # all heads of an ideal at once
+            heads = [one.head for one in some]
+            place = ([one.copy for one in some], slice(None), heads)
+            mean = None if mean_patterns is None else mean_patterns[layer][heads, None]
+            edited[place] = ideal_pattern(own[place], visible[place], ideal, mean, k).to(own)
+        return edited.flatten(0, 1)
+
+    with catching(model, (), edits_of_patterns(model, groups, replace)):
         yield
 
 
-def _replacing(
-    replacements: Sequence[Replacement],
-    seeing: "SeenKeys",
-    means: Float[Tensor, "_head query key"] | None,
-    k: int,
-) -> Callable[..., Tensor]:
-    def hook_fn(pattern: Tensor, hook: Any) -> Tensor:
-        visible = seeing.visible(pattern)
-        edited = pattern.clone()
-        for _, head, ideal, rows in replacements:
-            mean = None if means is None else means[head]
-            edited[rows, head] = ideal_pattern(
-                pattern[rows, head], visible[rows, head], ideal, mean, k
-            )
-        return edited
+def edits_of_patterns(
+    model: nn.Module, layers: Iterable[int], edit: Callable[[int, "SeenKeys", Tensor], Tensor]
+) -> list[NamedHook]:
+    """Hooks that put ``edit(layer, seeing, pattern)`` in the place of the patterns of layers."""
+    hooks: list[NamedHook] = []
+    for layer in layers:
+        seeing = SeenKeys(model, layer)
 
-    return hook_fn
+        def hook_fn(activation: Tensor, hook: Any, at: int = layer, by: Any = seeing) -> Tensor:
+            return edit(at, by, activation)
+
+        hooks += [*seeing.hooks, (pattern_hook(model, layer), hook_fn)]
+    return hooks
 
 
 class SeenKeys:
@@ -191,15 +205,13 @@ def substituted(
                 f"there is no head {head} in layer {layer}: expected layers 0 to "
                 f"{len(counts) - 1} with {', '.join(map(str, counts))} heads"
             )
-        if ideal not in IDEALS:
-            raise InfoFlowError(f"ideal is {ideal!r}{nearest(str(ideal), IDEALS)}")
-        if ideal == "specific_position" and mean_patterns is None:
+        if check(ideal, Ideal, "ideal") == "specific_position" and mean_patterns is None:
             raise InfoFlowError(
                 "'specific_position' needs the mean patterns: give mean_patterns, as "
                 "measure_mechanisms(...).mean_patterns"
             )
     some = [Replacement(layer, head, ideal) for (layer, head), ideal in heads.items()]
-    with replaced(model, some, mean_patterns, check_integer(k, "k", 1)):
+    with replaced(model, some, mean_patterns, check(k, Count, "k")):
         yield
 
 

@@ -4,9 +4,10 @@ If the model's output stays as it is when a head's pattern is replaced by an ide
 mechanism is all that the head needs on these inputs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from math import pi
 from typing import Any
@@ -15,40 +16,21 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import eval_mode
-from infoflow_lens.foundation.progress import Advance, progress_bar
+from infoflow_lens.foundation.progress import Advance
 from infoflow_lens.foundation.record import RunRecord, model_fingerprint
-from infoflow_lens.foundation.seeds import check_seed, derived_seed
-from infoflow_lens.hooks.mechanisms.damage import (
-    Damage,
-    Metric,
-    Reference,
-    check_damage,
-    metric_of,
-)
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.settings import Count, NonNegative, Seed, checked
+from infoflow_lens.hooks.mechanisms.damage import Damage, Metric, Read, Reference, metric_of
+from infoflow_lens.hooks.mechanisms.driver import Reading, example_of, layers_to_start, run_from
 from infoflow_lens.hooks.mechanisms.estimate import estimated
 from infoflow_lens.hooks.mechanisms.ideals import IDEALS, Replacement, replaced
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
-from infoflow_lens.hooks.model.call import (
-    call,
-    can_start,
-    has_user_hooks,
-    ignore_edit_warnings,
-    output_of,
-)
-from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs, read_inputs
-from infoflow_lens.hooks.model.points import (
-    check_finite,
-    hook_name,
-    instead_of_a_bridge,
-    is_bridge,
-    layer_count,
-    pattern_hook,
-)
+from infoflow_lens.hooks.model.call import call, output_of
+from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs
+from infoflow_lens.hooks.model.points import check_finite, layer_count, pattern_hook
 
-_ROOM = 2**25  # numbers in the largest tensor of a pass
+_ROOM = {"cpu": 2**25, "cuda": 2**28}  # numbers in the largest tensor of a pass
 _DRAWS, _MOST_DRAWS = 64, 8  # directions of an estimate: over all sequences, and for each
 _FIRST = 8  # one in so many sequences is in the first block, which has at least
 _ROWS_FIRST = 64  # rows of the output in the first block of sequences
@@ -89,20 +71,21 @@ class MechanismsProgress:
     squares: Float[Tensor, " replacement"]
 
 
+@checked
 def measure_mechanisms(
     model: nn.Module,
     inputs: Inputs,
     *,
     metric: Metric | None = None,
-    read: Sequence[int] | None = None,
-    threshold: float = 0.05,
-    k: int = 4,
+    read: Read | None = None,
+    threshold: NonNegative = 0.05,
+    k: Count = 4,
     exact: bool = False,
-    seed: int = 0,
+    seed: Seed = 0,
     attention_mask: Tensor | None = None,
     column: str | None = None,
-    max_length: int | None = None,
-    batch_size: int = 64,
+    max_length: Count | None = None,
+    batch_size: Count = 64,
     resume: MechanismsProgress | None = None,
     after_batch: Callable[[MechanismsProgress], None] | None = None,
     progress: bool = True,
@@ -114,8 +97,8 @@ def measure_mechanisms(
     excludes ideals, those whose damage it puts far above the threshold. Of the others each head's
     pattern is replaced by one after another, cheapest first, until one is enough, on as many
     sequences as the decision needs: every label rests on a replacement. docs/measures.md has the
-    rule. Where a pass can start at a layer (HookedTransformer) a replacement runs only the layers
-    from its own on. The model is left as it was found.
+    rule. Where a pass can start at a layer a replacement runs only the layers from its own on. The
+    model is left as it was found.
 
     Args:
         model: any TransformerLens model in which an edited pattern reaches the output.
@@ -137,19 +120,16 @@ def measure_mechanisms(
         InfoFlowError: for bad inputs or settings, a model whose patterns cannot be replaced, or
             progress of other settings or another model.
     """
-    batches = read_again(model, inputs, attention_mask, column, max_length)
+    reading = Reading(attention_mask, column, max_length, batch_size, progress)
+    batches = reading.batches(model, inputs)
     damage = metric_of(model, metric, read, batches)
-    threshold = check_damage(threshold)
-    k, batch_size = check_integer(k, "k", 1), check_integer(batch_size, "batch_size", 1)
-    if not isinstance(exact, bool):
-        raise InfoFlowError(f"exact is {exact!r}: expected True or False")
     settings = {
         "metric": damage.name,
         "read": damage.read,
         "threshold": threshold,
         "k": k,
         "exact": exact,
-        "seed": check_seed(seed),
+        "seed": seed,
         "n_sequences": batches.n_sequences,
     }
     fingerprint = model_fingerprint(model)
@@ -159,8 +139,7 @@ def measure_mechanisms(
             f"resume is of another run, {resume.settings}: expected the same settings and model, "
             f"{known}"
         )
-    with eval_mode(model), progress_bar("replacing", None, progress) as step:
-        check_edits_reach(model, next(batches.batches(1)))
+    with reading.measuring(model, batches, "replacing", None) as step:
         run = _Run(model, batches, damage, known, batch_size, after_batch, step)
         run.begin(resume)
         if not exact:
@@ -207,8 +186,6 @@ class _Run:
         self.n = int(batches.n_sequences or 0)
         self.threshold: float = settings["threshold"]
         self.k: int = settings["k"]
-        # hooks of yours take part in whole passes: what enters a layer has met some of them already
-        self.starts = can_start(model) and not has_user_hooks(model)
 
     def begin(self, resume: MechanismsProgress | None) -> None:
         """From the progress, or with the mean patterns and the scale of the damage."""
@@ -374,36 +351,39 @@ class _Run:
         before, entering = self._before(batch, {self.replacements[i].layer for i in open_})
         n_copies = max(1, self._at_once() // len(batch))
         lost = []
-        for layer, group in groupby(open_, lambda i: self.starts and self.replacements[i].layer):
+        for layer, group in groupby(open_, lambda i: self._start(self.replacements[i].layer)):
             indices = list(group)
             for start in range(0, len(indices), n_copies):
                 some = indices[start : start + n_copies]
-                copies = [
-                    self.replacements[i]._replace(rows=slice(n * len(batch), (n + 1) * len(batch)))
-                    for n, i in enumerate(some)
-                ]
-                with replaced(self.model, copies, self.at.mean_patterns, self.k):
+                copies = [self.replacements[i]._replace(copy=n) for n, i in enumerate(some)]
+                with replaced(self.model, copies, self.at.mean_patterns, self.k, len(some)):
                     changed = self._run_copies(batch, entering, layer, len(some))
                 lost.append(self.metric.lost(before, changed, batch))
         return torch.cat(lost)
 
+    @cached_property
+    def starts(self) -> frozenset[int]:
+        """The layers at which a pass can start."""
+        return layers_to_start(self.model, self.batches)
+
+    def _start(self, layer: int) -> int | None:
+        """The layer where a pass starts that edits this one; None for a whole pass."""
+        return layer if layer in self.starts else None
+
     def _before(self, batch: Batch, layers: set[int]) -> tuple[Reference, dict[int, Tensor]]:
-        """The output, and what enters the layers where passes can start."""
-        names = {
-            layer: hook_name(self.model, f"blocks.{layer}.hook_resid_pre")
-            for layer in (layers if self.starts else ())
-        }
+        """The output, and what enters the layers where passes start."""
+        names = {layer: f"blocks.{layer}.hook_resid_pre" for layer in layers & self.starts}
         caught = call(self.model, batch, tuple(names.values()), output=True)
         before = self.metric.reference(caught.output, batch)
         return before, {layer: caught.activations[name] for layer, name in names.items()}
 
-    def _run_copies(self, batch: Batch, entering: dict[int, Tensor], layer: int, n: int) -> Tensor:
+    def _run_copies(
+        self, batch: Batch, entering: dict[int, Tensor], layer: int | None, n: int
+    ) -> Tensor:
         """The output of copies of a batch, from a layer on if possible."""
-        if self.starts:
+        if layer is not None:
             # padding stands on the right, where nothing real looks
-            start = (f"blocks.{layer}.hook_resid_pre", torch.cat([entering[layer]] * n))
-            changed: Tensor = call(self.model, batch, start=start, output=True).output
-            return changed
+            return run_from(self.model, layer, torch.cat([entering[layer]] * n), example_of(batch))
         lengths = None if batch.lengths is None else batch.lengths.repeat(n)
         whole: Tensor = output_of(self.model, Batch(torch.cat([batch.tokens] * n), lengths))
         return whole
@@ -412,7 +392,7 @@ class _Run:
         """Mean patterns over the sequences that have the query; the metric sees the outputs."""
         names = [pattern_hook(self.model, layer) for layer in range(layer_count(self.model))]
         sums: dict[str, Tensor] = {}
-        n_real: dict[str, Tensor] = {}
+        n_real = torch.zeros(0)
         done = 0
         for batch in self.batches.batches(self.batch_size):
             caught = call(self.model, batch, names, output=True)
@@ -420,78 +400,31 @@ class _Run:
             self.metric.see(caught.output, batch)
             for name, pattern in caught.activations.items():
                 _, n_head, n_query, n_key = pattern.shape
-                if name not in sums:
-                    missing = (self.batches.longest or 0) - batch.tokens.shape[1]
-                    size = (n_head, n_query + missing, n_key + missing)
-                    sums[name] = pattern.new_zeros(size, dtype=torch.float64)
-                    n_real[name] = pattern.new_zeros(size[1], dtype=torch.float64)
                 real = pattern.new_ones(len(batch), n_query, dtype=torch.float64)
                 if batch.lengths is not None:
                     real = batch.mask().to(real)
+                if name not in sums:
+                    missing = (self.batches.longest or 0) - batch.tokens.shape[1]
+                    size = (n_head, n_query + missing, n_key + missing)
+                    sums[name] = real.new_zeros(size)
+                    n_real = n_real if len(n_real) else real.new_zeros(size[1])
                 weighed = pattern.double() * real[:, None, :, None]
                 sums[name][:, :n_query, :n_key] += weighed.sum(dim=0)
-                n_real[name][:n_query] += real.sum(dim=0)
+            n_real[:n_query] += real.sum(dim=0)
             done += len(batch)
             self.step(0, f"mean patterns: {done} of {self.n} sequences")
-        return [sums[name] / n_real[name][:, None].clamp(min=1) for name in names]
+        return [sums[name] / n_real[:, None].clamp(min=1) for name in names]
 
     def _at_once(self) -> int:
         """How many sequences a pass may hold, by the size of its largest tensor."""
         cfg, n_pos = getattr(self.model, "cfg", None), self.batches.longest or 1
         widths = [4 * getattr(cfg, "d_model", 1), getattr(cfg, "d_vocab", 1)]
         width = max(*widths, n_pos * max(map(len, self.at.mean_patterns)))
-        return max(1, _ROOM // (n_pos * width))
+        room = _ROOM.get(next(self.model.parameters()).device.type, _ROOM["cpu"])
+        return max(1, room // (n_pos * width))
 
     def _report(self, what: str) -> None:
         at = self.at
         self.step(0, f"{what}: {int(at.closed.sum())} of {len(at.closed)} measured")
         if self.after_batch is not None:
             self.after_batch(deepcopy(at))
-
-
-def read_again(
-    model: nn.Module,
-    inputs: Inputs,
-    attention_mask: Tensor | None,
-    column: str | None,
-    max_length: int | None,
-) -> Batches:
-    """The inputs, which several passes go over.
-
-    Raises:
-        InfoFlowError: for inputs that can be read once only.
-    """
-    layer_count(model)
-    batches = read_inputs(
-        model, inputs, attention_mask=attention_mask, column=column, max_length=max_length
-    )
-    if batches.longest is None:
-        raise InfoFlowError(
-            f"inputs is {type(inputs).__name__}, which may be read once only: several passes go "
-            "over the inputs; give a tensor, a list or a datasets.Dataset"
-        )
-    return batches
-
-
-def check_edits_reach(model: nn.Module, batch: Batch) -> None:
-    """Refuse bridges in which an edited pattern changes nothing.
-
-    Raises:
-        InfoFlowError: naming the layer.
-    """
-    if not is_bridge(model):
-        return
-    output = output_of(model, batch)
-
-    def empty(activation: Tensor, hook: Any) -> Tensor:
-        return torch.zeros_like(activation)
-
-    for layer in range(layer_count(model)):
-        name = pattern_hook(model, layer)
-        with ignore_edit_warnings():
-            edited = call(model, batch, edit=[(name, empty)], output=True).output
-        if edited.equal(output):
-            raise InfoFlowError(
-                f"edits of the pattern of layer {layer} do not reach the output of this bridge: "
-                f"patterns cannot be replaced in it; {instead_of_a_bridge()}"
-            )

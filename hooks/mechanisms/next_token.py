@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.hooks.model.call import call, output_of, without_user_hooks
@@ -94,8 +93,7 @@ class NextTokenLoss:
             )
         _check_causal(model)
         self.model, self.batches = model, batches
-        self.batch_size = check_integer(batch_size, "batch_size", 1)
-        self.last = None if last is None else check_integer(last, "last", 1)
+        self.batch_size, self.last = batch_size, last
 
     def counts(self) -> Int[Tensor, " sequence"]:
         """How many predictions of each sequence count."""

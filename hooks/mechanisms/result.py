@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import NonNegative, Share, checked
 from infoflow_lens.hooks.arrays import LabelledArray
-from infoflow_lens.hooks.mechanisms.damage import check_damage
 from infoflow_lens.hooks.mechanisms.ideals import SOFT
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.theory.information_sets import MaxPosition, MovesKeys, Rule, SpecificPositions
@@ -60,7 +60,8 @@ class MechanismsResult(Result):
         """Which damages come from replacing the pattern on all sequences."""
         return tuple(layer == self.n_sequences for layer in self.replaced)
 
-    def mechanisms(self, threshold: float | None = None) -> tuple[tuple[str, ...], ...]:
+    @checked
+    def mechanisms(self, threshold: NonNegative | None = None) -> tuple[tuple[str, ...], ...]:
         """The mechanism of every head: the cheapest ideal within the threshold, else "soft".
 
         The order of cost is that of `ideals` [chosen]: what does not look at the tokens comes
@@ -69,7 +70,7 @@ class MechanismsResult(Result):
         Raises:
             InfoFlowError: for another threshold than was measured with, unless all is exact.
         """
-        most = self.threshold if threshold is None else check_damage(threshold)
+        most = self.threshold if threshold is None else threshold
         if most != self.threshold and not all(bool(layer.all()) for layer in self.exact):
             raise InfoFlowError(
                 f"threshold is {threshold}, but as many sequences were measured as a threshold of "
@@ -84,12 +85,13 @@ class MechanismsResult(Result):
             for layer in self.damage
         )
 
+    @checked
     def rules(
         self,
         attended: Sequence[Int[Tensor, "batch _head query key"]] | MovesKeys,
         chosen: Sequence[Int[Tensor, "batch _head query"]] | MovesKeys,
-        threshold: float | None = None,
-        share: float = 0.05,
+        threshold: NonNegative | None = None,
+        share: Share = 0.05,
     ) -> list[list[Rule]]:
         """Update rules for `propagate`, each head by its own mechanism (Sec. 5.1).
 

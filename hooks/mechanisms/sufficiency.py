@@ -9,20 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from annotated_types import Gt, Le, MinLen
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_integer, check_seed
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import eval_mode
-from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord, model_fingerprint
 from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.settings import Count, Index, Seed, checked
+from infoflow_lens.hooks.mechanisms.driver import Reading
 from infoflow_lens.hooks.mechanisms.ideals import Ideal, substituted
-from infoflow_lens.hooks.mechanisms.measure import check_edits_reach, read_again
 from infoflow_lens.hooks.mechanisms.next_token import (
     KeptLosses,
     Losses,
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
 
 MECHANISMS, MEAN, RANDOM = "mechanisms", "mean ablation", "random mechanisms"
 SHARES = (0.25, 0.5, 0.75, 1.0)
+
+Shares = Annotated[tuple[Annotated[float, Gt(0), Le(1)], ...], MinLen(1)]
 
 Head = tuple[int, int]
 
@@ -137,19 +138,20 @@ def assigned(mechanisms: MechanismsResult) -> dict[Head, tuple[Ideal, float]]:
     return dict(sorted(found.items(), key=lambda item: (item[1][1], item[0])))
 
 
+@checked
 def measure_sufficiency(
     model: nn.Module,
     inputs: Inputs,
     mechanisms: MechanismsResult,
     *,
-    shares: Sequence[float] = SHARES,
-    draws: int = 4,
-    last: int | None = None,
-    seed: int = 0,
+    shares: Shares = SHARES,
+    draws: Index = 4,
+    last: Count | None = None,
+    seed: Seed = 0,
     attention_mask: Tensor | None = None,
     column: str | None = None,
-    max_length: int | None = None,
-    batch_size: int = 64,
+    max_length: Count | None = None,
+    batch_size: Count = 64,
     resume: Losses | None = None,
     after: Callable[[Losses], None] | None = None,
     progress: bool = True,
@@ -178,12 +180,9 @@ def measure_sufficiency(
             sequences that are longer than the mean patterns, a model without next tokens, or one in
             which edited patterns do not reach the output.
     """
-    batches = read_again(model, inputs, attention_mask, column, max_length)
+    reading = Reading(attention_mask, column, max_length, batch_size, progress)
+    batches = reading.batches(model, inputs)
     loss = NextTokenLoss(model, batches, batch_size, last)
-    draws, seed = check_integer(draws, "draws"), check_seed(seed)
-    chosen = tuple(float(share) for share in shares)
-    if not chosen or not all(0 < share <= 1 for share in chosen):
-        raise InfoFlowError(f"shares are {shares!r}: expected numbers above 0 and up to 1")
     fingerprint = model_fingerprint(model)
     if mechanisms.record.model_fingerprint != fingerprint:
         raise InfoFlowError(
@@ -204,15 +203,11 @@ def measure_sufficiency(
         generator = torch.Generator().manual_seed(derived_seed("sufficiency", seed, draw))
         order = torch.randperm(len(heads), generator=generator).tolist()
         dealt[f"{RANDOM} {draw}"] = [ideals[i] for i in order]
-    counts = [max(1, round(share * len(heads))) for share in chosen]
+    counts = [max(1, round(share * len(heads))) for share in shares]
     once = KeptLosses(resume, after).once
 
-    with (
-        eval_mode(model),
-        torch.no_grad(),
-        progress_bar("sufficiency", len(dealt) * len(counts), progress) as step,
-    ):
-        check_edits_reach(model, next(batches.batches(1)))
+    n_points = len(dealt) * len(counts)
+    with reading.measuring(model, batches, "sufficiency", n_points) as step:
         bare = once("bare", loss.sums)
         means = mean_outputs(model, batches, loss.batch_size)
         rows = []
@@ -228,7 +223,7 @@ def measure_sufficiency(
                 rows.append(once(f"{name} {n}", partial(loss.sums, edited)))
                 step()
     return SufficiencyResult(
-        shares=chosen,
+        shares=shares,
         n_replaced=tuple(counts),
         assignments=tuple(dealt),
         losses=torch.stack(rows).view(len(dealt), len(counts), -1),
@@ -240,7 +235,7 @@ def measure_sufficiency(
             model,
             {
                 "probe": "sufficiency",
-                "shares": list(chosen),
+                "shares": list(shares),
                 "draws": draws,
                 "last": last,
                 "seed": seed,

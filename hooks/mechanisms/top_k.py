@@ -7,21 +7,26 @@ heads that take a mean over all need the more the longer it is (global).
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Annotated
 
 import torch
+from annotated_types import MinLen
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_integers, check_seed
-from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import eval_mode
-from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.foundation.settings import Count, Distinct, Positive, Seed, checked
 from infoflow_lens.hooks.arrays import LabelledArray
-from infoflow_lens.hooks.mechanisms.ideals import SeenKeys, ideal_pattern, rescaled
-from infoflow_lens.hooks.mechanisms.measure import check_edits_reach, read_again
+from infoflow_lens.hooks.mechanisms.driver import Reading
+from infoflow_lens.hooks.mechanisms.ideals import (
+    SeenKeys,
+    edits_of_patterns,
+    ideal_pattern,
+    rescaled,
+)
 from infoflow_lens.hooks.mechanisms.next_token import (
     KeptLosses,
     Losses,
@@ -30,13 +35,15 @@ from infoflow_lens.hooks.mechanisms.next_token import (
 )
 from infoflow_lens.hooks.model.call import catching
 from infoflow_lens.hooks.model.inputs import Batch, Inputs
-from infoflow_lens.hooks.model.points import layer_count, pattern_hook
+from infoflow_lens.hooks.model.points import layer_count
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
 LARGEST, RANDOM = "largest", "random"
+
+Ks = Annotated[tuple[Count, ...], MinLen(1), Distinct()]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -103,27 +110,30 @@ class TopKResult(NextTokenResult):
 
     def plot(self) -> "Figure":
         """The least k of every layer."""
-        least = torch.tensor(self.least())
-        layers = [*range(len(least) - 1), "all at once"]
-        return LabelledArray(
-            f"keys of at most {self.n_pos}", least, ("layer",), {"layer": layers}
-        ).plot(f"The least k that keeps the loss within {self.tolerance:.0%}")
+        least = LabelledArray(
+            f"keys of at most {self.n_pos}",
+            torch.tensor(self.least()),
+            ("layer",),
+            {"layer": [*range(self.losses.shape[1] - 1), "all at once"]},
+        )
+        return least.plot(f"The least k that keeps the loss within {self.tolerance:.0%}")
 
 
+@checked
 def measure_top_k(
     model: nn.Module,
     inputs: Inputs,
     *,
-    ks: Sequence[int] | None = None,
-    tolerance: float = 0.01,
+    ks: Ks | None = None,
+    tolerance: Positive = 0.01,
     search: bool = False,
     control: bool = False,
-    last: int | None = None,
-    seed: int = 0,
+    last: Count | None = None,
+    seed: Seed = 0,
     attention_mask: Tensor | None = None,
     column: str | None = None,
-    max_length: int | None = None,
-    batch_size: int = 64,
+    max_length: Count | None = None,
+    batch_size: Count = 64,
     resume: Losses | None = None,
     after: Callable[[Losses], None] | None = None,
     progress: bool = True,
@@ -149,52 +159,35 @@ def measure_top_k(
         InfoFlowError: for k below 1, a tolerance that is not positive, a model without next
             tokens, or one in which edited patterns do not reach the output.
     """
-    batches = read_again(model, inputs, attention_mask, column, max_length)
+    reading = Reading(attention_mask, column, max_length, batch_size, progress)
+    batches = reading.batches(model, inputs)
     loss = NextTokenLoss(model, batches, batch_size, last)
-    n_pos, seed = batches.longest or 0, check_seed(seed)
-    if not isinstance(tolerance, (int, float)) or not 0 < tolerance < float("inf"):
-        raise InfoFlowError(f"tolerance is {tolerance!r}: expected a positive number, such as .01")
+    n_pos = batches.longest or 0
     powers = [2**i for i in range(n_pos.bit_length()) if 2**i < n_pos]
-    chosen = tuple(sorted(check_integers(powers or (1,) if ks is None else ks, "ks", 1)))
+    chosen = tuple(sorted(ks or powers or (1,)))
     kinds = (LARGEST, RANDOM) if control else (LARGEST,)
     n_layers = layer_count(model)
     once = KeptLosses(resume, after).once
 
-    with (
-        eval_mode(model),
-        torch.no_grad(),
-        progress_bar("top k", len(kinds) * (n_layers + 1), progress) as step,
-    ):
-        check_edits_reach(model, next(batches.batches(1)))
+    n_points = len(kinds) * (n_layers + 1)
+    with reading.measuring(model, batches, "top k", n_points) as step:
         bare = once("bare", loss.sums)
         most = (1 + tolerance) * bare.sum()
         losses = torch.full((len(kinds), n_layers + 1, len(chosen), len(bare)), torch.nan).double()
-        for row, kind in enumerate(kinds):
-            for layer in range(n_layers + 1):
-                layers = [layer] if layer < n_layers else list(range(n_layers))
-
-                def at(
-                    place: int,
-                    row: int = row,
-                    kind: str = kind,
-                    layer: int = layer,
-                    layers: list[int] = layers,
-                ) -> bool:
-                    k = chosen[place]
-
-                    def edit(batch: Batch, first: int) -> Any:
-                        return _kept(model, layers, k, None if kind == LARGEST else (seed, first))
-
-                    sums = once(f"{kind} {layer} {k}", lambda: loss.sums(edit))
-                    losses[row, layer, place] = sums
-                    return bool(sums.sum() <= most)
-
-                if search:
-                    _halve(at, len(chosen))
+        for (row, kind), layer in product(enumerate(kinds), range(n_layers + 1)):
+            layers = [layer] if layer < n_layers else range(n_layers)
+            low, high = 0, len(chosen)
+            while low < high:  # by halves, or one after another
+                at = (low + high) // 2 if search else low
+                drawn = seed if kind == RANDOM else None
+                edit = partial(_kept, model, layers, chosen[at], drawn)
+                lost = once(f"{kind} {layer} {chosen[at]}", partial(loss.sums, edit))
+                losses[row, layer, at] = lost
+                if search and bool(lost.sum() <= most):
+                    high = at
                 else:
-                    for place in range(len(chosen)):
-                        at(place)
-                step()
+                    low = at + 1
+            step()
     return TopKResult(
         ks=chosen,
         tolerance=float(tolerance),
@@ -219,37 +212,16 @@ def measure_top_k(
     )
 
 
-def _halve(enough: Callable[[int], bool], n: int) -> None:
-    """Look for the first place that is enough."""
-    low, high = 0, n
-    while low < high:
-        middle = (low + high) // 2
-        if enough(middle):
-            high = middle
-        else:
-            low = middle + 1
-
-
 @contextmanager
 def _kept(
-    model: nn.Module, layers: Sequence[int], k: int, random: tuple[int, int] | None
+    model: nn.Module, layers: Sequence[int], k: int, seed: int | None, batch: Batch, first: int
 ) -> Iterator[None]:
-    hooks: list[tuple[str, Callable[..., Any]]] = []
-    for layer in layers:
-        seeing = SeenKeys(model, layer)
-        hooks += [*seeing.hooks, (pattern_hook(model, layer), _keeping(seeing, layer, k, random))]
-    with catching(model, (), hooks):
-        yield
+    """The model with k keys of every row; the largest, or with a seed any that are seen."""
 
-
-def _keeping(
-    seeing: SeenKeys, layer: int, k: int, random: tuple[int, int] | None
-) -> Callable[..., Tensor]:
-    def hook_fn(pattern: Tensor, hook: Any) -> Tensor:
+    def keep(layer: int, seeing: SeenKeys, pattern: Tensor) -> Tensor:
         visible = seeing.visible(pattern)
-        if random is None:
+        if seed is None:
             return ideal_pattern(pattern, visible, "top_k", k=k)
-        seed, first = random
         drawn = []
         for index in range(len(pattern)):  # by sequence, whatever the batch size
             generator = torch.Generator().manual_seed(
@@ -259,7 +231,7 @@ def _keeping(
         order = torch.stack(drawn).to(pattern.device).masked_fill(~visible, -1.0)
         least = order.topk(min(k, order.shape[-1]), dim=-1).values[..., -1:]
         kept = pattern * ((order >= least) & visible)
-        total = pattern.sum(dim=-1, keepdim=True)
-        return rescaled(kept, total)
+        return rescaled(kept, pattern.sum(dim=-1, keepdim=True))
 
-    return hook_fn
+    with catching(model, (), edits_of_patterns(model, layers, keep)):
+        yield

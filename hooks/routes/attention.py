@@ -1,14 +1,20 @@
 """Attention as an answer: the weights of a layer, and attention rollout."""
 
-from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.hooks.passes.view import Pass
-from infoflow_lens.hooks.routes.base import RoutesProbe, rolled_out, rows_at, with_residual
+from infoflow_lens.hooks.routes.base import RoutesProbe
+from infoflow_lens.hooks.routes.paths import (
+    Edges,
+    Places,
+    Scores,
+    rolled_out,
+    rows_at,
+    with_residual,
+)
 
 OverHeads = Literal["mean", "max"]
 
@@ -24,12 +30,15 @@ class OverHeadsProbe(RoutesProbe):
         InfoFlowError: for another way to put heads together.
     """
 
+    residual: ClassVar[bool] = True  # whether the residual connection is an edge
+
     heads: OverHeads = "mean"
 
-    def over_heads(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
+    def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
         """The pattern of a layer, its heads put together."""
         pattern = seen.pattern(layer).float()
-        return pattern.mean(dim=1) if self.heads == "mean" else pattern.amax(dim=1)
+        weights = pattern.mean(dim=1) if self.heads == "mean" else pattern.amax(dim=1)
+        return with_residual(weights) if self.residual else weights
 
 
 class AttentionWeight(OverHeadsProbe):
@@ -48,15 +57,11 @@ class AttentionWeight(OverHeadsProbe):
             model that does not show its patterns.
     """
 
-    def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
-        """The weights."""
-        return self.over_heads(seen, layer)
+    residual = False
 
-    def follow(
-        self, edges: Sequence[Float[Tensor, "batch query key"]], place: Int[Tensor, "batch asked"]
-    ) -> Float[Tensor, "layer batch asked position"]:
+    def follow(self, edges: Edges, place: Places) -> Scores:
         """Each layer for itself."""
-        return torch.stack([rows_at(weights, place) for weights in edges])
+        return rows_at(edges, place)
 
 
 class AttentionRollout(OverHeadsProbe):
@@ -78,12 +83,6 @@ class AttentionRollout(OverHeadsProbe):
             model that does not show its patterns.
     """
 
-    def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
-        """The weights, and the residual connection."""
-        return with_residual(self.over_heads(seen, layer))
-
-    def follow(
-        self, edges: Sequence[Float[Tensor, "batch query key"]], place: Int[Tensor, "batch asked"]
-    ) -> Float[Tensor, "layer batch asked position"]:
+    def follow(self, edges: Edges, place: Places) -> Scores:
         """Products of matrices."""
         return rolled_out(edges, place)

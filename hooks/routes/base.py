@@ -1,17 +1,18 @@
-"""What measures of routes share: they follow a graph of edges between positions, layer by layer."""
+"""What measures of routes share: edges between positions are read off a pass and followed."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.influence.rerun import start_point
 from infoflow_lens.hooks.passes.view import Needs, Pass
+from infoflow_lens.hooks.routes.paths import Edges, Places, Scores
 from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, existing
 
 
@@ -57,28 +58,24 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
         """The weights of the edges into a layer's states, at least 0, of all positions."""
 
     @abstractmethod
-    def follow(
-        self, edges: Sequence[Float[Tensor, "batch query key"]], place: Int[Tensor, "batch asked"]
-    ) -> Float[Tensor, "layer batch asked position"]:
-        """The scores of all positions for the asked states of every layer.
+    def follow(self, edges: Edges, place: Places) -> Scores:
+        """The scores of all positions for the asked states of every layer; see `paths.py`."""
 
-        Args:
-            edges: for every layer, on the CPU, float32, 0 where there is nothing to follow.
-            place: the asked positions, -1 where a sequence has none.
-        """
+    def refusal(self, layer: int) -> str:
+        """What is wrong with edges that are negative or NaN."""
+        return (
+            f"the pattern of layer {layer} has negative weights: expected none, as of softmax, "
+            f"ReLU or a hard maximum; {type(self).__name__} cannot follow them"
+        )
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
         """The routes of a pass."""
         layers = range(seen.n_layers)
-        n_pos = seen.pattern(0).shape[2]
         n_source = seen.activation(start_point(seen.model, None)).shape[1]
-        edges = [self.edges(seen, layer).float().cpu() for layer in layers]
-        for layer, weights in enumerate(edges):
-            if (weights < 0).any():
-                raise InfoFlowError(
-                    f"the pattern of layer {layer} has negative weights: expected none, as of "
-                    f"softmax, ReLU or a hard maximum; {type(self).__name__} cannot follow them"
-                )
+        edges = torch.stack([self.edges(seen, layer) for layer in layers]).float().cpu()
+        for layer in (~(edges >= 0)).flatten(1).any(dim=1).nonzero().flatten().tolist():
+            raise InfoFlowError(self.refusal(layer))
+        n_pos = edges.shape[2]
         lengths = torch.full((len(seen),), n_source) if seen.lengths is None else seen.lengths
         place = self.place(lengths + n_pos - n_source, n_pos)  # CLS has no source
         scores = self.follow(edges, place)[..., :n_source]
@@ -88,34 +85,3 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
     def compute(self) -> RoutesResult:
         """All batches together."""
         return self.scored_by(RoutesResult)
-
-
-def with_residual(
-    pattern: Float[Tensor, "batch query key"],
-) -> Float[Tensor, "batch query key"]:
-    """(W + I) with rows that sum to 1: the residual connection weighs as much as a whole row.
-
-    For rows that sum to 1 this is 0.5 W + 0.5 I (Abnar & Zuidema 2020, Sec. 3). Rows that sum to
-    something else (ReLU, sinks, a query without keys) keep that proportion to the residual.
-    """
-    weights = pattern + torch.eye(pattern.shape[-1], device=pattern.device)
-    return weights / weights.sum(dim=-1, keepdim=True)
-
-
-def rolled_out(
-    edges: Sequence[Float[Tensor, "batch query key"]], place: Int[Tensor, "batch asked"]
-) -> Float[Tensor, "layer batch asked position"]:
-    """For every layer the asked rows of the product of its edges with those below it."""
-    scores, product = [], None
-    for weights in edges:
-        product = weights if product is None else weights @ product
-        scores.append(rows_at(product, place))
-    return torch.stack(scores)
-
-
-def rows_at(
-    values: Float[Tensor, "batch query key"], place: Int[Tensor, "batch asked"]
-) -> Float[Tensor, "batch asked key"]:
-    """The rows of these queries; anything where they are negative."""
-    index = place.clamp(min=0)[:, :, None].to(values.device)
-    return values.gather(1, index.expand(-1, -1, values.shape[2]))

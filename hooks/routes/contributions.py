@@ -1,12 +1,11 @@
 """Information-flow routes: how near each part of a state comes to the whole."""
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -17,10 +16,15 @@ from infoflow_lens.hooks.model.inputs import example_input
 from infoflow_lens.hooks.model.points import layer_count, reads_vectors
 from infoflow_lens.hooks.model.semantics import hook_semantics
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.routes.base import RoutesProbe, rolled_out, rows_at
+from infoflow_lens.hooks.routes.base import RoutesProbe
+from infoflow_lens.hooks.routes.paths import Edges, Places, Scores, rolled_out, widest
 
 Combine = Literal["widest", "rollout"]
 _known: WeakKeyDictionary[nn.Module, tuple[float, ...]] = WeakKeyDictionary()
+_GAP = (
+    "what the heads bring does not add up to what attention adds: a norm stands on it, or a hook "
+    "of yours changes it"
+)
 _ROOM = 2**22  # numbers in the largest tensor: queries are taken a few at a time
 
 
@@ -81,20 +85,20 @@ class ContributionRoutes(RoutesProbe):
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
         """Importances."""
         parts = _Parts.of(seen, layer, self._factors[layer])
-        parts.check(seen, layer)
-        return parts.importances(self.heads_apart)
+        edges = parts.importances(self.heads_apart)
+        # the reason is given once edges are read: nothing here waits for the device
+        return edges.where(parts.add_up(seen, layer), torch.nan)
 
-    def follow(
-        self, edges: Sequence[Float[Tensor, "batch query key"]], place: Int[Tensor, "batch asked"]
-    ) -> Float[Tensor, "layer batch asked position"]:
+    def refusal(self, layer: int) -> str:
+        """What is wrong with edges of parts that do not add up."""
+        return (
+            f"in layer {layer} {_GAP}. Expected weighted values that add up; take hooks off that "
+            "edit heads or attention"
+        )
+
+    def follow(self, edges: Edges, place: Places) -> Scores:
         """The widest path, or the sum over all paths."""
-        if self.combine == "rollout":
-            return rolled_out(edges, place)
-        scores, widest = [], None
-        for weights in edges:
-            widest = weights if widest is None else _widest(weights, widest)
-            scores.append(rows_at(widest, place))
-        return torch.stack(scores)
+        return rolled_out(edges, place) if self.combine == "rollout" else widest(edges, place)
 
 
 def factors_of(model: nn.Module) -> tuple[float, ...]:
@@ -125,7 +129,7 @@ def factors_of(model: nn.Module) -> tuple[float, ...]:
     for layer in range(n_layers):
         try:
             factors.append(_factor(seen, layer))
-            reason = _Parts.of(seen, layer, factors[-1]).lacking(seen, layer)
+            reason = "" if _Parts.of(seen, layer, factors[-1]).add_up(seen, layer) else _GAP
         except RuntimeError as error:  # shapes of another attention
             reason = f"values, patterns and W_O do not fit together ({str(error).splitlines()[0]})"
         if reason:
@@ -198,35 +202,17 @@ class _Parts:
         """What attention adds."""
         return torch.einsum("bhqk,bhkm->bqm", self.pattern, self.brought) + self.bias
 
-    def lacking(self, seen: Pass, layer: int) -> str:
-        """Why the parts are not those of the model's own states; empty if they are."""
-        if not hook_semantics(seen.model).adds:
-            return ""  # hook_attn_out is behind the norm, and shows another state
-        shows = seen.activation(f"blocks.{layer}.hook_attn_out")
-        gap = (shows.float() - self.added()).norm(dim=-1)
-        size = shows.float().norm(dim=-1)
+    def add_up(self, seen: Pass, layer: int) -> Bool[Tensor, ""]:
+        """Whether these are the parts of the model's own states."""
+        shows = seen.activation(f"blocks.{layer}.hook_attn_out").float()
+        if not hook_semantics(seen.model).adds:  # it is behind the norm, and another state
+            return torch.ones((), dtype=torch.bool, device=shows.device)
+        gap, size = (shows - self.added()).norm(dim=-1), shows.norm(dim=-1)
         real = seen.is_real(gap.shape[1]).to(gap.device)
         # a state to which little is added is rounded like the others
-        allowed = tolerance(shows) * (size + size[real].mean())
-        if bool((gap <= allowed)[real].all()):
-            return ""
-        return (
-            "what the heads bring does not add up to what attention adds: a norm stands on it, or "
-            "a hook of yours changes it"
-        )
-
-    def check(self, seen: Pass, layer: int) -> None:
-        """Refuse parts that are not those of the model's own states.
-
-        Raises:
-            InfoFlowError: naming the layer.
-        """
-        reason = self.lacking(seen, layer)
-        if reason:
-            raise InfoFlowError(
-                f"in layer {layer} {reason}. Expected weighted values that add up; take hooks off "
-                "that edit heads or attention"
-            )
+        mean = (size * real).sum() / real.sum()
+        rounding = tolerance(seen.activation(f"blocks.{layer}.hook_attn_out"))
+        return ((gap <= rounding * (size + mean)) | ~real).all()
 
     def importances(self, heads_apart: bool) -> Float[Tensor, "batch query key"]:
         """The edges: importances summed over heads, the residual's on the diagonal."""
@@ -283,14 +269,3 @@ def _near(
         else:
             found.append(_proximity(torch.einsum("hqk,hkm->qkm", weights, brought), target))
     return torch.cat(found)
-
-
-def _widest(
-    above: Float[Tensor, "batch query middle"], below: Float[Tensor, "batch middle key"]
-) -> Float[Tensor, "batch query key"]:
-    """Of the paths through all middle positions the widest, each as wide as its narrower edge."""
-    widest = torch.zeros_like(below[:, :1]).expand(-1, above.shape[1], -1)
-    for middle in range(above.shape[2]):
-        through = torch.minimum(above[:, :, middle, None], below[:, None, middle])
-        widest = torch.maximum(widest, through)
-    return widest

@@ -1,15 +1,12 @@
 """Attention flow: attention as pipes, and the most that can run from a token to a state."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from infoflow_lens.hooks.passes.view import Pass
 from infoflow_lens.hooks.routes.attention import OverHeadsProbe
-from infoflow_lens.hooks.routes.base import rows_at, with_residual
+from infoflow_lens.hooks.routes.paths import Edges, Places, Scores, rows_at
 
 _UNIT = 2**30  # scipy's capacities are int32; rows sum to one, so no flow exceeds one unit
 
@@ -38,26 +35,24 @@ class AttentionFlow(OverHeadsProbe):
             model that does not show its patterns.
     """
 
-    def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
-        """Capacities."""
-        return with_residual(self.over_heads(seen, layer))
-
-    def follow(
-        self, edges: Sequence[Float[Tensor, "batch query key"]], place: Int[Tensor, "batch asked"]
-    ) -> Float[Tensor, "layer batch asked position"]:
+    def follow(self, edges: Edges, place: Places) -> Scores:
         """A maximum flow for every asked state and every position."""
-        flows = [rows_at(edges[0], place)]
-        if len(edges) > 1:
-            flows.append(_through_one_layer(rows_at(edges[1], place), edges[0]))
-        for layer in range(2, len(edges)):
-            flows.append(torch.zeros_like(flows[0]))
-            for sequence, asked in enumerate(place):
-                below = [weights[sequence] for weights in edges[: layer + 1]]
-                network = _Network(below)
-                for row, position in enumerate(asked.tolist()):
-                    if position >= 0:
-                        flows[layer][sequence, row] = network.flows_from(position)
-        return torch.stack(flows)
+        return maximum_flows(edges, place)
+
+
+def maximum_flows(edges: Edges, place: Places) -> Scores:
+    """The maximum flow from every asked state down to every position."""
+    flows = rows_at(edges, place)
+    if len(edges) > 1:
+        flows[1] = _through_one_layer(flows[1], edges[0])
+    flows[2:] = 0
+    for layer in range(2, len(edges)):
+        for sequence, asked in enumerate(place.tolist()):
+            network = _Network(edges[: layer + 1, sequence])
+            for row, position in enumerate(asked):
+                if position >= 0:
+                    flows[layer, sequence, row] = network.flows_from(position)
+    return flows
 
 
 def _through_one_layer(
@@ -71,10 +66,10 @@ def _through_one_layer(
 class _Network:
     """The positions of all layers of one sequence, the input's first, with edges downwards."""
 
-    def __init__(self, edges: Sequence[Float[Tensor, "query key"]]) -> None:
+    def __init__(self, edges: Float[Tensor, "layer query key"]) -> None:
         from scipy.sparse import coo_array
 
-        n_pos = len(edges[0])
+        n_pos = edges.shape[1]
         queries, keys, capacities = [], [], []
         for layer, weights in enumerate(edges):
             query, key = weights.nonzero(as_tuple=True)

@@ -64,7 +64,7 @@ class TopK(LanguageModelStudy):
         found = measure_top_k(
             model,
             rows,
-            ks=[k for k in _KS if k < settings["n_context"]],
+            ks=tuple(k for k in _KS if k < settings["n_context"]),
             tolerance=_TOLERANCE,
             control=True,
             last=settings["n_last"],

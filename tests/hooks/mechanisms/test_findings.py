@@ -8,14 +8,19 @@ from torch import nn
 from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
+from infoflow_lens import load_any
 from infoflow_lens.hooks.mechanisms import (
     IDEALS,
+    driver,
+    measure,
     measure_mechanisms,
     replace_greedily,
     substituted,
 )
-from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern
+from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern, rescaled
+from infoflow_lens.hooks.model.inputs import read_inputs
 from tests.conftest import make_token_model
+from tests.reference import zoo
 from tests.reference.induction import induction_model, repeated_segments
 from tests.versions import needs_hooked_transformer
 
@@ -186,6 +191,48 @@ def test_masks_do_not_rely_on_what_fires_first(order, token_inputs):
         assert measured == pytest.approx(expected, rel=1e-4)
     quick = measure_mechanisms(model, token_inputs, progress=False)
     assert quick.mechanisms() == found.mechanisms()
+
+
+def test_small_weights_rescale_without_overflow():
+    """What is left of a row may be so small that one over it is infinite."""
+    pattern = torch.tensor([[1.0, 2e-42, 0.0]])
+    made = rescaled(pattern * torch.tensor([0.0, 1.0, 1.0]), pattern.sum(-1, keepdim=True))
+    assert made.tolist() == [[0.0, 1.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_oss"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_bridge_that_starts_at_a_layer_gives_what_whole_passes_give(name, ragged, monkeypatch):
+    model, ids = load_any(zoo.build(name)).model, zoo.tokens(6, 9)
+    inputs = [row[: 9 - i] for i, row in enumerate(ids)] if ragged else ids
+    n_layers = len(model.blocks)
+    assert driver.layers_to_start(model, read_inputs(model, inputs)) == set(range(n_layers))
+    found = measure_mechanisms(model, inputs, exact=True, batch_size=3, progress=False)
+    monkeypatch.setattr(measure, "layers_to_start", lambda *args: frozenset())
+    whole = measure_mechanisms(model, inputs, exact=True, batch_size=3, progress=False)
+    for one, other in zip(found.damage, whole.damage, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-8)
+
+
+def test_a_bridge_whose_layers_share_more_than_the_stream_runs_whole():
+    """The second layer of this model adds what the first gave, behind the back of the stream."""
+    model = load_any(zoo.build("gpt2")).model
+    batches = read_inputs(model, zoo.tokens(4, 6))
+    first, second = model.original_model.transformer.h
+    kept = {}
+
+    def keep(module, args, output):
+        kept["x"] = output
+
+    def add(module, args, output):
+        if isinstance(output, tuple):
+            return output[0] + kept["x"][0], *output[1:]
+        return output + kept["x"]
+
+    keep.__module__ = add.__module__ = "transformer_lens.hooks"  # they belong to the model
+    first.register_forward_hook(keep)
+    second.register_forward_hook(add)
+    assert driver.layers_to_start(model, batches) == {0}
 
 
 def test_longer_sequences_than_were_measured_are_refused(token_model, token_inputs):

@@ -1,0 +1,151 @@
+"""What all measurements of edited models share: inputs read again, the model checked, a bar."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.foundation.progress import Advance, progress_bar
+from infoflow_lens.hooks.influence.base import tolerance
+from infoflow_lens.hooks.model.call import (
+    call,
+    can_start,
+    has_user_hooks,
+    ignore_edit_warnings,
+    output_of,
+)
+from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs, read_inputs
+from infoflow_lens.hooks.model.points import (
+    instead_of_a_bridge,
+    is_bridge,
+    layer_count,
+    pattern_hook,
+)
+from infoflow_lens.hooks.model.semantics import visibility
+
+_EXAMPLE = 8  # tokens of a sequence that shows whether edits reach
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The options that every measurement has, as for `run_probes`."""
+
+    attention_mask: Tensor | None
+    column: str | None
+    max_length: int | None
+    batch_size: int
+    progress: bool
+
+    def batches(self, model: nn.Module, inputs: Inputs) -> Batches:
+        """The inputs, which several passes go over.
+
+        Raises:
+            InfoFlowError: for inputs that can be read once only, or no TransformerLens model.
+        """
+        layer_count(model)
+        batches = read_inputs(
+            model,
+            inputs,
+            attention_mask=self.attention_mask,
+            column=self.column,
+            max_length=self.max_length,
+        )
+        if batches.longest is None:
+            raise InfoFlowError(
+                f"inputs is {type(inputs).__name__}, which may be read once only: several passes "
+                "go over the inputs; give a tensor, a list or a datasets.Dataset"
+            )
+        return batches
+
+    @contextmanager
+    def measuring(
+        self, model: nn.Module, batches: Batches, name: str, total: int | None
+    ) -> Iterator[Advance]:
+        """The model in evaluation mode, its patterns known to be editable, and a bar.
+
+        Raises:
+            InfoFlowError: for a bridge in which an edited pattern changes nothing.
+        """
+        with eval_mode(model), progress_bar(name, total, self.progress) as step:
+            check_edits_reach(model, next(batches.batches(1)))
+            yield step
+
+
+def check_edits_reach(model: nn.Module, batch: Batch) -> None:
+    """Refuse bridges in which an edited pattern changes nothing.
+
+    Raises:
+        InfoFlowError: naming the layer.
+    """
+    if not is_bridge(model):
+        return
+    tokens = batch.tokens[:1, :_EXAMPLE].to(next(model.parameters()).device)
+    output = output_of(model, tokens)
+
+    def empty(activation: Tensor, hook: Any) -> Tensor:
+        return torch.zeros_like(activation)
+
+    for layer in range(layer_count(model)):
+        name = pattern_hook(model, layer)
+        with ignore_edit_warnings():
+            edited = call(model, tokens, edit=[(name, empty)], output=True).output
+        if edited.equal(output):
+            raise InfoFlowError(
+                f"edits of the pattern of layer {layer} do not reach the output of this bridge: "
+                f"patterns cannot be replaced in it; {instead_of_a_bridge()}"
+            )
+
+
+def run_from(model: nn.Module, layer: int, entering: Tensor, example: Tensor) -> Tensor:
+    """The output from what enters a layer; sequences without padding, or padded on the right.
+
+    Where the model has to run whole, its lower layers run `example`, one other sequence, alone.
+    """
+    visibility(model, entering.shape[1])  # asked in the pass, it would start where this one does
+    start = (f"blocks.{layer}.hook_resid_pre", entering)
+    output: Tensor = call(model, Batch(example), start=start, output=True).output
+    return output
+
+
+def example_of(batch: Batch) -> Tensor:
+    """A sequence that is none of the batch, which nothing else may depend on."""
+    return batch.tokens[:1].flip(1)
+
+
+def layers_to_start(model: nn.Module, batches: Batches) -> frozenset[int]:
+    """The layers at which a pass can start: what enters there alone decides the output.
+
+    For a HookedTransformer that is known. A bridge is asked, layer by layer: other tokens run below
+    the layer, and the output must still come out. Models that share anything else between layers,
+    or that let padding be seen, run whole. So do models with hooks of the user's: what enters a
+    layer has met some of them already.
+    """
+    if has_user_hooks(model):
+        return frozenset()
+    layers = range(layer_count(model))
+    if can_start(model):
+        return frozenset(layers)
+    known = visibility(model, batches.longest or 1)
+    names = [f"blocks.{layer}.hook_resid_pre" for layer in layers]
+    if known is None or not set(names) <= set(model.hook_dict):  # type: ignore[arg-type]
+        return frozenset()
+    if batches.shortest < (batches.longest or 0) and any(
+        bool(keys.triu(1).any()) for keys in known.keys
+    ):
+        return frozenset()
+    batch = next(batches.batches(2))
+    whole = Batch(batch.tokens[:, : batches.shortest].to(next(model.parameters()).device))
+    caught = call(model, whole, names, output=True)
+    most = tolerance(caught.output) * caught.output.abs().max()
+    found = set()
+    for layer, name in enumerate(names):
+        with suppress(RuntimeError):  # shapes that do not fit
+            again = run_from(model, layer, caught.activations[name], example_of(whole))
+            if again.shape == caught.output.shape and (again - caught.output).abs().max() <= most:
+                found.add(layer)
+    return frozenset(found)

@@ -1,0 +1,101 @@
+"""Every option of every measurement: wrong types are refused by name, NumPy numbers are taken."""
+
+import inspect
+from typing import get_type_hints
+
+import numpy as np
+import pytest
+import torch
+
+from infoflow_lens import (
+    InfoFlowError,
+    measure_mechanisms,
+    measure_sufficiency,
+    measure_top_k,
+    replace_greedily,
+)
+from tests.conftest import make_token_model
+
+WRONG = {  # by the kind of option
+    "count": ("4", 2.5, True, 0, float("nan"), None),
+    "count or None": ("4", 2.5, True, 0),
+    "integer": ("1", 1.5, True, -1, None),
+    "number": ("0.1", True, -1, float("nan"), float("inf"), None),
+    "flag": ("no", 0, None),
+    "text": (3, True),
+    "positions": (-1, "1", (True,), (), (1.5,), (0, 0), (99,)),
+    "counts": (0, "1", (True,), (), (0, 1), (2, 2), (1.5,)),
+    "shares": (0.5, "1", (), (0.5, 1.5), (0,), ("1",)),
+    "function": (3, "print"),
+    "metric": ("mse", 1, True),
+}
+RIGHT = {
+    "count": np.int64(2),
+    "count or None": np.int32(3),
+    "integer": np.uint8(3),
+    "number": np.float32(0.25),
+    "positions": np.array([-1, 2]),
+    "counts": np.arange(1, 3),
+    "shares": np.array([0.5, 1.0]),
+}
+SHARED = {
+    "column": "text",
+    "max_length": "count or None",
+    "batch_size": "count",
+    "progress": "flag",
+}
+NEXT = {"last": "count or None", "seed": "integer", "after": "function"}
+OPTIONS = {
+    measure_mechanisms: {
+        "metric": "metric", "read": "positions", "threshold": "number", "k": "count",
+        "exact": "flag", "seed": "integer", "after_batch": "function",
+    },
+    replace_greedily: {"budget": "number", "read": "positions"},
+    measure_sufficiency: {"shares": "shares", "draws": "integer", **NEXT},
+    measure_top_k: {
+        "ks": "counts", "tolerance": "number", "search": "flag", "control": "flag", **NEXT
+    },
+}  # fmt: skip
+CASES = [
+    (measure, option, kind)
+    for measure, own in OPTIONS.items()
+    for option, kind in {**SHARED, **own}.items()
+]
+MODEL = make_token_model(n_layers=1, n_heads=1)
+TOKENS = torch.randint(17, (4, 6), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def mechanisms():
+    return measure_mechanisms(MODEL, TOKENS, progress=False)
+
+
+def run(measure, mechanisms, **options):
+    others = (mechanisms,) if "mechanisms" in inspect.signature(measure).parameters else ()
+    needed = {"budget": 1.0} if measure is replace_greedily else {}
+    return measure(MODEL, TOKENS, *others, **{**needed, "progress": False, **options})
+
+
+@pytest.mark.parametrize(("measure", "option", "kind"), CASES)
+def test_an_option_takes_what_it_means_and_nothing_else(measure, option, kind, mechanisms):
+    for value in WRONG[kind]:
+        with pytest.raises(InfoFlowError, match=rf"\b{option}\b"):
+            run(measure, mechanisms, **{option: value})
+    if kind in RIGHT:
+        plain = RIGHT[kind].tolist()
+        given, expected = (run(measure, mechanisms, **{option: v}) for v in (RIGHT[kind], plain))
+        if measure is replace_greedily:
+            assert given == expected
+        else:
+            assert given.record.config == expected.record.config
+
+
+def test_no_option_is_left_out():
+    for measure, own in OPTIONS.items():
+        keywords = {
+            name
+            for name, parameter in inspect.signature(measure).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY
+        }
+        assert keywords - {"attention_mask", "resume"} == {*SHARED, *own}
+        assert get_type_hints(measure)
