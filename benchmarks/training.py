@@ -138,7 +138,9 @@ def together(models: list[VectorTransformer]) -> list[float]:
         norm = torch.stack(squares).sum(dim=0).sqrt()
         factor = ((config.grad_clip or math.inf) / (norm + 1e-6)).clamp(max=1)
         for name, part in found.items():
-            weights[name].grad = part * factor.view(-1, *[1] * (part.ndim - 1))
+            # a fused optimizer wants gradients laid out as their weights
+            own = part * factor.view(-1, *[1] * (part.ndim - 1))
+            weights[name].grad = own.contiguous()
         optimizer.step()
     x, y = validation_data(models[0])
     with torch.no_grad():
