@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.settings import check
-from infoflow_lens.hooks.model.call import call, without_user_hooks
+from infoflow_lens.hooks.model.call import HookFunction, call, without_user_hooks
 from infoflow_lens.hooks.model.inputs import depends_on_length, example_input
 from infoflow_lens.hooks.model.points import (
     hook_name,
@@ -172,21 +172,33 @@ def _visible(model: nn.Module, semantics: HookSemantics, length: int) -> Visibil
         )
         if fires
     ]
+    highest: dict[str, Tensor] = {}
+    lowest: dict[str, Tensor] = {}
+
+    def look(name: str) -> HookFunction:
+        def hook_fn(activation: Tensor, hook: Any) -> None:
+            # of long sequences the attention of all layers at once would not fit
+            highest[name] = activation.amax(dim=(0, 1))
+            lowest[name] = activation.clamp(min=torch.finfo(activation.dtype).min).min()
+
+        return hook_fn
+
     with _untouched(model):
-        caught = call(model, tokens, names).activations
+        call(model, tokens, edit=[(name, look(name)) for name in names])
     keys: list[Bool[Tensor, "query key"]] = []
     bars: list[float] = []
     for layer in range(len(semantics.scores)):
-        pattern = caught.get(f"blocks.{layer}.attn.hook_pattern")
-        scores = caught.get(f"blocks.{layer}.attn.hook_attn_scores")
+        scores, pattern = (
+            f"blocks.{layer}.attn.{point}" for point in ("hook_attn_scores", "hook_pattern")
+        )
         closed = torch.ones(length, length, dtype=torch.bool, device=device)
         bar = -torch.inf
-        if scores is not None and semantics.scores[layer] == "scores":
-            lowest = float(scores.clamp(min=torch.finfo(scores.dtype).min).min())
-            bar = lowest / 2 if lowest < _MASKED else -torch.inf
-            closed &= (scores.amax(dim=(0, 1)) <= bar).to(device)
-        if pattern is not None:
-            closed &= (pattern.amax(dim=(0, 1)) == 0).to(device)
+        if scores in highest:
+            least = float(lowest[scores])
+            bar = least / 2 if least < _MASKED else -torch.inf
+            closed &= (highest[scores] <= bar).to(device)
+        if pattern in highest:
+            closed &= (highest[pattern] == 0).to(device)
         visible = ~closed
         # most layers see the same keys: they share one tensor
         keys.append(next((other for other in keys if other.equal(visible)), visible))

@@ -401,12 +401,15 @@ class Pass:
         Masked scores are -inf, so of scores it is the largest that must be finite. Of others it is
         the sum, which is quicker than a look at each and may overflow, or exactly the largest size.
         """
-        activation = self._raw[name]
-        if name.endswith("hook_attn_scores"):
+        activation, scores = self._raw[name], name.endswith("hook_attn_scores")
+        axis = 2 if name.endswith(_QUERY_BY_KEY) else 1
+        if mask is not None and activation.ndim > axis and activation.shape[axis] == mask.shape[1]:
+            shape = [1] * activation.ndim
+            shape[0], shape[axis] = mask.shape
+            padding = ~mask.to(activation.device).view(shape)
+            activation = activation.masked_fill(padding, -torch.inf if scores else 0)
+        if scores:
             return activation.amax().float()
-        if mask is not None and activation.ndim > 1 and activation.shape[1] == mask.shape[1]:
-            padding = ~mask.to(activation.device).view(*mask.shape, *(1,) * (activation.ndim - 2))
-            activation = activation.masked_fill(padding, 0)
         return activation.abs().amax().float() if exactly else activation.sum(dtype=torch.float32)
 
 
