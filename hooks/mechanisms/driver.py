@@ -28,7 +28,7 @@ from infoflow_lens.hooks.model.points import (
 )
 from infoflow_lens.hooks.model.semantics import visibility
 
-_EXAMPLE = 8  # tokens of a sequence that shows whether edits reach
+_EXAMPLE = 8  # tokens of a sequence that shows what edits and starts do
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ def layers_to_start(model: nn.Module, batches: Batches) -> frozenset[int]:
     ):
         return frozenset()
     batch = next(batches.batches(2))
-    whole = Batch(batch.tokens[:, : batches.shortest].to(next(model.parameters()).device))
+    n_pos = min(batches.shortest, _EXAMPLE)
+    whole = Batch(batch.tokens[:, :n_pos].to(next(model.parameters()).device))
     caught = call(model, whole, names, output=True)
     most = tolerance(caught.output) * caught.output.abs().max()
     found = set()

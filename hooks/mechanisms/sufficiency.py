@@ -20,6 +20,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import RunRecord, model_fingerprint
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.foundation.settings import Count, Index, Seed, checked
+from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.mechanisms.driver import Reading
 from infoflow_lens.hooks.mechanisms.ideals import Ideal, substituted
 from infoflow_lens.hooks.mechanisms.next_token import (
@@ -82,23 +83,18 @@ class SufficiencyResult(NextTokenResult):
 
     def to_frame(self) -> "pd.DataFrame":
         """One row for each assignment and share."""
-        import pandas as pd
-
-        excess, errors = self.excess(), self.errors()
-        return pd.DataFrame(
-            [
-                {
-                    "assignment": name,
-                    "share": share,
-                    "n_replaced": self.n_replaced[column],
-                    "loss": self.loss + float(excess[row, column]),
-                    "excess": float(excess[row, column]),
-                    "error": float(errors[row, column]),
-                }
-                for row, name in enumerate(self.assignments)
-                for column, share in enumerate(self.shares)
-            ]
+        excess = self.excess()
+        numbers = {
+            "n_replaced": torch.tensor(self.n_replaced).expand(excess.shape),
+            "loss": self.loss + excess,
+            "excess": excess,
+            "error": self.errors(),
+        }
+        dims, coords = (
+            ("assignment", "share"),
+            {"assignment": self.assignments, "share": self.shares},
         )
+        return frame_of([LabelledArray(name, v, dims, coords) for name, v in numbers.items()])
 
     def plot(self) -> "Figure":
         """The loss by the share of heads that are replaced."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.foundation.settings import Count, Distinct, Positive, Seed, checked
-from infoflow_lens.hooks.arrays import LabelledArray
+from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.mechanisms.driver import Reading
 from infoflow_lens.hooks.mechanisms.ideals import (
     SeenKeys,
@@ -88,24 +88,14 @@ class TopKResult(NextTokenResult):
 
     def to_frame(self) -> "pd.DataFrame":
         """One row for what is kept, layer ("all" for all at once) and k that was looked at."""
-        import pandas as pd
-
         rise = self.rise()
-        n_layers = rise.shape[1] - 1
-        return pd.DataFrame(
-            [
-                {
-                    "kept": kept,
-                    "layer": str(layer) if layer < n_layers else "all",
-                    "k": k,
-                    "loss": self.loss * (1 + float(rise[row, layer, column])),
-                    "rise": float(rise[row, layer, column]),
-                }
-                for row, kept in enumerate(self.kept)
-                for layer in range(n_layers + 1)
-                for column, k in enumerate(self.ks)
-                if not rise[row, layer, column].isnan()
-            ]
+        dims = ("kept", "layer", "k")
+        layers = [*map(str, range(rise.shape[1] - 1)), "all"]
+        coords = {"kept": self.kept, "layer": layers, "k": self.ks}
+        numbers = {"loss": self.loss * (1 + rise), "rise": rise}
+        return frame_of(
+            [LabelledArray(name, values, dims, coords) for name, values in numbers.items()],
+            LabelledArray("looked", ~rise.isnan(), dims),
         )
 
     def plot(self) -> "Figure":

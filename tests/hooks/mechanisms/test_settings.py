@@ -21,6 +21,7 @@ WRONG = {  # by the kind of option
     "count or None": ("4", 2.5, True, 0),
     "integer": ("1", 1.5, True, -1, None),
     "number": ("0.1", True, -1, float("nan"), float("inf"), None),
+    "positive": ("0.1", True, 0, -1, float("nan"), None),
     "flag": ("no", 0, None),
     "text": (3, True),
     "positions": (-1, "1", (True,), (), (1.5,), (0, 0), (99,)),
@@ -34,6 +35,7 @@ RIGHT = {
     "count or None": np.int32(3),
     "integer": np.uint8(3),
     "number": np.float32(0.25),
+    "positive": np.float32(0.25),
     "positions": np.array([-1, 2]),
     "counts": np.arange(1, 3),
     "shares": np.array([0.5, 1.0]),
@@ -53,7 +55,7 @@ OPTIONS = {
     replace_greedily: {"budget": "number", "read": "positions"},
     measure_sufficiency: {"shares": "shares", "draws": "integer", **NEXT},
     measure_top_k: {
-        "ks": "counts", "tolerance": "number", "search": "flag", "control": "flag", **NEXT
+        "ks": "counts", "tolerance": "positive", "search": "flag", "control": "flag", **NEXT
     },
 }  # fmt: skip
 CASES = [
