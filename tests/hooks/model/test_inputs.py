@@ -196,12 +196,12 @@ def test_sequences_may_be_cut(token_model):
     [
         ([], {}, "inputs is empty"),
         (["a text"], {}, r"inputs\[0\] is a text, but the model has no tokenizer"),
-        ([[1, 2], []], {}, r"inputs\[1\] is"),
+        ([[1, 2], []], {}, r"inputs\[1\] has shape \(1, 0\)"),
         ([[1, 2], [1.5, 2]], {}, r"inputs\[1\] is"),
         ([[1, 2, 99]], {}, "token ids from 1 to 99"),
         ([list(range(10))], {}, "sequences of 10 tokens, the model takes at most n_ctx 9"),
         ([[1, 2]], {"max_length": 0}, "max_length is 0"),
-        ({"a": 1}, {}, "the batch has the columns a"),
+        ({"a": 1}, {}, "inputs has the columns a"),
         (7, {}, "inputs is int"),
         (
             datasets.Dataset.from_dict({"words": ["a"]}),
@@ -209,13 +209,21 @@ def test_sequences_may_be_cut(token_model):
             "inputs has the columns words, without input_ids or tokens or text or x",
         ),
         (datasets.Dataset.from_dict({"text": ["a"]}), {"column": "ids"}, "without ids"),
-        (torch.ones(2, 3).long(), {"attention_mask": torch.ones(2, 2)}, r"shape \(2,\)"),
+        (
+            torch.ones(2, 3).long(),
+            {"attention_mask": torch.ones(2, 2)},
+            r"\[\[2\], \[2\]\], the ids \[\[3\], \[3\]\]",
+        ),
         (
             torch.ones(2, 3).long(),
             {"attention_mask": torch.zeros(2, 3)},
             "expected one stretch of at least one",
         ),
-        (torch.ones(2, 3).long(), {"attention_mask": torch.ones(1, 3)}, "1 rows for 2 sequences"),
+        (
+            torch.ones(2, 3).long(),
+            {"attention_mask": torch.ones(1, 3)},
+            r"shapes \[\[3\]\], the ids",
+        ),
     ],
 )
 def test_bad_inputs_are_named(token_model, given, arguments, message):
