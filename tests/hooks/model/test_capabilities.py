@@ -140,6 +140,7 @@ BRIDGES = {
     "phi3": (2, (GLOBAL, GLOBAL), "softmax", "scores", False),
     "cohere": (2, (GLOBAL, GLOBAL), "softmax", "scores", True),
     "cohere2": (2, (WINDOW, WINDOW), "softmax", "scores", True),
+    "codegen": (4, (GLOBAL, GLOBAL), "softmax", "scores", True),
 }
 # Version 3 hosts Cohere wrongly, which is refused (tests/hooks/test_traps.py)
 HOSTED = [name for name in zoo.FAMILIES if not (HAS_HOOKED_TRANSFORMER and "cohere" in name)]
