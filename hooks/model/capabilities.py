@@ -1,6 +1,6 @@
 """What a model can be asked, found out by running it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.record import weight_processing
-from infoflow_lens.hooks.model.call import call, ignore_edit_warnings
+from infoflow_lens.hooks.model.call import Caught, call, ignore_edit_warnings
 from infoflow_lens.hooks.model.inputs import Inputs, read_inputs
 from infoflow_lens.hooks.model.inputs import example_input as inputs_of_examples
 from infoflow_lens.hooks.model.points import (
@@ -23,31 +23,16 @@ from infoflow_lens.hooks.model.points import (
     reads_vectors,
     starts_at_layers,
 )
-from infoflow_lens.hooks.model.semantics import Carried, hook_semantics, visible_keys
+from infoflow_lens.hooks.model.semantics import hook_semantics, visible_keys
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _SCORES, _PATTERN = "attn.hook_attn_scores", "attn.hook_pattern"
-_POINTS = (
-    "hook_resid_pre",
-    _SCORES,
-    _PATTERN,
-    "attn.hook_z",
-    "hook_attn_out",
-    "hook_resid_mid",
-    "hook_mlp_out",
-    "hook_resid_post",
-)
-_EDITED = (
-    _SCORES,
-    _PATTERN,
-    "attn.hook_z",
-    "hook_resid_pre",
-    "hook_attn_out",
-    "hook_resid_mid",
-    "hook_resid_post",
-)
+_ATTENTION = (_SCORES, _PATTERN, "attn.hook_z")
+_STREAM = ("hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
+_POINTS = ("hook_resid_pre", *_ATTENTION, *_STREAM)
+_EDITED = tuple(point for point in _POINTS if point != "hook_mlp_out")
 _CONSEQUENCES = ("hook_resid_mid", "hook_mlp_out", "hook_resid_post")
 
 
@@ -146,22 +131,19 @@ class ModelCapabilities:
         """One row for each layer."""
         import pandas as pd
 
-        return pd.DataFrame(
-            [
-                {
-                    "layer": index,
-                    "heads": layer.n_heads,
-                    "kv_heads": layer.n_key_value_heads,
-                    "attends": layer.attends,
-                    "pattern": layer.pattern,
-                    "scores": layer.scores,
-                    "parallel": layer.parallel,
-                    "missing": ", ".join(layer.missing),
-                    "edits_lost": ", ".join(layer.edits_lost),
-                }
-                for index, layer in enumerate(self.layers)
-            ]
-        )
+        columns = {
+            "heads": "n_heads",
+            "kv_heads": "n_key_value_heads",
+            **{name: name for name in ("attends", "pattern", "scores", "parallel")},
+            "missing": "missing",
+            "edits_lost": "edits_lost",
+        }
+        rows = []
+        for index, layer in enumerate(self.layers):
+            values = {name: getattr(layer, field) for name, field in columns.items()}
+            joined = {n: ", ".join(v) if isinstance(v, tuple) else v for n, v in values.items()}
+            rows.append({"layer": index, **joined})
+        return pd.DataFrame(rows)
 
     def __repr__(self) -> str:
         problems = self.problems()
@@ -175,30 +157,33 @@ class ModelCapabilities:
 
 
 def _problems_of(layer: LayerCapabilities) -> list[str]:
-    found = []
-    if _PATTERN not in layer.fires:
-        found.append(
+    lack = "does not fire" if layer.scores == "missing" else "carries the pattern"
+    lost = "edits of {} do not reach the output, so {}; " + instead_of_a_bridge()
+    found = [
+        (
+            _PATTERN not in layer.fires,
             "hook_pattern does not fire, so there is no attention to measure; load the model with "
-            "eager attention (attn_implementation='eager')"
-        )
-    elif layer.scores != "scores":
-        lack = "does not fire" if layer.scores == "missing" else "carries the pattern"
-        found.append(
+            "eager attention (attn_implementation='eager')",
+        ),
+        (
+            _PATTERN in layer.fires and layer.scores != "scores",
             f"hook_attn_scores {lack}, so ranks and margins come from the pattern: keys whose "
             "weight underflows to 0 cannot be told from masked ones; where that matters, "
-            f"{instead_of_a_bridge()}"
-        )
-    if _PATTERN in layer.fires and _PATTERN not in layer.edits_reach:
-        found.append(
-            "edits of hook_pattern do not reach the output, so patterns cannot be substituted and "
-            f"heads have no measurable mechanism; {instead_of_a_bridge()}"
-        )
-    if "hook_resid_pre" not in layer.edits_reach:
-        found.append(
-            "edits of hook_resid_pre do not reach the output, so influence cannot be measured; "
-            f"{instead_of_a_bridge()}"
-        )
-    return found
+            f"{instead_of_a_bridge()}",
+        ),
+        (
+            _PATTERN in layer.edits_lost,
+            lost.format(
+                "hook_pattern",
+                "patterns cannot be substituted and heads have no measurable mechanism",
+            ),
+        ),
+        (
+            "hook_resid_pre" not in layer.edits_reach,
+            lost.format("hook_resid_pre", "influence cannot be measured"),
+        ),
+    ]
+    return [text for holds, text in found if holds]
 
 
 def _numbers(indices: list[int]) -> str:
@@ -227,51 +212,20 @@ def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> Mode
     Raises:
         InfoFlowError: if it is no TransformerLens model, or the input is none for it.
     """
-    n_layers = layer_count(model)
+    layer_count(model)
     if example_input is None:
         example_input = inputs_of_examples(model)
     elif not isinstance(example_input, Tensor):
         read = read_inputs(model, example_input, name="example_input")
         example_input = next(read.batches(1)).tokens
     check_inputs(model, example_input, "example_input")
-    devices = devices_of(model)
+    devices, training = devices_of(model), model.training
     first = next(model.parameters())
-    training = model.training
-    inputs = example_input.to(first.device)
-    known: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
-    wanted = [
-        f"blocks.{layer}.{point}"
-        for layer in range(n_layers)
-        for point in (*_POINTS, "attn.hook_k")
-        if f"blocks.{layer}.{point}" in known
-    ]
-    carried = hook_semantics(model).scores
     with eval_mode(model):
-        made = call(model, inputs, wanted, output=True)
-        output, caught = made.output, made.activations
-        if not output.isfinite().all():
-            raise InfoFlowError(
-                "the output holds NaN or infinity on the example input: expected numbers; look for "
-                "bad weights, or run in float32"
-            )
-        layers = []
-        for layer in range(n_layers):
-            found = {
-                point: caught[f"blocks.{layer}.{point}"]
-                for point in (*_POINTS, "attn.hook_k")
-                if f"blocks.{layer}.{point}" in caught
-            }
-            edits = {
-                point: _edited(model, inputs, layer, point) for point in _EDITED if point in found
-            }
-            scores = found.get(_SCORES)
-            visible = None
-            if scores is not None and carried[layer] == "scores":
-                visible = visible_keys(model, layer, scores)
-            layers.append(_layer(found, edits, output, carried[layer], visible))
+        layers = _layers(model, example_input.to(first.device))
     return ModelCapabilities(
         kind=type(model).__name__,
-        layers=tuple(layers),
+        layers=layers,
         reads_vectors=reads_vectors(model),
         starts_at_layers=starts_at_layers(model),
         dtype=str(first.dtype).removeprefix("torch."),
@@ -282,105 +236,120 @@ def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> Mode
     )
 
 
-@dataclass(frozen=True)
-class _Edited:
-    """A pass with an edit: the output, and what fired behind the edit."""
+def _layers(model: nn.Module, inputs: Tensor) -> tuple[LayerCapabilities, ...]:
+    points = (*_POINTS, "attn.hook_k")
+    plain = _pass(model, inputs, range(layer_count(model)), points)
+    if not plain.output.isfinite().all():
+        raise InfoFlowError(
+            "the output holds NaN or infinity on the example input: expected numbers; look for "
+            "bad weights, or run in float32"
+        )
+    layers = []
+    for layer, carries in enumerate(hook_semantics(model).scores):
+        found = _of_layer(plain, layer)
+        edited = {
+            point: _pass(model, inputs, [layer], _CONSEQUENCES, edit=point)
+            for point in _EDITED
+            if point in found
+        }
+        reached = [p for p, other in edited.items() if not _same(other.output, plain.output)]
+        behind = {point: _of_layer(other, layer) for point, other in edited.items()}
+        if "hook_resid_mid" in reached and not _stays(found, behind["hook_resid_mid"]):
+            reached.remove("hook_resid_mid")
+        pattern, scores = found.get(_PATTERN), found.get(_SCORES)
+        attends = kind = "unknown"
+        if pattern is not None:
+            kind = _kind_of(pattern, scores if carries == "scores" else None)
+            seen = pattern > 0
+            if scores is not None and carries == "scores":
+                seen = visible_keys(model, layer, scores)
+            attends = _attends(seen.flatten(0, 1).any(dim=0))
+        layers.append(
+            LayerCapabilities(
+                n_heads=None if pattern is None else pattern.shape[1],
+                n_key_value_heads=_key_value_heads(found),
+                attends=attends,
+                pattern=kind,
+                scores=carries,
+                parallel=_parallel(found, behind),
+                fires=tuple(point for point in _POINTS if point in found),
+                edits_reach=tuple(reached),
+            )
+        )
+    return tuple(layers)
 
-    output: Tensor
-    caught: Mapping[str, Tensor]
 
-
-def _edited(model: nn.Module, inputs: Tensor, layer: int, point: str) -> _Edited:
-    """A pass with random numbers, as large as the activation's, added to an activation."""
+def _pass(
+    model: nn.Module,
+    inputs: Tensor,
+    layers: Iterable[int],
+    points: Iterable[str],
+    edit: str | None = None,
+) -> Caught:
+    """A pass with its output; with an edit, random numbers are added to an activation of a layer,
+    as large as it is.
+    """
+    known: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
+    layers = list(layers)
+    names = [f"blocks.{layer}.{point}" for layer in layers for point in points]
     generator = torch.Generator().manual_seed(0)
 
-    def edit(activation: Tensor, hook: Any) -> Tensor:
+    def add_noise(activation: Tensor, hook: Any) -> Tensor:
         noise = torch.randn(activation.shape, generator=generator).to(activation)
         # masked scores stay so: they are far below all others
         moved = activation > 0.5 * activation.clamp(min=torch.finfo(activation.dtype).min).min()
         moved |= activation > -1e3
         return activation + noise * (activation[moved].abs().max() + 1) * moved
 
-    block = f"blocks.{layer}."
-    known: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
-    behind = [block + other for other in _CONSEQUENCES if block + other in known]
+    edits = {} if edit is None else {f"blocks.{layers[0]}.{edit}": add_noise}
     with ignore_edit_warnings():
-        made = call(model, inputs, behind, edit={block + point: edit}, output=True)
-    found = {name.removeprefix(block): value for name, value in made.activations.items()}
-    return _Edited(made.output, found)
+        return call(model, inputs, [n for n in names if n in known], edit=edits, output=True)
+
+
+def _of_layer(made: Caught, layer: int) -> dict[str, Tensor]:
+    """What fired in a layer, by hook point."""
+    block = f"blocks.{layer}."
+    found = made.activations.items()
+    return {name.removeprefix(block): value for name, value in found if name.startswith(block)}
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return bool(torch.allclose(one.float(), other.float(), rtol=1e-6, atol=0))
 
 
-def _layer(
-    found: Mapping[str, Tensor],
-    edits: Mapping[str, _Edited],
-    output: Tensor,
-    carries: Carried,
-    visible: Bool[Tensor, "batch head query key"] | None,
-) -> LayerCapabilities:
-    pattern, scores = found.get(_PATTERN), found.get(_SCORES)
-    reached = [point for point, edited in edits.items() if not _same(edited.output, output)]
-    if "hook_resid_mid" in reached and not _stays(found, edits["hook_resid_mid"]):
-        reached.remove("hook_resid_mid")
-    return LayerCapabilities(
-        n_heads=None if pattern is None else pattern.shape[1],
-        n_key_value_heads=_key_value_heads(found),
-        attends="unknown" if pattern is None else _attends(_seen_keys(pattern, visible)),
-        pattern="unknown" if pattern is None else _kind_of(pattern, scores, carries),
-        scores=carries,
-        parallel=_parallel(found, edits),
-        fires=tuple(point for point in _POINTS if point in found),
-        edits_reach=tuple(reached),
-    )
-
-
 def _key_value_heads(found: Mapping[str, Tensor]) -> int | None:
-    """From the keys [batch, pos, head, d_head], or flat ones and the size of a head."""
+    """From the keys [batch, pos, head, d_head]; from flat ones by what the heads give for each."""
     keys, z, pattern = (found.get(point) for point in ("attn.hook_k", "attn.hook_z", _PATTERN))
     if keys is None or keys.ndim == 4:
         return None if keys is None else keys.shape[2]
     if z is None or (z.ndim == 3 and pattern is None):
         return None
-    d_head = z.shape[-1] if pattern is None or z.ndim == 4 else z.shape[-1] // pattern.shape[1]
-    return keys.shape[-1] // d_head
+    n_heads = z.shape[2] if pattern is None else pattern.shape[1]
+    return keys.numel() * n_heads // z.numel()
 
 
-def _parallel(found: Mapping[str, Tensor], edits: Mapping[str, _Edited]) -> bool | None:
+def _parallel(
+    found: Mapping[str, Tensor], behind: Mapping[str, Mapping[str, Tensor]]
+) -> bool | None:
     """Whether the MLP reads the residual stream, but not what attention adds to it."""
-    points = ("hook_resid_pre", "hook_attn_out")
+    answer = "hook_mlp_out"
     moved = [
-        not _same(edits[point].caught["hook_mlp_out"], found["hook_mlp_out"])
-        for point in points
-        if point in edits and "hook_mlp_out" in found
+        not _same(behind[point][answer], found[answer])
+        for point in ("hook_resid_pre", "hook_attn_out")
+        if point in behind and answer in found
     ]
     return None if len(moved) < 2 or not moved[0] else not moved[1]
 
 
-def _stays(found: Mapping[str, Tensor], edited: _Edited) -> bool:
+def _stays(found: Mapping[str, Tensor], behind: Mapping[str, Tensor]) -> bool:
     """Whether an edit of hook_resid_mid stays in the residual stream, besides changing the MLP.
 
     Bridges call by that name what their MLP reads: an edit moves the MLP's answer alone.
     """
-    moved = [
-        edited.caught[point].float() - found[point].float()
-        for point in _CONSEQUENCES
-        if point in edited.caught and point in found
-    ]
-    if len(moved) < len(_CONSEQUENCES):
+    if not all(point in behind and point in found for point in _CONSEQUENCES):
         return True
-    edit, answer, behind = moved
-    return bool((behind - answer - edit).norm() <= 0.1 * edit.norm())
-
-
-def _seen_keys(
-    pattern: Float[Tensor, "batch head query key"],
-    visible: Bool[Tensor, "batch head query key"] | None,
-) -> Bool[Tensor, "query key"]:
-    """The keys that some query of some sequence may attend to."""
-    return ((pattern > 0) if visible is None else visible).flatten(0, 1).any(dim=0)
+    edit, answer, leaving = (behind[p].float() - found[p].float() for p in _CONSEQUENCES)
+    return bool((leaving - answer - edit).norm() <= 0.1 * edit.norm())
 
 
 def _attends(allowed: Bool[Tensor, "query key"]) -> str:
@@ -396,11 +365,10 @@ def _attends(allowed: Bool[Tensor, "query key"]) -> str:
 def _kind_of(
     pattern: Float[Tensor, "batch head query key"],
     scores: Float[Tensor, "batch head query key"] | None,
-    carries: str,
 ) -> str:
     total = pattern.float().sum(dim=-1)
     tolerance = 1e-4 if pattern.dtype in (torch.float32, torch.float64) else 2e-2
-    if scores is not None and carries == "scores":
+    if scores is not None:
         expected = {
             "softmax": scores.float().softmax(dim=-1).nan_to_num(),
             "relu": scores.float().relu(),

@@ -1,18 +1,21 @@
 """What users have, as batches that a model reads: strings, ids, masks, datasets, loaders."""
 
 import inspect
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from itertools import groupby, islice
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import default_collate
 
-from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.hooks.model.points import (
     check_inputs,
     is_bridge,
@@ -92,28 +95,19 @@ class Batches:
         shortest: tokens of the shortest; 1 if unknown.
     """
 
+    extent: Extent | None = None
+    n_sequences: int | None = None
+    longest: int | None = None
+    shortest: int = 1
+
     def __init__(
-        self,
-        model: nn.Module,
-        sequences: Tensor | Sequence[Tensor] | None,
-        loader: Iterable[Any] | None = None,
-        name: str = "inputs",
-        column: str | None = None,
-        max_length: int | None = None,
+        self, model: nn.Module, sequences: Tensor | Sequence[Tensor], name: str = "inputs"
     ) -> None:
-        self._model, self._name, self._column = model, name, column
-        self._max_length = max_length
-        self._sequences, self._loader = sequences, loader
-        self.extent: Extent | None = None
-        self.n_sequences: int | None = None
-        self.longest: int | None = None
-        self.shortest = 1
-        if sequences is not None:
-            # sequences on disk know it, and are not read for it
-            extent = getattr(sequences, "extent", None) or _extent(sequences)
-            self.extent = extent
-            self.n_sequences = extent.n_sequences
-            self.longest, self.shortest = extent.longest, extent.shortest
+        self._model, self._sequences, self._name = model, sequences, name
+        # sequences on disk know their extent, and are not read for it
+        self.extent = getattr(sequences, "extent", None) or _extent(sequences)
+        self.n_sequences = self.extent.n_sequences
+        self.longest, self.shortest = self.extent.longest, self.extent.shortest
 
     def sequences(self) -> Tensor | Sequence[Tensor]:
         """All sequences.
@@ -121,11 +115,6 @@ class Batches:
         Raises:
             InfoFlowError: for a loader, which may be read once only.
         """
-        if self._sequences is None:
-            raise InfoFlowError(
-                f"{self._name} is a loader, which may be read once only: expected a tensor, a list "
-                "or a datasets.Dataset"
-            )
         return self._sequences
 
     def first(self, n: int) -> "Batches":
@@ -140,62 +129,71 @@ class Batches:
                 rows = rows[:, :longest]
             else:
                 rows = rows.cut(longest) if hasattr(rows, "cut") else [r[:longest] for r in rows]
-        return Batches(self._model, rows, name=self._name)
+        return Batches(self._model, rows, self._name)
 
     def whole(self) -> Batch:
         """All sequences together, whether or not the model may be run on them so."""
-        sequences = self.sequences()
-        return Batch(sequences) if isinstance(sequences, Tensor) else _together(sequences)
+        return _together(self.sequences())
 
     def batches(self, batch_size: int, skip: int = 0) -> Iterator[Batch]:
         """The batches, without the first `skip` sequences."""
-        if isinstance(self._sequences, Tensor):
-            for part in self._sequences[skip:].split(batch_size):
-                yield Batch(part)
-        elif self._sequences is not None:
-            yield from self._padded(self._sequences[skip:], batch_size)
-        else:
-            yield from self._loaded(batch_size, skip)
-
-    def _padded(self, sequences: Sequence[Tensor], batch_size: int) -> Iterator[Batch]:
+        rows = self.sequences()[skip:]
+        if isinstance(rows, Tensor):
+            yield from map(Batch, rows.split(batch_size) if len(rows) else ())
+            return
         together: list[Tensor] = []
-        for sequence in sequences:
-            fits = not together or may_be_padded(self._model) or len(sequence) == len(together[0])
+        for row in rows:
+            fits = not together or may_be_padded(self._model) or len(row) == len(together[0])
             if len(together) == batch_size or not fits:
                 yield _together(together)
                 together = []
-            together.append(sequence)
+            together.append(row)
         if together:
             yield _together(together)
 
-    def _loaded(self, batch_size: int, skip: int) -> Iterator[Batch]:
-        assert self._loader is not None
-        for loaded in _rows_in_batches(self._loader, self._column, batch_size):
-            given, mask = _inputs_of(loaded, self._column)
-            if _is_transposed(self._loader, given):
+
+class _LoadedBatches(Batches):
+    """What a loader gives: each thing is read as if it were given alone."""
+
+    def __init__(self, reader: "_Reader", loader: Iterable[Any]) -> None:
+        self._reader, self._loader = reader, loader
+        try:
+            self.n_sequences = len(loader.dataset)  # type: ignore[attr-defined]
+        except (AttributeError, TypeError):
+            self.n_sequences = None
+
+    def sequences(self) -> Tensor | Sequence[Tensor]:
+        raise InfoFlowError(
+            f"{self._reader.name} is a loader, which may be read once only: expected a tensor, a "
+            "list or a datasets.Dataset"
+        )
+
+    def batches(self, batch_size: int, skip: int = 0) -> Iterator[Batch]:
+        for rows in self._parts(batch_size):
+            if skip < len(rows):
+                yield from Batches(self._reader.model, rows).batches(batch_size, skip)
+            skip = max(0, skip - len(rows))
+
+    def _parts(self, batch_size: int) -> Iterator[Tensor | list[Tensor]]:
+        """Batches as the loader makes them; single rows, as of streams, are put together."""
+        for single, read in groupby(self._read(), lambda read: read.is_single):
+            if not single:
+                yield from (one.rows for one in read)
+            while single and (some := [one.rows[0] for one in islice(read, batch_size)]):
+                yield some
+
+    def _read(self) -> Iterator["_Read"]:
+        seen = 0
+        for loaded in self._loader:
+            read = self._reader.read(loaded, first=seen, loader=self._loader)
+            if read is None:
                 raise InfoFlowError(
-                    f"{self._name} gave {len(given)} tensors of {len(given[0])} ids, one for each "
-                    "position: torch collates rows that are lists so; expected a tensor [batch, "
-                    "pos]; put .with_format('torch') on the dataset, or give a collate_fn"
+                    f"{self._reader.name} gave {_described(loaded)}: expected batches, each a "
+                    "tensor [batch, pos], a list of sequences or of texts, or a mapping with a "
+                    "column of these; collate rows into batches"
                 )
-            part = read_inputs(
-                self._model,
-                given,
-                attention_mask=mask,
-                max_length=self._max_length,
-                name=self._name,
-            )
-            if part.n_sequences is None:
-                raise InfoFlowError(
-                    f"{self._name} gave {_described(loaded)}: expected batches, each a tensor "
-                    "[batch, pos], a list of sequences or of texts, or a mapping with a column of "
-                    "these; collate rows into batches"
-                )
-            if skip >= part.n_sequences:
-                skip -= part.n_sequences
-                continue
-            yield from part.batches(batch_size, skip)
-            skip = 0
+            yield read
+            seen += len(read.rows)
 
 
 def _extent(sequences: Tensor | Sequence[Tensor]) -> Extent:
@@ -208,7 +206,9 @@ def _extent(sequences: Tensor | Sequence[Tensor]) -> Extent:
 Inputs: TypeAlias = Tensor | str | Sequence[str] | Sequence[Tensor] | Iterable[Any] | Batches
 
 
-def _together(sequences: Sequence[Tensor]) -> Batch:
+def _together(sequences: Tensor | Sequence[Tensor]) -> Batch:
+    if isinstance(sequences, Tensor):
+        return Batch(sequences)
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     if (lengths == lengths[0]).all():
         return Batch(torch.stack(list(sequences)))
@@ -264,140 +264,8 @@ def _masks_by_itself(model: nn.Module, padding_side: Any = None) -> bool:
     )
 
 
-def _inputs_of(loaded: Any, column: str | None) -> tuple[Any, Any]:
-    """The inputs in a loader's batch, and their mask if it is named."""
-    if isinstance(loaded, Mapping):
-        column, has_mask = _column_of(list(loaded), column, "the batch")
-        return loaded[column], loaded["attention_mask"] if has_mask else None
-    if isinstance(loaded, (tuple, list)) and loaded and isinstance(loaded[0], Tensor):
-        same = len({len(part) for part in loaded if isinstance(part, Tensor)}) == 1
-        if isinstance(loaded, tuple) or (same and loaded[0].ndim >= 2):
-            return _first_of(loaded), None
-    return loaded, None
-
-
-def _first_of(loaded: Sequence[Any]) -> Any:
-    """The inputs of a batch (inputs, targets).
-
-    Raises:
-        InfoFlowError: if what stands beside them may as well be their mask.
-    """
-    for other in loaded[1:]:
-        if _may_be_mask(other, loaded[0]):
-            raise InfoFlowError(
-                f"beside the token ids stands a tensor {tuple(other.shape)} of 0 and 1 that may be "
-                "their attention_mask or their targets: expected a mask to be named; give "
-                "{'input_ids': ids, 'attention_mask': mask}, or the ids alone"
-            )
-    return loaded[0]
-
-
-def _rows_in_batches(loader: Iterable[Any], column: str | None, batch_size: int) -> Iterator[Any]:
-    """What a loader gives; single rows, as streamed datasets give them, are put together."""
-    rows: list[Mapping[str, Any]] = []
-    for loaded in loader:
-        if isinstance(loaded, Mapping) and _is_row(_inputs_of(loaded, column)[0]):
-            rows.append(loaded)
-            if len(rows) == batch_size:
-                yield {name: [row[name] for row in rows] for name in rows[0]}
-                rows = []
-        else:
-            yield loaded
-    if rows:
-        yield {name: [row[name] for row in rows] for name in rows[0]}
-
-
-def _is_row(given: Any) -> bool:
-    """Whether this is one text or one sequence of ids."""
-    if isinstance(given, (list, tuple)):
-        return len(given) > 0 and isinstance(given[0], int)
-    return isinstance(given, str) or (isinstance(given, Tensor) and given.ndim == 1)
-
-
-def _as_tensors(inputs: Any) -> Any:
-    """Arrays of numpy as tensors; integers of every kind as int64, which embeddings read."""
-    if isinstance(inputs, np.ndarray) and inputs.dtype != object:
-        inputs = torch.from_numpy(inputs)
-    if isinstance(inputs, (list, tuple)) and any(isinstance(part, np.ndarray) for part in inputs):
-        return type(inputs)(_as_tensors(part) for part in inputs)
-    if not isinstance(inputs, Tensor) or inputs.dtype == torch.bool:
-        return inputs
-    return inputs if inputs.is_floating_point() or inputs.is_complex() else inputs.long()
-
-
-def _described(loaded: Any) -> str:
-    of = type(loaded[0]).__name__ if isinstance(loaded, (list, tuple)) and loaded else ""
-    return type(loaded).__name__ + (f" of {of}" if of else "")
-
-
-def _is_transposed(loader: Any, given: Any) -> bool:
-    """Whether these are a tensor [batch] for each position, as torch collates rows of lists."""
-    by_default = getattr(loader, "collate_fn", None) is torch.utils.data.default_collate
-    rows = isinstance(given, (list, tuple)) and len(given) > 0
-    return by_default and rows and all(isinstance(p, Tensor) and p.ndim == 1 for p in given)
-
-
-def _may_be_mask(other: Any, ids: Tensor) -> bool:
-    """Whether a tensor beside token ids looks like their mask: ones, and zeros at one end."""
-    if not isinstance(other, Tensor) or other.shape != ids.shape or ids.is_floating_point():
-        return False
-    return _is_binary(other) and not bool((other != 0).all()) and not len(_with_holes(other != 0))
-
-
-def _is_binary(mask: Tensor) -> bool:
-    return not mask.is_complex() and bool(((mask == 0) | (mask == 1)).all())
-
-
-def _with_holes(real: Bool[Tensor, "batch pos"]) -> Int[Tensor, " row"]:
-    """The rows whose real positions are not one stretch, or are none."""
-    begins = real[:, 1:] & ~real[:, :-1]
-    return (begins.sum(dim=1) + real[:, 0] != 1).nonzero().flatten()
-
-
-def check_mask(mask: Any, name: str) -> Bool[Tensor, "batch pos"]:
-    """A mask as booleans, True where positions are real.
-
-    Raises:
-        InfoFlowError: for other values than 0 and 1, and for sequences without real tokens or whose
-            real tokens are not one stretch.
-    """
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or not mask.shape[1] or not _is_binary(mask):
-        shown = type(mask).__name__
-        if isinstance(mask, Tensor):
-            values = mask.unique()[:4].tolist() if not mask.is_complex() else ["complex"]
-            shown = f"{mask.dtype} {tuple(mask.shape)} with values such as {values}"
-        raise InfoFlowError(
-            f"{name} is {shown}: expected a tensor [batch, pos] of 1 for real tokens and 0 for "
-            "padding"
-        )
-    real = mask.bool()
-    bad = _with_holes(real)
-    if len(bad):
-        places = real[bad[0]].nonzero()[:, 0].tolist()
-        raise InfoFlowError(
-            f"{name} has the real tokens of sequence {int(bad[0])} at {places}: "
-            "expected one stretch of at least one, with padding before or behind it"
-        )
-    return real
-
-
-def _column_of(names: Sequence[str], column: str | None, what: str) -> tuple[str, bool]:
-    """The column with the inputs, and whether a mask goes with it.
-
-    Raises:
-        InfoFlowError: if there is none, with the columns.
-    """
-    if column is None:
-        column = next((name for name in COLUMNS if name in names), None)
-    if column is None or column not in names:
-        raise InfoFlowError(
-            f"{what} has the columns {', '.join(names) or 'none'}, without "
-            f"{column or ' or '.join(COLUMNS)}: name the column that holds the texts or token ids"
-        )
-    return column, "attention_mask" in names and column != "text"
-
-
-def example_input(model: nn.Module, n_sequences: int = 4, seed: int = 0) -> Tensor:
+@checked
+def example_input(model: nn.Module, n_sequences: Count = 4, seed: Seed = 0) -> Tensor:
     """Random tokens for :func:`inspect_model`, always the same for a seed.
 
     They are 16 positions long, or two more than a local window, where the model takes as many;
@@ -439,13 +307,14 @@ def local_window(model: nn.Module) -> int:
     return 0
 
 
+@checked
 def read_inputs(
     model: nn.Module,
     inputs: Inputs,
     *,
-    attention_mask: Tensor | None = None,
+    attention_mask: Any = None,
     column: str | None = None,
-    max_length: int | None = None,
+    max_length: Count | None = None,
     name: str = "inputs",
     first: int = 0,
 ) -> Batches:
@@ -454,7 +323,8 @@ def read_inputs(
     Args:
         model: the model that will read them.
         inputs: vector tokens [n, pos, d_token] or token ids [n, pos]; a text or a list of texts; a
-            list of sequences of ids; a ``datasets.Dataset``; or a loader of batches of these.
+            list of sequences of ids; a ``datasets.Dataset`` or another mapping with a column of
+            these; or a loader: an iterable of any of these, or of single rows.
         attention_mask: which positions of token ids are real, [n, pos]; padding may stand on
             either side.
         column: of a dataset; default, the first of input_ids, tokens, text, x.
@@ -468,158 +338,270 @@ def read_inputs(
     """
     if isinstance(inputs, Batches):
         return inputs
-    if max_length is not None:
-        max_length = check_integer(max_length, "max_length", 1, " token")
-    given: Any = inputs
-    if isinstance(given, Mapping):
-        if any(hasattr(part, "column_names") for part in given.values()):
-            raise InfoFlowError(
-                f"{name} is a {type(given).__name__} with {', '.join(given)}: expected one split, "
-                f"such as {name}[{next(iter(given))!r}]"
-            )
-        given, mask = _inputs_of(given, column)
-        attention_mask = mask if attention_mask is None else attention_mask
-    given = _as_tensors(given)
-    several = isinstance(given, (tuple, list)) and len(given) > 1
-    if several and all(isinstance(part, Tensor) for part in given) and given[0].ndim > 1:
-        first = _first_of(given)  # a list may hold batches, but none that may be a mask
-        given = first if isinstance(given, tuple) else given
-    if isinstance(given, Tensor) and attention_mask is None:
-        given = given[:, :max_length] if given.ndim == 2 else given
-        check_inputs(model, given, name)
-        return Batches(model, given)
-    if hasattr(given, "column_names") and hasattr(given, "__getitem__"):  # datasets.Dataset
-        column, has_mask = _column_of(given.column_names, column, name)
-        plain = given.with_format(None)
-        given = list(plain[column])
-        if given and not isinstance(given[0], (str, list, tuple)):
-            raise InfoFlowError(
-                f"column {column!r} of {name} holds {type(given[0]).__name__}: expected texts or "
-                "lists of token ids; name another column"
-            )
-        if has_mask and not (given and isinstance(given[0], str)):
-            attention_mask = plain["attention_mask"]
-    if isinstance(given, str):
-        given = [given]
-    if isinstance(given, Tensor) or _is_list_of_sequences(given):
-        return Batches(
-            model, _read_sequences(model, given, attention_mask, max_length, name, first)
-        )
-    if not isinstance(given, Iterable) or isinstance(given, bytes):
+    reader = _Reader(model, name, column, max_length)
+    read = reader.read(inputs, attention_mask, first)
+    if read is not None:
+        return Batches(model, read.rows, name)
+    if not isinstance(inputs, Iterable) or isinstance(inputs, (bytes, Mapping)):
         raise InfoFlowError(
-            f"{name} is {type(given).__name__}: expected a tensor, strings, a list of token ids, "
-            "a datasets.Dataset or a DataLoader"
+            f"{name} is {_described(inputs)}: expected a tensor, strings, a list of token ids, a "
+            "datasets.Dataset or a DataLoader"
         )
     if attention_mask is not None:
         raise InfoFlowError(
             f"{name} is a loader with an attention_mask beside it: expected each batch to bring "
             "its own; let the loader give {'input_ids': ids, 'attention_mask': mask}"
         )
-    batches = Batches(model, None, given, name, column, max_length)
-    batches.n_sequences = _count(given)
-    return batches
+    return _LoadedBatches(reader, inputs)
 
 
-def _read_sequences(
-    model: nn.Module, given: Any, attention_mask: Any, max_length: int | None, name: str, first: int
-) -> Tensor | list[Tensor]:
-    """Sequences, checked, and as one tensor where they are of one length."""
-    rows = _sequences(model, given, attention_mask, name, max_length, first)
-    if isinstance(rows, Tensor):
-        check_inputs(model, rows, name)
-        return rows
-    rows = [row[:max_length] for row in rows]
-    for row in rows:
-        check_inputs(model, row[None], name)
-    return torch.stack(rows) if len({len(row) for row in rows}) == 1 else rows
+class _Read(NamedTuple):
+    """Sequences: one tensor where they are of one length; and whether they are a single row."""
+
+    rows: Tensor | list[Tensor]
+    is_single: bool
 
 
-def _count(loader: Any) -> int | None:
-    """The sequences of a loader, if its dataset knows them."""
-    try:
-        return len(loader.dataset)
-    except (AttributeError, TypeError):
-        return None
+@dataclass(frozen=True)
+class _Reader:
+    """Makes sequences of what a user has; arguments as for :func:`read_inputs`."""
+
+    model: nn.Module
+    name: str
+    column: str | None
+    max_length: int | None
+
+    def read(
+        self, given: Any, mask: Any = None, first: int = 0, loader: Any = None
+    ) -> _Read | None:
+        """Sequences, checked, without padding; None for what holds no sequences, as a loader.
+
+        Args:
+            given: what the user has, or what their loader gives.
+            mask: which positions are real, [n, pos] or a row for each.
+            first: the number of the first sequence.
+            loader: which gave it.
+        """
+        given, is_single = _as_tensors(given), isinstance(given, str)
+        if isinstance(given, Mapping) or _is_dataset(given):
+            given, own = self._column_of(given)
+            is_single = _is_row(given)
+            if own is not None and mask is None:
+                mask = [own] if is_single else own
+        else:
+            given = _first_of(given, loader)
+        if is_single:
+            given = [given]
+        if isinstance(given, Tensor) and (mask is None or given.ndim < 2):
+            rows = given[:, : self.max_length] if given.ndim == 2 else given
+            check_inputs(self.model, rows, self.name)
+            return _Read(rows, is_single)
+        if not isinstance(given, Tensor) and not _is_list_of_sequences(given):
+            return None
+        if not len(given):
+            raise InfoFlowError(f"{self.name} is empty: expected at least one sequence")
+        if _is_transposed(given, loader):
+            raise InfoFlowError(
+                f"{self.name} gave {len(given)} tensors of {len(given[0])} ids, one for each "
+                "position: torch collates rows that are lists so; expected a tensor [batch, pos]; "
+                "put .with_format('torch') on the dataset, or give a collate_fn"
+            )
+        sequences = self._sequences(given, mask, first)
+        for index, row in enumerate(sequences, first):
+            check_inputs(self.model, row[None], f"{self.name}[{index}]")
+        same = len({len(row) for row in sequences}) == 1
+        return _Read(torch.stack(sequences) if same else sequences, is_single)
+
+    def _column_of(self, table: Any) -> tuple[Any, Any]:
+        """The column of a table that holds the inputs, and their mask; None if it has none.
+
+        Raises:
+            InfoFlowError: for several splits, and if there is no such column, with the columns.
+        """
+        is_dataset = not isinstance(table, Mapping)
+        if not is_dataset and any(hasattr(part, "column_names") for part in table.values()):
+            raise InfoFlowError(
+                f"{self.name} is a {type(table).__name__} with {', '.join(table)}: expected one "
+                f"split, such as {self.name}[{next(iter(table))!r}]"
+            )
+        names = [str(name) for name in (table.column_names if is_dataset else table)]
+        column = self.column or next((name for name in COLUMNS if name in names), None)
+        if column not in names:
+            raise InfoFlowError(
+                f"{self.name} has the columns {', '.join(names) or 'none'}, without "
+                f"{column or ' or '.join(COLUMNS)}: name the column that holds the texts or token "
+                "ids"
+            )
+        if is_dataset:
+            plain = table.with_format(None)
+            table = {name: list(plain[name]) for name in {column, _MASKS[0]} & set(names)}
+        found = _as_tensors(table[column])
+        is_list = isinstance(found, (list, tuple)) and len(found) > 0
+        if is_dataset and is_list and not isinstance(found[0], (str, list, tuple)):
+            raise InfoFlowError(
+                f"column {column!r} of {self.name} holds {type(found[0]).__name__}: expected texts "
+                "or lists of token ids; name another column"
+            )
+        is_text = isinstance(found[0] if is_list else found, str)
+        return found, None if is_text else table.get(_MASKS[0])
+
+    def _sequences(self, given: Any, mask: Any, first: int) -> list[Tensor]:
+        """The real tokens of sequences, cut; vectors are not cut."""
+        kind = "texts" if isinstance(given[0], str) else "vector tokens"
+        if kind == "texts":
+            texts = enumerate(given, first)
+            length = self.max_length
+            rows = [tokenized(self.model, text, f"{self.name}[{i}]", length) for i, text in texts]
+        else:
+            rows = [_tensor(row, f"{self.name}[{i}]", "token ids") for i, row in enumerate(given)]
+        if mask is not None:
+            if kind == "texts" or rows[0].ndim == 2:
+                raise InfoFlowError(
+                    f"{self.name} holds {kind} with an attention_mask: expected none, as {kind} "
+                    "have no padding; give token ids with their mask, or the inputs alone"
+                )
+            rows = self._real(rows, mask, first)
+        return [row[: self.max_length] if row.ndim == 1 else row for row in rows]
+
+    def _real(self, rows: list[Tensor], mask: Any, first: int) -> list[Tensor]:
+        """The real tokens of rows with a row of the mask for each."""
+        label = f"the attention_mask of {self.name}"
+        try:
+            masks = [_tensor(row, f"{label}[{i}]", "1 and 0") for i, row in enumerate(mask, first)]
+        except TypeError:
+            raise InfoFlowError(
+                f"{label} is {_described(mask)}: expected rows of 0 and 1"
+            ) from None
+        if [tuple(one.shape) for one in masks] != [tuple(row.shape) for row in rows]:
+            shapes = [reprlib.repr([list(row.shape) for row in part]) for part in (masks, rows)]
+            raise InfoFlowError(
+                f"{label} has rows of shapes {shapes[0]}, the ids {shapes[1]}: expected a row for "
+                "each sequence, and one entry for each id"
+            )
+        pairs = enumerate(zip(rows, masks), first)
+        return [row[check_mask(one[None], f"{label}[{i}]")[0]] for i, (row, one) in pairs]
 
 
-def _is_list_of_sequences(inputs: Any) -> bool:
-    if not isinstance(inputs, (list, tuple)):
+def _is_dataset(given: Any) -> bool:
+    return hasattr(given, "column_names") and hasattr(given, "__getitem__")
+
+
+def _is_row(given: Any) -> bool:
+    """Whether this is one text or one sequence of ids."""
+    if isinstance(given, (list, tuple)):
+        return len(given) > 0 and isinstance(given[0], int)
+    return isinstance(given, str) or (isinstance(given, Tensor) and given.ndim == 1)
+
+
+def _is_list_of_sequences(given: Any) -> bool:
+    if not isinstance(given, (list, tuple)):
         return False
-    first = inputs[0] if len(inputs) else ""
+    first = given[0] if len(given) else ""
     return isinstance(first, (str, list, tuple)) or (isinstance(first, Tensor) and first.ndim == 1)
 
 
-def _sequences(
-    model: nn.Module,
-    inputs: Any,
-    attention_mask: Any,
-    name: str,
-    max_length: int | None,
-    first: int,
-) -> Tensor | list[Tensor]:
-    """Sequences of ids, each as long as it is, or one tensor of vectors."""
-    if isinstance(inputs, Tensor) and not inputs.ndim:
-        raise InfoFlowError(f"{name} is a tensor without axes: expected token ids [n, pos]")
-    if not len(inputs):
-        raise InfoFlowError(f"{name} is empty: expected at least one sequence")
-    if isinstance(inputs[0], str):
-        if attention_mask is not None:
-            raise InfoFlowError(
-                f"{name} holds texts with an attention_mask: expected none, as texts have no "
-                "padding; give token ids with their mask, or the texts alone"
-            )
-        texts = enumerate(inputs, first)
-        return [tokenized(model, text, f"{name}[{i}]", max_length) for i, text in texts]
+def _is_transposed(given: Any, loader: Any) -> bool:
+    """Whether these are a tensor [batch] for each position, as torch collates rows of lists."""
+    by_default = getattr(loader, "collate_fn", None) is default_collate
+    return (
+        by_default
+        and isinstance(given, list)
+        and all(isinstance(part, Tensor) and part.ndim == 1 for part in given)
+    )
+
+
+def _first_of(given: Any, loader: Any) -> Any:
+    """The inputs of a batch (inputs, targets); all else as it is.
+
+    A list may also be several batches, except from a loader, which collates pairs into lists.
+
+    Raises:
+        InfoFlowError: if what stands beside the inputs may as well be their mask.
+    """
+    if not (isinstance(given, (tuple, list)) and given and isinstance(given[0], Tensor)):
+        return given
+    inputs, *others = given
+    is_pair = loader is not None and isinstance(given, tuple)
+    if inputs.ndim > 1:
+        for other in others:
+            if _may_be_mask(other, inputs):
+                raise InfoFlowError(
+                    f"beside the token ids stands a tensor {tuple(other.shape)} of 0 and 1 that "
+                    "may be their attention_mask or their targets: expected a mask to be named; "
+                    "give {'input_ids': ids, 'attention_mask': mask}, or the ids alone"
+                )
+        tensors = [part for part in given if isinstance(part, Tensor)]
+        collated = loader is not None and len({part.shape[:1] for part in tensors}) == 1
+        is_pair = isinstance(given, tuple) or collated
+    return inputs if is_pair else given
+
+
+def _may_be_mask(other: Any, ids: Tensor) -> bool:
+    """Whether a tensor beside token ids reads as their mask, with some padding."""
+    if not isinstance(other, Tensor) or other.shape != ids.shape or ids.is_floating_point():
+        return False
     try:
-        rows = [torch.as_tensor(row) for row in inputs]
+        return not bool(check_mask(other, "").all())
+    except InfoFlowError:
+        return False
+
+
+def _as_tensors(given: Any) -> Any:
+    """Arrays as tensors, also in lists; integers of every kind as int64, which embeddings read."""
+    if isinstance(given, (list, tuple)) and any(isinstance(part, np.ndarray) for part in given):
+        parts = map(_as_tensors, given)
+        return tuple(parts) if isinstance(given, tuple) else list(parts)
+    if isinstance(given, Tensor) or (isinstance(given, np.ndarray) and given.dtype.kind in "biufc"):
+        return _tensor(given, "", "")
+    return given
+
+
+def _tensor(values: Any, name: str, expected: str) -> Tensor:
+    """Values as a tensor, integers as int64.
+
+    Raises:
+        InfoFlowError: for what is no numbers.
+    """
+    try:
+        found = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InfoFlowError(
-            f"{name} cannot be read as token ids ({error}): expected integers or strings"
+            f"{name} is {reprlib.repr(values)}, no row of numbers ({error}): expected {expected}"
         ) from error
-    if rows[0].ndim == 2:  # vector tokens, all of one length
-        if attention_mask is not None:
-            raise InfoFlowError(
-                f"{name} holds vector tokens with an attention_mask: expected none, as every "
-                "sequence of vectors has the same length"
-            )
-        return torch.stack(rows)
-    for index, row in enumerate(rows, first):
-        if row.ndim != 1 or not len(row) or row.is_floating_point():
-            raise InfoFlowError(
-                f"{name}[{index}] is {row.dtype} of shape {tuple(row.shape)}: expected a row of at "
-                "least one token id"
-            )
-    if attention_mask is None:
-        return rows
-    n_masks = len(attention_mask) if _has_rows(attention_mask) else 0
-    if n_masks != len(rows):
-        given = f"has {n_masks} rows" if n_masks else f"is {_described(attention_mask)}"
+    is_integer = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
+    return found.long() if is_integer else found
+
+
+def _described(given: Any) -> str:
+    of = type(given[0]).__name__ if isinstance(given, (list, tuple)) and given else ""
+    return type(given).__name__ + (f" of {of}" if of else "")
+
+
+def check_mask(mask: Any, name: str) -> Bool[Tensor, "batch pos"]:
+    """A mask as booleans, True where positions are real.
+
+    Raises:
+        InfoFlowError: for other values than 0 and 1, and for sequences without real tokens or whose
+            real tokens are not one stretch.
+    """
+    given = _tensor(mask, name, "a tensor [batch, pos] of 1 for real tokens and 0 for padding")
+    wrong = given[(given != 0) & (given != 1)]
+    if given.ndim != 2 or not given.shape[1] or given.is_complex() or len(wrong):
         raise InfoFlowError(
-            f"the attention_mask {given} for {len(rows)} sequences: expected a row for each"
+            f"{name} is {given.dtype} {tuple(given.shape)} with values such as "
+            f"{(wrong if len(wrong) else given.flatten())[:4].tolist()}: expected a tensor [batch, "
+            "pos] of 1 for real tokens and 0 for padding"
         )
-    masks = []
-    for index, (row, given) in enumerate(zip(rows, attention_mask, strict=True), first):
-        label = f"the attention_mask of {name}[{index}]"
-        try:
-            (mask,) = check_mask(torch.as_tensor(given)[None], label)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            if isinstance(error, InfoFlowError):
-                raise
-            raise InfoFlowError(f"{label} is {given!r}: expected 0 and 1") from error
-        if mask.shape != row.shape:
-            raise InfoFlowError(
-                f"{label} has shape {tuple(mask.shape)}, the ids {tuple(row.shape)}: expected one "
-                "entry for each id"
-            )
-        masks.append(mask)
-    return [row[mask] for row, mask in zip(rows, masks)]
-
-
-def _has_rows(mask: Any) -> bool:
-    if isinstance(mask, (Tensor, np.ndarray)):
-        return mask.ndim > 0
-    rows = hasattr(mask, "__len__") and hasattr(mask, "__getitem__")
-    return rows and not isinstance(mask, (str, bytes, Mapping))
+    real = given.bool()
+    starts = (real[:, 1:] & ~real[:, :-1]).sum(dim=1) + real[:, 0]
+    bad = (starts != 1).nonzero().flatten().tolist()
+    if bad:
+        raise InfoFlowError(
+            f"{name} has the real tokens of sequence {bad[0]} at "
+            f"{real[bad[0]].nonzero()[:, 0].tolist()}: expected one stretch of at least one, with "
+            "padding before or behind it"
+        )
+    return real
 
 
 def tokenized(
@@ -692,9 +674,7 @@ def call_inputs(
     """
     _check_no_cached_keys(model, kwargs)
     kwargs = _named(model, args, kwargs)
-    given = kwargs.get("input", kwargs.get("input_ids"))
-    if given is None and args:
-        given = args[0]
+    given = kwargs.get("input", kwargs.get("input_ids", args[0] if args else None))
     mask = next((kwargs[name] for name in _MASKS if kwargs.get(name) is not None), None)
     if isinstance(given, str) or (
         isinstance(given, (list, tuple)) and given and isinstance(given[0], str)
