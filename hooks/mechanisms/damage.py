@@ -123,7 +123,8 @@ class Damage:
             lost = torch.stack(found)
             for index in torch.stack(far).flatten(1).any(dim=1).nonzero().flatten().tolist():
                 rows = self.rows(copies[index], batch)
-                lost[index][far[index]] = _far_divergence(rows, before, far[index])
+                exact = _far_divergence(rows, before, far[index])
+                lost[index][far[index]] = exact.to(lost[index])
         # no position makes up for another; rounding, too, may give less than 0
         return (lost.double().clamp(min=0) * before.counted).sum(dim=-1).cpu()
 

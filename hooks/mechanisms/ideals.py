@@ -148,8 +148,8 @@ def edits_of_patterns(
 class SeenKeys:
     """Which keys the queries of a layer see, asked while its pattern passes.
 
-    They are known by structure, or read off scores that are -inf elsewhere; padding is what no
-    query of its sequence has weight on.
+    They are known by structure, or read off scores that are -inf elsewhere. Padding stands at one
+    end of a sequence: no query has weight on it, but those of padding, which see all keys alike.
 
     Attributes:
         hooks: to be put on the model, before the one that asks.
@@ -175,7 +175,11 @@ class SeenKeys:
         known = visibility(self._model, pattern.shape[-1])
         assert known is not None
         keys = known.keys[self._layer][: pattern.shape[-2], : pattern.shape[-1]]
-        real = (pattern > 0).flatten(1, 2).any(dim=1)
+        seen = (pattern > 0).any(dim=1)
+        of_padding = (seen & ~keys).any(dim=2)
+        read = (seen & ~of_padding[:, :, None]).any(dim=1).to(torch.uint8)
+        # what is not read between tokens that are is no padding, but has too little weight
+        real = (read.cummax(dim=1).values & read.flip(1).cummax(dim=1).values.flip(1)).bool()
         return (keys & real[:, None])[:, None].expand_as(pattern)
 
 

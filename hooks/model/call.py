@@ -160,6 +160,12 @@ def catching(
         def hook_fn(activation: Tensor, hook: Any) -> None:
             if threading.get_ident() != mine:  # another thread's call, which is not measured
                 return
+            if name in caught.activations:
+                raise InfoFlowError(
+                    f"{name} fired twice in one call of the {type(model).__name__}, so its layers "
+                    "would be of different passes: expected one pass; a hook or a wrapper of yours "
+                    "that runs the model again must run a copy of it"
+                )
             if keep_graph:
                 caught.activations[name] = activation
             else:
@@ -184,13 +190,13 @@ def catching(
     finally:
         for point, handle in placed:
             handle.hook.remove()
-            with suppress(ValueError):  # a hook of the user's may have reset them
+            if handle in point.fwd_hooks:  # a hook of the user's may have reset them
                 point.fwd_hooks.remove(handle)
     caught.check_unwritten()
 
 
 def has_user_hooks(model: nn.Module) -> bool:
-    """Whether hooks stand on the model that neither TransformerLens nor this package put there."""
+    """Whether hooks stand on the model that no library below, nor this package, put there."""
     for module in model.modules():
         handles = getattr(module, "fwd_hooks", None)
         raw = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
@@ -204,7 +210,7 @@ def has_user_hooks(model: nn.Module) -> bool:
 
 def _is_ours(hook_fn: Any) -> bool:
     module = getattr(hook_fn, "__module__", None) or ""
-    return module.startswith(("transformer_lens.", "infoflow_lens."))
+    return module.startswith(("transformer_lens.", "transformers.", "infoflow_lens."))
 
 
 # Calls of our own

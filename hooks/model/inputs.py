@@ -674,7 +674,9 @@ def call_inputs(
     """
     _check_no_cached_keys(model, kwargs)
     kwargs = _named(model, args, kwargs)
-    given = kwargs.get("input", kwargs.get("input_ids", args[0] if args else None))
+    names = ("input", "input_ids", "inputs_embeds")
+    found = [kwargs[name] for name in names if kwargs.get(name) is not None]
+    given = found[0] if found else next(iter(args), None)
     mask = next((kwargs[name] for name in _MASKS if kwargs.get(name) is not None), None)
     if isinstance(given, str) or (
         isinstance(given, (list, tuple)) and given and isinstance(given[0], str)

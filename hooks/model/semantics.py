@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.settings import check
-from infoflow_lens.hooks.model.call import HookFunction, call, without_user_hooks
+from infoflow_lens.hooks.model.call import (
+    HookFunction,
+    call,
+    ignore_edit_warnings,
+    without_user_hooks,
+)
 from infoflow_lens.hooks.model.inputs import depends_on_length, example_input
 from infoflow_lens.hooks.model.points import (
     hook_name,
@@ -93,9 +98,10 @@ def hook_semantics(model: nn.Module) -> HookSemantics:
 def visibility(model: nn.Module, n_pos: int) -> Visibility | None:
     """Which keys the queries of a bridge may see, in sequences of at most `n_pos` positions.
 
-    A key is closed where its weight is 0 in every head of several random sequences and its score,
-    where scores are shown, lies among those of masks. So neither a mask that a model divides, or
-    that rounding moves, nor a weight that underflows in one pass is taken for the other.
+    The model is run on random sequences with queries of 0, where they can be edited, so that all
+    open keys have weight. A key is closed where its weight is 0 in every head and its score, where
+    scores are shown, lies among those of masks. So neither a mask that a model divides, or that
+    rounding moves, nor a weight that underflows is taken for the other.
 
     Returns:
         None for models of TransformerLens's own attention, which masks with -inf: no score is that.
@@ -183,8 +189,15 @@ def _visible(model: nn.Module, semantics: HookSemantics, length: int) -> Visibil
 
         return hook_fn
 
-    with _untouched(model):
-        call(model, tokens, edit=[(name, look(name)) for name in names])
+    def without_preference(activation: Tensor, hook: Any) -> Tensor:
+        return torch.zeros_like(activation)
+
+    # queries of 0 have equal scores with all keys, so that no weight of an open key underflows
+    points: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
+    queries = [f"blocks.{layer}.attn.hook_q" for layer in range(len(semantics.scores))]
+    equal = [(name, without_preference) for name in queries if name in points]
+    with _untouched(model), ignore_edit_warnings():
+        call(model, tokens, edit=[*equal, *((name, look(name)) for name in names)])
     keys: list[Bool[Tensor, "query key"]] = []
     bars: list[float] = []
     for layer in range(len(semantics.scores)):

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from infoflow_lens.hooks.model.semantics import attention_hook
 from infoflow_lens.hooks.passes.view import Needs, Pass, check_no_padding
 
 
+@runtime_checkable
 class TakesPasses(Protocol):
     """What hooks need of a probe."""
 

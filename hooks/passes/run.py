@@ -12,7 +12,7 @@ from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import WeightState, model_fingerprint
 from infoflow_lens.foundation.settings import Count, Index, checked
-from infoflow_lens.hooks.model.call import Edits, call, has_user_hooks
+from infoflow_lens.hooks.model.call import Edits, call
 from infoflow_lens.hooks.model.inputs import (
     Batch,
     Batches,
@@ -330,7 +330,6 @@ def _measure_parts(
     total = None if None in counts else sum(count or 0 for count in counts)
     weights = WeightState(model)
     needs = prepare(model, probes, weights)
-    may_end = not has_user_hooks(model)
     halved = False
     with progress_bar("probing", total, progress, done=skip) as advance:
         for index, (mode, part) in enumerate(parts):
@@ -338,7 +337,7 @@ def _measure_parts(
             for batch in part.batches(batch_size, 0 if index else skip):
                 weights.check()
                 for piece in batch.halves() if halved and len(batch) > 1 else (batch,):
-                    halved = _measure(model, piece, probes, split, needs, may_end, halved)
+                    halved = _measure(model, piece, probes, split, needs, halved)
                 advance(len(batch))
                 if after_batch is not None:
                     after_batch(len(batch))
@@ -350,14 +349,13 @@ def _measure(
     probes: Sequence[Probe[Any]],
     split: Split,
     needs: Needs,
-    may_end: bool,
     halved: bool,
 ) -> bool:
     """Measure a batch; where memory runs out, in two halves. Whether halves are in use."""
     left = list(probes)
     try:
         with eval_mode(model):
-            seen = run(model, batch, needs, may_end=may_end)
+            seen = run(model, batch, needs)
             while left:  # each takes the pass in whole or not at all
                 left[0].take(seen, split)
                 left.pop(0)
@@ -379,7 +377,7 @@ def _measure(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     for half in batch.halves():
-        _measure(model, half, left, split, needs, may_end, halved=True)
+        _measure(model, half, left, split, needs, halved=True)
     return True
 
 

@@ -341,9 +341,14 @@ class Pass:
 
     def _scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
         scores = self._shown_scores(layer)
-        if visibility(self.model, scores.shape[-1]) is None:  # masked with -inf
+        if self._are_masked(layer, scores):
             return scores
         return scores.masked_fill(~self.visible(layer)[:, None], -torch.inf)
+
+    def _are_masked(self, layer: int, scores: Tensor) -> bool:
+        """Whether closed keys have -inf: TransformerLens masks so, and so is a weight of 0."""
+        by_weight = hook_semantics(self.model).scores[layer] != "scores"
+        return by_weight or visibility(self.model, scores.shape[-1]) is None
 
     def _visible(self, layer: int) -> Bool[Tensor, "sequence query key"]:
         shown = self._shown_scores(layer)
@@ -361,12 +366,12 @@ class Pass:
 
     def _ranked(self, layer: int, without: tuple[int, ...], ranks: range) -> Ranked:
         scores, visible = self._shown_scores(layer), None
-        if without or visibility(self.model, scores.shape[-1]) is not None:
+        if not self._are_masked(layer, scores):
             visible = self.visible(layer)
-            left_out = [key for key in without if key < visible.shape[-1]]
-            if left_out:
-                keys = torch.tensor(left_out, device=visible.device)
-                visible = visible.index_fill(-1, keys, False)
+        left_out = [key for key in without if key < scores.shape[-1]]
+        if left_out:
+            keys = torch.tensor(left_out, device=scores.device)
+            scores = scores.index_fill(-1, keys, -torch.inf)
         return rank_keys(scores, ranks, visible)
 
     def _state(self, layer: int, point: str) -> Tensor:

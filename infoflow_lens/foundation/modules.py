@@ -47,8 +47,8 @@ def modes_kept(model: nn.Module) -> Iterator[Mapping[nn.Module, bool]]:
         yield modes
     finally:
         for module, training in modes.items():
-            if module.training != training:
-                module.training = training
+            # not by the module's own setattr: Ctrl-C between its calls would leave modes behind
+            vars(module)["training"] = training
 
 
 @contextmanager
@@ -61,9 +61,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         InfoFlowError: if another thread measures or evaluates the model now.
     """
     with one_thread(model), modes_kept(model) as modes, torch.no_grad():
-        for module, training in modes.items():
-            if training:
-                module.training = False
+        for module in modes:
+            vars(module)["training"] = False
         yield
 
 

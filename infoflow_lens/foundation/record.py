@@ -11,6 +11,7 @@ import hashlib
 import json
 import platform
 import re
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -178,6 +179,8 @@ class WeightState:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._n_parameters = _parameter_count(model)
         self._held = [
             (owner, name, tensor, _mark(tensor))
             for module in model.modules()
@@ -205,7 +208,10 @@ class WeightState:
             )
 
     def is_as_counted(self) -> bool:
-        """Whether PyTorch's counters say that nothing was written since."""
+        """Whether PyTorch's counters say that nothing was written, nor added, since."""
+        model = self._model()
+        if model is None or _parameter_count(model) != self._n_parameters:
+            return False
         return all(
             owner.get(name) is tensor and _mark(tensor) == mark
             for owner, name, tensor, mark in self._held
@@ -227,13 +233,18 @@ class WeightState:
         return b"".join(torch.cat(some).cpu().numpy().tobytes() for some in by_device.values())
 
 
-_SAMPLED = 8  # numbers of a tensor
+def _parameter_count(model: nn.Module) -> int:
+    return sum(len(module._parameters) for module in model.modules())
+
+
+_SAMPLED = 256  # numbers of a tensor; more than a layer has heads
 
 
 def _some_numbers(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
-    chosen = flat[:: max(1, len(flat) // _SAMPLED)]
+    # an odd step goes through the columns of a matrix, too
+    chosen = flat[:: max(1, len(flat) // _SAMPLED) | 1]
     return chosen.abs().double() if chosen.is_complex() else chosen.double()
 
 

@@ -18,6 +18,7 @@ from infoflow_lens import (
     probe_cache,
     run_probes,
 )
+from infoflow_lens.hooks.model.call import has_user_hooks
 from infoflow_lens.hooks.model.semantics import visibility
 from tests.hooks.test_invariants import MAKES, assert_equal
 from tests.reference import zoo
@@ -237,3 +238,76 @@ def test_frequencies_that_a_pass_writes_are_no_change_of_weights(make, tmp_path)
         for length in (4, 9, 3):
             model(zoo.tokens(2, length))
     assert probes[0].n_sequences == 6
+
+
+@pytest.mark.parametrize("family", ["opt", "gptj", "gpt_neo", "bert", "llama"])
+def test_peaked_attention_closes_no_key(family, folders):
+    """Weights that underflow to 0 in every head of every sequence are of open keys all the same."""
+    model = loaded(folders(family), times=300.0)
+    known = visibility(model, 20)
+    assert known is not None
+    for layer, keys in enumerate(known.keys):
+        assert keys[:20, :20].equal(seen_by_config(model.original_model.config, layer, 20))
+    ids = zoo.tokens(6, 20, seed=3)
+    positions, patterns = run_probes(
+        model, ids, [PositionsProbe(), PatternsProbe()], progress=False
+    )
+    for chosen, pattern in zip(positions.positions, patterns.patterns, strict=True):
+        weight = pattern.gather(-1, chosen.long())[..., 0]
+        assert weight.equal(pattern.amax(dim=-1))
+
+
+def test_a_hook_that_runs_the_model_again_is_refused(folders):
+    """The measured pass would be of layers of two."""
+    model, ids, busy = loaded(folders("gpt2")), zoo.tokens(4, 7), []
+
+    def again(activation, hook):
+        if not busy:
+            busy.append(1)
+            model(ids.flip(0))
+            busy.clear()
+
+    with (
+        model.hooks(fwd_hooks=[("blocks.0.hook_resid_post", again)]),
+        torch.no_grad(),
+        pytest.raises(InfoFlowError, match="fired twice in one call"),
+    ):
+        run_probes(model, ids, [PositionsProbe()], progress=False)
+
+
+def test_hooks_that_libraries_leave_on_a_model_are_not_the_users(folders):
+    """transformers puts some in place that stay; passes end early all the same."""
+    model, ids = loaded(folders("llama")), zoo.tokens(2, 7)
+    with torch.no_grad():
+        model.run_with_cache(ids)
+    assert not has_user_hooks(model)
+    with model.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", lambda activation, hook: None)]):
+        assert has_user_hooks(model)
+
+
+@pytest.mark.parametrize("change", ["a head by .data", "a module more"])
+def test_edits_of_single_heads_and_added_weights_are_noticed(change, folders):
+    model, ids = loaded(folders("llama")), zoo.tokens(2, 7)
+    probe = PositionsProbe()
+    with attach(model, probe), torch.no_grad():
+        model(ids)
+        layer = model.original_model.model.layers[0].self_attn
+        if change == "a module more":
+            layer.register_parameter("lora", torch.nn.Parameter(torch.ones(2)))
+            with pytest.raises(InfoFlowError, match="weights changed between two passes"):
+                model(ids)
+            return
+        next(p for n, p in model.named_parameters() if "o_proj" in n).data[:, 4:8] = 0
+        model(ids)
+    with pytest.raises(InfoFlowError, match=r"written through parameter\.data"):
+        probe.result()
+
+
+def test_embeddings_given_by_name_come_with_their_mask(folders):
+    model = loaded(folders("llama"))
+    ids, mask = padded("left")
+    with torch.no_grad():
+        embedded = model.original_model.get_input_embeddings()(ids)
+        with attach(model, PositionsProbe()) as probes:
+            model(None, inputs_embeds=embedded, attention_mask=mask)
+    assert probes[0].result().lengths.tolist() == list(LENGTHS)
