@@ -63,11 +63,9 @@ class Batch:
 
     def mask(self) -> Bool[Tensor, "batch pos"]:
         """Which positions are real tokens."""
-        places = torch.arange(self.tokens.shape[1])
-        lengths = self.lengths
-        if lengths is None:
-            lengths = torch.full((len(self.tokens),), self.tokens.shape[1])
-        return places < lengths[:, None]
+        if self.lengths is None:
+            return torch.ones(self.tokens.shape[:2], dtype=torch.bool)
+        return torch.arange(self.tokens.shape[1]) < self.lengths[:, None]
 
 
 @dataclass(frozen=True)
@@ -239,11 +237,8 @@ def depends_on_length(model: nn.Module) -> bool:
     These are the kinds of rotary embedding for which transformers writes the frequencies anew in
     every pass.
     """
-    return any(_is_rewritten(getattr(module, "rope_type", None)) for module in model.modules())
-
-
-def _is_rewritten(rope_type: Any) -> bool:
-    kinds = rope_type.values() if isinstance(rope_type, Mapping) else (rope_type,)
+    types = [getattr(module, "rope_type", None) for module in model.modules()]
+    kinds = [k for t in types for k in (t.values() if isinstance(t, Mapping) else (t,))]
     return any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
 
 
@@ -421,10 +416,11 @@ class _Reader:
         is_dataset = not isinstance(table, Mapping)
         if not is_dataset and any(hasattr(part, "column_names") for part in table.values()):
             raise InfoFlowError(
-                f"{self.name} is a {type(table).__name__} with {', '.join(table)}: expected one "
-                f"split, such as {self.name}[{next(iter(table))!r}]"
+                f"{self.name} is a {type(table).__name__} with {', '.join(map(str, table))}: "
+                f"expected one split, such as {self.name}[{next(iter(table))!r}]"
             )
-        names = [str(name) for name in (table.column_names if is_dataset else table)]
+        given = table.column_names if is_dataset else table
+        names = [name for name in given if isinstance(name, str)]
         column = self.column or next((name for name in COLUMNS if name in names), None)
         if column not in names:
             raise InfoFlowError(
@@ -678,9 +674,7 @@ def call_inputs(
     found = [kwargs[name] for name in names if kwargs.get(name) is not None]
     given = found[0] if found else next(iter(args), None)
     mask = next((kwargs[name] for name in _MASKS if kwargs.get(name) is not None), None)
-    if isinstance(given, str) or (
-        isinstance(given, (list, tuple)) and given and isinstance(given[0], str)
-    ):
+    if isinstance(given[0] if isinstance(given, (list, tuple)) and given else given, str):
         return _call_of_texts(model, given, kwargs)
     if not isinstance(given, Tensor):
         return None, None
@@ -738,10 +732,8 @@ def _call_of_texts(
     tokens: Tensor = model.to_tokens(texts, **chosen)  # type: ignore[operator]
     bos = {key: value for key, value in chosen.items() if key == "prepend_bos"}
     lengths = torch.tensor([model.to_tokens(text, **bos).shape[1] for text in texts])  # type: ignore[operator]
-    if bool((lengths == tokens.shape[1]).all()):
+    real = Batch(tokens, lengths).mask()
+    if bool(real.all()):
         return tokens, None
     side = chosen.get("padding_side") or getattr(model.tokenizer, "padding_side", "right")
-    places = torch.arange(tokens.shape[1])
-    if side == "left":
-        places = tokens.shape[1] - 1 - places
-    return tokens, places < lengths[:, None]
+    return tokens, real.flip(1) if side == "left" else real
