@@ -1,4 +1,4 @@
-"""What was asked of a flow: checked, and counted from 0."""
+"""What may be asked of a flow, and whether a model and texts have it."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
