@@ -1,19 +1,19 @@
 """Scores of sources beside information sets: both compared with influence, at equal set sizes."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
+from annotated_types import Interval, MinLen
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.agreement import Predicted, auroc, check_norms, check_real, real_states, sets_of
-from infoflow_lens.foundation.checks import check_integers
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import Distinct, Index, checked
 from infoflow_lens.hooks.influence.base import influence_sets
 from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.theory.information_sets import InformationSets
@@ -31,6 +31,8 @@ METRICS = (
     "auroc_measured",
 )
 CONTROLS = ("random", "recency", "measured")
+Starts = Annotated[tuple[Index, ...], MinLen(1), Distinct()]  # of ranges of positions
+Confidence = Annotated[float, Interval(gt=0, lt=1)]
 _ROOM = 2**20  # numbers in a table of pairs
 
 
@@ -65,7 +67,8 @@ class RankingAgreement:
             return "set"
         return "score" if method in self.scores else "control"
 
-    def to_frame(self, starts: Sequence[int] = (0,), *, confidence: float = 0.95) -> "pd.DataFrame":
+    @checked
+    def to_frame(self, starts: Starts = (0,), *, confidence: Confidence = 0.95) -> "pd.DataFrame":
         """One row for each size, layer, range of positions and method.
 
         ``n_states`` take part; at ``n_empty`` others the set that gives the size is empty, at
@@ -84,7 +87,8 @@ class RankingAgreement:
         """
         return self._frame(starts, confidence, ahead=False)
 
-    def ahead(self, starts: Sequence[int] = (0,), *, confidence: float = 0.95) -> "pd.DataFrame":
+    @checked
+    def ahead(self, starts: Starts = (0,), *, confidence: Confidence = 0.95) -> "pd.DataFrame":
         """By how much a set is ahead of each score at its own sizes, in the same sequences.
 
         The rows are those of :meth:`to_frame` without the sets; each metric is the set's minus the
@@ -98,11 +102,9 @@ class RankingAgreement:
         """
         return self._frame(starts, confidence, ahead=True)
 
-    def _frame(self, starts: Sequence[int], confidence: float, ahead: bool) -> "pd.DataFrame":
+    def _frame(self, starts: Starts, confidence: Confidence, ahead: bool) -> "pd.DataFrame":
         import pandas as pd
 
-        if not isinstance(confidence, Real) or not 0 < confidence < 1:
-            raise InfoFlowError(f"confidence is {confidence!r}: expected a share between 0 and 1")
         n_layers, _, n_pos = self.n_candidates.shape
         rows: list[dict[str, Any]] = []
         for (size, method), metrics in self.values.items():
@@ -197,14 +199,13 @@ class RankingAgreement:
         )
 
 
-def _ranges(starts: Sequence[int], n_pos: int) -> Iterator[tuple[int, int]]:
-    places = list(check_integers(starts, "starts"))
-    if sorted(places) != places or places[-1] >= n_pos:
+def _ranges(starts: tuple[int, ...], n_pos: int) -> Iterator[tuple[int, int]]:
+    if tuple(sorted(starts)) != starts or starts[-1] >= n_pos:
         raise InfoFlowError(
-            f"starts are {places}: expected rising positions from 0 to {n_pos - 1}, where ranges "
+            f"starts are {starts}: expected rising positions from 0 to {n_pos - 1}, where ranges "
             "of positions begin"
         )
-    yield from zip(places, [*places[1:], n_pos], strict=True)
+    yield from zip(starts, [*starts[1:], n_pos], strict=True)
 
 
 def _of(values: Float[Tensor, "batch pos"]) -> tuple[float, Float[Tensor, " sequence"]]:

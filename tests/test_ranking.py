@@ -284,7 +284,9 @@ def test_bad_input_is_named(measured):
     for confidence in (1, "most"):
         with pytest.raises(InfoFlowError, match=f"confidence is {confidence!r}"):
             found.to_frame(confidence=confidence)
-    with pytest.raises(InfoFlowError, match="starts are 3: expected different integers"):
-        found.to_frame(starts=3)
+    for starts in (3, "0", (1.5,), (True,)):
+        with pytest.raises(InfoFlowError, match=r"starts (is|are) .* expected"):
+            found.to_frame(starts=starts)
+    assert found.to_frame(starts=np.array([0, 4])).equals(found.to_frame(starts=(0, 4)))
     assert set(METRICS) <= set(compare_rankings(*measured).to_frame())
     assert not math.isnan(compare_rankings(*measured).to_frame()["auroc"].iloc[0])

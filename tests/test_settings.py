@@ -7,17 +7,31 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from infoflow_lens import Architecture, InfoFlowError, TrainingConfig, list_tasks, load_task
+from infoflow_lens import Architecture, InfoFlowError, TrainingConfig, flow, list_tasks, load_task
+from infoflow_lens.experiments.demo import DemoConfig
+from infoflow_lens.experiments.language_model.config import LanguageModelConfig
+from infoflow_lens.experiments.language_model.config import preset as language_model_preset
+from infoflow_lens.experiments.language_model.ngram import NGram
+from infoflow_lens.experiments.survey_config import SurveyConfig
+from infoflow_lens.foundation.drawing import SeededRandom
+from infoflow_lens.foundation.workers import check_workers
 from infoflow_lens.models.architecture import TokenArchitecture
 from infoflow_lens.models.constructions import CONSTRUCTIONS
-from infoflow_lens.models.host import build_token_model
+from infoflow_lens.models.host import build_model, build_token_model
+from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.data import stream_data
 from infoflow_lens.training import evaluate
 
 NUMBER_TOO_FAR = (-1, -1.0, math.nan, math.inf)
 SIZES = {"n_heads": (4, 2), "d_model": 12, "d_token": 3, "n_tokens": 5}
 TOKEN_SIZES = {"n_heads": (4, 2), "d_model": 12, "d_head": 3, "n_tokens": 5, "d_vocab": 7}
 TOKEN_SIZES["d_output"] = 2
+
+
+FREE_TEXTS = {"model", "data", "column", "device", "dtype"}  # any word may be one
+FROM_THE_LAST = {"position", "layer"}  # which -1 may be
 
 
 class Config:
@@ -62,7 +76,52 @@ def token_model() -> Named:
     return Named(build_token_model, **{**defaults, **TOKEN_SIZES, "n_layers": 2})
 
 
+def flow_of_a_tiny_model() -> Named:
+    """`flow`, whose settings are its arguments."""
+    architecture = Architecture(n_heads=(1, 1), d_model=4, d_token=2, n_tokens=9, d_mlp=0)
+    model, inputs = build_model(architecture), torch.randn(1, 9, 2)
+    values = {
+        "position": 2, "layer": (0, 1), "influence": "exact", "rule": "top_k", "k": 1,
+        "without": (0,), "n_directions": 3, "threshold": 0.5, "max_length": 9, "seed": 1,
+    }  # fmt: skip
+    return Named(lambda **own: flow(model, inputs, progress=False, **own), **values)
+
+
 CONFIGS: dict[str, Config] = {
+    "ProbingConfig": Config(
+        ProbingConfig,
+        model="stdlib-2l",
+        data="repeated",
+        probes=("positions", "recovery"),
+        column="text",
+        n=9,
+        max_length=8,
+        window=8,
+        without=(1,),
+        sketch=2,
+        metric="kl",
+        dtype="float32",
+    ),
+    "SurveyConfig": Config(
+        SurveyConfig, model="stdlib-2l", data="a.txt", column="text", dtype="float32"
+    ),
+    "LanguageModelConfig": Config(LanguageModelConfig),
+    "language model preset": Named(
+        lambda preset: language_model_preset(preset), preset="stdlib-2l"
+    ),
+    "DemoConfig": Config(DemoConfig),
+    "flow": flow_of_a_tiny_model(),
+    "SeededRandom": Named(SeededRandom, seed=3),
+    "check_workers": Named(lambda jobs: check_workers(jobs, None, "a test"), jobs=1),
+    "NGram": Named(lambda **own: NGram(torch.arange(4), **own), vocabulary=4, order=2),
+    "stream_data": Named(
+        lambda **own: stream_data(None, "repeated", **own),
+        column="text",
+        n=3,
+        max_length=8,
+        window=8,
+        seed=1,
+    ),
     "Architecture": Config(Architecture, **SIZES, d_head=(3, 6), d_encoder=4, attn_scale=0.5),
     "TokenArchitecture": Config(TokenArchitecture, **TOKEN_SIZES),
     "TrainingConfig": Config(TrainingConfig, patience=3, stop_below=0.1),
@@ -82,25 +141,26 @@ FIELDS = [
 EACH = pytest.mark.parametrize(("config", "name", "default"), FIELDS, ids=lambda value: str(value))
 
 
-def wrong(default: Any) -> list[Any]:
-    """Values that are of no setting with this default."""
+def wrong(name: str, default: Any) -> list[Any]:
+    """Values that are of no setting with this name and default."""
     number = [*NUMBER_TOO_FAR, "3", "1e-3", "no"]
     if isinstance(default, bool):
         return ["no", 0, 1, 1.0]
     if isinstance(default, int):
-        return [True, 2.5, np.float64(2), *number]
+        given = [True, 2.5, np.float64(2), *number]
+        return given if name not in FROM_THE_LAST else [v for v in given if v != -1]
     if isinstance(default, float):
         return [True, 10**400, *number]
     if isinstance(default, str):
-        return ["nonsense", True, 3]
+        return [True, 3, *([] if name in FREE_TEXTS else ["nonsense"])]
     if isinstance(default, tuple):
-        return ["12", (True,), (1.5,), ("1",), (-1,), {1: 2}]
+        return ["12", (True,), (1.5,), ("1",), {1: 2}, *([] if name in FROM_THE_LAST else [(-1,)])]
     return ["nonsense", {}]
 
 
 @EACH
 def test_a_value_of_another_type_or_range_is_refused_by_name(config, name, default):
-    for value in [object(), *wrong(default)]:
+    for value in [object(), *wrong(name, default)]:
         with pytest.raises(InfoFlowError, match=rf"^(\w+, )?{name} (is|are|has) ") as caught:
             CONFIGS[config](**{name: value})
         assert "expected" in str(caught.value), value

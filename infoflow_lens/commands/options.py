@@ -19,11 +19,14 @@ def options_of(
     commas.
 
     Args:
-        config: a dataclass whose fields are ``Annotated[type, "help"]``.
+        config: a dataclass whose fields are ``Annotated[type, ..., "help"]``; it checks ranges.
         arguments: the fields that are arguments without a name.
     """
-    hints = get_type_hints(config, include_extras=True)
-    made = [_parameter(item, hints[item.name], item.name in arguments) for item in fields(config)]
+    kinds, texts = get_type_hints(config), help_texts(config)
+    made = [
+        _parameter(item, kinds[item.name], texts[item.name], item.name in arguments)
+        for item in fields(config)
+    ]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [
@@ -35,7 +38,7 @@ def options_of(
         def filled(**given: Any) -> None:
             of_config = {p.name: given.pop(p.name) for p in made}
             command(
-                lambda: config(**{k: _parsed(hints[k], v, k) for k, v in of_config.items()}),
+                lambda: config(**{k: _parsed(kinds[k], v, k) for k, v in of_config.items()}),
                 **given,
             )
 
@@ -49,8 +52,16 @@ def options_of(
     return decorate
 
 
-def _parameter(item: Any, hint: Any, is_argument: bool) -> inspect.Parameter:
-    kind, text = get_args(hint)[:2]
+def help_texts(config: type[Any]) -> dict[str, str]:
+    """The help of each field of a dataclass: the text among its annotations, beside ranges."""
+    hints = get_type_hints(config, include_extras=True)
+    return {
+        item.name: next(part for part in get_args(hints[item.name]) if isinstance(part, str))
+        for item in fields(config)
+    }
+
+
+def _parameter(item: Any, kind: Any, text: str, is_argument: bool) -> inspect.Parameter:
     default: Any = inspect.Parameter.empty if item.default is MISSING else item.default
     if _is_tuple(kind):
         kind = str | None if default is None else str
@@ -77,8 +88,7 @@ def _is_tuple(kind: Any) -> bool:
     return get_origin(kind) is tuple or any(get_origin(part) is tuple for part in get_args(kind))
 
 
-def _parsed(hint: Any, value: Any, name: str) -> Any:
-    kind = get_args(hint)[0]
+def _parsed(kind: Any, value: Any, name: str) -> Any:
     if value is None or not _is_tuple(kind):
         return value
     parts = [part.strip() for part in value.split(",")] if value.strip() else []

@@ -1,25 +1,22 @@
 """`infoflow-lens train-language-model`: a small model of the standard library, made anew."""
 
 from collections.abc import Callable
-from dataclasses import field, fields, make_dataclass, replace
+from dataclasses import field, make_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from infoflow_lens.commands.common import Quiet, console, folder, reported
-from infoflow_lens.commands.options import options_of
+from infoflow_lens.commands.options import help_texts, options_of
 from infoflow_lens.experiments.language_model.config import PRESETS, LanguageModelConfig, preset
-
-_HINTS = get_type_hints(LanguageModelConfig, include_extras=True)
 
 # The same settings, each of which may be left to the preset.
 Changes = make_dataclass(
     "Changes",
     [
-        (item.name, Annotated[kind | None, text], field(default=None))
-        for item in fields(LanguageModelConfig)
-        for kind, text in [get_args(_HINTS[item.name])[:2]]
+        (name, Annotated[kind | None, help_texts(LanguageModelConfig)[name]], field(default=None))
+        for name, kind in get_type_hints(LanguageModelConfig).items()
     ],
     frozen=True,
 )

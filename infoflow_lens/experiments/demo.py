@@ -4,8 +4,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge
 from torch import Tensor
 
 from infoflow_lens.agreement import Agreement, SetAgreement, compare
@@ -15,8 +16,15 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import write_json, write_text
 from infoflow_lens.foundation.processes import threads
 from infoflow_lens.foundation.record import RunRecord, versions_identity
-from infoflow_lens.foundation.seeds import check_seed
-from infoflow_lens.foundation.settings import check
+from infoflow_lens.foundation.settings import (
+    Count,
+    Index,
+    NonNegative,
+    Positive,
+    Remedy,
+    Seed,
+    settings,
+)
 from infoflow_lens.hooks import (
     JacobianInfluence,
     PositionsProbe,
@@ -37,7 +45,7 @@ RANKS = (1, 2)
 STAGES = ("initial", "trained")
 
 
-@dataclass(frozen=True)
+@settings
 class DemoConfig:
     """Settings of the demo.
 
@@ -53,35 +61,29 @@ class DemoConfig:
         threshold: see :func:`infoflow_lens.agreement.compare`.
     """
 
-    seed: int = 0
-    n_tokens: int = 16
-    d_token: int = 4
-    n_components: int = 4
-    n_heads: tuple[int, ...] = (4, 1)
-    d_model: int = 32
-    d_mlp: int = 64
+    seed: Seed = 0
+    n_tokens: Count = 16
+    d_token: Count = 4
+    n_components: Count = 4
+    n_heads: Annotated[
+        tuple[Count, Count], Remedy("one for each of two layers, such as (4, 1)")
+    ] = (4, 1)
+    d_model: Count = 32
+    d_mlp: Index = 64
     act_fn: ActivationName = "relu"
-    epochs: int = 80
-    batch_size: int = 256
-    lr: float = 8e-3
-    weight_decay: float = 0.0
-    n_train: int = 16000
-    n_validation: int = 2000
-    n_recovery: int = 4000
-    n_influence: int = 512
-    n_shown: int = 8
-    threshold: float = 0.1
+    epochs: Count = 80
+    batch_size: Count = 256
+    lr: Positive = 8e-3
+    weight_decay: NonNegative = 0.0
+    n_train: Count = 16000
+    n_validation: Count = 2000
+    n_recovery: Annotated[int, Ge(5), Remedy("of which one is held out")] = 4000
+    n_influence: Count = 512
+    n_shown: Count = 8
+    threshold: Threshold = 0.1
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
-        if len(self.n_heads) != 2:
-            raise InfoFlowError(f"n_heads is {self.n_heads}: expected two layers, such as (4, 1)")
-        if self.n_recovery < 5:
-            raise InfoFlowError(
-                f"n_recovery is {self.n_recovery}: expected at least 5, of which one is held out"
-            )
-        check(self.threshold, Threshold, "threshold")
-        if not 1 <= self.n_shown <= self.n_influence:
+        if self.n_shown > self.n_influence:
             raise InfoFlowError(
                 f"n_shown is {self.n_shown}: expected 1 to n_influence ({self.n_influence})"
             )

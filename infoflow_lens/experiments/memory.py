@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from infoflow_lens.foundation.checks import check_device as check_device
+from infoflow_lens.foundation.devices import check_device
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.memory import free_on, shown_bytes
 

@@ -1,16 +1,17 @@
 """The settings of a survey; the options of `infoflow-lens survey` are made from them."""
 
-from dataclasses import dataclass
 from typing import Annotated
 
-from infoflow_lens.foundation.checks import check_integer
-from infoflow_lens.probing.config import Backend, Device, Dtype, ProbingConfig, Seed
+from annotated_types import Ge
+
+from infoflow_lens.foundation.settings import Count, NonNegative, Remedy, settings
+from infoflow_lens.probing.config import Backend, Device, DrawingSeed, Dtype, ProbingConfig
 from infoflow_lens.probing.registry import part_names
 
 _MOST_RANKS = 4  # of attended keys
 
 
-@dataclass(frozen=True)
+@settings
 class SurveyConfig:
     """Settings of a survey; what each is stands beside its type.
 
@@ -25,19 +26,22 @@ class SurveyConfig:
         "name[:config]:split on the hub); texts are joined and cut into windows.",
     ]
     column: Annotated[str | None, "Column of texts; default, the one that is known."] = None
-    n: Annotated[int, "Windows, spread evenly over the text; half of them choose mechanisms."] = 64
-    window: Annotated[int, "Tokens of a window."] = 64
-    threshold: Annotated[float, "Damage up to which an ideal is enough, in nats."] = 0.05
-    batch_size: Annotated[int, "Windows in a pass."] = 8
-    n_shown: Annotated[int, "Windows that the report shows."] = 6
-    seed: Seed = 0
+    n: Annotated[
+        int,
+        Ge(4),
+        Remedy("of which half choose the mechanisms"),
+        "Windows, spread evenly over the text; half of them choose mechanisms.",
+    ] = 64
+    window: Annotated[int, Ge(3), "Tokens of a window."] = 64
+    threshold: Annotated[NonNegative, "Damage up to which an ideal is enough, in nats."] = 0.05
+    batch_size: Annotated[Count, "Windows in a pass."] = 8
+    n_shown: Annotated[Count, "Windows that the report shows."] = 6
+    seed: DrawingSeed = 0
     device: Device = "cpu"
     dtype: Dtype = None
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
-        check_integer(self.n, "n", 4, ", of which half choose the mechanisms")
-        check_integer(self.window, "window", 3)
         self.probing()
 
     def probing(self) -> ProbingConfig:

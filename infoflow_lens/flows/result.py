@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from infoflow_lens.agreement import Agreement, SetAgreement
-from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import writable_folder, write_text
 from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.foundation.settings import checked
 from infoflow_lens.hooks import InfluenceResult, MechanismsResult, PatternsResult, PositionsResult
 from infoflow_lens.report.flow_view import FlowView
 from infoflow_lens.theory.information_sets import InformationSets, Rule
@@ -151,6 +151,7 @@ class Flow:
                     frames.append(pd.DataFrame(columns))
         return pd.concat(frames, ignore_index=True)
 
+    @checked
     def plot(
         self, input: int = 0, position: int | None = None, layer: int | None = None
     ) -> "Figure":
@@ -166,7 +167,7 @@ class Flow:
         from infoflow_lens.report.flow_plot import draw_flow
 
         n_inputs = len(self.tokens)
-        if not -n_inputs <= check_integer(input, "input", -n_inputs) < n_inputs:
+        if not -n_inputs <= input < n_inputs:
             raise InfoFlowError(f"input is {input}: expected 0 to {n_inputs - 1}")
         asked = self.asked[input]
         viewed = self.view.inputs[input]

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,17 +14,19 @@ from infoflow_lens.flows.measuring import influence_probe, measured, same_everyw
 from infoflow_lens.flows.result import Flow, RuleName, asked_states
 from infoflow_lens.flows.settings import (
     FEWEST,
+    Directions,
     InfluenceKind,
+    Layers,
+    Place,
     check_enough,
     check_given,
-    checked,
     layers_of,
     positions_of,
     several,
 )
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import no_bars_of_libraries
-from infoflow_lens.foundation.settings import Positions, check
+from infoflow_lens.foundation.settings import Count, Positions, Seed, check, checked
 from infoflow_lens.hooks import (
     AttendedProbe,
     AttendedResult,
@@ -35,6 +37,7 @@ from infoflow_lens.hooks import (
     PositionsResult,
     measure_mechanisms,
 )
+from infoflow_lens.hooks.influence.base import Threshold
 from infoflow_lens.hooks.model.inputs import Inputs, read_inputs, readable_tokens
 from infoflow_lens.hooks.model.points import key_count, layer_count, reads_vectors
 from infoflow_lens.models.loading import LoadedModel, load_any
@@ -43,23 +46,24 @@ from infoflow_lens.theory.information_sets import Rule, propagate
 _MOST_RANKS = 8  # that the picture's switch offers
 
 
+@checked
 def flow(
     model: str | os.PathLike[str] | nn.Module | LoadedModel,
     text: Inputs,
-    position: int | Sequence[int] | Literal["all"] = -1,
-    layer: int | Sequence[int] | None = None,
+    position: Place = -1,
+    layer: Layers = None,
     influence: InfluenceKind | None = "auto",
     rule: RuleName | MechanismsResult = "attention",
     *,
-    k: int = 3,
-    without: Sequence[int] = (),
-    n_directions: int = 8,
+    k: Count = 3,
+    without: Positions = (),
+    n_directions: Directions = 8,
     reference: Inputs | None = None,
-    threshold: float = 0.1,
-    max_length: int | None = None,
-    seed: int = 0,
+    threshold: Threshold = 0.1,
+    max_length: Count | None = None,
+    seed: Seed = 0,
     tokenizer: Any | None = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     backend: str = "auto",
     progress: bool = True,
@@ -109,8 +113,8 @@ def flow(
         >>> f = il.flow("gpt2", "The cat sat on the mat because it was tired")
         >>> f.to_html("flow.html")
     """
-    settings = checked(position, layer, influence, rule, k, n_directions, threshold, seed)
-    left_out = check(without, Positions, "without")
+    mechanisms = rule if isinstance(rule, MechanismsResult) else None
+    rule_name: RuleName = "mechanisms" if mechanisms is not None else check(rule, RuleName, "rule")
     check_given(text)
     with nullcontext() if progress else no_bars_of_libraries():
         loaded = load_any(model, tokenizer=tokenizer, device=device, dtype=dtype, backend=backend)
@@ -122,20 +126,19 @@ def flow(
         others = read_inputs(
             host, several(host, reference), max_length=max_length, name="reference"
         )
-    layers = layers_of(settings.layers, layer_count(host))
-    positions = positions_of(settings.positions, rows, int(reads_vectors(host)))
+    layers = layers_of(layer, layer_count(host))
+    positions = positions_of(position, rows, int(reads_vectors(host)))
     longest = max(map(len, rows))
     n_keys = key_count(host, longest) - sum(place < longest for place in without)
-    if settings.rule == "top_k" and k > n_keys:
+    if rule_name == "top_k" and k > n_keys:
         raise InfoFlowError(f"k is {k}: expected 1 to {n_keys}, the keys that a query has")
-    ranks = range(1, max(k if settings.rule == "top_k" else 1, min(_MOST_RANKS, n_keys)) + 1)
-    mechanisms = rule if isinstance(rule, MechanismsResult) else None
-    if settings.rule == "mechanisms" and mechanisms is None:
+    ranks = range(1, max(k if rule_name == "top_k" else 1, min(_MOST_RANKS, n_keys)) + 1)
+    if rule_name == "mechanisms" and mechanisms is None:
         check_enough(others, rows)
-    ranking, patterns = PositionsProbe(tuple(ranks), without=left_out), PatternsProbe()
+    ranking, patterns = PositionsProbe(tuple(ranks), without=without), PatternsProbe()
     measure = influence_probe(host, influence, layers, positions, rows, others, n_directions, seed)
     wanted: dict[str, Any] = {"positions": ranking, "attention": patterns}
-    if settings.rule == "mechanisms":
+    if rule_name == "mechanisms":
         wanted["attended"] = AttendedProbe()
     if measure is not None:
         wanted["influence"] = measure
@@ -143,14 +146,14 @@ def flow(
     found: dict[str, Any] = dict(zip(wanted, results, strict=True))
     chosen: PositionsResult = found["positions"]
     rules: list[list[Rule]] | None = None
-    if settings.rule == "mechanisms":
+    if rule_name == "mechanisms":
         if mechanisms is None:
             mechanisms = measure_mechanisms(
                 host, others or inputs, batch_size=FEWEST, progress=progress
             )
         attended: AttendedResult = found["attended"]
         rules = mechanisms.rules(attended.positions, chosen.argmax)
-    depth = k if settings.rule == "top_k" else 1
+    depth = k if rule_name == "top_k" else 1
     by_rank = [layer_positions[..., :depth] for layer_positions in chosen.positions]
     sets = propagate(by_rank if rules is None else rules, longest)
     result: InfluenceResult | None = found.get("influence")
@@ -159,8 +162,8 @@ def flow(
         agreement = compare(sets.part(result.layers), result, threshold=threshold)
     config = {
         "flow": loaded.description.split(":")[0],
-        "rule": settings.rule,
-        "k": k if settings.rule == "top_k" else 1,
+        "rule": rule_name,
+        "k": k if rule_name == "top_k" else 1,
         "position": list(positions) if positions is not None else "all",
         "layer": list(layers),
         "without": list(without),
@@ -169,7 +172,7 @@ def flow(
     }
     made = Flow(
         tokens=readable_tokens(host, rows),
-        rule=settings.rule,
+        rule=rule_name,
         k=depth,
         sets=sets,
         influence=result,

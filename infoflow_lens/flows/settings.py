@@ -1,22 +1,13 @@
-"""What was asked of a flow: checked, and counted from 0."""
+"""What may be asked of a flow, and whether a model and texts have it."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, MinLen
 from torch import Tensor, nn
 
-from infoflow_lens.flows.result import RuleName
-from infoflow_lens.foundation.checks import (
-    check_choice,
-    check_integer,
-    check_integers,
-    check_seed,
-)
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.settings import check
-from infoflow_lens.hooks import MechanismsResult
-from infoflow_lens.hooks.influence.base import Threshold
+from infoflow_lens.foundation.settings import Distinct, Remedy
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.model.points import reads_vectors
 
@@ -24,54 +15,14 @@ InfluenceKind = Literal["auto", "exact", "estimate", "resample"]
 FEWEST = 8  # sequences from which a head's mean pattern says something [chosen]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What was asked for, checked as far as it goes without a model."""
-
-    positions: tuple[int, ...] | None
-    layers: tuple[int, ...] | None
-    rule: RuleName
-
-
-def checked(
-    position: Any,
-    layer: Any,
-    influence: Any,
-    rule: Any,
-    k: Any,
-    n_directions: Any,
-    threshold: Any,
-    seed: Any,
-) -> Settings:
-    """The settings.
-
-    Raises:
-        InfoFlowError: naming the one that makes no sense.
-    """
-    hint = ", counted from 0, or from -1 backwards"
-    positions = None
-    if position != "all" if isinstance(position, str) else True:
-        given = position if _is_many(position) else [position]
-        positions = check_integers(given, "position", None, f"{hint}, or 'all'")
-    layers = None
-    if layer is not None:
-        layers = check_integers(layer if _is_many(layer) else [layer], "layer", None, hint)
-    if influence is not None:
-        check_choice(influence, "influence", get_args(InfluenceKind))
-    if not isinstance(rule, MechanismsResult):
-        check_choice(rule, "rule", get_args(RuleName))
-    check_integer(k, "k", 1)
-    check_integer(n_directions, "n_directions", 2, ", whose spread tells the error")
-    check(threshold, Threshold, "threshold")
-    check_seed(seed)
-    name: RuleName = "mechanisms" if isinstance(rule, MechanismsResult) else rule
-    return Settings(positions, layers, name)
-
-
-def _is_many(value: Any) -> bool:
-    if isinstance(value, Tensor) or hasattr(value, "ndim"):
-        return bool(value.ndim)
-    return isinstance(value, Iterable) and not isinstance(value, str)
+Several = Annotated[tuple[int, ...], MinLen(1), Distinct()]
+Place = Annotated[
+    int | Several | Literal["all"], Remedy("counted from 0, or from -1 backwards; 'all' for all")
+]
+Layers = Annotated[
+    int | Several | None, Remedy("counted from 0, or from -1 backwards; None for all")
+]
+Directions = Annotated[int, Ge(2), Remedy("whose spread tells the error")]
 
 
 def check_given(text: Any) -> None:
@@ -99,7 +50,7 @@ def several(model: nn.Module, text: Any) -> Any:
     return text
 
 
-def layers_of(asked: tuple[int, ...] | None, n_layers: int) -> tuple[int, ...]:
+def layers_of(asked: Layers, n_layers: int) -> tuple[int, ...]:
     """The layers from 0.
 
     Raises:
@@ -107,6 +58,7 @@ def layers_of(asked: tuple[int, ...] | None, n_layers: int) -> tuple[int, ...]:
     """
     if asked is None:
         return tuple(range(n_layers))
+    asked = (asked,) if isinstance(asked, int) else asked
     if not all(-n_layers <= layer < n_layers for layer in asked):
         raise InfoFlowError(
             f"layer is {_one(asked)}: expected 0 to {n_layers - 1}, or -1 to -{n_layers} from the "
@@ -115,16 +67,15 @@ def layers_of(asked: tuple[int, ...] | None, n_layers: int) -> tuple[int, ...]:
     return tuple(sorted({layer % n_layers for layer in asked}))
 
 
-def positions_of(
-    asked: tuple[int, ...] | None, rows: Sequence[Tensor], n_more: int
-) -> tuple[int, ...] | None:
-    """The positions, each of which every input has.
+def positions_of(asked: Place, rows: Sequence[Tensor], n_more: int) -> tuple[int, ...] | None:
+    """The positions, each of which every input has; None for all.
 
     Raises:
         InfoFlowError: naming the input that is too short.
     """
-    if asked is None:
+    if isinstance(asked, str):
         return None
+    asked = (asked,) if isinstance(asked, int) else asked
     for index, row in enumerate(rows):
         n_states = len(row) + n_more  # CLS
         if not all(-n_states <= place < n_states for place in asked):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infoflow_lens.foundation.checks import check_seed
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import Seed, checked
 
 _aten = torch.ops.aten
 
@@ -30,9 +30,10 @@ class SeededRandom(TorchDispatchMode):
         InfoFlowError: from an operation that draws and takes no generator.
     """
 
-    def __init__(self, seed: int) -> None:
+    @checked
+    def __init__(self, seed: Seed) -> None:
         super().__init__()
-        self._seed = check_seed(seed)
+        self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
         self.n_drawn = 0
 

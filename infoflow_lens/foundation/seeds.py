@@ -2,8 +2,7 @@
 
 import hashlib
 
-from infoflow_lens.foundation.checks import LARGEST_SEED
-from infoflow_lens.foundation.checks import check_seed as check_seed
+from infoflow_lens.foundation.settings import LARGEST_SEED
 
 
 def derived_seed(*parts: str | int) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Interval, Le, Lt, MinLen
+from annotated_types import Ge, Gt, Interval, Le, Lt, MaxLen, MinLen
 from typing_extensions import dataclass_transform
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -148,6 +148,19 @@ def check(value: Any, annotation: Any, name: str) -> Any:
     return found
 
 
+def check_by_layer(values: Any, name: str, n_layers: int) -> tuple[int, ...]:
+    """One integer of at least 1 for each layer, from one for all or one for each.
+
+    Raises:
+        InfoFlowError: for numbers below 1, or another number of layers.
+    """
+    each = Annotated[tuple[Count, ...], MinLen(n_layers), MaxLen(n_layers)]
+    found = check(
+        values, Annotated[Count | each, Remedy(f"one for each of {n_layers} layers")], name
+    )
+    return (found,) * n_layers if isinstance(found, int) else found
+
+
 def plain(value: Any) -> Any:
     """Numbers of NumPy and torch as Python's, small arrays, tensors and lists as tuples."""
     if hasattr(value, "dtype") and hasattr(value, "tolist") and hasattr(value, "ndim"):
@@ -217,8 +230,13 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 
 def _choices(annotation: Any) -> list[str]:
     """The words that may be given, if only words may be."""
-    inner = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-    if get_origin(inner) is Literal and all(isinstance(part, str) for part in get_args(inner)):
+    options = [part for part in _options(annotation) if part is not type(None)]
+    inner = get_args(options[0])[0] if get_origin(options[0]) is Annotated else options[0]
+    if (
+        len(options) == 1
+        and get_origin(inner) is Literal
+        and all(isinstance(part, str) for part in get_args(inner))
+    ):
         return list(get_args(inner))
     return []
 

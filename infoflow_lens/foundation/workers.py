@@ -7,13 +7,16 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from annotated_types import Interval
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.extras import optional
 from infoflow_lens.foundation.processes import end_with, threads
+from infoflow_lens.foundation.settings import checked
 
-MOST_JOBS = 4096
+Jobs = Annotated[int, Interval(ge=1, le=4096)]
 _PATIENCE = 30  # seconds until a scheduler must have a worker
 
 
@@ -25,7 +28,8 @@ class Spread(Protocol):
         ...
 
 
-def check_workers(jobs: int, scheduler: str | None, what: str) -> None:
+@checked
+def check_workers(jobs: Jobs, scheduler: str | None, what: str) -> None:
     """Refuse workers that cannot be had, before work starts.
 
     Args:
@@ -37,8 +41,6 @@ def check_workers(jobs: int, scheduler: str | None, what: str) -> None:
         InfoFlowError: for a number of jobs that makes no sense, and without the packages that
             several processes (extra ``studies``) or a scheduler (``cluster``) need.
     """
-    if isinstance(jobs, bool) or not isinstance(jobs, int) or not 1 <= jobs <= MOST_JOBS:
-        raise InfoFlowError(f"jobs is {jobs!r}: expected 1 to {MOST_JOBS}")
     if scheduler is not None:
         optional("distributed", "cluster", f"the scheduler {scheduler!r}")
     if scheduler is not None or jobs > 1:

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from infoflow_lens.foundation.display import brief
@@ -108,7 +109,7 @@ def probe(
     config = ProbingConfig(
         model=os.fspath(model) if isinstance(model, (str, os.PathLike)) else _name_of(model),
         data=os.fspath(data) if isinstance(data, (str, os.PathLike)) else _described(data),
-        **settings,
+        **_named(settings),
     )
     loaded = None
     if not isinstance(model, (str, os.PathLike)):
@@ -150,6 +151,18 @@ def probe(
         raise
     shutil.rmtree(folder, ignore_errors=True)
     return replace(result, out=None, found=in_memory)
+
+
+def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with PyTorch's devices and number types by name, as records keep them."""
+    named = dict(settings)
+    if isinstance(named.get("device"), torch.device):
+        named["device"] = str(named["device"])
+    if isinstance(named.get("dtype"), torch.dtype):
+        named["dtype"] = str(named["dtype"]).removeprefix("torch.")
+    if "device" in named and named["device"] is None:  # the default, as in `load_any`
+        del named["device"]
+    return named
 
 
 def _with_settings() -> inspect.Signature:

@@ -8,9 +8,9 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, read_inputs
 from infoflow_lens.probing.windows import windows
 from infoflow_lens.tasks import TokenTask, is_task, list_tasks, load_task
@@ -37,15 +37,16 @@ def read_data(model: nn.Module, data: str, **settings: Any) -> Batches:
     return Batches(model, torch.stack(rows) if together else rows, name=data)
 
 
+@checked
 def stream_data(
     model: nn.Module,
     data: str,
     *,
     column: str | None = None,
-    n: int | None = None,
-    max_length: int | None = None,
-    window: int | None = None,
-    seed: int = 0,
+    n: Count | None = None,
+    max_length: Count | None = None,
+    window: Count | None = None,
+    seed: Seed = 0,
     scratch: Path | None = None,
 ) -> Iterator[Tensor]:
     """The sequences that a user names, tokenised as they are read: token ids [pos], or vectors.
@@ -69,12 +70,9 @@ def stream_data(
     Raises:
         InfoFlowError: for data that are not there or cannot be read, naming them.
     """
-    if n is not None and n < 1:
-        raise InfoFlowError(f"n is {n}: expected at least 1 sequence")
     if not data:
         raise InfoFlowError("data is empty: expected a file, a task or the name of a dataset")
     if window is not None:
-        window = check_integer(window, "window", 1, " token")
         max_length = min(window, max_length or window)
         texts = stream_texts(data, column)
         if texts is not None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.files import write_signed
 from infoflow_lens.foundation.processes import threads
 from infoflow_lens.foundation.progress import no_bars_of_libraries
@@ -18,6 +17,7 @@ from infoflow_lens.foundation.record import (
     model_fingerprint,
     tokenizer_fingerprint,
 )
+from infoflow_lens.foundation.settings import Count, check
 from infoflow_lens.foundation.workers import check_workers
 from infoflow_lens.hooks import inspect_model
 from infoflow_lens.hooks.model.inputs import Batches, readable_tokens
@@ -83,9 +83,8 @@ def run_probing(
     if batches is None:
         check_data(config.data)
     check_workers(jobs, scheduler, "a probe run")
-    if n_threads is not None:
-        n_threads = check_integer(n_threads, "threads", 1)
-    elif jobs > 1 or scheduler is not None:
+    n_threads = check(n_threads, Count | None, "n_threads")
+    if n_threads is None and (jobs > 1 or scheduler is not None):
         n_threads = 1
     crew = Crew(jobs, scheduler, n_threads or 1, again or "the same call")
     with (

@@ -4,15 +4,17 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+from annotated_types import Ge
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import naming_file
+from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks.model.inputs import tokenized
 
 _PIECE = 2**20  # characters that are tokenised at a time, about; each takes hundreds of bytes
@@ -116,7 +118,7 @@ def _starts(
     n_prefix: int, n_stream: int, length: int, n: int | None, name: str
 ) -> tuple[Int[Tensor, " window"], int]:
     """Where windows begin, and how many tokens of the stream each holds."""
-    own = check_integer(length, "window", n_prefix + 1) - n_prefix
+    own: int = check(length, Annotated[int, Ge(n_prefix + 1)], "window") - n_prefix
     most = n_stream // own
     if most < 1:
         raise InfoFlowError(

@@ -18,10 +18,9 @@ from annotated_types import MinLen
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from infoflow_lens.foundation.checks import check_by_layer
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count as Number
-from infoflow_lens.foundation.settings import Positions, Remedy, checked, settings
+from infoflow_lens.foundation.settings import Positions, Remedy, check_by_layer, checked, settings
 
 Count = Literal["paper", "unordered", "proved"]
 Heads = Annotated[tuple[Number, ...], MinLen(1), Remedy("one for each layer")]

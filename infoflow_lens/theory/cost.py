@@ -9,9 +9,15 @@ from annotated_types import Gt, Lt
 from jaxtyping import Float
 from torch import Tensor
 
-from infoflow_lens.foundation.checks import check_by_layer
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.settings import Count, Index, Remedy, checked, settings
+from infoflow_lens.foundation.settings import (
+    Count,
+    Index,
+    Remedy,
+    check_by_layer,
+    checked,
+    settings,
+)
 from infoflow_lens.theory.information_sets import InformationSets
 
 Mode = Literal["law", "effective", "certified"]

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from infoflow_lens.foundation.checks import check_by_layer
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.settings import Count, checked
+from infoflow_lens.foundation.settings import Count, check_by_layer, checked
 from infoflow_lens.theory.comparison import Component, Heads, shared_positions, tuple_holders
 from infoflow_lens.theory.jobs import (
     Global,

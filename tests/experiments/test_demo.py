@@ -89,7 +89,7 @@ def test_a_folder_of_other_settings_is_refused(demo):
     [
         ({"seed": -1}, "seed is -1"),
         ({"n_shown": 99, "n_influence": 9}, "n_shown is 99"),
-        ({"n_heads": (3,)}, "expected two layers"),
+        ({"n_heads": (3,)}, "one for each of two layers"),
         ({"threshold": 0.0}, "threshold is 0.0"),
         ({"n_recovery": 3}, "n_recovery is 3"),
     ],

@@ -264,8 +264,7 @@ def test_the_bar_knows_all_passes_before_it_moves(host, monkeypatch):
         ({"position": 7}, r"position is 7, but the text has 7 positions: expected 0 to 6, or -1"),
         ({"position": -8}, r"position is -8, but the text has 7 positions"),
         ({"position": (3, 3)}, r"position is \[3, 3\]|position is \(3, 3\)"),
-        ({"position": "every"}, r"position is \['every'\].*'all'"),
-        ({"position": 1.5}, r"position is \[1\.5\]: expected different integers"),
+        ({"position": "every"}, "position is 'every': expected .*'all'"),
         ({"layer": 2}, "layer is 2: expected 0 to 1, or -1 to -2"),
         ({"rule": "argmx"}, "rule is 'argmx': expected one of attention, top_k, mechanisms"),
         ({"influence": "exakt"}, "influence is 'exakt'.* did you mean 'exact'"),
@@ -273,11 +272,7 @@ def test_the_bar_knows_all_passes_before_it_moves(host, monkeypatch):
         ({"rule": "mechanisms"}, "over one its mean pattern is its pattern; expected at least 8"),
         ({"rule": "mechanisms", "reference": ["w5"] * 8}, "have at most 2 tokens, the text 7"),
         ({"threshold": 0}, "threshold is 0: expected"),
-        ({"threshold": "most"}, "threshold is 'most': expected"),
-        ({"without": 0}, "without is 0: expected different integers of at least 0"),
-        ({"without": "0"}, "without is '0': expected different integers of at least 0"),
         ({"n_directions": 1}, "n_directions is 1: expected an integer of at least 2"),
-        ({"seed": -1}, "seed is -1"),
     ],
 )
 def test_bad_settings_are_named_before_work(host, settings, message, monkeypatch):
@@ -366,3 +361,8 @@ def test_the_name_stays_a_function_whatever_is_imported():
 
     assert callable(infoflow_lens.flow)
     assert infoflow_lens.flow is infoflow_lens.flows.run.flow
+
+
+def test_a_device_and_a_number_type_may_be_torchs(host):
+    made = quick(host, TEXT, device=torch.device("cpu"), dtype=torch.float32)
+    assert made.record.config == quick(host, TEXT).record.config

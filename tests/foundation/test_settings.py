@@ -18,6 +18,7 @@ from infoflow_lens.foundation.settings import (
     Seed,
     Share,
     check,
+    check_by_layer,
     checked,
     settings,
 )
@@ -113,3 +114,15 @@ def test_a_class_adds_what_holds_between_its_fields() -> None:
 
 def test_positions_may_be_none_at_all() -> None:
     assert check((), Positions, "without") == ()
+
+
+def test_one_number_for_all_layers_or_one_for_each():
+    assert check_by_layer(3, "roles", 2) == (3, 3)
+    assert check_by_layer([3, 4], "roles", 2) == (3, 4)
+    assert check_by_layer(np.array([3, 4]), "roles", 2) == (3, 4)
+
+
+@pytest.mark.parametrize("given", [0, (3,), (3, 0), (3, 1.5), 2.0, None, True, "32"])
+def test_other_numbers_are_refused_by_name(given):
+    with pytest.raises(InfoFlowError, match=r"width is .*: expected .* each of 2 layers"):
+        check_by_layer(given, "width", 2)

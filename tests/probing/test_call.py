@@ -137,3 +137,10 @@ def test_data_that_are_not_there_are_refused_before_the_model_is_loaded(tmp_path
         with pytest.raises(InfoFlowError, match="there is no file"):
             probe("no/such/model", missing, tmp_path / "out", **SETTINGS)
     assert not (tmp_path / "out").exists()
+
+
+def test_devices_and_number_types_of_pytorch_count_as_their_names(hf_model):
+    settings = {**SETTINGS, "tokenizer": zoo.tokenizer(), "probes": ("positions",)}
+    for given in ({"device": torch.device("cpu"), "dtype": torch.float32}, {"device": None}):
+        config = probe(hf_model, TEXTS, **settings, **given).config
+        assert (config.device, config.dtype) == ("cpu", "float32" if "dtype" in given else None)

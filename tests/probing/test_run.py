@@ -286,18 +286,12 @@ def test_data_that_are_not_there(folder, data, message, monkeypatch):
     ("change", "message"),
     [
         ({"probes": ("position",)}, "did you mean 'positions'"),
-        ({"probes": ()}, "expected different ones"),
-        ({"probes": -1}, r"probes is -1: expected names, as in \('"),
-        ({"probes": "positions"}, "probes is 'positions': expected names"),
-        ({"probes": (1,)}, "expected names"),
+        ({"probes": ()}, r"probes are \(\): expected"),
+        ({"probes": ("positions", "positions")}, "probes are .*: expected different"),
         ({"influence": "exactly"}, "did you mean 'exact'"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"ranks": (0,)}, "ranks are"),
         ({"ranks": (2, 3)}, "expected 1 to some K"),
-        ({"without": (-1,)}, "without is"),
         ({"metric": "mse"}, "did you mean 'nmse'"),
-        ({"sketch": -1}, "sketch is -1"),
-        ({"threshold": float("nan")}, "threshold is nan"),
+        ({"sketch": 1}, "sketch is 1"),
     ],
 )
 def test_bad_settings_are_named(config, change, message):

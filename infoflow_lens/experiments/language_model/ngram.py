@@ -5,14 +5,16 @@ order.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.experiments.language_model.tokens import END_OF_TEXT_ID
-from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import Count, checked
 
 _Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -60,14 +62,16 @@ class _Counts:
 class NGram:
     """Interpolated Kneser-Ney models of the orders 1 to `order`, which share their counts."""
 
-    def __init__(self, stream: Int[Tensor, " pos"], vocabulary: int, order: int = 5) -> None:
+    @checked
+    def __init__(
+        self, stream: Int[Tensor, " pos"], vocabulary: Annotated[int, Ge(2)], order: Count = 5
+    ) -> None:
         """Count the grams of a stream of ids below `vocabulary`.
 
         Raises:
             InfoFlowError: for an empty stream, or more grams than fit into 63 bits.
         """
-        self.vocabulary = check_integer(vocabulary, "vocabulary", 2)
-        self.order = check_integer(order, "order", 1)
+        self.vocabulary, self.order = vocabulary, order
         if self.vocabulary**self.order > 2**63:
             raise InfoFlowError(
                 f"order is {order} with {vocabulary} tokens: expected vocabulary ** order of at "

@@ -219,7 +219,7 @@ def _label(method: str) -> str:
     return "InfoFlow, k = 1" if method == _SIZES else method
 
 
-def _rows(agreement: RankingAgreement, starts: Sequence[int]) -> list[dict[str, Any]]:
+def _rows(agreement: RankingAgreement, starts: tuple[int, ...]) -> list[dict[str, Any]]:
     """The table with the leads of the sets, rounded: intervals are wider than a thousandth."""
     frame = agreement.to_frame(starts)
     keys = ["size_of", "method", "layer", "positions"]

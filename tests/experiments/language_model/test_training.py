@@ -172,14 +172,11 @@ def test_the_learning_rate_rises_stays_and_falls():
     ("changes", "words"),
     [
         ({"n_heads": 3}, "a divisor"),
-        ({"n_steps": 0}, "n_steps is 0"),
-        ({"vocabulary": 100}, "at least 257"),
-        ({"vocabulary": 100_000}, "at most 32768"),
+        ({"vocabulary": 100}, "vocabulary is 100: .* 257 to 32768"),
+        ({"vocabulary": 100_000}, "vocabulary is 100000"),
         ({"longest_repeat": 200}, "longest_repeat < n_context"),
-        ({"repeated": 1.5}, "a share"),
-        ({"lr": 0.0}, "a positive number"),
-        ({"weight_decay": float("nan")}, "at least 0"),
-        ({"seed": -1}, "seed is -1"),
+        ({"repeated": 1.5}, "repeated is 1.5"),
+        ({"lr": 0.0}, "lr is 0.0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes, words):

@@ -1,0 +1,1 @@
+"""Tests of infoflow_lens.flows."""

@@ -1,0 +1,56 @@
+"""Options of a command are made of a settings class, whose ranges the class checks."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import typer
+from annotated_types import Ge
+from typer.testing import CliRunner
+
+from infoflow_lens.commands.common import reported
+from infoflow_lens.commands.options import options_of
+from infoflow_lens.foundation.settings import Count, Ranks, Remedy, Share, settings
+
+
+@settings
+class Example:
+    name: Annotated[str, "Name help."]
+    n: Annotated[Count | None, "Number help."] = None
+    size: Annotated[int, Ge(4), Remedy("in fours"), "Size help."] = 8
+    share: Annotated[Share, "Share help."] = 0.5
+    ranks: Annotated[Ranks, "Ranks help."] = (1, 2)
+    mode: Annotated[Literal["fit", "use"], "Mode help."] = "fit"
+
+
+app = typer.Typer()
+
+
+@app.command()
+@options_of(Example, arguments=["name"])
+def command(config: Callable[[], Any]) -> None:
+    with reported():
+        typer.echo(repr(config()))
+
+
+def answer(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words))
+
+
+def test_options_are_typed_as_the_fields_are():
+    assert answer("a").output.strip() == repr(Example("a"))
+    given = ["--n", "3", "--size", "4", "--share", "1", "--ranks", "1,3", "--mode", "use"]
+    assert answer("a", *given).output.strip() == repr(Example("a", 3, 4, 1.0, (1, 3), "use"))
+
+
+def test_ranges_beside_a_help_text_are_the_class_s():
+    for words, told in (("--n 0", "n is 0"), ("--size 3", "in fours"), ("--share 2", "share is 2")):
+        result = answer("a", *words.split())
+        assert (result.exit_code, told in result.stderr) == (2, True)
+    assert answer("a", "--n", "many").exit_code == 2
+
+
+def test_the_help_is_the_text_alone():
+    shown = answer("--help").output
+    assert all(f"{word} help." in shown for word in ("Name", "Number", "Size", "Share", "Mode"))
+    assert "Ge(" not in shown
+    assert "in fours" not in shown
