@@ -7,6 +7,7 @@ from infoflow_lens.foundation.checks import check_integer
 from infoflow_lens.probing.config import Backend, Device, Dtype, ProbingConfig, Seed
 from infoflow_lens.probing.registry import part_names
 
+FEWEST = 5  # windows, of which recovery holds one out
 _MOST_RANKS = 4  # of attended keys
 
 
@@ -36,7 +37,7 @@ class SurveyConfig:
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
-        check_integer(self.n, "n", 4, ", of which half choose the mechanisms")
+        check_integer(self.n, "n", FEWEST, ", of which half choose the mechanisms")
         check_integer(self.window, "window", 3)
         self.probing()
 

@@ -217,6 +217,19 @@ def test_pointing_shows_weights_scores_and_influence(show, html, inputs):
     assert "rank 1, score" in said
 
 
+@pytest.mark.parametrize("rule", ["argmax", "mechanisms"])
+def test_a_press_leaves_no_word_of_the_state_before(show, html, rule):
+    """The tip speaks of the state that was just chosen, or is gone."""
+    page = show(html)
+    lit(page)
+    page.get_by_label("rule").select_option(rule)
+    for pressed in (8, 3, 6):
+        page.locator(".token").nth(pressed).click()
+        assert "own token" in page.locator(".tip").inner_text()
+    page.locator("[data-head='2.0']").click()
+    assert page.locator(".tip").is_hidden()
+
+
 def test_another_width_leaves_what_the_pointer_may_be_on(show, html):
     from playwright.sync_api import expect  # `show` has skipped the test where it is missing
 

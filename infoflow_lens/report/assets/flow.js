@@ -377,6 +377,7 @@ infoflow.Picture = class {
     this.draw();
     this.drawTable();
     this.say();
+    this.point(state.hover); // what the tip says depends on the chosen state
   }
 
   // Influence on the chosen state: each source's, and its share of the largest of other tokens.
