@@ -46,7 +46,8 @@ class SetAgreement:
         recall: share of the measured set that is predicted.
         jaccard: size of the intersection over size of the union; 1 for two empty sets.
         exact_match: share of states whose two sets are equal.
-        influence_inside: share of the squared influence that lies inside the predicted set.
+        influence_inside: share of the squared influence that lies inside the predicted set, over
+            all states; :func:`explained` counts influence, beside chance.
         predicted_size: mean size of the predicted set.
         measured_size: mean size of the measured set.
     """
@@ -109,12 +110,96 @@ class Agreement:
     def __repr__(self) -> str:
         shares = ", ".join(f"{layer.influence_inside:.3f}" for layer in self.layers[:12])
         return (
-            f"Agreement({len(self.layers)} layers, influence inside the sets: {shares}, read-out "
+            f"Agreement({len(self.layers)} layers, squared influence inside: {shares}, read-out "
             f"{self.cls.influence_inside:.3f})"
         )
 
     def _repr_html_(self) -> str:
         return panel("Agreement", {"threshold": self.threshold}, head=self.to_frame())
+
+
+@dataclass(frozen=True)
+class Explained:
+    """How much of the influence on states of a layer lies inside their predicted sets.
+
+    This is the one number that tables, curves, pictures and sentences show. A state whose set is
+    empty or holds every candidate, and one that no candidate has influence on, proves nothing: it
+    is counted and left out of the means.
+
+    Attributes:
+        layer: of the states.
+        place: their positions, in words, such as "last position" or "positions 3-7".
+        n_sequences: the sequences that they are of.
+        with_self: whether each position itself is a candidate; the residual stream holds it in
+            any case.
+        squared: whether the squares of influence are counted, in the place of influence, which is
+            what pictures shade.
+        n_states: how many were measured.
+        no_other: of these, how many have no candidate, or no influence from one.
+        empty: how many have an empty predicted set.
+        everything: how many have a set that holds every candidate.
+        inside: the mean share of influence inside the set over the rest; NaN where none is left.
+        chance: what a random set of the same size would hold on average.
+        auroc: over the rest.
+        size, others: the mean size of the set, and of the candidates, over all.
+    """
+
+    layer: int
+    place: str
+    n_sequences: int
+    with_self: bool
+    squared: bool
+    n_states: int
+    no_other: int
+    empty: int
+    everything: int
+    inside: float
+    chance: float
+    auroc: float
+    size: float
+    others: float
+
+    @property
+    def states(self) -> str:
+        """Position and layer, in words."""
+        return f"{self.place}, layer {self.layer}"
+
+    @property
+    def n_informative(self) -> int:
+        """States of which the prediction could be wrong."""
+        return self.n_states - self.no_other - self.empty - self.everything
+
+    def reason(self) -> str:
+        """Why nothing can be said; empty if something can."""
+        if self.n_informative:
+            return ""
+        if not self.n_states:
+            return "not measured"
+        counts = {
+            "no other tokens": self.no_other,
+            "empty set": self.empty,
+            "set holds everything": self.everything,
+        }
+        found = {words: n for words, n in counts.items() if n}
+        if len(found) == 1:
+            return next(iter(found))
+        return ", ".join(f"{words} ({n})" for words, n in found.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers as JSON-compatible values."""
+        return {**asdict(self), "n_informative": self.n_informative, "reason": self.reason()}
+
+    def __str__(self) -> str:
+        """In a sentence without a full stop."""
+        if self.reason():
+            return f"{self.states}: the predicted sets say nothing of influence ({self.reason()})"
+        what = "squared influence" if self.squared else "influence"
+        whose = "tokens" if self.with_self else "other tokens"
+        return (
+            f"{self.states}: {self.inside:.0%} of the {what} of {whose} lies inside the predicted "
+            f"sets, which hold {self.size:.3g} of {self.others:.3g} {whose}; random sets of that "
+            f"size would hold {self.chance:.0%}"
+        )
 
 
 def auroc(
@@ -162,10 +247,12 @@ def influence_inside(
     influence: Float[Tensor, "state source"],
     members: Bool[Tensor, "state source"],
     candidate: Bool[Tensor, "state source"],
+    squared: bool = True,
 ) -> Float[Tensor, " state"]:
-    """Share of each state's squared influence that lies inside its set; NaN where there is none."""
-    energy = influence.double().square() * candidate
-    return (energy * members).sum(1) / energy.sum(1)
+    """Share of each state's (squared) influence that lies inside its set; NaN if it has none."""
+    amount = influence.double() * candidate
+    amount = amount.square() if squared else amount
+    return (amount * members).sum(1) / amount.sum(1)
 
 
 def _mean(values: Tensor) -> float:
@@ -291,6 +378,60 @@ def compare_by_position(
     return pd.DataFrame(rows)
 
 
+def explained(
+    predicted: Predicted,
+    measured: Measured | InformationSets,
+    layer: int = -1,
+    *,
+    last: bool = False,
+    with_self: bool = False,
+    squared: bool = False,
+    lengths: Int[Tensor, " batch"] | None = None,
+    candidates: Bool[Tensor, "batch pos source"] | None = None,
+) -> Explained:
+    """How much of the influence lies inside the predicted sets, of one layer.
+
+    Args:
+        predicted, measured, lengths: as for :func:`compare`. Of an `InfluenceResult` the measured
+            positions count.
+        layer: index of the layers that were measured.
+        last: of the last position of each sequence alone.
+        with_self: count each position itself, too.
+        squared: count squares of influence.
+        candidates: what each state could hold, such as the mask of the model allows; default, what
+            is predicted or has influence at this position, in any sequence and layer.
+
+    Raises:
+        InfoFlowError: as :func:`compare`.
+    """
+    states = _States(sets_of(predicted, measured), measured, 1.0, lengths)
+    chosen = states.asked & (states.is_last if last else states.exists)
+    return states.explained(layer, chosen, with_self, squared, candidates)
+
+
+def explained_by_position(
+    predicted: Predicted, measured: Measured | InformationSets
+) -> list[list[Explained]]:
+    """The same by layer and position; of what was not measured it says so.
+
+    Args:
+        predicted, measured: as for :func:`explained`.
+
+    Raises:
+        InfoFlowError: as :func:`compare`.
+    """
+    states = _States(sets_of(predicted, measured), measured, 1.0, None)
+    n_layers, _, n_pos, _ = states.scores.shape
+    places = torch.arange(n_pos, device=states.scores.device)
+    return [
+        [
+            states.explained(layer, states.asked & states.exists & (places == position))
+            for position in range(n_pos)
+        ]
+        for layer in range(n_layers)
+    ]
+
+
 def _check_measured(measured: Any) -> None:
     """Refuse what no probe of influence gave.
 
@@ -351,6 +492,8 @@ class _States:
                 "and predict the same inputs"
             )
         check_norms(self.scores)
+        layers = range(len(self.scores))
+        self._layers = measured.layers if isinstance(measured, InfluenceResult) else tuple(layers)
         self._predicted = predicted.members
         self._measured = influence_sets(self.scores, threshold).members
         _, n_batch, n_pos, n_source = self.scores.shape
@@ -366,15 +509,70 @@ class _States:
         self, layer: int, chosen: Bool[Tensor, "batch pos"], with_self: bool
     ) -> SetAgreement:
         """Over some states of a layer."""
-        n_pos, n_source = self._reachable.shape
-        is_self = torch.eye(n_pos, n_source, dtype=torch.bool, device=chosen.device)
-        candidate = (self._reachable & (with_self | ~is_self)) & self._sources[:, None]
         return _set_agreement(
             self._predicted[layer][chosen],
             self._measured[layer][chosen],
             self.scores[layer][chosen],
-            candidate[chosen],
+            self._candidates(with_self)[chosen],
         )
+
+    def _candidates(
+        self, with_self: bool, reachable: Bool[Tensor, "*batch pos source"] | None = None
+    ) -> Bool[Tensor, "batch pos source"]:
+        """What each state could hold."""
+        reachable = self._reachable if reachable is None else reachable.to(self.scores.device)
+        n_pos, n_source = reachable.shape[-2:]
+        is_self = torch.eye(n_pos, n_source, dtype=torch.bool, device=reachable.device)
+        return (reachable & (with_self | ~is_self)) & self._sources[:, None]
+
+    def explained(
+        self,
+        layer: int,
+        chosen: Bool[Tensor, "batch pos"],
+        with_self: bool = False,
+        squared: bool = False,
+        candidates: Bool[Tensor, "batch pos source"] | None = None,
+    ) -> Explained:
+        """Over some states of a layer, those of which the prediction could be wrong."""
+        candidate = self._candidates(with_self, candidates)[chosen]
+        members = self._predicted[layer][chosen] & candidate
+        scores = self.scores[layer][chosen] * candidate
+        others, size = candidate.sum(1), members.sum(1)
+        silent = (others == 0) | (scores.sum(1) == 0)
+        empty, full = ~silent & (size == 0), ~silent & (size == others) & (size > 0)
+        rest = ~(silent | empty | full)
+        kept = scores[rest], members[rest], candidate[rest]
+        return Explained(
+            layer=self._layers[layer],
+            place=self._place(chosen),
+            n_sequences=int(chosen.any(dim=1).sum()),
+            with_self=with_self,
+            squared=squared,
+            n_states=len(size),
+            no_other=int(silent.sum()),
+            empty=int(empty.sum()),
+            everything=int(full.sum()),
+            inside=_mean(influence_inside(*kept, squared)),
+            chance=_mean(size[rest] / others[rest]),
+            auroc=_mean(auroc(*kept)),
+            size=_mean(size.double()),
+            others=_mean(others.double()),
+        )
+
+    def _place(self, chosen: Bool[Tensor, "batch pos"]) -> str:
+        """Which positions these are, in words."""
+        places = chosen.any(dim=0).nonzero().flatten().tolist()
+        if not places:
+            return "no position"
+        if not bool((chosen & ~self.is_last).any()):
+            return "last position"
+        if chosen.equal(self.exists):
+            return "all positions"
+        if len(places) == 1:
+            return f"position {places[0]}"
+        whole = len(places) == places[-1] - places[0] + 1
+        count = "" if whole else f"{len(places)} "
+        return f"{count}positions {places[0]}-{places[-1]}"
 
 
 def real_states(
@@ -450,28 +648,31 @@ def check_real(scores: Tensor) -> None:
 class CoverageCurve:
     """How much of the influence lies inside the predicted sets, as heads pass more positions.
 
-    The paper's claim, max-position retrieval, is the point k = 1.
+    The paper's claim, max-position retrieval, is the point k = 1. All is of other tokens than each
+    position itself, as in :class:`Explained`.
 
     Attributes:
-        layers: for every k the share of the squared influence inside the predicted set, layer by
-            layer, over all positions.
+        layers: for every k the share of the influence inside the predicted set, layer by layer,
+            over all measured positions; NaN where no set could be wrong.
         last: the same at the last position of the last layer (CLS, or the last token).
         size: the mean size of the predicted set there.
+        chance: what a random set of the same size would hold there.
     """
 
     layers: tuple[tuple[float, ...], ...]
     last: tuple[float, ...]
     size: tuple[float, ...]
+    chance: tuple[float, ...]
 
     def to_frame(self) -> "pd.DataFrame":
         """One row for each k."""
         import pandas as pd
 
         rows = [
-            {"k": k + 1, "last": last, "size": size}
+            {"k": k + 1, "last": last, "chance": chance, "size": size}
             | {f"layer_{layer}": share for layer, share in enumerate(shares)}
-            for k, (shares, last, size) in enumerate(
-                zip(self.layers, self.last, self.size, strict=True)
+            for k, (shares, last, chance, size) in enumerate(
+                zip(self.layers, self.last, self.chance, self.size, strict=True)
             )
         ]
         return pd.DataFrame(rows)
@@ -515,22 +716,20 @@ def coverage_curve(
             f"{n_layers} layers, with batch {batch} and {n_pos} positions"
         )
     check_norms(influence)
-    states, sources, final = real_states(lengths, batch, n_pos, n_source, influence.device)
-    states, final = states & asked, final & asked
-    candidate = sources[:, None].expand(-1, n_pos, -1)
-    layers, last, size = [], [], []
+    curve = []
     for k in range(1, min(layer.shape[-1] for layer in positions) + 1):
-        members = propagate([layer[..., :k] for layer in positions], n_source).members
-        layers.append(
-            tuple(
-                _mean(influence_inside(influence[i][states], sets[states], candidate[states]))
-                for i, sets in enumerate(members)
-            )
-        )
-        read = members[-1][final]
-        last.append(_mean(influence_inside(influence[-1][final], read, candidate[final])))
-        size.append(_mean(read.sum(dim=1).double()))
-    return CoverageCurve(tuple(layers), tuple(last), tuple(size))
+        sets = propagate([layer[..., :k] for layer in positions], n_source)
+        states = _States(sets, influence, 1.0, lengths)
+        states.asked &= asked
+        chosen = states.exists & states.asked
+        layers = tuple(states.explained(i, chosen).inside for i in range(n_layers))
+        curve.append((layers, states.explained(n_layers - 1, states.is_last & states.asked)))
+    return CoverageCurve(
+        layers=tuple(shares for shares, _ in curve),
+        last=tuple(found.inside for _, found in curve),
+        size=tuple(found.size for _, found in curve),
+        chance=tuple(found.chance for _, found in curve),
+    )
 
 
 def _by_rank(positions: Any) -> Sequence[Tensor]:

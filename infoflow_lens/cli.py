@@ -359,19 +359,18 @@ def _print_probing(result: Any) -> None:
     console = Console(highlight=False, markup=False)
     for sentence in result.sentences():
         console.print(sentence)
-    if result.agreement:
+    if result.last:
+        states = next(iter(result.last.values())).states
         table = Table(
-            "sets predicted by", "AUROC", "influence inside", "tokens in the set",
-            title="The last state: measured against predicted",
+            "sets predicted by", "influence inside", "by chance", "AUROC", "tokens in the set",
+            title=f"{states}: measured against predicted".capitalize(),
         )  # fmt: skip
-        for rule, agreement in result.agreement.items():
-            last = agreement.cls
-            table.add_row(
-                rule,
-                f"{last.auroc:.3f}",
-                f"{last.influence_inside:.3f}",
-                f"{last.predicted_size:.1f}",
+        for rule, found in result.last.items():
+            numbers = (found.inside, found.chance, found.auroc)
+            shown = (
+                [f"{x:.3f}" for x in numbers] if not found.reason() else [found.reason(), "", ""]
             )
+            table.add_row(rule, *shown, f"{found.size:.1f} of {found.others:.1f}")
         console.print(table)
     console.print(f"report: {result.out / 'report.html'}", soft_wrap=True)
     console.print(f"numbers: {result.out}", soft_wrap=True)

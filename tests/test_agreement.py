@@ -29,7 +29,7 @@ from infoflow_lens import (
     propagate,
     run_probes,
 )
-from infoflow_lens.agreement import coverage
+from infoflow_lens.agreement import coverage, explained
 from tests.reference import sets as reference_sets
 from tests.reference import zoo
 
@@ -200,15 +200,18 @@ def test_the_coverage_curve_is_the_share_inside_the_sets_of_k_positions(model, i
         sets = reference_sets.propagate(
             [layer[0, :, :, :k].tolist() for layer in positions.positions], 7
         )
-        squares = influence.influence[1, 0, -1].double().square()
-        inside = float(squares[sorted(sets[1][-1])].sum() / squares.sum())
+        inside = sorted(sets[1][-1])  # CLS is no source
+        amount = influence.influence[1, 0, -1].double()
         one = coverage_curve([p[:1] for p in positions.positions], influence.influence[:, :1])
-        assert one.last[k - 1] == pytest.approx(inside)
-        assert one.size[k - 1] == len(sets[1][-1])
+        if len(inside) == 7:  # nothing could be wrong
+            assert math.isnan(one.last[k - 1])
+        else:
+            assert one.last[k - 1] == pytest.approx(float(amount[inside].sum() / amount.sum()))
+            assert one.chance[k - 1] == pytest.approx(len(inside) / 7)
+        assert one.size[k - 1] == len(inside)
     frame = curve.to_frame()
     assert list(frame["k"]) == [1, 2, 3]
-    for column in ("last", "size", "layer_0", "layer_1"):
-        assert frame[column].is_monotonic_increasing
+    assert frame["size"].is_monotonic_increasing
 
 
 def test_the_coverage_curve_of_hard_retrieval_is_complete_at_one():
@@ -257,23 +260,57 @@ def test_padding_takes_no_part(seed, extra):
     assert found.cls.n_states == 4
 
 
-def test_a_padded_coverage_curve_is_that_of_the_parts():
-    """Two sequences of one length and one shorter: the mean over all their last states."""
+def test_a_padded_coverage_curve_is_that_of_its_states():
+    """Two sequences of one length and one shorter: the mean over states that could be wrong."""
     generator = torch.Generator().manual_seed(3)
     positions = [torch.randint(-1, 5, (3, 2, 5, 2), generator=generator) for _ in range(2)]
     influence = torch.rand(2, 3, 5, 5, generator=generator)
-    short = 3
+    lengths = torch.tensor([5, 5, 3])
     for layer in positions:
-        layer[2] = layer[2].clamp(max=short - 1)
-    curve = coverage_curve(positions, influence, torch.tensor([5, 5, short]))
-    full = coverage_curve([p[:2] for p in positions], influence[:, :2])
-    part = coverage_curve([p[2:, :, :short] for p in positions], influence[:, 2:, :short, :short])
+        layer[2] = layer[2].clamp(max=2)
+    curve = coverage_curve(positions, influence, lengths)
     for k in range(2):
-        expected = (2 * full.last[k] + part.last[k]) / 3
-        assert curve.last[k] == pytest.approx(expected)
+        sets = propagate([layer[..., : k + 1] for layer in positions], 5).members
         for layer in range(2):
-            expected = (10 * full.layers[k][layer] + short * part.layers[k][layer]) / 13
-            assert curve.layers[k][layer] == pytest.approx(expected)
+            shares, last = [], []
+            for sequence, n in enumerate(lengths.tolist()):
+                for t in range(n):
+                    others = [s for s in range(n) if s != t]
+                    held = [s for s in others if sets[layer, sequence, t, s]]
+                    if 0 < len(held) < len(others):
+                        amount = influence[layer, sequence, t].double()
+                        shares.append(float(amount[held].sum() / amount[others].sum()))
+                        last += shares[-1:] if t == n - 1 else []
+            expected = np.mean(shares) if shares else math.nan
+            assert curve.layers[k][layer] == pytest.approx(expected, nan_ok=True)
+        expected = np.mean(last) if last else math.nan
+        assert curve.last[k] == pytest.approx(expected, nan_ok=True)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10**6), st.booleans(), st.booleans())
+def test_what_is_explained_is_the_mean_over_states_that_could_be_wrong(seed, with_self, squared):
+    predicted, scores = case(seed)
+    found = explained(predicted, scores, 1, with_self=with_self, squared=squared)
+    shares, chances, kinds = [], [], []
+    for sequence in range(4):
+        for t in range(7):
+            keep = [s for s in range(6) if with_self or s != t]
+            amount = scores[1, sequence, t, keep].double() ** (1 + squared)
+            held = predicted.members[1, sequence, t, keep]
+            kind = (
+                "silent" if amount.sum() == 0 else
+                "empty" if not held.any() else "everything" if held.all() else ""
+            )  # fmt: skip
+            kinds.append(kind)
+            if not kind:
+                shares.append(float(amount[held].sum() / amount.sum()))
+                chances.append(float(held.double().mean()))
+    counts = [kinds.count(kind) for kind in ("silent", "empty", "everything")]
+    assert [found.no_other, found.empty, found.everything] == counts
+    assert found.inside == pytest.approx(np.mean(shares))
+    assert found.chance == pytest.approx(np.mean(chances))
+    assert (found.n_states, found.n_informative) == (28, len(shares))
 
 
 def test_lengths_that_do_not_fit_are_named():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -273,6 +274,16 @@ def test_probe_prints_mechanisms_and_agreement(small, tmp_path):
     assert "measured against predicted" in result.output
     assert "of the variance unexplained" in result.output
     assert (tmp_path / "report.html").is_file()
+
+
+def test_what_says_nothing_is_said_in_words(small, tmp_path):
+    """Two tokens: the set of the last state holds the other one or not, so it says nothing."""
+    out = tmp_path / "out"
+    result = probe(small, out, "--max-length", "2", "--probes", "influence", "--ranks", "1")
+    assert result.exit_code == 0, result.output
+    assert "nan" not in result.output
+    assert re.search("empty set|set holds", result.output)
+    assert "nan" not in (out / "report.html").read_text().split("<script", 1)[0].lower()
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def hostile_objects() -> dict[str, Any]:
     return {
         "InformationSets": il.InformationSets(members),
         "Agreement": il.Agreement(0.1, (one,) * 96, (one,) * 96, one),
-        "CoverageCurve": CoverageCurve(((0.5,) * 96,) * 64, (0.5,) * 64, (1.0,) * 64),
+        "CoverageCurve": CoverageCurve(((0.5,) * 96,) * 64, *((0.5,) * 64,) * 3),
         "ModelCapabilities": ModelCapabilities(
             HOSTILE, (layer,) * 96, False, True, HOSTILE, HOSTILE, False, False, {"x": HOSTILE}
         ),

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from infoflow_lens.experiments.memory import check_memory
-from infoflow_lens.experiments.survey_config import SurveyConfig
+from infoflow_lens.experiments.survey_config import FEWEST, SurveyConfig
+from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import write_text
 from infoflow_lens.models.loading import DTYPES
+from infoflow_lens.probing.measuring import possible_parts
 from infoflow_lens.probing.part import Say, Setting
 from infoflow_lens.probing.per_head import per_head
 from infoflow_lens.probing.result import ProbingResult
@@ -50,10 +52,32 @@ def run_survey(
         say,
         if_possible=True,
         again=again,
-        ready=lambda setting: check_memory(survey_bytes(setting), config.device),
+        ready=lambda setting: _check(setting, config),
     )
     write_text(out / "heads.csv", per_head(result).to_csv(index=False))
     return result
+
+
+def _check(setting: Setting, config: SurveyConfig) -> None:
+    """Refuse too little memory, and too few windows for all that is measured.
+
+    Raises:
+        InfoFlowError: with what to do: the largest n that leaves a window for sufficiency.
+    """
+    check_memory(survey_bytes(setting), config.device)
+    windows = setting.batches.n_sequences or 0
+    parts = possible_parts(setting.capabilities, setting.config, lambda line: None, True)
+    if windows < FEWEST:
+        raise InfoFlowError(
+            f"the data hold {windows} windows of up to {config.window} tokens: expected at least "
+            f"{FEWEST}; give more text, or a smaller window"
+        )
+    if "sufficiency" in parts and setting.rest is None:
+        raise InfoFlowError(
+            f"the data hold {windows} windows, and half of n = {config.n} choose the mechanisms: "
+            "expected more, on which sufficiency is measured; give more text, or an n of at most "
+            f"{2 * windows - 1}"
+        )
 
 
 def survey_bytes(setting: Setting) -> int:

@@ -8,6 +8,7 @@ from infoflow_lens.foundation.settings import Count, NonNegative, Remedy, settin
 from infoflow_lens.probing.config import Backend, Device, DrawingSeed, Dtype, ProbingConfig
 from infoflow_lens.probing.registry import part_names
 
+FEWEST = 5  # windows, of which recovery holds one out
 _MOST_RANKS = 4  # of attended keys
 
 
@@ -28,7 +29,7 @@ class SurveyConfig:
     column: Annotated[str | None, "Column of texts; default, the one that is known."] = None
     n: Annotated[
         int,
-        Ge(4),
+        Ge(FEWEST),
         Remedy("of which half choose the mechanisms"),
         "Windows, spread evenly over the text; half of them choose mechanisms.",
     ] = 64

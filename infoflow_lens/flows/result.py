@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
-from infoflow_lens.agreement import Agreement, SetAgreement
+from infoflow_lens.agreement import Agreement, Explained, explained
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import writable_folder, write_text
 from infoflow_lens.foundation.record import RunRecord
@@ -82,45 +84,51 @@ class Flow:
         """In a sentence, how far the sets explain what the asked states of the last layer, of
         those that were asked for, depend on.
         """
-        if self.influence is None or self.agreement is None:
+        found = self.explained
+        if found is None:
             return "influence was not measured"
-        found = asked_states(self.agreement)
-        if found is None or found.influence_inside != found.influence_inside:
-            return "no other token has any influence on the asked states"
-        others = self.others()
         several = sum(map(len, self.asked)) > 1
         states = "the asked states" if several else f"position {self.asked[0][0]}"
-        if found.predicted_size == 0:
-            return f"by this rule no other token can reach {states} in layer {self.layers[-1]}"
-        if found.predicted_size >= others:
+        if found.no_other == found.n_states:
+            return "no other token has any influence on the asked states"
+        if found.empty + found.no_other == found.n_states:
+            return f"by this rule no other token can reach {states} in layer {found.layer}"
+        if found.everything + found.no_other == found.n_states:
             return (
-                f"the predicted sets of {states} in layer {self.layers[-1]} hold every other token "
-                f"that they can see ({others:.3g}), so that they exclude nothing"
+                f"the predicted sets of {states} in layer {found.layer} hold every other token "
+                f"that they can see ({found.others:.3g}), so that they exclude nothing"
             )
+        if found.reason():
+            return f"the predicted sets say nothing of {states}: {found.reason()}"
         return (
-            f"{found.influence_inside:.0%} of the influence of other tokens on {states} in layer "
-            f"{self.layers[-1]} lies inside the predicted sets, which hold "
-            f"{found.predicted_size:.3g} of {others:.3g} other tokens"
+            f"{found.inside:.0%} of the influence of other tokens on {states} in layer "
+            f"{found.layer} lies inside the predicted sets, which hold "
+            f"{found.size:.3g} of {found.others:.3g} other tokens"
         )
 
-    def others(self) -> float:
-        """How many other tokens the asked states of the last of their layers could depend on, by
-        the model's mask; a mean over these states.
+    @cached_property
+    def explained(self) -> Explained | None:
+        """How much of the influence on the asked states of the last of their layers lies inside
+        the sets, of the tokens that the model's mask lets them hold; None if it was not measured.
         """
-        counts = []
-        for index, places in enumerate(self.asked):
-            n_source = len(self.tokens[index])
-            n_states = n_source + self.sets.members.shape[2] - self.sets.n_sources
-            reached = torch.eye(n_states, n_source)
-            for scores in self.attention.scores[: self.layers[-1] + 1]:
-                allowed = (scores[index] > -math.inf).any(dim=0)[:n_states, :n_states]
-                reached = ((allowed.float() @ reached + reached) > 0).float()
-            counts += [int(reached[place].sum()) - (place < n_source) for place in places]
-        return sum(counts) / max(1, len(counts))
+        if self.influence is None:
+            return None
+        sets = self.sets.part(self.layers)
+        return explained(sets, self.influence, candidates=self._visible())
+
+    def _visible(self) -> Bool[Tensor, "input pos source"]:
+        """What each state of the last of the asked layers could hold, by the model's mask."""
+        n_states, n_source = self.sets.members.shape[2:]
+        reached = torch.eye(n_states, n_source).expand(len(self.tokens), -1, -1)
+        for scores in self.attention.scores[: self.layers[-1] + 1]:
+            allowed = (scores > -math.inf).any(dim=1).float()
+            reached = ((allowed @ reached + reached) > 0).float()
+        return reached > 0
 
     def to_frame(self) -> "pd.DataFrame":
         """One row for each input, asked state and source: whether the predicted set holds the
-        source, its influence, and its share of the squared influence on that state.
+        source, its influence, and its share of the influence of other tokens on that state, NaN
+        for the state's own; shares of predicted tokens add up to what lies inside.
 
         Without influence, rows for all states and no columns of it.
         """
@@ -146,8 +154,10 @@ class Flow:
                     if measured is not None:
                         found = measured[row, index, position, :n_source]
                         columns["influence"] = found.numpy()
-                        energy = found.double().square()
-                        columns["share"] = (energy / energy.sum()).numpy()
+                        others = found.double()
+                        if position < n_source:
+                            others[position] = math.nan
+                        columns["share"] = (others / others.nansum()).numpy()
                     frames.append(pd.DataFrame(columns))
         return pd.concat(frames, ignore_index=True)
 
@@ -210,13 +220,6 @@ class Flow:
         from infoflow_lens.report.flow import render_flow
 
         return render_flow(self.view, fragment=True)
-
-
-def asked_states(agreement: Agreement) -> SetAgreement | None:
-    """The agreement on the asked states of the last of their layers."""
-    last = agreement.layers[-1]
-    found = last if last.n_states else agreement.cls
-    return found if found.n_states else None
 
 
 def is_causal(attention: PatternsResult) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 from infoflow_lens.agreement import compare
 from infoflow_lens.flows.measuring import influence_probe, measured, same_everywhere
-from infoflow_lens.flows.result import Flow, RuleName, asked_states
+from infoflow_lens.flows.result import Flow, RuleName
 from infoflow_lens.flows.settings import (
     FEWEST,
     Directions,
@@ -192,18 +192,16 @@ def _notes(made: Flow, loaded: LoadedModel, without: Sequence[int]) -> tuple[str
     """What a reader must know."""
     results = (made.positions, made.attention, made.influence, made.mechanisms)
     notes = [note for result in results if result is not None for note in result.notes]
-    if made.agreement is not None and made.influence is not None:
-        found = asked_states(made.agreement)
-        others = made.others()
-        if found is not None and found.predicted_size > 0.95 * others > 0:
-            notes.append(
-                "the predicted sets hold nearly every other token, so that they exclude nothing"
-            )
-        if found is not None and found.predicted_size == 0 and others > 0:
-            notes.append(
-                "the predicted sets hold no other token: the heads that matter here pass on their "
-                "own position alone"
-            )
+    found = made.explained
+    if found is not None and found.size > 0.95 * found.others > 0:
+        notes.append(
+            "the predicted sets hold nearly every other token, so that they exclude nothing"
+        )
+    if found is not None and found.size == 0 and found.others > 0:
+        notes.append(
+            "the predicted sets hold no other token: the heads that matter here pass on their "
+            "own position alone"
+        )
     if without:
         places = ", ".join(map(str, without))
         notes.append(f"no head passes on position {places}, as was asked")

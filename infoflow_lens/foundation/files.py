@@ -10,13 +10,14 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from safetensors import SafetensorError
 
 from infoflow_lens.foundation.errors import InfoFlowError
 
 
+@runtime_checkable
 class Owner(Protocol):
     """Who owns what lies below a folder, and decides how it is written: see ``RunFolder``."""
 

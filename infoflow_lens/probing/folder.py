@@ -67,6 +67,9 @@ def write_tables(out: Path, result: "ProbingResult") -> None:
             ],
             ignore_index=True,
         )
+        tables["explained"] = pd.DataFrame(
+            {"rule": rule, **found.to_dict()} for (_, rule), found in result.explained.items()
+        )
     if result.curve is not None:
         tables["coverage_curve"] = result.curve.to_frame()
     for name, table in tables.items():

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from infoflow_lens.agreement import CoverageCurve, compare_by_position
+from infoflow_lens.agreement import CoverageCurve, Explained, explained_by_position
 from infoflow_lens.probing.heads import examples, heads_table
-from infoflow_lens.probing.overview import Explained, explained, overview_table
+from infoflow_lens.probing.overview import overview_table
 from infoflow_lens.probing.part import Part
 from infoflow_lens.probing.picture import flow_of
 from infoflow_lens.probing.result import ProbingResult
@@ -20,10 +20,10 @@ def report_of(result: ProbingResult) -> ProbingReport:
     facts = [("layers", str(len(found.layers))), ("weights", f"{found.dtype} on {found.device}")]
     for name, part in result.parts.items():
         facts += part.facts(result.found[name])
-    rows = _explained(result)
+    rows = result.explained
     headline = f"{found.kind}, probed on {config.data}."
-    if ("last position, last layer", "argmax") in rows:
-        headline += _headline(rows["last position, last layer", "argmax"])
+    if "argmax" in result.last:
+        headline += _headline(result.last["argmax"])
     return ProbingReport(
         title=f"What the states of {config.model} can depend on, and do",
         headline=headline,
@@ -42,26 +42,6 @@ def report_of(result: ProbingResult) -> ProbingReport:
         flow=flow_of(result),
         record=result.record,
     )
-
-
-def _explained(result: ProbingResult) -> dict[tuple[str, str], Explained]:
-    """By states and rule: the last state first, then every layer; the model's own rule first."""
-    influence = result.influence
-    if influence is None:
-        return {}
-    rules = sorted(result.predicted, key=lambda name: name != "argmax")
-    last = len(influence.layers) - 1
-    rows = {
-        ("last position, last layer", rule): explained(
-            result.predicted[rule], influence, last, last=True
-        )
-        for rule in rules
-    }
-    for index, layer in enumerate(influence.layers):
-        for rule in rules:
-            row = explained(result.predicted[rule], influence, index)
-            rows[f"all positions, layer {layer}", rule] = row
-    return rows
 
 
 def _headline(row: Explained) -> str:
@@ -93,19 +73,18 @@ def _by_place(result: ProbingResult) -> Iterator[HeatMap]:
     influence = result.influence
     if influence is None or "argmax" not in result.predicted or len(influence.positions[0]) < 2:
         return
-    frame = compare_by_position(result.predicted["argmax"], influence)
-    n_pos = int(frame["position"].max()) + 1
-    for column, title in (
-        ("influence_inside", "Influence of other tokens inside the predicted set"),
-        ("auroc", "AUROC of influence for the predicted set, .5 is chance"),
+    sets = result.predicted["argmax"].part(influence.layers)
+    rows = explained_by_position(sets, influence)
+    for values, title in (
+        (
+            [[each.inside for each in row] for row in rows],
+            "Influence of other tokens inside the predicted set",
+        ),
+        (
+            [[each.auroc for each in row] for row in rows],
+            "AUROC of influence for the predicted set, .5 is chance",
+        ),
     ):
-        values = [[math.nan] * n_pos for _ in range(int(frame["layer"].max()) + 1)]
-        for row in frame.to_dict("records"):
-            full = row["predicted_size"] >= max(1, row["position"]) - 1e-9
-            vacuous = column == "influence_inside" and (row["predicted_size"] == 0 or full)
-            values[int(row["layer"])][int(row["position"])] = (
-                math.nan if vacuous else float(row[column])
-            )
         yield HeatMap(title, values, 1.0, "layer", "position")
 
 
@@ -116,11 +95,12 @@ def _curve(curve: CoverageCurve) -> Lines:
         for layer in range(len(curve.layers[0])):
             series[f"layer {layer}"] = [shares[layer] for shares in curve.layers]
     series["last state"] = list(curve.last)
+    series["last state, by chance"] = list(curve.chance)
     return Lines(
-        "Influence inside the sets if every head passes on its k largest (own token included)",
+        "Influence inside the sets if every head passes on its k largest (own token left out)",
         range(1, len(curve.last) + 1),
         series,
         "k (the argmax rule is k = 1)",
-        "share of squared influence",
+        "share of influence",
         1.0,
     )

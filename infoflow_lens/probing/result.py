@@ -3,10 +3,11 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from infoflow_lens.agreement import Agreement, CoverageCurve
+from infoflow_lens.agreement import Agreement, CoverageCurve, Explained
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.files import writable_folder, write_text
 from infoflow_lens.foundation.record import RunRecord
@@ -20,6 +21,7 @@ from infoflow_lens.hooks import (
     ShardedPositions,
 )
 from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.overview import Rows, explained_rows
 from infoflow_lens.probing.part import Part
 from infoflow_lens.theory import InformationSets
 
@@ -52,6 +54,19 @@ class ProbingResult:
     texts: tuple[tuple[str, ...], ...]
     predicted: Mapping[str, InformationSets]
     record: RunRecord
+
+    @cached_property
+    def explained(self) -> Rows:
+        """How much of the influence lies inside the sets, by (states, rule): the one object that
+        tables, page and sentences show. Empty without influence.
+        """
+        return explained_rows(self.predicted, self.influence) if self.influence else {}
+
+    @property
+    def last(self) -> dict[str, Explained]:
+        """The same of the last position in the last layer, by rule."""
+        states = next((states for states, _ in self.explained), None)
+        return {rule: found for (at, rule), found in self.explained.items() if at == states}
 
     @property
     def positions(self) -> PositionsResult | ShardedPositions | None:
@@ -109,20 +124,7 @@ class ProbingResult:
 
     def findings(self) -> list[str]:
         """How far the sets of each rule explain what states depend on, and what the parts found."""
-        lines = []
-        for rule, agreement in self.agreement.items():
-            last = agreement.cls
-            if last.predicted_size == 0:
-                lines.append(
-                    f"by the rule {rule!r} no other token can reach the last state: its set says "
-                    "nothing of what the state depends on"
-                )
-            elif last.influence_inside == last.influence_inside:  # defined
-                lines.append(
-                    f"{last.influence_inside:.0%} of the influence of other tokens on the last "
-                    f"state lies inside the sets by the rule {rule!r}, which hold "
-                    f"{last.predicted_size:.3g} other tokens"
-                )
+        lines = [f"by the rule {rule!r}, {found}" for rule, found in self.last.items()]
         return [*lines, *self.sentences()]
 
     def sentences(self) -> list[str]:

@@ -63,7 +63,7 @@ def run_probing(
         loaded: the model, where it is in memory already.
         batches: the data, where they are in memory already.
         if_possible: leave out what is asked for and the model cannot give, in place of an error.
-        ready: called before any part begins; what it raises ends the run.
+        ready: called before any part checks its settings; what it raises ends the run.
         jobs: processes that measure at a time. What is measured of all sequences is spread over
             them by shards; parts that measure some sequences by themselves run in this one.
         scheduler: address of a dask scheduler, whose workers measure in place of own processes;
@@ -133,9 +133,9 @@ def _run(
         # refused before the folder is claimed, so that other settings may be tried in it
         batches = Batches(model, stored, name=config.data)
         setting = Setting(config, model, capabilities, batches, progress, crew)
+        ready(setting)
         for part in parts.values():
             part.check(setting)
-        ready(setting)
         folder.claim(run_identity(config, record, digest, tokenizer))
         if not folder.holds("record.json"):
             write_signed(out / "record.json", "infoflow-lens probe 2", record.to_dict())

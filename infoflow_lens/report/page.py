@@ -74,7 +74,7 @@ METRICS = {
     "recall": ("recall", "share of the measured set that is predicted"),
     "jaccard": ("Jaccard", "intersection over union of the two sets"),
     "exact_match": ("exact", "share of states whose two sets are equal"),
-    "influence_inside": ("inside", "share of squared influence in the predicted set"),
+    "influence_inside": ("inside (squared)", "share of squared influence in the predicted set"),
     "predicted_size": ("predicted", "mean size of the predicted set"),
     "measured_size": ("measured", "mean size of the measured set"),
 }

@@ -16,7 +16,7 @@ TERMS = {
     "influence": ("influence", "how much a state moves when an input token does"),
     "influence inside": (
         "influence-inside",
-        "share of the squared influence of other tokens that lies in the predicted set",
+        "share of the influence of other tokens that lies in the predicted set",
     ),
     "AUROC": ("auroc", "does influence rank predicted tokens above the others? .5 is chance"),
     "mechanism": ("mechanism", "the cheapest ideal pattern that may replace a head's own"),

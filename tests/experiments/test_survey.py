@@ -1,6 +1,7 @@
 """A survey of a language model: whole, killed and resumed to the same bytes, refused."""
 
 import json
+import re
 
 import pandas as pd
 import pytest
@@ -106,10 +107,25 @@ def test_short_windows_have_fewer_ranks(config):
     assert ranks == {3: (1, 2, 3), 4: (1, 2, 3, 4), 9: (1, 2, 3, 4)}
 
 
-def test_too_little_text_says_what_n_may_be(config, tmp_path):
-    settings = {**vars(config), "n": 90}
-    with pytest.raises(InfoFlowError, match=r"all 24 sequences .* survey, .* n of at most 24"):
-        run_survey(tmp_path, SurveyConfig(**settings), progress=False)
+def test_the_hint_for_too_little_text_is_right(config, tmp_path):
+    """What it names is the largest n that runs; where none runs, no n is named."""
+    data = tmp_path / "short.txt"
+    data.write_text(" ".join(f"w{i}" for i in range(5, 27)))
+
+    def survey(n, window):
+        changes = {"data": str(data), "window": window, "n": n}
+        return run_survey(tmp_path, SurveyConfig(**{**vars(config), **changes}), progress=False)
+
+    with pytest.raises(
+        InfoFlowError, match=r"hold 3 windows .*give more text, or a smaller window$"
+    ):
+        survey(7, 7)
+    with pytest.raises(InfoFlowError, match="expected more, on which sufficiency") as error:
+        survey(40, 4)
+    most = int(re.search(r"n of at most (\d+)", str(error.value))[1])
+    with pytest.raises(InfoFlowError, match=f"n of at most {most}"):
+        survey(most + 1, 4)
+    assert len(survey(most, 4).found["sufficiency"].bare) > 0
 
 
 def test_bfloat16_is_measured(config, tmp_path):

@@ -129,7 +129,7 @@ def test_a_construction_flows_as_its_theorem_says():
     made, task = build_construction("d_retrieval")
     x, _ = task.sample(2, seed=0)
     found = quick(made, x)
-    assert found.agreement.cls.influence_inside == pytest.approx(1)
+    assert found.explained.inside == pytest.approx(1)
 
 
 def test_rules(host):
@@ -226,7 +226,9 @@ def test_what_a_window_hides_is_no_other_token():
     """Mistral's layers see 4 tokens: after one layer a state holds 3 others, after two 6."""
     model = zoo.build("mistral")
     ids = zoo.tokens(1, 12)[0]
-    counts = [quick(model, ids, layer=layer, rule="top_k", k=4).others() for layer in (0, 1)]
+    counts = [
+        quick(model, ids, layer=layer, rule="top_k", k=4).explained.others for layer in (0, 1)
+    ]
     assert counts == [zoo.WINDOW - 1, 2 * (zoo.WINDOW - 1)]
     everything = quick(model, ids, layer=0, rule="top_k", k=4)
     assert "hold every other token that they can see (3)" in everything.summary()
@@ -311,7 +313,9 @@ def test_one_token_alone(host):
 
 def test_its_repr_is_a_sentence(found):
     assert len(repr(found)) < 300
-    share = found.agreement.layers[-1].influence_inside
+    share = found.explained.inside
+    rows = found.to_frame().query("layer == 1 and predicted")  # of the own token it is NaN
+    assert rows["share"].sum() == pytest.approx(share)
     assert f"{share:.0%} of the influence of other tokens on position 6" in repr(found)
     assert not math.isnan(share)
 

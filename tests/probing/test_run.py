@@ -219,6 +219,34 @@ def test_every_kind_of_influence(tmp_path, config, kind):
     assert 0 <= found.agreement["argmax"].cls.influence_inside <= 1
 
 
+@pytest.mark.parametrize("kind", ["exact", "estimate"])
+def test_a_run_has_one_value_of_influence_inside_named_by_what_was_measured(tmp_path, config, kind):
+    """Terminal, page, curve, frame and a sum by hand; an estimate is of the last position alone."""
+    settings = {**vars(config), "probes": ("influence",), "influence": kind}
+    found = run(tmp_path, ProbingConfig(**settings))
+    last = found.last["argmax"]
+    shares = []
+    full, n = found.influence.full()[-1], found.influence.lengths
+    for sequence, t in enumerate((n - 1).tolist()):
+        held = found.predicted["argmax"].members[-1, sequence, t, :t]
+        if 0 < held.sum() < t:
+            amount = full[sequence, t, :t]
+            shares.append(float(amount[held].sum() / amount.sum()))
+    assert last.inside == pytest.approx(sum(shares) / len(shares))
+    assert found.curve.last[0] == pytest.approx(last.inside)
+    curve = pd.read_csv(tmp_path / "coverage_curve.csv")
+    assert curve["last"][0] == pytest.approx(last.inside)
+    explained = pd.read_csv(tmp_path / "explained.csv")
+    assert explained["inside"][0] == pytest.approx(last.inside)
+    page = (tmp_path / "report.html").read_text()
+    assert f"{last.inside:.0%} of their measured" in page
+    assert ("all positions" in page) == (kind == "exact")
+    labels = [states for states, _ in found.explained]
+    assert labels[0].startswith("last position")
+    assert len(set(labels)) == len(labels)
+    assert any(f"{last.inside:.0%}" in line for line in found.findings())
+
+
 def rows(path):
     ids = [[5, 6, 7], [8, 9]]
     return pd.DataFrame({"input_ids": ids, "text": ["w5 w6 w7", "w8 w9"]})

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from infoflow_lens.agreement import explained
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import InfluenceResult
-from infoflow_lens.probing.overview import explained, overview_table
+from infoflow_lens.probing.overview import overview_table
 from infoflow_lens.report.charts import HeatMap, Lines, NameMap, Table, render_chart
 from infoflow_lens.report.flow import fitting
 from infoflow_lens.report.flow_view import FlowView
@@ -129,7 +130,7 @@ def test_what_says_nothing_is_a_dash_with_the_reason():
     influence[0, 0, 2, 1] = 3.0
     row = explained(InformationSets(sets), found, 0)
     assert row.n_informative == 1
-    assert row.inside == pytest.approx(16 / 25)
+    assert row.inside == pytest.approx(4 / 7)
     assert row.chance == pytest.approx(1 / 2)
     assert row.auroc == 1.0
     everything = InformationSets(torch.ones_like(sets))

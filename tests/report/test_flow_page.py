@@ -1,5 +1,7 @@
 """The interactive picture in a real browser: what lights up is what theory propagates."""
 
+import re
+
 import pytest
 import torch
 
@@ -215,6 +217,36 @@ def test_pointing_shows_weights_scores_and_influence(show, html, inputs):
     said = page.locator(".tip").inner_text()
     assert "query 5" in said
     assert "rank 1, score" in said
+
+
+@pytest.mark.parametrize("rule", ["argmax", "mechanisms"])
+def test_a_press_leaves_no_word_of_the_state_before(show, html, rule):
+    """The tip speaks of the state that was just chosen, or is gone."""
+    page = show(html)
+    lit(page)
+    page.get_by_label("rule").select_option(rule)
+    for pressed in (8, 3, 6):
+        page.locator(".token").nth(pressed).click()
+        assert "own token" in page.locator(".tip").inner_text()
+    page.locator("[data-head='2.0']").click()
+    assert page.locator(".tip").is_hidden()
+
+
+def test_the_sentence_counts_influence_as_it_is_shaded(show, html, inputs):
+    """Python and the page give one share, of what is shaded: not squared, without the own token."""
+    page = show(html)
+    lit(page)
+    states = [(layer, t) for layer in (1, 2) for t in range(2, 9)]
+    sets = {(layer, t): expected(inputs[0], layer, t) - {t} for layer, t in states}
+    could_be_wrong = [(at, held) for at, held in sets.items() if 0 < len(held) < at[1]]
+    assert could_be_wrong
+    for (layer, t), held in could_be_wrong[:4]:
+        circle(page, layer, t).click()
+        amount = inputs[0].influence[layer, t, :t].double()
+        share = float(amount[sorted(held)].sum() / amount.sum())
+        said = page.locator(".status").inner_text()
+        found = [int(each) for each in re.findall(r"(\d+)%", said)]
+        assert found == pytest.approx([100 * share, 100 * len(held) / t], abs=0.51)
 
 
 def test_another_width_leaves_what_the_pointer_may_be_on(show, html):

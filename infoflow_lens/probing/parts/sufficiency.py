@@ -39,11 +39,12 @@ class SufficiencyPart(NextTokenPart):
     def check(self, setting: Setting) -> None:
         """Refuse data of which none is left to measure on."""
         if setting.rest is None:
+            n = setting.batches.n_sequences or 0
+            smaller = f", or an n_detail of at most {n - 1}" if n > 1 else ""
             raise InfoFlowError(
-                f"all {setting.batches.n_sequences} sequences choose the mechanisms (n_detail is "
+                f"all {n} sequences choose the mechanisms (n_detail is "
                 f"{setting.config.n_detail}): expected more, on which sufficiency is measured; "
-                "give more text, or a smaller n_detail; in a survey, where it is half of n, give "
-                f"an n of at most {setting.batches.n_sequences}"
+                f"give more text{smaller}"
             )
 
     def measure(self, setting: Setting, checkpoint: Checkpoint) -> Result:

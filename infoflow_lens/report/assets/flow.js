@@ -377,6 +377,7 @@ infoflow.Picture = class {
     this.draw();
     this.drawTable();
     this.say();
+    this.point(state.hover); // what the tip says depends on the chosen state
   }
 
   // Influence on the chosen state: each source's, and its share of the largest of other tokens.
@@ -1038,19 +1039,21 @@ infoflow.Picture = class {
       + (others.length ? `${others.length} of ${possible} other tokens` : "no other token")
       + (members.length > others.length ? " and its own." : ".");
     if (input.influence) {
-      let inside = 0, all = 0;
+      let inside = 0, all = 0; // as Python's Explained: without the own token, not squared
       this.values.forEach((v, s) => {
         if (s === state.position || Number.isNaN(v)) return;
-        all += v * v;
-        if (this.inSet(s)) inside += v * v;
+        all += v;
+        if (this.inSet(s)) inside += v;
       });
-      text += others.length === possible && possible > 0
+      const full = others.length === possible && possible > 0;
+      text += full
         ? " That is every token that it could hold, so the prediction excludes nothing." : "";
-      text += Number.isNaN(this.largest) ? " Influence on it was not measured."
-        : all > 0 ? ` ${infoflow.percent(inside / all)} of the measured (squared) influence of `
+      if (Number.isNaN(this.largest)) text += " Influence on it was not measured.";
+      else if (!(all > 0)) text += " No other token has any measured influence on it.";
+      else if (others.length && !full)
+        text += ` ${infoflow.percent(inside / all)} of the measured influence of `
           + `other tokens lies inside; as many tokens at random: `
-          + `${infoflow.percent(Math.min(1, others.length / Math.max(1, possible)))}.`
-        : " No other token has any measured influence on it.";
+          + `${infoflow.percent(others.length / possible)}.`;
     } else text += " Influence was not measured.";
     if (this.left) text += ` ${this.left} of ${this.path.edges.length} edges are not drawn.`;
     this.status.text(text);
