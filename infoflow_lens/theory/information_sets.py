@@ -13,7 +13,6 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-from typing_extensions import Self
 
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -103,7 +102,9 @@ class InformationSets:
         more = ".of(layer, sequence, position) is one set, .sizes() how large all are"
         return panel("InformationSets", facts, more=more)
 
-    def part(self, layers: Sequence[int] | slice = slice(None), n: int | None = None) -> Self:
+    def part(
+        self, layers: Sequence[int] | slice = slice(None), n: int | None = None
+    ) -> "InformationSets":
         """The sets of some layers and of the first `n` sequences."""
         chosen = layers if isinstance(layers, slice) else list(layers)
         lengths = None if self.lengths is None else self.lengths[:n]

@@ -118,7 +118,8 @@ def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypa
 
     def counted(stop_after):
         def forward(self, given, *args, **kwargs):
-            if len(given) == 4 or part == "mechanisms":
+            # batches of the run, not what is found of a model once
+            if tuple(given.shape) == (4, 9) or part == "mechanisms":
                 seen.append(len(given))
                 if stop_after is not None and len(seen) > stop_after:
                     raise KeyboardInterrupt
