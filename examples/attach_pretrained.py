@@ -62,4 +62,4 @@ scores = influence.influence[-1, 0, 0]
 order = scores.argsort(descending=True)[:5].tolist()
 tokens = model.to_str_tokens(text)
 print("most influence on the last state:", ", ".join(f"{tokens[i]!r} ({i})" for i in order))
-print(f"share of influence inside the predicted set: {agreement.cls.influence_inside:.2f}")
+print(f"share of squared influence inside the predicted set: {agreement.cls.influence_inside:.2f}")

@@ -103,7 +103,8 @@ class Flow:
         return (
             f"{found.inside:.0%} of the influence of other tokens on {states} in layer "
             f"{found.layer} lies inside the predicted sets, which hold "
-            f"{found.size:.3g} of {found.others:.3g} other tokens"
+            f"{found.size:.3g} of {found.others:.3g} other tokens; random sets of that size would "
+            f"hold {found.chance:.0%}"
         )
 
     @cached_property

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from infoflow_lens.agreement import explained
 from infoflow_lens.hooks import (
     AttendedResult,
     InfluenceResult,
@@ -94,7 +95,9 @@ class RoutesPart(Part):
                 setting.found["mechanisms"], attended, chosen, n_source
             )
         found = compare_rankings(sets, results, influence)
-        rows: list[Any] = found.to_frame().to_dict("records")
+        # the comparison names the range that was asked for; few positions of it may be measured
+        place = explained(next(iter(sets.values())).part(influence.layers), influence).place
+        rows: list[Any] = found.to_frame().assign(positions=place).to_dict("records")
         return RoutesComparison(
             rows=tuple(rows),
             record=influence.record,

@@ -76,6 +76,7 @@ def test_its_table_is_that_of_the_measures_by_hand(tmp_path, config, monkeypatch
         dict(zip(probes, scores, strict=True)),
         influence,
     ).to_frame()
+    expected["positions"] = "all positions"  # in words, as they were measured
     pd.testing.assert_frame_equal(table, expected, rtol=1e-3, atol=1e-3, check_dtype=False)
     lines = found.parts["routes"].sentences(found.found["routes"])
     assert lines[0].startswith("routes: sets k=1 have AUROC")
