@@ -1,12 +1,11 @@
 """``infoflow-lens certify``: whether one attention layer can fit labelled sequences, with proof."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from infoflow_lens.commands.common import AsJson, Quiet, console, reported
+from infoflow_lens.commands.common import AsJson, Quiet, check_document_place, console, reported
 
 _SIGN = "<read>"
 
@@ -44,7 +43,7 @@ def certify(
         if n is not None and n < 1:
             raise InfoFlowError(f"--n is {n}: expected at least 1")
         if out is not None:
-            _check_place(out)
+            check_document_place(out, "one-layer certificate", "certificate")
         sequences, labels, notes = _read(data, column, label, n, seed)
         document, certificate = certificate_document(sequences, labels, progress=not quiet)
         document["source"] = data
@@ -67,31 +66,6 @@ def certify(
             f"anybody can check it: python -m infoflow_lens.theory.proof {out}",
             markup=False, soft_wrap=True,
         )  # fmt: skip
-
-
-def _check_place(out: Path) -> None:
-    """Refuse, before work starts, a place that cannot be written or holds what is no certificate.
-
-    Raises:
-        InfoFlowError: for it.
-    """
-    import json
-
-    from infoflow_lens.foundation.errors import InfoFlowError
-    from infoflow_lens.foundation.files import writable_folder
-
-    writable_folder(out.parent)
-    if not os.path.lexists(out):
-        return
-    try:
-        held = None if out.is_symlink() else json.loads(out.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        held = None
-    if not isinstance(held, dict) or "one-layer certificate" not in str(held.get("format")):
-        raise InfoFlowError(
-            f"{str(out)!r} is there and is no certificate: expected a new file or an earlier "
-            "certificate; choose another name"
-        )
 
 
 def _read(

@@ -1,5 +1,6 @@
 """What commands share: how errors are told, options, lists of numbers, tasks by name."""
 
+import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,36 @@ def folder(text: str) -> Path:
     if not text.strip():
         raise typer.BadParameter("it is empty: expected a name; '.' is the current folder")
     return Path(text)
+
+
+def check_document_place(out: Path, kind: str, what: str) -> None:
+    """Refuse, before work starts, a place that cannot be written or holds another document.
+
+    Args:
+        out: the file.
+        kind: what stands in the "format" of documents that may be replaced.
+        what: what errors call them.
+
+    Raises:
+        InfoFlowError: for a link, or a file that is none.
+    """
+    import json
+
+    from infoflow_lens.foundation.errors import InfoFlowError
+    from infoflow_lens.foundation.files import writable_folder
+
+    writable_folder(out.parent)
+    if not os.path.lexists(out):
+        return
+    try:
+        held = None if out.is_symlink() else json.loads(out.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        held = None
+    if not isinstance(held, dict) or kind not in str(held.get("format")):
+        raise InfoFlowError(
+            f"{str(out)!r} is there and is no {what}: expected a new file or an earlier {what}; "
+            "choose another name"
+        )
 
 
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]

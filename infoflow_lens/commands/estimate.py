@@ -7,6 +7,7 @@ import typer
 
 from infoflow_lens.commands.common import (
     AsJson,
+    check_document_place,
     console,
     integers,
     print_lines,
@@ -93,6 +94,8 @@ def estimate(
         if task == "all":
             _survey(like, heads, tokens, d_model, positions, encoder, count, seed, as_json)
             return
+        if out is not None:
+            check_document_place(out, "infoflow-lens exclusion", "witness")
         target = _load(task, tokens, d_token, components, seed)
         if sweep is not None:
             if sweep != "heads,tokens" or heads is None:

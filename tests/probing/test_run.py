@@ -21,6 +21,7 @@ from infoflow_lens import (
     run_probes,
     save_model,
 )
+from infoflow_lens.hooks.model import semantics
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.probing import shards
 from infoflow_lens.probing.config import ProbingConfig
@@ -115,11 +116,21 @@ def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypa
     whole = run(tmp_path / "whole", config)
     model = load_any(config.model).model
     seen, original = [], type(model).forward
+    finding = []  # what is found of a model once is no batch of the run
+    visible = semantics._visible
+
+    def found_once(*args):
+        finding.append(1)
+        try:
+            return visible(*args)
+        finally:
+            finding.pop()
+
+    monkeypatch.setattr(semantics, "_visible", found_once)
 
     def counted(stop_after):
         def forward(self, given, *args, **kwargs):
-            # batches of the run, not what is found of a model once
-            if tuple(given.shape) == (4, 9) or part == "mechanisms":
+            if not finding and (len(given) == 4 or part == "mechanisms"):
                 seen.append(len(given))
                 if stop_after is not None and len(seen) > stop_after:
                     raise KeyboardInterrupt

@@ -45,7 +45,9 @@ ARGUMENTS = {
     "study": ["top_k", "--model", "MODEL", "--preset", "smoke", "--quiet", "--resume"],
     "train-language-model": ["stdlib-2l", *of_config(), "--quiet"],
     "certify": ["DATA", "--quiet"],
+    "estimate": ["kth_largest", "--heads", "1", "--tokens", "8"],
 }
+DOCUMENTS = {"certify": "certificate.json", "estimate": "witness.json"}
 # What others may have in a folder: downloads and transfers, notes beside files of the run, other
 # runs, and links.
 THEIRS = (
@@ -102,7 +104,7 @@ def test_files_links_and_runs_of_others_stay_as_they_are(command, model, small, 
     )
     words = {"MODEL": str(model), "DATA": str(data)}
     arguments = [words.get(word, word) for word in ARGUMENTS[command]]
-    place = out / "certificate.json" if command == "certify" else out
+    place = out / DOCUMENTS.get(command, "")
     for _ in range(2):  # a second run goes on, or makes all of it again
         result = CliRunner().invoke(app, [command, *arguments, "--out", str(place)])
         assert result.exit_code == 0, result.output
@@ -116,7 +118,8 @@ def test_files_links_and_runs_of_others_stay_as_they_are(command, model, small, 
     ("command", "name"),
     [("probe", "positions"), ("probe", "inputs"), ("probe", "report.html"), ("demo", "training"),
      ("demo", "summary.json"), ("experiment", "runs"), ("experiment", MANIFEST),
-     ("probe", PRIVATE), ("certify", "certificate.json"), ("demo", "model")],
+     ("probe", PRIVATE), ("certify", "certificate.json"), ("estimate", "witness.json"),
+     ("demo", "model")],
 )  # fmt: skip
 def test_links_in_the_places_of_the_runs_own_files_are_refused(
     command, name, model, small, tmp_path
@@ -134,7 +137,7 @@ def test_links_in_the_places_of_the_runs_own_files_are_refused(
     data.write_text('{"x": ["a", "?"], "y": "a"}\n{"x": ["b", "?"], "y": "b"}\n')
     words = {"MODEL": str(model), "DATA": str(data)}
     arguments = [words.get(word, word) for word in ARGUMENTS[command]]
-    place = out / name if command == "certify" else out
+    place = out / name if command in DOCUMENTS else out
     result = CliRunner().invoke(app, [command, *arguments, "--out", str(place)])
     assert result.exit_code == 2, result.output
     assert name in result.stderr

@@ -43,11 +43,9 @@ def test_a_stopped_training_goes_on_to_the_same_bytes(tmp_path, corpus, monkeypa
         patch.setattr(training._Run, "take_step", stopped)
         with pytest.raises(KeyboardInterrupt):
             train(tmp_path / "stopped", corpus)
-    (tmp_path / "stopped" / "checkpoints" / ".step-000008.x.part").mkdir()  # of a dead run
     train(tmp_path / "stopped", corpus)
     train(tmp_path / "whole", corpus)
     assert bytes_of(tmp_path / "stopped") == bytes_of(tmp_path / "whole")
-    assert not list((tmp_path / "stopped" / "checkpoints").glob(".*"))
     torch.save({"callable": print}, tmp_path / "stopped" / "training.safetensors")
-    with pytest.raises(InfoFlowError, match=r"the unfinished training .* cannot be read"):
+    with pytest.raises(InfoFlowError, match="is not what this run has written"):
         train(tmp_path / "stopped", corpus)

@@ -61,7 +61,10 @@ def test_the_loss_of_the_model_as_it_is(model, tokens, found):
     assert found.n_tokens.tolist() == [9] * 6
     assert found.loss == pytest.approx(float(found.bare.sum()) / 54)
     (axes,) = found.plot().axes
-    assert [line.get_label() for line in axes.lines] == list(found.assignments)
+    labels = [line.get_label() for line in axes.lines]
+    assert len(labels) == len(found.assignments)
+    # the draws of random mechanisms share an entry of the legend
+    assert set(labels) == {name.rstrip(" 0123456789") for name in found.assignments}
     assert all(line.get_ydata()[0] == found.loss for line in axes.lines)
 
 
