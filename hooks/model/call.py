@@ -203,9 +203,15 @@ def has_user_hooks(model: nn.Module) -> bool:
         if handles is None:
             if any(not _is_ours(hook_fn) for hook_fn in raw):
                 return True
-        elif len(raw) > len(handles) or any(not handle.is_permanent for handle in handles):
+        elif len(raw) > len(handles) or any(map(_is_the_users, handles)):
             return True
     return False
+
+
+def _is_the_users(handle: Any) -> bool:
+    """Whether a hook of a hook point is no permanent one of a library."""
+    given = getattr(handle, "user_hook", None)
+    return not handle.is_permanent or given is None or not _is_ours(given)
 
 
 def _is_ours(hook_fn: Any) -> bool:

@@ -147,6 +147,7 @@ MLP_INPUT_NORM = {
 }
 ATTENTION_OF_PARALLEL = {
     "gptj": "transformer.h.0.attn",
+    "codegen": "transformer.h.0.attn",
     "gpt_neox": "gpt_neox.layers.0.attention",
     "falcon": "transformer.h.0.self_attention",
     "cohere": "model.layers.0.self_attn",

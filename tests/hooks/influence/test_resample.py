@@ -197,21 +197,6 @@ def counted(model):
     return lengths
 
 
-@pytest.mark.parametrize("changes", for_each((kind,) for kind in SHARING + NOT_SHARING))
-def test_shared_prefixes_change_nothing(token_inputs, changes):
-    model = make_token_model(**changes)
-    lengths = counted(model)
-    ids, donors = token_inputs[:3], token_inputs[5:9]
-    probe = ResampleInfluence(donors, state="resid_post", layers=(1,))
-    (result,) = run_probes(model, ids, [probe], progress=False)
-    shares = any(length < 9 for length in lengths)
-    assert shares == (starts_at_layers(model) and changes in SHARING)
-    if shares:  # for the check, and for every source what lies behind it
-        assert {1, 2, 3, 4, 5, 6, 7, 8, 9} == set(lengths)
-    expected = one_by_one(model, ids, donors, 1).quantile(0.5, dim=0)
-    torch.testing.assert_close(result.influence[0], expected, rtol=1e-5, atol=1e-5)
-
-
 def test_from_a_layer_at_chosen_positions(token_inputs):
     model = make_token_model(n_layers=3)
     ids, donors = token_inputs[:3], token_inputs[5:8]
