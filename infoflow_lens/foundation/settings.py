@@ -155,9 +155,13 @@ def check_by_layer(values: Any, name: str, n_layers: int) -> tuple[int, ...]:
         InfoFlowError: for numbers below 1, or another number of layers.
     """
     each = Annotated[tuple[Count, ...], MinLen(n_layers), MaxLen(n_layers)]
-    found = check(
-        values, Annotated[Count | each, Remedy(f"one for each of {n_layers} layers")], name
-    )
+    try:
+        found = check(values, Count | each, name)
+    except InfoFlowError:
+        raise InfoFlowError(
+            f"{name} is {values!r}: expected an integer of at least 1, or one for each of "
+            f"{n_layers} layers"
+        ) from None
     return (found,) * n_layers if isinstance(found, int) else found
 
 
