@@ -34,9 +34,10 @@ def run(
     start: tuple[str, Tensor] | None = None,
     *,
     output: bool = False,
-    may_end: bool | None = None,
 ) -> Pass:
     """One forward pass, which ends as soon as all that is wanted has been seen.
+
+    Where hooks of yours are on the model it runs whole, as they may stand further on.
 
     Args:
         model: a TransformerLens model, in the mode that you want.
@@ -46,8 +47,6 @@ def run(
         edit: hooks that replace activations, by hook point.
         start: a hook point where the pass starts, and what enters there.
         output: whether the model's output is wanted; then the pass does not end early.
-        may_end: whether it may end early, where the caller knows; default, unless hooks of yours
-            are on the model, which may stand further on.
 
     Returns:
         The pass, with what was wanted.
@@ -57,9 +56,7 @@ def run(
     """
     needs = want if isinstance(want, Needs) else Needs(tuple(want))
     given = batch if isinstance(batch, Batch) else Batch(batch)
-    caught = call(
-        model, given, needs.points, edit=edit, start=start, output=output, may_end=may_end
-    )
+    caught = call(model, given, needs.points, edit=edit, start=start, output=output)
     mask = None if given.lengths is None else given.mask()
     return Pass(
         model,
@@ -133,8 +130,6 @@ def probe_cache(
         InfoFlowError: if the cache lacks what a probe needs or has no batch axis, or shows padding
             without an `attention_mask`.
     """
-    layer_count(model)
-    check_probes(probes)
     split = Split(eval_every)
     if not getattr(cache, "has_batch_dim", True):
         raise InfoFlowError(

@@ -12,7 +12,8 @@ from infoflow_lens import (
     build_token_model,
     run_probes,
 )
-from infoflow_lens.hooks import AttendedProbe, Needs, Pass
+from infoflow_lens.hooks import AttendedProbe, Needs, Pass, run
+from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.semantics import hook_semantics
 from infoflow_lens.hooks.passes import view
 from tests.conftest import make_token_model
@@ -192,3 +193,25 @@ def test_numbers_of_numpy_are_read_and_booleans_are_not(token_model, token_input
             make()
     with pytest.raises(InfoFlowError, match="expected real vector tokens"):
         run_probes(token_model, token_inputs.to(torch.complex64), [PositionsProbe()])
+
+
+def test_reductions_leave_padding_out(token_model, token_inputs):
+    """Sums and means of padded sequences are those of each sequence alone."""
+    sequences = rows(token_inputs)
+    ids, mask = padded(sequences, "right")
+    with torch.no_grad():
+        together = run(
+            token_model,
+            Batch(ids, mask.sum(dim=1)),
+            Needs.of(token_model, pattern=True, states=("resid_post",)),
+        )
+        pattern, state = together.pattern(1), together.state(1, "resid_post")
+        for index, row in enumerate(sequences):
+            alone = run(token_model, row[None], ("blocks.1.attn.hook_pattern",)).pattern(1)[0]
+            sums = together.sum_over_queries(pattern)[index, :, : len(row)]
+            torch.testing.assert_close(sums, alone.sum(dim=1))
+            mean = together.mean_over_queries(pattern)[index, :, : len(row)]
+            torch.testing.assert_close(mean, alone.mean(dim=1))
+            own = state[index, : len(row)]
+            torch.testing.assert_close(together.sum_over_positions(state)[index], own.sum(dim=0))
+            torch.testing.assert_close(together.mean_over_positions(state)[index], own.mean(dim=0))
