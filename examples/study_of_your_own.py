@@ -11,9 +11,31 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from infoflow_lens import Architecture, TrainingConfig, build_model, load_task, train
-from infoflow_lens.experiments.study import Statement, VectorStudy, Verdict
+from infoflow_lens.experiments.claims import Claim
+from infoflow_lens.experiments.study import Statement, VectorStudy
 from infoflow_lens.experiments.sweep import run_study
 from infoflow_lens.experiments.tables import markdown_table, spread
+
+STATEMENT = """# Does the span of T numbers need two heads?
+
+**In short.** the span of numbers needs two heads
+
+**Prediction.** One head cannot hold both ends: the error with two is far smaller.
+
+**Rule.** Seen if the mean error of two heads is below .2 of that of one.
+
+**Controls.** The rule must fail with the numbers of each in the place of its own.
+
+- one head: its errors in the place of those of two
+
+**What would refute it.** One head within a factor of five of two.
+"""  # written before the numbers; the folder keeps it beside them
+
+
+def ratio(results):
+    """What is claimed of: numbers, by what each is of."""
+    means = results.groupby("heads")["nmse"].mean()
+    return {"": means[2] / means[1]}
 
 
 class Span(VectorStudy):
@@ -22,14 +44,7 @@ class Span(VectorStudy):
     name = "span"
     title = "Does the span of T numbers need two heads?"
     source = "our own"
-    acceptance = "the mean error of two heads is below a fifth of that of one"
-    statement = Statement(  # written before the numbers; the folder keeps it beside them
-        written="2026-11-22",
-        in_short="the span of numbers needs two heads",
-        prediction="one head cannot hold both ends: the error with two is far smaller",
-        controls={"one head": "its errors in the place of those of two"},
-        refuted_by="one head within a factor of five of two",
-    )
+    statement = Statement(STATEMENT)
     presets: ClassVar = {"quick": 2}  # how many seeds
 
     def cases(self, preset):
@@ -75,12 +90,9 @@ class Span(VectorStudy):
         figure.subplots().semilogy(results["heads"], results["nmse"], "o")
         return figure
 
-    def verdict(self, results):
-        """The rule, and the numbers behind it."""
-        means = results.groupby("heads")["nmse"].mean()
-        return Verdict(
-            bool(means[2] < means[1] / 5), (f"{means[1]:.2g} and {means[2]:.2g} by heads",)
-        )
+    def claims(self):
+        """The rule: each claim judges the rows, and says with which numbers."""
+        return [Claim("the mean error of two heads is {bound} of that of one", ratio, "<", 0.2)]
 
     def controlled(self, results):
         """A rule that passes with one head's numbers for two proves nothing."""

@@ -124,7 +124,7 @@ def experiment(
 
         if list_all:
             for study in STUDIES.values():
-                typer.echo(f"{study.name}: {study.title}\n  {study.source}\n  {study.acceptance}")
+                typer.echo(f"{study.name}: {study.title}\n  {study.source}\n  {study.rule()}")
             return
         if summary:
             from infoflow_lens.experiments.summary import summarise

@@ -355,7 +355,7 @@ def test_experiment_lists_the_studies_with_their_rules():
     listed = CliRunner().invoke(app, ["experiment", "--list"]).output
     for name, study in STUDIES.items():
         assert f"{name}: {study.title}" in listed
-        assert study.acceptance in listed
+        assert study.rule() in listed
 
 
 def test_experiment_runs_a_study_and_prints_its_verdict(tmp_path):

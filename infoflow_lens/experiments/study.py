@@ -1,13 +1,17 @@
 """What a study is: configurations to run, a row for each, and a rule by which it is judged."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
+from infoflow_lens.experiments.claims import Claim, Verdict, judged
 from infoflow_lens.experiments.memory import run_bytes
+from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.tasks import VectorTask
@@ -22,53 +26,56 @@ Pair: TypeAlias = tuple[Tensor, Tensor]  # sequences and targets
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Whether an effect was seen.
-
-    Attributes:
-        passed: by the study's stated rule.
-        reasons: the numbers behind it, a line each.
-    """
-
-    passed: bool
-    reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Statement:
     """What is said of a study before it is run, so that its numbers can be held against it.
 
+    It is a text in Markdown with a title and the parts below, each behind its name in bold. Code
+    reads it, and never writes it.
+
     Attributes:
-        written: the day, as in ``2026-01-31``.
-        in_short: the prediction in a line, for the summary of all studies.
-        prediction: what theory, or the paper, says that the numbers will be.
-        controls: by name, a comparison without which the rule could pass for another reason.
-        refuted_by: the numbers that would speak against the prediction.
-        after_run: whether numbers by the present settings were known when it was written.
+        text: all of it.
+
+    Raises:
+        InfoFlowError: if a part is missing.
     """
 
-    written: str
-    in_short: str
-    prediction: str
-    controls: Mapping[str, str]
-    refuted_by: str
-    after_run: bool = False
+    text: str
 
-    def markdown(self, study: "Study") -> str:
-        """The file ``statement.md`` of a study's folder."""
-        when = (
-            "when a run by these settings was known: its rule is older than the run, the rest is "
-            "not"
-            if self.after_run
-            else "before any run by these settings"
-        )
-        controls = "\n".join(f"- {name}: {what}" for name, what in self.controls.items())
-        return (
-            f"# {study.title}\n\n{study.source}. Written on {self.written}, {when}.\n\n"
-            f"**Prediction.** {self.prediction}\n\n**Rule.** Seen if {study.acceptance}\n\n"
-            f"**Controls.** The rule must fail with the numbers of each in the place of its own.\n"
-            f"\n{controls}\n\n**What would refute it.** {self.refuted_by}\n"
-        )
+    PARTS: ClassVar[tuple[str, ...]] = (
+        "In short.",
+        "Prediction.",
+        "Rule.",
+        "Controls.",
+        "What would refute it.",
+    )
+
+    def __post_init__(self) -> None:
+        if not self.text.startswith("# ") or any(f"**{p}**" not in self.text for p in self.PARTS):
+            raise InfoFlowError(
+                f"a statement begins {self.text[:40]!r}: expected Markdown with a title and the "
+                f"parts {', '.join(f'**{part}**' for part in self.PARTS)}"
+            )
+
+    @classmethod
+    def of(cls, name: str) -> "Statement":
+        """That of a study of the package, which stands beside its code."""
+        path = Path(__file__).parent / "studies" / "statements" / f"{name}.md"
+        return cls(path.read_text(encoding="utf-8"))
+
+    def part(self, name: str) -> str:
+        """What stands behind the name of a part, up to the next one."""
+        text = self.text.split(f"**{name}**")[1]
+        return re.split(r"\n\n\*\*", text)[0].strip()
+
+    @property
+    def in_short(self) -> str:
+        """The prediction in a line, for the summary of all studies."""
+        return self.part("In short.")
+
+    @property
+    def controls(self) -> tuple[str, ...]:
+        """The names of comparisons without which the rule could pass for another reason."""
+        return tuple(re.findall(r"^- ([^:\n]+):", self.part("Controls."), re.M))
 
 
 class Study(ABC):
@@ -82,7 +89,7 @@ class Study(ABC):
         name: as on the command line.
         title: what is asked, in a line.
         source: paper, section, table.
-        acceptance: the rule of the verdict, in words.
+        acceptance: the rule of the verdict in words, of a study that overrides `verdict`.
         statement: prediction, controls, and what would refute it, written before the run; a run
             puts it into its folder before it starts.
         presets: for each preset, how many seeds it runs by default.
@@ -92,7 +99,7 @@ class Study(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     source: ClassVar[str]
-    acceptance: ClassVar[str]
+    acceptance: ClassVar[str] = ""
     statement: ClassVar[Statement | None] = None
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
     judges_every_run: ClassVar[bool] = False
@@ -117,9 +124,21 @@ class Study(ABC):
     def figure(self, results: "pd.DataFrame") -> "Figure":
         """The effect at a glance."""
 
-    @abstractmethod
+    def claims(self) -> Sequence[Claim]:
+        """The rule: what must hold of the rows for the effect to be seen."""
+        return ()
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """What is told beside the claims, and judges nothing."""
+        return ()
+
+    def rule(self) -> str:
+        """The rule in words."""
+        return self.acceptance or "; ".join(claim.rule() for claim in self.claims())
+
     def verdict(self, results: "pd.DataFrame") -> Verdict:
         """Whether the effect was seen, by the stated rule."""
+        return judged(self.claims(), results, self.remarks(results))
 
     def judges(self, settings: Settings) -> bool:
         """Whether the rule is about a configuration; the others are reported."""

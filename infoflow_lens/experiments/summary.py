@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from infoflow_lens.experiments.claims import Verdict
 from infoflow_lens.experiments.studies import STUDIES
-from infoflow_lens.experiments.study import Study, Verdict
+from infoflow_lens.experiments.study import Study
 from infoflow_lens.experiments.sweep import (
     plain_cell,
     report_text,
     verdict_of,
-    write_statement,
 )
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -29,9 +29,9 @@ _RUN_AGAIN = "expected what `infoflow-lens experiment` wrote; run the study agai
 
 
 def summarise(folder: Path) -> None:
-    """Write statements, tables and the summary of a folder that has a folder for each study.
+    """Write tables and the summary of a folder that has a folder for each study.
 
-    Each study's ``statement.md`` and ``table.md`` are written anew from its code and its
+    Each study's ``table.md`` is written anew from its code and its
     ``results.csv`` (or ``results.csv.gz``), and the table of all studies into ``README.md``,
     between the lines ``<!-- summary -->`` and ``<!-- end of summary -->``. A run of preset full
     stands in the folder ``full`` of its study. A study whose settings changed after its run is said
@@ -61,9 +61,6 @@ def summarise(folder: Path) -> None:
     summary = markdown_table(
         ["experiment", "what theory says", "what was measured", "by its rule"], rows
     )
-    for study in STUDIES.values():
-        if (folder / study.name).is_dir():
-            write_statement(study, folder / study.name)
     for path, report in reports.items():
         write_text(path, report)
     before, after = text.split(BEGIN)[0], text.split(END)[1]
@@ -81,8 +78,7 @@ def _summary_row(
         link = f"[`{study.name}`]({path.relative_to(folder).as_posix()}/table.md){label}"
         return link, theory, "; ".join(run.verdict.reasons), seen
     link = f"[`{study.name}`]({study.name}/statement.md){label}"
-    written = f" of {study.statement.written}" if study.statement else ""
-    note = f"the statement{written} awaits its run"
+    note = "the statement awaits its run"
     if not label and (folder / study.name / EARLIER).is_dir():
         note += f"; an [earlier run]({study.name}/{EARLIER}/table.md) had other settings"
     return link, theory, note, "awaits its run"

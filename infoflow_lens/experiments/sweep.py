@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib
 
+from infoflow_lens.experiments.claims import Verdict
 from infoflow_lens.experiments.memory import check_memory
-from infoflow_lens.experiments.study import Row, Settings, Study, Verdict
+from infoflow_lens.experiments.study import Row, Settings, Study
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import (
@@ -219,17 +220,19 @@ def report_text(
     heading = f"# {study.title}\n\n{study.source}. Preset {preset}, {n_runs} runs"
     diverged = f", of which {n_diverged} diverged" if n_diverged else ""
     reasons = "\n".join(f"- {reason}" for reason in verdict.reasons)
+    remarks = "".join(f"- {remark}\n" for remark in verdict.remarks)
+    rule = f" {study.acceptance}" if study.acceptance else ""  # claims say it themselves
     return (
         f"{heading}{diverged}.\n\n{study.table(measured)}\n\n"
-        f"**{'Seen' if verdict.passed else 'Not seen'}**, by the rule: {study.acceptance}\n\n"
-        f"{reasons}\n"
+        f"**{'Seen' if verdict.passed else 'Not seen'}**, by the rule:{rule}\n\n"
+        f"{reasons}\n" + (f"\nNot judged:\n\n{remarks}" if remarks else "")
     )
 
 
 def write_statement(study: Study, out: Path) -> None:
     """What the study states beforehand, as ``statement.md``."""
     if study.statement is not None:
-        write_text(out / "statement.md", study.statement.markdown(study))
+        write_text(out / "statement.md", study.statement.text)
 
 
 def verdict_of(
@@ -250,7 +253,7 @@ def verdict_of(
     if any(study.judges(cases[index]) for index in lost):
         return Verdict(False, tuple(told))
     verdict = study.verdict(rows[finished])
-    reasons = [*verdict.reasons, *(f"not judged: {reason}" for reason in told)]
+    reasons = list(verdict.reasons)
     diverged = set(rows[~finished]["run"])
     of_rule = {run for run in diverged if study.judges(cases[run // n_seeds])}
     if of_rule:
@@ -260,7 +263,7 @@ def verdict_of(
             f"is about {about}"
         )
     passed = verdict.passed and not (of_rule and study.judges_every_run)
-    return Verdict(passed, tuple(reasons))
+    return Verdict(passed, tuple(reasons), (*verdict.remarks, *told))
 
 
 def _differing(case: Settings, cases: Sequence[Settings]) -> str:

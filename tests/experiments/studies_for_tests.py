@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import torch
 from matplotlib.figure import Figure
 
-from infoflow_lens.experiments.study import Study, Verdict
+from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.study import Study
 from infoflow_lens.training import TrainingDivergedError
 
 
@@ -55,3 +56,10 @@ class Squares(Study):
     def verdict(self, results):
         means = results.groupby("number")["square"].mean()
         return Verdict(bool(means[3] > means[2]), (f"{means[3]:.1f} against {means[2]:.1f}",))
+
+
+def broken(study, results):
+    """The places of a study's claims that these results break; the verdict says the same."""
+    places = [i for i, claim in enumerate(study.claims()) if not claim.judge(results).passed]
+    assert study.verdict(results).passed is not bool(places)
+    return places

@@ -1,5 +1,7 @@
 """What studies state beforehand, and that no rule passes without its controls."""
 
+from dataclasses import replace
+
 import pytest
 
 from infoflow_lens.experiments.studies import STUDIES
@@ -44,13 +46,34 @@ PASSING = {
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_study_states_what_it_expects_and_what_would_refute_it(name):
     study = STUDIES[name]
-    text = study.statement.markdown(study)
-    for part in (study.title, study.acceptance, study.statement.prediction, study.source):
-        assert part in text
-    for control, what in study.statement.controls.items():
-        assert f"- {control}: {what}" in text
-    assert study.statement.refuted_by in text
-    assert ("before any run" in text) is not study.statement.after_run
+    statement = study.statement
+    assert statement.text.startswith(f"# {study.title}\n\n{study.source}. Written on ")
+    assert all(statement.part(name) for name in statement.PARTS)
+    assert (RESULTS / name / "statement.md").read_text() == statement.text
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_rule_is_said_and_judged_by_the_same_object(name):
+    """A claim whose bound is moved says so, and no results pass it any more."""
+    study, passing = STUDIES[name], PASSING[name]()
+    for claim in study.claims():
+        moved = replace(claim, op="<", bound=-1e9)
+        assert "below -1000000000" in moved.rule() != claim.rule()
+        judged = moved.judge(passing)
+        assert not judged.passed or not claim.numbers(passing)
+        assert all(moved.rule() in reason for reason in judged.reasons)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_statement_has_the_bounds_of_the_claims(name):
+    """Statements are prose that was written before the run; the claims judge by their numbers."""
+    rule = STUDIES[name].statement.part("Rule.")
+    words = {"0.333": "a third", "2": "factor of 2"}
+    for claim in STUDIES[name].claims():
+        for bound in claim.bound if isinstance(claim.bound, tuple) else (claim.bound,):
+            said = [f"{bound:g}", f"{bound:g}".removeprefix("0"), f"{bound:.0%}"]
+            said += [words.get(f"{bound:.3g}", f"{bound:.0e}".replace("e-0", "e-"))]
+            assert any(number in rule for number in said) or bound in (0, 0.5, 1), claim.rule()
 
 
 @pytest.mark.parametrize("name", STUDIES)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from infoflow_lens.experiments.claims import Verdict
 from infoflow_lens.experiments.language_model.batches import repeated_random, repeated_stretches
 from infoflow_lens.experiments.language_model.measures import prefix_matching, previous_token
 from infoflow_lens.experiments.language_model.snapshots import loaded
@@ -19,7 +20,7 @@ from infoflow_lens.experiments.language_model.study import (
     panels,
     step_shown,
 )
-from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.study import Row, Settings
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode

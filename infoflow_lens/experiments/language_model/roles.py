@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from infoflow_lens.experiments.claims import Verdict
 from infoflow_lens.experiments.language_model.queries import Directions, directions, projecting
 from infoflow_lens.experiments.language_model.study import (
     MODEL,
@@ -20,7 +21,7 @@ from infoflow_lens.experiments.language_model.study import (
     panels,
     step_shown,
 )
-from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.study import Row, Settings
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss

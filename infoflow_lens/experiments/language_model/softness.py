@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from infoflow_lens.experiments.claims import Verdict
 from infoflow_lens.experiments.language_model.study import (
     MODEL,
     TRAINED,
@@ -17,7 +18,7 @@ from infoflow_lens.experiments.language_model.study import (
     panels,
     step_shown,
 )
-from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.study import Row, Settings
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.experiments.tempering import map_errors, mean_entropy, tempered
 from infoflow_lens.foundation.seeds import derived_seed

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from infoflow_lens.experiments.claims import Verdict
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
 from infoflow_lens.experiments.language_model.study import (
     MODEL,
@@ -13,7 +14,7 @@ from infoflow_lens.experiments.language_model.study import (
     panels,
     step_shown,
 )
-from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.study import Row, Settings
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.hooks import IDEALS, measure_mechanisms
 from infoflow_lens.hooks.mechanisms.ideals import SOFT

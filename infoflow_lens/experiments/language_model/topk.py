@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from infoflow_lens.experiments.claims import Verdict
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
 from infoflow_lens.experiments.language_model.study import (
     MODEL,
@@ -15,7 +16,7 @@ from infoflow_lens.experiments.language_model.study import (
     panels,
     step_shown,
 )
-from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.study import Row, Settings
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.hooks.mechanisms.top_k import LARGEST, RANDOM, measure_top_k
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from infoflow_lens.agreement import compare, coverage
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.demo import RANKS, DemoConfig
-from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy, Verdict
+from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy
 from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.hooks import JacobianInfluence, PositionsProbe, RecoveryProbe, run_probes
 from infoflow_lens.models.architecture import Architecture
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-_BEFORE, _AGREES, _COVERED = 0.75, 0.95, 0.97
+_AGREES = 0.95
 _LEARNT = 1e-2  # the NMSE beside whose epoch that of agreement is told
 
 _COLUMNS = {
@@ -49,28 +50,7 @@ class AgreementOverTraining(VectorStudy):
     name: ClassVar[str] = "agreement_over_training"
     title: ClassVar[str] = "When does a model become InfoFlow-like in training?"
     source: ClassVar[str] = "InfoFlow 2026, Sec. 5.1 (rule 1, eq 4), App. C.1"
-    acceptance: ClassVar[str] = (
-        "in every run the AUROC of the predicted sets of CLS against measured influence is below "
-        ".75 before training and above .95 at its end, where these sets hold above 97% of the "
-        "active tokens; which comes first, agreement or a small error, is told and not judged"
-    )
-    statement: ClassVar[Statement] = Statement(
-        written="2026-11-22",
-        after_run=True,
-        in_short=("a model that has learnt holds the active tokens in its sets"),
-        prediction=(
-            "Before training the predicted sets of CLS do not agree with its measured "
-            "influence; at the end they do, and hold the active tokens."
-        ),
-        controls={
-            "before training": "the untrained model in the place of the trained one",
-        },
-        refuted_by=(
-            "a model of small error whose predicted sets miss active tokens, or whose "
-            "influence lies elsewhere. The thresholds stand just inside numbers that were "
-            "known when they were chosen."
-        ),
-    )
+    statement: ClassVar[Statement] = Statement.of("agreement_over_training")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
     judges_every_run: ClassVar[bool] = True
 
@@ -191,26 +171,27 @@ class AgreementOverTraining(VectorStudy):
         error.axhline(_LEARNT, color="#444444", linewidth=0.8, linestyle=":")
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
+    def claims(self) -> Sequence[Claim]:
         """By the first and the last checkpoint of every run."""
-        order = results.sort_values("epoch").groupby("seed")
-        before, end = order.head(1), order.tail(1)  # first() would pass over undefined numbers
-        reasons = [
-            f"AUROC before training: at most {before['auroc'].max():.3f}",
-            f"AUROC at the end: at least {end['auroc'].min():.3f}",
-            f"active tokens in the predicted sets at the end: at least {end['coverage'].min():.1%}",
-        ]
-        for seed, agreement, error in _firsts(results):
-            reasons.append(
-                f"seed {seed}: first epoch with an AUROC above {_AGREES}: {_shown(agreement)}, "
-                f"with an NMSE below {_LEARNT}: {_shown(error)}"
-            )
-        passed = (
-            (before["auroc"] < _BEFORE).all()
-            and (end["auroc"] > _AGREES).all()
-            and (end["coverage"] > _COVERED).all()
+        auroc = "the AUROC of the predicted sets of CLS against measured influence is {bound}"
+        return (
+            Claim(f"{auroc} before training", lambda r: _by_seed(r, "auroc", 0), "<", 0.75),
+            Claim(f"{auroc} at the end", lambda r: _by_seed(r, "auroc", -1), ">", _AGREES),
+            Claim(
+                "these sets hold {bound} of the active tokens at the end",
+                lambda r: _by_seed(r, "coverage", -1),
+                ">",
+                0.97,
+            ),
         )
-        return Verdict(bool(passed), tuple(reasons))
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """Which comes first, agreement or a small error."""
+        return [
+            f"seed {seed}: first epoch with an AUROC above {_AGREES}: {_shown(agreement)}, "
+            f"with an NMSE below {_LEARNT}: {_shown(error)}"
+            for seed, agreement, error in _firsts(results)
+        ]
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """The untrained model at both ends."""
@@ -281,3 +262,10 @@ def _first(epochs: "pd.Series[int]", reached: "pd.Series[bool]") -> int | None:
 
 def _shown(epoch: int | None) -> str:
     return "none" if epoch is None else str(epoch)
+
+
+def _by_seed(results: "pd.DataFrame", column: str, place: int) -> Numbers:
+    """A column at the first or the last checkpoint of each run."""
+    groups: Any = results.sort_values("epoch").groupby("seed")
+    # first() and last() would pass over undefined numbers
+    return {f"seed {seed}": float(rows[column].iloc[place]) for seed, rows in groups}

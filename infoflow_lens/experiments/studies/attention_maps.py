@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.studies.token_models import (
     ADAMW,
     PAPER,
@@ -20,7 +21,7 @@ from infoflow_lens.experiments.studies.token_models import (
     paper_training,
     train_run,
 )
-from infoflow_lens.experiments.study import Row, Settings, Statement, Verdict
+from infoflow_lens.experiments.study import Row, Settings, Statement
 from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
@@ -109,30 +110,7 @@ class AttentionMaps(TokenStudy):
     name: ClassVar[str] = "attention_maps"
     title: ClassVar[str] = "Do trained models copy, match and parse as the constructions do?"
     source: ClassVar[str] = "Chen & Zou 2024, Sec. 6.2, Fig. 3"
-    acceptance: ClassVar[str] = (
-        "from the paper's start, in every model with a test accuracy of .95 or more, of which each "
-        "task has one: copying, matching and parsing happen in at least .9 of the test sequences, "
-        "and in more than before training, unless the start already does it in .9"
-    )
-    statement: ClassVar[Statement] = Statement(
-        written="2026-11-22",
-        after_run=True,
-        in_short="copying and matching, parsing",
-        prediction=(
-            "Models that solve their task copy, match and parse in nearly all sequences, "
-            "as the constructions do, and training brings what the start does not have."
-        ),
-        controls={
-            "before training": (
-                "the shares of the untrained models in the place of those of the trained ones"
-            ),
-            "by chance": "the shares with keys drawn at random in their place",
-        },
-        refuted_by=(
-            "a model that solves its task without the operations: seen from random starts, "
-            "which are not judged, so the rule speaks of the start of the paper alone."
-        ),
-    )
+    statement: ClassVar[Statement] = Statement.of("attention_maps")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 5, "full": 5}
 
     def cases(self, preset: str) -> Sequence[Settings]:
@@ -261,37 +239,18 @@ class AttentionMaps(TokenStudy):
                 panel.set_title(f"{TASKS[task]}, layer {int(layer) + 1}", fontsize="small")
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
+    def claims(self) -> Sequence[Claim]:
         """By the shares in the models that solve their task."""
-        rows = results[(results["kind"] == "operation") & (results["start"] == PAPER)]
-        passed, reasons = not rows.empty, []
-        for task in dict.fromkeys(rows["task"]):
-            of_task = rows[rows["task"] == task]
-            solving = of_task[of_task["test_accuracy"] >= SOLVED]
-            n_solve, n = solving["run"].nunique(), of_task["run"].nunique()
-            if not n_solve:
-                passed = False
-                reasons.append(f"{TASKS[task]}: none of {n} models reaches {SOLVED}")
-            for operation in dict.fromkeys(solving["operation"]):
-                if operation not in _JUDGED:
-                    continue
-                cells = solving[solving["operation"] == operation].pivot(
-                    index="run", columns="model", values="share"
-                )
-                least = cells.loc[cells["trained"].idxmin()]
-                there = bool((cells["initial"] >= _OFTEN).all())
-                more = bool(
-                    ((cells["trained"] > cells["initial"]) | (cells["initial"] >= _OFTEN)).all()
-                )
-                seen = float(least["trained"]) >= _OFTEN and more
-                passed &= seen
-                reasons.append(
-                    f"{TASKS[task]}, {operation}, {n_solve} of {n} models solve the task: least "
-                    f"share {least['trained']:.3f}, before training {least['initial']:.3f}"
-                    f"{' (the start already does it)' if there else ''}: "
-                    f"{'as' if seen else 'not as'} published"
-                )
-        return Verdict(passed, tuple(reasons))
+        solving = "{bound} of the models from the paper's start reach a test accuracy of " + str(
+            SOLVED
+        )
+        share = "in these models the operation happens in {bound} of the test sequences"
+        gain = "which is {bound} beyond the untrained model, unless the start does it already"
+        return (
+            Claim(solving, _solving, ">=", 1),
+            Claim(share, lambda r: {n: of["trained"].min() for n, of in _shares(r)}, ">=", _OFTEN),
+            Claim(gain, _gains, ">", 0, needed=False),
+        )
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Untrained models, and random keys, in the place of the trained models."""
@@ -474,3 +433,37 @@ def _training(preset: str, task: str) -> dict[str, Any]:
         "full": {"epochs": 10 * settings["epochs"], "n_train": 16384},
     }
     return {**settings, **changes.get(preset, {})}
+
+
+def _operations(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The judged rows: operations of models from the paper's start."""
+    return results[(results["kind"] == "operation") & (results["start"] == PAPER)]
+
+
+def _solving(results: "pd.DataFrame") -> Numbers:
+    """How many models of each task solve it."""
+    groups: Any = _operations(results).groupby("task", sort=False)
+    return {
+        TASKS[task]: rows[rows["test_accuracy"] >= SOLVED]["run"].nunique() for task, rows in groups
+    }
+
+
+def _shares(results: "pd.DataFrame") -> list[tuple[str, "pd.DataFrame"]]:
+    """By task and operation, its share in each model that solves the task, before and after."""
+    rows = _operations(results)
+    rows = rows[(rows["test_accuracy"] >= SOLVED) & rows["operation"].isin(_JUDGED)]
+    groups: Any = rows.groupby(["task", "operation"], sort=False)
+    return [
+        (f"{TASKS[task]}, {operation}", of.pivot(index="run", columns="model", values="share"))
+        for (task, operation), of in groups
+    ]
+
+
+def _gains(results: "pd.DataFrame") -> Numbers:
+    """The least gain by training, of the models whose start does not do it already."""
+    found = {}
+    for name, shares in _shares(results):
+        moved = shares[shares["initial"] < _OFTEN]
+        if len(moved):
+            found[name] = float((moved["trained"] - moved["initial"]).min())
+    return found

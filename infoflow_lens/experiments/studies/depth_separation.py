@@ -1,13 +1,14 @@
 """One attention layer against two on the closest pair (InfoFlow 2026, Theorem 1)."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import nn
 
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.stages import Stages, train_in_stages
 from infoflow_lens.experiments.study import (
     Pair,
@@ -15,7 +16,6 @@ from infoflow_lens.experiments.study import (
     Settings,
     Statement,
     VectorStudy,
-    Verdict,
     standardised,
 )
 from infoflow_lens.experiments.tables import markdown_table, spread
@@ -64,30 +64,7 @@ class DepthSeparationStudy(VectorStudy):
     name: ClassVar[str] = "depth_separation"
     title: ClassVar[str] = "What do two layers do that no width of one layer does?"
     source: ClassVar[str] = "InfoFlow 2026, Theorem 1 (eq 8); App. A.1"
-    acceptance: ClassVar[str] = (
-        "the least NMSE over seeds of the largest two-layer model is at least 5 times below that "
-        "of every one-layer model, one of which has at least as many parameters, and the slope "
-        "fitted to the least NMSE over parameters (log-log) is steeper for two layers than for one"
-    )
-    statement: ClassVar[Statement] = Statement(
-        written="2026-11-22",
-        after_run=True,
-        in_short=("on the closest pair one layer pays eps^-k, two layers 1 / eps"),
-        prediction=(
-            "Wide two-layer models reach small errors on the closest pair; one-layer "
-            "models of more parameters stay near the error of a constant, whatever their "
-            "width. So too at T = 16 (preset full), where the theorem's bound asks for a gap. "
-            "Known before that run: a pilot on another seed, two layers of width 64, with an NMSE "
-            "of .0056; none of one layer."
-        ),
-        controls={
-            "one layer twice": "the errors of one layer in the place of those of two",
-        },
-        refuted_by=(
-            "a one-layer model within a factor of 5 of the largest two-layer model of no "
-            "more parameters."
-        ),
-    )
+    statement: ClassVar[Statement] = Statement.of("depth_separation")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 3}
 
     def cases(self, preset: str) -> Sequence[Settings]:
@@ -239,23 +216,44 @@ class DepthSeparationStudy(VectorStudy):
         axes.legend(frameon=False)
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
+    def claims(self) -> Sequence[Claim]:
         """By the largest two-layer model against every one-layer model, and by the slopes."""
-        least = _least(results)
-        if not {_ONE, _TWO} <= set(least.index.unique(level="model")):
-            return Verdict(False, ("one of the two depths has no numbers",))
-        one: Any = least[_ONE]
-        two: Any = least[_TWO]
-        size, error = int(two.index.max()), float(two.loc[two.index.max()])
-        largest, best = int(one.index.max()), float(one.min())
-        slopes = _slope(one), _slope(two)
-        reasons = (
-            f"two layers with {size} parameters: {error:.2e}; the best of one layer, up to "
-            f"{largest} parameters: {best:.2e}, {best / error:.1f} times",
-            f"slopes: {slopes[0]:.2f} for one layer, {slopes[1]:.2f} for two",
+        return (
+            Claim(
+                "the largest one-layer model has {bound} times the parameters of the largest with "
+                "two layers",
+                lambda r: _of_depths(r, lambda one, two: one.index.max() / two.index.max()),
+                ">=",
+                1,
+            ),
+            Claim(
+                "the best one-layer model has {bound} times the NMSE of the largest with two "
+                "layers (least over seeds)",
+                lambda r: _of_depths(r, lambda one, two: one.min() / two.loc[two.index.max()]),
+                ">=",
+                5,
+            ),
+            Claim(
+                "the slope of the least NMSE over parameters (log-log) of two layers, minus that "
+                "of one, is {bound}",
+                lambda r: _of_depths(r, lambda one, two: _slope(two) - _slope(one)),
+                "<",
+                0,
+            ),
         )
-        passed = largest >= size and best >= 5 * error and slopes[1] < slopes[0]
-        return Verdict(passed, reasons)
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """The errors and slopes of both."""
+        remarks = []
+        groups: Any = _least(results).reset_index().groupby("model", sort=False)
+        for name, rows in groups:
+            errors = rows.set_index("parameters")["nmse"]
+            remarks.append(
+                f"{name}: least NMSE {errors.min():.2e} to {errors.max():.2e} with "
+                f"{errors.index.min()} to {errors.index.max()} parameters, slope "
+                f"{_slope(errors):.2f}"
+            )
+        return remarks
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """One layer in the place of two."""
@@ -302,3 +300,11 @@ def _slope(errors: "pd.Series[float]") -> float:
         return math.nan
     x, y = np.log(errors.index.to_numpy(dtype=float)), np.log(errors.to_numpy())
     return float(np.polyfit(x, y, 1)[0])
+
+
+def _of_depths(results: "pd.DataFrame", number: Callable[[Any, Any], float]) -> Numbers:
+    """A number of the least NMSE by parameters, of one layer and of two; nothing without either."""
+    least = _least(results)
+    if not {_ONE, _TWO} <= set(least.index.unique(level="model")):
+        return {}
+    return {"": float(number(least[_ONE], least[_TWO]))}

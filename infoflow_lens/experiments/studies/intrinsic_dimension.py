@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from infoflow_lens.experiments.claims import Claim
 from infoflow_lens.experiments.stages import Stages, train_in_stages
 from infoflow_lens.experiments.study import (
     Pair,
@@ -16,7 +17,6 @@ from infoflow_lens.experiments.study import (
     Settings,
     Statement,
     VectorStudy,
-    Verdict,
 )
 from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.hooks import PositionsProbe, run_probes
@@ -62,41 +62,7 @@ class IntrinsicDimensionStudy(VectorStudy):
     name: ClassVar[str] = "intrinsic_dimension"
     title: ClassVar[str] = "Do D best pairs need D heads in the first of two layers?"
     source: ClassVar[str] = "InfoFlow 2026, Prop. 1, App. C.4, Table 11, Fig. 1(a)"
-    acceptance: ClassVar[str] = (
-        "wherever routed heads leave at least .1 (the floor of the heads in the first layer, on "
-        "the matrices of the run), the least NMSE over seeds of (D, D) is, by geometric mean over "
-        "draws of the matrices, at least 10 times below that of every model with fewer heads in "
-        "the first layer; and there is such a setting"
-    )
-    statement: ClassVar[Statement] = Statement(
-        written="2026-11-22",
-        in_short="D best pairs need D heads in the first layer, where heads cannot change roles",
-        prediction=(
-            "Counting says: fewer than D heads in the first layer leave a large error. Routing "
-            "says: for heads of one role, or where no token tells its role. So with orthogonal "
-            "matrices, and with a linear encoder, (D, D) is at least 10 times better than the "
-            "others. With gaussian matrices and a hidden layer the others can come down to the "
-            "floor, and heads of theirs then play several roles. Known before: pilots with "
-            "gaussian matrices at D = 2 (a gap of 170 times at one draw, of 1.5 at a second after "
-            "as many steps); none with the other two settings. Preset full has D = 2, 3 and 4 at "
-            "T = 8. Known before it: quick, and pilots on another draw and seed at D = 3. Behind "
-            "a linear encoder (3, 3) reaches .022 and (1, 5) .033, where routed heads leave .88; "
-            "with orthogonal matrices at T = 16 (3, 3) stays at .47. So its rule is not expected "
-            "to be passed, and if (3, 3) falls below .01 while (1, 5) follows, the prediction is "
-            "refuted for soft heads."
-        ),
-        controls={
-            "fewer heads": (
-                "the numbers of (1, 2D - 1), which has as many heads in all, in the place of "
-                "those of (D, D)"
-            ),
-        },
-        refuted_by=(
-            "a model with h_1 < D within 10 times of a (D, D) model that itself is below .01, at "
-            "orthogonal matrices or behind a linear encoder: then fewer heads are enough where "
-            "neither luck nor roles explain it. (D, D) models above .01 speak of training alone."
-        ),
-    )
+    statement: ClassVar[Statement] = Statement.of("intrinsic_dimension")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 2}
 
     def cases(self, preset: str) -> Sequence[Settings]:
@@ -303,26 +269,23 @@ class IntrinsicDimensionStudy(VectorStudy):
         phase_key(figure)
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
+    def claims(self) -> Sequence[Claim]:
         """By the ratio of the least errors to (D, D), wherever a gap is owed."""
-        runs = results.drop_duplicates("run")
-        least = _least(results)
-        passed, reasons, judged = True, [], 0
-        groups: Any = runs.groupby(["D", "matrices", "heads"], sort=False)
-        for (d, kind, heads), rows in groups:
-            if _first(heads) >= d:
-                continue
-            ours = float(least.get((d, kind, f"{d} {d}"), math.nan))
-            times = float(least[d, kind, heads]) / ours
-            owed = _owed(rows)
-            judged += owed
-            passed &= times >= _FALL or not owed
-            reasons.append(
-                f"D = {d}, {kind}: {_shown(heads)} {least[d, kind, heads]:.2e}, ({d}, {d}) "
-                f"{ours:.2e}: {times:.1f} times; routed heads reach {rows['floor'].min():.2g}"
-                f"{'' if owed else ', so no gap is owed'}"
-            )
-        return Verdict(passed and judged > 0, tuple(reasons))
+        text = (
+            f"wherever routed heads leave {_OWED} or more, a model with fewer heads in the first "
+            "layer has {bound} times the NMSE of (D, D) (least over seeds, geometric mean over "
+            "draws)"
+        )
+        return (
+            Claim(text, lambda r: {n: times for n, times, _, owed in _ratios(r) if owed}, ">=", 10),
+        )
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """The errors, and where no gap is owed."""
+        return [
+            f"{name}: {errors}{'' if owed else f', so no gap is owed ({times:.3g} times)'}"
+            for name, times, errors, owed in _ratios(results)
+        ]
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """(1, 2D - 1) in the place of (D, D)."""
@@ -401,3 +364,26 @@ def _first(heads: Any) -> int:
 
 def _shown(heads: Any) -> str:
     return f"({', '.join(str(heads).split())})"
+
+
+def _ratios(results: "pd.DataFrame") -> list[tuple[str, float, str, bool]]:
+    """Of all models with fewer heads than D in the first layer, in the order of the rows.
+
+    Returns:
+        the model; its error over that of (D, D); both, and what routed heads reach, in words;
+        whether a gap is owed.
+    """
+    least = _least(results)
+    found = []
+    groups: Any = results.drop_duplicates("run").groupby(["D", "matrices", "heads"], sort=False)
+    for (d, kind, heads), rows in groups:
+        if _first(heads) >= d:
+            continue
+        fewer = float(least[d, kind, heads])
+        ours = float(least.get((d, kind, f"{d} {d}"), math.nan))
+        errors = (
+            f"NMSE {fewer:.2e}, ({d}, {d}) {ours:.2e}; routed heads reach {rows['floor'].min():.2g}"
+        )
+        name = f"D = {d}, {kind}, {_shown(heads)}"
+        found.append((name, fewer / ours, errors, _owed(rows)))
+    return found

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy, Verdict
+from infoflow_lens.experiments.claims import Claim, Numbers
+from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy
 from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.hooks import PositionsProbe, run_probes
 from infoflow_lens.models.architecture import Architecture
@@ -22,33 +23,7 @@ class KthLargestStudy(VectorStudy):
     name: ClassVar[str] = "kth_largest"
     title: ClassVar[str] = "Which of T numbers can one attention layer pick by its rank?"
     source: ClassVar[str] = "InfoFlow 2026, Theorem 2 (Sec. 4.1)"
-    acceptance: ClassVar[str] = (
-        "the least NMSE over seeds of every k in between is at least 5 times that of k = 1 and of "
-        "k = T, and the head of the best model of k = 1 attends to the largest number in 95% of "
-        "the samples"
-    )
-    statement: ClassVar[Statement] = Statement(
-        written="2026-11-22",
-        after_run=True,
-        in_short=(
-            "one layer picks the largest and the smallest number; what lies between costs "
-            "exponentially"
-        ),
-        prediction=(
-            "One head of one layer fits k = 1 and k = T; every k in between stays at least "
-            "5 times above."
-        ),
-        controls={
-            "an extreme between": (
-                "the errors of k = 1, which one head can pick, in the place of those between"
-            ),
-            "another head": ("the choices of the head of k = T in the place of those of k = 1"),
-        },
-        refuted_by=(
-            "a k in between within a factor of 5 of the extremes at some seed, or k = 1 "
-            "fitted by a head that does not attend to the largest number."
-        ),
-    )
+    statement: ClassVar[Statement] = Statement.of("kth_largest")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 2}
 
     def cases(self, preset: str) -> Sequence[Settings]:
@@ -123,21 +98,28 @@ class KthLargestStudy(VectorStudy):
         axes.legend(frameon=False)
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
+    def claims(self) -> Sequence[Claim]:
         """By the errors between the extremes, and by what the head of k = 1 attends to."""
-        least = results.groupby("k")["nmse"].min()
-        extremes = max(float(least.iloc[0]), float(least.iloc[-1]))
-        between = least.iloc[1:-1]
-        best = results[results["k"] == 1].sort_values("nmse").iloc[0]
-        picks = float(best["chooses_largest"])
-        reasons = [f"k = 1: {least.iloc[0]:.2e}, k = T: {least.iloc[-1]:.2e}"]
-        reasons.append(
-            f"between: {between.min():.2e} to {between.max():.2e}, at least "
-            f"{between.min() / extremes:.1f} times the extremes"
+        between = (
+            "every k in between has {bound} times the NMSE of k = 1 and of k = T (least over seeds)"
         )
-        reasons.append(f"the best model of k = 1 attends to the largest in {picks:.1%}")
-        passed = picks >= 0.95 and bool((between >= 5 * extremes).all())
-        return Verdict(passed, tuple(reasons))
+        attends = (
+            "the head of the best model of k = 1 attends to the largest number in {bound} of the "
+            "samples"
+        )
+        return (
+            Claim(between, _over_extremes, ">=", 5),
+            Claim(attends, _attends, ">=", 0.95),
+        )
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """The errors."""
+        least = results.groupby("k")["nmse"].min()
+        between = least.iloc[1:-1]
+        return [
+            f"least NMSE: k = 1: {least.iloc[0]:.2e}, k = T: {least.iloc[-1]:.2e}, between: "
+            f"{between.min():.2e} to {between.max():.2e}"
+        ]
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """k = 1 in the place of what lies between; the head of k = T in that of k = 1."""
@@ -152,3 +134,16 @@ class KthLargestStudy(VectorStudy):
                 chooses_largest=results["chooses_largest"].mask(results["k"] == first, picks)
             ),
         }
+
+
+def _over_extremes(results: "pd.DataFrame") -> Numbers:
+    """The least error of every k in between, over the larger one of the extremes."""
+    least = results.groupby("k")["nmse"].min()
+    extremes = max(least.iloc[0], least.iloc[-1])
+    return {f"k = {k}": float(error / extremes) for k, error in least.iloc[1:-1].items()}
+
+
+def _attends(results: "pd.DataFrame") -> Numbers:
+    """What the best model of k = 1 attends to."""
+    best = results[results["k"] == 1].sort_values("nmse").iloc[0]
+    return {"": float(best["chooses_largest"])}

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.stages import Stages, train_in_stages
 from infoflow_lens.experiments.studies.first_layer import (
     CLS,
@@ -16,7 +17,6 @@ from infoflow_lens.experiments.study import (
     Settings,
     Statement,
     VectorStudy,
-    Verdict,
 )
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.models.architecture import Architecture
@@ -86,45 +86,7 @@ class MaxPositionRecovery(VectorStudy):
     name: ClassVar[str] = "max_position_recovery"
     title: ClassVar[str] = "Does training make the token of the largest score recoverable?"
     source: ClassVar[str] = "InfoFlow 2026, App. C.1 and C.2, eq 56"
-    acceptance: ClassVar[str] = (
-        "on pairs, with at least D heads in the first layer, the seed of least validation error of "
-        "every configuration has heads in use (by ablation, at tokens and at CLS apart), the error "
-        "of whose first choice is below .1 of that before training, and the mean ratio of whose "
-        "second choice lies within .75 and 1.15"
-    )
-    statement: ClassVar[Statement] = Statement(
-        written="2026-11-22",
-        in_short="a head passes on the token of its largest score, and no other",
-        prediction=(
-            "Where the target needs the whole of a token (pairs) and there are D heads or more, "
-            "every head in use ends below a tenth of the error before training for its first "
-            "choice (published: .065 to .096), and stays where it was for its second; CLS, which "
-            "needs nothing of the first layer, may leave its heads idle. A target that needs one "
-            "coordinate of a token (D-retrieval) recovers less, and so do fewer heads than D "
-            "(published: .34 to .78), though the theory does not ask for the latter. Training "
-            "does so by peaking: an untrained head that is tempered to the same entropy should "
-            "recover its own first choice about as well, within a factor of 3. Known before: "
-            "pilots of heads (2, 2) on two other pairs of matrices, with less training. At T = 8 "
-            "ratios of .042 and .187 at tokens (tempered: .063 and .123; NMSE .0011) and CLS idle; "
-            "with other learning rates .16 to .31. At T = 16 ratios of .42 and .27 (tempered: .28 "
-            "and .26; NMSE .006). None had every head below .1. Preset full has the runs of quick, "
-            "three more configurations at D = 2, and D = 6; the same is predicted of them. Known "
-            "before these: quick, and a pilot of heads (6, 6) at D = 6 on other matrices (NMSE "
-            ".004), whose heads in use had ratios of .12 to .79 (tempered: .20 to .48), so that "
-            "what is published is not to be expected there."
-        ),
-        controls={
-            "second choice": "the ratios of the second choice in the place of those of the first",
-            "untrained": "the untrained heads, whose ratio is 1, in the place of the trained ones",
-        },
-        refuted_by=(
-            "heads in use of models with an NMSE below .001 whose first choice is recoverable no "
-            "better than .1, or a second choice that is recovered far better than before: then "
-            "the model reads something else than the largest score. Tempered heads far above the "
-            "trained ones would refute that peaking explains it; they are no control that the "
-            "rule must fail with, for where they do as well they say why it passes."
-        ),
-    )
+    statement: ClassVar[Statement] = Statement.of("max_position_recovery")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 3}
 
     def cases(self, preset: str) -> Sequence[Settings]:
@@ -323,40 +285,41 @@ class MaxPositionRecovery(VectorStudy):
             axes.axhline(1, color="#444444", linewidth=0.8)
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
+    def claims(self) -> Sequence[Claim]:
         """By the heads that do something, of the best seed of every configuration on pairs."""
+        used = (
+            "of the configurations on pairs with h_1 >= D a share of {bound} has heads in use (by "
+            "ablation, at tokens and at CLS apart; the seed of least validation error)"
+        )
+        first = "the error of the first choice of these heads is {bound} of that before training"
+        second = "the same of their second choice is {bound}, by the mean over heads"
+        return (
+            Claim(used, _in_use_of_all, ">=", 1),
+            Claim(first, lambda r: _ratios(r, 1), "<", _BELOW),
+            Claim(second, _second_choices, "within", _AS_BEFORE),
+        )
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """Tempered heads, fewer heads, and all seeds."""
         judged = _judged(results)
-        first, second = (judged[judged["rank"] == rank] for rank in _RANKS)
-        if first.empty:
-            return Verdict(False, ("no configuration with at least D heads has heads in use",))
-        below = first["ratio"] < _BELOW
-        means = second.groupby("run")["ratio"].mean()
-        tempered = first["tempered_ratio"]
-        cases = results[_CASE].drop_duplicates()
-        enough = cases[_enough(cases)]
-        reasons = [
-            f"best seeds of {len(enough)} configurations with h_1 >= D: {int(below.sum())} of "
-            f"{len(first)} heads in use below {_BELOW:g} (by kind of query), from "
-            f"{first['ratio'].min():.3f} to {first['ratio'].max():.3f}",
-            f"their second choice: means of {means.min():.2f} to {means.max():.2f}",
+        tempered = judged[judged["rank"] == 1]["tempered_ratio"]
+        remarks = [
             f"the same heads untrained, tempered to the same entropy: {tempered.min():.3f} to "
-            f"{tempered.max():.3f}",
+            f"{tempered.max():.3f}"
         ]
         fewer = _in_use(results[~_enough(results) & results["run"].isin(_best(results))])
         for (target, _, heads), rows in fewer[fewer["rank"] == 1].groupby(_CASE, sort=False):
             ratios = rows["ratio"]
-            reasons.append(
-                f"beside them {target}, heads {_shown(heads)}: {ratios.min():.3f} to "
-                f"{ratios.max():.3f}"
+            remarks.append(
+                f"{target}, heads {_shown(heads)}: {ratios.min():.3f} to {ratios.max():.3f}"
             )
         every = _in_use(results[_enough(results) & (results["rank"] == 1)])
-        reasons.append(
-            f"all seeds: {int((every['ratio'] < _BELOW).sum())} of {len(every)} below {_BELOW:g}, "
-            f"the largest {every['ratio'].max():.3f}"
+        below = int((every["ratio"] < _BELOW).sum())
+        remarks.append(
+            f"all seeds: {below} of {len(every)} below {_BELOW:g}, the largest "
+            f"{every['ratio'].max():.3f}"
         )
-        judged_all = first["run"].nunique() == len(enough)
-        passed = below.all() and means.between(*_AS_BEFORE).all() and judged_all
-        return Verdict(bool(passed), tuple(reasons))
+        return remarks
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """The second choice, and the untrained heads, in the place of the first choice."""
@@ -395,3 +358,29 @@ def _best(results: "pd.DataFrame") -> list[int]:
 
 def _shown(heads: Any) -> str:
     return f"({', '.join(str(heads).split())})"
+
+
+def _in_use_of_all(results: "pd.DataFrame") -> Numbers:
+    """The share of the judged configurations that have heads in use."""
+    cases = results[_CASE].drop_duplicates()
+    return {"": _judged(results)["run"].nunique() / max(1, int(_enough(cases).sum()))}
+
+
+def _ratios(results: "pd.DataFrame", rank: int) -> Numbers:
+    """What is left of the error before training, of every judged head and kind of query."""
+    judged = _judged(results)
+    rows: Any = judged[judged["rank"] == rank].to_dict("records")
+    return {
+        f"D = {row['D']}, {_shown(row['heads'])}, head {row['head']} at {row['queries']}": float(
+            row["ratio"]
+        )
+        for row in rows
+    }
+
+
+def _second_choices(results: "pd.DataFrame") -> Numbers:
+    """The mean over judged heads, of each configuration."""
+    judged = _judged(results)
+    means = judged[judged["rank"] == 2].groupby(["D", "heads"], sort=False)["ratio"].mean()
+    cells: Any = means.items()
+    return {f"D = {d}, {_shown(heads)}": float(mean) for (d, heads), mean in cells}

@@ -1,12 +1,13 @@
 """One head with positional encoding sums three fixed tokens (InfoFlow 2026, C.3, Fig. 4)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy, Verdict
+from infoflow_lens.experiments.claims import Claim, Numbers
+from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy
 from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.seeds import derived_seed
@@ -37,35 +38,8 @@ class SpecificPosition(VectorStudy):
     name: ClassVar[str] = "specific_position"
     title: ClassVar[str] = "Does one head with positional encoding learn to aggregate by position?"
     source: ClassVar[str] = "InfoFlow 2026, App. C.3, Fig. 4"
-    acceptance: ClassVar[str] = (
-        "in every run a test MSE below 1e-3, mean weights of CLS within .03 of 1/3 on "
-        "positions 1 to 3, and below .02 elsewhere"
-    )
 
-    statement: ClassVar[Statement] = Statement(
-        written="2026-11-22",
-        in_short=(
-            "one head with positional encoding aggregates fixed positions evenly, whatever "
-            "the tokens"
-        ),
-        prediction=(
-            "One head with positional encoding puts a third of its attention on each of the three "
-            "summed positions, in every sample, and fits the target; with the paper's LayerNorm "
-            "and constant rate at the end as well as without, though the network behind a "
-            "LayerNorm has to undo it, so that its error may be larger. Known before: an earlier "
-            "run without normalization, by the same settings (MSE below 1e-5), and a pilot of the "
-            "paper's model on another seed (MSE 1.4e-4, weights within .001 of 1/3)."
-        ),
-        controls={
-            "other positions": (
-                "the weights of three positions that are not summed in the place of those that are"
-            ),
-        },
-        refuted_by=(
-            "a fitted target with uneven weights, or weights that vary between samples: "
-            "then the sum is found in another way."
-        ),
-    )
+    statement: ClassVar[Statement] = Statement.of("specific_position")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 3}
     _SIZES: ClassVar[Mapping[str, Mapping[str, int]]] = {
         "smoke": {"n_tokens": 8, "epochs": 12, "n_train": 2000},
@@ -190,22 +164,35 @@ class SpecificPosition(VectorStudy):
         panels[0].legend(frameon=False)
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
+    def claims(self) -> Sequence[Claim]:
         """By the errors and the weights of every run."""
-        passed, reasons = True, []
-        for model, rows in results.groupby("model", sort=False):
-            summed = rows["position"] <= _N_SUMMED
-            error = float(rows["mse"].max())
-            gap = float((rows[summed]["weight"] - 1 / _N_SUMMED).abs().max())
-            rest = float(rows[~summed]["weight"].max())
-            passed &= error < 1e-3 and gap <= 0.03 and rest < 0.02
-            reasons.append(
-                f"{model}: largest MSE {error:.2g}; largest gap to 1/3 on positions 1 to 3: "
-                f"{gap:.3f}; largest weight elsewhere: {rest:.3f}"
-            )
-        return Verdict(bool(passed), tuple(reasons))
+        weights = "the mean weights of CLS on positions 1 to 3 are {bound} from 1/3"
+        return (
+            Claim("the test MSE is {bound} in every run", _largest_error, "<", 1e-3),
+            Claim(weights, _gap, "<=", 0.03),
+            Claim("its mean weights elsewhere are {bound}", _elsewhere, "<", 0.02),
+        )
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """The last positions in the place of the summed ones."""
         last = int(results["position"].max()) + 1
         return {"other positions": results.assign(position=last - results["position"])}
+
+
+def _by_model(results: "pd.DataFrame", number: "Callable[[pd.DataFrame], float]") -> Numbers:
+    groups: Any = results.groupby("model", sort=False)
+    return {model: float(number(rows)) for model, rows in groups}
+
+
+def _largest_error(results: "pd.DataFrame") -> Numbers:
+    return _by_model(results, lambda rows: rows["mse"].max())
+
+
+def _gap(results: "pd.DataFrame") -> Numbers:
+    summed = results[results["position"] <= _N_SUMMED]
+    return _by_model(summed, lambda rows: (rows["weight"] - 1 / _N_SUMMED).abs().max())
+
+
+def _elsewhere(results: "pd.DataFrame") -> Numbers:
+    others = results[results["position"] > _N_SUMMED]
+    return _by_model(others, lambda rows: rows["weight"].max())

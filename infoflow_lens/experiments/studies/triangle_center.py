@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.stages import Stages, train_in_stages
 from infoflow_lens.experiments.study import (
     Pair,
@@ -13,7 +14,6 @@ from infoflow_lens.experiments.study import (
     Settings,
     Statement,
     VectorStudy,
-    Verdict,
 )
 from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.models.architecture import Architecture
@@ -54,33 +54,7 @@ class TriangleCenterStudy(VectorStudy):
     name: ClassVar[str] = "triangle_center"
     title: ClassVar[str] = "Does a target over triples defeat two layers of every size as T grows?"
     source: ClassVar[str] = "InfoFlow 2026, App. C.5, Table 12, Fig. 1b"
-    acceptance: ClassVar[str] = (
-        "the mean NMSE over seeds rises with T for every size (it may fall by .01 where it was "
-        "above .9), is above .8 at the largest T for every size, and at every T the largest mean "
-        "of the sizes is at most 1.2 times the smallest; and with both controls, over pairs and "
-        "over single tokens, the mean at every T is below .3 and at the largest at most a third "
-        "of that of the triples"
-    )
-    statement: ClassVar[Statement] = Statement(
-        written="2026-11-22",
-        in_short="triples defeat every fixed size as T grows, pairs and single tokens do not",
-        prediction=(
-            "The error of triples grows with T towards that of a constant, for all sizes alike; "
-            "that of pairs and of single tokens, trained in the same way at the same T, stays "
-            "small. Known before: without growing lengths, triples gave .24, .79 and .95 at T = 8, "
-            "16 and 32, and pairs, which two layers can do (Theorem 1), .22, .62 and .99 in a "
-            "pilot: then nothing told the target from its training."
-        ),
-        controls={
-            "pairs": "the errors of the best pair's target in the place of those of triples",
-            "tokens": "the errors of a sum of three largest directions in their place",
-            "no easy target": "the errors of triples in the place of those of the controls",
-        },
-        refuted_by=(
-            "a size that keeps a small error on triples as T grows. Pairs that are not learnt at "
-            "some T would leave it open: then the training is at fault there, not the target."
-        ),
-    )
+    statement: ClassVar[Statement] = Statement.of("triangle_center")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
 
     def cases(self, preset: str) -> Sequence[Settings]:
@@ -224,35 +198,26 @@ class TriangleCenterStudy(VectorStudy):
         right.set_ylabel("estimated exponent |I| d / E")
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
+    def claims(self) -> Sequence[Claim]:
         """By the means over seeds of every T and size."""
-        triples = results[results["target"] == _TRIPLES]
-        means = triples.groupby(["n_tokens", "d_model"])["nmse"].mean().unstack()
-        # comparisons with a missing mean are false
-        slack = _NOISE * (means.shift() > _CEILING)
-        rises = bool((means.diff() >= -slack).iloc[1:].all(axis=None))
-        last = means.iloc[-1]
-        hard = bool((last > 0.8).all())
-        apart = means.max(axis=1, skipna=False) / means.min(axis=1, skipna=False)
-        reasons = [
-            f"E = {d_model}: {', '.join(f'{value:.3f}' for value in column)} over T"
-            for d_model, column in means.items()
-        ]
-        reasons.append(
-            f"{'rises' if rises else 'does not rise'} with T; at T = {means.index[-1]} at least "
-            f"{last.min():.3f}"
+        rise = (
+            "the mean NMSE over seeds rises by {bound} from each T to the next, for every size "
+            f"(where it was above {_CEILING:g}, a fall of {_NOISE:g} counts as none)"
         )
-        ratios = ", ".join(f"{ratio:.2f} (T = {n_tokens})" for n_tokens, ratio in apart.items())
-        reasons.append(f"largest over smallest of the sizes: {ratios}")
-        easy = True
-        for target in _CONTROLS:
-            rows = results[results["target"] == target]
-            control = rows.groupby("n_tokens")["nmse"].mean().reindex(means.index)
-            learnt = bool((control < _LEARNT).all())
-            easy &= learnt and float(control.iloc[-1]) <= float(last.min()) / _TIMES
-            shown = ", ".join(f"{value:.3f}" for value in control)
-            reasons.append(f"control, {target}: {shown} over T")
-        return Verdict(rises and hard and easy and bool((apart <= _APART).all()), tuple(reasons))
+        apart = "at every T the largest mean of the sizes is {bound} times the smallest"
+        over = "and at the largest T {bound} of that of the triples"
+        return (
+            Claim(rise, _rises, ">=", 0),
+            Claim("it is {bound} at the largest T, for every size", _at_largest, ">", 0.8),
+            Claim(apart, _apart, "<=", 1.2),
+            Claim(
+                "with both controls the mean NMSE is {bound} at every T",
+                lambda r: _of_controls(r, slice(None)),
+                "<",
+                _LEARNT,
+            ),
+            Claim(over, _controls_over, "<=", 1 / 3),
+        )
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Each control in the place of triples, and triples in the place of both."""
@@ -286,3 +251,47 @@ def task_of(target: str, n_tokens: int, d_token: int) -> RetrievalTask:
         _TOKENS: DRetrieval(n_components=3, **sizes).components,
     }[target]
     return Target(components=components, tokens=tokens, name=f"control {target}", **sizes)
+
+
+def _means(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The mean NMSE of triples over seeds, T by E."""
+    triples = results[results["target"] == _TRIPLES]
+    return triples.groupby(["n_tokens", "d_model"])["nmse"].mean().unstack()
+
+
+def _cells(means: "pd.DataFrame") -> Numbers:
+    cells: Any = means.stack(future_stack=True).items()
+    return {f"T = {t}, E = {e}": float(value) for (t, e), value in cells}
+
+
+def _rises(results: "pd.DataFrame") -> Numbers:
+    means = _means(results)
+    slack = _NOISE * (means.shift() > _CEILING)
+    return _cells((means.diff() + slack).iloc[1:])
+
+
+def _at_largest(results: "pd.DataFrame") -> Numbers:
+    return _cells(_means(results).iloc[[-1]])
+
+
+def _apart(results: "pd.DataFrame") -> Numbers:
+    means = _means(results)
+    ratios = means.max(axis=1, skipna=False) / means.min(axis=1, skipna=False)
+    return {f"T = {t}": float(ratio) for t, ratio in ratios.items()}
+
+
+def _of_controls(results: "pd.DataFrame", lengths: slice) -> Numbers:
+    """The mean NMSE of each control at these lengths; NaN where it was not run."""
+    every = _means(results).index
+    found = {}
+    for target in _CONTROLS:
+        rows = results[results["target"] == target]
+        means = rows.groupby("n_tokens")["nmse"].mean().reindex(every)[lengths]
+        found.update({f"{target}, T = {t}": float(mean) for t, mean in means.items()})
+    return found
+
+
+def _controls_over(results: "pd.DataFrame") -> Numbers:
+    least = float(_means(results).iloc[-1].min())
+    last = _of_controls(results, slice(-1, None))
+    return {name: mean / least for name, mean in last.items()}

@@ -1,11 +1,13 @@
 """What one to four attention layers learn, on four tasks (Chen & Zou 2024, Fig. 2)."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.studies.token_models import (
     ABOVE_CHANCE,
     FRESH,
@@ -27,7 +29,7 @@ from infoflow_lens.experiments.studies.token_models import (
     paper_training,
     start_model,
 )
-from infoflow_lens.experiments.study import Row, Settings, Statement, Verdict
+from infoflow_lens.experiments.study import Row, Settings, Statement
 from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.host import TokenTransformer
@@ -79,48 +81,7 @@ class VaryingDepth(TokenStudy):
     name: ClassVar[str] = "varying_depth"
     title: ClassVar[str] = "How many attention layers does a task need?"
     source: ClassVar[str] = "Chen & Zou 2024, Fig. 2; Theorems 1 to 6"
-    acceptance: ClassVar[str] = (
-        "by test accuracy: with fewer layers than the theorems build (two for reasoning and "
-        "generalization, three for contextual generalization), no seed from the paper's start plus "
-        "noise, nor from Gaussian matrices, is more than .1 above chance, and before training the "
-        "latter have a gradient above 0 at the context; with just as many (one for memorization), "
-        "from the paper's start plus noise, the seed of the least validation loss reaches .95. The "
-        "start without noise, Gaussian matrices with enough layers, and softmax are reported, not "
-        "judged"
-    )
-    statement: ClassVar[Statement] = Statement(
-        written="2026-11-22",
-        in_short=(
-            "one layer memorises; reasoning and generalization need two, contextual "
-            "generalization three"
-        ),
-        prediction=(
-            "With fewer layers than the theorems build, test accuracy stays at chance, also from "
-            "Gaussian matrices, whose context has a gradient; with as many it reaches .95. From "
-            "the paper's start without noise the gradient of one layer at the context is exactly "
-            "0; on contextual generalization noise of .02 leaves it there, for the mask between "
-            "blocks is -1. Known before, from pilots on seeds 1000 and 1001: two layers on "
-            "reasoning .95 after 3 epochs, two on generalization after 2 (by SGD; by AdamW .62), "
-            "three on contextual generalization after 6, or .75 in 24; one layer on reasoning .24; "
-            "Gaussian matrices fit generalization (.90 of training) and fail on new words (.19). "
-            "Estimate: 6 core minutes, from 2 to 23 seconds a model."
-        ),
-        controls={
-            "fewer layers": (
-                "the accuracies of a layer less in the place of those of just enough layers"
-            ),
-            "more layers": "the accuracies of just enough layers in the place of those of fewer",
-            "a start that cannot move": (
-                "the gradients of one layer from the paper's start without noise in the place of "
-                "those from Gaussian matrices"
-            ),
-        },
-        refuted_by=(
-            "a model with fewer layers above chance by more than .1: the theorems on one layer "
-            "leave it no more. Enough layers that are not learnt refute nothing, for the "
-            "constructions solve each task exactly."
-        ),
-    )
+    statement: ClassVar[Statement] = Statement.of("varying_depth")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
     judges_every_run: ClassVar[bool] = True
 
@@ -213,49 +174,45 @@ class VaryingDepth(TokenStudy):
         figure.axes[0].set_ylabel("accuracy (dashed: chance)")
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
+    def claims(self) -> Sequence[Claim]:
         """By test accuracy and gradients with too few layers, and accuracy with just enough."""
-        runs = last_epochs(results[results["start"].isin(_JUDGED)])
-        passed, reasons = True, []
-        for task in dict.fromkeys(runs["task"]):
-            of_task = runs[runs["task"] == task]
-            for layers in range(1, _ENOUGH[task] + 1):
-                rows = of_task[of_task["layers"] == layers]
-                label = f"{TASKS[task]}, {counted(layers, 'layer')}"
-                if layers == _ENOUGH[task]:
-                    rows = rows[rows["start"] == NOISY]
-                if not len(rows):
-                    passed = False
-                    reasons.append(f"{label}: no finished run")
-                    continue
-                if layers < _ENOUGH[task]:
-                    above = rows["test_accuracy"] - rows["chance"]
-                    highest = rows.loc[above.idxmax()]
-                    whole = rows[rows["start"] == WHOLE]
-                    least = float(whole["context_gradient"].min()) if len(whole) else 0.0
-                    seen = bool((above <= ABOVE_CHANCE).all()) and least > 0
-                    reason = (
-                        f"highest test accuracy {highest['test_accuracy']:.3f} "
-                        f"({STARTS[highest['start']]}), chance {highest['chance']:.3f}; least "
-                        f"gradient at the context from Gaussian matrices {least:.1e}"
-                    )
-                else:
-                    chosen = chosen_accuracy(rows)
-                    solved = int((rows["test_accuracy"] >= SOLVED).sum())
-                    seen = chosen >= SOLVED
-                    reason = (
-                        f"test accuracy {chosen:.3f} of the seed that validation chooses; "
-                        f"{solved} of {len(rows)} seeds reach {SOLVED}"
-                    )
-                passed &= seen
-                reasons.append(f"{label}: {reason}: {'as' if seen else 'not as'} published")
+        return (
+            Claim(
+                "with fewer layers than the theorems build, the largest test accuracy over seeds "
+                "and starts (the paper's plus noise, Gaussian matrices) is {bound} above chance",
+                lambda r: _of_layers(r, _most_above_chance, few=True),
+                "<=",
+                ABOVE_CHANCE,
+            ),
+            Claim(
+                "there the least gradient at the context, from Gaussian matrices and before "
+                "training, is {bound}",
+                lambda r: _of_layers(r, _least_gradient, few=True),
+                ">",
+                0,
+            ),
+            Claim(
+                "with just as many, from the paper's start plus noise, the seed of the least "
+                "validation loss has a test accuracy of {bound}",
+                lambda r: _of_layers(r[r["start"] == NOISY], chosen_accuracy, few=False),
+                ">=",
+                SOLVED,
+            ),
+        )
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """Seeds that solve, and a start that cannot move."""
+        noisy = results[results["start"] == NOISY]
+        solved = _of_layers(noisy, lambda rows: (rows["test_accuracy"] >= SOLVED).sum(), few=False)
+        shown = "; ".join(f"{cell}: {n:g}" for cell, n in solved.items())
+        remarks = [f"seeds that reach {SOLVED} with just enough layers: {shown}"]
         still = results[(results["start"] == PAPER) & (results["layers"] == 1)]
         if len(still):
-            reasons.append(
-                "not judged, one layer from the paper's start: largest gradient at the context "
+            remarks.append(
+                "one layer from the paper's start: largest gradient at the context "
                 f"{still['context_gradient'].max():.1e}"
             )
-        return Verdict(passed and bool(reasons), tuple(reasons))
+        return remarks
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Accuracies with too few and with enough layers exchanged; a start that cannot move."""
@@ -332,3 +289,27 @@ def _training(preset: str, start: str, task: str) -> dict[str, Any]:
         "full": {"epochs": 8 * settings["epochs"]},
     }
     return {**settings, **changes.get(preset, {})}
+
+
+def _of_layers(
+    results: "pd.DataFrame", number: "Callable[[pd.DataFrame], float]", *, few: bool
+) -> Numbers:
+    """A number of the runs of each task and depth, too few layers or just enough; NaN without."""
+    runs = last_epochs(results[results["start"].isin(_JUDGED)])
+    found = {}
+    for task in dict.fromkeys(results["task"]):
+        enough = _ENOUGH[task]
+        for layers in range(1, enough) if few else (enough,):
+            rows = runs[(runs["task"] == task) & (runs["layers"] == layers)]
+            label = f"{TASKS[task]}, {counted(layers, 'layer')}"
+            found[label] = float(number(rows)) if len(rows) else math.nan
+    return found
+
+
+def _most_above_chance(rows: "pd.DataFrame") -> float:
+    return float((rows["test_accuracy"] - rows["chance"]).max())
+
+
+def _least_gradient(rows: "pd.DataFrame") -> float:
+    whole = rows[rows["start"] == WHOLE]
+    return float(whole["context_gradient"].min()) if len(whole) else math.nan

@@ -1,9 +1,10 @@
 """What more heads change, on four tasks (Chen & Zou 2024, Sec. 9.2 and 9.3, Fig. 4 to 7)."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.studies.token_models import (
     FRESH,
     MEMORIZATION,
@@ -17,12 +18,11 @@ from infoflow_lens.experiments.studies.token_models import (
     TASKS,
     TokenStudy,
     chosen_accuracy,
-    counted,
     epochs_until,
     last_epochs,
     paper_training,
 )
-from infoflow_lens.experiments.study import Settings, Statement, Verdict
+from infoflow_lens.experiments.study import Settings, Statement
 from infoflow_lens.experiments.tables import markdown_table, spread
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ _RATES: Mapping[str, tuple[float, ...]] = {
 # Heads averaged and summed, of memorization and of the others.
 _STARTS = {True: (PAPER, SUMMED), False: (NOISY, NOISY_SUMMED)}
 _AVERAGED = (PAPER, NOISY)
-_FASTER, _LIKE = 0.8, 2.0
 _QUICK: Mapping[str, Mapping[str, int]] = {
     **SIZES["quick"],
     "in_context_qa": {"n_questions": 10, "n_answers": 10, "n_pairs": 3},
@@ -88,53 +87,7 @@ class VaryingHeads(TokenStudy):
     name: ClassVar[str] = "varying_heads"
     title: ClassVar[str] = "What do more attention heads change?"
     source: ClassVar[str] = "Chen & Zou 2024, Sec. 9.2 and 9.3, Fig. 4 to 7"
-    acceptance: ClassVar[str] = (
-        "with heads averaged, by epochs to a validation accuracy of .95, at the learning rate that "
-        "other seeds choose for each head count. Memorization: the mean over seeds with the most "
-        "heads is at most .8 of that with one head. Reasoning and generalization: with every head "
-        "count the seed of the least validation loss reaches a test accuracy of .95, and the "
-        "fastest seed takes within a factor of 2 of the fastest with one head. Contextual "
-        "generalization: four layers of one head reach .95 in fewer epochs than three layers with "
-        "any heads, by the fastest seed of each, and some three-layer model reaches it"
-    )
-    statement: ClassVar[Statement] = Statement(
-        written="2026-11-22",
-        in_short="nothing: that more heads speed memorization up is an observation of the paper",
-        prediction=(
-            "As published: more heads memorize sooner, and change little on the other tasks but "
-            "for a fourth layer, which helps contextual generalization. What looked otherwise in "
-            "an earlier run, at one rate for all head counts, was the rate: over rate / heads the "
-            "curves of all head counts should fall together. Known before, from pilots on seed "
-            "1000: memorization takes one head 13, 6 and 10 epochs at rates of .3, 1.2 and 4.8, "
-            "eight averaged heads never, 9 and 4, eight summed heads 16, 8 and 5. "
-            "Reasoning takes one head and four averaged heads 3 epochs each at a rate of .003, "
-            "and four summed ones more than 8; generalization takes four heads 2 epochs at .5 and "
-            "was not learnt by one head in 6. Estimate: 30 core minutes, from .4 to 28 seconds a "
-            "model. "
-            "Preset full, written after a run of quick: at the paper's sizes, memorization again "
-            "takes fewer epochs with more heads, by less; reasoning and generalization are learnt "
-            "with averaged heads of any count in about the same epochs; summed heads fail on "
-            "reasoning more often than averaged ones. Contextual generalization has the sizes of "
-            "quick, with more seeds: at the paper's, a pilot of three layers has a loss of 1.44 "
-            "after 60 epochs, above ln 4 = 1.39, that of naming one of the four answers of the "
-            "context. There four layers are not expected to be faster than three. Known before, "
-            "from pilots on seed 1000: memorization takes one head 4 and 7 epochs at rates of 1.2 "
-            "and 4.8, eight averaged heads 4, 4 and 3 at 1.2, 4.8 and 9.6; reasoning takes one and "
-            "four averaged heads 3 epochs at .003; generalization takes one and four 2 at .5. "
-            "Estimate: an hour of one core."
-        ),
-        controls={
-            "one head": "the runs of one head in the place of those of the most, on memorization",
-            "one rate for all": (
-                "the runs of the most heads at the rate of one head in the place of those at their "
-                "own, on memorization"
-            ),
-        },
-        refuted_by=(
-            "memorization as slow or slower with more heads, each at its own rate; or a head count "
-            "with which reasoning or generalization is not learnt at any rate."
-        ),
-    )
+    statement: ClassVar[Statement] = Statement.of("varying_heads")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 4, "full": 6}
 
     def cases(self, preset: str) -> Sequence[Settings]:
@@ -242,27 +195,45 @@ class VaryingHeads(TokenStudy):
         axes[1, 0].set_ylabel("epochs to .95 (dotted: heads summed)")
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
-        """By epochs to .95 at the chosen rates, and test accuracies."""
-        averaged = results["start"].isin(_AVERAGED)
-        others, results = results[~averaged], results[averaged]
-        checks = {_MEMORY: _more_is_faster, _CONTEXTUAL: _deeper_is_faster}
-        passed, reasons = True, []
-        for task in dict.fromkeys(results["task"]):
-            runs = {
-                str(heads): of_heads
-                for (_, _, heads), of_heads in _groups(results[results["task"] == task])
-            }
-            for seen, reason in checks.get(task, _like_one_head)(runs):
-                passed &= seen
-                reasons.append(f"{TASKS[task]}, {reason}: {'as' if seen else 'not as'} published")
-        passed &= bool(reasons)
-        for (start, task, heads), at_rate in _groups(others):
-            reasons.append(
-                f"not judged, {TASKS[task]}, {STARTS[start]}, heads {heads}: "
-                f"{_shown(_fastest(at_rate))} for the fastest seed"
-            )
-        return Verdict(passed, tuple(reasons))
+    def claims(self) -> Sequence[Claim]:
+        """By epochs to .95 at the chosen rates, and test accuracies; heads averaged."""
+        epochs = f"epochs to {SOLVED} (at the rate that other seeds choose)"
+        alike = "with every head count, on reasoning and generalization, the"
+        return (
+            Claim(
+                "memorization with the most heads takes {bound} of the mean " + f"{epochs} of one",
+                _more_heads,
+                "<=",
+                0.8,
+            ),
+            Claim(
+                f"{alike} seed of the least validation loss has a test accuracy of " + "{bound}",
+                lambda r: _like_one_head(r, lambda one, rows: chosen_accuracy(rows)),
+                ">=",
+                SOLVED,
+            ),
+            Claim(
+                f"{alike} fastest seed takes " + "{bound}" + f" times the {epochs} of one head",
+                lambda r: _like_one_head(r, lambda one, rows: _fastest(rows) / one),
+                "within",
+                (0.5, 2),
+            ),
+            Claim(
+                "on contextual generalization four layers of one head take {bound} times the "
+                f"{epochs} of three layers, by the fastest seed of each",
+                _deeper,
+                "<",
+                1,
+            ),
+        )
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """Epochs of the judged runs, and of those with summed heads."""
+        return [
+            f"{TASKS[task]}, {STARTS[start]}, heads {heads}: epochs to {SOLVED} of the fastest "
+            f"seed {_shown(_fastest(rows))}, mean {_shown(_mean_epochs(rows))}"
+            for (start, task, heads), rows in _groups(results)
+        ]
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Memorization with one head, or with its rate, in the place of that with the most."""
@@ -334,48 +305,52 @@ def _shown(epochs: float) -> str:
     return "never" if math.isinf(epochs) else f"{epochs:.3g}"
 
 
-def _more_is_faster(runs: Runs) -> list[tuple[bool, str]]:
-    by_count = sorted(runs, key=int)
-    one, most = (_mean_epochs(runs[heads]) for heads in (by_count[0], by_count[-1]))
-    return [
-        (
-            by_count[0] == "1" and len(by_count) > 1 and most <= _FASTER * one < math.inf,
-            f"mean epochs to .95: {_shown(one)} with {counted(int(by_count[0]), 'head')}, "
-            f"{_shown(most)} with {by_count[-1]}",
-        )
-    ]
+def _of_task(results: "pd.DataFrame", task: str) -> Runs:
+    """The judged runs of a task with averaged heads, by heads."""
+    averaged = results[results["start"].isin(_AVERAGED) & (results["task"] == task)]
+    return {heads: rows for (_, _, heads), rows in _groups(averaged)} if len(averaged) else {}
 
 
-def _like_one_head(runs: Runs) -> list[tuple[bool, str]]:
-    singles = [heads for heads in runs if set(heads.split()) == {"1"}]
-    if not singles:
-        return [(False, "no finished run with one head a layer")]
-    one = _fastest(runs[singles[0]])
-    checks = []
-    for heads, of_heads in runs.items():
-        fastest, accuracy = _fastest(of_heads), chosen_accuracy(of_heads)
-        alike = one / _LIKE <= fastest <= _LIKE * one < math.inf
-        checks.append(
-            (
-                alike and accuracy >= SOLVED,
-                f"heads {heads}: epochs to .95 of the fastest seed {_shown(fastest)} (one head: "
-                f"{_shown(one)}), "
-                f"test accuracy {accuracy:.3f} of the seed that validation chooses",
-            )
-        )
-    return checks
+def _more_heads(results: "pd.DataFrame") -> Numbers:
+    """Mean epochs with the most heads over those with one; NaN where one head fails."""
+    runs = _of_task(results, _MEMORY)
+    if not runs:
+        return {}
+    counts = sorted(runs, key=int)
+    one, most = (_mean_epochs(runs[heads]) for heads in (counts[0], counts[-1]))
+    if counts[0] != "1" or len(counts) == 1 or math.isinf(one):
+        return {f"{counts[-1]} heads": math.nan}
+    return {f"{counts[-1]} heads": most / one}
 
 
-def _deeper_is_faster(runs: Runs) -> list[tuple[bool, str]]:
-    three = {heads: _fastest(rows) for heads, rows in runs.items() if len(heads.split()) == 3}
+def _like_one_head(
+    results: "pd.DataFrame", number: Callable[[float, "pd.DataFrame"], float]
+) -> Numbers:
+    """A number of every model with the epochs of one head a layer, and its runs; NaN without."""
+    found = {}
+    for task in dict.fromkeys(results["task"]):
+        if task in (_MEMORY, _CONTEXTUAL):
+            continue
+        runs = _of_task(results, task)
+        single = next((rows for heads, rows in runs.items() if set(heads.split()) == {"1"}), None)
+        if single is None:
+            found[f"{TASKS[task]}, one head"] = math.nan
+            continue
+        one = _fastest(single)
+        for heads, rows in runs.items():
+            found[f"{TASKS[task]}, heads {heads}"] = number(one, rows)
+    return found
+
+
+def _deeper(results: "pd.DataFrame") -> Numbers:
+    """Epochs of the fastest seed of four layers over those of three; NaN where these fail."""
+    runs = _of_task(results, _CONTEXTUAL)
+    if not runs:
+        return {}
+    three = [_fastest(rows) for heads, rows in runs.items() if len(heads.split()) == 3]
     four = _fastest(runs["1 1 1 1"]) if "1 1 1 1" in runs else math.inf
-    shown = ", ".join(f"{_shown(least)} with heads {heads}" for heads, least in three.items())
-    return [
-        (
-            bool(three) and four < min(three.values()) < math.inf,
-            f"fastest seed, epochs to .95: three layers {shown or '-'}; four layers {_shown(four)}",
-        )
-    ]
+    least = min(three, default=math.inf)
+    return {"": math.nan if math.isinf(least) else four / least}
 
 
 def _training(preset: str, task: str) -> dict[str, Any]:

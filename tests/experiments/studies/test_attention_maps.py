@@ -16,6 +16,7 @@ from infoflow_lens.experiments.studies.attention_maps import (
 from infoflow_lens.experiments.studies.token_models import start_model
 from infoflow_lens.experiments.sweep import Run, measure_run
 from infoflow_lens.models.host import zero_model
+from tests.experiments.studies_for_tests import broken
 
 STUDY = AttentionMaps()
 QA = {"n_questions": 6, "n_answers": 6, "n_pairs": 3}
@@ -159,14 +160,15 @@ def frame(shares, accuracy=0.99, initial=None, start="paper"):
 SEEN = {"copying": (1.0, 0.98), "matching": (0.95, 0.97), "parsing": (0.93, 1.0)}
 
 
-def test_operations_that_happen_pass_and_the_start_is_named():
-    verdict = STUDY.verdict(frame(SEEN))
-    assert verdict.passed
-    assert len(verdict.reasons) == 3
-    copying, matching, parsing = verdict.reasons
-    assert "the start already does it" in copying
-    assert "the start already does it" in parsing
-    assert "the start already does it" not in matching
+def test_operations_that_happen_pass_and_a_start_that_does_them_need_not_gain():
+    assert STUDY.verdict(frame(SEEN)).passed
+    _, happens, gains = STUDY.claims()
+    assert list(happens.numbers(frame(SEEN))) == [
+        "reasoning, copying",
+        "reasoning, matching",
+        "generalization, parsing",
+    ]
+    assert list(gains.numbers(frame(SEEN))) == ["reasoning, matching"]
 
 
 @pytest.mark.parametrize(
@@ -174,19 +176,19 @@ def test_operations_that_happen_pass_and_the_start_is_named():
     [("copying", (1.0, 0.85)), ("matching", (0.89, 0.97)), ("parsing", (0.0, 1.0))],
 )
 def test_an_operation_that_does_not_happen_fails(operation, shares):
-    verdict = STUDY.verdict(frame(SEEN | {operation: shares}))
-    assert not verdict.passed
-    [failed] = [reason for reason in verdict.reasons if "not as published" in reason]
-    assert operation in failed
+    results = frame(SEEN | {operation: shares})
+    assert broken(STUDY, results)
+    shown = STUDY.claims()[1].numbers(results)
+    assert [name for name, share in shown.items() if share < 0.9] in (
+        [name for name in shown if operation in name],
+    )
 
 
 def test_models_that_do_not_solve_the_task_are_not_asked():
     unsolved = frame(SEEN | {"matching": (0.1, 0.95)}, accuracy=0.3)  # of seed 0
     assert STUDY.verdict(unsolved).passed
     unsolved["test_accuracy"] = 0.3
-    verdict = STUDY.verdict(unsolved)
-    assert not verdict.passed
-    assert "reasoning: none of 2 models reaches 0.95" in verdict.reasons
+    assert 0 in broken(STUDY, unsolved)
 
 
 def test_random_starts_are_shown_and_not_judged():

@@ -70,13 +70,13 @@ def passing():
 def test_the_rule(changed, passed):
     verdict = STUDY.verdict(frame({**SEEN, **changed}))
     assert verdict.passed is passed
-    assert len(verdict.reasons) == 4
+    assert len(verdict.remarks) == 4
 
 
 def test_a_gap_that_is_owed_nowhere_is_not_seen():
     verdict = STUDY.verdict(frame(SEEN, floor=0.05))
     assert not verdict.passed
-    assert all("no gap is owed" in reason for reason in verdict.reasons)
+    assert all("no gap is owed" in remark for remark in verdict.remarks)
 
 
 @pytest.mark.parametrize("preset", ["smoke", "quick", "full"])

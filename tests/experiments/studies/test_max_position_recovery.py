@@ -66,7 +66,7 @@ def test_the_seed_of_least_error_is_judged_and_all_are_told():
     )
     verdict = STUDY.verdict(two)
     assert verdict.passed
-    assert "all seeds: 2 of 4 below 0.1, the largest 0.600" in verdict.reasons
+    assert "all seeds: 2 of 4 below 0.1, the largest 0.600" in verdict.remarks
     assert not STUDY.verdict(two.assign(nmse=1 - two["nmse"])).passed
 
 

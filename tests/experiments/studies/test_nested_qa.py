@@ -16,6 +16,7 @@ from infoflow_lens.experiments.studies.nested_qa import (
 )
 from infoflow_lens.experiments.studies.token_models import start_model
 from infoflow_lens.tasks import load_task
+from tests.experiments.studies_for_tests import broken
 
 STUDY = NestedQuestions()
 
@@ -75,26 +76,23 @@ def predicted():
 
 
 def test_what_is_predicted_passes():
-    verdict = STUDY.verdict(frame(predicted()))
-    assert verdict.passed
-    assert "2 hops, 3 layers: test accuracy 0.990" in " ".join(verdict.reasons)
+    assert broken(STUDY, frame(predicted())) == []
+    assert STUDY.claims()[1].numbers(frame(predicted()))["2 hops, 3 layers"] == 0.99
 
 
 @pytest.mark.parametrize(
-    ("changed", "accuracies"),
+    ("changed", "accuracies", "claim"),
     [
-        (case(1, 1), (0.5, 0.61)),  # one layer above chance
-        (case(3, 2), (0.5, 0.9)),  # two layers for three hops
-        (case(1, 2), (0.9, 0.9)),  # one hop is not solved by two
-        (case(2, 3), (0.9, 0.9)),  # two hops are not solved by three
-        (case(2, 3, "at once"), (0.5, 0.97)),  # they are without growing distances, too
-        (case(2, 2, "at once", 0.1), (0.5, 0.9)),  # too few layers, from another start
+        (case(1, 1), (0.5, 0.61), 0),  # one layer above chance
+        (case(3, 2), (0.5, 0.9), 0),  # two layers for three hops
+        (case(1, 2), (0.9, 0.9), 1),  # one hop is not solved by two
+        (case(2, 3), (0.9, 0.9), 1),  # two hops are not solved by three
+        (case(2, 3, "at once"), (0.5, 0.97), 2),  # they are without growing distances, too
+        (case(2, 2, "at once", 0.1), (0.5, 0.9), 0),  # too few layers, from another start
     ],
 )
-def test_anything_else_does_not(changed, accuracies):
-    verdict = STUDY.verdict(frame(predicted() | {changed: accuracies}))
-    assert not verdict.passed
-    assert any("not as predicted" in reason for reason in verdict.reasons)
+def test_anything_else_does_not(changed, accuracies, claim):
+    assert broken(STUDY, frame(predicted() | {changed: accuracies})) == [claim]
 
 
 @pytest.mark.parametrize("missing", [case(1, 1), case(1, 2), case(2, 3), case(2, 3, "at once")])
@@ -108,9 +106,9 @@ def test_three_hops_and_noise_are_told_and_not_judged():
     three = {case(3, 4): (0.2, 0.1), case(2, 3, "at once", 0.1): (0.1, 0.1)}
     verdict = STUDY.verdict(frame(predicted() | three))
     assert verdict.passed
-    assert "3 hops, 4 layers: 0.970, 0.970, 0.200 when asked 1 to 3" in " ".join(verdict.reasons)
+    assert "3 hops, 4 layers: 0.970, 0.970, 0.200 when asked 1 to 3" in " ".join(verdict.remarks)
     assert "noise of 0.3: test accuracy 0.100 to 0.100 before training, 0.200 to 0.300 after" in (
-        " ".join(verdict.reasons)
+        " ".join(verdict.remarks)
     )
 
 

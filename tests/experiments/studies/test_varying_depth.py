@@ -14,6 +14,7 @@ from infoflow_lens.experiments.studies.varying_depth import (
     context_length,
 )
 from infoflow_lens.tasks import load_task
+from tests.experiments.studies_for_tests import broken
 
 STUDY = VaryingDepth()
 ENOUGH = {
@@ -171,34 +172,37 @@ def test_an_untrained_run_is_no_better_than_chance():
 
 
 def test_what_is_published_passes():
-    verdict = STUDY.verdict(passing())
-    assert verdict.passed, verdict.reasons
-    assert len(verdict.reasons) == 1 + 2 + 2 + 3 + 1
-    assert all("not as" not in reason for reason in verdict.reasons)
+    assert broken(STUDY, passing()) == []
+    few, moving, enough = (claim.numbers(passing()) for claim in STUDY.claims())
+    assert few.keys() == moving.keys()
+    assert (len(few), len(enough)) == (1 + 1 + 2, 4)
 
 
 @pytest.mark.parametrize(
-    ("change", "missing"),
+    ("change", "claim", "missing"),
     [
-        ({("memorization", 1): (0.5, 0.6)}, "memorization, 1 layer: test accuracy 0.600"),
-        ({("in_context_qa", 1): (0.26, 0.36)}, "reasoning, 1 layer: highest"),
-        ({("in_context_qa", 2): (0.9, 0.94)}, "reasoning, 2 layers: test accuracy 0.940"),
-        ({("template_matching", 1): (0.5, 0.2)}, "generalization, 1 layer: highest"),
+        ({("memorization", 1): (0.5, 0.6)}, 2, "memorization, 1 layer"),
+        ({("in_context_qa", 1): (0.26, 0.36)}, 0, "reasoning, 1 layer"),
+        ({("in_context_qa", 2): (0.9, 0.94)}, 2, "reasoning, 2 layers"),
+        ({("template_matching", 1): (0.5, 0.2)}, 0, "generalization, 1 layer"),
         (
             {("in_context_template_matching", 2): (0.26, 0.75)},
-            "contextual generalization, 2 layers: highest test accuracy 0.750",
+            0,
+            "contextual generalization, 2 layers",
         ),
         (
             {("in_context_template_matching", 3): (0.26, 0.3)},
-            "contextual generalization, 3 layers: test accuracy 0.300",
+            2,
+            "contextual generalization, 3 layers",
         ),
     ],
 )
-def test_a_missing_effect_fails_and_is_named(change, missing):
-    verdict = STUDY.verdict(passing(change))
-    assert not verdict.passed
-    [failed] = [reason for reason in verdict.reasons if "not as published" in reason]
-    assert failed.startswith(missing)
+def test_a_missing_effect_fails_and_is_named(change, claim, missing):
+    results = passing(change)
+    assert broken(STUDY, results) == [claim]
+    failing = STUDY.claims()[claim]
+    numbers = failing.numbers(results)
+    assert [name for name, number in numbers.items() if not failing.holds(number)] == [missing]
 
 
 def test_gaussian_matrices_with_too_few_layers_are_judged():
@@ -224,17 +228,14 @@ def test_the_seed_is_chosen_by_validation_not_by_test():
     chosen = (results["task"] == "in_context_qa") & (results["layers"] == 2)
     results.loc[chosen & (results["seed"] == 0), "best_validation_loss"] = 0.1
     results.loc[chosen & (results["seed"] == 0), "test_accuracy"] = 0.5
-    verdict = STUDY.verdict(results)
-    assert not verdict.passed
-    assert any("0.500 of the seed that validation chooses" in r for r in verdict.reasons)
+    assert broken(STUDY, results) == [2]
+    assert STUDY.claims()[2].numbers(results)["reasoning, 2 layers"] == 0.5
 
 
 def test_runs_that_all_diverged_do_not_pass_in_silence():
     results = passing()
     gone = (results["task"] == "in_context_qa") & (results["layers"] == 2)
-    verdict = STUDY.verdict(results[~gone])
-    assert not verdict.passed
-    assert "reasoning, 2 layers: no finished run" in verdict.reasons
+    assert broken(STUDY, results[~gone]) == [2]
 
 
 def test_the_table_has_seeds_spread_chance_and_whether_the_start_can_move():

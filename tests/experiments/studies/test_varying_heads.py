@@ -6,6 +6,7 @@ import pytest
 from infoflow_lens.experiments.studies.token_models import epochs_until, start_model
 from infoflow_lens.experiments.studies.varying_heads import VaryingHeads
 from infoflow_lens.experiments.sweep import Run, measure_run
+from tests.experiments.studies_for_tests import broken
 
 STUDY = VaryingHeads()
 NAN = float("nan")
@@ -76,48 +77,35 @@ def changed(task, **heads):
 
 
 def test_what_is_published_passes():
-    verdict = STUDY.verdict(frame(PUBLISHED))
-    assert verdict.passed, verdict.reasons
-    assert len(verdict.reasons) == 1 + 3 + 2 + 1
+    assert broken(STUDY, frame(PUBLISHED)) == []
+    counts = [len(claim.numbers(frame(PUBLISHED))) for claim in STUDY.claims()]
+    assert counts == [1, 3 + 2, 3 + 2, 1]
 
 
 @pytest.mark.parametrize(
-    ("until", "missing"),
+    ("until", "claim", "missing"),
     [
-        (changed("memorization", _8=(40, 40)), "memorization, mean epochs to .95: 45 with 1 head"),
-        (changed("memorization", _8=(20, NAN)), "memorization, mean"),  # one seed never does
-        (changed("memorization", _1=(60, NAN)), "memorization, mean"),  # nothing to compare with
-        (
-            changed("in_context_qa", _2_2=(21, 30)),
-            "reasoning, heads 2 2: epochs to .95 of the fastest seed 21",
-        ),
-        (changed("in_context_qa", _2_2=(4, 12)), "reasoning, heads 2 2"),  # a clear effect
-        (
-            changed("template_matching", _4_4=(NAN, NAN)),
-            "generalization, heads 4 4: epochs to .95 of the fastest seed never",
-        ),
-        (
-            changed("in_context_template_matching", _1_1_1_1=(30, 31)),
-            "contextual generalization, fastest seed",
-        ),
-        (
-            changed("in_context_template_matching", _1_1_1=(NAN, NAN), _1_1_4=(NAN, NAN)),
-            "contextual generalization, fastest seed",
-        ),
+        (changed("memorization", _8=(40, 40)), 0, "8 heads"),
+        (changed("memorization", _8=(20, NAN)), 0, "8 heads"),  # one seed never does
+        (changed("memorization", _1=(60, NAN)), 0, "8 heads"),  # nothing to compare with
+        (changed("in_context_qa", _2_2=(21, 30)), 2, "reasoning, heads 2 2"),
+        (changed("in_context_qa", _2_2=(4, 12)), 2, "reasoning, heads 2 2"),  # a clear effect
+        (changed("template_matching", _4_4=(NAN, NAN)), 2, "generalization, heads 4 4"),
+        (changed("in_context_template_matching", _1_1_1_1=(30, 31)), 3, ""),
+        (changed("in_context_template_matching", _1_1_1=(NAN, NAN), _1_1_4=(NAN, NAN)), 3, ""),
     ],
 )
-def test_a_missing_effect_fails_and_is_named(until, missing):
-    verdict = STUDY.verdict(frame(until))
-    assert not verdict.passed
-    [failed] = [reason for reason in verdict.reasons if "not as published" in reason]
-    assert failed.startswith(missing)
+def test_a_missing_effect_fails_and_is_named(until, claim, missing):
+    results = frame(until)
+    assert broken(STUDY, results)[-1] == claim
+    failing = STUDY.claims()[claim]
+    numbers = failing.numbers(results)
+    assert [name for name, number in numbers.items() if not failing.holds(number)] == [missing]
 
 
 def test_no_run_with_one_head_does_not_pass_in_silence():
     until = PUBLISHED | {"template_matching": {"4 4": (3, 4)}}
-    verdict = STUDY.verdict(frame(until))
-    assert not verdict.passed
-    assert any("no finished run with one head" in reason for reason in verdict.reasons)
+    assert broken(STUDY, frame(until)) == [1, 2]
 
 
 def test_each_head_count_has_the_rate_that_other_seeds_choose():
@@ -146,12 +134,11 @@ def test_summed_heads_are_shown_and_not_judged():
     results = pd.concat([passing(), other], ignore_index=True)
     verdict = STUDY.verdict(results)
     assert verdict.passed
-    assert verdict.reasons[-2:] == (
-        "not judged, memorization, the paper's start, heads summed, heads 8: 9 for the fastest "
-        "seed",
-        "not judged, reasoning, the paper's start plus noise, heads summed, heads 2 2: 4 for the "
-        "fastest seed",
-    )
+    [memory, reasoning] = [remark for remark in verdict.remarks if "summed" in remark]
+    assert memory.startswith("memorization, the paper's start, heads summed, heads 8: ")
+    assert "seed 9" in memory
+    assert reasoning.startswith("reasoning, the paper's start plus noise, heads summed, heads 2 2")
+    assert "seed 4" in reasoning
     assert "| the paper's start, heads summed | memorization | 8 | 1 | 9 | 1 of 2 |" in (
         STUDY.table(results)
     )
