@@ -10,7 +10,6 @@ ROOMS = sorted(p.name for p in ROOT.iterdir() if (p / "__init__.py").is_file())
 # circles that are still there, by their files: they may shrink and go, and none may come
 KNOWN = {
     "flows": [("result", "view")],
-    "hooks": [("positions.result", "positions.summary")],
     "probing": [
         (
             "checkpoint", "config", "folder", "heads", "page", "part", "per_head", "picture",

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
+from infoflow_lens.hooks.positions.summary import column_of_first, summary_of
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.sharded import ShardedResult, common_notes
 from infoflow_lens.hooks.states import concatenated
@@ -87,8 +87,6 @@ class PositionsResult(Result):
         Raises:
             InfoFlowError: if rank 1 was not probed, or `skip` leaves no query.
         """
-        from infoflow_lens.hooks.positions.summary import summary_of
-
         return summary_of(lambda: [self], skip)
 
     @property
@@ -170,8 +168,6 @@ class ShardedPositions(ShardedResult[PositionsResult]):
         Raises:
             InfoFlowError: as there, and for a file that is gone or spoiled.
         """
-        from infoflow_lens.hooks.positions.summary import summary_of
-
         return summary_of(self.shards, skip)
 
     def to_frame(self) -> "pd.DataFrame":
@@ -181,10 +177,3 @@ class ShardedPositions(ShardedResult[PositionsResult]):
     def plot(self, layer: int = 0) -> "Figure":
         """As :meth:`PositionsResult.plot`, of the first file."""
         return next(self.shards()).plot(layer)
-
-
-def column_of_first(part: PositionsResult) -> int:
-    """The place of rank 1."""
-    if 1 not in part.ranks:
-        raise InfoFlowError(f"ranks are {part.ranks}, without 1: probe with ranks=(1, ...)")
-    return part.ranks.index(1)

@@ -1,15 +1,14 @@
 """How position-like and how content-like the choices of heads are, counted over sequences."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.hooks.positions.result import PositionsResult, column_of_first
 from infoflow_lens.hooks.states import padded_sum
 
 if TYPE_CHECKING:
@@ -18,7 +17,29 @@ if TYPE_CHECKING:
 _COUNTS_AT_ONCE = 2**26  # numbers; more layers than these hold are counted in several rounds
 
 
-def summary_of(parts: Callable[[], Iterable[PositionsResult]], skip: int = 0) -> "pd.DataFrame":
+class RankedKeys(Protocol):
+    """Attended positions by layer, as :class:`PositionsResult` holds them."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def positions(self) -> Sequence[Tensor]: ...  # noqa: D102
+    @property
+    def ties(self) -> Sequence[Tensor]: ...  # noqa: D102
+    @property
+    def entropy(self) -> Sequence[Tensor]: ...  # noqa: D102
+    @property
+    def concentration(self) -> Sequence[Tensor]: ...  # noqa: D102
+
+
+def column_of_first(part: RankedKeys) -> int:
+    """The place of rank 1."""
+    if 1 not in part.ranks:
+        raise InfoFlowError(f"ranks are {part.ranks}, without 1: probe with ranks=(1, ...)")
+    return part.ranks.index(1)
+
+
+def summary_of(parts: Callable[[], Iterable[RankedKeys]], skip: int = 0) -> "pd.DataFrame":
     """:meth:`PositionsResult.summary` of the sequences of several parts, one in memory at a time.
 
     Args:
@@ -63,7 +84,7 @@ class _Choices:
         self._spread: Float[Tensor, "measure _head"] = torch.zeros(0, 0, dtype=torch.float64)
         self._n_spread: Int[Tensor, "measure _head"] = torch.zeros(0, 0, dtype=torch.long)
 
-    def add(self, part: PositionsResult, layer: int, column: int) -> None:
+    def add(self, part: RankedKeys, layer: int, column: int) -> None:
         """Count the sequences of a part; `column` is that of rank 1."""
         keys = part.positions[layer][:, :, self._skip :, column].long()
         n_head, n_query = keys.shape[1:]

@@ -20,7 +20,7 @@ def one_thread(model: nn.Module) -> Iterator[None]:
     """A model is measured by one thread at a time, for the length of the block.
 
     Raises:
-        InfoFlowError: if another thread measures or evaluates it now.
+        InfoFlowError: if another thread measures or evaluates it now, or ends the block.
     """
     with _making:
         lock = _locks.setdefault(model, threading.RLock())
@@ -32,7 +32,15 @@ def one_thread(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()
+        try:
+            lock.release()
+        except RuntimeError as error:  # it is not this thread's: nobody else can release it
+            with _making:
+                _locks[model] = threading.RLock()
+            raise InfoFlowError(
+                f"a block that measures this {type(model).__name__} was entered in one thread and "
+                "is left in another: expected one thread; leave it where it was entered"
+            ) from error
 
 
 @contextmanager

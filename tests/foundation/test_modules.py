@@ -77,6 +77,18 @@ def test_a_model_is_evaluated_by_one_thread_at_a_time():
     assert all(modes(model))
 
 
+def test_a_block_that_another_thread_ends_says_so_and_leaves_the_model_free():
+    model = Bridge()
+    block = eval_mode(model)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(block.__enter__).result()
+    with pytest.raises(InfoFlowError, match="entered in one thread and is left in another"):
+        block.__exit__(None, None, None)
+    assert all(modes(model))
+    with eval_mode(model):
+        assert not any(modes(model))
+
+
 def fail_in_training(model):
     model.train()
     raise ZeroDivisionError
