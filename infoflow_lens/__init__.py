@@ -132,7 +132,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     if name == "__version__":
-        from infoflow_lens.foundation.record import own_version
+        from infoflow_lens.foundation.versions import own_version
 
         return own_version()
     if name in _rooms():

@@ -312,19 +312,31 @@ def probe(
     """Measure what a model's states depend on, predict it, and compare; run again to go on."""
     with _reported():
         settings = config()
-        from infoflow_lens.probing.run import run_probing
+        said = _said_before(out, settings)
+        if said is None:
+            from infoflow_lens.probing.run import run_probing
 
-        result = run_probing(
-            out,
-            settings,
-            progress=not quiet,
-            say=lambda line: typer.echo(line, err=True),
-            jobs=jobs,
-            scheduler=scheduler,
-            n_threads=threads,
-            again=own_command(context),
-        )
-    _print_probing(result)
+            said = run_probing(
+                out,
+                settings,
+                progress=not quiet,
+                say=lambda line: typer.echo(line, err=True),
+                jobs=jobs,
+                scheduler=scheduler,
+                n_threads=threads,
+                again=own_command(context),
+            ).said()
+    _print_probing(out, said)
+
+
+def _said_before(out: Path, settings: ProbingConfig) -> dict[str, Any] | None:
+    """What a finished run has said, without loading its model."""
+    from infoflow_lens.runs.finished import finished_before
+
+    said = finished_before(out, settings.asked(), settings.sources())
+    if said is not None:
+        typer.echo("finished before, on the same model and data", err=True)
+    return said
 
 
 @app.command(short_help="All of it on a language model: one page, one row a head.")
@@ -339,41 +351,36 @@ def survey(
     sets what its states depend on? Run again to go on."""
     with _reported():
         settings = config()
-        from infoflow_lens.experiments.survey import run_survey
+        said = _said_before(out, settings.probing())
+        if said is None:
+            from infoflow_lens.experiments.survey import run_survey
 
-        result = run_survey(
-            out,
-            settings,
-            progress=not quiet,
-            say=lambda line: typer.echo(line, err=True),
-            again=own_command(context),
-        )
-    _print_probing(result)
+            said = run_survey(
+                out,
+                settings,
+                progress=not quiet,
+                say=lambda line: typer.echo(line, err=True),
+                again=own_command(context),
+            ).said()
+    _print_probing(out, said)
     typer.echo(f"heads: {out / 'heads.csv'}")
 
 
-def _print_probing(result: Any) -> None:
+def _print_probing(out: Path, said: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False, markup=False)
-    for sentence in result.sentences():
+    for sentence in said["sentences"]:
         console.print(sentence)
-    if result.last:
-        states = next(iter(result.last.values())).states
-        table = Table(
-            "sets predicted by", "influence inside", "by chance", "AUROC", "tokens in the set",
-            title=f"{states}: measured against predicted".capitalize(),
-        )  # fmt: skip
-        for rule, found in result.last.items():
-            numbers = (found.inside, found.chance, found.auroc)
-            shown = (
-                [f"{x:.3f}" for x in numbers] if not found.reason() else [found.reason(), "", ""]
-            )
-            table.add_row(rule, *shown, f"{found.size:.1f} of {found.others:.1f}")
+    if said["rows"]:
+        columns = ("sets predicted by", "influence inside", "by chance", "AUROC")
+        table = Table(*columns, "tokens in the set", title=said["title"])
+        for row in said["rows"]:
+            table.add_row(*row)
         console.print(table)
-    console.print(f"report: {result.out / 'report.html'}", soft_wrap=True)
-    console.print(f"numbers: {result.out}", soft_wrap=True)
+    console.print(f"report: {out / 'report.html'}", soft_wrap=True)
+    console.print(f"numbers: {out}", soft_wrap=True)
 
 
 @app.command(short_help="The tasks, their parameters and sources; or the card of one.")

@@ -22,7 +22,6 @@ from infoflow_lens.foundation.record import (
     RunRecord,
     configuration_fingerprint,
     fingerprint,
-    versions_identity,
 )
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.foundation.settings import (
@@ -35,6 +34,7 @@ from infoflow_lens.foundation.settings import (
     settings,
 )
 from infoflow_lens.foundation.state import read_state, write_state
+from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.objectives import (
     Data,
     LabelScores,

@@ -15,7 +15,7 @@ from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import write_json, write_text
 from infoflow_lens.foundation.processes import threads
-from infoflow_lens.foundation.record import RunRecord, versions_identity
+from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import (
     Count,
     Index,
@@ -25,6 +25,7 @@ from infoflow_lens.foundation.settings import (
     Seed,
     settings,
 )
+from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.hooks import (
     JacobianInfluence,
     PositionsProbe,

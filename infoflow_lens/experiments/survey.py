@@ -45,7 +45,7 @@ def run_survey(
         KeyboardInterrupt: when it is stopped, with what to do to go on.
     """
     check_memory(_bytes_of_files(Path(config.model).expanduser(), config.dtype), config.device)
-    result = run_probing(
+    return run_probing(
         out,
         config.probing(),
         progress,
@@ -53,9 +53,8 @@ def run_survey(
         if_possible=True,
         again=again,
         ready=lambda setting: _check(setting, config),
+        last=lambda result: write_text(out / "heads.csv", per_head(result).to_csv(index=False)),
     )
-    write_text(out / "heads.csv", per_head(result).to_csv(index=False))
-    return result
 
 
 def _check(setting: Setting, config: SurveyConfig) -> None:

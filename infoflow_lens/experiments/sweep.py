@@ -23,7 +23,8 @@ from infoflow_lens.foundation.files import (
 )
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.progress import progress_bar
-from infoflow_lens.foundation.record import RunRecord, versions_identity
+from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.foundation.workers import check_workers, workers
 from infoflow_lens.runs.folder import RunFolder
 from infoflow_lens.training import TrainingDivergedError

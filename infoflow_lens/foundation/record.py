@@ -15,8 +15,6 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,15 +23,8 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.versions import package_versions
 
-_RECORDED_PACKAGES = (
-    "infoflow-lens",
-    "transformer-lens",
-    "transformers",
-    "torch",
-    "datasets",
-    "numpy",
-)
 # What a config says of where a model was found, and by which version it was written.
 _OF_NO_NUMBER = (
     "_name_or_path",
@@ -48,42 +39,6 @@ _OF_NO_NUMBER = (
     "tokenizer_name",
     "transformers_version",
 )
-
-
-def own_version() -> str:
-    """The version of this package; of a clone that is not installed, what it would be."""
-    try:
-        return version("infoflow-lens")
-    except PackageNotFoundError:
-        project = Path(__file__).parents[2] / "pyproject.toml"
-        text = project.read_text(encoding="utf-8") if project.is_file() else ""
-        found = re.search(r'^version = "(.+)"$', text, re.MULTILINE)
-        return found[1] if found else "unknown"
-
-
-def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that numbers depend on."""
-    return {"python": platform.python_version()} | {
-        package: _installed(package) for package in _RECORDED_PACKAGES
-    }
-
-
-def versions_identity() -> dict[str, str]:
-    """The versions on which numbers depend, by what errors call them."""
-    return {
-        f"versions ({name})": version
-        for name, version in package_versions().items()
-        if name not in ("python", "datasets")
-    }
-
-
-@lru_cache
-def _installed(package: str) -> str:
-    """The version of a package; looked up once, as what has been imported does not change."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def environment() -> dict[str, Any]:

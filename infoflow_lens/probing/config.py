@@ -1,6 +1,9 @@
 """The settings of a probe run; the options of `infoflow-lens probe` are made from them."""
 
-from typing import Annotated, Literal
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
 
@@ -17,6 +20,7 @@ from infoflow_lens.foundation.settings import (
     Seed,
     settings,
 )
+from infoflow_lens.models.shipped import shipped_folder
 from infoflow_lens.probing.registry import part_names
 
 InfluenceKind = Literal["auto", "exact", "estimate", "resample"]
@@ -102,3 +106,15 @@ class ProbingConfig:
                 "sketch is 1: expected 0, which is exact, or at least 2 directions, whose spread "
                 "tells the error"
             )
+
+    def asked(self) -> dict[str, Any]:
+        """The settings on which any output depends, as JSON-compatible values."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        del values["device"]
+        return values
+
+    def sources(self) -> dict[str, Path]:
+        """The files and folders that a run reads, by what they are; paths of names lead nowhere."""
+        model = shipped_folder(self.model) or Path(self.model).expanduser()
+        drawn = self.data == "repeated"
+        return {"model": model} | ({} if drawn else {"data": Path(self.data)})

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from infoflow_lens.agreement import compare_by_position
 from infoflow_lens.foundation.files import write_text
-from infoflow_lens.foundation.record import RunRecord, versions_identity
+from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.probing.config import ProbingConfig
 
 if TYPE_CHECKING:

@@ -127,6 +127,19 @@ class ProbingResult:
         lines = [f"by the rule {rule!r}, {found}" for rule, found in self.last.items()]
         return [*lines, *self.sentences()]
 
+    def said(self) -> dict[str, Any]:
+        """What the command prints, as JSON-compatible values."""
+        rows = []
+        for rule, found in self.last.items():
+            numbers = (found.inside, found.chance, found.auroc)
+            shown = (
+                [f"{x:.3f}" for x in numbers] if not found.reason() else [found.reason(), "", ""]
+            )
+            rows.append([rule, *shown, f"{found.size:.1f} of {found.others:.1f}"])
+        states = next((str(found.states) for found in self.last.values()), "")
+        title = f"{states}: measured against predicted".capitalize()
+        return {"sentences": self.sentences(), "title": title, "rows": rows}
+
     def sentences(self) -> list[str]:
         """What the parts found, in words."""
         return [

@@ -31,6 +31,7 @@ from infoflow_lens.probing.part import Say, Setting
 from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.probing.spread import Crew
 from infoflow_lens.probing.store import settle, store, unless_settled
+from infoflow_lens.runs.finished import say_finished
 from infoflow_lens.runs.folder import RunFolder
 
 
@@ -48,6 +49,7 @@ def run_probing(
     scheduler: str | None = None,
     n_threads: int | None = None,
     again: str = "",
+    last: Callable[[ProbingResult], None] = lambda result: None,
 ) -> ProbingResult:
     """Load the model, measure, predict, compare, and write all of it to a folder.
 
@@ -71,6 +73,7 @@ def run_probing(
         n_threads: of each process; default, one where there are several, else what PyTorch takes.
             The last digits of numbers depend on it, and on nothing else here.
         again: the command that goes on, as messages name it; default, the same call.
+        last: writes what else belongs to the run, before it counts as finished.
 
     Raises:
         InfoFlowError: for bad settings, models or data, before work starts; for a folder that
@@ -91,7 +94,7 @@ def run_probing(
         RunFolder.open(out, "infoflow-lens probe", ("record.json", "report.html")) as folder,
         nullcontext() if n_threads is None else threads(n_threads),
     ):
-        return _run(folder, config, progress, say, loaded, batches, if_possible, ready, crew)
+        return _run(folder, config, progress, say, loaded, batches, if_possible, ready, last, crew)
 
 
 def _run(
@@ -103,9 +106,10 @@ def _run(
     batches: Batches | None,
     if_possible: bool,
     ready: Callable[[Setting], None],
+    last: Callable[[ProbingResult], None],
     crew: Crew,
 ) -> ProbingResult:
-    out = folder.path
+    out, in_memory = folder.path, loaded is not None or batches is not None
     folder.check(settings_identity(config))
     with nullcontext() if progress else no_bars_of_libraries():
         if loaded is None:
@@ -162,6 +166,9 @@ def _run(
     )
     write_tables(out, result)
     result.report(out / "report.html")
+    last(result)
+    if not in_memory:
+        say_finished(folder, config.asked(), config.sources(), result.said())
     return result
 
 

@@ -178,10 +178,11 @@ class RunFolder:
         no_links(self.path, self.path / name)
         return self.path / name
 
-    def names(self, below: str) -> list[str]:
-        """The files of the run in one of its folders."""
+    def names(self, below: str = "") -> list[str]:
+        """The files of the run, all or those in one of its folders."""
         self._read()
-        return sorted(name for name in self._digests if name.startswith(f"{below}/"))
+        beginning = f"{below}/" if below else ""
+        return sorted(name for name in self._digests if name.startswith(beginning))
 
     # How it is written
 

@@ -12,7 +12,7 @@ import pytest
 from infoflow_lens import InfoFlowError
 from infoflow_lens.experiments.studies import STUDIES, find_study
 from infoflow_lens.experiments.sweep import run_study
-from infoflow_lens.foundation import record
+from infoflow_lens.foundation import versions
 from infoflow_lens.training import TrainingDivergedError
 from tests.experiments.studies_for_tests import Squares
 from tests.fuzz import slack
@@ -220,8 +220,8 @@ def test_a_full_disk_is_one_error_and_finished_runs_stay(tmp_path, monkeypatch):
 
 def test_runs_of_another_version_are_not_mixed(tmp_path, monkeypatch):
     run(Squares(), tmp_path, preset="smoke")
-    now = {**record.package_versions(), "infoflow-lens": "0.0.9"}
-    monkeypatch.setattr(record, "package_versions", lambda: now)
+    now = {**versions.package_versions(), "infoflow-lens": "0.0.9"}
+    monkeypatch.setattr(versions, "package_versions", lambda: now)
     with pytest.raises(InfoFlowError, match=r"versions \(infoflow-lens\) changed"):
         run(Squares(), tmp_path, preset="smoke", resume=True)
 

@@ -153,7 +153,7 @@ def test_nothing_is_taken_from_another_run(out, folder, tmp_path, monkeypatch, w
         words = (changed / "tokenizer.json").read_text()
         (changed / "tokenizer.json").write_text(words.replace('"w7"', '"other"'))
     elif what == "versions":
-        from infoflow_lens.foundation import record as module
+        from infoflow_lens.foundation import versions as module
 
         now = {**module.package_versions(), "torch": "1.0"}
         monkeypatch.setattr(module, "package_versions", lambda: now)

@@ -1,0 +1,94 @@
+"""What a finished run says when it is started again, without its model and its data.
+
+A run that has ended well leaves ``finished.json``: what was asked, of which files, and what the run
+printed. Where all of that is still so, the answer is in the folder, and nothing is loaded. What
+does not fit leads to an ordinary start, which goes by contents and says what is wrong.
+"""
+
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import digest_of, read_signed, write_signed
+from infoflow_lens.foundation.versions import package_versions
+from infoflow_lens.runs.folder import RunFolder
+
+FINISHED = "finished.json"
+_SCHEMA = "infoflow-lens finished 1"
+_MOST_FILES = 1000  # of a source; one of more files is looked at in an ordinary start
+_SMALL = 2**24  # bytes of a result up to which it is read again; of larger ones the size is asked
+
+
+def say_finished(
+    folder: RunFolder,
+    asked: Mapping[str, Any],
+    sources: Mapping[str, Path],
+    said: Mapping[str, Any],
+) -> None:
+    """Write what a second start needs to know; nothing where a source is no file and no folder.
+
+    Args:
+        folder: of the run, which has written all else.
+        asked: the settings, as JSON-compatible values.
+        sources: by name, the files or folders that the run has read.
+        said: what the run prints at its end, as JSON-compatible values.
+    """
+    found = {name: _contents(path) for name, path in sources.items()}
+    if all(files is not None for files in found.values()):
+        values = {
+            "asked": dict(asked),
+            "sources": found,
+            "versions": package_versions(),
+            "written": _sizes(folder),
+            "said": dict(said),
+        }
+        write_signed(folder.path / FINISHED, _SCHEMA, values)
+
+
+def finished_before(
+    path: Path, asked: Mapping[str, Any], sources: Mapping[str, Path]
+) -> dict[str, Any] | None:
+    """What a finished run of the same settings on the same files has said; None where none has.
+
+    Args:
+        path: the folder; nothing is written to it.
+        asked, sources: as for :func:`say_finished`.
+    """
+    if not (path / FINISHED).is_file():
+        return None
+    try:
+        values = read_signed(path / FINISHED, _SCHEMA, "end of a run", "run the same again")
+        folder = RunFolder(path)
+        sizes = _sizes(folder)
+        small = [name for name, size in sizes.items() if size <= _SMALL]
+        whole = all(folder.holds(name) for name in (FINISHED, *small))
+    except InfoFlowError:
+        return None  # an ordinary start says what is wrong
+    now = {"asked": dict(asked), "versions": package_versions(), "written": sizes}
+    if not whole or any(values.get(name) != value for name, value in now.items()):
+        return None
+    for name, source in sources.items():
+        if values["sources"].get(name) != _contents(source):
+            return None
+    said: dict[str, Any] = values["said"]
+    return said
+
+
+def _contents(source: Path) -> dict[str, str] | None:
+    """The digests of a file, or of the files of a folder; None for neither, and for very many."""
+    if source.is_file():
+        return {source.name: digest_of(source)}
+    if not source.is_dir():
+        return None
+    files = list(islice((p for p in source.rglob("*") if p.is_file()), _MOST_FILES + 1))
+    if len(files) > _MOST_FILES:
+        return None
+    return {path.relative_to(source).as_posix(): digest_of(path) for path in sorted(files)}
+
+
+def _sizes(folder: RunFolder) -> dict[str, int]:
+    """The sizes of the run's own files that are there."""
+    paths = {name: folder.path / name for name in folder.names() if name != FINISHED}
+    return {name: path.stat().st_size for name, path in paths.items() if path.is_file()}

@@ -1,0 +1,102 @@
+"""A finished run that is started again: the answer is in the folder, and nothing is loaded."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from infoflow_lens.foundation import versions
+from infoflow_lens.runs.finished import FINISHED, finished_before, say_finished
+from infoflow_lens.runs.folder import RunFolder
+
+ASKED = {"model": "a model", "threshold": 0.05}
+SAID = {"sentences": ["It holds."], "rows": []}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a finished run, and what it has read."""
+    sources = {"model": tmp_path / "model", "data": tmp_path / "texts.txt"}
+    (sources["model"] / "inner").mkdir(parents=True)
+    (sources["model"] / "inner" / "weights").write_bytes(b"weights")
+    sources["data"].write_text("a text")
+    out = tmp_path / "out"
+    with RunFolder.open(out, "a run") as folder:
+        folder.claim({"settings": 1})
+        temporary = folder.temporary(out / "numbers.csv")
+        temporary.write_text("1,2\n")
+        folder.replace(temporary, out / "numbers.csv")
+        say_finished(folder, ASKED, sources, SAID)
+    return out, sources
+
+
+def test_the_same_question_on_the_same_files_has_its_answer(run, tmp_path):
+    out, sources = run
+    assert finished_before(out, ASKED, sources) == SAID
+    moved = shutil.copytree(out, tmp_path / "elsewhere")
+    copied = {
+        "model": shutil.copytree(sources["model"], tmp_path / "copy"),
+        "data": sources["data"],
+    }
+    assert finished_before(moved, ASKED, copied) == SAID
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda out, model, data: data.write_text("b text"),
+        lambda out, model, data: data.unlink(),
+        lambda out, model, data: (model / "inner" / "weights").write_bytes(b"weighty"),
+        lambda out, model, data: (model / "more").write_bytes(b""),
+        lambda out, model, data: (out / "numbers.csv").write_text("1,3\n"),
+        lambda out, model, data: (out / "numbers.csv").unlink(),
+        lambda out, model, data: (out / "manifest.jsonl").write_text("{}\n"),
+        lambda out, model, data: (out / FINISHED).write_text("{}"),
+        lambda out, model, data: (out / FINISHED).write_text(
+            (out / FINISHED).read_text().replace("It holds", "It fails")
+        ),
+    ],
+)
+def test_what_has_changed_leads_to_an_ordinary_start(run, change):
+    out, sources = run
+    change(out, sources["model"], sources["data"])
+    assert finished_before(out, ASKED, sources) is None
+
+
+def test_other_settings_and_versions_lead_to_an_ordinary_start(run, monkeypatch):
+    out, sources = run
+    assert finished_before(out, {**ASKED, "threshold": 0.1}, sources) is None
+    now = {**versions.package_versions(), "torch": "1.0"}
+    monkeypatch.setattr("infoflow_lens.runs.finished.package_versions", lambda: now)
+    assert finished_before(out, ASKED, sources) is None
+
+
+def test_names_whose_files_are_not_known_are_never_finished(tmp_path):
+    with RunFolder.open(tmp_path / "out", "a run") as folder:
+        folder.claim({"settings": 1})
+        say_finished(folder, ASKED, {"model": tmp_path / "on the hub"}, SAID)
+    assert not (tmp_path / "out" / FINISHED).exists()
+
+
+def test_the_command_says_the_same_and_imports_no_model(tmp_path):
+    (tmp_path / "texts.txt").write_text("a = b\nfor x in y: print(x)\nimport os, sys\n" * 2)
+    arguments = ["probe", "stdlib-2l", "--data", str(tmp_path / "texts.txt"), "--quiet"]
+    arguments += ["--probes", "positions", "--out", str(tmp_path / "out")]
+    code = (
+        "import json, sys\nfrom typer.testing import CliRunner\n"
+        "from infoflow_lens.cli import app\n"
+        f"done = CliRunner().invoke(app, {arguments!r})\n"
+        "print(json.dumps([done.exit_code, done.stdout, done.stderr, 'torch' in sys.modules]))"
+    )
+
+    def started():
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    first, again = started(), started()
+    assert (first[0], again[0]) == (0, 0), first
+    assert first[1] == again[1]
+    assert "finished before" in again[2]
+    assert (first[3], again[3]) == (True, False)
