@@ -16,7 +16,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Distinct, Index, checked
 from infoflow_lens.hooks.influence.base import influence_sets
 from infoflow_lens.hooks.scores import StateScores
-from infoflow_lens.theory.information_sets import InformationSets
+from infoflow_lens.theory.information_sets import GradedSets, InformationSets
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,7 +28,9 @@ METRICS = (
     "precision",
     "precision_at_size",
     "influence_inside",
+    "share_inside",
     "auroc_measured",
+    "spearman",
 )
 CONTROLS = ("random", "recency", "measured")
 Starts = Annotated[tuple[Index, ...], MinLen(1), Distinct()]  # of ranges of positions
@@ -230,7 +232,7 @@ def _interval(values: Float[Tensor, " sequence"], confidence: float) -> tuple[fl
 
 def compare_rankings(
     sets: Mapping[str, Predicted],
-    scores: Mapping[str, StateScores | Float[Tensor, "layer batch pos source"]],
+    scores: Mapping[str, StateScores | GradedSets | Float[Tensor, "layer batch pos source"]],
     measured: StateScores | InformationSets | Float[Tensor, "layer batch pos source"],
     *,
     threshold: float = 0.1,
@@ -251,10 +253,13 @@ def compare_rankings(
 
     - ``auroc``, ``average_precision``, ``precision``, ``influence_inside``: as in
       :class:`SetAgreement`, of the set; the first two rank the candidates by influence.
+    - ``share_inside``: share of the influence itself inside the set, as in :class:`Explained`.
     - ``precision_at_size``: share of the set among the |S| candidates of most influence.
     - ``auroc_measured``: probability that a measured source has a higher score than one that is
       not (ties count half), for the whole ranking; a set has two scores, 1 and 0. The size matters
       to sets alone.
+    - ``spearman``: rank correlation of the whole ranking with influence, ties by their mean rank;
+      0 where all are equal.
 
     Beside the scores stand three controls: "random", "recency" (the nearest sources, by distance,
     from the end of the sequence for CLS), and "measured", the influence itself, which is the most
@@ -262,7 +267,7 @@ def compare_rankings(
 
     Args:
         sets: predicted sets by name, or what :func:`compare` takes in their place.
-        scores: by name, such as results of :class:`AttentionRollout`; at least 0.
+        scores: by name, such as results of :class:`AttentionRollout`, or graded sets; at least 0.
         measured: influence, as of :class:`JacobianInfluence`; or measured sets, which count as 0
             and 1. Only states that it and all scores
             hold take part.
@@ -347,6 +352,8 @@ def _full(values: Any, lengths: Tensor | None, name: str) -> tuple[Tensor, Tenso
         return values.full(), values.lengths, values.asked
     if isinstance(values, InformationSets):
         values = values.members.float()
+    elif isinstance(values, GradedSets):
+        values = values.strengths
     if not isinstance(values, Tensor) or values.ndim != 4:
         shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise InfoFlowError(
@@ -486,5 +493,22 @@ def _metrics(
         "precision": (cut.member * above).sum(dim=1) / size,
         "precision_at_size": (cut.member * top.member).sum(dim=1) / size,
         "influence_inside": (energy * cut.member).sum(dim=1) / energy.sum(dim=1),
+        "share_inside": (influence * candidate * cut.member).sum(dim=1)
+        / (influence * candidate).sum(dim=1),
         "auroc_measured": auroc(scores, above, candidate),
+        "spearman": _spearman(scores.double(), influence, candidate),
     }
+
+
+def _spearman(
+    one: Float[Tensor, "state source"],
+    other: Float[Tensor, "state source"],
+    candidate: Bool[Tensor, "state source"],
+) -> Float[Tensor, " state"]:
+    """The correlation of the ranks of candidates; 0 where one of the two has all equal."""
+    ranks = []
+    for values in (one, other):
+        above = (values[:, :, None] - values[:, None]).sign() * candidate[:, None]
+        place = above.sum(dim=2) * candidate  # twice the mean rank of equals, around 0
+        ranks.append(place / place.norm(dim=1, keepdim=True).clamp(min=1))
+    return (ranks[0] * ranks[1]).sum(dim=1)
