@@ -41,6 +41,7 @@ from infoflow_lens.hooks.routes.flow import AttentionFlow
 from infoflow_lens.hooks.routes.gradient import GradientTimesInput
 from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.hooks.states import State, combined, concatenated, summed
+from infoflow_lens.hooks.why import Why, WhyAll, measure_why, measure_why_all
 
 __all__ = [
     "IDEALS",
@@ -80,6 +81,8 @@ __all__ = [
     "StateScores",
     "SufficiencyResult",
     "TopKResult",
+    "Why",
+    "WhyAll",
     "attach",
     "baselines",
     "check_probe",
@@ -90,6 +93,8 @@ __all__ = [
     "measure_mechanisms",
     "measure_sufficiency",
     "measure_top_k",
+    "measure_why",
+    "measure_why_all",
     "probe_cache",
     "replace_greedily",
     "run",
