@@ -62,6 +62,7 @@ def measure_why(
     names = (*readable_tokens(model, rows)[0], "CLS")
     at = torch.tensor((query, *chosen), device=found.stream.device)
     *_, (parts, states) = written(seen, layer, at)
+    states = found.normed(states, at)
     query_parts, q = _projected(found, parts, states[:, :1], head, "Q", at[:1])
     key_parts, k = _projected(found, parts, states[:, 1:], head, "K", at[1:])
     each = found.reading.factor * torch.einsum("ad,bkd->kab", q[:, 0], k)
@@ -172,14 +173,14 @@ def _chosen(
 def _projected(
     layer: Layer,
     names: list[str],
-    states: Float[Tensor, "part pos d_model"],
+    normed: Float[Tensor, "part pos d_model"],
     head: int,
     kind: str,
     at: Int[Tensor, " pos"],
 ) -> tuple[list[str], Float[Tensor, "part pos d_head"]]:
-    """Parts of states, and the biases, as parts of a head's queries or keys, rotated."""
+    """Normed parts of states, and biases, as parts of a head's queries or keys, rotated."""
     weight = (layer.W_Q if kind == "Q" else layer.W_K)[head]
-    parts, names = layer.normed(states, at) @ weight, list(names)
+    parts, names = normed @ weight, list(names)
     norm_bias, bias = layer.norm_bias, layer.bias(f"b_{kind}")
     more = []
     if norm_bias is not None and norm_bias.any():
@@ -222,9 +223,9 @@ def _lines(seen: Pass, last: int, names: list[str]) -> Iterator[dict[str, Any]]:
         known = (chosen >= 0).all(dim=-1)
         at = chosen.clamp(min=0)
         queries = layer.rotated(layer.queries.transpose(0, 1), every)
-        of_keys = []
+        normed, of_keys = layer.normed(states), []
         for head in range(n_heads):
-            used, keys = _projected(layer, parts, states, head, "K", every)
+            used, keys = _projected(layer, parts, normed, head, "K", every)
             pairs = keys[:, at[head]]  # [part, query, rank, d_head]
             of_keys.append(torch.einsum("pqrd,qd->qpr", pairs, queries[head]))
         each = layer.reading.factor * torch.stack(of_keys)

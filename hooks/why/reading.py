@@ -5,6 +5,7 @@ what they leave open (centring, offsets of gains, pairs of rotary features, the 
 scores) is found once by running the model, and compared with the scores that it shows.
 """
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -62,7 +63,7 @@ class Layer:
     """
 
     def __init__(self, seen: Pass, layer: int, reading: Reading) -> None:
-        self.seen, self.layer, self.reading = seen, layer, reading
+        self.seen, self.layer = seen, layer
         blocks: Any = seen.model.blocks
         self.block, self.attn = blocks[layer], blocks[layer].attn
         self.stream = exact(seen.state(layer, "resid_pre")[0])
@@ -74,7 +75,17 @@ class Layer:
         )
         norm = getattr(self.block, "ln1", None)
         self.has_norm = norm is not None and not isinstance(norm, nn.Identity)
-        self.scale = torch.ones_like(self.stream[:, :1])
+        self._hold(reading)
+
+    def read_as(self, reading: Reading) -> "Layer":
+        """The same layer with another reading."""
+        other = copy.copy(self)
+        other._hold(reading)
+        return other
+
+    def _hold(self, reading: Reading) -> None:
+        """Find the scale of the norm, position by position."""
+        self.reading, self.scale = reading, torch.ones_like(self.stream[:, :1])
         if self.has_norm:
             made, shown = self._queries_and_keys()
             size = made.square().sum(dim=1, keepdim=True)
@@ -249,10 +260,14 @@ def readings(model: nn.Module) -> tuple[Reading, ...]:
 def _reading(seen: Pass, layer: int) -> Reading:
     half = next(seen.model.parameters()).dtype in (torch.float16, torch.bfloat16)
     bar = 0.05 if half else _LINEAR
+    shown = Layer(seen, layer, Reading())
     kinds: tuple[Gain, ...] = ("none", "weight", "one plus weight")
-    tried = [Layer(seen, layer, Reading(*kind)) for kind in product((True, False), kinds)]
-    nearest = min(tried, key=lambda candidate: candidate.apart())
-    if not nearest.apart() <= bar:
+    tried = [shown]
+    if shown.has_norm:
+        tried = [shown.read_as(Reading(*kind)) for kind in product((True, False), kinds)]
+    apart = [candidate.apart() for candidate in tried]
+    nearest = tried[apart.index(min(apart))]
+    if not min(apart) <= bar:
         raise refusal(
             seen.model,
             layer,
@@ -276,7 +291,7 @@ def _scored(layer: Layer) -> Iterator[tuple[float, Reading]]:
             if 2 * n_pairs > d_head:
                 continue
         kind = layer.reading
-        turned = Layer(layer.seen, layer.layer, Reading(kind.centred, kind.gain, rotation))
+        turned = layer.read_as(Reading(kind.centred, kind.gain, rotation))
         made = _compared(turned.products(), seen, by_weight)
         square = float(made.square().sum())
         factor = float((made * shown).sum()) / square if square else 1.0
