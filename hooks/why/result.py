@@ -89,13 +89,16 @@ class Why(Result):
         )
 
     def summary(self) -> str:
-        """In a sentence, what is preferred to what, and the strongest reason."""
-        first = self.table().iloc[0]
+        """In a sentence, what is preferred to what, and what speaks most for and against it."""
         query, one, other = (repr(token) for token in self.tokens)
+        parts = self.table().set_index("part")["value"]
+        said = [f"{parts.idxmax()} speaks most for it ({parts.max():+.3g})"]
+        if parts.min() < 0:
+            said.append(f"{parts.idxmin()} most against it ({parts.min():+.3g})")
         return (
             f"head {self.layer}.{self.head} at {query} ({self.query}) prefers {one} "
-            f"({self.keys[0]}) to {other} ({self.keys[1]}) by {self.margin:.3g}; the largest part "
-            f"of the keys is {first['part']} with {first['value']:.3g}"
+            f"({self.keys[0]}) to {other} ({self.keys[1]}) by {self.margin:.3g}: of the parts of "
+            f"the keys {', '.join(said)}"
         )
 
     def plot(self, *args: Any, **where: Any) -> "Figure":
