@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.foundation.settings import checked
+from infoflow_lens.foundation.settings import Count, checked
 from infoflow_lens.hooks.model.inputs import Inputs, read_inputs, readable_tokens
 from infoflow_lens.hooks.model.points import check_one_device, layer_count
 from infoflow_lens.hooks.model.semantics import hook_semantics
@@ -85,12 +85,13 @@ def measure_why(
 
 
 @checked
-def measure_why_all(model: nn.Module, inputs: Inputs) -> WhyAll:
+def measure_why_all(model: nn.Module, inputs: Inputs, strongest: Count = STRONGEST) -> WhyAll:
     """For every head and query, why the first key: :func:`infoflow_lens.why_all` in memory.
 
     Args:
         model: a TransformerLens model.
         inputs: sequences, as for :func:`run_probes`; each is run alone.
+        strongest: how many parts of the keys each line has by name.
 
     Raises:
         InfoFlowError: for models whose scores the pieces do not add up to.
@@ -102,7 +103,7 @@ def measure_why_all(model: nn.Module, inputs: Inputs) -> WhyAll:
         last = layer_count(model) - 1
         seen = _pass(model, row[None], last)
         names = [*names_of_parts(model, seen), "norm bias", "b_K"]
-        found.append(list(_lines(seen, last, names)))
+        found.append(list(_lines(seen, last, names, strongest)))
     by_field: dict[str, Any] = {
         field: tuple(
             padded_together([lines[layer][field][None].cpu() for lines in found], axes, fill)
@@ -116,7 +117,7 @@ def measure_why_all(model: nn.Module, inputs: Inputs) -> WhyAll:
             ("rest", (2,), torch.nan),
         )
     }
-    record = RunRecord.of_model(model, {"probe": "why_all"})
+    record = RunRecord.of_model(model, {"probe": "why_all", "strongest": strongest})
     return WhyAll(**by_field, part_names=tuple(names), record=record)
 
 
@@ -210,7 +211,7 @@ def _check(layer: Layer, found: Tensor, margin: Tensor, size: Tensor) -> None:
         raise refusal(model, layer.layer, reason)
 
 
-def _lines(seen: Pass, last: int, names: list[str]) -> Iterator[dict[str, Any]]:
+def _lines(seen: Pass, last: int, names: list[str], strongest: int) -> Iterator[dict[str, Any]]:
     """Layer by layer, the lines of all heads and queries."""
     numbers = {name: number for number, name in enumerate(names)}
     for number, (parts, states) in enumerate(written(seen, last)):
@@ -234,11 +235,11 @@ def _lines(seen: Pass, last: int, names: list[str]) -> Iterator[dict[str, Any]]:
         margins = scores[..., 0] - scores[..., 1]
         if known.any():
             _check(layer, by_part.sum(-1)[known], margins[known], each.abs().sum((-1, -2))[known])
-        n_shown = min(STRONGEST, len(used))
+        n_shown = min(strongest, len(used))
         order = by_part.abs().argsort(dim=-1, descending=True, stable=True)[..., :n_shown]
         values = by_part.gather(-1, order)
         numbered = torch.tensor([numbers[name] for name in used], device=order.device)[order]
-        missing = (0, STRONGEST - n_shown)
+        missing = (0, min(strongest, len(names)) - n_shown)
         none = ~known
         yield {
             "keys": chosen.masked_fill(none[..., None], -1),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-STRONGEST = 6  # key parts of each line that :class:`WhyAll` names
+STRONGEST = 6  # key parts of each line that :class:`WhyAll` names, unless more are asked for
 _SHOWN = 12  # parts in a picture; the others are summed
 
 
@@ -147,10 +147,11 @@ class WhyAll(Result):
         keys: int64 [sample, head, query, 2], positions of the keys with the largest and the second
             largest score; -1 for none.
         margins: float64 [sample, head, query], the difference of their scores; NaN for none.
-        parts: int64 [sample, head, query, 6], the parts of the keys that add most to the margin or
-            take most from it, the largest size first, as places in `part_names`; -1 for none.
-        values: float64 [sample, head, query, 6], what these add (see :meth:`Why.by_key`); 0 for
-            none.
+        parts: int64 [sample, head, query, strongest], the parts of the keys that add most to the
+            margin or take most from it, the largest size first, as places in `part_names`; -1 for
+            none. They are 6 unless others are asked for.
+        values: float64 [sample, head, query, strongest], what these add (see :meth:`Why.by_key`);
+            0 for none.
         rest: float64 [sample, head, query], what all other parts add together; with `values` they
             sum to the margin. NaN for none.
         part_names: names of the parts of all layers, as in :class:`Why`.

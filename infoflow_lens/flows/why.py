@@ -12,6 +12,7 @@ from infoflow_lens.foundation.progress import no_bars_of_libraries
 from infoflow_lens.foundation.settings import Count, checked
 from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
 from infoflow_lens.hooks.why import Why, WhyAll, measure_why, measure_why_all
+from infoflow_lens.hooks.why.result import STRONGEST
 from infoflow_lens.models.loading import LoadedModel, load_any
 
 
@@ -82,6 +83,7 @@ def why_all(
     model: str | os.PathLike[str] | nn.Module | LoadedModel,
     text: Inputs,
     *,
+    strongest: Count = STRONGEST,
     max_length: Count | None = None,
     tokenizer: Any | None = None,
     device: str | torch.device | None = None,
@@ -92,10 +94,11 @@ def why_all(
     """For every head and query of a few texts, the strongest reasons for its first key.
 
     As :func:`why`, for the keys of the largest and the second largest score of each query, with
-    the six strongest parts of the keys and the sum of the others. Each text is run once.
+    the strongest parts of the keys and the sum of the others. Each text is run once.
 
     Args:
         model, text: as for :func:`why`; several texts, too.
+        strongest: how many parts of the keys each line has by name.
         max_length: longer texts are cut to so many tokens.
         tokenizer, device, dtype, backend: as for `load_any`.
         progress: whether libraries show bars while they load a model.
@@ -107,7 +110,7 @@ def why_all(
         model, text, max_length, progress,
         tokenizer=tokenizer, device=device, dtype=dtype, backend=backend,
     )  # fmt: skip
-    return measure_why_all(host, inputs)
+    return measure_why_all(host, inputs, strongest)
 
 
 def _read(
