@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from infoflow_lens.experiments.language_model.graded_sets import GradedSetsStudy
 from infoflow_lens.experiments.language_model.induction import Induction
+from infoflow_lens.experiments.language_model.reasons import Reasons
 from infoflow_lens.experiments.language_model.roles import Roles
 from infoflow_lens.experiments.language_model.sets import Sets
 from infoflow_lens.experiments.language_model.softness import Softness
@@ -15,7 +16,16 @@ from infoflow_lens.foundation.names import nearest
 
 LANGUAGE_MODEL_STUDIES: Mapping[str, type[LanguageModelStudy]] = {
     kind.name: kind
-    for kind in (Sufficiency, TopK, Sets, GradedSetsStudy, Roles, Softness, Induction)
+    for kind in (
+        Sufficiency,
+        TopK,
+        Sets,
+        GradedSetsStudy,
+        Roles,
+        Softness,
+        Induction,
+        Reasons,
+    )
 }
 
 
