@@ -53,7 +53,7 @@ def flow(
     position: Place = -1,
     layer: Layers = None,
     influence: InfluenceKind | None = "auto",
-    rule: RuleName | MechanismsResult = "attention",
+    rule: RuleName | MechanismsResult = "max_position",
     *,
     k: Count = 3,
     without: Positions = (),
@@ -88,8 +88,8 @@ def flow(
         influence: "exact" Jacobian norms, an "estimate" of them by random directions, or
             "resample", by other tokens in their place; "auto" is exact where that takes a few
             seconds, else an estimate. None measures nothing.
-        rule: what heads pass on: "attention", the key of their largest score; "top_k", the keys of
-            the k largest; "mechanisms", measured on `reference`; or mechanisms that were measured.
+        rule: what heads pass on: "max_position", the key of their largest score; "top_k", the keys
+            of the k largest; "mechanisms", measured on `reference`; or mechanisms that were measured.
         k: of "top_k".
         without: key positions that no head passes on, such as (0,) for a BOS token that attention
             rests on.

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from infoflow_lens.flows.result import RULES_OF_VIEW, Flow, is_causal
+from infoflow_lens.flows.result import Flow, is_causal
 from infoflow_lens.hooks import InfluenceResult
 from infoflow_lens.report.flow_view import RULES, FlowView, ViewedInput, ViewedMechanism
 from infoflow_lens.theory.information_sets import Rule
@@ -16,10 +16,9 @@ def view_of(flow: Flow) -> FlowView:
     """What the interactive picture shows."""
     n_patterns = sum(layer[0].numel() for layer in flow.attention.patterns)
     with_patterns = n_patterns * len(flow.tokens) <= _MOST_PATTERNS
-    possible = ["argmax", *(["top_k"] if len(flow.positions.ranks) > 1 else [])]
+    possible = ["max_position", *(["top_k"] if len(flow.positions.ranks) > 1 else [])]
     possible += ["mechanisms"] if flow.rules is not None else []
-    first = RULES_OF_VIEW[flow.rule]
-    order = [first, *(rule for rule in possible if rule != first)]
+    order = [flow.rule, *(rule for rule in possible if rule != flow.rule)]
     asked = flow.asked[0]
     return FlowView(
         title=flow.title,

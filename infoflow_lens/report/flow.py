@@ -123,7 +123,7 @@ def fallback(view: FlowView) -> str:
     layer, position = view.selected or (len(first.ranked) - 1, first.n_queries - 1)
     rule = next(iter(view.rules))
     if rule == "mechanisms" and first.mechanisms is None:
-        rule = "argmax"
+        rule = "max_position"
     sets = propagate(first.layers_of(rule), len(first.tokens))
     held = [f"{s} \u201c{first.tokens[s]}\u201d" for s in sorted(sets.of(layer, 0, position))]
     return (

@@ -12,7 +12,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.theory.information_sets import MaxPosition, Rule
 
 RULES = {
-    "argmax": "each head passes on the token of its largest score",
+    "max_position": "each head passes on the token of its largest score",
     "top_k": "each head passes on its k largest scores",
     "mechanisms": "each head passes on what its mechanism does",
 }
@@ -166,7 +166,7 @@ class ViewedInput:
         """How a rule moves sets: one move for all heads, or one for each head of each layer.
 
         Args:
-            rule: "argmax", "top_k" or "mechanisms".
+            rule: "max_position", "top_k" or "mechanisms".
 
         Raises:
             InfoFlowError: for other rules, and for mechanisms that were not measured.
@@ -177,14 +177,14 @@ class ViewedInput:
                 "mechanisms only where they were measured"
             )
         if rule != "mechanisms":
-            return Move("ranked", most=1 if rule == "argmax" else None)
+            return Move("ranked", most=1 if rule == "max_position" else None)
         return [[head.describe() for head in layer] for layer in self.mechanisms or ()]
 
     def layers_of(self, rule: str, k: int = 1) -> list[list[Rule]]:
         """What `propagate` takes, for the same sets as the picture's.
 
         Args:
-            rule: "argmax", "top_k" or "mechanisms".
+            rule: "max_position", "top_k" or "mechanisms".
             k: of "top_k".
 
         Raises:
@@ -249,7 +249,7 @@ class FlowView:
             )
 
     def _possible_rules(self) -> dict[str, str]:
-        possible = {"argmax": True}
+        possible = {"max_position": True}
         possible["top_k"] = any(layer.shape[2] > 1 for i in self.inputs for layer in i.ranked)
         possible["mechanisms"] = any(i.mechanisms is not None for i in self.inputs)
         return {name: words for name, words in RULES.items() if possible[name]}

@@ -158,9 +158,9 @@ def test_mechanisms_are_measured_on_reference_inputs_or_taken_as_they_are(host):
 
 def test_the_view_propagates_to_the_same_sets(found, host):
     viewed = quick(host, [TEXT, "w5 w9 w4"]).view.inputs
-    assert propagate(viewed[0].layers_of("argmax")).members.equal(found.sets.members)
+    assert propagate(viewed[0].layers_of("max_position")).members.equal(found.sets.members)
     alone = quick(host, "w5 w9 w4").sets.members
-    assert propagate(viewed[1].layers_of("argmax")).members.equal(alone)
+    assert propagate(viewed[1].layers_of("max_position")).members.equal(alone)
 
 
 def test_influence_is_estimated_resampled_or_left_out(host, found):
@@ -268,7 +268,8 @@ def test_the_bar_knows_all_passes_before_it_moves(host, monkeypatch):
         ({"position": (3, 3)}, r"position is \[3, 3\]|position is \(3, 3\)"),
         ({"position": "every"}, "position is 'every': expected .*'all'"),
         ({"layer": 2}, "layer is 2: expected 0 to 1, or -1 to -2"),
-        ({"rule": "argmx"}, "rule is 'argmx': expected one of attention, top_k, mechanisms"),
+        ({"rule": "attention"}, "rule is 'attention': expected one of max_position, top_k"),
+        ({"rule": "argmx"}, "rule is 'argmx': expected one of max_position, top_k, mechanisms"),
         ({"influence": "exakt"}, "influence is 'exakt'.* did you mean 'exact'"),
         ({"rule": "top_k", "k": 9}, "k is 9: expected 1 to 7"),
         ({"rule": "mechanisms"}, "over one its mean pattern is its pattern; expected at least 8"),

@@ -78,7 +78,7 @@ def lit(page, nth=0):
     return set(chips), set(circles)
 
 
-def expected(view, layer, position, rule="argmax", k=1, off=()):
+def expected(view, layer, position, rule="max_position", k=1, off=()):
     layers = view.layers_of(rule, k)
     for which, head in off:
         kept = layers[which][0].positions.clone()
@@ -108,7 +108,7 @@ def test_a_pressed_token_shows_its_state_and_its_circle_where_it_goes(show, html
     page.locator(".token").nth(6).click()
     assert lit(page)[0] == expected(inputs[0], 2, 6)
     circle(page, -1, 1).click()
-    sets = propagate(inputs[0].layers_of("argmax"), 9).members[:, 0, :, 1]
+    sets = propagate(inputs[0].layers_of("max_position"), 9).members[:, 0, :, 1]
     for layer in range(3):
         reached = page.locator(f".flow .state.lit[data-layer='{layer}']").evaluate_all(
             "all => all.map(e => +e.dataset.position)"
@@ -128,7 +128,7 @@ def test_rule_layer_input_and_heads_are_switches(show, html, inputs):
     for layer in (0, 1, 2):
         page.locator(".layer input").fill(str(layer))
         assert lit(page)[0] == expected(inputs[0], layer, 8, "mechanisms")
-    rule.select_option("argmax")
+    rule.select_option("max_position")
     page.get_by_role("button", name="switch it on or off").click()
     for layer, head in ((2, 0), (1, 1)):
         page.locator(f"[data-head='{layer}.{head}']").click()
@@ -219,7 +219,7 @@ def test_pointing_shows_weights_scores_and_influence(show, html, inputs):
     assert "rank 1, score" in said
 
 
-@pytest.mark.parametrize("rule", ["argmax", "mechanisms"])
+@pytest.mark.parametrize("rule", ["max_position", "mechanisms"])
 def test_a_press_leaves_no_word_of_the_state_before(show, html, rule):
     """The tip speaks of the state that was just chosen, or is gone."""
     page = show(html)

@@ -63,7 +63,7 @@ def test_the_script_moves_sets_as_propagate_does():
     )
     expected = []
     for view in inputs:
-        for rule in ("argmax", "top_k", "mechanisms"):
+        for rule in ("max_position", "top_k", "mechanisms"):
             members = propagate(view.layers_of(rule, 2), len(view.tokens)).members[:, 0]
             expected.append(
                 [[row.nonzero().flatten().tolist() for row in layer] for layer in members]

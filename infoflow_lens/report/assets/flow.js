@@ -351,7 +351,7 @@ infoflow.Picture = class {
 
   update() {
     const { data, input, state } = this;
-    const rule = state.rule === "mechanisms" && !input.mechanisms ? "argmax" : state.rule;
+    const rule = state.rule === "mechanisms" && !input.mechanisms ? "max_position" : state.rule;
     this.rule = rule;
     const depth = Math.max(...input.depths);
     state.k = Math.max(1, Math.min(state.k, depth));
