@@ -89,7 +89,8 @@ def flow(
             "resample", by other tokens in their place; "auto" is exact where that takes a few
             seconds, else an estimate. None measures nothing.
         rule: what heads pass on: "max_position", the key of their largest score; "top_k", the keys
-            of the k largest; "mechanisms", measured on `reference`; or mechanisms that were measured.
+            of the k largest; "mechanisms", measured on `reference`; or mechanisms that were
+            measured.
         k: of "top_k".
         without: key positions that no head passes on, such as (0,) for a BOS token that attention
             rests on.

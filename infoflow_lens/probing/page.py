@@ -71,7 +71,11 @@ def _charts(part: Part, result: Any) -> Iterator[Any]:
 def _by_place(result: ProbingResult) -> Iterator[HeatMap]:
     """Influence inside the sets of the model's own rule, by layer and position."""
     influence = result.influence
-    if influence is None or "max_position" not in result.predicted or len(influence.positions[0]) < 2:
+    if (
+        influence is None
+        or "max_position" not in result.predicted
+        or len(influence.positions[0]) < 2
+    ):
         return
     sets = result.predicted["max_position"].part(influence.layers)
     rows = explained_by_position(sets, influence)

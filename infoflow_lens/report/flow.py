@@ -20,6 +20,10 @@ from infoflow_lens.report.flow_view import RULES, FlowView, Move, ViewedInput
 from infoflow_lens.report.templating import templates
 from infoflow_lens.theory.information_sets import propagate
 
+# in the order in which they need each other
+_PARTS = ("data", "sets", "strengths", "picture", "drawing", "heads", "words", "why", "mount")
+_SCRIPTS = tuple(f"flow/{part}.js" for part in _PARTS)
+
 
 def render_flow(view: FlowView, fragment: bool = False) -> str:
     """The interactive picture, with all that it needs in itself.
@@ -110,11 +114,11 @@ def identity(data: str) -> str:
 
 def mounting(pictures: Sequence[str]) -> str:
     """The script that mounts pictures."""
-    style = json.dumps(asset("flow.css"))
+    style = json.dumps(asset("flow/style.css"))
     calls = "".join(
         f'infoflow.mount("{identity(data)}", {style});' for data in dict.fromkeys(pictures)
     )
-    return f"{script('flow.js')}\n{calls}\n}})();"
+    return f"{script(*_SCRIPTS)}\n{calls}\n}})();"
 
 
 def fallback(view: FlowView) -> str:

@@ -56,7 +56,7 @@ def viewed(seed, causal, extra):
 def test_the_script_moves_sets_as_propagate_does():
     kinds = ((True, 0), (False, 1))
     inputs = [viewed(seed, causal, extra) for seed in (0, 1) for causal, extra in kinds]
-    script = PROGRAM % asset("flow.js").split("// ---- the picture")[0]
+    script = PROGRAM % "\n".join(asset(f"flow/{part}.js") for part in ("data", "sets"))
     data = json.dumps(json.loads(picture_data(FlowView("Four inputs", inputs))))
     done = subprocess.run(
         [str(NODE), "-e", script], input=data, capture_output=True, text=True, check=True
