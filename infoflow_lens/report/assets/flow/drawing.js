@@ -58,19 +58,14 @@ Object.assign(infoflow.Picture.prototype, {
   // What depends on the width; the rest stays, as it may be under the pointer.
   drawFlow() {
     this.layOut();
-    const { input, size } = this;
+    const { input, size, state } = this;
     this.measured.figure.attr("hidden", input.edges ? null : true);
+    const shape = [state.input, size.column, size.row, devicePixelRatio].join();
+    const again = shape !== this.shape;
+    this.shape = shape;
     for (const panel of this.panels()) {
-      const height = panel === this.figure ? size.height : size.graph + size.labels;
-      const scale = Math.min(devicePixelRatio || 1, 16000 / size.width);
-      panel.stage.style("width", `${size.width}px`).style("height", `${height}px`);
-      panel.canvas.attr("width", Math.round(size.width * scale))
-        .attr("height", Math.round(height * scale))
-        .style("width", `${size.width}px`).style("height", `${height}px`);
-      panel.svg.attr("width", size.width).attr("height", height);
-      panel.scale = scale;
+      if (again) this.drawStage(panel);
       this.drawNames(panel);
-      this.drawLabels(panel);
       this.sayView(panel);
     }
     this.drawStates();
@@ -79,6 +74,21 @@ Object.assign(infoflow.Picture.prototype, {
     if (input.edges) this.drawMeasured();
     this.drawText();
     this.mark();
+  },
+
+  // What depends on nothing but the width and the input.
+  drawStage(panel) {
+    const { size } = this;
+    const height = panel === this.figure ? size.height : size.graph + size.labels;
+    const scale = Math.min(devicePixelRatio || 1, 16000 / size.width);
+    panel.stage.style("width", `${size.width}px`).style("height", `${height}px`);
+    panel.canvas.attr("width", Math.round(size.width * scale))
+      .attr("height", Math.round(height * scale))
+      .style("width", `${size.width}px`).style("height", `${height}px`);
+    panel.svg.attr("width", size.width).attr("height", height);
+    panel.scale = scale;
+    this.drawLabels(panel);
+    this.placeStates(panel);
   },
 
   panels() { return this.input.edges ? [this.figure, this.measured] : [this.figure]; },
@@ -141,47 +151,45 @@ Object.assign(infoflow.Picture.prototype, {
       : "predicted sets, by layer (not measured)");
   },
 
-  drawStates() {
-    const { input, state, size, ways } = this;
-    const marked = new Set(input.marked);
-    const radius = Math.min(7, size.column * 0.32, size.row * 0.3);
-    if (input.edges) this.edgeWays = this.measuredWays();
-    for (const panel of this.panels()) {
-      const mine = panel === this.figure;
-      const circles = this.circles(panel);
-      for (const [layer, t, node] of circles) {
-        const strength = mine ? ways.best[layer + 1][t] : this.edgeWays.lit[layer + 1].has(t) ? 1 : -1;
-        const token = layer < 0, chosen = layer === state.layer && t === state.position;
-        const member = token
-          && (mine ? this.inSet(t) && state.layer >= 0 : this.share(t) >= 0.1 && state.layer >= 0);
-        const way = mine ? this.onWay.has(`${layer + 1},${t}`) : strength >= 0;
-        node.setAttribute("class", "state" + (strength >= 0 ? " lit" : "") + (way ? " way" : "")
-          + (member ? " member" : "") + (token && marked.has(t) ? " marked" : "")
-          + (chosen ? " selected" : "")
-          + (state.cursor && layer === state.cursor.layer && t === state.cursor.position
-            ? " cursor" : ""));
-        node.style.fillOpacity = member && mine && !chosen ? 0.15 + 0.85 * this.level(strength) : null;
-        node.setAttribute("cx", this.x(t));
-        node.setAttribute("cy", this.y(layer));
-        node.setAttribute("r", radius);
-      }
-    }
-  },
-
-  // The circles of a panel, kept while the input has the same states.
-  circles(panel) {
-    const { input } = this, shape = [input.heads.length, input.tokens.length, input.n_queries].join();
-    if (panel.shape === shape) return panel.circles;
-    panel.shape = shape;
-    const states = [];
+  // The circles of a panel.
+  placeStates(panel) {
+    const { input, size } = this, states = [];
     for (let layer = -1; layer < input.heads.length; layer++)
       for (let t = 0; t < (layer < 0 ? input.tokens.length : input.n_queries); t++)
         states.push([layer, t]);
     panel.circles = [];
     panel.states.selectAll("circle").data(states).join("circle")
       .attr("data-layer", (d) => d[0]).attr("data-position", (d) => d[1])
-      .each(function keep([layer, t]) { panel.circles.push([layer, t, this]); });
-    return panel.circles;
+      .attr("cx", (d) => this.x(d[1])).attr("cy", (d) => this.y(d[0]))
+      .attr("r", Math.min(7, size.column * 0.32, size.row * 0.3))
+      .attr("class", "state").style("fill-opacity", null)
+      .each(function keep([layer, t]) {
+        panel.circles.push({ layer, t, node: this, looks: "state", full: "" });
+      });
+  },
+
+  drawStates() {
+    const { input, state, ways } = this, marked = new Set(input.marked), { cursor } = state;
+    if (input.edges) this.edgeWays = this.measuredWays();
+    for (const panel of this.panels()) {
+      const mine = panel === this.figure;
+      for (const circle of panel.circles) {
+        const { layer, t, node } = circle, token = layer < 0;
+        const lit = mine ? ways.best[layer + 1][t] >= 0 : this.edgeWays.lit[layer + 1].has(t);
+        const way = mine ? this.onWay.has(`${layer + 1},${t}`) : lit;
+        const member = token && state.layer >= 0 && (mine ? this.inSet(t) : this.share(t) >= 0.1);
+        const looks = "state" + (lit ? " lit" : "") + (way ? " way" : "")
+          + (member ? " member" : "") + (token && marked.has(t) ? " marked" : "")
+          + (layer === state.layer && t === state.position ? " selected" : "")
+          + (cursor && layer === cursor.layer && t === cursor.position ? " cursor" : "");
+        const full = member && mine && t !== state.position
+          ? (0.15 + 0.85 * this.level(ways.best[0][t])).toFixed(2) : "";
+        // most circles stay as they are
+        if (looks !== circle.looks) node.setAttribute("class", looks);
+        if (full !== circle.full) node.style.fillOpacity = full;
+        Object.assign(circle, { looks, full });
+      }
+    }
   },
 
   // How strong something is drawn: its strength over that of the strongest line.
@@ -347,7 +355,7 @@ Object.assign(infoflow.Picture.prototype, {
 
   drawStrips() {
     const { input, size, state, colours } = this, own = state.position;
-    const n = input.tokens.length, pen = this.pen(this.figure);
+    const n = input.tokens.length, pen = this.pen(this.figure), hatching = this.hatching(pen);
     input.heads.forEach((_, layer) => {
       const y = this.stripY(layer), height = size.strip - 2;
       const values = Array.from({ length: n }, (_, s) =>
@@ -355,8 +363,10 @@ Object.assign(infoflow.Picture.prototype, {
       const largest = this.largestOther(values);
       for (let s = 0; s < n; s++) {
         const x = s * size.column + 1, width = size.column - 2;
-        if (Number.isNaN(values[s])) this.hatch(pen, x, y, width, height);
-        else if (s === own) {
+        if (Number.isNaN(values[s])) {
+          pen.fillStyle = hatching;
+          pen.fillRect(x, y, width, height);
+        } else if (s === own) {
           pen.strokeStyle = colours.soft;
           pen.lineWidth = 1;
           pen.beginPath();
@@ -383,46 +393,45 @@ Object.assign(infoflow.Picture.prototype, {
     });
   },
 
-  hatch(pen, x, y, width, height) {
-    pen.save();
-    pen.beginPath();
-    pen.rect(x, y, width, height);
-    pen.clip();
-    pen.strokeStyle = this.colours.line;
-    pen.lineWidth = 1;
-    for (let at = -height; at < width; at += 5) {
-      pen.beginPath();
-      pen.moveTo(x + at, y + height);
-      pen.lineTo(x + at + height, y);
-      pen.stroke();
+  // Hatched areas, for what was not measured.
+  hatching(pen) {
+    const tile = document.createElement("canvas");
+    tile.width = tile.height = 5;
+    const lines = tile.getContext("2d");
+    lines.strokeStyle = this.colours.line;
+    for (const from of [-5, 0, 5]) {
+      lines.moveTo(from, 5);
+      lines.lineTo(from + 5, 0);
     }
-    pen.restore();
+    lines.stroke();
+    return pen.createPattern(tile, "repeat");
   },
 
   drawText() {
     const { input, state, ways } = this, marked = new Set(input.marked);
     const places = Array.from({ length: input.n_queries }, (_, t) => t);
-    this.text.selectAll("span").data(places).join("span")
+    this.text.selectAll("span").data(places).join((enter) => enter.append("span")
+      .attr("role", "button").attr("tabindex", -1).attr("dir", "auto")
+      .attr("data-position", (t) => t)
+      .on("click", (_, t) => this.select(Math.max(state.layer, 0), t))
+      .on("pointermove", (event, t) => event.pointerType !== "touch"
+        && this.point({ layer: -1, position: t, x: event.clientX, y: event.clientY }))
+      .on("pointerleave", () => this.point(null)))
       .attr("class", (t) => {
         const source = t < input.tokens.length;
         return "token" + (source && this.inSet(t) ? " in" : "")
           + (t === state.position ? " own" : "") + (marked.has(t) ? " marked" : "")
           + (source && Number.isNaN(this.values[t]) ? " unmeasured" : "");
       })
-      .attr("role", "button").attr("tabindex", -1).attr("dir", "auto")
-      .attr("data-position", (t) => t)
-      .attr("aria-label", (t) => this.describe(-1, t).join(", "))
+      .attr("aria-label", (t) => this.describe(-1, t).slice(0, 3).join(", "))
       .style("--strength", (t) => state.layer < 0 || t === state.position ? null
         : `${Math.round(15 + 85 * this.level(ways.best[0][t]))}%`)
       .style("background-color", (t) => {
         const share = t < input.tokens.length && t !== state.position ? this.share(t) : 0;
         return share > 0 ? `rgba(${this.colours.influence},${share})` : null;
       })
-      .text((t) => this.token(t))
-      .on("click", (_, t) => this.select(Math.max(state.layer, 0), t))
-      .on("pointermove", (event, t) => event.pointerType !== "touch"
-        && this.point({ layer: -1, position: t, x: event.clientX, y: event.clientY }))
-      .on("pointerleave", () => this.point(null));
+      .filter((t, i, nodes) => nodes[i].textContent !== this.token(t))
+      .text((t) => this.token(t));
     this.drawLegends();
   },
 

@@ -101,6 +101,8 @@ infoflow.Picture = class {
     this.caption = table.append("p").attr("class", "caption");
     this.table = table.append("div").attr("class", "scroll").attr("tabindex", 0)
       .attr("role", "region").attr("aria-label", "the set as a table").append("table");
+    this.moreRows = table.append("button").attr("type", "button").attr("hidden", true)
+      .on("click", () => { this.allRows = true; this.drawTable(); });
     this.notes = box.append("div").attr("class", "notes");
     this.notes.selectAll("p").data(data.notes).join("p").text((note) => note);
     if (Object.keys(data.record).length) {

@@ -1,4 +1,6 @@
 // What is said: the sentence, the next tokens, the table, and the tip under the pointer.
+const MOST_ROWS = 60; // of the table, until all are asked for [chosen]
+
 Object.assign(infoflow.Picture.prototype, {
   drawTable() {
     const { input, state, ways } = this;
@@ -26,7 +28,8 @@ Object.assign(infoflow.Picture.prototype, {
       const by = (row) => row[0] === state.position ? Infinity : ways.best[0][row[0]];
       rows.sort((a, b) => by(b) - by(a) || (this.values[b[0]] || 0) - (this.values[a[0]] || 0));
     }
-    const count = upward ? "" : `; ${rows.length} ${rows.length === 1 ? "row" : "rows"}, the `
+    const all = rows.length, most = this.allRows ? Infinity : MOST_ROWS;
+    const count = upward ? "" : `; ${all} ${all === 1 ? "row" : "rows"}, the `
       + "strongest first, then others with at least a tenth of the largest influence";
     this.caption.text((upward
       ? `States that hold ${this.stateName(-1, state.position)}`
@@ -34,7 +37,7 @@ Object.assign(infoflow.Picture.prototype, {
     this.table.append("thead").append("tr").selectAll("th").data(heads).join("th")
       .attr("scope", "col").text((d) => d);
     const body = this.table.append("tbody");
-    const cells = body.selectAll("tr").data(rows).join("tr").selectAll("td").data((d) => d)
+    const cells = body.selectAll("tr").data(rows.slice(0, most)).join("tr").selectAll("td").data((d) => d)
       .join("td").attr("dir", "auto").text((d) => d);
     if (!upward) { // bars on the scales of the frames and of the shade
       const bar = (column, share, kind) => cells.filter((_, i) => i === column)
@@ -47,6 +50,8 @@ Object.assign(infoflow.Picture.prototype, {
       bar(3, (s) => this.level(ways.best[0][s]), "strength");
       bar(5, (s) => this.share(s), "influence");
     }
+    this.moreRows.attr("hidden", all > most ? null : true)
+      .text(`Show the other ${all - most} rows`);
     if (!rows.length) body.append("tr").append("td").attr("colspan", heads.length)
       .text("The set is empty.");
   },
