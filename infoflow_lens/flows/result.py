@@ -42,6 +42,10 @@ class Flow:
         sets: predicted information sets of all layers and positions, bool [layer, input, pos,
             source], by this rule.
         influence: measured influence on the asked states; None if it was not measured.
+        elsewhere: the same on all positions, for the picture, where none were asked for and it
+            takes seconds; it may be an estimate. Else None.
+        next_tokens: of every input and position the most probable next tokens, as pairs of token
+            and probability; None for a model that gives none.
         agreement: of these sets with it; None without influence.
         positions: the ranked keys of every head.
         attention: the patterns and scores of every head.
@@ -57,6 +61,8 @@ class Flow:
     k: int
     sets: InformationSets
     influence: InfluenceResult | None
+    elsewhere: InfluenceResult | None
+    next_tokens: tuple[tuple[tuple[tuple[str, float], ...], ...], ...] | None
     agreement: Agreement | None
     positions: PositionsResult
     attention: PatternsResult

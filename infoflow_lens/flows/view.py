@@ -49,10 +49,13 @@ def _viewed(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
     influence = None
     if flow.influence is not None:
         influence = torch.full((members.shape[0], n_states, n_source), torch.nan)
-        full = flow.influence.full()
-        for row, layer in enumerate(flow.influence.layers):
-            for position in flow.asked[index]:
-                influence[layer, position] = full[row, index, position, :n_source]
+        for found in (flow.elsewhere, flow.influence):  # the asked positions may be exact
+            if found is None:
+                continue
+            asked = [p for p in found.positions[index].tolist() if p >= 0]
+            measured = found.full()[:, index, :, :n_source].float()
+            for row, layer in enumerate(found.layers):
+                influence[layer, asked] = measured[row, asked]
     return ViewedInput(
         tokens=flow.tokens[index],
         n_queries=n_states,
@@ -62,6 +65,7 @@ def _viewed(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
         patterns=patterns if with_patterns else None,
         mechanisms=_mechanisms(flow, index, n_states),
         influence=influence,
+        next_tokens=None if flow.next_tokens is None else flow.next_tokens[index],
         causal=is_causal(flow.attention),
     )
 

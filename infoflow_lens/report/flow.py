@@ -208,6 +208,9 @@ def _packed(view: ViewedInput) -> dict[str, Any]:
         "heads": [keys.shape[0] for keys in view.ranked],
         "depths": [keys.shape[2] for keys in view.ranked],
         "causal": view.causal,
+        "next": None
+        if view.next_tokens is None
+        else [[(token, round(chance, 4)) for token, chance in row] for row in view.next_tokens],
         "marked": [int(source) for source in view.marked],
         "arrays": arrays,
         "blob": base64.b64encode(compressed).decode(),

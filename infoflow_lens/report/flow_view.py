@@ -89,6 +89,8 @@ class ViewedInput:
         edges: for each layer float [pos, key], the measured influence of the state below on the
             state above; None if not measured.
         marked: sources with a mark of their own, such as the active index set of a target.
+        next_tokens: for each position the most probable next tokens, as pairs of token and
+            probability; None if not known.
         causal: whether queries read no later keys; "all keys" depends on it.
         name: of the input, where its number says too little.
 
@@ -106,6 +108,7 @@ class ViewedInput:
     influence: Float[Tensor, "layer pos source"] | None = None
     edges: Sequence[Float[Tensor, "pos key"]] | None = None
     marked: Sequence[int] = ()
+    next_tokens: Sequence[Sequence[tuple[str, float]]] | None = None
     causal: bool = True
     name: str = ""
 
@@ -147,6 +150,10 @@ class ViewedInput:
             raise InfoFlowError(
                 f"mechanisms are given for {[len(m) for m in self.mechanisms]} heads: expected "
                 f"{[h for h, _, _ in shapes]}, one for each head of each layer"
+            )
+        if self.next_tokens is not None and len(self.next_tokens) != n_pos:
+            raise InfoFlowError(
+                f"next tokens are given for {len(self.next_tokens)} positions: expected {n_pos}"
             )
         if not all(0 <= source < n_source for source in self.marked):
             raise InfoFlowError(

@@ -234,6 +234,43 @@ def test_what_a_window_hides_is_no_other_token():
     assert "hold every other token that they can see (3)" in everything.summary()
 
 
+def test_a_click_anywhere_finds_influence_where_that_takes_seconds(host, found, monkeypatch):
+    """What was asked for stays exact and alone; the picture has the other positions, too."""
+    (everywhere,) = run_probes(
+        host, host.to_tokens(TEXT), [JacobianInfluence("resid_post")], progress=False
+    )
+    torch.testing.assert_close(found.view.inputs[0].influence, everywhere.influence[:, 0])
+    assert found.asked == ((6,),)
+    assert not found.notes
+    alone = quick(host, TEXT, position=-1)
+    assert alone.view.inputs[0].influence[:, :6].isnan().all()
+    assert alone.explained == found.explained
+    exact = 1.5 * 7 * host.cfg.d_model  # passes
+    cost = sum(p.numel() for p in host.blocks.parameters()) * 7
+    monkeypatch.setattr("infoflow_lens.flows.measuring._DIRECTIONS_ELSEWHERE", 4)
+    monkeypatch.setattr("infoflow_lens.flows.measuring._TWO_SECONDS", cost * exact * 0.9)
+    estimated = quick(host, TEXT)
+    assert estimated.elsewhere.relative_error is not None
+    viewed = estimated.view.inputs[0].influence
+    assert not viewed.isnan().any()
+    torch.testing.assert_close(viewed[:, 6], everywhere.influence[:, 0, 6])
+    assert "influence='exact'" in estimated.notes[-1]
+    monkeypatch.setattr("infoflow_lens.flows.measuring._TWO_SECONDS", 10)
+    last = quick(host, TEXT)
+    assert last.elsewhere is None
+    assert last.view.inputs[0].influence[:, :6].isnan().all()
+    assert "position='all'" in last.notes[-1]
+
+
+def test_the_next_tokens_are_the_models(host, found):
+    chances = host(host.to_tokens(TEXT))[0].softmax(-1)
+    for position, said in enumerate(found.next_tokens[0]):
+        top = chances[position].topk(5)
+        assert [token for token, _ in said] == [host.tokenizer.decode([i]) for i in top.indices]
+        np.testing.assert_allclose([chance for _, chance in said], top.values.detach(), rtol=1e-5)
+    assert found.view.inputs[0].next_tokens == found.next_tokens[0]
+
+
 def test_influence_is_exact_where_that_is_quick_and_estimated_where_not(found, monkeypatch):
     assert found.influence.relative_error is None
     monkeypatch.setattr("infoflow_lens.flows.measuring._FEW_SECONDS", 10)
