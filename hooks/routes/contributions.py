@@ -78,27 +78,32 @@ class ContributionRoutes(RoutesProbe):
         Raises:
             InfoFlowError: if the model does not show them, or they do not add up.
         """
-        needs = super().needs(model) | _needs(model)
+        needs = super().needs(model) | needs_of_parts(model)
         self._factors = factors_of(model)
         return needs
 
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
         """Importances."""
-        parts = _Parts.of(seen, layer, self._factors[layer])
+        parts = Parts.of(seen, layer, self._factors[layer])
         edges = parts.importances(self.heads_apart)
         # the reason is given once edges are read: nothing here waits for the device
         return edges.where(parts.add_up(seen, layer), torch.nan)
 
     def refusal(self, layer: int) -> str:
         """What is wrong with edges of parts that do not add up."""
-        return (
-            f"in layer {layer} {_GAP}. Expected weighted values that add up; take hooks off that "
-            "edit heads or attention"
-        )
+        return gap_in(layer)
 
     def follow(self, edges: Edges, place: Places) -> Scores:
         """The widest path, or the sum over all paths."""
         return rolled_out(edges, place) if self.combine == "rollout" else widest(edges, place)
+
+
+def gap_in(layer: int) -> str:
+    """What is wrong with a layer whose parts do not add up."""
+    return (
+        f"in layer {layer} {_GAP}. Expected weighted values that add up; take hooks off that "
+        "edit heads or attention"
+    )
 
 
 def factors_of(model: nn.Module) -> tuple[float, ...]:
@@ -110,7 +115,7 @@ def factors_of(model: nn.Module) -> tuple[float, ...]:
     Raises:
         InfoFlowError: if the states of the model cannot be decomposed, saying why.
     """
-    points, n_layers = _needs(model).points, layer_count(model)
+    points, n_layers = needs_of_parts(model).points, layer_count(model)
     if model in _known:
         return _known[model]
     for layer in range(n_layers):
@@ -129,7 +134,7 @@ def factors_of(model: nn.Module) -> tuple[float, ...]:
     for layer in range(n_layers):
         try:
             factors.append(_factor(seen, layer))
-            reason = "" if _Parts.of(seen, layer, factors[-1]).add_up(seen, layer) else _GAP
+            reason = "" if Parts.of(seen, layer, factors[-1]).add_up(seen, layer) else _GAP
         except RuntimeError as error:  # shapes of another attention
             reason = f"values, patterns and W_O do not fit together ({str(error).splitlines()[0]})"
         if reason:
@@ -145,7 +150,8 @@ def _cannot(model: nn.Module, reason: str) -> InfoFlowError:
     )
 
 
-def _needs(model: nn.Module) -> Needs:
+def needs_of_parts(model: nn.Module) -> Needs:
+    """Patterns, values, what enters attention's sum, and what attention adds to it."""
     names = []
     for layer in range(layer_count(model)):
         block = f"blocks.{layer}"
@@ -159,7 +165,7 @@ def _output_matrix(model: nn.Module, layer: int) -> Any:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """The parts of a layer's post-attention states, float32.
 
     Attributes:
@@ -175,7 +181,7 @@ class _Parts:
     bias: Tensor | float
 
     @classmethod
-    def of(cls, seen: Pass, layer: int, factor: float = 1.0) -> "_Parts":
+    def of(cls, seen: Pass, layer: int, factor: float = 1.0) -> "Parts":
         """From a pass; grouped values are those of each of their heads.
 
         Args:
@@ -197,6 +203,15 @@ class _Parts:
             seen.state(layer, "resid_pre").float(),
             0.0 if bias is None else factor * bias.detach().float().to(values.device),
         )
+
+    def strengths(self) -> Float[Tensor, "batch head query key"]:
+        """The length of what each head brings from each key, over that of what stood there.
+
+        1 where it is as long, or longer.
+        """
+        lengths = self.pattern * self.brought.norm(dim=-1)[:, :, None]
+        stood = self.before.norm(dim=-1)[:, None, :, None]
+        return (lengths / stood.clamp(min=torch.finfo(lengths.dtype).tiny)).clamp(max=1)
 
     def added(self) -> Float[Tensor, "batch query d_model"]:
         """What attention adds."""
@@ -232,7 +247,7 @@ class _Parts:
 
 def _factor(seen: Pass, layer: int) -> float:
     """What the model adds, over what the heads bring."""
-    added = _Parts.of(seen, layer).added()
+    added = Parts.of(seen, layer).added()
     if not hook_semantics(seen.model).adds:
         return 1.0
     shows = seen.activation(f"blocks.{layer}.hook_attn_out")
