@@ -151,11 +151,11 @@ def test_the_table_says_what_lights_up_and_how_it_came(show, html, inputs):
     held = {int(row[0]) for row in rows if row[2] in ("yes", "own token")}
     assert held == expected(inputs[0], 1, 7)
     influence = inputs[0].influence[1, 7]
-    for position, token, _, _, measured, _, way in rows:
+    for position, token, _, _, measured, _, path in rows:
         assert token == inputs[0].tokens[int(position)]
         shown = float(measured.replace("\u2212", "-"))
         assert shown == pytest.approx(float(influence[int(position)]), rel=5e-3, abs=1e-6)
-        for hop in way.split(", then ") if way.startswith("layer") else []:
+        for hop in path.split(", then ") if path.startswith("layer") else []:
             _, layer, _, head, _, key = hop.split()
             ranked = inputs[0].ranked[int(layer)][int(head)]
             assert int(key) in ranked[:, 0].tolist()
@@ -233,20 +233,12 @@ def test_a_press_leaves_no_word_of_the_state_before(show, html, rule):
 
 
 def strengths(view, layer, position):
-    """Of every source, of its best way to a state, by going through all ways; -1 for none."""
-    best = [-1.0] * len(view.tokens)
-
-    def walk(level, place, strength):
-        if level == 0:
-            best[place] = max(best[place], strength)
-            return
-        walk(level - 1, place, strength)
-        for keys, weights in zip(view.ranked[level - 1], view.weights[level - 1], strict=True):
-            if keys[place, 0] >= 0:
-                walk(level - 1, int(keys[place, 0]), strength * float(weights[place, 0]))
-
-    walk(layer + 1, position, 1.0)
-    return best
+    """Of every source, of its best path to a state."""
+    keys, weights = (
+        [each[None, ..., 0] for each in given] for given in (view.ranked, view.weights)
+    )
+    graded = propagate(keys, len(view.tokens), strength=weights)
+    return graded.strengths[layer, 0, position].tolist()
 
 
 def test_the_sentence_counts_influence_as_it_is_shaded(show, html, inputs):

@@ -169,21 +169,21 @@ Object.assign(infoflow.Picture.prototype, {
   },
 
   drawStates() {
-    const { input, state, ways } = this, marked = new Set(input.marked), { cursor } = state;
-    if (input.edges) this.edgeWays = this.measuredWays();
+    const { input, state, paths } = this, marked = new Set(input.marked), { cursor } = state;
+    if (input.edges) this.edgePaths = this.measuredPaths();
     for (const panel of this.panels()) {
       const mine = panel === this.figure;
       for (const circle of panel.circles) {
         const { layer, t, node } = circle, token = layer < 0;
-        const lit = mine ? ways.best[layer + 1][t] >= 0 : this.edgeWays.lit[layer + 1].has(t);
-        const way = mine ? this.onWay.has(`${layer + 1},${t}`) : lit;
+        const lit = mine ? paths.best[layer + 1][t] >= 0 : this.edgePaths.lit[layer + 1].has(t);
+        const path = mine ? this.onPath.has(`${layer + 1},${t}`) : lit;
         const member = token && state.layer >= 0 && (mine ? this.inSet(t) : this.share(t) >= 0.1);
-        const looks = "state" + (lit ? " lit" : "") + (way ? " way" : "")
+        const looks = "state" + (lit ? " lit" : "") + (path ? " path" : "")
           + (member ? " member" : "") + (token && marked.has(t) ? " marked" : "")
           + (layer === state.layer && t === state.position ? " selected" : "")
           + (cursor && layer === cursor.layer && t === cursor.position ? " cursor" : "");
         const full = member && mine && t !== state.position
-          ? (0.15 + 0.85 * this.level(ways.best[0][t])).toFixed(2) : "";
+          ? (0.15 + 0.85 * this.level(paths.best[0][t])).toFixed(2) : "";
         // most circles stay as they are
         if (looks !== circle.looks) node.setAttribute("class", looks);
         if (full !== circle.full) node.style.fillOpacity = full;
@@ -206,15 +206,15 @@ Object.assign(infoflow.Picture.prototype, {
     });
   },
 
-  // The lines of the strongest ways; where a token is pointed at, its best way stands out.
+  // The lines of the strongest paths; where a token is pointed at, its best path stands out.
   drawLines() {
-    const { state, ways, drawn } = this;
+    const { state, paths, drawn } = this;
     const at = state.hover && state.hover.layer < 0 && state.layer >= 0
       && this.inSet(state.hover.position) ? state.hover.position : null;
-    const best = at === null ? [] : infoflow.bestWay(ways, 0, at) || [];
+    const best = at === null ? [] : infoflow.bestPath(paths, 0, at) || [];
     const strong = new Set(best), shown = drawn.concat(best.filter((i) => !this.isDrawn.has(i)));
     const carries = (line) => infoflow.has(this.found.sets[line.layer], this.found.words, line.key, at);
-    const lines = shown.map((i) => ({ ...ways.lines.at(i), strong: strong.has(i) }));
+    const lines = shown.map((i) => ({ ...paths.lines.at(i), strong: strong.has(i) }));
     const name = this.lineName;
     const focused = lines.some((d) => name(d) === this.focused) ? this.focused : lines.length
       && name(lines[0]);
@@ -256,11 +256,11 @@ Object.assign(infoflow.Picture.prototype, {
     this.drawNumbers(lines, (d) => at !== null && !d.strong && !carries(d));
   },
 
-  // The residual stream where drawn ways run along it, and where the best way of a token does.
+  // The residual stream where drawn paths run along it, and where the best path of a token does.
   drawResidual(at) {
     const parts = [this.residual, new Set()];
     if (at !== null)
-      infoflow.follow(this.ways, 0, at, (level, line, position) => {
+      infoflow.follow(this.paths, 0, at, (level, line, position) => {
         if (line < 0) parts[1].add(`${level},${position}`);
       });
     this.figure.residual.selectAll("path").data(parts).join("path")
@@ -293,7 +293,7 @@ Object.assign(infoflow.Picture.prototype, {
   },
 
   // The same for measured edges of at least a tenth of the largest on a state.
-  measuredWays() {
+  measuredPaths() {
     const { input, state } = this, n = input.n_queries;
     const edges = [], residual = [], lit = Array.from({ length: input.heads.length + 1 },
       () => new Set());
@@ -342,11 +342,11 @@ Object.assign(infoflow.Picture.prototype, {
     };
     pen.strokeStyle = colours.soft;
     pen.setLineDash([2, 4]);
-    for (const [layer, key, query] of this.edgeWays.residual) curve(layer, key, query);
+    for (const [layer, key, query] of this.edgePaths.residual) curve(layer, key, query);
     pen.setLineDash([]);
     pen.strokeStyle = colours.ink;
     pen.lineWidth = 2;
-    for (const [layer, key, query, strength] of this.edgeWays.edges) {
+    for (const [layer, key, query, strength] of this.edgePaths.edges) {
       pen.globalAlpha = Math.max(0.15, strength);
       curve(layer, key, query);
     }
@@ -379,7 +379,7 @@ Object.assign(infoflow.Picture.prototype, {
         }
         const member = infoflow.has(this.found.sets[layer + 1], this.found.words, own, s);
         pen.globalAlpha = member && layer === state.layer && s !== own
-          ? 0.15 + 0.85 * this.level(this.ways.best[0][s]) : layer === state.layer ? 1 : 0.45;
+          ? 0.15 + 0.85 * this.level(this.paths.best[0][s]) : layer === state.layer ? 1 : 0.45;
         pen.lineWidth = member ? (layer === state.layer ? 2.4 : 1) : 0.5;
         pen.strokeStyle = member ? colours.accent : colours.line;
         pen.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
@@ -408,7 +408,7 @@ Object.assign(infoflow.Picture.prototype, {
   },
 
   drawText() {
-    const { input, state, ways } = this, marked = new Set(input.marked);
+    const { input, state, paths } = this, marked = new Set(input.marked);
     const places = Array.from({ length: input.n_queries }, (_, t) => t);
     this.text.selectAll("span").data(places).join((enter) => enter.append("span")
       .attr("role", "button").attr("tabindex", -1).attr("dir", "auto")
@@ -425,7 +425,7 @@ Object.assign(infoflow.Picture.prototype, {
       })
       .attr("aria-label", (t) => this.describe(-1, t).slice(0, 3).join(", "))
       .style("--strength", (t) => state.layer < 0 || t === state.position ? null
-        : `${Math.round(15 + 85 * this.level(ways.best[0][t]))}%`)
+        : `${Math.round(15 + 85 * this.level(paths.best[0][t]))}%`)
       .style("background-color", (t) => {
         const share = t < input.tokens.length && t !== state.position ? this.share(t) : 0;
         return share > 0 ? `rgba(${this.colours.influence},${share})` : null;
@@ -437,7 +437,7 @@ Object.assign(infoflow.Picture.prototype, {
 
   drawLegends() {
     const { input, state } = this, number = infoflow.number;
-    const parts = [["frame", "in the predicted set; the fuller the frame, the stronger its best way"]];
+    const parts = [["frame", "in the predicted set; the fuller the frame, the stronger its best path"]];
     if (input.influence && state.layer >= 0 && this.largest > 0)
       parts.unshift(["shade", "measured influence, from none to "
         + `${infoflow.percent(this.largest / this.total)} of that of all other tokens`]);
@@ -447,7 +447,7 @@ Object.assign(infoflow.Picture.prototype, {
     this.drawKeys(this.legend, parts);
     this.drawKeys(this.figure.legend, [
       ["thick", `strength ${number(this.strongest || 0)}`],
-      ["thin", "next to none; the strength of a way is the product of its attention weights"],
+      ["thin", "next to none; the strength of a path is the product of its attention weights"],
       ["many", "number and colour: the head, as in the list of heads"],
       ["dotted", "residual stream"],
       ["filled", "token in the set"],

@@ -135,7 +135,7 @@ infoflow.Picture = class {
       .attr("aria-hidden", "true");
     const residual = hidden("residual");
     const lines = svg.append("g").attr("class", "drawn").attr("role", "group")
-      .attr("aria-label", "lines, the strongest ways first; arrow keys move, Enter says why");
+      .attr("aria-label", "lines, the strongest paths first; arrow keys move, Enter says why");
     const [states, numbers, labels] = ["states", "numbers", "labels"].map(hidden);
     const legend = figure.append("p").attr("class", "legend");
     const made = {
@@ -247,19 +247,19 @@ infoflow.Picture = class {
     this.point(state.hover); // what the tip says depends on the chosen state
   }
 
-  // All ways of the chosen state, and which of their lines are drawn.
+  // All paths of the chosen state, and which of their lines are drawn.
   trace() {
     const { input, state } = this;
-    this.ways = infoflow.ways(input, this.rule, state.k, state.off, this.found, state);
-    const { lines } = this.ways;
-    this.drawn = infoflow.strongest(this.ways, Math.min(state.most, MOST_EVER));
+    this.paths = infoflow.paths(input, this.rule, state.k, state.off, this.found, state);
+    const { lines } = this.paths;
+    this.drawn = infoflow.strongest(this.paths, Math.min(state.most, MOST_EVER));
     this.isDrawn = new Set(this.drawn);
-    this.residual = infoflow.residual(this.ways, this.drawn);
-    this.onWay = new Set(this.drawn.flatMap((i) =>
+    this.residual = infoflow.residual(this.paths, this.drawn);
+    this.onPath = new Set(this.drawn.flatMap((i) =>
       [`${lines.layer[i]},${lines.key[i]}`, `${lines.layer[i] + 1},${lines.query[i]}`]));
     for (const step of this.residual) {
       const [level, position] = step.split(",").map(Number);
-      this.onWay.add(step).add(`${level + 1},${position}`);
+      this.onPath.add(step).add(`${level + 1},${position}`);
     }
     this.strongest = 0;
     this.usedHeads = new Set();
@@ -270,7 +270,7 @@ infoflow.Picture = class {
   }
 
   drawMost() {
-    const all = this.ways.lines.length, most = Math.max(1, Math.min(all, MOST_EVER));
+    const all = this.paths.lines.length, most = Math.max(1, Math.min(all, MOST_EVER));
     const shown = `${this.drawn.length} of ${all}`;
     this.most.select("input").attr("max", most).attr("aria-valuetext", shown)
       .property("value", Math.min(this.state.most, most)).property("disabled", all < 2);

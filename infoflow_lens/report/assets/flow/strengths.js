@@ -1,5 +1,5 @@
-// Graded ways: how strongly sources reach a state. The strength of a way is the product of the
-// attention weights of its lines; the residual stream counts 1. What has several ways has the
+// Graded paths: how strongly sources reach a state. The strength of a path is the product of the
+// attention weights of its lines; the residual stream counts 1. What has several paths has the
 // strength of the best. A line is a head that moves a key to a query: [layer, head, key, query].
 
 // The keys that a head moves to a query, with their weights. Heads whose weights were not kept
@@ -26,7 +26,7 @@ infoflow.eachWeight = function (input, rule, k, layer, head, query, visit) {
       if (Number.isNaN(equal)) equal = share();
       weight = equal;
     }
-    visit(key, weight);
+    visit(key, Math.min(1, weight)); // ReLU attention may weigh a key more than once
   });
 };
 
@@ -52,11 +52,11 @@ infoflow.Lines = class {
   }
 };
 
-// All ways to a state, or, for the row of tokens (layer -1), from a token upwards.
-// best[level][position] is the strength of the best way between the state at that level (0 for
+// All paths to a state, or, for the row of tokens (layer -1), from a token upwards.
+// best[level][position] is the strength of the best path between the state at that level (0 for
 // tokens, l + 1 after layer l) and the chosen one, -1 where there is none; via the line on which
-// that way goes on towards the chosen state, -1 for the residual stream.
-infoflow.ways = function (input, rule, k, off, found, selected) {
+// that path goes on towards the chosen state, -1 for the residual stream.
+infoflow.paths = function (input, rule, k, off, found, selected) {
   const n = input.n_queries, levels = input.heads.length + 1, lines = new infoflow.Lines();
   const best = Array.from({ length: levels }, () => new Float64Array(n).fill(-1));
   const via = Array.from({ length: levels }, () => new Int32Array(n).fill(-1));
@@ -67,7 +67,7 @@ infoflow.ways = function (input, rule, k, off, found, selected) {
     : Array.from({ length: start }, (_, i) => start - 1 - i);
   for (const layer of layers) {
     const from = best[upward ? layer : layer + 1], to = best[upward ? layer + 1 : layer];
-    const way = via[upward ? layer + 1 : layer];
+    const onwards = via[upward ? layer + 1 : layer];
     for (let position = 0; position < n; position++)
       if (from[position] >= 0 && holds(layer, position)) to[position] = from[position];
     for (let query = 0; query < n; query++) {
@@ -79,7 +79,7 @@ infoflow.ways = function (input, rule, k, off, found, selected) {
           if (key === query || (upward ? from[key] < 0 : !holds(layer, key))) return;
           const strength = from[upward ? key : query] * weight, end = upward ? query : key;
           const line = lines.add(layer, head, key, query, weight, strength);
-          if (strength > to[end]) { to[end] = strength; way[end] = line; }
+          if (strength > to[end]) { to[end] = strength; onwards[end] = line; }
         });
       }
     }
@@ -93,7 +93,7 @@ infoflow.holdsAny = function (input, { sets, words }, level, position) {
   return false;
 };
 
-// Goes along the best way from a state to the chosen one: visit(level, line, position), where line
+// Goes along the best path from a state to the chosen one: visit(level, line, position), where line
 // is -1 for the residual stream.
 infoflow.follow = function ({ lines, via, selected, upward }, level, position, visit) {
   for (let at = level; at !== selected.layer + 1; at += upward ? -1 : 1) {
@@ -103,37 +103,37 @@ infoflow.follow = function ({ lines, via, selected, upward }, level, position, v
   }
 };
 
-// The lines of the best way between a state and the chosen one, from the state on.
-infoflow.bestWay = function (ways, level, position) {
-  if (ways.best[level][position] < 0) return null;
-  const way = [];
-  infoflow.follow(ways, level, position, (_, line) => { if (line >= 0) way.push(line); });
-  return way;
+// The lines of the best path between a state and the chosen one, from the state on.
+infoflow.bestPath = function (paths, level, position) {
+  if (paths.best[level][position] < 0) return null;
+  const path = [];
+  infoflow.follow(paths, level, position, (_, line) => { if (line >= 0) path.push(line); });
+  return path;
 };
 
-// Where the residual stream carries the ways of some lines: "level,position" for each step from
+// Where the residual stream carries the paths of some lines: "level,position" for each step from
 // that level to the next one up. The key of a line is a token that came up to it.
-infoflow.residual = function (ways, shown, where = new Set()) {
-  const { lines, upward, selected } = ways;
-  const along = (level, position) => infoflow.follow(ways, level, position, (at, line, here) => {
+infoflow.residual = function (paths, shown, where = new Set()) {
+  const { lines, upward, selected } = paths;
+  const along = (level, position) => infoflow.follow(paths, level, position, (at, line, here) => {
     if (line < 0) where.add(`${upward ? at - 1 : at},${here}`);
   });
   for (const i of shown) {
     along(upward ? lines.layer[i] : lines.layer[i] + 1, upward ? lines.key[i] : lines.query[i]);
     if (!upward) for (let at = 0; at < lines.layer[i]; at++) where.add(`${at},${lines.key[i]}`);
   }
-  if (!upward && ways.best[0][selected.position] >= 0) along(0, selected.position);
+  if (!upward && paths.best[0][selected.position] >= 0) along(0, selected.position);
   return where;
 };
 
-// So many lines: first each token's best way, the strongest first; then the other lines. Upwards
-// the best ways are those of states. A line never comes before those by which it goes on.
-infoflow.strongest = function (ways, most) {
-  const { lines, best, via, upward } = ways, first = new Uint8Array(lines.length);
+// So many lines: first each token's best path, the strongest first; then the other lines. Upwards
+// the best paths are those of states. A line never comes before those by which it goes on.
+infoflow.strongest = function (paths, most) {
+  const { lines, best, via, upward } = paths, first = new Uint8Array(lines.length);
   const ends = upward ? best.map((_, level) => level) : [0];
   for (const end of ends)
     best[end].forEach((_, position) => {
-      for (const line of infoflow.bestWay(ways, end, position) || []) first[line] = 1;
+      for (const line of infoflow.bestPath(paths, end, position) || []) first[line] = 1;
     });
   const order = (a, b) => first[b] - first[a] || lines.strength[b] - lines.strength[a]
     || (upward ? lines.layer[a] - lines.layer[b] : lines.layer[b] - lines.layer[a]) || a - b;

@@ -3,12 +3,12 @@ const MOST_ROWS = 60; // of the table, until all are asked for [chosen]
 
 Object.assign(infoflow.Picture.prototype, {
   drawTable() {
-    const { input, state, ways } = this;
+    const { input, state, paths } = this;
     const upward = state.layer < 0;
     this.table.selectAll("*").remove();
     const heads = upward ? ["layer", "positions"]
       : ["position", "token", "in the predicted set", "strength", "measured influence",
-        "share of influence", "best way"];
+        "share of influence", "best path"];
     const rows = [];
     if (upward)
       input.heads.forEach((_, layer) => rows.push([layer, this.held(layer)
@@ -19,13 +19,13 @@ Object.assign(infoflow.Picture.prototype, {
         if (!inside && !own && !(share >= 0.1)) return;
         const missing = Number.isNaN(this.values[s]);
         rows.push([s, token, own && inside ? "own token" : inside ? "yes" : "no",
-          inside && !own ? infoflow.number(ways.best[0][s]) : "–",
+          inside && !own ? infoflow.number(paths.best[0][s]) : "–",
           missing ? "not measured" : infoflow.number(this.values[s]),
           missing || own ? "–" : infoflow.percent(this.values[s] / this.total),
-          inside ? this.wayOf(s) : "–"]);
+          inside ? this.pathOf(s) : "–"]);
       });
     if (!upward) {
-      const by = (row) => row[0] === state.position ? Infinity : ways.best[0][row[0]];
+      const by = (row) => row[0] === state.position ? Infinity : paths.best[0][row[0]];
       rows.sort((a, b) => by(b) - by(a) || (this.values[b[0]] || 0) - (this.values[a[0]] || 0));
     }
     const all = rows.length, most = this.allRows ? Infinity : MOST_ROWS;
@@ -47,7 +47,7 @@ Object.assign(infoflow.Picture.prototype, {
           d3.select(nodes[i]).attr("class", `bar ${kind}`)
             .style("--share", `${Math.round(100 * (share(source) || 0))}%`);
         });
-      bar(3, (s) => this.level(ways.best[0][s]), "strength");
+      bar(3, (s) => this.level(paths.best[0][s]), "strength");
       bar(5, (s) => this.share(s), "influence");
     }
     this.moreRows.attr("hidden", all > most ? null : true)
@@ -58,23 +58,23 @@ Object.assign(infoflow.Picture.prototype, {
 
   // The states after a layer that hold the chosen token.
   held(layer) {
-    return Array.from(this.ways.best[layer + 1].keys())
-      .filter((t) => this.ways.best[layer + 1][t] >= 0);
+    return Array.from(this.paths.best[layer + 1].keys())
+      .filter((t) => this.paths.best[layer + 1][t] >= 0);
   },
 
-  wayOf(source) {
-    const way = infoflow.bestWay(this.ways, 0, source);
-    if (!way) return "–";
-    if (!way.length) return "residual stream";
-    return way.map((i) => this.ways.lines.at(i))
+  pathOf(source) {
+    const path = infoflow.bestPath(this.paths, 0, source);
+    if (!path) return "–";
+    if (!path.length) return "residual stream";
+    return path.map((i) => this.paths.lines.at(i))
       .map((l) => `layer ${l.layer} head ${l.head} from ${l.key}`).join(", then ");
   },
 
   // The sentence above the picture, which screen readers say when it changes.
   say() {
     const { input, state } = this;
-    const lines = this.drawn.length < this.ways.lines.length
-      ? ` ${this.drawn.length} of ${this.ways.lines.length} lines are drawn, the strongest ways `
+    const lines = this.drawn.length < this.paths.lines.length
+      ? ` ${this.drawn.length} of ${this.paths.lines.length} lines are drawn, the strongest paths `
         + "first." : "";
     if (state.layer < 0) {
       const above = input.heads.map((_, layer) => `${this.held(layer).length} in layer ${layer}`);
@@ -104,7 +104,7 @@ Object.assign(infoflow.Picture.prototype, {
   // How much of the measured influence of other tokens the strongest have, beside chance: as many
   // as hold 90% of it together. Influence is counted as it is shaded: not squared.
   sayShares(others, possible, full) {
-    const { percent } = infoflow, { best } = this.ways;
+    const { percent } = infoflow, { best } = this.paths;
     const value = (s) => this.values[s] || 0, sum = (all) => all.reduce((a, s) => a + value(s), 0);
     const largest = this.input.tokens.map((_, s) => s).filter((s) => s !== this.state.position)
       .sort((a, b) => value(b) - value(a));
@@ -149,13 +149,13 @@ Object.assign(infoflow.Picture.prototype, {
       if (state.layer < 0) return lines;
       const inside = this.inSet(position), own = position === state.position;
       lines.push(own ? "own token: kept by the residual stream"
-        : inside ? `in the predicted set, strength ${infoflow.number(this.ways.best[0][position])}`
+        : inside ? `in the predicted set, strength ${infoflow.number(this.paths.best[0][position])}`
         : "not in the predicted set");
       const value = this.values[position];
       lines.push(Number.isNaN(value) ? "influence not measured"
         : `influence ${infoflow.number(value)}` + (own || !(this.total > 0) ? ""
           : `, ${infoflow.percent(value / this.total)} of that of all other tokens`));
-      if (inside && !own) lines.push(this.wayOf(position));
+      if (inside && !own) lines.push(this.pathOf(position));
       return lines;
     }
     let size = 0;
@@ -182,7 +182,7 @@ Object.assign(infoflow.Picture.prototype, {
       `layer ${line.layer}, head ${line.head}: ${line.query} “${this.token(line.query)}” reads `
         + `${line.key} “${this.token(line.key)}”`,
       `weight ${infoflow.number(line.weight)}`,
-      `strength of the best way through it ${infoflow.number(line.strength)}`,
+      `strength of the best path through it ${infoflow.number(line.strength)}`,
     ];
   },
 
