@@ -42,6 +42,7 @@ from infoflow_lens.hooks.routes.graded import GradedSetsProbe, GradedSetsResult
 from infoflow_lens.hooks.routes.gradient import GradientTimesInput
 from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.hooks.states import State, combined, concatenated, summed
+from infoflow_lens.hooks.why import Why, WhyAll, measure_why, measure_why_all
 
 __all__ = [
     "IDEALS",
@@ -83,6 +84,8 @@ __all__ = [
     "StateScores",
     "SufficiencyResult",
     "TopKResult",
+    "Why",
+    "WhyAll",
     "attach",
     "baselines",
     "check_probe",
@@ -93,6 +96,8 @@ __all__ = [
     "measure_mechanisms",
     "measure_sufficiency",
     "measure_top_k",
+    "measure_why",
+    "measure_why_all",
     "probe_cache",
     "replace_greedily",
     "run",

@@ -238,7 +238,13 @@ def labelled(
     return result
 
 
-_COORDINATES = {"layer": "layers", "rank": "ranks", "control": "controls"}
+_COORDINATES = {
+    "layer": "layers",
+    "rank": "ranks",
+    "control": "controls",
+    "query_part": "query_parts",
+    "key_part": "key_parts",
+}
 
 
 @functools.cache

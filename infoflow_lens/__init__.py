@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from infoflow_lens.agreement import coverage_curve as coverage_curve
     from infoflow_lens.flows.result import Flow as Flow
     from infoflow_lens.flows.run import flow as flow
+    from infoflow_lens.flows.why import why as why
+    from infoflow_lens.flows.why import why_all as why_all
     from infoflow_lens.foundation.errors import InfoFlowError as InfoFlowError
     from infoflow_lens.foundation.errors import InfoFlowWarning as InfoFlowWarning
     from infoflow_lens.hooks import AttendedProbe as AttendedProbe
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from infoflow_lens.hooks import PositionsProbe as PositionsProbe
     from infoflow_lens.hooks import RecoveryProbe as RecoveryProbe
     from infoflow_lens.hooks import ResampleInfluence as ResampleInfluence
+    from infoflow_lens.hooks import Why as Why
+    from infoflow_lens.hooks import WhyAll as WhyAll
     from infoflow_lens.hooks import attach as attach
     from infoflow_lens.hooks import baselines as baselines
     from infoflow_lens.hooks import inspect_model as inspect_model
@@ -95,6 +99,8 @@ _HOMES = {
     "ResampleInfluence": "hooks",
     "Target": "tasks",
     "TrainingConfig": "training",
+    "Why": "hooks",
+    "WhyAll": "hooks",
     "attach": "hooks",
     "baselines": "hooks",
     "build_construction": "models.constructions",
@@ -127,6 +133,8 @@ _HOMES = {
     "run_probes": "hooks",
     "save_model": "models.host",
     "train": "training",
+    "why": "flows.why",
+    "why_all": "flows.why",
 }
 
 __all__ = sorted(_HOMES)

@@ -7,12 +7,21 @@ from typing import Annotated, Any
 import typer
 
 from infoflow_lens.commands.certify import certify
-from infoflow_lens.commands.common import AsJson, Quiet, folder, own_command
+from infoflow_lens.commands.common import (
+    AsJson,
+    Backend,
+    Device,
+    Dtype,
+    Quiet,
+    folder,
+    own_command,
+)
 from infoflow_lens.commands.common import reported as _reported
 from infoflow_lens.commands.design import design
 from infoflow_lens.commands.estimate import estimate
 from infoflow_lens.commands.options import options_of
 from infoflow_lens.commands.train_language_model import train_language_model
+from infoflow_lens.commands.why import why
 from infoflow_lens.experiments.survey_config import SurveyConfig
 from infoflow_lens.probing.config import ProbingConfig
 
@@ -25,13 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-
-# Options that several commands have.
-Device = Annotated[str, typer.Option(help="Where to run it: cpu, cuda:0, ...")]
-Dtype = Annotated[str | None, typer.Option(help="float32 (default), bfloat16, float16 or float64.")]
-Backend = Annotated[
-    str, typer.Option(help="hooked (TransformerLens 3's HookedTransformer), bridge or auto.")
-]
 
 ReportFolder = Annotated[
     Path, typer.Option(help="Folder for results and the report.", parser=folder)
@@ -445,6 +447,7 @@ def constructions() -> None:
     Console(highlight=False, markup=False).print(table)
 
 
+app.command(short_help="Why a head prefers one key to another, by what wrote them.")(why)
 app.command(short_help="What an architecture must pay for a task, before training.")(estimate)
 app.command(short_help="Whether one attention layer can fit labelled sequences, with proof.")(
     certify

@@ -51,6 +51,12 @@ def check_document_place(out: Path, kind: str, what: str) -> None:
         )
 
 
+# Options that several commands have
+Device = Annotated[str, typer.Option(help="Where to run it: cpu, cuda:0, ...")]
+Dtype = Annotated[str | None, typer.Option(help="float32 (default), bfloat16, float16 or float64.")]
+Backend = Annotated[
+    str, typer.Option(help="hooked (TransformerLens 3's HookedTransformer), bridge or auto.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
 

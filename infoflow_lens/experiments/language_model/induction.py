@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BATCH = 32
-_IS_INDUCTION = 0.5  # prefix matching above it
+IS_INDUCTION = 0.5  # prefix matching above it
 _CARRIED = 0.5  # of the variance that a head of this width can carry, the least share recovered
 _BY_CHANCE = 0.1  # of it, the most that a control's map recovers
 _COSTS = 1.0  # nats that an ablation costs at least
@@ -82,7 +82,7 @@ class Induction(LanguageModelStudy):
         """A row for each head."""
         model = loaded(self.source_of(settings), device)
         half, n = settings["half"], settings["n"]
-        vocabulary, begin = _tokens(model, half)
+        vocabulary, begin = ids_of(model, half)
         draw = derived_seed("induction", seed)
         # the token behind the first of the second half is the first that can be known
         ids = repeated_random(vocabulary, n, half, draw, begin)
@@ -108,7 +108,7 @@ class Induction(LanguageModelStudy):
         )
         (recovered,) = run_probes(model, stretches, [probe], batch_size=_BATCH, progress=False)
         labels = mechanisms.mechanisms()
-        induction = [head for head, score in seen.prefix_matching.items() if score > _IS_INDUCTION]
+        induction = [head for head, score in seen.prefix_matching.items() if score > IS_INDUCTION]
         together: dict[str, Any] = {"loss": seen.loss, "induction_ablated": None}
         together |= dict.fromkeys(f"induction_{ideal}" for ideal in IDEALS)
         if induction:
@@ -274,7 +274,7 @@ class _Circuit:
         values = rows.groupby(["layer", "head"])
         heads = values.mean(numeric_only=True)
         heads["mechanism"] = values["mechanism"].agg(lambda names: names.mode().iloc[0])
-        named = heads[heads["prefix_matching"] > _IS_INDUCTION]["prefix_matching"]
+        named = heads[heads["prefix_matching"] > IS_INDUCTION]["prefix_matching"]
         induction = tuple(named.sort_values(ascending=False).index)
         previous = None
         if induction:
@@ -445,7 +445,7 @@ def _bound(model: nn.Module, ids: Int[Tensor, "n pos"], d_head: int) -> float:
     return float(variances[d_head:].sum() / variances.sum())
 
 
-def _tokens(model: nn.Module, half: int) -> tuple[int, int]:
+def ids_of(model: nn.Module, half: int) -> tuple[int, int]:
     """The number of ids, and the one that begins a text.
 
     Raises:

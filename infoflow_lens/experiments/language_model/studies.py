@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from infoflow_lens.experiments.language_model.induction import Induction
+from infoflow_lens.experiments.language_model.reasons import Reasons
 from infoflow_lens.experiments.language_model.roles import Roles
 from infoflow_lens.experiments.language_model.sets import Sets
 from infoflow_lens.experiments.language_model.softness import Softness
@@ -13,7 +14,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 
 LANGUAGE_MODEL_STUDIES: Mapping[str, type[LanguageModelStudy]] = {
-    kind.name: kind for kind in (Sufficiency, TopK, Sets, Roles, Softness, Induction)
+    kind.name: kind for kind in (Sufficiency, TopK, Sets, Roles, Softness, Induction, Reasons)
 }
 
 

@@ -1,0 +1,185 @@
+"""Why a head prefers one key to another, as results."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infoflow_lens.foundation.display import panel
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.arrays import LabelledArray
+from infoflow_lens.hooks.result import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+STRONGEST = 6  # key parts of each line that :class:`WhyAll` names, unless more are asked for
+_SHOWN = 12  # parts in a picture; the others are summed
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Why(Result):
+    """Why a head prefers one key to another, in one input.
+
+    The margin is the first key's score minus the second's, before the softmax. While the scale by
+    which the norm divides is held, a score is linear in the query's state and in the key's, and
+    each state is a sum of what wrote it. So the margin is the sum of the pieces: of what a part of
+    the query's state makes of the same part of both keys, at the first key minus at the second.
+
+    Attributes:
+        pieces: float64 [query_part, key_part].
+        query_parts: names of the parts of the query: "token embedding", "positional embedding",
+            "head 0.3" (layer 0, head 3), "attention bias 0" (b_O of layer 0), "MLP 0",
+            "norm bias", "b_Q". Where a norm stands over both embeddings, one "embedding".
+        key_parts: of the keys, with "b_K" in the place of "b_Q".
+        margin: the difference of the two scores that the model shows; the pieces add up to it.
+        layer, head, query: whose scores these are; the query is a position from 0.
+        keys: positions of the first and the second key.
+        tokens: of the query, the first and the second key, as one reads them.
+    """
+
+    pieces: Float[Tensor, "query_part key_part"]
+    query_parts: tuple[str, ...]
+    key_parts: tuple[str, ...]
+    margin: float
+    layer: int
+    head: int
+    query: int
+    keys: tuple[int, int]
+    tokens: tuple[str, str, str]
+
+    def by_key(self) -> LabelledArray:
+        """Why this key: for each part of the keys what it adds to the margin, [key_part]."""
+        return self._summed("by_key", 0, "key_part", self.key_parts)
+
+    def by_query(self) -> LabelledArray:
+        """What the head looks for: the same for each part of the query, [query_part]."""
+        return self._summed("by_query", 1, "query_part", self.query_parts)
+
+    def _summed(self, name: str, axis: int, dim: str, names: tuple[str, ...]) -> LabelledArray:
+        return LabelledArray(name, self.pieces.sum(dim=axis), (dim,), {dim: names})
+
+    def table(self, by: str = "key") -> "pd.DataFrame":
+        """A row for each part, the largest first: its name, its value, its share of the margin.
+
+        Args:
+            by: "key" or "query".
+
+        Raises:
+            InfoFlowError: for anything else.
+        """
+        import pandas as pd
+
+        if by not in ("key", "query"):
+            raise InfoFlowError(f"by is {by!r}: expected 'key' or 'query'")
+        found = self.by_key() if by == "key" else self.by_query()
+        values = found.values
+        assert isinstance(values, Tensor)
+        order = values.abs().argsort(descending=True, stable=True)
+        share = values / values.sum() if float(values.sum()) else torch.full_like(values, torch.nan)
+        return pd.DataFrame(
+            {
+                "part": [found.places(f"{by}_part")[i] for i in order.tolist()],
+                "value": values[order].numpy(),
+                "share": share[order].numpy(),
+            }
+        )
+
+    def summary(self) -> str:
+        """In a sentence, what is preferred to what, and what speaks most for and against it."""
+        query, one, other = (repr(token) for token in self.tokens)
+        parts = self.table().set_index("part")["value"]
+        said = [f"{parts.idxmax()} speaks most for it ({parts.max():+.3g})"]
+        if parts.min() < 0:
+            said.append(f"{parts.idxmin()} most against it ({parts.min():+.3g})")
+        return (
+            f"head {self.layer}.{self.head} at {query} ({self.query}) prefers {one} "
+            f"({self.keys[0]}) to {other} ({self.keys[1]}) by {self.margin:.3g}: of the parts of "
+            f"the keys {', '.join(said)}"
+        )
+
+    def plot(self, *args: Any, **where: Any) -> "Figure":
+        """A heat map of the pieces: the strongest parts, and the sum of the others.
+
+        Arguments are those of :meth:`array`; with any the array is shown as it is.
+        """
+        if args or where:
+            return super().plot(*args, **where)
+        rows, query_parts = _strongest(self.pieces, self.query_parts)
+        columns, key_parts = _strongest(rows.T, self.key_parts)
+        coords = {"query_part": query_parts, "key_part": key_parts}
+        shown = LabelledArray("pieces", columns.T, ("query_part", "key_part"), coords)
+        figure = shown.plot(self.summary())
+        for axes in figure.axes[:1]:
+            axes.tick_params(axis="x", rotation=90)
+        return figure
+
+    def _repr_html_(self) -> str:
+        facts = {"": self.summary(), "margin": self.margin}
+        more = "more: .table(), .table('query'), .to_frame(), .plot(), .save(path)"
+        return panel(type(self).__name__, facts, self.notes, more, self.table().head(_SHOWN))
+
+
+def _strongest(
+    values: Float[Tensor, "part other"], names: tuple[str, ...]
+) -> tuple[Tensor, tuple[str, ...]]:
+    """The strongest rows in their order, and the sum of the others."""
+    if len(names) <= _SHOWN:
+        return values, names
+    kept = values.abs().sum(dim=1).topk(_SHOWN).indices.sort().values
+    left = torch.ones(len(names), dtype=torch.bool)
+    left[kept] = False
+    rows = torch.cat([values[kept], values[left].sum(dim=0, keepdim=True)])
+    return rows, (*(names[i] for i in kept.tolist()), "the others")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WhyAll(Result):
+    """For every head and query, why the first key is preferred to the second: the strongest parts.
+
+    All are tuples with a tensor for each layer, since layers differ in heads. Queries that see
+    fewer than two keys, and positions that a shorter input lacks, have -1 and NaN.
+
+    Attributes:
+        keys: int64 [sample, head, query, 2], positions of the keys with the largest and the second
+            largest score; -1 for none.
+        margins: float64 [sample, head, query], the difference of their scores; NaN for none.
+        parts: int64 [sample, head, query, strongest], the parts of the keys that add most to the
+            margin or take most from it, the largest size first, as places in `part_names`; -1 for
+            none. They are 6 unless others are asked for.
+        values: float64 [sample, head, query, strongest], what these add (see :meth:`Why.by_key`);
+            0 for none.
+        rest: float64 [sample, head, query], what all other parts add together; with `values` they
+            sum to the margin. NaN for none.
+        part_names: names of the parts of all layers, as in :class:`Why`.
+    """
+
+    keys: tuple[Int[Tensor, "sample _head query rank"], ...]
+    margins: tuple[Float[Tensor, "sample _head query"], ...]
+    parts: tuple[Int[Tensor, "sample _head query strongest"], ...]
+    values: tuple[Float[Tensor, "sample _head query strongest"], ...]
+    rest: tuple[Float[Tensor, "sample _head query"], ...]
+    part_names: tuple[str, ...]
+
+    def of(self, layer: int, head: int, query: int, sample: int = 0) -> dict[str, Any] | None:
+        """One line as plain values; None where the query sees fewer than two keys.
+
+        Returns:
+            "keys" (two positions), "margin", "parts" (pairs of a name and a value, the strongest
+            first) and "rest".
+        """
+        place = (sample, head, query)
+        keys = self.keys[layer][place].tolist()
+        if min(keys) < 0:
+            return None
+        numbers, values = self.parts[layer][place].tolist(), self.values[layer][place].tolist()
+        pairs = zip(numbers, values, strict=True)
+        return {
+            "keys": keys,
+            "margin": float(self.margins[layer][place]),
+            "parts": [(self.part_names[i], value) for i, value in pairs if i >= 0],
+            "rest": float(self.rest[layer][place]),
+        }

@@ -1,0 +1,263 @@
+"""Why induction heads look where they look: what wrote the keys that they prefer."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from infoflow_lens.experiments.language_model.batches import repeated_random
+from infoflow_lens.experiments.language_model.induction import IS_INDUCTION, Head, ids_of
+from infoflow_lens.experiments.language_model.measures import prefix_matching, previous_token
+from infoflow_lens.experiments.language_model.snapshots import loaded, untrained
+from infoflow_lens.experiments.language_model.study import (
+    MODEL,
+    TRAINED,
+    UNTRAINED,
+    LanguageModelStudy,
+    final,
+    groups,
+    panels,
+    step_shown,
+)
+from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.hooks import PatternsProbe, WhyAll, measure_why_all, run_probes
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_MAIN, _MOSTLY, _RARELY = 0.5, 0.9, 0.25
+_EVERY = 10_000  # parts of keys: all of them
+_COLUMNS = (
+    "model", "step", "head", "lines", "first key is the target", "previous-token head",
+    "its share", "of single lines (5% to 95%)", "largest part in",
+    "largest other head", "untrained: largest part in",
+)  # fmt: skip
+
+
+class Reasons(LanguageModelStudy):
+    """What each part of the keys adds to the margins of induction heads."""
+
+    name: ClassVar[str] = "reasons"
+    title: ClassVar[str] = "Do induction heads look where the previous-token head marks?"
+    acceptance: ClassVar[str] = (
+        "in every model with a head of prefix matching above .5, and there is one: for each such "
+        "head the part of the keys that the previous-token head wrote has more than half of the "
+        "margin between the first and the second key, more than twice what any other head of the "
+        "layers before has, and is the largest part in at least 90% of the lines; in the untrained "
+        "model it is so in at most 25%"
+    )
+    windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 32, "full": 128}
+    steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 1, "full": None}
+
+    def cases(self, preset: str) -> Sequence[Settings]:
+        """A configuration for each snapshot; no text is needed."""
+        return [
+            {
+                "model": moment.model,
+                "step": moment.step,
+                "final": moment.final,
+                "weights": moment.weights,
+                "half": min(50, (self.longest(moment) - 1) // 2),
+                "n": self.windows[preset],
+            }
+            for moment in self.moments(preset)
+        ]
+
+    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
+        """A row for each part of the keys of each induction head; one without any, for a model
+        that has no induction head.
+        """
+        source = self.source_of(settings)
+        model = loaded(source, device)
+        half = settings["half"]
+        vocabulary, begin = ids_of(model, half)
+        draw = derived_seed("reasons", seed)
+        ids = repeated_random(vocabulary, settings["n"], half, draw, begin)
+        matching, before = _scores(model, ids)
+        largest = max(matching.values())
+        heads = [head for head, score in matching.items() if score > IS_INDUCTION and head[0] > 0]
+        if not heads:
+            return [{"kind": TRAINED, "layer": None, "head": None, "prefix_matching": largest}]
+        first_layer = min(layer for layer, _ in heads)
+        previous = max((head for head in before if head[0] < first_layer), key=before.__getitem__)
+        rows = []
+        lines = measure_why_all(model, ids, _EVERY)
+        for head in heads:
+            about = {"prefix_matching": matching[head], "previous_token": before[previous]}
+            rows += _rows(TRAINED, lines, head, previous, half, about)
+        with untrained(source, derived_seed("untrained", seed)) as folder:
+            lines = measure_why_all(loaded(folder, device), ids, _EVERY)
+            for head in heads:
+                rows += _rows(UNTRAINED, lines, head, previous, half, {})
+        return rows
+
+    def table(self, results: "pd.DataFrame") -> str:
+        """A row for each induction head; then the parts of the keys of the last snapshots."""
+        shown = []
+        for (model, step), rows in groups(results, MODEL):
+            trained = rows[rows["kind"] == TRAINED].dropna(subset=["head"])
+            if trained.empty:
+                most = rows["prefix_matching"].max()
+                shown.append((model, step_shown(step), f"none ({most:.2f})", *[""] * 8))
+            for (layer, head), own in groups(trained, ("layer", "head")):
+                one = _Head(own, _of(rows, UNTRAINED, layer, head))
+                part, other = one.part, one.other
+                shown.append(
+                    (
+                        *(model, step_shown(step), f"{layer:.0f}.{head:.0f}"),
+                        *(f"{part['lines']:.0f}", f"{part['on_target']:.1%}"),
+                        *(part.name.removeprefix("head "), f"{part['share']:.2f}"),
+                        f"{part['low']:.2f} to {part['high']:.2f}",
+                        f"{part['largest']:.1%}",
+                        f"{other.name.removeprefix('head ')} ({other['share']:+.2f})",
+                        f"{one.untrained:.1%}",
+                    )
+                )
+        last = final(results)
+        last = last[last["kind"] == TRAINED].dropna(subset=["head"])
+        parts = []
+        for (model, layer, head), own in groups(last, ("model", "layer", "head")):
+            means = own.groupby("part")["share"].mean()
+            order = means.abs().sort_values(ascending=False).index
+            said = ", ".join(f"{name} {means[name]:+.2f}" for name in order[:6])
+            parts.append((model, f"{layer:.0f}.{head:.0f}", said))
+        return "\n\n".join(
+            (
+                markdown_table(_COLUMNS, shown),
+                "Shares of the margin, summed over lines: the six largest parts of the keys of "
+                "each induction head",
+                markdown_table(("model", "head", "parts of the keys"), parts),
+            )
+        )
+
+    def figure(self, results: "pd.DataFrame") -> "Figure":
+        """Shares of all parts of the keys, trained and untrained."""
+        last = final(results)
+        last = last.dropna(subset=["head"]) if last["head"].notna().any() else last
+        figure, by_model = panels(last, 1, 9, 3.2)
+        for model, (axes,) in by_model:
+            rows = last[last["model"] == model].dropna(subset=["head"])
+            for kind, marker in ((TRAINED, "o"), (UNTRAINED, "x")):
+                for (layer, head), own in groups(rows[rows["kind"] == kind], ("layer", "head")):
+                    means = own.groupby("part", sort=False)["share"].mean()
+                    name = f"{layer:.0f}.{head:.0f} {kind}"
+                    axes.plot(means.index, means, marker, label=name)
+            axes.axhline(0, color="#999999", linewidth=0.6)
+            axes.set_ylabel(f"{model}\nshare of the margin")
+            axes.tick_params(axis="x", rotation=90, labelsize="small")
+            if not rows.empty:
+                axes.legend(frameon=False, fontsize="x-small")
+        return figure
+
+    def verdict(self, results: "pd.DataFrame") -> Verdict:
+        """By the last snapshot of every model that has an induction head."""
+        reasons, passed = [], []
+        for (model,), rows in groups(final(results), ("model",)):
+            trained = rows[rows["kind"] == TRAINED].dropna(subset=["head"])
+            if trained.empty:
+                most = rows["prefix_matching"].max()
+                reasons.append(f"{model}: no induction head (largest prefix matching {most:.2f})")
+            for (layer, head), own in groups(trained, ("layer", "head")):
+                one = _Head(own, _of(rows, UNTRAINED, layer, head))
+                passed.append(one.passes())
+                reasons.append(f"{model}: {layer:.0f}.{head:.0f} {one.sentence()}")
+        return Verdict(bool(passed) and all(passed), tuple(reasons))
+
+
+class _Head:
+    """What the rule reads of one induction head.
+
+    Attributes:
+        part: the part of the keys that the previous-token head wrote, means over seeds.
+        other: that of the other head with the largest share.
+        untrained: in how many lines of the untrained model the part is the largest.
+    """
+
+    def __init__(self, trained: "pd.DataFrame", untrained: "pd.DataFrame") -> None:
+        numbers: Any = ["lines", "on_target", "share", "low", "high", "largest", "is_previous"]
+        means: Any = trained.groupby("part", sort=False)[numbers].mean()
+        self.part = means.loc[means["is_previous"].idxmax()]
+        heads = means[means.index.str.startswith("head ") & (means["is_previous"] == 0)]
+        self.other = heads.loc[heads["share"].idxmax()]
+        self.untrained = float(untrained["largest"][untrained["is_previous"] == 1].mean())
+
+    def passes(self) -> bool:
+        """By the stated rule."""
+        share = self.part["share"]
+        return bool(
+            share > _MAIN
+            and share > 2 * self.other["share"]
+            and self.part["largest"] >= _MOSTLY
+            and self.untrained <= _RARELY
+        )
+
+    def sentence(self) -> str:
+        """The numbers behind it."""
+        return (
+            f"{'passes' if self.passes() else 'does not pass'}: {self.part.name} has "
+            f"{self.part['share']:.2f} of the margin, {self.other.name} as the next head "
+            f"{self.other['share']:+.2f}; largest part in {self.part['largest']:.1%} of "
+            f"{self.part['lines']:.0f} lines, untrained in {self.untrained:.1%}"
+        )
+
+
+def _of(rows: "pd.DataFrame", kind: str, layer: Any, head: Any) -> "pd.DataFrame":
+    return rows[(rows["kind"] == kind) & (rows["layer"] == layer) & (rows["head"] == head)]
+
+
+def _scores(model: nn.Module, ids: Tensor) -> tuple[dict[Head, float], dict[Head, float]]:
+    """Prefix matching and attention to the token before, of every head."""
+    (found,) = run_probes(model, ids, [PatternsProbe()], batch_size=16, progress=False)
+    scores: tuple[dict[Head, float], dict[Head, float]] = ({}, {})
+    for layer, pattern in enumerate(found.patterns):
+        for by_head, score in zip(scores, (prefix_matching, previous_token), strict=True):
+            for head, value in enumerate(score(pattern[None].float())[0].tolist()):
+                by_head[layer, head] = value
+    return scores
+
+
+def _rows(kind: str, lines: WhyAll, head: Head, previous: Head, half: int, about: Row) -> list[Row]:
+    """The parts of the keys of a head, over the queries whose next token is known.
+
+    Those of a trained head are the lines whose first key is the token behind the earlier
+    occurrence; an untrained head has no such preference, and all its lines count.
+    """
+    layer, number = head
+    queries = torch.arange(half + 1, 2 * half + 1)
+    on_target = lines.keys[layer][:, number, queries, 0] == queries - half + 1
+    kept = on_target if kind == TRAINED else torch.ones_like(on_target)
+    margins = lines.margins[layer][:, number, queries][kept]
+    parts, values = (
+        found[layer][:, number, queries][kept] for found in (lines.parts, lines.values)
+    )
+    n_parts = len(lines.part_names)
+    by_part = torch.zeros(len(margins), n_parts, dtype=values.dtype)
+    by_part.scatter_add_(1, parts.clamp(min=0), values)
+    largest = by_part.argmax(dim=1)
+    rows: list[Row] = []
+    for place in sorted(set(parts.flatten().tolist()) - {-1}):
+        shares = by_part[:, place] / margins
+        low, high = shares.quantile(torch.tensor([0.05, 0.95], dtype=shares.dtype)).tolist()
+        name = lines.part_names[place]
+        rows.append(
+            {
+                **about,
+                "kind": kind,
+                "layer": layer,
+                "head": number,
+                "part": name,
+                "is_previous": float(name == "head {}.{}".format(*previous)),
+                "lines": len(margins),
+                "on_target": float(on_target.double().mean()),
+                "margin": float(margins.mean()),
+                "share": float(by_part[:, place].sum() / margins.sum()),
+                "low": low,
+                "high": high,
+                "largest": float((largest == place).double().mean()),
+            }
+        )
+    return rows

@@ -1,0 +1,123 @@
+"""Why does this head look there? Of a model by name or in memory, and a text."""
+
+import os
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from infoflow_lens.flows.settings import check_given, several
+from infoflow_lens.foundation.progress import no_bars_of_libraries
+from infoflow_lens.foundation.settings import Count, checked
+from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
+from infoflow_lens.hooks.why import Why, WhyAll, measure_why, measure_why_all
+from infoflow_lens.hooks.why.result import STRONGEST
+from infoflow_lens.models.loading import LoadedModel, load_any
+
+
+@checked
+def why(
+    model: str | os.PathLike[str] | nn.Module | LoadedModel,
+    text: Inputs,
+    layer: int,
+    head: int,
+    query: int = -1,
+    keys: tuple[int, int] | None = None,
+    *,
+    max_length: Count | None = None,
+    tokenizer: Any | None = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    backend: str = "auto",
+    progress: bool = True,
+) -> Why:
+    """Why a head prefers one key to another, split exactly over what wrote their states.
+
+    The margin is the difference of two attention scores of a query, before the softmax. A score is
+    a product of the query's state and the key's, each behind a norm. While the scale by which a
+    norm divides is held, it is linear in either state, and each state is the sum of the token's
+    embedding, the positional embedding, what each earlier head and MLP wrote, and biases
+    (Elhage et al. 2021, "QK circuits"). So the margin is a sum over pairs: of one part of the
+    query's state and one part of the keys' states, at the first key minus at the second.
+
+    `by_key()` of the result says why this key, `by_query()` what the head looks for. The pieces
+    are compared with the scores that the model shows at every call; they add up to 1e-5 of the
+    size of the pieces of both scores in float32, or the model is refused. It costs one forward
+    pass.
+
+    That the scale is held means: the pieces say what the parts add as the state stands. Without a
+    part the norm would divide by another number, and all other pieces would change with it.
+
+    Args:
+        model: a name, a folder, a model of TransformerLens, of this package or of transformers, or
+            what `load_any` gave.
+        text: one text, token ids, or vectors for models over vectors.
+        layer: of the head, from 0, or from -1 backwards.
+        head: from 0, or from -1 backwards.
+        query: its position, from 0, or from -1 backwards.
+        keys: positions of two keys; default, those of the largest and the second largest score.
+        max_length: a longer text is cut to so many tokens.
+        tokenizer, device, dtype, backend: as for `load_any`.
+        progress: whether libraries show bars while they load a model.
+
+    Raises:
+        InfoFlowError: for a model, text, head or position that do not fit, a query that sees fewer
+            than two keys, and a model whose scores are no such sums: with norms of queries and
+            keys, a soft cap on scores, ALiBi, or norms on what attention or its sums give.
+
+    Example:
+        >>> import infoflow_lens as il
+        >>> w = il.why("gpt2", "one two three one two", layer=5, head=1)
+        >>> w.table()
+    """
+    host, inputs = _read(
+        model, text, max_length, progress,
+        tokenizer=tokenizer, device=device, dtype=dtype, backend=backend,
+    )  # fmt: skip
+    return measure_why(host, inputs, layer, head, query, keys)
+
+
+@checked
+def why_all(
+    model: str | os.PathLike[str] | nn.Module | LoadedModel,
+    text: Inputs,
+    *,
+    strongest: Count = STRONGEST,
+    max_length: Count | None = None,
+    tokenizer: Any | None = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    backend: str = "auto",
+    progress: bool = True,
+) -> WhyAll:
+    """For every head and query of a few texts, the strongest reasons for its first key.
+
+    As :func:`why`, for the keys of the largest and the second largest score of each query, with
+    the strongest parts of the keys and the sum of the others. Each text is run once.
+
+    Args:
+        model, text: as for :func:`why`; several texts, too.
+        strongest: how many parts of the keys each line has by name.
+        max_length: longer texts are cut to so many tokens.
+        tokenizer, device, dtype, backend: as for `load_any`.
+        progress: whether libraries show bars while they load a model.
+
+    Raises:
+        InfoFlowError: as for :func:`why`.
+    """
+    host, inputs = _read(
+        model, text, max_length, progress,
+        tokenizer=tokenizer, device=device, dtype=dtype, backend=backend,
+    )  # fmt: skip
+    return measure_why_all(host, inputs, strongest)
+
+
+def _read(
+    model: Any, text: Any, max_length: int | None, progress: bool, **options: Any
+) -> tuple[nn.Module, Batches]:
+    """The model and what it reads."""
+    check_given(text)
+    with nullcontext() if progress else no_bars_of_libraries():
+        host = load_any(model, **options).model
+    return host, read_inputs(host, several(host, text), max_length=max_length, name="text")
