@@ -35,12 +35,12 @@ def main() -> None:
         "flow() of", "bare forwards", "target", title=f"{torch.get_num_threads()} threads"
     )
     for what, settings, target in (
-        ("one position, all layers", {}, str(_TARGET)),
-        ("one position, without influence", {"influence": None}, ""),
+        ("one position, all layers", {"position": -1}, str(_TARGET)),
+        ("one position, without influence", {"position": -1, "influence": None}, ""),
     ):
         ratio = paired(lambda: flow(model, ids, progress=False, **settings), bare, rounds)  # noqa: B023
         table.add_row(what, f"{ratio:.1f}", target)
-    found = flow(model, ids, progress=False)
+    found = flow(model, ids, position=-1, progress=False)
     Console(width=110).print(table, found.notes)
 
 

@@ -17,6 +17,8 @@ from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.model.points import layer_count, reads_vectors
 
 _FEW_SECONDS = 2e11  # multiplications of all passes, up to which influence is exact [chosen]
+_TWO_SECONDS = 6e10  # the same for positions that were not asked for [chosen]
+_DIRECTIONS_ELSEWHERE = 16  # of an estimate on positions that were not asked for [chosen]
 _MOST_DONORS = 8
 
 
@@ -44,12 +46,41 @@ def influence_probe(
     estimate = JacobianInfluence(
         "resid_post", layers=layers, positions=positions, estimate=n_directions, seed=seed
     )
-    width = int(getattr(getattr(model, "cfg", None), "d_model", 0))
+    return (
+        exact if influence == "auto" and _is_cheap(model, exact, rows, _FEW_SECONDS) else estimate
+    )
+
+
+def _is_cheap(model: nn.Module, probe: StateInfluence, rows: Sequence[Tensor], most: float) -> bool:
+    """Whether the influence takes at most so many multiplications."""
     blocks: Any = model.blocks
     weights = sum(parameter.numel() for parameter in blocks.parameters())
-    work = weights * sum(_passes(model, exact, len(row), width) * len(row) for row in rows)
-    affordable = 0 < work <= _FEW_SECONDS
-    return exact if influence == "auto" and affordable else estimate
+    work = weights * sum(_passes(model, probe, len(row), _width(model)) * len(row) for row in rows)
+    return 0 < work <= most
+
+
+def probe_elsewhere(
+    model: nn.Module, probe: StateInfluence | None, rows: Sequence[Tensor], seed: int
+) -> StateInfluence | None:
+    """The same on all positions, or an estimate of it; None where that takes long."""
+    if probe is None:
+        return None
+    if isinstance(probe, ResampleInfluence):
+        choices: list[StateInfluence] = [
+            ResampleInfluence(probe.donors, "median", state="resid_post", layers=probe.layers)
+        ]
+    else:
+        assert isinstance(probe, JacobianInfluence)
+        asked = (None, _DIRECTIONS_ELSEWHERE) if probe.estimate is None else (probe.estimate,)
+        choices = [
+            JacobianInfluence("resid_post", layers=probe.layers, estimate=n, seed=seed)
+            for n in asked
+        ]
+    return next((each for each in choices if _is_cheap(model, each, rows, _TWO_SECONDS)), None)
+
+
+def _width(model: nn.Module) -> int:
+    return int(getattr(getattr(model, "cfg", None), "d_model", 0))
 
 
 def _passes(model: nn.Module, probe: StateInfluence, n_source: int, width: int) -> float:
@@ -142,7 +173,7 @@ def measured(
     measure = probes[-1]
     if not isinstance(measure, StateInfluence):
         return run_probes(model, inputs, probes, batch_size=1, progress=False)
-    width = int(getattr(getattr(model, "cfg", None), "d_model", 0))
+    width = _width(model)
     costs = [_passes(model, measure, len(row), width) for row in inputs.sequences()]
     total, seen, shown = max(1, round(sum(costs))), 0.0, 0
     with progress_bar("passes for influence", total, progress) as advance:

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-RuleName = Literal["attention", "top_k", "mechanisms"]
-RULES_OF_VIEW = {"attention": "argmax", "top_k": "top_k", "mechanisms": "mechanisms"}
+RuleName = Literal["max_position", "top_k", "mechanisms"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -38,12 +37,16 @@ class Flow:
 
     Attributes:
         tokens: of every input, as one reads them.
-        rule: what heads pass on: "attention", the key of their largest score; "top_k", the keys
-            of their k largest; "mechanisms", what each head's mechanism does.
+        rule: what heads pass on: "max_position", the key of their largest score; "top_k", the
+            keys of their k largest; "mechanisms", what each head's mechanism does.
         k: of "top_k".
         sets: predicted information sets of all layers and positions, bool [layer, input, pos,
             source], by this rule.
         influence: measured influence on the asked states; None if it was not measured.
+        elsewhere: the same on all positions, for the picture, where none were asked for and it
+            takes seconds; it may be an estimate. Else None.
+        next_tokens: of every input and position the most probable next tokens, as pairs of token
+            and probability; None for a model that gives none.
         agreement: of these sets with it; None without influence.
         positions: the ranked keys of every head.
         attention: the patterns and scores of every head.
@@ -59,6 +62,8 @@ class Flow:
     k: int
     sets: InformationSets
     influence: InfluenceResult | None
+    elsewhere: InfluenceResult | None
+    next_tokens: tuple[tuple[tuple[tuple[str, float], ...], ...], ...] | None
     agreement: Agreement | None
     positions: PositionsResult
     attention: PatternsResult
@@ -188,7 +193,7 @@ class Flow:
         position = position + viewed.n_queries if position < 0 else position
         layer = self.layers[-1] if layer is None else layer
         layer = layer + self.sets.n_layers if layer < 0 else layer
-        return draw_flow(viewed, RULES_OF_VIEW[self.rule], self.k, layer, position)
+        return draw_flow(viewed, self.rule, self.k, layer, position)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write the interactive picture as a page of its own, which needs no network.

@@ -1,7 +1,7 @@
 """From a model and a text to its flow."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -10,8 +10,14 @@ import torch
 from torch import nn
 
 from infoflow_lens.agreement import compare
-from infoflow_lens.flows.measuring import influence_probe, measured, same_everywhere
-from infoflow_lens.flows.result import Flow, RuleName
+from infoflow_lens.flows.measuring import (
+    influence_probe,
+    measured,
+    probe_elsewhere,
+    same_everywhere,
+)
+from infoflow_lens.flows.next_tokens import next_tokens
+from infoflow_lens.flows.result import Flow, RuleName, is_causal
 from infoflow_lens.flows.settings import (
     FEWEST,
     Directions,
@@ -51,10 +57,10 @@ _MOST_RANKS = 8  # that the picture's switch offers
 def flow(
     model: str | os.PathLike[str] | nn.Module | LoadedModel,
     text: Inputs,
-    position: Place = -1,
+    position: Place = "auto",
     layer: Layers = None,
     influence: InfluenceKind | None = "auto",
-    rule: RuleName | MechanismsResult = "attention",
+    rule: RuleName | MechanismsResult = "max_position",
     *,
     k: Count = 3,
     without: Positions = (),
@@ -84,13 +90,15 @@ def flow(
             what `load_any` gave.
         text: a text or several, token ids, or vectors for models over vectors.
         position: of the states whose influence is measured, from 0, or from -1 backwards; several,
-            or "all".
+            or "all". "auto" is the last; the picture has the others, too, where they take seconds,
+            exact or as an estimate.
         layer: of these states, from 0, or from -1 backwards; several; None for all.
         influence: "exact" Jacobian norms, an "estimate" of them by random directions, or
             "resample", by other tokens in their place; "auto" is exact where that takes a few
             seconds, else an estimate. None measures nothing.
-        rule: what heads pass on: "attention", the key of their largest score; "top_k", the keys of
-            the k largest; "mechanisms", measured on `reference`; or mechanisms that were measured.
+        rule: what heads pass on: "max_position", the key of their largest score; "top_k", the keys
+            of the k largest; "mechanisms", measured on `reference`; or mechanisms that were
+            measured.
         k: of "top_k".
         without: key positions that no head passes on, such as (0,) for a BOS token that attention
             rests on.
@@ -158,6 +166,10 @@ def flow(
     by_rank = [layer_positions[..., :depth] for layer_positions in chosen.positions]
     sets = propagate(by_rank if rules is None else rules, longest)
     result: InfluenceResult | None = found.get("influence")
+    everywhere = probe_elsewhere(host, measure, rows, seed) if position == "auto" else None
+    elsewhere = None
+    if everywhere is not None:
+        (elsewhere,) = measured(host, inputs, [everywhere], progress)
     agreement = None
     if result is not None:
         agreement = compare(sets.part(result.layers), result, threshold=threshold)
@@ -177,6 +189,8 @@ def flow(
         k=depth,
         sets=sets,
         influence=result,
+        elsewhere=elsewhere,
+        next_tokens=next_tokens(host, rows) if is_causal(found["attention"]) else None,
         agreement=agreement,
         positions=chosen,
         attention=found["attention"],
@@ -186,7 +200,24 @@ def flow(
         title=f"Information flow in {loaded.description.split(':')[0]}",
         rules=rules,
     )
-    return replace(made, notes=(*_notes(made, loaded, without), *same_everywhere(measure, rows)))
+    notes = [*_notes(made, loaded, without), *same_everywhere(measure, rows)]
+    if measure is not None and position == "auto":
+        notes += _elsewhere(elsewhere)
+    return replace(made, notes=tuple(notes))
+
+
+def _elsewhere(found: InfluenceResult | None) -> Iterator[str]:
+    """What a reader must know of positions that were not asked for."""
+    if found is None:
+        yield (
+            "influence was measured on the last position alone, as all take more than some "
+            "seconds: position='all' measures them"
+        )
+    elif found.relative_error is not None:
+        yield (
+            "influence on other positions is an estimate, with a relative error below "
+            f"{max(found.relative_error):.0%}: position='all' with influence='exact' is none"
+        )
 
 
 def _notes(made: Flow, loaded: LoadedModel, without: Sequence[int]) -> tuple[str, ...]:

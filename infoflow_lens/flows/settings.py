@@ -17,7 +17,8 @@ FEWEST = 8  # sequences from which a head's mean pattern says something [chosen]
 
 Several = Annotated[tuple[int, ...], MinLen(1), Distinct()]
 Place = Annotated[
-    int | Several | Literal["all"], Remedy("counted from 0, or from -1 backwards; 'all' for all")
+    int | Several | Literal["auto", "all"],
+    Remedy("counted from 0, or from -1 backwards; 'all' for all"),
 ]
 Layers = Annotated[
     int | Several | None, Remedy("counted from 0, or from -1 backwards; None for all")
@@ -68,13 +69,13 @@ def layers_of(asked: Layers, n_layers: int) -> tuple[int, ...]:
 
 
 def positions_of(asked: Place, rows: Sequence[Tensor], n_more: int) -> tuple[int, ...] | None:
-    """The positions, each of which every input has; None for all.
+    """The positions, each of which every input has; None for all. With "auto", the last.
 
     Raises:
         InfoFlowError: naming the input that is too short.
     """
     if isinstance(asked, str):
-        return None
+        return None if asked == "all" else (-1,)
     asked = (asked,) if isinstance(asked, int) else asked
     for index, row in enumerate(rows):
         n_states = len(row) + n_more  # CLS

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from infoflow_lens.flows.result import RULES_OF_VIEW, Flow, is_causal
+from infoflow_lens.flows.result import Flow, is_causal
 from infoflow_lens.hooks import InfluenceResult
 from infoflow_lens.report.flow_view import RULES, FlowView, ViewedInput, ViewedMechanism
 from infoflow_lens.theory.rules import Rule
@@ -16,10 +16,9 @@ def view_of(flow: Flow) -> FlowView:
     """What the interactive picture shows."""
     n_patterns = sum(layer[0].numel() for layer in flow.attention.patterns)
     with_patterns = n_patterns * len(flow.tokens) <= _MOST_PATTERNS
-    possible = ["argmax", *(["top_k"] if len(flow.positions.ranks) > 1 else [])]
+    possible = ["max_position", *(["top_k"] if len(flow.positions.ranks) > 1 else [])]
     possible += ["mechanisms"] if flow.rules is not None else []
-    first = RULES_OF_VIEW[flow.rule]
-    order = [first, *(rule for rule in possible if rule != first)]
+    order = [flow.rule, *(rule for rule in possible if rule != flow.rule)]
     asked = flow.asked[0]
     return FlowView(
         title=flow.title,
@@ -50,10 +49,13 @@ def _viewed(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
     influence = None
     if flow.influence is not None:
         influence = torch.full((members.shape[0], n_states, n_source), torch.nan)
-        full = flow.influence.full()
-        for row, layer in enumerate(flow.influence.layers):
-            for position in flow.asked[index]:
-                influence[layer, position] = full[row, index, position, :n_source]
+        for found in (flow.elsewhere, flow.influence):  # the asked positions may be exact
+            if found is None:
+                continue
+            asked = [p for p in found.positions[index].tolist() if p >= 0]
+            measured = found.full()[:, index, :, :n_source].float()
+            for row, layer in enumerate(found.layers):
+                influence[layer, asked] = measured[row, asked]
     return ViewedInput(
         tokens=flow.tokens[index],
         n_queries=n_states,
@@ -63,6 +65,7 @@ def _viewed(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
         patterns=patterns if with_patterns else None,
         mechanisms=_mechanisms(flow, index, n_states),
         influence=influence,
+        next_tokens=None if flow.next_tokens is None else flow.next_tokens[index],
         causal=is_causal(flow.attention),
     )
 

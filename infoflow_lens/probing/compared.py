@@ -18,7 +18,7 @@ def compared(
     attended: AttendedResult = found["influence_attended"]
     chosen: PositionsResult = found["influence_positions"]
     n_source = influence.influence.shape[-1]
-    predicted = {"argmax": propagate(chosen.argmax, n_source)}
+    predicted = {"max_position": propagate(chosen.argmax, n_source)}
     if "mechanisms" in found:
         predicted["mechanisms"] = by_mechanisms(found["mechanisms"], attended, chosen, n_source)
     agreement = {name: compare(sets, influence) for name, sets in predicted.items()}

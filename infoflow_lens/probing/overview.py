@@ -14,7 +14,7 @@ def explained_rows(predicted: Mapping[str, InformationSets], influence: Influenc
     """Every rule beside every other: the last state first, then every layer as it was measured; the
     model's own rule first.
     """
-    rules = sorted(predicted, key=lambda name: name != "argmax")
+    rules = sorted(predicted, key=lambda name: name != "max_position")
     sets = {rule: predicted[rule].part(influence.layers) for rule in rules}
     rows = {}
     for rule in rules:

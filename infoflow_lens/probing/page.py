@@ -22,8 +22,8 @@ def report_of(result: ProbingResult) -> ProbingReport:
         facts += part.facts(result.found[name])
     rows = result.explained
     headline = f"{found.kind}, probed on {config.data}."
-    if "argmax" in result.last:
-        headline += _headline(result.last["argmax"])
+    if "max_position" in result.last:
+        headline += _headline(result.last["max_position"])
     return ProbingReport(
         title=f"What the states of {config.model} can depend on, and do",
         headline=headline,
@@ -71,9 +71,13 @@ def _charts(part: Part, result: Any) -> Iterator[Any]:
 def _by_place(result: ProbingResult) -> Iterator[HeatMap]:
     """Influence inside the sets of the model's own rule, by layer and position."""
     influence = result.influence
-    if influence is None or "argmax" not in result.predicted or len(influence.positions[0]) < 2:
+    if (
+        influence is None
+        or "max_position" not in result.predicted
+        or len(influence.positions[0]) < 2
+    ):
         return
-    sets = result.predicted["argmax"].part(influence.layers)
+    sets = result.predicted["max_position"].part(influence.layers)
     rows = explained_by_position(sets, influence)
     for values, title in (
         (
@@ -100,7 +104,7 @@ def _curve(curve: CoverageCurve) -> Lines:
         "Influence inside the sets if every head passes on its k largest (own token left out)",
         range(1, len(curve.last) + 1),
         series,
-        "k (the argmax rule is k = 1)",
+        "k (the max-position rule is k = 1)",
         "share of influence",
         1.0,
     )

@@ -36,8 +36,9 @@ class ProbingResult:
         capabilities: what the model is.
         parts: the parts that were measured, by name.
         found: results by name; those of the parts, and what predictions are made from.
-        agreement: predicted against measured sets, by the rule that made the prediction: "argmax",
-            every head passes the key of its largest score, and "mechanisms", every head by its own.
+        agreement: predicted against measured sets, by the rule that made the prediction:
+            "max_position", every head passes the key of its largest score, and "mechanisms", every
+            head by its own.
         curve: influence inside the sets when heads pass their k largest positions.
         texts: the tokens of the shown sequences, as strings.
         predicted: sets by the same rules, for the sequences whose influence was measured.

@@ -20,6 +20,10 @@ from infoflow_lens.report.flow_view import RULES, FlowView, Move, ViewedInput
 from infoflow_lens.report.templating import templates
 from infoflow_lens.theory.information_sets import propagate
 
+# in the order in which they need each other
+_PARTS = ("data", "sets", "strengths", "picture", "drawing", "heads", "words", "why", "mount")
+_SCRIPTS = tuple(f"flow/{part}.js" for part in _PARTS)
+
 
 def render_flow(view: FlowView, fragment: bool = False) -> str:
     """The interactive picture, with all that it needs in itself.
@@ -110,11 +114,11 @@ def identity(data: str) -> str:
 
 def mounting(pictures: Sequence[str]) -> str:
     """The script that mounts pictures."""
-    style = json.dumps(asset("flow.css"))
+    style = json.dumps(asset("flow/style.css"))
     calls = "".join(
         f'infoflow.mount("{identity(data)}", {style});' for data in dict.fromkeys(pictures)
     )
-    return f"{script('flow.js')}\n{calls}\n}})();"
+    return f"{script(*_SCRIPTS)}\n{calls}\n}})();"
 
 
 def fallback(view: FlowView) -> str:
@@ -123,7 +127,7 @@ def fallback(view: FlowView) -> str:
     layer, position = view.selected or (len(first.ranked) - 1, first.n_queries - 1)
     rule = next(iter(view.rules))
     if rule == "mechanisms" and first.mechanisms is None:
-        rule = "argmax"
+        rule = "max_position"
     sets = propagate(first.layers_of(rule), len(first.tokens))
     held = [f"{s} \u201c{first.tokens[s]}\u201d" for s in sorted(sets.of(layer, 0, position))]
     return (
@@ -204,6 +208,9 @@ def _packed(view: ViewedInput) -> dict[str, Any]:
         "heads": [keys.shape[0] for keys in view.ranked],
         "depths": [keys.shape[2] for keys in view.ranked],
         "causal": view.causal,
+        "next": None
+        if view.next_tokens is None
+        else [[(token, round(chance, 4)) for token, chance in row] for row in view.next_tokens],
         "marked": [int(source) for source in view.marked],
         "arrays": arrays,
         "blob": base64.b64encode(compressed).decode(),

@@ -12,7 +12,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.theory.rules import MaxPosition, Rule
 
 RULES = {
-    "argmax": "each head passes on the token of its largest score",
+    "max_position": "each head passes on the token of its largest score",
     "top_k": "each head passes on its k largest scores",
     "mechanisms": "each head passes on what its mechanism does",
 }
@@ -89,6 +89,8 @@ class ViewedInput:
         edges: for each layer float [pos, key], the measured influence of the state below on the
             state above; None if not measured.
         marked: sources with a mark of their own, such as the active index set of a target.
+        next_tokens: for each position the most probable next tokens, as pairs of token and
+            probability; None if not known.
         causal: whether queries read no later keys; "all keys" depends on it.
         name: of the input, where its number says too little.
 
@@ -106,6 +108,7 @@ class ViewedInput:
     influence: Float[Tensor, "layer pos source"] | None = None
     edges: Sequence[Float[Tensor, "pos key"]] | None = None
     marked: Sequence[int] = ()
+    next_tokens: Sequence[Sequence[tuple[str, float]]] | None = None
     causal: bool = True
     name: str = ""
 
@@ -148,6 +151,10 @@ class ViewedInput:
                 f"mechanisms are given for {[len(m) for m in self.mechanisms]} heads: expected "
                 f"{[h for h, _, _ in shapes]}, one for each head of each layer"
             )
+        if self.next_tokens is not None and len(self.next_tokens) != n_pos:
+            raise InfoFlowError(
+                f"next tokens are given for {len(self.next_tokens)} positions: expected {n_pos}"
+            )
         if not all(0 <= source < n_source for source in self.marked):
             raise InfoFlowError(
                 f"marked sources are {list(self.marked)}: expected 0 to {n_source - 1}"
@@ -166,7 +173,7 @@ class ViewedInput:
         """How a rule moves sets: one move for all heads, or one for each head of each layer.
 
         Args:
-            rule: "argmax", "top_k" or "mechanisms".
+            rule: "max_position", "top_k" or "mechanisms".
 
         Raises:
             InfoFlowError: for other rules, and for mechanisms that were not measured.
@@ -177,14 +184,14 @@ class ViewedInput:
                 "mechanisms only where they were measured"
             )
         if rule != "mechanisms":
-            return Move("ranked", most=1 if rule == "argmax" else None)
+            return Move("ranked", most=1 if rule == "max_position" else None)
         return [[head.describe() for head in layer] for layer in self.mechanisms or ()]
 
     def layers_of(self, rule: str, k: int = 1) -> list[list[Rule]]:
         """What `propagate` takes, for the same sets as the picture's.
 
         Args:
-            rule: "argmax", "top_k" or "mechanisms".
+            rule: "max_position", "top_k" or "mechanisms".
             k: of "top_k".
 
         Raises:
@@ -249,7 +256,7 @@ class FlowView:
             )
 
     def _possible_rules(self) -> dict[str, str]:
-        possible = {"argmax": True}
+        possible = {"max_position": True}
         possible["top_k"] = any(layer.shape[2] > 1 for i in self.inputs for layer in i.ranked)
         possible["mechanisms"] = any(i.mechanisms is not None for i in self.inputs)
         return {name: words for name, words in RULES.items() if possible[name]}

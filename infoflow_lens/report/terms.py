@@ -6,7 +6,10 @@ GLOSSARY = "https://github.com/infoflow-lens/infoflow-lens/blob/main/docs/glossa
 
 TERMS = {
     "information set": ("information-set", "the input positions that a state can still hold"),
-    "argmax rule": ("argmax-rule", "each head passes on the token of its largest score"),
+    "max-position rule": (
+        "max-position-rule",
+        "each head passes on the token of its largest score",
+    ),
     "top-k rule": ("top-k-rule", "each head passes on the tokens of its k largest scores"),
     "mechanisms rule": ("mechanisms-rule", "each head passes on what its mechanism does"),
     "own token": (

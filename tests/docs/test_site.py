@@ -99,7 +99,7 @@ def test_a_notebook_becomes_a_page_with_its_pictures_beside_it(tmp_path):
     "term",
     ["Information set", "Order of comparison", "Mechanism", "max_position", "global",
      "specific_position", "Recovery", "Influence", "Damage", "AUROC", "Influence inside", "Rank",
-     "Margin", "Own token", "CLS", "Argmax rule", "Top-k rule", "Control", "Baseline"],
+     "Margin", "Own token", "CLS", "Max-position rule", "Top-k rule", "Control", "Baseline"],
 )  # fmt: skip
 def test_the_glossary_has_the_words_of_the_reports(term):
     assert TERMS.count(term) == 1

@@ -158,9 +158,9 @@ def test_mechanisms_are_measured_on_reference_inputs_or_taken_as_they_are(host):
 
 def test_the_view_propagates_to_the_same_sets(found, host):
     viewed = quick(host, [TEXT, "w5 w9 w4"]).view.inputs
-    assert propagate(viewed[0].layers_of("argmax")).members.equal(found.sets.members)
+    assert propagate(viewed[0].layers_of("max_position")).members.equal(found.sets.members)
     alone = quick(host, "w5 w9 w4").sets.members
-    assert propagate(viewed[1].layers_of("argmax")).members.equal(alone)
+    assert propagate(viewed[1].layers_of("max_position")).members.equal(alone)
 
 
 def test_influence_is_estimated_resampled_or_left_out(host, found):
@@ -234,6 +234,43 @@ def test_what_a_window_hides_is_no_other_token():
     assert "hold every other token that they can see (3)" in everything.summary()
 
 
+def test_a_click_anywhere_finds_influence_where_that_takes_seconds(host, found, monkeypatch):
+    """What was asked for stays exact and alone; the picture has the other positions, too."""
+    (everywhere,) = run_probes(
+        host, host.to_tokens(TEXT), [JacobianInfluence("resid_post")], progress=False
+    )
+    torch.testing.assert_close(found.view.inputs[0].influence, everywhere.influence[:, 0])
+    assert found.asked == ((6,),)
+    assert not found.notes
+    alone = quick(host, TEXT, position=-1)
+    assert alone.view.inputs[0].influence[:, :6].isnan().all()
+    assert alone.explained == found.explained
+    exact = 1.5 * 7 * host.cfg.d_model  # passes
+    cost = sum(p.numel() for p in host.blocks.parameters()) * 7
+    monkeypatch.setattr("infoflow_lens.flows.measuring._DIRECTIONS_ELSEWHERE", 4)
+    monkeypatch.setattr("infoflow_lens.flows.measuring._TWO_SECONDS", cost * exact * 0.9)
+    estimated = quick(host, TEXT)
+    assert estimated.elsewhere.relative_error is not None
+    viewed = estimated.view.inputs[0].influence
+    assert not viewed.isnan().any()
+    torch.testing.assert_close(viewed[:, 6], everywhere.influence[:, 0, 6])
+    assert "influence='exact'" in estimated.notes[-1]
+    monkeypatch.setattr("infoflow_lens.flows.measuring._TWO_SECONDS", 10)
+    last = quick(host, TEXT)
+    assert last.elsewhere is None
+    assert last.view.inputs[0].influence[:, :6].isnan().all()
+    assert "position='all'" in last.notes[-1]
+
+
+def test_the_next_tokens_are_the_models(host, found):
+    chances = host(host.to_tokens(TEXT))[0].softmax(-1)
+    for position, said in enumerate(found.next_tokens[0]):
+        top = chances[position].topk(5)
+        assert [token for token, _ in said] == [host.tokenizer.decode([i]) for i in top.indices]
+        np.testing.assert_allclose([chance for _, chance in said], top.values.detach(), rtol=1e-5)
+    assert found.view.inputs[0].next_tokens == found.next_tokens[0]
+
+
 def test_influence_is_exact_where_that_is_quick_and_estimated_where_not(found, monkeypatch):
     assert found.influence.relative_error is None
     monkeypatch.setattr("infoflow_lens.flows.measuring._FEW_SECONDS", 10)
@@ -268,7 +305,8 @@ def test_the_bar_knows_all_passes_before_it_moves(host, monkeypatch):
         ({"position": (3, 3)}, r"position is \[3, 3\]|position is \(3, 3\)"),
         ({"position": "every"}, "position is 'every': expected .*'all'"),
         ({"layer": 2}, "layer is 2: expected 0 to 1, or -1 to -2"),
-        ({"rule": "argmx"}, "rule is 'argmx': expected one of attention, top_k, mechanisms"),
+        ({"rule": "attention"}, "rule is 'attention': expected one of max_position, top_k"),
+        ({"rule": "argmx"}, "rule is 'argmx': expected one of max_position, top_k, mechanisms"),
         ({"influence": "exakt"}, "influence is 'exakt'.* did you mean 'exact'"),
         ({"rule": "top_k", "k": 9}, "k is 9: expected 1 to 7"),
         ({"rule": "mechanisms"}, "over one its mean pattern is its pattern; expected at least 8"),

@@ -80,8 +80,8 @@ def test_a_run_gives_what_the_probes_give(tmp_path, config, folder):
         found.mechanisms.to_frame(), mechanisms.to_frame(), rtol=1e-3, atol=1e-6
     )
     expected = compare(propagate(chosen.argmax), influence)
-    assert found.agreement["argmax"].cls.auroc == pytest.approx(expected.cls.auroc)
-    assert set(found.agreement) == {"argmax", "mechanisms"}
+    assert found.agreement["max_position"].cls.auroc == pytest.approx(expected.cls.auroc)
+    assert set(found.agreement) == {"max_position", "mechanisms"}
 
 
 def test_a_run_writes_tables_tensors_record_and_report(tmp_path, config):
@@ -90,9 +90,9 @@ def test_a_run_writes_tables_tensors_record_and_report(tmp_path, config):
         assert (tmp_path / f"{name}.safetensors").is_file()
         assert len(pd.read_csv(tmp_path / f"{name}.csv")) > 0
     table = pd.read_csv(tmp_path / "agreement.csv")
-    last = table[(table["states"] == "cls") & (table["rule"] == "argmax")]
+    last = table[(table["states"] == "cls") & (table["rule"] == "max_position")]
     assert float(last["influence_inside"].iloc[0]) == pytest.approx(
-        found.agreement["argmax"].cls.influence_inside
+        found.agreement["max_position"].cls.influence_inside
     )
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["config"]["ranks"] == [1, 2]
@@ -216,7 +216,7 @@ def test_a_model_of_ours_on_its_task(tmp_path):
         tmp_path / "out",
         ProbingConfig(str(tmp_path / "model"), "d_retrieval", n=40, n_detail=20, ranks=(1, 2)),
     )
-    assert found.agreement["argmax"].cls.influence_inside > 0.95
+    assert found.agreement["max_position"].cls.influence_inside > 0.95
     assert found.mechanisms.metric == "nmse"
     assert found.texts[0] == tuple("012345")
 
@@ -228,7 +228,7 @@ def test_every_kind_of_influence(tmp_path, config, kind):
     )
     rows = (found.influence.positions >= 0).sum(dim=1).tolist()
     assert rows == ([1, 1, 1] if kind == "estimate" else [5, 6, 7])
-    assert 0 <= found.agreement["argmax"].cls.influence_inside <= 1
+    assert 0 <= found.agreement["max_position"].cls.influence_inside <= 1
 
 
 @pytest.mark.parametrize("kind", ["exact", "estimate"])
@@ -236,11 +236,11 @@ def test_a_run_has_one_value_of_influence_inside_named_by_what_was_measured(tmp_
     """Terminal, page, curve, frame and a sum by hand; an estimate is of the last position alone."""
     settings = {**vars(config), "probes": ("influence",), "influence": kind}
     found = run(tmp_path, ProbingConfig(**settings))
-    last = found.last["argmax"]
+    last = found.last["max_position"]
     shares = []
     full, n = found.influence.full()[-1], found.influence.lengths
     for sequence, t in enumerate((n - 1).tolist()):
-        held = found.predicted["argmax"].members[-1, sequence, t, :t]
+        held = found.predicted["max_position"].members[-1, sequence, t, :t]
         if 0 < held.sum() < t:
             amount = full[sequence, t, :t]
             shares.append(float(amount[held].sum() / amount.sum()))
@@ -353,7 +353,7 @@ def test_what_a_model_cannot_give_is_refused_before_work_starts(tmp_path, config
     found = run(tmp_path / "out", asked, say=said.append)  # all that it can give
     assert any(line.startswith("left out: mechanisms cannot be measured") for line in said)
     assert found.mechanisms is None
-    assert found.agreement["argmax"].cls.influence_inside > 0
+    assert found.agreement["max_position"].cls.influence_inside > 0
 
 
 def test_donors_are_other_sequences_where_there_are_any(tmp_path, config):

@@ -31,10 +31,10 @@ def make_report(inputs, heads=(4, 2, 3), title="A model", n_examples=1):
         for layer, n in enumerate(heads)
         for head in range(n)
     }
-    rules = propagate(inputs[0].layers_of("argmax"), len(inputs[0].tokens))
+    rules = propagate(inputs[0].layers_of("max_position"), len(inputs[0].tokens))
     influence = result_of(torch.rand(len(heads), 1, inputs[0].n_queries, len(inputs[0].tokens)))
     found = {
-        ("last", "argmax"): explained(rules, influence, 0, last=True),
+        ("last", "max_position"): explained(rules, influence, 0, last=True),
         ("last", "mechanisms"): explained(
             InformationSets(torch.ones_like(rules.members)), influence, 0, last=True
         ),
@@ -102,15 +102,15 @@ def test_the_dashboard_fits_and_leads_from_a_head_to_its_pattern(show, inputs, w
     lit = page.locator("#sequences .token.in").evaluate_all(
         "all => all.map(e => +e.dataset.position)"
     )
-    assert set(lit) == propagate(inputs[1].layers_of("argmax"), 9).of(2, 0, 5)
+    assert set(lit) == propagate(inputs[1].layers_of("max_position"), 9).of(2, 0, 5)
 
 
 def test_words_are_explained_on_focus_and_linked(show, inputs):
     page = show(render_probing(make_report(inputs)))
-    word = page.locator(".term", has_text="argmax rule").first
+    word = page.locator(".term", has_text="max-position rule").first
     word.focus()
     assert word.locator("[role=tooltip]").is_visible()
-    assert "docs/glossary.md#argmax-rule" in word.get_attribute("href")
+    assert "docs/glossary.md#max-position-rule" in word.get_attribute("href")
 
 
 def test_what_says_nothing_is_a_dash_with_the_reason():
@@ -134,7 +134,7 @@ def test_what_says_nothing_is_a_dash_with_the_reason():
     assert row.chance == pytest.approx(1 / 2)
     assert row.auroc == 1.0
     everything = InformationSets(torch.ones_like(sets))
-    table = overview_table({("last", "argmax"): explained(everything, found, 0, last=True)})
+    table = overview_table({("last", "max_position"): explained(everything, found, 0, last=True)})
     html = str(render_chart(table))
     assert "no other tokens (1), set holds everything (1)" in html
     assert "nan" not in html

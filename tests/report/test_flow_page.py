@@ -78,7 +78,7 @@ def lit(page, nth=0):
     return set(chips), set(circles)
 
 
-def expected(view, layer, position, rule="argmax", k=1, off=()):
+def expected(view, layer, position, rule="max_position", k=1, off=()):
     layers = view.layers_of(rule, k)
     for which, head in off:
         kept = layers[which][0].positions.clone()
@@ -108,7 +108,7 @@ def test_a_pressed_token_shows_its_state_and_its_circle_where_it_goes(show, html
     page.locator(".token").nth(6).click()
     assert lit(page)[0] == expected(inputs[0], 2, 6)
     circle(page, -1, 1).click()
-    sets = propagate(inputs[0].layers_of("argmax"), 9).members[:, 0, :, 1]
+    sets = propagate(inputs[0].layers_of("max_position"), 9).members[:, 0, :, 1]
     for layer in range(3):
         reached = page.locator(f".flow .state.lit[data-layer='{layer}']").evaluate_all(
             "all => all.map(e => +e.dataset.position)"
@@ -128,7 +128,7 @@ def test_rule_layer_input_and_heads_are_switches(show, html, inputs):
     for layer in (0, 1, 2):
         page.locator(".layer input").fill(str(layer))
         assert lit(page)[0] == expected(inputs[0], layer, 8, "mechanisms")
-    rule.select_option("argmax")
+    rule.select_option("max_position")
     page.get_by_role("button", name="switch it on or off").click()
     for layer, head in ((2, 0), (1, 1)):
         page.locator(f"[data-head='{layer}.{head}']").click()
@@ -151,15 +151,15 @@ def test_the_table_says_what_lights_up_and_how_it_came(show, html, inputs):
     held = {int(row[0]) for row in rows if row[2] in ("yes", "own token")}
     assert held == expected(inputs[0], 1, 7)
     influence = inputs[0].influence[1, 7]
-    for position, token, _, measured, _, way in rows:
+    for position, token, _, _, measured, _, path in rows:
         assert token == inputs[0].tokens[int(position)]
         shown = float(measured.replace("\u2212", "-"))
         assert shown == pytest.approx(float(influence[int(position)]), rel=5e-3, abs=1e-6)
-        for hop in way.split(", then ") if way.startswith("layer") else []:
+        for hop in path.split(", then ") if path.startswith("layer") else []:
             _, layer, _, head, _, key = hop.split()
             ranked = inputs[0].ranked[int(layer)][int(head)]
             assert int(key) in ranked[:, 0].tolist()
-    live = page.locator("[aria-live]").inner_text()
+    live = page.locator(".status").inner_text()
     assert "layer 1 at position 7" in live
     assert f"{len(held) - 1} of 7 other tokens" in live
 
@@ -219,7 +219,7 @@ def test_pointing_shows_weights_scores_and_influence(show, html, inputs):
     assert "rank 1, score" in said
 
 
-@pytest.mark.parametrize("rule", ["argmax", "mechanisms"])
+@pytest.mark.parametrize("rule", ["max_position", "mechanisms"])
 def test_a_press_leaves_no_word_of_the_state_before(show, html, rule):
     """The tip speaks of the state that was just chosen, or is gone."""
     page = show(html)
@@ -232,21 +232,119 @@ def test_a_press_leaves_no_word_of_the_state_before(show, html, rule):
     assert page.locator(".tip").is_hidden()
 
 
+def strengths(view, layer, position):
+    """Of every source, of its best path to a state."""
+    keys, weights = (
+        [each[None, ..., 0] for each in given] for given in (view.ranked, view.weights)
+    )
+    graded = propagate(keys, len(view.tokens), strength=weights)
+    return graded.strengths[layer, 0, position].tolist()
+
+
 def test_the_sentence_counts_influence_as_it_is_shaded(show, html, inputs):
-    """Python and the page give one share, of what is shaded: not squared, without the own token."""
+    """Of the strongest tokens, as many as hold 90%, and of the set: not squared; others alone."""
     page = show(html)
     lit(page)
     states = [(layer, t) for layer in (1, 2) for t in range(2, 9)]
-    sets = {(layer, t): expected(inputs[0], layer, t) - {t} for layer, t in states}
+    sets = {at: expected(inputs[0], *at) - {at[1]} for at in states}
     could_be_wrong = [(at, held) for at, held in sets.items() if 0 < len(held) < at[1]]
     assert could_be_wrong
     for (layer, t), held in could_be_wrong[:4]:
         circle(page, layer, t).click()
-        amount = inputs[0].influence[layer, t, :t].double()
-        share = float(amount[sorted(held)].sum() / amount.sum())
+        amount = (
+            inputs[0].influence[layer, t, :t].double() / inputs[0].influence[layer, t, :t].sum()
+        )
+        ranked = amount.sort(descending=True).values.cumsum(0)
+        n = min(int((ranked < 0.9).sum()) + 1, len(held))
+        best = strengths(inputs[0], layer, t)
+        strongest = sorted(held, key=lambda s: -best[s])[:n]
+        shares = [float(amount[strongest].sum()), n / t, float(ranked[n - 1])]
+        if n < len(held):
+            shares += [float(amount[sorted(held)].sum()), len(held) / t]
         said = page.locator(".status").inner_text()
         found = [int(each) for each in re.findall(r"(\d+)%", said)]
-        assert found == pytest.approx([100 * share, 100 * len(held) / t], abs=0.51)
+        assert found == pytest.approx([100 * share for share in shares], abs=0.51)
+
+
+def drawn(page):
+    """(layer, head, key, query) and strength of every line, in their order."""
+    lines = page.locator(".flow g.line").evaluate_all(
+        "all => all.map(e => [e.dataset.line, e.getAttribute('aria-label')])"
+    )
+    return [
+        (tuple(map(int, name.split("."))), float(re.search(r"through it ([\d.e-]+)", said)[1]))
+        for name, said in lines
+    ]
+
+
+def test_the_strongest_ways_are_drawn_first_and_the_rest_is_counted(show):
+    """Of a deep picture at most 30 lines; the slider has the others."""
+    view = make_input(12, (5, 5, 5), k=1)
+    page = show(render_flow(FlowView("deep", [view])))
+    lit(page)
+    best = strengths(view, 2, 11)
+    lines = drawn(page)
+    assert len(lines) == 30
+    total = int(page.locator(".lines output").inner_text().removeprefix("30 of "))
+    assert total > 30
+    assert f"30 of {total} lines are drawn" in page.locator(".status").inner_text()
+    for (layer, head, key, query), _ in lines:
+        assert int(view.ranked[layer][head, query, 0]) == key != query
+    ends = {
+        source: max((s for at, s in lines if at[2] == source), default=0) for source in range(11)
+    }
+    for source in expected(view, 2, 11) - {11}:
+        assert ends[source] == pytest.approx(best[source], rel=2e-2)
+    rows = page.locator("details.table tbody tr").evaluate_all(
+        "rows => rows.map(r => [+r.cells[0].textContent, r.cells[3].textContent])"
+    )
+    shown = {source: float(said) for source, said in rows if said[0].isdigit()}
+    assert shown == pytest.approx({s: best[s] for s in shown}, rel=1e-2)
+    assert [s for s, _ in rows if s in shown] == sorted(shown, key=lambda s: -shown[s])
+    page.locator(".lines input").fill("5")
+    assert drawn(page) == lines[:5]
+    page.locator(".lines input").fill(str(total))
+    assert len(drawn(page)) == total
+
+
+def test_heads_of_a_layer_have_colours_and_numbers_of_their_own(show):
+    view = make_input(9, (16, 12), k=1)
+    page = show(render_flow(FlowView("wide", [view])))
+    lit(page)
+    for layer, n in enumerate((16, 12)):
+        colours = page.locator(f".head[data-head^='{layer}.']").evaluate_all(
+            "all => all.map(e => getComputedStyle(e).backgroundColor)"
+        )
+        assert len(set(colours)) == n
+    boxes = page.locator(".head").evaluate_all(
+        "all => all.map(e => e.getBoundingClientRect().right)"
+    )
+    assert max(boxes) <= 1200  # none is cut
+    assert page.locator(".flow .number").count() > 5
+
+
+def test_a_line_is_pointed_at_pressed_and_reached_by_keyboard(show, html, inputs):
+    page = show(html)
+    lit(page)
+    (layer, head, key, query), _ = drawn(page)[0]
+    weight = float(inputs[0].weights[layer][head, query, 0])
+    line = page.locator("g.line").first
+    line.focus()
+    assert f"weight {weight:.3g}"[:10] in page.locator(".tip").inner_text()
+    page.keyboard.press("Enter")
+    assert page.locator(".why figcaption").inner_text().startswith(f"Head {layer}.{head} at")
+    page.keyboard.press("ArrowRight")
+    assert page.locator(".why figcaption").inner_text().startswith(f"Head {layer}.{head} at")
+    page.keyboard.press("Escape")
+    assert page.locator(".why").is_hidden()
+    middle = line.locator(".ink").evaluate(
+        """path => { const at = path.getPointAtLength(path.getTotalLength() / 2);
+        const on = at.matrixTransform(path.getScreenCTM()); return [on.x, on.y] }"""
+    )
+    page.mouse.click(*middle)
+    bars = page.locator(".why .bars").first.locator("li")
+    assert f"({key})" in bars.first.inner_text()
+    assert float(bars.first.locator(".much").inner_text()) == pytest.approx(weight, rel=1e-2)
 
 
 def test_another_width_leaves_what_the_pointer_may_be_on(show, html):

@@ -1,0 +1,376 @@
+// The picture: its controls, what is chosen, and the keyboard.
+const MOST_LINES = 30; // that are drawn at first [chosen]
+const MOST_EVER = 400; // that a page can show and move [chosen]
+
+infoflow.Picture = class {
+  constructor(root, data, css) {
+    this.data = data;
+    this.root = root;
+    const shadow = root.attachShadow({ mode: "open" });
+    const sheet = new CSSStyleSheet();
+    sheet.replaceSync(css);
+    shadow.adoptedStyleSheets = [sheet];
+    // d3 takes the namespace from the parent, and a shadow root has none
+    const box = shadow.appendChild(document.createElement("div"));
+    this.box = d3.select(box).attr("class", "picture")
+      .attr("role", "group").attr("aria-label", data.title);
+    this.cache = new Map();
+    this.state = {
+      input: 0, rule: Object.keys(data.rules)[0], k: data.k, layer: 0, position: 0, most: MOST_LINES,
+      cursor: null, hover: null, head: null, line: null, off: [], clicks: "open",
+    };
+    this.build();
+    this.watchTheme();
+    this.ready = this.show(0, data.selected);
+  }
+
+  // The picture follows the page that it stands in: notebooks and sites have switches of their own.
+  watchTheme() {
+    const apply = () => {
+      const body = document.body.dataset, html = document.documentElement.dataset;
+      const scheme = body.mdColorScheme || html.theme || body.theme;
+      const dark = body.jpThemeLight ? body.jpThemeLight === "false"
+        : body.vscodeThemeKind ? body.vscodeThemeKind.includes("dark")
+        : scheme ? ["slate", "dark"].includes(scheme) : null;
+      if (dark === null) delete this.root.dataset.scheme;
+      else this.root.dataset.scheme = dark ? "dark" : "light";
+      if (this.input) this.draw();
+    };
+    new MutationObserver(apply).observe(document.body, { attributes: true });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", apply);
+    apply();
+  }
+
+  build() {
+    const { data, state, box } = this;
+    if (data.title) box.append("h3").text(data.title);
+    else box.attr("aria-label", "information flow");
+    const bar = box.append("div").attr("class", "controls");
+    if (data.groups.length > 1) {
+      this.groupButtons = bar.append("div").attr("class", "choice").attr("role", "group")
+        .attr("aria-label", "model").selectAll("button").data(data.groups).join("button")
+        .attr("type", "button").text((g) => g.name)
+        .on("click", (_, g) => this.show(g.first + (state.input - this.group().first) % g.count));
+    }
+    if (data.inputs.length > 1) {
+      const choice = bar.append("label").text("input ");
+      this.inputs = choice.append("select").attr("class", "input")
+        .on("change", (event) => this.show(Number(event.target.value)));
+    }
+    const rule = bar.append("label").attr("class", "rule").text("rule ");
+    this.rules = rule.append("select").on("change", (event) => {
+      state.rule = event.target.value;
+      this.update();
+    });
+    this.rules.selectAll("option").data(Object.entries(data.rules)).join("option")
+      .attr("value", (r) => r[0]).text((r) => r[1]);
+    this.k = bar.append("label").attr("class", "k").text("k ");
+    this.k.append("input").attr("type", "range").attr("min", 1).on("input", (event) => {
+      state.k = Number(event.target.value);
+      this.update();
+    });
+    this.k.append("output");
+    this.layer = bar.append("label").attr("class", "layer").text("state after layer ");
+    this.layer.append("input").attr("type", "range").attr("min", 0).on("input", (event) => {
+      state.layer = Number(event.target.value);
+      this.update();
+    });
+    this.layer.append("output");
+    this.most = bar.append("label").attr("class", "lines").text("lines drawn ");
+    this.most.append("input").attr("type", "range").attr("min", 1).on("input", (event) => {
+      state.most = Number(event.target.value);
+      this.update();
+    });
+    this.most.append("output");
+    this.status = box.append("p").attr("class", "status").attr("aria-live", "polite");
+    this.text = box.append("div").attr("class", "text").attr("role", "group")
+      .attr("aria-label", "tokens; press one to choose its state");
+    this.legend = box.append("p").attr("class", "legend");
+    this.next = box.append("p").attr("class", "next");
+    this.next.append("span").attr("class", "lead");
+    const columns = box.append("div").attr("class", "columns");
+    const main = columns.append("div").attr("class", "main");
+    this.figure = this.panel(main, "flow", "Which head passes what to which state");
+    this.measured = this.panel(main, "edges", "Measured: which state moves which state above it");
+    const side = columns.append("div").attr("class", "side");
+    this.why = side.append("figure").attr("class", "why").attr("aria-live", "polite")
+      .attr("hidden", true);
+    this.buildHeads(side);
+    const table = box.append("details").attr("class", "table").attr("open", true);
+    table.append("summary").text("This set as a table");
+    this.caption = table.append("p").attr("class", "caption");
+    this.table = table.append("div").attr("class", "scroll").attr("tabindex", 0)
+      .attr("role", "region").attr("aria-label", "the set as a table").append("table");
+    this.moreRows = table.append("button").attr("type", "button").attr("hidden", true)
+      .on("click", () => { this.allRows = true; this.drawTable(); });
+    this.notes = box.append("div").attr("class", "notes");
+    this.notes.selectAll("p").data(data.notes).join("p").text((note) => note);
+    if (Object.keys(data.record).length) {
+      const record = box.append("details");
+      record.append("summary").text("Record of the run");
+      record.append("pre").text(JSON.stringify(data.record, null, 2));
+    }
+    this.tip = box.append("div").attr("class", "tip").attr("role", "tooltip").attr("hidden", true);
+    let width = 0;
+    new ResizeObserver(([entry]) => {
+      if (Math.abs(entry.contentRect.width - width) < 4) return;
+      width = entry.contentRect.width;
+      if (this.input) this.drawFlow();
+    }).observe(main.node());
+  }
+
+  panel(parent, name, title) {
+    const figure = parent.append("figure").attr("class", name);
+    figure.append("figcaption").text(title);
+    const body = figure.append("div").attr("class", "body");
+    const names = body.append("div").attr("class", "names").attr("aria-hidden", "true");
+    const heading = body.append("div").attr("class", "heading");
+    const view = figure.append("p").attr("class", "view");
+    const scroll = body.append("div").attr("class", "scroll");
+    const stage = scroll.append("div").attr("class", "stage").attr("tabindex", 0)
+      .attr("role", "application").attr("aria-label",
+        "states by layer and position; arrow keys move, Enter chooses, Escape goes back");
+    const canvas = stage.append("canvas").attr("aria-hidden", "true");
+    const svg = stage.append("svg"), hidden = (name) => svg.append("g").attr("class", name)
+      .attr("aria-hidden", "true");
+    const residual = hidden("residual");
+    const lines = svg.append("g").attr("class", "drawn").attr("role", "group")
+      .attr("aria-label", "lines, the strongest paths first; arrow keys move, Enter says why");
+    const [states, numbers, labels] = ["states", "numbers", "labels"].map(hidden);
+    const legend = figure.append("p").attr("class", "legend");
+    const made = {
+      figure, scroll, heading, names, stage, canvas, svg, residual, lines, states, numbers, labels,
+      legend, view,
+    };
+    const place = (event) => this.placeAt(stage.node(), event);
+    stage.on("click", (event) => {
+      const at = place(event);
+      if (at) this.select(at.layer, at.position);
+    }).on("pointermove", (event) => {
+      if (event.pointerType === "touch") return;
+      const at = place(event);
+      this.point(at && { ...at, x: event.clientX, y: event.clientY });
+    }).on("pointerleave", () => this.point(null))
+      .on("keydown", (event) => this.key(event, stage.node()))
+      .on("blur", () => {
+        if (!this.state.cursor) return;
+        this.state.cursor = null;
+        this.point(null);
+        this.drawStates();
+      });
+    scroll.on("scroll", () => { if (this.input) this.sayView(made); });
+    return made;
+  }
+
+  buildHeads(side) {
+    const { state } = this;
+    const figure = side.append("figure").attr("class", "heads");
+    figure.append("figcaption").text("Heads, a row for each layer");
+    const clicks = figure.append("div").attr("class", "choice").attr("role", "group")
+      .attr("aria-label", "what a press on a head does");
+    this.clicks = clicks.selectAll("button")
+      .data([["open", "open its pattern"], ["switch", "switch it on or off"]])
+      .join("button").attr("type", "button").text((d) => d[1])
+      .on("click", (_, d) => { state.clicks = d[0]; this.drawHeads(); });
+    this.heads = figure.append("div").attr("class", "scroll").append("div").attr("class", "matrix")
+      .attr("role", "group").attr("aria-label",
+        "heads; arrow keys move, Enter opens the pattern, Space switches on or off");
+    const all = figure.append("div").attr("class", "choice");
+    all.append("button").attr("type", "button").attr("class", "all-on").text("all on")
+      .on("click", () => { state.off.forEach((heads) => heads.clear()); this.update(); });
+    all.append("button").attr("type", "button").attr("class", "all-off").text("all off")
+      .on("click", () => {
+        state.off = this.input.heads.map((n) => new Set(Array.from({ length: n }, (_, h) => h)));
+        this.update();
+      });
+    this.pattern = side.append("figure").attr("class", "pattern").attr("hidden", true);
+  }
+
+  group() {
+    const at = this.state.input;
+    return this.data.groups.find((g) => at >= g.first && at < g.first + g.count)
+      || { first: 0, count: this.data.inputs.length };
+  }
+
+  async show(index, selected) {
+    const { data, state } = this;
+    if (!this.cache.has(index)) this.cache.set(index, await infoflow.unpack(data.inputs[index]));
+    const before = this.input, input = this.cache.get(index);
+    state.input = index;
+    this.input = input;
+    const same = before && before.heads.join() === input.heads.join();
+    if (!same) state.off = input.heads.map(() => new Set());
+    const kept = before && before.n_queries === input.n_queries && same;
+    if (!kept) {
+      state.layer = selected ? selected[0] : input.heads.length - 1;
+      state.position = selected ? selected[1] : input.n_queries - 1;
+    }
+    if (state.head && (state.head[0] >= input.heads.length
+      || state.head[1] >= input.heads[state.head[0]])) state.head = null;
+    state.cursor = state.hover = state.line = null;
+    this.update();
+    this.revealed = false;
+    this.reveal();
+  }
+
+  update() {
+    const { data, input, state } = this;
+    const rule = state.rule === "mechanisms" && !input.mechanisms ? "max_position" : state.rule;
+    this.rule = rule;
+    const depth = Math.max(...input.depths);
+    state.k = Math.max(1, Math.min(state.k, depth));
+    this.found = infoflow.propagate(input, rule, state.k, state.off);
+    this.trace();
+    this.k.attr("hidden", rule === "top_k" ? null : true);
+    this.k.select("input").attr("max", depth).property("value", state.k);
+    this.k.select("output").text(state.k);
+    this.layer.select("input").attr("max", input.heads.length - 1)
+      .property("value", Math.max(state.layer, 0));
+    this.layer.select("output").text(state.layer < 0 ? "–" : state.layer);
+    this.drawMost();
+    this.rules.property("value", rule).selectAll("option")
+      .property("disabled", (r) => r[0] === "mechanisms" && !input.mechanisms);
+    const group = this.group();
+    if (this.groupButtons)
+      this.groupButtons.attr("aria-pressed", (g) => String(g.first === group.first));
+    if (this.inputs)
+      this.inputs.selectAll("option")
+        .data(data.inputs.slice(group.first, group.first + group.count), (_, i) => group.first + i)
+        .join("option").attr("value", (_, i) => group.first + i)
+        .text((d, i) => d.name || `${i + 1}: ${d.tokens.join(" ").slice(0, 40)}`)
+        .property("selected", (_, i) => group.first + i === state.input);
+    this.measure();
+    this.draw();
+    this.drawTable();
+    this.drawNext();
+    this.say();
+    this.point(state.hover); // what the tip says depends on the chosen state
+  }
+
+  // All paths of the chosen state, and which of their lines are drawn.
+  trace() {
+    const { input, state } = this;
+    this.paths = infoflow.paths(input, this.rule, state.k, state.off, this.found, state);
+    const { lines } = this.paths;
+    this.drawn = infoflow.strongest(this.paths, Math.min(state.most, MOST_EVER));
+    this.isDrawn = new Set(this.drawn);
+    this.residual = infoflow.residual(this.paths, this.drawn);
+    this.onPath = new Set(this.drawn.flatMap((i) =>
+      [`${lines.layer[i]},${lines.key[i]}`, `${lines.layer[i] + 1},${lines.query[i]}`]));
+    for (const step of this.residual) {
+      const [level, position] = step.split(",").map(Number);
+      this.onPath.add(step).add(`${level + 1},${position}`);
+    }
+    this.strongest = 0;
+    this.usedHeads = new Set();
+    for (let i = 0; i < lines.length; i++) {
+      this.strongest = Math.max(this.strongest, lines.strength[i]);
+      this.usedHeads.add(`${lines.layer[i]}.${lines.head[i]}`);
+    }
+  }
+
+  drawMost() {
+    const all = this.paths.lines.length, most = Math.max(1, Math.min(all, MOST_EVER));
+    const shown = `${this.drawn.length} of ${all}`;
+    this.most.select("input").attr("max", most).attr("aria-valuetext", shown)
+      .property("value", Math.min(this.state.most, most)).property("disabled", all < 2);
+    this.most.select("output").text(shown);
+  }
+
+  // Influence on the chosen state: of each source, the largest of other tokens, and their sum.
+  measure() {
+    const { input, state } = this, n = input.tokens.length;
+    this.values = new Float32Array(n).fill(NaN);
+    if (input.influence && state.layer >= 0)
+      for (let s = 0; s < n; s++) this.values[s] = this.influence(state.layer, state.position, s);
+    this.largest = this.largestOther(this.values);
+    this.total = 0;
+    this.values.forEach((v, s) => { if (s !== state.position && v > 0) this.total += v; });
+  }
+
+  influence(layer, position, source) {
+    const { input } = this, row = layer * input.n_queries + position;
+    return input.largest[row] * input.influence[row * input.tokens.length + source];
+  }
+
+  largestOther(values) {
+    let largest = NaN;
+    values.forEach((v, s) => {
+      if (s !== this.state.position && !Number.isNaN(v)) largest = Math.max(largest || 0, v);
+    });
+    return largest;
+  }
+
+  share(source) {
+    const { values, largest } = this;
+    return Number.isNaN(values[source]) ? NaN
+      : largest > 0 ? Math.min(1, values[source] / largest) : 0;
+  }
+
+  inSet(source) {
+    const { state, found } = this;
+    return Boolean(state.layer < 0 ? source === state.position
+      : infoflow.has(found.sets[state.layer + 1], found.words, state.position, source));
+  }
+
+  token(position) {
+    const { tokens, n_queries: n } = this.input;
+    return position < tokens.length ? tokens[position]
+      : n === tokens.length + 1 ? "CLS" : `state ${position}`;
+  }
+
+  stateName(layer, position) {
+    return layer < 0 ? `token ${position}, “${this.token(position)}”`
+      : `the state after layer ${layer} at position ${position}, “${this.token(position)}”`;
+  }
+
+  select(layer, position) {
+    this.state.layer = layer;
+    this.state.position = position;
+    this.update();
+  }
+
+  point(at) {
+    const before = this.state.hover, same = before && at && before.layer === at.layer
+      && before.position === at.position;
+    this.state.hover = at;
+    if (!same && (before || at)) {
+      const tokens = [before, at].some((one) => one && one.layer < 0);
+      if (tokens) this.drawLines();
+      this.mark();
+    }
+    this.tell(at && { text: this.describe(at.layer, at.position), x: at.x, y: at.y });
+  }
+
+  key(event, node) {
+    const { input, state } = this;
+    const cursor = state.cursor || { layer: state.layer, position: state.position };
+    const moves = {
+      ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [1, 0], ArrowDown: [-1, 0],
+      Home: [0, -Infinity], End: [0, Infinity],
+    };
+    const within = (x, low, high) => Math.max(low, Math.min(high, x));
+    if (moves[event.key]) {
+      event.preventDefault();
+      const [up, right] = moves[event.key];
+      const layer = within(cursor.layer + up, -1, input.heads.length - 1);
+      const last = (layer < 0 ? input.tokens.length : input.n_queries) - 1;
+      const position = within(cursor.position + right, 0, last);
+      state.cursor = { layer, position };
+      this.drawStates();
+      const box = node.getBoundingClientRect();
+      this.point({
+        layer, position, x: box.left + this.x(position), y: box.top + this.y(layer),
+      });
+      this.status.text(`At ${this.stateName(layer, position)}; Enter chooses it.`);
+      this.reveal(position);
+    } else if (event.key === "Enter" || event.key === " ") {
+      event.preventDefault();
+      if (state.cursor) this.select(state.cursor.layer, state.cursor.position);
+    } else if (event.key === "Escape") {
+      state.cursor = state.head = state.line = null;
+      this.point(null);
+      this.update();
+    }
+  }
+};

@@ -1,0 +1,67 @@
+// Information sets: how heads move them (the rules of Sec. 5.1), as bits.
+
+// How a head moves sets, as describe() of the view says: for all heads, or for each.
+infoflow.move = (input, rule, layer, head) =>
+  Array.isArray(input.moves[rule]) ? input.moves[rule][layer][head] : input.moves[rule];
+
+// The keys that a head moves to a query, one call each: the key, and its place among the ranked
+// keys of the head (-1 where the rule does not take them from there).
+infoflow.eachKey = function (input, rule, k, layer, head, query, visit) {
+  const move = infoflow.move(input, rule, layer, head);
+  if (move.source === "all") {
+    const end = input.causal ? Math.min(query + 1, input.tokens.length) : input.tokens.length;
+    for (let key = 0; key < end; key++) visit(key, -1);
+    return;
+  }
+  const listed = move.source === "keys";
+  if (!listed && move.source !== "ranked") return;
+  const keys = listed ? move.keys : input.ranked[layer];
+  const width = listed ? move.width : input.depths[layer];
+  const most = Math.min(listed ? width : move.most ?? k, width);
+  const row = (listed ? query : head * input.n_queries + query) * width;
+  for (let i = 0; i < most; i++) if (keys[row + i] >= 0) visit(keys[row + i], listed ? -1 : i);
+};
+
+infoflow.has = (sets, words, position, source) =>
+  (sets[position * words + (source >> 5)] >>> (source & 31)) & 1;
+
+// Sets below the first layer and after each, as bits; off[layer] is a Set of heads.
+infoflow.propagate = function (input, rule, k, off) {
+  const n = input.n_queries, nSource = input.tokens.length, words = Math.ceil(nSource / 32);
+  let below = new Uint32Array(n * words);
+  for (let s = 0; s < nSource; s++) below[s * words + (s >> 5)] |= 1 << (s & 31);
+  const sets = [below];
+  input.heads.forEach((nHeads, layer) => {
+    const above = below.slice(), from = below;
+    let prefix = null;
+    for (let head = 0; head < nHeads; head++) {
+      if (off[layer].has(head)) continue;
+      if (infoflow.move(input, rule, layer, head).source === "all") {
+        prefix = prefix || infoflow.prefixes(input, from, words);
+        for (let i = 0; i < above.length; i++) above[i] |= prefix[i];
+        continue;
+      }
+      for (let query = 0; query < n; query++)
+        infoflow.eachKey(input, rule, k, layer, head, query, (key) => {
+          for (let w = 0; w < words; w++) above[query * words + w] |= from[key * words + w];
+        });
+    }
+    sets.push(above);
+    below = above;
+  });
+  return { sets, words };
+};
+
+// What a query gets of all keys that it may read.
+infoflow.prefixes = function (input, from, words) {
+  const n = input.n_queries, last = input.tokens.length - 1, out = new Uint32Array(n * words);
+  for (let query = 0; query < n; query++)
+    for (let w = 0; w < words; w++)
+      out[query * words + w] = query > last ? out[last * words + w]
+        : from[query * words + w] | (query ? out[(query - 1) * words + w] : 0);
+  if (!input.causal)
+    for (let query = 0; query < last; query++)
+      for (let w = 0; w < words; w++) out[query * words + w] = out[last * words + w];
+  return out;
+};
+

@@ -1,0 +1,206 @@
+// What is said: the sentence, the next tokens, the table, and the tip under the pointer.
+const MOST_ROWS = 60; // of the table, until all are asked for [chosen]
+
+Object.assign(infoflow.Picture.prototype, {
+  drawTable() {
+    const { input, state, paths } = this;
+    const upward = state.layer < 0;
+    this.table.selectAll("*").remove();
+    const heads = upward ? ["layer", "positions"]
+      : ["position", "token", "in the predicted set", "strength", "measured influence",
+        "share of influence", "best path"];
+    const rows = [];
+    if (upward)
+      input.heads.forEach((_, layer) => rows.push([layer, this.held(layer)
+        .map((t) => `${t} “${this.token(t)}”`).join(", ")]));
+    else
+      input.tokens.forEach((token, s) => {
+        const inside = this.inSet(s), own = s === state.position, share = this.share(s);
+        if (!inside && !own && !(share >= 0.1)) return;
+        const missing = Number.isNaN(this.values[s]);
+        rows.push([s, token, own && inside ? "own token" : inside ? "yes" : "no",
+          inside && !own ? infoflow.number(paths.best[0][s]) : "–",
+          missing ? "not measured" : infoflow.number(this.values[s]),
+          missing || own ? "–" : infoflow.percent(this.values[s] / this.total),
+          inside ? this.pathOf(s) : "–"]);
+      });
+    if (!upward) {
+      const by = (row) => row[0] === state.position ? Infinity : paths.best[0][row[0]];
+      rows.sort((a, b) => by(b) - by(a) || (this.values[b[0]] || 0) - (this.values[a[0]] || 0));
+    }
+    const all = rows.length, most = this.allRows ? Infinity : MOST_ROWS;
+    const count = upward ? "" : `; ${all} ${all === 1 ? "row" : "rows"}, the `
+      + "strongest first, then others with at least a tenth of the largest influence";
+    this.caption.text((upward
+      ? `States that hold ${this.stateName(-1, state.position)}`
+      : `What ${this.stateName(state.layer, state.position)} can hold`) + count);
+    this.table.append("thead").append("tr").selectAll("th").data(heads).join("th")
+      .attr("scope", "col").text((d) => d);
+    const body = this.table.append("tbody");
+    const cells = body.selectAll("tr").data(rows.slice(0, most)).join("tr").selectAll("td").data((d) => d)
+      .join("td").attr("dir", "auto").text((d) => d);
+    if (!upward) { // bars on the scales of the frames and of the shade
+      const bar = (column, share, kind) => cells.filter((_, i) => i === column)
+        .each((_, i, nodes) => {
+          const source = Number(nodes[i].parentNode.firstChild.textContent);
+          if (source === state.position) return;
+          d3.select(nodes[i]).attr("class", `bar ${kind}`)
+            .style("--share", `${Math.round(100 * (share(source) || 0))}%`);
+        });
+      bar(3, (s) => this.level(paths.best[0][s]), "strength");
+      bar(5, (s) => this.share(s), "influence");
+    }
+    this.moreRows.attr("hidden", all > most ? null : true)
+      .text(`Show the other ${all - most} rows`);
+    if (!rows.length) body.append("tr").append("td").attr("colspan", heads.length)
+      .text("The set is empty.");
+  },
+
+  // The states after a layer that hold the chosen token.
+  held(layer) {
+    return Array.from(this.paths.best[layer + 1].keys())
+      .filter((t) => this.paths.best[layer + 1][t] >= 0);
+  },
+
+  pathOf(source) {
+    const path = infoflow.bestPath(this.paths, 0, source);
+    if (!path) return "–";
+    if (!path.length) return "residual stream";
+    return path.map((i) => this.paths.lines.at(i))
+      .map((l) => `layer ${l.layer} head ${l.head} from ${l.key}`).join(", then ");
+  },
+
+  // The sentence above the picture, which screen readers say when it changes.
+  say() {
+    const { input, state } = this;
+    const lines = this.drawn.length < this.paths.lines.length
+      ? ` ${this.drawn.length} of ${this.paths.lines.length} lines are drawn, the strongest paths `
+        + "first." : "";
+    if (state.layer < 0) {
+      const above = input.heads.map((_, layer) => `${this.held(layer).length} in layer ${layer}`);
+      this.status.text(`States that can hold ${this.stateName(-1, state.position)}: `
+        + `${above.join(", ")}.${lines}`);
+      return;
+    }
+    const members = input.tokens.map((_, s) => s).filter((s) => this.inSet(s));
+    const others = members.filter((s) => s !== state.position);
+    const possible = (input.causal ? Math.min(state.position, input.tokens.length)
+      : input.tokens.length - (state.position < input.tokens.length ? 1 : 0));
+    const name = this.stateName(state.layer, state.position);
+    let text = `${name[0].toUpperCase()}${name.slice(1)} can hold `
+      + (others.length ? `${others.length} of ${possible} other tokens` : "no other token")
+      + (members.length > others.length ? " and its own." : ".");
+    const full = others.length === possible && possible > 0;
+    if (input.influence) {
+      if (full) text += " That is every token that it could hold, so that the set excludes nothing"
+        + (others.length > 1 ? "; strengths rank them." : ".");
+      if (Number.isNaN(this.largest)) text += " Influence on it was not measured.";
+      else if (!(this.total > 0)) text += " No other token has any measured influence on it.";
+      else if (others.length) text += this.sayShares(others, possible, full);
+    } else text += " Influence was not measured.";
+    this.status.text(text + lines);
+  },
+
+  // How much of the measured influence of other tokens the strongest have, beside chance: as many
+  // as hold 90% of it together. Influence is counted as it is shaded: not squared.
+  sayShares(others, possible, full) {
+    const { percent } = infoflow, { best } = this.paths;
+    const value = (s) => this.values[s] || 0, sum = (all) => all.reduce((a, s) => a + value(s), 0);
+    const largest = this.input.tokens.map((_, s) => s).filter((s) => s !== this.state.position)
+      .sort((a, b) => value(b) - value(a));
+    let needed = 0;
+    for (let held = 0; held < 0.9 * this.total * (1 - 1e-6); needed++) held += value(largest[needed]);
+    const n = Math.min(needed, others.length);
+    const strongest = [...others].sort((a, b) => best[0][b] - best[0][a]).slice(0, n);
+    const share = (sources) => percent(sum(sources) / this.total);
+    let text = "";
+    if (n < others.length || !full)
+      text += ` The ${n > 1 ? `${n} strongest tokens have` : "strongest token has"} `
+        + `${share(strongest)} of the measured influence of other tokens; at random ${n} would have `
+        + `${percent(n / possible)}, at best ${share(largest.slice(0, n))}.`;
+    if (n < others.length && !full)
+      text += ` All ${others.length} have ${share(others)}; at random ${others.length} would have `
+        + `${percent(others.length / possible)}.`;
+    return text;
+  },
+
+  drawNext() {
+    const { input, state } = this;
+    const found = input.next && state.position < input.next.length && state.layer >= 0
+      ? input.next[state.position] : [];
+    this.next.attr("hidden", found.length ? null : true);
+    this.next.select(".lead").text(`Most probable next tokens after position ${state.position}: `);
+    this.next.selectAll("span.says").data(found).join((enter) => {
+      const one = enter.append("span").attr("class", "says");
+      one.append("span").attr("class", "word").attr("dir", "auto");
+      one.append("span").attr("class", "chance");
+      return one;
+    }).each((d, i, nodes) => {
+      nodes[i].firstChild.textContent = d[0];
+      nodes[i].lastChild.textContent = infoflow.percent(d[1]);
+    });
+  },
+
+  describe(layer, position) {
+    const { input, state } = this, name = `position ${position} “${this.token(position)}”`;
+    if (layer < 0) {
+      if (position >= input.tokens.length) return [`${name}: no token of its own`];
+      const lines = [name];
+      if (state.layer < 0) return lines;
+      const inside = this.inSet(position), own = position === state.position;
+      lines.push(own ? "own token: kept by the residual stream"
+        : inside ? `in the predicted set, strength ${infoflow.number(this.paths.best[0][position])}`
+        : "not in the predicted set");
+      const value = this.values[position];
+      lines.push(Number.isNaN(value) ? "influence not measured"
+        : `influence ${infoflow.number(value)}` + (own || !(this.total > 0) ? ""
+          : `, ${infoflow.percent(value / this.total)} of that of all other tokens`));
+      if (inside && !own) lines.push(this.pathOf(position));
+      return lines;
+    }
+    let size = 0;
+    for (let s = 0; s < input.tokens.length; s++)
+      size += infoflow.has(this.found.sets[layer + 1], this.found.words, position, s);
+    const lines = [`after layer ${layer}, ${name}: ${size} tokens in its set`];
+    const depth = input.depths[layer];
+    for (let head = 0; head < Math.min(8, input.heads[layer]); head++) {
+      const at = (head * input.n_queries + position) * depth;
+      const key = depth ? input.ranked[layer][at] : -1;
+      if (key < 0) { lines.push(`head ${head}: reads no key`); continue; }
+      const known = input.weights && !Number.isNaN(input.weights[layer][at]);
+      lines.push(`head ${head} reads ${key} “${this.token(key)}” most`
+        + (known ? `, weight ${infoflow.number(input.weights[layer][at])}` : "")
+        + (input.scores ? `, score ${infoflow.number(input.scores[layer][at])}` : "")
+        + (state.off[layer].has(head) ? " (off)" : ""));
+    }
+    if (input.heads[layer] > 8) lines.push(`and ${input.heads[layer] - 8} other heads`);
+    return lines;
+  },
+
+  describeLine(line) {
+    return [
+      `layer ${line.layer}, head ${line.head}: ${line.query} “${this.token(line.query)}” reads `
+        + `${line.key} “${this.token(line.key)}”`,
+      `weight ${infoflow.number(line.weight)}`,
+      `strength of the best path through it ${infoflow.number(line.strength)}`,
+    ];
+  },
+
+  mark() {
+    const at = this.state.hover;
+    const under = (t) => Boolean(at && at.layer < 0 && at.position === t);
+    this.text.selectAll("span.token").classed("under", under);
+    this.figure.svg.selectAll("text.label").classed("under", under);
+  },
+
+  tell(what) {
+    const tip = this.tip;
+    tip.attr("hidden", what ? null : true);
+    if (!what) return;
+    tip.selectAll("div").data([].concat(what.text)).join("div").attr("dir", "auto").text((d) => d);
+    const box = tip.node().getBoundingClientRect();
+    const x = Math.min(what.x + 14, innerWidth - box.width - 8);
+    const y = what.y + 18 + box.height > innerHeight ? what.y - box.height - 12 : what.y + 18;
+    tip.style("left", `${Math.max(4, x)}px`).style("top", `${Math.max(4, y)}px`);
+  },
+});
