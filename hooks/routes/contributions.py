@@ -78,7 +78,7 @@ class ContributionRoutes(RoutesProbe):
         Raises:
             InfoFlowError: if the model does not show them, or they do not add up.
         """
-        needs = super().needs(model) | _needs(model)
+        needs = super().needs(model) | needs_of_parts(model)
         self._factors = factors_of(model)
         return needs
 
@@ -110,7 +110,7 @@ def factors_of(model: nn.Module) -> tuple[float, ...]:
     Raises:
         InfoFlowError: if the states of the model cannot be decomposed, saying why.
     """
-    points, n_layers = _needs(model).points, layer_count(model)
+    points, n_layers = needs_of_parts(model).points, layer_count(model)
     if model in _known:
         return _known[model]
     for layer in range(n_layers):
@@ -145,7 +145,8 @@ def _cannot(model: nn.Module, reason: str) -> InfoFlowError:
     )
 
 
-def _needs(model: nn.Module) -> Needs:
+def needs_of_parts(model: nn.Module) -> Needs:
+    """Patterns, values, what enters attention's sum, and what attention adds to it."""
     names = []
     for layer in range(layer_count(model)):
         block = f"blocks.{layer}"
@@ -214,20 +215,55 @@ class _Parts:
         rounding = tolerance(seen.activation(f"blocks.{layer}.hook_attn_out"))
         return ((gap <= rounding * (size + mean)) | ~real).all()
 
-    def importances(self, heads_apart: bool) -> Float[Tensor, "batch query key"]:
-        """The edges: importances summed over heads, the residual's on the diagonal."""
+    def proximities(
+        self, heads_apart: bool
+    ) -> tuple[Float[Tensor, "batch part query key"], Float[Tensor, "batch query"]]:
+        """Those of what every head (or all of them together) brings, and of what stood before."""
         whole = self.before + self.added()
-        edges = torch.stack(
+        near = torch.stack(
             [
                 _near(p, b, w, heads_apart)
                 for p, b, w in zip(self.pattern, self.brought, whole, strict=True)
             ]
         )
-        itself = _proximity(self.before, whole)
+        return near, _proximity(self.before, whole)
+
+    def importances(self, heads_apart: bool) -> Float[Tensor, "batch query key"]:
+        """The edges: importances summed over heads, the residual's on the diagonal."""
+        near, itself = self.proximities(heads_apart)
+        edges = near.sum(dim=1)
         edges.diagonal(dim1=1, dim2=2).add_(itself)
         total = edges.sum(dim=-1, keepdim=True)
         alone = torch.eye(edges.shape[-1], device=edges.device).expand_as(edges)
         return torch.where(total > 0, edges / total.clamp(min=torch.finfo(edges.dtype).tiny), alone)
+
+
+def contributions_of_heads(
+    seen: Pass, layer: int, factor: float
+) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch query"]]:
+    """The importances of every head's keys, and of what stood there before; they sum to 1.
+
+    Args:
+        seen: a pass that has what :class:`ContributionRoutes` needs.
+        layer: whose attention.
+        factor: of the layer, one of :func:`factors_of`.
+    """
+    near, itself = _Parts.of(seen, layer, factor).proximities(heads_apart=True)
+    total = near.sum(dim=(1, 3)) + itself
+    scale = torch.where(total > 0, total, 1)
+    return near / scale[:, None, :, None], torch.where(total > 0, itself / scale, 1)
+
+
+def norms_of_heads(seen: Pass, layer: int, factor: float) -> Float[Tensor, "batch head query key"]:
+    """The norm of what each head moves from each key, over that of the state it is added into.
+
+    Args:
+        seen, layer, factor: as for :func:`contributions_of_heads`.
+    """
+    parts = _Parts.of(seen, layer, factor)
+    moved = parts.pattern * parts.brought.norm(dim=-1)[:, :, None]
+    size = (parts.before + parts.added()).norm(dim=-1)[:, None, :, None]
+    return moved / size.clamp(min=torch.finfo(size.dtype).tiny)
 
 
 def _factor(seen: Pass, layer: int) -> float:
@@ -254,8 +290,8 @@ def _near(
     brought: Float[Tensor, "head key d_model"],
     whole: Float[Tensor, "query d_model"],
     heads_apart: bool,
-) -> Float[Tensor, "query key"]:
-    """The proximities of what one sequence's keys bring, summed over heads."""
+) -> Float[Tensor, "part query key"]:
+    """The proximities of what one sequence's keys bring, by head or with all heads together."""
     n_heads, n_query, n_key = pattern.shape
     found = []
     for queries in torch.arange(n_query).split(max(1, _ROOM // (n_key * whole.shape[-1]))):
@@ -265,7 +301,8 @@ def _near(
                 _proximity(weights[head, :, :, None] * brought[head], target)
                 for head in range(n_heads)
             )
-            found.append(torch.stack(tuple(each)).sum(dim=0))
+            found.append(torch.stack(tuple(each)))
         else:
-            found.append(_proximity(torch.einsum("hqk,hkm->qkm", weights, brought), target))
-    return torch.cat(found)
+            together = torch.einsum("hqk,hkm->qkm", weights, brought)
+            found.append(_proximity(together, target)[None])
+    return torch.cat(found, dim=1)
