@@ -1,10 +1,13 @@
 """Ratios of the baselines of influence against bare forward passes, in one run.
 
-Run: python -m benchmarks.routes   (half a minute; medians of paired rounds; the time of the bare
-model, logits and all, is 1; width 128; for exact influence see benchmarks.influence)
+Run: python -m benchmarks.routes   (a minute; medians of paired rounds; the time of the bare model,
+logits and all, is 1; width 128; for exact influence see benchmarks.influence). A second table has
+best paths, of all states of a deep model over a long sequence, against rollout's products.
 """
 
 from collections.abc import Iterator
+from functools import partial
+from typing import get_args
 
 import torch
 from rich.console import Console
@@ -13,6 +16,8 @@ from rich.table import Table
 from benchmarks.models import causal
 from benchmarks.timing import paired
 from infoflow_lens import baselines, run_probes
+from infoflow_lens.hooks.routes.paths import best_onwards, best_paths, rolled_out
+from infoflow_lens.theory.graded import Path
 
 
 def rows(n_layers: int, n_pos: int) -> Iterator[tuple[str, str, float]]:
@@ -36,6 +41,23 @@ def rows(n_layers: int, n_pos: int) -> Iterator[tuple[str, str, float]]:
         yield what, label, paired(measured, bare, 3)
 
 
+def best_path_rows(n_layers: int, n_pos: int) -> Iterator[tuple[str, float]]:
+    """Best paths of one sequence, forward for all states and backward for eight."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(n_layers, 1, n_pos, n_pos, generator=generator) * 2
+    future = torch.ones(n_pos, n_pos, dtype=torch.bool).triu(1)
+    edges = scores.masked_fill_(future, -torch.inf).softmax(dim=-1)
+    states = torch.arange(n_pos)[None]
+
+    def rollout() -> None:
+        rolled_out(edges, states)
+
+    for path in get_args(Path):
+        yield f"best paths, {path}", paired(partial(best_paths, edges, states, path), rollout, 1)
+    onwards = partial(best_onwards, edges, states[:, -8:], "product")
+    yield "best paths onwards to eight states", paired(onwards, rollout, 1)
+
+
 def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
@@ -43,7 +65,10 @@ def main() -> None:
     for n_layers, n_pos in ((2, 64), (4, 64)):
         for what, label, ratio in rows(n_layers, n_pos):
             table.add_row(what, label, f"{ratio:.3g}")
-    Console().print(table)
+    deep = Table("48 layers, 1,024 tokens, one sequence", "rollouts")
+    for label, ratio in best_path_rows(48, 1024):
+        deep.add_row(label, f"{ratio:.3g}")
+    Console().print(table, deep)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from infoflow_lens.hooks.routes.base import RoutesResult
 from infoflow_lens.hooks.routes.contributions import ContributionRoutes
 from infoflow_lens.hooks.routes.every import baselines
 from infoflow_lens.hooks.routes.flow import AttentionFlow
+from infoflow_lens.hooks.routes.graded import GradedSetsProbe, GradedSetsResult
 from infoflow_lens.hooks.routes.gradient import GradientTimesInput
 from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.hooks.states import State, combined, concatenated, summed
@@ -54,6 +55,8 @@ __all__ = [
     "AttentionWeight",
     "ContributionRoutes",
     "EdgeBudgetResult",
+    "GradedSetsProbe",
+    "GradedSetsResult",
     "GradientTimesInput",
     "InfluenceResult",
     "JacobianInfluence",

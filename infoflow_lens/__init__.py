@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from infoflow_lens.hooks import AttentionRollout as AttentionRollout
     from infoflow_lens.hooks import AttentionWeight as AttentionWeight
     from infoflow_lens.hooks import ContributionRoutes as ContributionRoutes
+    from infoflow_lens.hooks import GradedSetsProbe as GradedSetsProbe
     from infoflow_lens.hooks import GradientTimesInput as GradientTimesInput
     from infoflow_lens.hooks import JacobianInfluence as JacobianInfluence
     from infoflow_lens.hooks import PatternsProbe as PatternsProbe
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from infoflow_lens.tasks import list_tasks as list_tasks
     from infoflow_lens.tasks import load_task as load_task
     from infoflow_lens.theory import Component as Component
+    from infoflow_lens.theory import GradedSets as GradedSets
     from infoflow_lens.theory import InformationSets as InformationSets
     from infoflow_lens.theory import dependence as dependence
     from infoflow_lens.theory import one_layer_certificate as one_layer_certificate
@@ -79,6 +81,8 @@ _HOMES = {
     "AttentionWeight": "hooks",
     "Component": "theory",
     "ContributionRoutes": "hooks",
+    "GradedSets": "theory",
+    "GradedSetsProbe": "hooks",
     "GradientTimesInput": "hooks",
     "Flow": "flows.result",
     "InfoFlowError": "foundation.errors",

@@ -14,6 +14,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.influence.base import InfluenceResult, influence_sets
 from infoflow_lens.hooks.positions.result import PositionsResult
 from infoflow_lens.theory.information_sets import (
+    GradedSets,
     InformationSets,
     MovesKeys,
     check_lengths,
@@ -312,8 +313,8 @@ def compare(
     """Compare predicted information sets with what was measured on the same inputs.
 
     Args:
-        predicted: sets from theory, as `propagate` gives them; or the result of a probe that it
-            takes, which is propagated.
+        predicted: sets from theory, as `propagate` gives them, of graded ones those at a level,
+            ``graded.at(0.1)``; or the result of a probe that it takes, which is propagated.
         measured: an `InfluenceResult`, whose states alone take part where it holds only some
             positions; influence scores; or measured sets, which count as scores 0 and 1.
         threshold: a source is in the measured set if its influence is at least this share of the
@@ -462,6 +463,8 @@ def sets_of(predicted: Any, measured: Any) -> InformationSets:
         scores = measured.influence if isinstance(measured, InfluenceResult) else measured
         return propagate(predicted, scores.shape[-1])
     hint = "; what was measured comes second" if isinstance(predicted, InfluenceResult) else ""
+    if isinstance(predicted, GradedSets):
+        hint = "; give the sets at a level, predicted.at(0.1), or rank all with compare_rankings"
     raise InfoFlowError(
         f"predicted is a {type(predicted).__name__}: expected InformationSets, as propagate gives "
         f"them, or a result of PositionsProbe or AttendedProbe{hint}"

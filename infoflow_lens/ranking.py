@@ -16,7 +16,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Distinct, Index, checked
 from infoflow_lens.hooks.influence.base import influence_sets
 from infoflow_lens.hooks.scores import StateScores
-from infoflow_lens.theory.information_sets import InformationSets
+from infoflow_lens.theory.information_sets import GradedSets, InformationSets
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -230,7 +230,7 @@ def _interval(values: Float[Tensor, " sequence"], confidence: float) -> tuple[fl
 
 def compare_rankings(
     sets: Mapping[str, Predicted],
-    scores: Mapping[str, StateScores | Float[Tensor, "layer batch pos source"]],
+    scores: Mapping[str, StateScores | GradedSets | Float[Tensor, "layer batch pos source"]],
     measured: StateScores | InformationSets | Float[Tensor, "layer batch pos source"],
     *,
     threshold: float = 0.1,
@@ -262,7 +262,7 @@ def compare_rankings(
 
     Args:
         sets: predicted sets by name, or what :func:`compare` takes in their place.
-        scores: by name, such as results of :class:`AttentionRollout`; at least 0.
+        scores: by name, such as results of :class:`AttentionRollout`, or graded sets; at least 0.
         measured: influence, as of :class:`JacobianInfluence`; or measured sets, which count as 0
             and 1. Only states that it and all scores
             hold take part.
@@ -347,6 +347,8 @@ def _full(values: Any, lengths: Tensor | None, name: str) -> tuple[Tensor, Tenso
         return values.full(), values.lengths, values.asked
     if isinstance(values, InformationSets):
         values = values.members.float()
+    elif isinstance(values, GradedSets):
+        values = values.strengths
     if not isinstance(values, Tensor) or values.ndim != 4:
         shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise InfoFlowError(

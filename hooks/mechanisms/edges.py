@@ -21,12 +21,9 @@ from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss
 from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.routes.contributions import (
-    contributions_of_heads,
-    factors_of,
-    needs_of_parts,
-    norms_of_heads,
-)
+from infoflow_lens.hooks.routes.contributions import Parts, factors_of, needs_of_parts
+from infoflow_lens.hooks.routes.paths import best_onwards, within_one
+from infoflow_lens.theory.graded import Path
 
 EdgeMethod = Literal[
     "product",
@@ -47,7 +44,6 @@ _OF_PARTS = ("product x norm", "contributions", "weight x norm")
 _DRAWS = 8  # directions in which the divergence is differentiated
 
 Scores: TypeAlias = list[Float[Tensor, "batch head query key"]]  # one tensor a layer
-Path: TypeAlias = Literal["product", "weakest"]
 Open: TypeAlias = list[Bool[Tensor, "batch query key"]]
 
 
@@ -147,9 +143,9 @@ class EdgeScores:
         to this state through the edge say:
 
         - "product": the strength of the best of them, the product of its attention weights, a
-          residual connection counting 1. "weakest": its smallest weight. "product x norm": as
-          "product", each weight times the norm of what it moves, over the norm of the state it is
-          added to.
+          residual connection counting 1. "weakest": its smallest weight. "product x norm": the
+          product of the lengths that edges move. These are the strengths of graded sets (see
+          :class:`~infoflow_lens.hooks.GradedSetsProbe`).
         - "rollout": the sum over paths of products, as attention rollout has it: half of each step
           is the residual connection, half the mean over heads.
         - "contributions": the same with the importances of contribution routes.
@@ -166,7 +162,7 @@ class EdgeScores:
         if method == "attention weight":
             return patterns
         if method in ("product", "weakest"):
-            return by_best_path(strengths(patterns), self.states, method)
+            return by_best_path([within_one(p) for p in patterns], self.states, method)
         if method == "weight x norm":
             return self._norms()
         if method == "product x norm":
@@ -178,8 +174,7 @@ class EdgeScores:
             parts = [s / t[:, None, :, None] for s, t in zip(shares, totals, strict=True)]
             return by_sum(parts, own, self.states)
         if method == "contributions":
-            factors = factors_of(self.model)
-            found = [contributions_of_heads(self.seen, i, f) for i, f in enumerate(factors)]
+            found = [part.shares() for part in self._parts()]
             return by_sum([p.cpu() for p, _ in found], [o.cpu() for _, o in found], self.states)
         if method == "another window":
             return self._of_others()
@@ -189,11 +184,12 @@ class EdgeScores:
     def _patterns(self) -> Scores:
         return [self.seen.pattern(i).float().cpu() for i in range(self.seen.n_layers)]
 
-    def _norms(self) -> Scores:
-        """Weights times norms, at most 1."""
+    def _parts(self) -> list[Parts]:
         factors = factors_of(self.model)
-        found = [norms_of_heads(self.seen, layer, f) for layer, f in enumerate(factors)]
-        return [part.clamp(max=1).cpu() for part in found]
+        return [Parts.of(self.seen, layer, factor) for layer, factor in enumerate(factors)]
+
+    def _norms(self) -> Scores:
+        return [part.strengths().cpu() for part in self._parts()]
 
     def _of_others(self) -> Scores:
         found = [torch.zeros_like(pattern) for pattern in self._patterns]
@@ -205,7 +201,7 @@ class EdgeScores:
             patterns = [seen.pattern(i).float().cpu() for i in range(seen.n_layers)]
             length = other.shape[1]
             states = self.states[index : index + 1, :length]
-            scores = by_best_path(strengths(patterns), states, "product")
+            scores = by_best_path([within_one(p) for p in patterns], states, "product")
             for layer, part in enumerate(scores):
                 found[layer][index, :, :length, :length] = part[0]
         return found
@@ -260,11 +256,6 @@ def by_sum(
     return found
 
 
-def strengths(patterns: Scores) -> Scores:
-    """Attention weights as strengths: those above 1, of ReLU, over the largest of their layer."""
-    return [pattern / pattern.amax().clamp(min=1) for pattern in patterns]
-
-
 def by_best_path(strengths: Scores, states: Bool[Tensor, "batch pos"], path: Path) -> Scores:
     """How strong the best path through each edge to each state is, summed over the states.
 
@@ -275,26 +266,15 @@ def by_best_path(strengths: Scores, states: Bool[Tensor, "batch pos"], path: Pat
         states: those of the last layer that are read.
         path: whether a path is as strong as the product of its edges, or as the weakest of them.
     """
-    above = torch.diag_embed(states.float())  # the best path to each state [batch, state, query]
+    place = torch.where(states, torch.arange(states.shape[1]), -1)
+    strongest = torch.stack([part.amax(dim=1) for part in strengths])
     found: Scores = []
-    for part in reversed(strengths):
+    for part, onwards in zip(strengths, best_onwards(strongest, place, path), strict=True):
         if path == "product":
-            through = part * above.sum(dim=1)[:, None, :, None]
-        else:
-            through = torch.zeros_like(part)
-            for to_state in above.unbind(dim=1):
-                through += torch.minimum(part, to_state[:, None, :, None])
-        found.insert(0, through)
-        best = part.amax(dim=1)  # whichever head
-        best.diagonal(dim1=1, dim2=2).fill_(1)
-        above = best_through(above, best, path)
-    return found
-
-
-def best_through(above: Tensor, below: Tensor, path: Path) -> Tensor:
-    """The best of the paths through all middle positions."""
-    found = torch.zeros_like(above)
-    for middle in range(below.shape[1]):
-        join = torch.mul if path == "product" else torch.minimum
-        found = torch.maximum(found, join(above[:, :, middle, None], below[:, None, middle]))
+            found.append(part * onwards.sum(dim=1)[:, None, :, None])
+            continue
+        weakest = torch.zeros_like(part)
+        for to_state in onwards.unbind(dim=1):
+            weakest += torch.minimum(part, to_state[:, None, :, None])
+        found.append(weakest)
     return found

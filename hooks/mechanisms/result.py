@@ -13,7 +13,8 @@ from infoflow_lens.foundation.settings import NonNegative, Share, checked
 from infoflow_lens.hooks.arrays import LabelledArray
 from infoflow_lens.hooks.mechanisms.ideals import SOFT
 from infoflow_lens.hooks.result import Result
-from infoflow_lens.theory.information_sets import MaxPosition, MovesKeys, Rule, SpecificPositions
+from infoflow_lens.theory.information_sets import MovesKeys
+from infoflow_lens.theory.rules import MaxPosition, Rule, SpecificPositions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -83,6 +84,26 @@ class MechanismsResult(Result):
                 for row in layer
             )
             for layer in self.damage
+        )
+
+    def lost(self) -> tuple[Float[Tensor, " _head"], ...]:
+        """What the output loses without each head; 0 for one that the output does not need.
+
+        It is the damage of "own_position", where a head brings nothing from elsewhere. A head whose
+        mechanism that is does not need more.
+
+        Raises:
+            InfoFlowError: if that was not measured.
+        """
+        if "own_position" not in self.ideals:
+            raise InfoFlowError(
+                f"ideals are {', '.join(self.ideals)}: expected own_position among them, by which "
+                "a head is taken out"
+            )
+        own = self.ideals.index("own_position")
+        return tuple(
+            damage[:, own].clamp(min=0) * torch.tensor([n != "own_position" for n in names])
+            for damage, names in zip(self.damage, self.mechanisms(), strict=True)
         )
 
     @checked

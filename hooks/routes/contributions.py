@@ -84,21 +84,26 @@ class ContributionRoutes(RoutesProbe):
 
     def edges(self, seen: Pass, layer: int) -> Float[Tensor, "batch query key"]:
         """Importances."""
-        parts = _Parts.of(seen, layer, self._factors[layer])
+        parts = Parts.of(seen, layer, self._factors[layer])
         edges = parts.importances(self.heads_apart)
         # the reason is given once edges are read: nothing here waits for the device
         return edges.where(parts.add_up(seen, layer), torch.nan)
 
     def refusal(self, layer: int) -> str:
         """What is wrong with edges of parts that do not add up."""
-        return (
-            f"in layer {layer} {_GAP}. Expected weighted values that add up; take hooks off that "
-            "edit heads or attention"
-        )
+        return gap_in(layer)
 
     def follow(self, edges: Edges, place: Places) -> Scores:
         """The widest path, or the sum over all paths."""
         return rolled_out(edges, place) if self.combine == "rollout" else widest(edges, place)
+
+
+def gap_in(layer: int) -> str:
+    """What is wrong with a layer whose parts do not add up."""
+    return (
+        f"in layer {layer} {_GAP}. Expected weighted values that add up; take hooks off that "
+        "edit heads or attention"
+    )
 
 
 def factors_of(model: nn.Module) -> tuple[float, ...]:
@@ -129,7 +134,7 @@ def factors_of(model: nn.Module) -> tuple[float, ...]:
     for layer in range(n_layers):
         try:
             factors.append(_factor(seen, layer))
-            reason = "" if _Parts.of(seen, layer, factors[-1]).add_up(seen, layer) else _GAP
+            reason = "" if Parts.of(seen, layer, factors[-1]).add_up(seen, layer) else _GAP
         except RuntimeError as error:  # shapes of another attention
             reason = f"values, patterns and W_O do not fit together ({str(error).splitlines()[0]})"
         if reason:
@@ -160,7 +165,7 @@ def _output_matrix(model: nn.Module, layer: int) -> Any:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """The parts of a layer's post-attention states, float32.
 
     Attributes:
@@ -176,7 +181,7 @@ class _Parts:
     bias: Tensor | float
 
     @classmethod
-    def of(cls, seen: Pass, layer: int, factor: float = 1.0) -> "_Parts":
+    def of(cls, seen: Pass, layer: int, factor: float = 1.0) -> "Parts":
         """From a pass; grouped values are those of each of their heads.
 
         Args:
@@ -198,6 +203,15 @@ class _Parts:
             seen.state(layer, "resid_pre").float(),
             0.0 if bias is None else factor * bias.detach().float().to(values.device),
         )
+
+    def strengths(self) -> Float[Tensor, "batch head query key"]:
+        """The length of what each head brings from each key, over that of what stood there.
+
+        1 where it is as long, or longer.
+        """
+        lengths = self.pattern * self.brought.norm(dim=-1)[:, :, None]
+        stood = self.before.norm(dim=-1)[:, None, :, None]
+        return (lengths / stood.clamp(min=torch.finfo(lengths.dtype).tiny)).clamp(max=1)
 
     def added(self) -> Float[Tensor, "batch query d_model"]:
         """What attention adds."""
@@ -228,6 +242,15 @@ class _Parts:
         )
         return near, _proximity(self.before, whole)
 
+    def shares(
+        self,
+    ) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch query"]]:
+        """Importances of every head's keys, and of what stood there before; they sum to 1."""
+        near, itself = self.proximities(heads_apart=True)
+        total = near.sum(dim=(1, 3)) + itself
+        scale = torch.where(total > 0, total, 1)
+        return near / scale[:, None, :, None], torch.where(total > 0, itself / scale, 1)
+
     def importances(self, heads_apart: bool) -> Float[Tensor, "batch query key"]:
         """The edges: importances summed over heads, the residual's on the diagonal."""
         near, itself = self.proximities(heads_apart)
@@ -238,37 +261,9 @@ class _Parts:
         return torch.where(total > 0, edges / total.clamp(min=torch.finfo(edges.dtype).tiny), alone)
 
 
-def contributions_of_heads(
-    seen: Pass, layer: int, factor: float
-) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch query"]]:
-    """The importances of every head's keys, and of what stood there before; they sum to 1.
-
-    Args:
-        seen: a pass that has what :class:`ContributionRoutes` needs.
-        layer: whose attention.
-        factor: of the layer, one of :func:`factors_of`.
-    """
-    near, itself = _Parts.of(seen, layer, factor).proximities(heads_apart=True)
-    total = near.sum(dim=(1, 3)) + itself
-    scale = torch.where(total > 0, total, 1)
-    return near / scale[:, None, :, None], torch.where(total > 0, itself / scale, 1)
-
-
-def norms_of_heads(seen: Pass, layer: int, factor: float) -> Float[Tensor, "batch head query key"]:
-    """The norm of what each head moves from each key, over that of the state it is added into.
-
-    Args:
-        seen, layer, factor: as for :func:`contributions_of_heads`.
-    """
-    parts = _Parts.of(seen, layer, factor)
-    moved = parts.pattern * parts.brought.norm(dim=-1)[:, :, None]
-    size = (parts.before + parts.added()).norm(dim=-1)[:, None, :, None]
-    return moved / size.clamp(min=torch.finfo(size.dtype).tiny)
-
-
 def _factor(seen: Pass, layer: int) -> float:
     """What the model adds, over what the heads bring."""
-    added = _Parts.of(seen, layer).added()
+    added = Parts.of(seen, layer).added()
     if not hook_semantics(seen.model).adds:
         return 1.0
     shows = seen.activation(f"blocks.{layer}.hook_attn_out")

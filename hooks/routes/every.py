@@ -11,6 +11,7 @@ from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.routes.attention import AttentionRollout, AttentionWeight
 from infoflow_lens.hooks.routes.contributions import ContributionRoutes, factors_of
 from infoflow_lens.hooks.routes.flow import AttentionFlow
+from infoflow_lens.hooks.routes.graded import GradedSetsProbe
 from infoflow_lens.hooks.routes.gradient import GradientTimesInput
 from infoflow_lens.hooks.scores import Asked
 
@@ -33,13 +34,14 @@ def baselines(
             derivative a token, and no attention flow of more than two layers.
 
     Returns:
-        By name: "attention weight", "attention rollout", "attention flow", "contribution routes"
-        (the widest path), "contribution rollout" (ALTI: heads together, all paths), and "gradient x
-        input".
+        By name: "attention weight", "attention rollout", "graded sets" (the best path, by the
+        product of attention weights), "attention flow", "contribution routes" (the widest path),
+        "contribution rollout" (ALTI: heads together, all paths), and "gradient x input".
     """
     found: dict[str, Probe[Any]] = {
         "attention weight": AttentionWeight(positions=positions),
         "attention rollout": AttentionRollout(positions=positions),
+        "graded sets": GradedSetsProbe(positions=positions),
     }
     if not cheap or layer_count(model) <= 2:
         found["attention flow"] = AttentionFlow(positions=positions)

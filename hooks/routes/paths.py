@@ -6,11 +6,14 @@ a sequence has none. Scores are [layer, batch, asked, position].
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from infoflow_lens.theory.graded import Path, best_through, joined
 
 Edges: TypeAlias = Float[Tensor, "layer batch query key"]
 Places: TypeAlias = Int[Tensor, "batch asked"]
@@ -27,6 +30,11 @@ def with_residual(pattern: Float[Tensor, "*batch query key"]) -> Float[Tensor, "
     return weights / weights.sum(dim=-1, keepdim=True)
 
 
+def within_one(pattern: Float[Tensor, "*batch query key"]) -> Float[Tensor, "*batch query key"]:
+    """Weights as strengths: rows that sum to more than 1 (ReLU) are divided by their sum."""
+    return pattern / pattern.sum(dim=-1, keepdim=True).clamp(min=1)
+
+
 def rows_at(
     values: Float[Tensor, "*layer batch query key"], place: Places
 ) -> Float[Tensor, "*layer batch asked key"]:
@@ -37,10 +45,11 @@ def rows_at(
 
 def followed(edges: Edges, step: Callable[[Tensor, Tensor], Tensor], place: Places) -> Scores:
     """The asked rows of ``step(edges of a layer, paths below it)``, layer by layer."""
-    paths = [edges[0]]
+    paths, rows = edges[0], [rows_at(edges[0], place)]
     for weights in edges[1:]:
-        paths.append(step(weights, paths[-1]))
-    return rows_at(torch.stack(paths), place)
+        paths = step(weights, paths)
+        rows.append(rows_at(paths, place))
+    return torch.stack(rows)
 
 
 def rolled_out(edges: Edges, place: Places) -> Scores:
@@ -50,15 +59,86 @@ def rolled_out(edges: Edges, place: Places) -> Scores:
 
 def widest(edges: Edges, place: Places) -> Scores:
     """Of all paths the widest, each as wide as its narrowest edge."""
-    return followed(edges, _through_any, place)
+    return followed(edges, partial(best_through, path="weakest"), place)
 
 
-def _through_any(
-    above: Float[Tensor, "batch query middle"], below: Float[Tensor, "batch middle key"]
-) -> Float[Tensor, "batch query key"]:
-    """The widest of the paths through all middle positions."""
-    found = torch.zeros_like(below[:, :1]).expand(-1, above.shape[1], -1)
-    for middle in range(above.shape[2]):
-        through = torch.minimum(above[:, :, middle, None], below[:, None, middle])
-        found = torch.maximum(found, through)
+def best_paths(edges: Edges, place: Places, path: Path) -> Scores:
+    """Of all paths the best, where the residual connection is an edge of strength 1.
+
+    Args:
+        edges: strengths from 0 to 1, of each query and key the strongest head's.
+        place: the asked states, of every layer.
+        path: a path is as strong as the "product" of its edges, or as the "weakest" of them.
+    """
+    kept = edges.clone()
+    kept.diagonal(dim1=2, dim2=3).fill_(1)
+    return followed(kept, partial(best_through, path=path), place)
+
+
+def best_onwards(
+    edges: Edges, place: Places, path: Path, layer: int = -1
+) -> Float[Tensor, "layer batch asked position"]:
+    """The best path from every state of a model up to the asked states of one layer.
+
+    Args:
+        edges: strengths as of :func:`best_paths`.
+        place: the positions of the asked states.
+        path: as of :func:`best_paths`.
+        layer: of the asked states.
+
+    Returns:
+        Entry [l, b, a, q] belongs to the state of position q behind layer l of sequence b. Layers
+        above the asked one have 0, and so have states that a sequence does not have.
+    """
+    found = edges.new_zeros(len(edges), *place.shape, edges.shape[2])
+    top = range(len(edges))[layer]
+    exists = (place >= 0)[..., None].to(edges)
+    found[top] = found[top].scatter(2, place.clamp(min=0)[..., None], exists)
+    for below in range(top - 1, -1, -1):
+        onwards = best_through(found[below + 1], edges[below + 1], path)
+        found[below] = torch.maximum(found[below + 1], onwards)
     return found
+
+
+def best_so_far(edges: Edges, n_sources: int, path: Path) -> Float[Tensor, "layer batch position"]:
+    """The best path from any input token up to what enters each layer.
+
+    1 for tokens, whose residual stream holds them. A position beyond the sources (CLS) holds
+    nothing until a layer brings it something.
+    """
+    held = edges.new_zeros(*edges.shape[1:3])
+    held[:, :n_sources] = 1
+    found = [held]
+    for weights in edges[:-1]:
+        held = torch.maximum(held, best_through(weights, held[:, :, None], path)[..., 0])
+        found.append(held)
+    return torch.stack(found)
+
+
+def best_paths_through(
+    edges: Edges, place: Places, path: Path, *, layer: int = -1, n_sources: int | None = None
+) -> Float[Tensor, "layer batch asked query key"]:
+    """The strength of the best path from any token to an asked state that uses an edge.
+
+    It is that of the best path to the edge, the edge, and the best path on to the state. The
+    largest of a state's edges are the best edges to keep for it. It costs little, but the result is
+    as large as the edges for every asked state: for edges of single heads, or long sequences, join
+    the three parts yourself, ``best_onwards[l, b, a, q]``, an edge's own strength and
+    ``best_so_far[l, b, k]``, a layer at a time.
+
+    Args:
+        edges: strengths as of :func:`best_paths`. The residual connection counts as an edge of
+            strength 1 that all paths may use and that has no entry: the diagonal is attention's.
+        place: the positions of the asked states.
+        path: as of :func:`best_paths`.
+        layer: of the asked states.
+        n_sources: how many positions hold a token; default, all.
+
+    Returns:
+        Entry [l, b, a, q, k] belongs to the edge of layer l from key k to query q; 0 above the
+        asked layer, and where no path uses it.
+    """
+    onwards = best_onwards(edges, place, path, layer)
+    so_far = best_so_far(edges, edges.shape[2] if n_sources is None else n_sources, path)
+    upper = joined(onwards[..., None], edges[:, :, None], path)
+    return joined(upper, so_far[:, :, None, None], path)

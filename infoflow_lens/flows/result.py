@@ -19,7 +19,8 @@ from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import checked
 from infoflow_lens.hooks import InfluenceResult, MechanismsResult, PatternsResult, PositionsResult
 from infoflow_lens.report.flow_view import FlowView
-from infoflow_lens.theory.information_sets import InformationSets, Rule
+from infoflow_lens.theory.information_sets import InformationSets
+from infoflow_lens.theory.rules import Rule
 
 if TYPE_CHECKING:
     import pandas as pd

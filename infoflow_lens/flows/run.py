@@ -41,7 +41,8 @@ from infoflow_lens.hooks.influence.base import Threshold
 from infoflow_lens.hooks.model.inputs import Inputs, read_inputs, readable_tokens
 from infoflow_lens.hooks.model.points import key_count, layer_count, reads_vectors
 from infoflow_lens.models.loading import LoadedModel, load_any
-from infoflow_lens.theory.information_sets import Rule, propagate
+from infoflow_lens.theory.information_sets import propagate
+from infoflow_lens.theory.rules import Rule
 
 _MOST_RANKS = 8  # that the picture's switch offers
 

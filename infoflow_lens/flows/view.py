@@ -7,7 +7,7 @@ from torch import Tensor
 from infoflow_lens.flows.result import RULES_OF_VIEW, Flow, is_causal
 from infoflow_lens.hooks import InfluenceResult
 from infoflow_lens.report.flow_view import RULES, FlowView, ViewedInput, ViewedMechanism
-from infoflow_lens.theory.information_sets import Rule
+from infoflow_lens.theory.rules import Rule
 
 _MOST_PATTERNS = 2_000_000  # weights that the picture takes along
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.report.flow_view import ViewedInput
-from infoflow_lens.theory.information_sets import Rule, propagate
+from infoflow_lens.theory.information_sets import propagate
+from infoflow_lens.theory.rules import Rule
 
 _PASSED, _KEPT, _INSIDE, _OUTSIDE, _QUIET = "#0072b2", "#9aa5b1", "#0072b2", "#d55e00", "#d5dae0"
 

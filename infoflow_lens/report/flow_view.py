@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.theory.information_sets import MaxPosition, Rule
+from infoflow_lens.theory.rules import MaxPosition, Rule
 
 RULES = {
     "argmax": "each head passes on the token of its largest score",

@@ -3,13 +3,8 @@
 from infoflow_lens.theory.comparison import ComparisonProfile, ComparisonTree, Component
 from infoflow_lens.theory.cost import DigitCode, exponent
 from infoflow_lens.theory.estimate import Estimate
-from infoflow_lens.theory.information_sets import (
-    GlobalAggregation,
-    InformationSets,
-    MaxPosition,
-    SpecificPositions,
-    propagate,
-)
+from infoflow_lens.theory.information_sets import GradedSets, InformationSets, propagate
+from infoflow_lens.theory.rules import GlobalAggregation, MaxPosition, SpecificPositions
 from infoflow_lens.theory.schedule import Schedule, learns, run_schedule
 from infoflow_lens.theory.search import search
 from infoflow_lens.theory.separability import (
@@ -30,6 +25,7 @@ __all__ = [
     "DigitCode",
     "Estimate",
     "GlobalAggregation",
+    "GradedSets",
     "InformationSets",
     "MaxPosition",
     "OneLayerCertificate",

@@ -1,23 +1,24 @@
-"""Information sets and the three rules by which attention layers update them.
+"""Information sets and the three rules by which attention layers update them, graded or not.
 
 The information set of a state is the set of input positions whose information it can still give
 back (Yu, Jiang, Bao, Li 2026, Sec. 5.1). Predicted and measured sets are the same type, so that
 comparing them is one function (`infoflow_lens.agreement.compare`).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, overload, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
-
-_BITS_PER_WORD = 64
+from infoflow_lens.foundation.settings import check
+from infoflow_lens.theory.graded import GradedLayer, Path, check_strengths
+from infoflow_lens.theory.packed import PackedSets, pack, unpack
+from infoflow_lens.theory.rules import Layer, Rule, SpecificPositions, Strength, rules_of
 
 
 def check_lengths(lengths: Tensor, n_batch: int, n_source: int) -> Int[Tensor, " batch"]:
@@ -115,213 +116,81 @@ class InformationSets:
         return self.members.sum(dim=-1)
 
 
-@dataclass(frozen=True)
-class PackedSets:
-    """The sets of a layer as bits, 64 sources a word: uniting two sets is one instruction a word.
+@dataclass(frozen=True, eq=False)
+class GradedSets:
+    """How strongly each state may hold each input position: information sets with an order.
+
+    In a deep model the information set of a state soon holds every token. Here each token has the
+    strength of the best path from it to the state; its sets at rising levels are nested, and that
+    at level 0 is the information set.
 
     Attributes:
-        before: [batch * pos + 1, word], the sets that the layer reads; the last row is the empty
-            set of "no position".
-        after: the same rows, which rules unite with what they move.
-        batch: number of sequences.
-        n_sources: T.
+        strengths: float [layer, batch, pos, source], from 0, where there is no path, to 1. The
+            axes are those of :class:`InformationSets`.
+        lengths: int [batch], as in :class:`InformationSets`.
+
+    Raises:
+        InfoFlowError: if `strengths` is no float tensor of four axes from 0 to 1, or has more
+            sources than positions; for lengths that do not fit.
     """
 
-    before: Int[Tensor, "row word"]
-    after: Int[Tensor, "row word"]
-    batch: int
-    n_sources: int
+    strengths: Float[Tensor, "layer batch pos source"]
+    lengths: Int[Tensor, " batch"] | None = None
+
+    def __post_init__(self) -> None:
+        check_strengths(self.strengths, "strengths of graded sets")
+        if self.strengths.ndim != 4:
+            raise InfoFlowError(
+                f"strengths of graded sets have shape {tuple(self.strengths.shape)}: expected "
+                "[layer, batch, pos, source]; propagate(..., strength=...) makes them"
+            )
+        self.at()  # which checks the rest
 
     @property
-    def n_pos(self) -> int:
-        """Positions of a sequence."""
-        return (len(self.before) - 1) // self.batch
-
-    def by_position(self, words: Int[Tensor, "row word"]) -> Int[Tensor, "batch pos word"]:
-        """A view of `before` or `after`, without the empty set."""
-        return words[:-1].view(self.batch, self.n_pos, -1)
-
-
-class Rule(ABC):
-    """How some heads move sets in one layer."""
+    def n_layers(self) -> int:
+        """The number of attention layers."""
+        return self.strengths.shape[0]
 
     @property
-    @abstractmethod
-    def given(self) -> Tensor:
-        """What it was made of."""
+    def n_sources(self) -> int:
+        """The number of input tokens, T in the paper."""
+        return self.strengths.shape[3]
 
-    @property
-    def device(self) -> torch.device:
-        """Where that is."""
-        return self.given.device
-
-    @property
-    def sizes(self) -> tuple[int | None, int]:
-        """Number of sequences, None for any, and of positions."""
-        return None, len(self.given)
-
-    @abstractmethod
-    def check(self, layer: int, batch: int, n_pos: int) -> None:
-        """Refuse sequences that the rule does not fit.
+    def at(self, level: float = 0.0) -> InformationSets:
+        """The sets of the sources whose strength is above a level.
 
         Raises:
-            InfoFlowError: for wrong shapes, dtypes or positions out of range.
+            InfoFlowError: for a level below 0.
         """
+        if not level >= 0:
+            raise InfoFlowError(f"level is {level}: expected at least 0, from which all is held")
+        return InformationSets(self.strengths > level, self.lengths)
 
-    @abstractmethod
-    def apply(self, sets: PackedSets) -> None:
-        """Unite the sets of the queries with those that are moved to them."""
+    def of(self, layer: int, sequence: int, position: int) -> dict[int, float]:
+        """The strengths of the sources that one state may hold, the strongest first."""
+        row = self.strengths[layer, sequence, position]
+        order = row.argsort(descending=True, stable=True).tolist()
+        return {source: float(row[source]) for source in order if row[source] > 0}
 
-    @abstractmethod
-    def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
-        """The keys whose sets each query of a sequence gains; -1 for none."""
+    def part(
+        self, layers: Sequence[int] | slice = slice(None), n: int | None = None
+    ) -> "GradedSets":
+        """The graded sets of some layers and of the first `n` sequences."""
+        chosen = layers if isinstance(layers, slice) else list(layers)
+        lengths = None if self.lengths is None else self.lengths[:n]
+        return replace(self, strengths=self.strengths[chosen][:, :n], lengths=lengths)
 
+    def __repr__(self) -> str:
+        return f"Graded{self.at()!r}".replace("GradedInformationSets", "GradedSets")
 
-@dataclass(frozen=True, eq=False)
-class MaxPosition(Rule):
-    """Rule (1), max-position retrieval: each query gains the sets of the keys that heads chose.
-
-    ``I_t^(l) = I_t^(l-1) U U_i I_{s_i(t)}^(l-1)`` with s_i(t) the argmax of head i. [derived: the
-    formula is restored from the prose of Sec. 5.1.]
-
-    Attributes:
-        positions: integers [batch, head, pos] or [batch, head, pos, rank], key positions; several
-            ranks are united, -1 moves nothing (a query that this head does not serve, say).
-    """
-
-    positions: Int[Tensor, "batch head pos *rank"]
-
-    @property
-    def sizes(self) -> tuple[int | None, int]:
-        """Number of sequences and of positions.
-
-        Raises:
-            InfoFlowError: for positions of another shape or type.
-        """
-        self._check_type(0)
-        return self.positions.shape[0], self.positions.shape[2]
-
-    @property
-    def given(self) -> Tensor:
-        """The positions."""
-        return self.positions
-
-    def _check_type(self, layer: int) -> None:
-        chosen = self.positions
-        if chosen.ndim not in (3, 4) or chosen.is_floating_point() or chosen.dtype == torch.bool:
-            raise InfoFlowError(
-                f"positions of layer {layer} are {chosen.dtype} of shape {tuple(chosen.shape)}: "
-                "expected integers [batch, head, pos] or [batch, head, pos, rank]"
-            )
-
-    def check(self, layer: int, batch: int, n_pos: int) -> None:
-        """See :meth:`Rule.check`."""
-        self._check_type(layer)
-        if self.sizes != (batch, n_pos):
-            raise InfoFlowError(
-                f"positions of layer {layer} have batch and pos {self.sizes}, expected "
-                f"{(batch, n_pos)}: pass the same sequences through every layer"
-            )
-        if self.positions.numel():
-            lowest, highest = torch.aminmax(self.positions)
-            if lowest < -1 or highest >= n_pos:
-                raise InfoFlowError(
-                    f"positions of layer {layer} lie in [{lowest}, {highest}]: "
-                    f"expected key positions 0 to {n_pos - 1}, or -1 for none"
-                )
-
-    def apply(self, sets: PackedSets) -> None:
-        """See :meth:`Rule.apply`."""
-        n_rows, n_pos = len(sets.before) - 1, sets.n_pos
-        # half the bytes to read for the gather, where they can count the rows
-        index_type = torch.int32 if n_rows < 2**31 - 1 else torch.int64
-        first_row = torch.arange(sets.batch, dtype=index_type, device=self.device) * n_pos
-        chosen = self.positions.to(index_type)
-        heads = chosen.unsqueeze(-1) if chosen.ndim == 3 else chosen
-        rows = torch.where(heads < 0, n_rows, heads + first_row[:, None, None, None])
-        for index in rows.permute(1, 3, 0, 2).reshape(-1, n_rows):  # [head * rank, row]
-            sets.after[:-1] |= sets.before.index_select(0, index)
-
-    def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
-        """The chosen keys of all heads, those of one head after those of another."""
-        chosen = self.positions[sequence if len(self.positions) > 1 else 0].long()
-        heads = chosen.unsqueeze(-1) if chosen.ndim == 2 else chosen
-        return heads.permute(1, 0, 2).flatten(1)
-
-
-@dataclass(frozen=True, eq=False)
-class SpecificPositions(Rule):
-    """Rule (3), specific-position aggregation: each query gains the sets of fixed keys.
-
-    ``I_t^(l) = I_t^(l-1) U U_{s in S_t} I_s^(l-1)``, where S_t depends on the position and the
-    layer only. It needs a positional encoding. [derived: the formula is restored from Sec. 5.1.]
-
-    Attributes:
-        reads: bool [pos, key]; entry [t, s] says that s lies in S_t.
-    """
-
-    reads: Bool[Tensor, "pos key"]
-
-    @property
-    def given(self) -> Tensor:
-        """The reads."""
-        return self.reads
-
-    def check(self, layer: int, batch: int, n_pos: int) -> None:
-        """See :meth:`Rule.check`."""
-        if self.reads.dtype != torch.bool or self.reads.shape != (n_pos, n_pos):
-            raise InfoFlowError(
-                f"reads of layer {layer} are {self.reads.dtype} of shape "
-                f"{tuple(self.reads.shape)}: expected bool [{n_pos}, {n_pos}], queries by keys"
-            )
-
-    def apply(self, sets: PackedSets) -> None:
-        """See :meth:`Rule.apply`."""
-        before, after = sets.by_position(sets.before), sets.by_position(sets.after)
-        for key in self.reads.any(dim=0).nonzero().flatten().tolist():
-            readers = self.reads[:, key].nonzero().flatten()
-            after[:, readers] |= before[:, key : key + 1]
-
-    def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
-        """The fixed keys, the same in every sequence."""
-        keys = torch.arange(self.reads.shape[1], device=self.device)
-        return torch.where(self.reads, keys, -1)
-
-
-@dataclass(frozen=True, eq=False)
-class GlobalAggregation(Rule):
-    """Rule (2), global aggregation: each of the queries holds all input positions.
-
-    ``I_t^(l) = {1..T}``. [derived: the formula is restored from Sec. 5.1.]
-
-    Attributes:
-        queries: bool [pos], the queries that aggregate.
-    """
-
-    queries: Bool[Tensor, " pos"]
-
-    @property
-    def given(self) -> Tensor:
-        """The queries."""
-        return self.queries
-
-    def check(self, layer: int, batch: int, n_pos: int) -> None:
-        """See :meth:`Rule.check`."""
-        if self.queries.dtype != torch.bool or self.queries.shape != (n_pos,):
-            raise InfoFlowError(
-                f"queries of layer {layer} are {self.queries.dtype} of shape "
-                f"{tuple(self.queries.shape)}: expected bool [{n_pos}]"
-            )
-
-    def apply(self, sets: PackedSets) -> None:
-        """See :meth:`Rule.apply`."""
-        everything = torch.ones(1, sets.n_sources, dtype=torch.bool, device=sets.after.device)
-        sets.by_position(sets.after)[:, self.queries] = _pack(everything)
-
-    def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
-        """Every position, for the queries that aggregate."""
-        keys = torch.arange(len(self.queries), device=self.device)
-        return torch.where(self.queries[:, None], keys, -1)
+    def _repr_html_(self) -> str:
+        n_layers, n_batch, n_pos, n_source = self.strengths.shape
+        facts = {"layers": n_layers, "sequences": n_batch, "positions": n_pos, "sources": n_source}
+        more = (
+            ".at(level) are the sets of what is stronger, .of(layer, sequence, position) the "
+            "strengths of one state"
+        )
+        return panel("GradedSets", facts, more=more)
 
 
 @runtime_checkable
@@ -332,16 +201,6 @@ class MovesKeys(Protocol):
     def moved_keys(self) -> Sequence[Tensor]:
         """For every layer integers [batch, head, pos] or [batch, head, pos, rank]."""
         ...
-
-
-Layer: TypeAlias = Tensor | Rule | Sequence[Rule]
-
-
-def _rules(layer: Layer) -> tuple[Rule, ...]:
-    """A layer as a tuple of rules; a bare tensor holds attended positions."""
-    if isinstance(layer, Tensor):
-        return (MaxPosition(layer),)
-    return (layer,) if isinstance(layer, Rule) else tuple(layer)
 
 
 def _sizes(layers: Sequence[tuple[Rule, ...]]) -> tuple[int, int, torch.device]:
@@ -365,25 +224,6 @@ def initial_sets(
     return sets
 
 
-def _pack(sets: Bool[Tensor, "row source"]) -> Int[Tensor, "row word"]:
-    """Sets as bits, 64 sources a word: uniting two sets is then one instruction a word."""
-    padding = -sets.shape[1] % _BITS_PER_WORD
-    bits = torch.nn.functional.pad(sets.to(torch.uint8), (0, padding)).unflatten(1, (-1, 8))
-    places = torch.arange(8, dtype=torch.uint8, device=sets.device)
-    return (bits << places).sum(dim=-1, dtype=torch.uint8).view(torch.int64)
-
-
-def _unpack(words: Int[Tensor, "row word"], n_sources: int) -> Bool[Tensor, "row source"]:
-    """The inverse of :func:`_pack`."""
-    # every byte of bits becomes eight bools, which are eight bytes: a look-up of words
-    byte = torch.arange(256, dtype=torch.uint8, device=words.device)
-    places = torch.arange(8, dtype=torch.uint8, device=words.device)
-    table = (byte[:, None] >> places & 1).view(torch.int64).flatten()
-    bits = words.contiguous().view(torch.uint8)
-    bools = table.index_select(0, bits.flatten().to(torch.int32)).view(torch.bool)
-    return bools.view(len(words), -1)[:, :n_sources]
-
-
 def _united(
     words: Int[Tensor, "row word"], rules: Sequence[Rule], batch: int, n_sources: int
 ) -> Int[Tensor, "row word"]:
@@ -398,9 +238,9 @@ def update(
     sets: Bool[Tensor, "batch pos source"], rules: Sequence[Rule]
 ) -> Bool[Tensor, "batch pos source"]:
     """The sets after one layer. All positions read the sets of the layer before."""
-    packed = torch.nn.functional.pad(_pack(sets.flatten(0, 1)), (0, 0, 0, 1))
+    packed = torch.nn.functional.pad(pack(sets.flatten(0, 1)), (0, 0, 0, 1))
     words = _united(packed, rules, sets.shape[0], sets.shape[2])
-    return _unpack(words[:-1], sets.shape[2]).view_as(sets)
+    return unpack(words[:-1], sets.shape[2]).view_as(sets)
 
 
 def _layers(given: object) -> Sequence[Layer]:
@@ -425,12 +265,39 @@ def _layers(given: object) -> Sequence[Layer]:
     return given  # type: ignore[return-value]
 
 
-def propagate(layers: Sequence[Layer] | MovesKeys, n_sources: int | None = None) -> InformationSets:
+@overload
+def propagate(
+    layers: Sequence[Layer] | MovesKeys, n_sources: int | None = None
+) -> InformationSets: ...
+
+
+@overload
+def propagate(
+    layers: Sequence[Layer] | MovesKeys | None = None,
+    n_sources: int | None = None,
+    *,
+    strength: Sequence[Strength],
+    path: Path = "product",
+) -> GradedSets: ...
+
+
+def propagate(
+    layers: Sequence[Layer] | MovesKeys | None = None,
+    n_sources: int | None = None,
+    *,
+    strength: Sequence[Strength] | None = None,
+    path: Path = "product",
+) -> InformationSets | GradedSets:
     """Information sets after every layer, from the keys that each head moves (Sec. 5.1).
 
     Starting from I_t = {t} for tokens and the empty set for positions beyond the sources (CLS),
     every layer unites a position's own set, which the residual stream keeps, with what its heads
     bring. A layer may mix the three rules, over heads and over positions.
+
+    With `strength` the sets are graded: each edge from a key to a query has a strength from 0 to 1,
+    the residual stream has 1, and a state holds a source as strongly as the best path from it
+    allows [chosen; not in the paper]. At level 0 they are the sets without strengths, but for edges
+    of strength 0, which are none.
 
     Args:
         layers: for every layer, integers [batch, head, pos] or [batch, head, pos, rank], the key
@@ -438,16 +305,22 @@ def propagate(layers: Sequence[Layer] | MovesKeys, n_sources: int | None = None)
             differ between layers), or a :class:`MaxPosition`, :class:`SpecificPositions`,
             :class:`GlobalAggregation`, or several of them. A result of `PositionsProbe` stands for
             its positions of rank 1, one of `AttendedProbe` for all its positions; the sets have the
-            lengths of its sequences, if it knows them.
+            lengths of its sequences, if it knows them. None, with strengths, for all keys.
         n_sources: T, the number of input tokens; default, the number of positions. Positions from
             n_sources on are CLS-like and start empty.
+        strength: for every layer, floats from 0 to 1: of the shape of its positions; for
+            `SpecificPositions` [pos, key] or [batch, pos, key]; for `GlobalAggregation` the same
+            with sources in the place of keys, as it brings input positions themselves; for several
+            rules a sequence with one for each. None stands for strengths of 1. Without `layers`,
+            [batch, head, query, key] or [batch, query, key], such as attention weights.
+        path: a path has the "product" of the strengths of its edges, or that of the "weakest".
 
     Returns:
-        Sets of shape [layer, batch, pos, source].
+        Sets of shape [layer, batch, pos, source]; graded ones with strengths.
 
     Raises:
-        InfoFlowError: for an empty list, shapes that differ between layers, or positions out of
-            range.
+        InfoFlowError: for an empty list, shapes that differ between layers, positions out of
+            range, or strengths that do not fit.
 
     Example (App. E of the paper, T = 4 and CLS, counted from 0):
         >>> layer_1 = torch.tensor([[[2, 2, 1, 1, -1]]])  # CLS is not followed in layer 1
@@ -457,9 +330,16 @@ def propagate(layers: Sequence[Layer] | MovesKeys, n_sources: int | None = None)
         [{0, 2}, {1, 2}, {1, 2}, {1, 3}]
         >>> sets.of(1, 0, 4)  # CLS holds the active index set of the target
         {1, 2}
+        >>> half = torch.full((1, 1, 5), 0.5)
+        >>> propagate([layer_1, layer_2], n_sources=4, strength=[half, half]).of(1, 0, 4)
+        {1: 0.5, 2: 0.25}
     """
-    by_layer = [_rules(layer) for layer in _layers(layers)]
+    if layers is None:
+        layers, strength = _all_edges(strength)
+    by_layer = [rules_of(layer) for layer in _layers(layers)]
     batch, n_pos, device = _sizes(by_layer)
+    if strength is not None:
+        batch = max([batch, *(len(s) for s in strength if isinstance(s, Tensor) and s.ndim > 2)])
     n_sources = n_pos if n_sources is None else n_sources
     if not 1 <= n_sources <= n_pos:
         raise InfoFlowError(
@@ -468,14 +348,107 @@ def propagate(layers: Sequence[Layer] | MovesKeys, n_sources: int | None = None)
     for layer, rules in enumerate(by_layer):
         for rule in rules:
             rule.check(layer, batch, n_pos)
-    words = _pack(initial_sets(1, n_pos, n_sources, device)[0]).repeat(batch, 1)
-    words = torch.nn.functional.pad(words, (0, 0, 0, 1))
-    members = torch.empty((len(by_layer), batch, n_pos, n_sources), dtype=torch.bool, device=device)
-    for layer, rules in enumerate(by_layer):
-        words = _united(words, rules, batch, n_sources)
-        members[layer] = _unpack(words[:-1], n_sources).view(batch, n_pos, n_sources)
     # a result counts the positions of a sequence, CLS among them
     lengths = getattr(layers, "lengths", None)
     if lengths is not None:
         lengths = lengths - (n_pos - n_sources)
+    if strength is not None:
+        given = _strengths(strength, by_layer, (batch, n_pos, n_sources))
+        path = check(path, Path, "path")
+        return GradedSets(_graded(by_layer, given, path, batch, n_pos, n_sources, device), lengths)
+    words = pack(initial_sets(1, n_pos, n_sources, device)[0]).repeat(batch, 1)
+    words = torch.nn.functional.pad(words, (0, 0, 0, 1))
+    members = torch.empty((len(by_layer), batch, n_pos, n_sources), dtype=torch.bool, device=device)
+    for layer, rules in enumerate(by_layer):
+        words = _united(words, rules, batch, n_sources)
+        members[layer] = unpack(words[:-1], n_sources).view(batch, n_pos, n_sources)
     return InformationSets(members, lengths)
+
+
+def _all_edges(
+    strength: Sequence[Strength] | None,
+) -> tuple[Sequence[Layer], Sequence[Strength]]:
+    """Rules that read every key, and the strength of each edge, that of its strongest head.
+
+    Raises:
+        InfoFlowError: without strengths, or for those of other shapes.
+    """
+    layers: list[Layer] = []
+    edges: list[Strength] = []
+    for layer, given in enumerate(() if strength is None else strength):
+        if (
+            not isinstance(given, Tensor)
+            or given.ndim not in (3, 4)
+            or given.shape[-1] != given.shape[-2]
+        ):
+            shape = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            raise InfoFlowError(
+                f"strength of layer {layer} is {shape}: expected [batch, head, query, key] or "
+                "[batch, query, key] where no positions are given"
+            )
+        strongest = given.amax(dim=1) if given.ndim == 4 else given
+        layers.append(SpecificPositions(torch.ones_like(strongest[0], dtype=torch.bool)))
+        edges.append(strongest)
+    if not layers:
+        raise InfoFlowError(
+            "no layer to propagate through: expected attended positions or rules for each layer, "
+            "or the strengths of all edges, as in propagate(strength=patterns)"
+        )
+    return layers, edges
+
+
+def _strengths(
+    strength: Sequence[Strength], by_layer: Sequence[tuple[Rule, ...]], sizes: tuple[int, int, int]
+) -> list[list[Tensor | None]]:
+    """The strengths of each rule of each layer, checked."""
+    if len(strength) != len(by_layer):
+        raise InfoFlowError(
+            f"there are strengths of {len(strength)} layers, and {len(by_layer)} layers: expected "
+            "one for each; None where all edges have a strength of 1"
+        )
+    found = []
+    for layer, (rules, given) in enumerate(zip(by_layer, strength, strict=True)):
+        each: Sequence[Tensor | None] = (given,) if isinstance(given, Tensor) else given or ()
+        each = [None] * len(rules) if given is None else each
+        if len(each) != len(rules):
+            raise InfoFlowError(
+                f"layer {layer} has {len(rules)} rules and strengths of {len(each)}: expected a "
+                "strength for each rule; None where its edges have a strength of 1"
+            )
+        for rule, one in zip(rules, each, strict=True):
+            if one is None:
+                continue
+            check_strengths(one, f"strengths of layer {layer}")
+            if tuple(one.shape) not in rule.shapes(*sizes):
+                shapes = " or ".join(str(shape) for shape in rule.shapes(*sizes))
+                raise InfoFlowError(
+                    f"strengths of layer {layer} have shape {tuple(one.shape)}: expected {shapes}, "
+                    f"one for each edge that {type(rule).__name__} names"
+                )
+        found.append(list(each))
+    return found
+
+
+def _graded(
+    by_layer: Sequence[tuple[Rule, ...]],
+    strength: Sequence[Sequence[Tensor | None]],
+    path: Path,
+    batch: int,
+    n_pos: int,
+    n_sources: int,
+    device: torch.device,
+) -> Float[Tensor, "layer batch pos source"]:
+    """How strongly each state holds each source."""
+    double = any(
+        one is not None and one.dtype == torch.float64 for each in strength for one in each
+    )
+    dtype = torch.float64 if double else torch.float32
+    held = initial_sets(batch, n_pos, n_sources, device).to(dtype)
+    found = held.new_empty((len(by_layer), *held.shape))
+    for layer, (rules, each) in enumerate(zip(by_layer, strength, strict=True)):
+        found[layer] = held
+        sets = GradedLayer(held, found[layer], path)
+        for rule, one in zip(rules, each, strict=True):
+            rule.grade(sets, one)
+        held = found[layer]
+    return found

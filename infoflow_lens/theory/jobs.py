@@ -27,13 +27,8 @@ from infoflow_lens.theory.comparison import (
     shared_positions,
     tuple_holders,
 )
-from infoflow_lens.theory.information_sets import (
-    GlobalAggregation,
-    MaxPosition,
-    Rule,
-    SpecificPositions,
-)
 from infoflow_lens.theory.roles import choose_roles, roles_of
+from infoflow_lens.theory.rules import GlobalAggregation, MaxPosition, Rule, SpecificPositions
 
 
 @dataclass

@@ -20,6 +20,7 @@ from infoflow_lens import (
     AttentionRollout,
     AttentionWeight,
     ContributionRoutes,
+    GradedSetsProbe,
     GradientTimesInput,
     InfoFlowError,
     JacobianInfluence,
@@ -64,6 +65,10 @@ MAKES = {
     AttentionRollout: [lambda x: AttentionRollout("max", positions=(-1, 2))],
     AttentionFlow: [lambda x: AttentionFlow()],
     ContributionRoutes: [lambda x: ContributionRoutes()],
+    GradedSetsProbe: [
+        lambda x: GradedSetsProbe("norm"),
+        lambda x: GradedSetsProbe("weight", "weakest", positions=(-1, 2)),
+    ],
     GradientTimesInput: [lambda x: GradientTimesInput("resid_post", layers=(0,))],
 }
 

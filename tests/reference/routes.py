@@ -111,3 +111,28 @@ def importances(before, pattern, values, output, bias, heads_apart=True):
         for (j, _), proximity in zip(parts, near, strict=True):
             edges[t, j] += proximity / sum(near)
     return edges
+
+
+def best_path(layers, state, source, path, through=None):
+    """The strength of the best path from a source up to a state, by all heads and positions.
+
+    Args:
+        layers: for every layer strengths [head, query, key]; each position also keeps to itself,
+            with strength 1.
+        path: "product" or "weakest".
+        through: an edge (layer, head, query, key) that the path must use.
+    """
+
+    def down(layer, query, so_far, used):
+        if layer < 0:
+            return so_far if query == source and used else 0.0
+        found = down(layer - 1, query, so_far, used)  # the residual connection
+        for head, pattern in enumerate(layers[layer]):
+            for key, strength in enumerate(pattern[query]):
+                joined = so_far * strength if path == "product" else min(so_far, strength)
+                if joined > 0:
+                    here = used or (layer, head, query, key) == through
+                    found = max(found, down(layer - 1, key, joined, here))
+        return found
+
+    return down(len(layers) - 1, state, 1.0, through is None)

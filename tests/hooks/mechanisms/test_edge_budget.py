@@ -68,7 +68,7 @@ def edges_and_stays(kind, cache, sequence):
             weighed = {at: float(pattern[at[0], query, at[1]]) for at in parts}
         elif kind == "product x norm":
             stays[layer, query] = 1.0
-            weighed = {at: min(1.0, float(p.norm() / after.norm())) for at, p in parts.items()}
+            weighed = {at: min(1.0, float(p.norm() / before.norm())) for at, p in parts.items()}
         elif kind == "rollout":
             stays[layer, query] = 0.5
             weighed = {at: float(pattern[at[0], query, at[1]]) / HEADS / 2 for at in parts}
@@ -290,13 +290,16 @@ def test_padding_and_batches_change_nothing(model, tokens):
     by_two = measured(model, rows, tokens[6:], batch_size=2, **options)
     torch.testing.assert_close(by_two.losses, together.losses, rtol=1e-5, atol=1e-5)
     assert together.n_tokens.tolist() == [4, 2, 4, 3]
-    fixed = tuple(m for m in EDGE_METHODS if m not in ("another window", "chance"))
+    # the others depend on the place of a sequence; strengths by norm are at most 1, so some tie
+    drawn = ("another window", "chance", "product x norm", "weight x norm")
+    fixed = tuple(m for m in EDGE_METHODS if m not in drawn)
+    rows_of_fixed = [EDGE_METHODS.index(m) for m in fixed]
     for i, row in enumerate(rows):
         alone = measured(model, row[None], tokens[6:], methods=fixed, **options)
         assert alone.kept[:, 0].equal(together.kept[:, i])
         assert alone.n_edges[0] == together.n_edges[i]
         torch.testing.assert_close(
-            alone.losses[..., 0], together.losses[: len(fixed), :, i], rtol=1e-4, atol=1e-4
+            alone.losses[..., 0], together.losses[rows_of_fixed, :, i], rtol=1e-4, atol=1e-4
         )
 
 

@@ -23,7 +23,7 @@ from infoflow_lens.hooks.mechanisms import (
 )
 from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern
 from infoflow_lens.models.constructions import build_construction
-from infoflow_lens.theory.information_sets import MaxPosition
+from infoflow_lens.theory.rules import MaxPosition
 from tests.conftest import make_token_model
 from tests.reference import zoo
 from tests.reference.induction import induction_model, repeated_segments

@@ -9,6 +9,7 @@ from tests.conftest import make_token_model
 ROUTES = (
     "attention weight",
     "attention rollout",
+    "graded sets",
     "attention flow",
     "contribution routes",
     "contribution rollout",
@@ -50,7 +51,7 @@ def test_the_answer_to_a_question_comes_by_the_pair_that_asks_the_same(seed):
     pair = active.clone()
     pair[:, -2:] = False
     found = scored(model, x)
-    for name in ("attention rollout", "attention flow", "contribution routes"):
+    for name in ("attention rollout", "graded sets", "attention flow", "contribution routes"):
         least = found[name].masked_fill(~pair, torch.inf).amin(dim=1)
         most = found[name].masked_fill(~others, -torch.inf).amax(dim=1)
         assert (least > most).float().mean() > 0.9, name

@@ -1,0 +1,251 @@
+"""The three rules by which attention layers update information sets (Yu et al. 2026, Sec. 5.1)."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.theory.graded import GradedLayer, best_through
+from infoflow_lens.theory.packed import PackedSets, pack
+
+
+class Rule(ABC):
+    """How some heads move sets in one layer."""
+
+    @property
+    @abstractmethod
+    def given(self) -> Tensor:
+        """What it was made of."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where that is."""
+        return self.given.device
+
+    @property
+    def sizes(self) -> tuple[int | None, int]:
+        """Number of sequences, None for any, and of positions."""
+        return None, len(self.given)
+
+    @abstractmethod
+    def check(self, layer: int, batch: int, n_pos: int) -> None:
+        """Refuse sequences that the rule does not fit.
+
+        Raises:
+            InfoFlowError: for wrong shapes, dtypes or positions out of range.
+        """
+
+    @abstractmethod
+    def apply(self, sets: PackedSets) -> None:
+        """Unite the sets of the queries with those that are moved to them."""
+
+    @abstractmethod
+    def shapes(self, batch: int, n_pos: int, n_sources: int) -> Sequence[tuple[int, ...]]:
+        """The shapes that strengths of its edges may have."""
+
+    @abstractmethod
+    def grade(self, sets: GradedLayer, strength: Tensor | None) -> None:
+        """Raise how strongly queries hold sources; edges have these strengths, or 1."""
+
+    @abstractmethod
+    def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
+        """The keys whose sets each query of a sequence gains; -1 for none."""
+
+
+@dataclass(frozen=True, eq=False)
+class MaxPosition(Rule):
+    """Rule (1), max-position retrieval: each query gains the sets of the keys that heads chose.
+
+    ``I_t^(l) = I_t^(l-1) U U_i I_{s_i(t)}^(l-1)`` with s_i(t) the argmax of head i. [derived: the
+    formula is restored from the prose of Sec. 5.1.]
+
+    Attributes:
+        positions: integers [batch, head, pos] or [batch, head, pos, rank], key positions; several
+            ranks are united, -1 moves nothing (a query that this head does not serve, say).
+    """
+
+    positions: Int[Tensor, "batch head pos *rank"]
+
+    @property
+    def sizes(self) -> tuple[int | None, int]:
+        """Number of sequences and of positions.
+
+        Raises:
+            InfoFlowError: for positions of another shape or type.
+        """
+        self._check_type(0)
+        return self.positions.shape[0], self.positions.shape[2]
+
+    @property
+    def given(self) -> Tensor:
+        """The positions."""
+        return self.positions
+
+    def _check_type(self, layer: int) -> None:
+        chosen = self.positions
+        if chosen.ndim not in (3, 4) or chosen.is_floating_point() or chosen.dtype == torch.bool:
+            raise InfoFlowError(
+                f"positions of layer {layer} are {chosen.dtype} of shape {tuple(chosen.shape)}: "
+                "expected integers [batch, head, pos] or [batch, head, pos, rank]"
+            )
+
+    def check(self, layer: int, batch: int, n_pos: int) -> None:
+        """See :meth:`Rule.check`."""
+        self._check_type(layer)
+        if self.sizes != (batch, n_pos):
+            raise InfoFlowError(
+                f"positions of layer {layer} have batch and pos {self.sizes}, expected "
+                f"{(batch, n_pos)}: pass the same sequences through every layer"
+            )
+        if self.positions.numel():
+            lowest, highest = torch.aminmax(self.positions)
+            if lowest < -1 or highest >= n_pos:
+                raise InfoFlowError(
+                    f"positions of layer {layer} lie in [{lowest}, {highest}]: "
+                    f"expected key positions 0 to {n_pos - 1}, or -1 for none"
+                )
+
+    def apply(self, sets: PackedSets) -> None:
+        """See :meth:`Rule.apply`."""
+        n_rows, n_pos = len(sets.before) - 1, sets.n_pos
+        # half the bytes to read for the gather, where they can count the rows
+        index_type = torch.int32 if n_rows < 2**31 - 1 else torch.int64
+        first_row = torch.arange(sets.batch, dtype=index_type, device=self.device) * n_pos
+        chosen = self.positions.to(index_type)
+        heads = chosen.unsqueeze(-1) if chosen.ndim == 3 else chosen
+        rows = torch.where(heads < 0, n_rows, heads + first_row[:, None, None, None])
+        for index in rows.permute(1, 3, 0, 2).reshape(-1, n_rows):  # [head * rank, row]
+            sets.after[:-1] |= sets.before.index_select(0, index)
+
+    def shapes(self, batch: int, n_pos: int, n_sources: int) -> Sequence[tuple[int, ...]]:
+        """One strength for each position that is moved."""
+        return [tuple(self.positions.shape)]
+
+    def grade(self, sets: GradedLayer, strength: Tensor | None) -> None:
+        """See :meth:`Rule.grade`."""
+        held = torch.nn.functional.pad(sets.before, (0, 0, 0, 1))  # of "no position" nothing
+        ranked = self.positions.ndim == 4
+        heads = (self.positions if ranked else self.positions.unsqueeze(-1)).long()
+        given = strength if strength is None or ranked else strength.unsqueeze(-1)
+        for head in range(heads.shape[1]):
+            for rank in range(heads.shape[3]):
+                rows = heads[:, head, :, rank, None] % held.shape[1]  # -1 is the last row
+                brought = held.take_along_dim(rows.expand(-1, -1, held.shape[2]), dim=1)
+                sets.bring(brought, None if given is None else given[:, head, :, rank, None])
+
+    def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
+        """The chosen keys of all heads, those of one head after those of another."""
+        chosen = self.positions[sequence if len(self.positions) > 1 else 0].long()
+        heads = chosen.unsqueeze(-1) if chosen.ndim == 2 else chosen
+        return heads.permute(1, 0, 2).flatten(1)
+
+
+@dataclass(frozen=True, eq=False)
+class SpecificPositions(Rule):
+    """Rule (3), specific-position aggregation: each query gains the sets of fixed keys.
+
+    ``I_t^(l) = I_t^(l-1) U U_{s in S_t} I_s^(l-1)``, where S_t depends on the position and the
+    layer only. It needs a positional encoding. [derived: the formula is restored from Sec. 5.1.]
+
+    Attributes:
+        reads: bool [pos, key]; entry [t, s] says that s lies in S_t.
+    """
+
+    reads: Bool[Tensor, "pos key"]
+
+    @property
+    def given(self) -> Tensor:
+        """The reads."""
+        return self.reads
+
+    def check(self, layer: int, batch: int, n_pos: int) -> None:
+        """See :meth:`Rule.check`."""
+        if self.reads.dtype != torch.bool or self.reads.shape != (n_pos, n_pos):
+            raise InfoFlowError(
+                f"reads of layer {layer} are {self.reads.dtype} of shape "
+                f"{tuple(self.reads.shape)}: expected bool [{n_pos}, {n_pos}], queries by keys"
+            )
+
+    def apply(self, sets: PackedSets) -> None:
+        """See :meth:`Rule.apply`."""
+        before, after = sets.by_position(sets.before), sets.by_position(sets.after)
+        for key in self.reads.any(dim=0).nonzero().flatten().tolist():
+            readers = self.reads[:, key].nonzero().flatten()
+            after[:, readers] |= before[:, key : key + 1]
+
+    def shapes(self, batch: int, n_pos: int, n_sources: int) -> Sequence[tuple[int, ...]]:
+        """One strength for each query and key, in all sequences or in each."""
+        return [(n_pos, n_pos), (batch, n_pos, n_pos)]
+
+    def grade(self, sets: GradedLayer, strength: Tensor | None) -> None:
+        """See :meth:`Rule.grade`."""
+        edges = self.reads.to(sets.before)
+        edges = edges if strength is None else edges * strength.to(edges)
+        edges = edges.expand(len(sets.before), -1, -1)
+        sets.bring(best_through(edges, sets.before, sets.path), None)
+
+    def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
+        """The fixed keys, the same in every sequence."""
+        keys = torch.arange(self.reads.shape[1], device=self.device)
+        return torch.where(self.reads, keys, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalAggregation(Rule):
+    """Rule (2), global aggregation: each of the queries holds all input positions.
+
+    ``I_t^(l) = {1..T}``. [derived: the formula is restored from Sec. 5.1.]
+
+    Attributes:
+        queries: bool [pos], the queries that aggregate.
+    """
+
+    queries: Bool[Tensor, " pos"]
+
+    @property
+    def given(self) -> Tensor:
+        """The queries."""
+        return self.queries
+
+    def check(self, layer: int, batch: int, n_pos: int) -> None:
+        """See :meth:`Rule.check`."""
+        if self.queries.dtype != torch.bool or self.queries.shape != (n_pos,):
+            raise InfoFlowError(
+                f"queries of layer {layer} are {self.queries.dtype} of shape "
+                f"{tuple(self.queries.shape)}: expected bool [{n_pos}]"
+            )
+
+    def apply(self, sets: PackedSets) -> None:
+        """See :meth:`Rule.apply`."""
+        everything = torch.ones(1, sets.n_sources, dtype=torch.bool, device=sets.after.device)
+        sets.by_position(sets.after)[:, self.queries] = pack(everything)
+
+    def shapes(self, batch: int, n_pos: int, n_sources: int) -> Sequence[tuple[int, ...]]:
+        """One strength for each query and input position, in all sequences or in each."""
+        return [(n_pos, n_sources), (batch, n_pos, n_sources)]
+
+    def grade(self, sets: GradedLayer, strength: Tensor | None) -> None:
+        """See :meth:`Rule.grade`; the edges lead from the input positions themselves."""
+        everything = self.queries[:, None].to(sets.before).expand_as(sets.before)
+        sets.bring(everything, strength)
+
+    def describe(self, sequence: int = 0) -> Int[Tensor, "pos k"]:
+        """Every position, for the queries that aggregate."""
+        keys = torch.arange(len(self.queries), device=self.device)
+        return torch.where(self.queries[:, None], keys, -1)
+
+
+Layer: TypeAlias = Tensor | Rule | Sequence[Rule]
+Strength: TypeAlias = Tensor | Sequence[Tensor | None] | None
+
+
+def rules_of(layer: Layer) -> tuple[Rule, ...]:
+    """A layer as a tuple of rules; a bare tensor holds attended positions."""
+    if isinstance(layer, Tensor):
+        return (MaxPosition(layer),)
+    return (layer,) if isinstance(layer, Rule) else tuple(layer)
