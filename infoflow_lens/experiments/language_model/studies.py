@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from infoflow_lens.experiments.language_model.edge_budget import EdgeBudget
 from infoflow_lens.experiments.language_model.induction import Induction
 from infoflow_lens.experiments.language_model.roles import Roles
 from infoflow_lens.experiments.language_model.sets import Sets
@@ -13,7 +14,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 
 LANGUAGE_MODEL_STUDIES: Mapping[str, type[LanguageModelStudy]] = {
-    kind.name: kind for kind in (Sufficiency, TopK, Sets, Roles, Softness, Induction)
+    kind.name: kind for kind in (Sufficiency, TopK, Sets, Roles, Softness, Induction, EdgeBudget)
 }
 
 
