@@ -82,8 +82,10 @@ def mean_patterns(
     batches: Batches,
     batch_size: int,
     see: Callable[[Tensor, Batch, int], None] | None = None,
-) -> list[Float[Tensor, "_head query key"]]:
+) -> tuple[list[Float[Tensor, "_head query key"]], Float[Tensor, " query"]]:
     """The mean pattern of every head, each query's over the sequences that have it; float64.
+
+    Also of how many sequences that is, for each query.
 
     Args:
         model: a TransformerLens model.
@@ -114,7 +116,7 @@ def mean_patterns(
             sums[name][:, :n_query, :n_key] += weighed.sum(dim=0)
         n_real[:n_query] += real.sum(dim=0)
         done += len(batch)
-    return [sums[name] / n_real[:, None].clamp(min=1) for name in names]
+    return [sums[name] / n_real[:, None].clamp(min=1) for name in names], n_real
 
 
 def check_edits_reach(model: nn.Module, batch: Batch) -> None:

@@ -397,7 +397,7 @@ class _Run:
         self.model, self.batches, self.others = model, batches, others
         self.measure, self.batch_size = measure, batch_size
         self.budgets, self.methods, self.seed, self.step = budgets, methods, seed, step
-        self.means = [mean.float() for mean in mean_patterns(model, others, batch_size)]
+        self.means = [mean.float() for mean in mean_patterns(model, others, batch_size)[0]]
         states = [measure.states(batch).sum(dim=1) for batch in batches.batches(batch_size)]
         self.n_states = torch.cat(states)
         self.n_edges = torch.cat([self._n_open(batch) for batch in batches.batches(batch_size)])

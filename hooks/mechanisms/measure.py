@@ -402,7 +402,7 @@ class _Run:
             self.metric.see(output, batch)
             self.step(0, f"mean patterns: {done + len(batch)} of {self.n} sequences")
 
-        return mean_patterns(self.model, self.batches, self.batch_size, see)
+        return mean_patterns(self.model, self.batches, self.batch_size, see)[0]
 
     def _at_once(self) -> int:
         """How many sequences a pass may hold, by the size of its largest tensor."""
