@@ -16,6 +16,7 @@ from infoflow_lens.hooks.mechanisms import (
     replace_greedily,
     substituted,
 )
+from infoflow_lens.hooks.mechanisms.edge_budget import EdgeBudgetResult, measure_edge_budget
 from infoflow_lens.hooks.mechanisms.sufficiency import SufficiencyResult, measure_sufficiency
 from infoflow_lens.hooks.mechanisms.top_k import TopKResult, measure_top_k
 from infoflow_lens.hooks.model.capabilities import (
@@ -54,6 +55,7 @@ __all__ = [
     "AttentionRollout",
     "AttentionWeight",
     "ContributionRoutes",
+    "EdgeBudgetResult",
     "GradedSetsProbe",
     "GradedSetsResult",
     "GradientTimesInput",
@@ -93,6 +95,7 @@ __all__ = [
     "concatenated",
     "example_input",
     "inspect_model",
+    "measure_edge_budget",
     "measure_mechanisms",
     "measure_sufficiency",
     "measure_top_k",

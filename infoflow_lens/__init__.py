@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from infoflow_lens.hooks import attach as attach
     from infoflow_lens.hooks import baselines as baselines
     from infoflow_lens.hooks import inspect_model as inspect_model
+    from infoflow_lens.hooks import measure_edge_budget as measure_edge_budget
     from infoflow_lens.hooks import measure_mechanisms as measure_mechanisms
     from infoflow_lens.hooks import measure_sufficiency as measure_sufficiency
     from infoflow_lens.hooks import measure_top_k as measure_top_k
@@ -122,6 +123,7 @@ _HOMES = {
     "load_any": "models.loading",
     "load_model": "models.host",
     "load_task": "tasks",
+    "measure_edge_budget": "hooks",
     "measure_mechanisms": "hooks",
     "measure_sufficiency": "hooks",
     "measure_top_k": "hooks",

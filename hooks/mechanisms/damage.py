@@ -60,9 +60,7 @@ class Damage:
             return output[:, :-1]
         if self.read is None:
             return output
-        read = torch.tensor(self.read)
-        places = torch.where(read < 0, batch.mask().sum(dim=1)[:, None] + read, read)
-        return output[torch.arange(len(output))[:, None], places]
+        return output[torch.arange(len(output))[:, None], places_of(self.read, batch)]
 
     def counted(self, batch: Batch) -> Bool[Tensor, "batch row"]:
         """Which rows count: those of real positions, for "loss" with a real next one."""
@@ -127,6 +125,12 @@ class Damage:
                 lost[index][far[index]] = exact.to(lost[index])
         # no position makes up for another; rounding, too, may give less than 0
         return (lost.double().clamp(min=0) * before.counted).sum(dim=-1).cpu()
+
+
+def places_of(read: Sequence[int], batch: Batch) -> Int[Tensor, "batch row"]:
+    """These positions in each sequence; negative ones count from its end."""
+    asked = torch.tensor(read)
+    return torch.where(asked < 0, batch.mask().sum(dim=1)[:, None] + asked, asked)
 
 
 class Reference(NamedTuple):

@@ -1,11 +1,12 @@
 """What all measurements of edited models share: inputs read again, the model checked, a bar."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -74,6 +75,48 @@ class Reading:
         with eval_mode(model), progress_bar(name, total, self.progress) as step:
             check_edits_reach(model, next(batches.batches(1)))
             yield step
+
+
+def mean_patterns(
+    model: nn.Module,
+    batches: Batches,
+    batch_size: int,
+    see: Callable[[Tensor, Batch, int], None] | None = None,
+) -> tuple[list[Float[Tensor, "_head query key"]], Float[Tensor, " query"]]:
+    """The mean pattern of every head, each query's over the sequences that have it; float64.
+
+    Also of how many sequences that is, for each query.
+
+    Args:
+        model: a TransformerLens model.
+        batches: the sequences.
+        batch_size: sequences in a pass.
+        see: called after every pass with the output, the batch, and the index of its first
+            sequence; without it a pass ends with the last pattern.
+    """
+    names = [pattern_hook(model, layer) for layer in range(layer_count(model))]
+    sums: dict[str, Tensor] = {}
+    n_real = torch.zeros(0)
+    done = 0
+    for batch in batches.batches(batch_size):
+        caught = call(model, batch, names, output=see is not None)
+        if see is not None:
+            see(caught.output, batch, done)
+        for name, pattern in caught.activations.items():
+            _, n_head, n_query, n_key = pattern.shape
+            real = pattern.new_ones(len(batch), n_query, dtype=torch.float64)
+            if batch.lengths is not None:
+                real = batch.mask().to(real)
+            if name not in sums:
+                missing = (batches.longest or 0) - batch.tokens.shape[1]
+                size = (n_head, n_query + missing, n_key + missing)
+                sums[name] = real.new_zeros(size)
+                n_real = n_real if len(n_real) else real.new_zeros(size[1])
+            weighed = pattern.double() * real[:, None, :, None]
+            sums[name][:, :n_query, :n_key] += weighed.sum(dim=0)
+        n_real[:n_query] += real.sum(dim=0)
+        done += len(batch)
+    return [sums[name] / n_real[:, None].clamp(min=1) for name in names], n_real
 
 
 def check_edits_reach(model: nn.Module, batch: Batch) -> None:

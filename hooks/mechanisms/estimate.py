@@ -12,7 +12,7 @@ the model is sure, F sees little of a change that overturns the choice: so p is 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -59,34 +59,64 @@ def estimated(
         The expected value over directions is the loss to second order; NaN where the model has no
         gradient.
     """
-    probes: dict[int, Tensor] = {}
     changes: dict[int, Tensor] = {}
 
-    def look(layer: int, seeing: SeenKeys, pattern: Tensor) -> Tensor:
-        own = pattern.detach()
-        visible = seeing.visible(own)
-        made = [ideal_pattern(own, visible, i, mean_patterns[layer], k) for i in IDEALS]
-        changes[layer] = torch.stack(made, dim=2).sub_(own[:, :, None])
-        probes[layer] = torch.zeros_like(own, requires_grad=True)
-        return pattern + probes[layer]
+    def look(layer: int, seeing: SeenKeys, pattern: Tensor) -> None:
+        visible = seeing.visible(pattern)
+        made = [ideal_pattern(pattern, visible, i, mean_patterns[layer], k) for i in IDEALS]
+        changes[layer] = torch.stack(made, dim=2).sub_(pattern[:, :, None])
 
     layers = range(len(mean_patterns))
-    hooks = edits_of_patterns(model, layers, look)
-    with without_backward_hooks(model), torch.inference_mode(False), torch.enable_grad():
-        tokens = batch.tokens.clone()  # those made in inference mode take no part in a graph
-        made = call(model, Batch(tokens, batch.lengths), edit=hooks, output=True, keep_graph=True)
-        rows = metric.rows(made.output, batch)
-        leaves = [probes[layer] for layer in layers]
+    with differentiable(model, batch, layers, look) as (output, leaves):
+        rows = metric.rows(output, batch)
         products = []
-        for direction in _directions(rows.detach(), metric, batch, draws, seeds):
-            found: Sequence[Tensor | None] = [None for _ in layers]
-            if rows.requires_grad:
-                found = torch.autograd.grad(
-                    rows, leaves, direction, retain_graph=True, allow_unused=True
-                )
+        for direction in directions(rows.detach(), metric, batch, draws, seeds):
+            found = gradients(rows, leaves, direction)
             products.append(torch.cat([_product(found[i], changes[i]) for i in layers], dim=1))
     half = 1.0 if metric.name == "nmse" else 0.5
     return half * torch.stack(products, dim=1).double().cpu().square()  # the one wait
+
+
+@contextmanager
+def differentiable(
+    model: nn.Module,
+    batch: Batch,
+    layers: Sequence[int],
+    look: Callable[[int, SeenKeys, Tensor], None] | None = None,
+) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """The output of a pass, and for each layer zeros added to its pattern, to differentiate by.
+
+    Args:
+        model: in evaluation mode.
+        batch: some sequences.
+        layers: whose patterns.
+        look: called with each layer, the keys that it sees, and its pattern.
+    """
+    leaves: dict[int, Tensor] = {}
+
+    def add(layer: int, seeing: SeenKeys, pattern: Tensor) -> Tensor:
+        if look is not None:
+            look(layer, seeing, pattern.detach())
+        leaves[layer] = torch.zeros_like(pattern, requires_grad=True)
+        return pattern + leaves[layer]
+
+    hooks = edits_of_patterns(model, layers, add)
+    with without_backward_hooks(model), torch.inference_mode(False), torch.enable_grad():
+        tokens = batch.tokens.clone()  # those made in inference mode take no part in a graph
+        made = call(model, Batch(tokens, batch.lengths), edit=hooks, output=True, keep_graph=True)
+        yield made.output, [leaves[layer] for layer in layers]
+
+
+def gradients(
+    outputs: Tensor, leaves: Sequence[Tensor], direction: Tensor | None = None
+) -> Sequence[Tensor | None]:
+    """Those of the outputs, in a direction, by each leaf; None where there is none."""
+    if not outputs.requires_grad:
+        return [None for _ in leaves]
+    found: Sequence[Tensor | None] = torch.autograd.grad(
+        outputs, leaves, direction, retain_graph=True, allow_unused=True
+    )
+    return found
 
 
 def _product(
@@ -114,13 +144,22 @@ def without_backward_hooks(model: nn.Module) -> Iterator[None]:
             module._backward_hooks, module._backward_pre_hooks = hooks, pre_hooks
 
 
-def _directions(
+def directions(
     rows: Float[Tensor, "batch row feature"],
     metric: Damage,
     batch: Batch,
     draws: int,
     seeds: Sequence[int],
 ) -> Iterator[Float[Tensor, "batch row feature"]]:
+    """Random directions of the output whose covariance is that of the metric's second-order form.
+
+    Args:
+        rows: of the output, where it may count.
+        metric: what is lost.
+        batch: the sequences.
+        draws: how many directions.
+        seeds: one for each sequence.
+    """
     counted = metric.counted(batch)
     p = None if metric.name == "nmse" else (rows / _TEMPERATURE).softmax(dim=-1)
     root = None if p is None else p.sqrt()

@@ -84,6 +84,29 @@ def rescaled(
     return torch.where(factor.isinf(), kept / left * total, kept * factor)
 
 
+def with_mean_rest(
+    pattern: Float[Tensor, "batch head query key"],
+    kept: Bool[Tensor, "batch head query key"],
+    mean: Float[Tensor, "head longest longest"],
+) -> Float[Tensor, "batch head query key"]:
+    """A pattern whose kept weights stay; on the other keys stands the mean pattern.
+
+    It is scaled to what the other keys had of the row, so every row keeps its sum. Where the mean
+    has nothing there, they share it evenly.
+
+    Args:
+        pattern: of all heads of a layer.
+        kept: the weights that stay, and those of keys that a query does not see.
+        mean: the mean pattern.
+    """
+    n_query, n_key = pattern.shape[-2:]
+    own = pattern.float()
+    left = own.masked_fill(kept, 0).sum(dim=-1, keepdim=True)
+    rest = mean[:, :n_query, :n_key].to(own).masked_fill(kept, 0)
+    rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, (~kept).to(own))
+    return torch.where(kept, pattern, rescaled(rest, left).to(pattern))
+
+
 class Replacement(NamedTuple):
     """A head in one of several copies of a batch, and the ideal that replaces its pattern."""
 

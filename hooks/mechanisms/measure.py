@@ -22,13 +22,19 @@ from infoflow_lens.foundation.record import RunRecord, model_fingerprint
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.foundation.settings import Count, NonNegative, Seed, checked
 from infoflow_lens.hooks.mechanisms.damage import Damage, Metric, Read, Reference, metric_of
-from infoflow_lens.hooks.mechanisms.driver import Reading, example_of, layers_to_start, run_from
+from infoflow_lens.hooks.mechanisms.driver import (
+    Reading,
+    example_of,
+    layers_to_start,
+    mean_patterns,
+    run_from,
+)
 from infoflow_lens.hooks.mechanisms.estimate import estimated
 from infoflow_lens.hooks.mechanisms.ideals import IDEALS, Replacement, replaced
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.call import call, output_of
 from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs
-from infoflow_lens.hooks.model.points import check_finite, layer_count, pattern_hook
+from infoflow_lens.hooks.model.points import check_finite
 
 _ROOM = {"cpu": 2**25, "cuda": 2**28}  # numbers in the largest tensor of a pass
 _DRAWS, _MOST_DRAWS = 64, 8  # directions of an estimate: over all sequences, and for each
@@ -389,31 +395,14 @@ class _Run:
         return whole
 
     def _mean_patterns(self) -> list[Float[Tensor, "_head query key"]]:
-        """Mean patterns over the sequences that have the query; the metric sees the outputs."""
-        names = [pattern_hook(self.model, layer) for layer in range(layer_count(self.model))]
-        sums: dict[str, Tensor] = {}
-        n_real = torch.zeros(0)
-        done = 0
-        for batch in self.batches.batches(self.batch_size):
-            caught = call(self.model, batch, names, output=True)
-            check_finite(caught.output, "the output", done)
-            self.metric.see(caught.output, batch)
-            for name, pattern in caught.activations.items():
-                _, n_head, n_query, n_key = pattern.shape
-                real = pattern.new_ones(len(batch), n_query, dtype=torch.float64)
-                if batch.lengths is not None:
-                    real = batch.mask().to(real)
-                if name not in sums:
-                    missing = (self.batches.longest or 0) - batch.tokens.shape[1]
-                    size = (n_head, n_query + missing, n_key + missing)
-                    sums[name] = real.new_zeros(size)
-                    n_real = n_real if len(n_real) else real.new_zeros(size[1])
-                weighed = pattern.double() * real[:, None, :, None]
-                sums[name][:, :n_query, :n_key] += weighed.sum(dim=0)
-            n_real[:n_query] += real.sum(dim=0)
-            done += len(batch)
-            self.step(0, f"mean patterns: {done} of {self.n} sequences")
-        return [sums[name] / n_real[:, None].clamp(min=1) for name in names]
+        """Mean patterns; the metric sees the outputs."""
+
+        def see(output: Tensor, batch: Batch, done: int) -> None:
+            check_finite(output, "the output", done)
+            self.metric.see(output, batch)
+            self.step(0, f"mean patterns: {done + len(batch)} of {self.n} sequences")
+
+        return mean_patterns(self.model, self.batches, self.batch_size, see)[0]
 
     def _at_once(self) -> int:
         """How many sequences a pass may hold, by the size of its largest tensor."""

@@ -1,15 +1,16 @@
 """The next-token loss of a model whose inside is edited, sequence by sequence."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.hooks.mechanisms.damage import Read, places_of
 from infoflow_lens.hooks.model.call import call, output_of, without_user_hooks
 from infoflow_lens.hooks.model.inputs import Batch, Batches, example_input
 from infoflow_lens.hooks.model.points import (
@@ -20,7 +21,7 @@ from infoflow_lens.hooks.model.points import (
 )
 from infoflow_lens.hooks.result import Result
 
-Losses = Mapping[str, Float[Tensor, " sequence"]]
+Losses = Mapping[str, Float[Tensor, "*point sequence"]]
 Edit = Callable[[Batch, int], AbstractContextManager[object]]
 """The model edited for one batch, whose first sequence has that index, while the block lasts."""
 
@@ -72,14 +73,20 @@ class NextTokenLoss:
         batches: the sequences, which may be read several times.
         batch_size: sequences in a pass.
         last: how many predictions of each sequence count, the last ones; None for all.
+        read: the positions whose predictions count, in place of the last ones; None for all.
 
     Raises:
-        InfoFlowError: for a model over vectors or one that sees the tokens behind a query, or for
-            sequences without a next token.
+        InfoFlowError: for a model over vectors or one that sees the tokens behind a query, for
+            sequences without a next token, or positions that have none.
     """
 
     def __init__(
-        self, model: nn.Module, batches: Batches, batch_size: int, last: int | None = None
+        self,
+        model: nn.Module,
+        batches: Batches,
+        batch_size: int,
+        last: int | None = None,
+        read: Read | None = None,
     ) -> None:
         if reads_vectors(model):
             raise InfoFlowError(
@@ -91,13 +98,20 @@ class NextTokenLoss:
                 f"a sequence has {batches.shortest} token: expected at least 2, one to read and "
                 "one to predict; give longer ones"
             )
+        for position in read or ():
+            if not (-batches.shortest <= position < -1 or 0 <= position < batches.shortest - 1):
+                raise InfoFlowError(
+                    f"read has position {position}: expected one with a next token in every "
+                    f"sequence, {-batches.shortest} to -2 or 0 to {batches.shortest - 2}; use "
+                    "metric 'kl' for the last"
+                )
         _check_causal(model)
         self.model, self.batches = model, batches
-        self.batch_size, self.last = batch_size, last
+        self.batch_size, self.last, self.read = batch_size, last, read
 
     def counts(self) -> Int[Tensor, " sequence"]:
         """How many predictions of each sequence count."""
-        counted = [self._counted(b).sum(dim=1) for b in self.batches.batches(self.batch_size)]
+        counted = [self.states(b).sum(dim=1) for b in self.batches.batches(self.batch_size)]
         return torch.cat(counted)
 
     def sums(self, edit: Edit | None = None) -> Float[Tensor, " sequence"]:
@@ -108,26 +122,25 @@ class NextTokenLoss:
         """
         found, done = [], 0
         for batch in self.batches.batches(self.batch_size):
-            if edit is None:
-                logits = output_of(self.model, batch)
-            else:
-                with edit(batch, done):
-                    logits = output_of(self.model, batch)
-            found.append(self._lost(logits, batch, done))
+            found.append(self.of(batch, done, edit))
             done += len(batch)
         return torch.cat(found)
 
-    def _counted(self, batch: Batch) -> Tensor:
-        real = batch.mask()[:, 1:]
-        if self.last is None:
-            return real
-        left = real.flip(1).cumsum(dim=1).flip(1)  # predictions from here to the end
-        return real & (left <= self.last)
+    def of(self, batch: Batch, first: int, edit: Edit | None = None) -> Float[Tensor, " batch"]:
+        """The loss of each sequence of a batch, whose first has that index.
 
-    def _lost(
-        self, logits: Float[Tensor, "batch pos d_vocab"], batch: Batch, done: int
+        Raises:
+            InfoFlowError: for logits that are NaN or infinite.
+        """
+        with edit(batch, first) if edit is not None else nullcontext():
+            logits = output_of(self.model, batch)
+        check_finite(logits, "the logits", first)
+        return self.lost(logits, batch)
+
+    def lost(
+        self, logits: Float[Tensor, "batch pos d_vocab"], batch: Batch
     ) -> Float[Tensor, " batch"]:
-        check_finite(logits, "the logits", done)
+        """The loss of each sequence of a batch, from its logits."""
         following = batch.tokens[:, 1:].to(logits.device)
         lost = torch.stack(
             [  # one sequence at a time: a float32 copy of all logits may be large
@@ -135,7 +148,18 @@ class NextTokenLoss:
                 for row, token in zip(logits, following, strict=True)
             ]
         )
-        return (lost.double().cpu() * self._counted(batch)).sum(dim=1)
+        return (lost.double().cpu() * self.states(batch)[:, :-1]).sum(dim=1)
+
+    def states(self, batch: Batch) -> Bool[Tensor, "batch pos"]:
+        """The positions whose predictions count."""
+        real = batch.mask()
+        following = torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
+        if self.read is not None:
+            return torch.zeros_like(real).scatter_(1, places_of(self.read, batch), True)
+        if self.last is None:
+            return following
+        left = following.flip(1).cumsum(dim=1).flip(1)  # predictions from here to the end
+        return following & (left <= self.last)
 
 
 def _check_causal(model: nn.Module) -> None:

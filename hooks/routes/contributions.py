@@ -229,16 +229,32 @@ class Parts:
         rounding = tolerance(seen.activation(f"blocks.{layer}.hook_attn_out"))
         return ((gap <= rounding * (size + mean)) | ~real).all()
 
-    def importances(self, heads_apart: bool) -> Float[Tensor, "batch query key"]:
-        """The edges: importances summed over heads, the residual's on the diagonal."""
+    def proximities(
+        self, heads_apart: bool
+    ) -> tuple[Float[Tensor, "batch part query key"], Float[Tensor, "batch query"]]:
+        """Those of what every head (or all of them together) brings, and of what stood before."""
         whole = self.before + self.added()
-        edges = torch.stack(
+        near = torch.stack(
             [
                 _near(p, b, w, heads_apart)
                 for p, b, w in zip(self.pattern, self.brought, whole, strict=True)
             ]
         )
-        itself = _proximity(self.before, whole)
+        return near, _proximity(self.before, whole)
+
+    def shares(
+        self,
+    ) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch query"]]:
+        """Importances of every head's keys, and of what stood there before; they sum to 1."""
+        near, itself = self.proximities(heads_apart=True)
+        total = near.sum(dim=(1, 3)) + itself
+        scale = torch.where(total > 0, total, 1)
+        return near / scale[:, None, :, None], torch.where(total > 0, itself / scale, 1)
+
+    def importances(self, heads_apart: bool) -> Float[Tensor, "batch query key"]:
+        """The edges: importances summed over heads, the residual's on the diagonal."""
+        near, itself = self.proximities(heads_apart)
+        edges = near.sum(dim=1)
         edges.diagonal(dim1=1, dim2=2).add_(itself)
         total = edges.sum(dim=-1, keepdim=True)
         alone = torch.eye(edges.shape[-1], device=edges.device).expand_as(edges)
@@ -269,8 +285,8 @@ def _near(
     brought: Float[Tensor, "head key d_model"],
     whole: Float[Tensor, "query d_model"],
     heads_apart: bool,
-) -> Float[Tensor, "query key"]:
-    """The proximities of what one sequence's keys bring, summed over heads."""
+) -> Float[Tensor, "part query key"]:
+    """The proximities of what one sequence's keys bring, by head or with all heads together."""
     n_heads, n_query, n_key = pattern.shape
     found = []
     for queries in torch.arange(n_query).split(max(1, _ROOM // (n_key * whole.shape[-1]))):
@@ -280,7 +296,8 @@ def _near(
                 _proximity(weights[head, :, :, None] * brought[head], target)
                 for head in range(n_heads)
             )
-            found.append(torch.stack(tuple(each)).sum(dim=0))
+            found.append(torch.stack(tuple(each)))
         else:
-            found.append(_proximity(torch.einsum("hqk,hkm->qkm", weights, brought), target))
-    return torch.cat(found)
+            together = torch.einsum("hqk,hkm->qkm", weights, brought)
+            found.append(_proximity(together, target)[None])
+    return torch.cat(found, dim=1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from infoflow_lens.experiments.language_model.edge_budget import EdgeBudget
 from infoflow_lens.experiments.language_model.graded_sets import GradedSetsStudy
 from infoflow_lens.experiments.language_model.induction import Induction
 from infoflow_lens.experiments.language_model.reasons import Reasons
@@ -25,6 +26,7 @@ LANGUAGE_MODEL_STUDIES: Mapping[str, type[LanguageModelStudy]] = {
         Softness,
         Induction,
         Reasons,
+        EdgeBudget,
     )
 }
 

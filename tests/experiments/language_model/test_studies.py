@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 
 from infoflow_lens import InfoFlowError
+from infoflow_lens.experiments.language_model.edge_budget import GRADED, ONE, EdgeBudget
 from infoflow_lens.experiments.language_model.roles import Roles
 from infoflow_lens.experiments.language_model.softness import Softness
 from infoflow_lens.experiments.language_model.studies import LANGUAGE_MODEL_STUDIES
@@ -158,3 +159,31 @@ def test_learnt_retrieval_is_seen_and_not_with_a_tempered_untrained_head():
     assert study.verdict(softness_rows("fvu")).passed
     for control in ("fvu_first", "fvu_least", "fvu_control"):
         assert not study.verdict(softness_rows(control)).passed
+
+
+def edge_rows(needed=50, model="m", **times):
+    """What one state needs: the graded choice, and how many times that others need."""
+    around = {"chance": 90, "another window": 40, "rollout": 1.1, "gradient": 0.5} | times
+    rows = [(GRADED, 1), *around.items()]
+    return pd.DataFrame(
+        [
+            {**COMMON, "model": model, "seed": 0, "kind": "needed", "part": ONE, "method": name,
+             "needed": needed * n, "low": needed * n, "high": needed * n, "times": n,
+             "times_low": 0.8 * n, "times_high": 1.25 * n, "n_edges": 2000}
+            for name, n in rows
+        ]
+    )  # fmt: skip
+
+
+def test_few_edges_are_enough_and_not_with_the_numbers_of_the_controls():
+    study = EdgeBudget()
+    assert study.verdict(edge_rows()).passed
+    assert not study.verdict(edge_rows(needed=150)).passed  # too many
+    assert not study.verdict(edge_rows(chance=1.1)).passed
+    assert not study.verdict(edge_rows(**{"another window": 1.1})).passed
+    assert not study.verdict(edge_rows(rollout=0.7)).passed  # behind rollout
+    both = pd.concat([edge_rows(), edge_rows(rollout=0.7, model="m-s1")])
+    assert not study.verdict(both).passed
+    pilot = edge_rows(rollout=0.7, model="stdlib-2l")  # seen before the rule
+    assert study.verdict(pd.concat([edge_rows(), pilot])).passed
+    assert not study.verdict(pilot).passed

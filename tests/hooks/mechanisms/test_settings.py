@@ -9,6 +9,7 @@ import torch
 
 from infoflow_lens import (
     InfoFlowError,
+    measure_edge_budget,
     measure_mechanisms,
     measure_sufficiency,
     measure_top_k,
@@ -29,6 +30,8 @@ WRONG = {  # by the kind of option
     "shares": (0.5, "1", (), (0.5, 1.5), (0,), ("1",)),
     "function": (3, "print"),
     "metric": ("mse", 1, True),
+    "methods": ("product", ("flow",), (1,), True),
+    "budgets": (0.5, "1", (), (0,), (-0.5,), (0.5, 0.5), ("1",), (1.5,), (0.5, 2)),
 }
 RIGHT = {
     "count": np.int64(2),
@@ -36,9 +39,10 @@ RIGHT = {
     "integer": np.uint8(3),
     "number": np.float32(0.25),
     "positive": np.float32(0.25),
-    "positions": np.array([-1, 2]),
+    "positions": np.array([-2, 2]),
     "counts": np.arange(1, 3),
     "shares": np.array([0.5, 1.0]),
+    "budgets": np.array([0.25, 0.5]),
 }
 SHARED = {
     "column": "text",
@@ -54,6 +58,10 @@ OPTIONS = {
     },
     replace_greedily: {"budget": "number", "read": "positions"},
     measure_sufficiency: {"shares": "shares", "draws": "integer", **NEXT},
+    measure_edge_budget: {
+        "methods": "methods", "budgets": "budgets", "metric": "metric", "read": "positions",
+        "draws": "integer", "seed": "integer", "after": "function",
+    },
     measure_top_k: {
         "ks": "counts", "tolerance": "positive", "search": "flag", "control": "flag", **NEXT
     },
@@ -73,7 +81,9 @@ def mechanisms():
 
 
 def run(measure, mechanisms, **options):
-    others = (mechanisms,) if "mechanisms" in inspect.signature(measure).parameters else ()
+    parameters = inspect.signature(measure).parameters
+    others = (mechanisms,) if "mechanisms" in parameters else ()
+    others = (TOKENS,) if "calibration" in parameters else others
     needed = {"budget": 1.0} if measure is replace_greedily else {}
     return measure(MODEL, TOKENS, *others, **{**needed, "progress": False, **options})
 

@@ -1,0 +1,280 @@
+"""Which edges of attention matter? A score for every edge, by several methods.
+
+An edge (layer, head, query, key) is one weight of one pattern. A path leads from a token to a
+state: in each layer it goes by an edge from key to query, or stays by the residual connection.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.hooks.mechanisms.damage import Damage
+from infoflow_lens.hooks.mechanisms.estimate import differentiable, directions, gradients
+from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss
+from infoflow_lens.hooks.model.inputs import Batch, Batches
+from infoflow_lens.hooks.passes.run import run
+from infoflow_lens.hooks.passes.view import Needs, Pass
+from infoflow_lens.hooks.routes.contributions import Parts, factors_of, needs_of_parts
+from infoflow_lens.hooks.routes.paths import best_onwards, within_one
+from infoflow_lens.theory.graded import Path
+
+EdgeMethod = Literal[
+    "product",
+    "weakest",
+    "product x norm",
+    "rollout",
+    "contributions",
+    "attention weight",
+    "weight x norm",
+    "gradient",
+    "gradient x change",
+    "another window",
+    "chance",
+]
+EDGE_METHODS: tuple[EdgeMethod, ...] = get_args(EdgeMethod)
+CHANCE: EdgeMethod = "chance"
+_OF_PARTS = ("product x norm", "contributions", "weight x norm")
+_DRAWS = 8  # directions in which the divergence is differentiated
+
+Scores: TypeAlias = list[Float[Tensor, "batch head query key"]]  # one tensor a layer
+Open: TypeAlias = list[Bool[Tensor, "batch query key"]]
+
+
+def methods_of(model: nn.Module) -> tuple[EdgeMethod, ...]:
+    """The methods that a model can give: without those by values where they do not add up."""
+    try:
+        factors_of(model)
+    except InfoFlowError:
+        return tuple(method for method in EDGE_METHODS if method not in _OF_PARTS)
+    return EDGE_METHODS
+
+
+def open_edges(seen: Pass, states: Bool[Tensor, "batch pos"]) -> Open:
+    """The edges on paths to any of these states of the last layer."""
+    reached = states
+    found: Open = []
+    for layer in reversed(range(seen.n_layers)):
+        keys = seen.visible(layer).cpu() & reached[:, :, None]
+        reached = reached | keys.any(dim=1)
+        found.insert(0, keys)
+    return found
+
+
+def ranked(
+    scores: Scores, edges: Open, seeds: Sequence[int]
+) -> tuple[list[Int[Tensor, "batch head query key"]], Int[Tensor, " batch"]]:
+    """The place of each open edge in the order of falling scores, equal ones at random.
+
+    Args:
+        scores: of all edges.
+        edges: which are open.
+        seeds: of the order of equal scores, one for each sequence.
+
+    Returns:
+        The places from 0, -1 for edges that are not open; and the number of open edges.
+    """
+    places = [torch.full(score.shape, -1, dtype=torch.int32) for score in scores]
+    counts = []
+    for index, seed in enumerate(seeds):
+        masks = [e[index].expand(s.shape[1:]) for s, e in zip(scores, edges, strict=True)]
+        values = torch.cat([s[index][mask] for s, mask in zip(scores, masks, strict=True)])
+        generator = torch.Generator().manual_seed(seed)
+        shuffled = torch.randperm(len(values), generator=generator)
+        order = shuffled[values[shuffled].argsort(descending=True, stable=True)]
+        rank = torch.empty(len(values), dtype=torch.int32)
+        rank[order] = torch.arange(len(values), dtype=torch.int32)
+        sizes = [int(mask.sum()) for mask in masks]
+        for layer, (mask, part) in enumerate(zip(masks, rank.split(sizes), strict=True)):
+            places[layer][index][mask] = part
+        counts.append(len(values))
+    return places, torch.tensor(counts)
+
+
+@dataclass(frozen=True)
+class EdgeScores:
+    """Scores of the edges of some sequences, each method's when it is asked for.
+
+    Attributes:
+        model: a TransformerLens model, in evaluation mode.
+        batch: the sequences.
+        first: the index of the first of them.
+        states: which states of the last layer are read.
+        measure: what the edited model is measured by; gradients are of it.
+        means: for each layer the mean patterns.
+        others: the sequences of which "another window" takes one each, in turn.
+        methods: those that will be asked for.
+        seed: of the directions of gradients.
+    """
+
+    model: nn.Module
+    batch: Batch
+    first: int
+    states: Bool[Tensor, "batch pos"]
+    measure: "NextTokenLoss | Damage"
+    means: Sequence[Float[Tensor, "_head query key"]]
+    others: Batches
+    methods: Sequence[str]
+    seed: int
+
+    @cached_property
+    def seen(self) -> Pass:
+        """One pass as it is."""
+        needs = Needs.of(self.model, pattern=True, scores=True)
+        if set(_OF_PARTS) & set(self.methods):
+            needs |= needs_of_parts(self.model)
+        return run(self.model, self.batch, needs)
+
+    @cached_property
+    def edges(self) -> Open:
+        """The edges on paths to the states that are read."""
+        return open_edges(self.seen, self.states)
+
+    def of(self, method: EdgeMethod) -> Scores:
+        """The scores of all edges, at least 0; those of edges that are not open say nothing.
+
+        For the methods by paths a score is the sum over the states that are read of what the paths
+        to this state through the edge say:
+
+        - "product": the strength of the best of them, the product of its attention weights, a
+          residual connection counting 1. "weakest": its smallest weight. "product x norm": the
+          product of the lengths that edges move. These are the strengths of graded sets (see
+          :class:`~infoflow_lens.hooks.GradedSetsProbe`).
+        - "rollout": the sum over paths of products, as attention rollout has it: half of each step
+          is the residual connection, half the mean over heads.
+        - "contributions": the same with the importances of contribution routes.
+        - "attention weight", "weight x norm": of the edge alone, whatever lies above.
+        - "gradient": the size of gradient x weight, of the loss; for the divergence, whose gradient
+          is 0, the root of its second-order form (see `estimate`). It sees what is measured.
+          "gradient x change": with the change of the weight to its mean in place of the weight.
+        - "another window": "product" in another sequence, which knows positions alone.
+        - "chance": all alike.
+        """
+        patterns = self._patterns
+        if method == "chance":
+            return [torch.zeros_like(pattern) for pattern in patterns]
+        if method == "attention weight":
+            return patterns
+        if method in ("product", "weakest"):
+            return by_best_path([within_one(p) for p in patterns], self.states, method)
+        if method == "weight x norm":
+            return self._norms()
+        if method == "product x norm":
+            return by_best_path(self._norms(), self.states, "product")
+        if method == "rollout":
+            shares = [p / p.shape[1] for p in patterns]
+            totals = [1 + share.sum(dim=(1, 3)) for share in shares]
+            own = [1 / total for total in totals]
+            parts = [s / t[:, None, :, None] for s, t in zip(shares, totals, strict=True)]
+            return by_sum(parts, own, self.states)
+        if method == "contributions":
+            found = [part.shares() for part in self._parts()]
+            return by_sum([p.cpu() for p, _ in found], [o.cpu() for _, o in found], self.states)
+        if method == "another window":
+            return self._of_others()
+        return self._by_gradient(change=method == "gradient x change")
+
+    @cached_property
+    def _patterns(self) -> Scores:
+        return [self.seen.pattern(i).float().cpu() for i in range(self.seen.n_layers)]
+
+    def _parts(self) -> list[Parts]:
+        factors = factors_of(self.model)
+        return [Parts.of(self.seen, layer, factor) for layer, factor in enumerate(factors)]
+
+    def _norms(self) -> Scores:
+        return [part.strengths().cpu() for part in self._parts()]
+
+    def _of_others(self) -> Scores:
+        found = [torch.zeros_like(pattern) for pattern in self._patterns]
+        sequences = self.others.sequences()
+        n_pos = self.batch.tokens.shape[1]
+        for index in range(len(self.batch)):
+            other = sequences[(self.first + index) % len(sequences)][None, :n_pos]
+            seen = run(self.model, other, Needs.of(self.model, pattern=True))
+            patterns = [seen.pattern(i).float().cpu() for i in range(seen.n_layers)]
+            length = other.shape[1]
+            states = self.states[index : index + 1, :length]
+            scores = by_best_path([within_one(p) for p in patterns], states, "product")
+            for layer, part in enumerate(scores):
+                found[layer][index, :, :length, :length] = part[0]
+        return found
+
+    def _by_gradient(self, change: bool) -> Scores:
+        moves = self._patterns
+        if change:
+            n_pos = moves[0].shape[-1]
+            means = [mean[:, :n_pos, :n_pos].float().cpu() for mean in self.means]
+            moves = [p - mean for p, mean in zip(moves, means, strict=True)]
+        layers = range(len(moves))
+        with differentiable(self.model, self.batch, layers) as (output, leaves):
+            if isinstance(self.measure, NextTokenLoss):
+                total = self.measure.lost(output, self.batch).sum()
+                return [_size(g, m) for g, m in zip(gradients(total, leaves), moves, strict=True)]
+            rows = self.measure.rows(output, self.batch)
+            seeds = [
+                derived_seed("edges", self.seed, self.first + i) for i in range(len(self.batch))
+            ]
+            squares = [torch.zeros_like(move) for move in moves]
+            for towards in directions(rows.detach(), self.measure, self.batch, _DRAWS, seeds):
+                found = gradients(rows, leaves, towards)
+                for square, gradient, move in zip(squares, found, moves, strict=True):
+                    square += _size(gradient, move).square()
+            return [(square / _DRAWS).sqrt() for square in squares]
+
+
+def _size(gradient: Tensor | None, move: Tensor) -> Tensor:
+    """The size of gradient x move, which has the shape of a pattern without padding behind."""
+    if gradient is None:
+        return torch.zeros_like(move)
+    n_query, n_key = move.shape[-2:]
+    return (gradient[..., :n_query, :n_key].float().cpu() * move).abs()
+
+
+def by_sum(
+    parts: Scores, own: Sequence[Float[Tensor, "batch query"]], states: Bool[Tensor, "batch pos"]
+) -> Scores:
+    """The sum over the paths through each edge to the states of the products of their shares.
+
+    Args:
+        parts: the shares of the edges; with `own` those into a state sum to 1, so all paths from
+            below to an edge's key sum to 1, too.
+        own: the shares of the residual connections.
+        states: those of the last layer that are read.
+    """
+    above = states.float()  # all paths from each state up to those that are read
+    found: Scores = []
+    for part, stays in zip(reversed(parts), reversed(own), strict=True):
+        found.insert(0, part * above[:, None, :, None])
+        above = found[0].sum(dim=(1, 2)) + stays * above
+    return found
+
+
+def by_best_path(strengths: Scores, states: Bool[Tensor, "batch pos"], path: Path) -> Scores:
+    """How strong the best path through each edge to each state is, summed over the states.
+
+    A residual connection weakens nothing, so the best path from below to an edge's key is that.
+
+    Args:
+        strengths: of the edges, from 0, no edge, to 1, one that weakens nothing.
+        states: those of the last layer that are read.
+        path: whether a path is as strong as the product of its edges, or as the weakest of them.
+    """
+    place = torch.where(states, torch.arange(states.shape[1]), -1)
+    strongest = torch.stack([part.amax(dim=1) for part in strengths])
+    found: Scores = []
+    for part, onwards in zip(strengths, best_onwards(strongest, place, path), strict=True):
+        if path == "product":
+            found.append(part * onwards.sum(dim=1)[:, None, :, None])
+            continue
+        weakest = torch.zeros_like(part)
+        for to_state in onwards.unbind(dim=1):
+            weakest += torch.minimum(part, to_state[:, None, :, None])
+        found.append(weakest)
+    return found
