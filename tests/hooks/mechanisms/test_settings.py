@@ -26,6 +26,8 @@ WRONG = {  # by the kind of option
     "text": (3, True),
     "positions": (-1, "1", (True,), (), (1.5,), (0, 0), (99,)),
     "counts": (0, "1", (True,), (), (0, 1), (2, 2), (1.5,)),
+    "keys": (0, "1", (True,), (0, 1), (2, 2), (1.5,)),
+    "ideals": ("global", (), ("hard",), ("global", "global"), 3),
     "shares": (0.5, "1", (), (0.5, 1.5), (0,), ("1",)),
     "function": (3, "print"),
     "metric": ("mse", 1, True),
@@ -38,6 +40,7 @@ RIGHT = {
     "positive": np.float32(0.25),
     "positions": np.array([-1, 2]),
     "counts": np.arange(1, 3),
+    "keys": np.arange(1, 3),
     "shares": np.array([0.5, 1.0]),
 }
 SHARED = {
@@ -50,10 +53,10 @@ NEXT = {"last": "count or None", "seed": "integer", "after": "function"}
 OPTIONS = {
     measure_mechanisms: {
         "metric": "metric", "read": "positions", "threshold": "number", "k": "count",
-        "exact": "flag", "seed": "integer", "after_batch": "function",
+        "exact": "flag", "held_out": "flag", "seed": "integer", "after_batch": "function",
     },
-    replace_greedily: {"budget": "number", "read": "positions"},
-    measure_sufficiency: {"shares": "shares", "draws": "integer", **NEXT},
+    replace_greedily: {"budget": "number", "read": "positions", "ideals": "ideals"},
+    measure_sufficiency: {"shares": "shares", "draws": "integer", "ks": "keys", **NEXT},
     measure_top_k: {
         "ks": "counts", "tolerance": "positive", "search": "flag", "control": "flag", **NEXT
     },
@@ -99,5 +102,6 @@ def test_no_option_is_left_out():
             for name, parameter in inspect.signature(measure).parameters.items()
             if parameter.kind is parameter.KEYWORD_ONLY
         }
-        assert keywords - {"attention_mask", "resume"} == {*SHARED, *own}
+        given = {"attention_mask", "resume", "calibration", "others"}
+        assert keywords - given == {*SHARED, *own}
         assert get_type_hints(measure)
