@@ -203,7 +203,9 @@ class Sufficiency(LanguageModelStudy):
             left.set_ylabel(f"{model}\nexcess loss (nats a token)")
             ladder = last[(last["model"] == model) & (last["kind"] == "windows")]
             for measure, colour, by in ((_SAME, "#444444", 0.97), (_OTHERS, "#d55e00", 1.03)):
-                some = ladder[ladder["measure"] == measure]
+                some = ladder[ladder["measure"] == measure] if len(ladder) else ladder
+                if some.empty:
+                    continue
                 spread = (some["share"] - some["share_low"], some["share_high"] - some["share"])
                 right.errorbar(some["n_windows"] * by, some["share"], spread, fmt="o", ms=3,
                                color=colour, label=measure)  # fmt: skip
@@ -214,7 +216,8 @@ class Sufficiency(LanguageModelStudy):
             right.set_ylabel("share of mean ablation")
             right.set_visible(len(ladder) > 0)
         by_model[0][1][0].legend(frameon=False, fontsize="x-small")
-        by_model[0][1][1].legend(frameon=False, fontsize="small")
+        if by_model[0][1][1].get_visible():
+            by_model[0][1][1].legend(frameon=False, fontsize="small")
         return figure
 
     def verdict(self, results: "pd.DataFrame") -> Verdict:
