@@ -14,6 +14,7 @@ the model is sure, F sees little of a change that overturns the choice: so p is 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -35,6 +36,23 @@ from infoflow_lens.hooks.model.inputs import Batch
 _TEMPERATURE = 1.5
 
 
+class Estimate(NamedTuple):
+    """What an estimate gives.
+
+    Attributes:
+        lost: by each sequence, direction and (layer, head, ideal).
+        slopes: for every layer the derivative, by a head's mean pattern, of what all sequences lose
+            with it, the mean over directions; and the same with every second sequence and direction
+            negative, of which the size is that of the noise in the first.
+    """
+
+    lost: Float[Tensor, "batch draw replacement"]
+    slopes: list[Float[Tensor, "two _head query key"]]
+
+
+_MEAN = IDEALS.index("specific_position")
+
+
 def estimated(
     model: nn.Module,
     batch: Batch,
@@ -43,7 +61,8 @@ def estimated(
     k: int,
     draws: int,
     seeds: Sequence[int],
-) -> Float[Tensor, "batch draw replacement"]:
+    n_mean: Float[Tensor, " query"] | None = None,
+) -> Estimate:
     """What each sequence loses by each (layer, head, ideal), by one direction each.
 
     Args:
@@ -54,6 +73,7 @@ def estimated(
         k: for "top_k".
         draws: directions, one backward pass each.
         seeds: of the directions, one for each sequence.
+        n_mean: see :func:`ideal_pattern`.
 
     Returns:
         The expected value over directions is the loss to second order; NaN where the model has no
@@ -63,18 +83,41 @@ def estimated(
 
     def look(layer: int, seeing: SeenKeys, pattern: Tensor) -> None:
         visible = seeing.visible(pattern)
-        made = [ideal_pattern(pattern, visible, i, mean_patterns[layer], k) for i in IDEALS]
+        mean = mean_patterns[layer]
+        made = [ideal_pattern(pattern, visible, i, mean, k, n_mean) for i in IDEALS]
         changes[layer] = torch.stack(made, dim=2).sub_(pattern[:, :, None])
 
     layers = range(len(mean_patterns))
+    half = 1.0 if metric.name == "nmse" else 0.5
+    products: list[Tensor] = []
     with differentiable(model, batch, layers, look) as (output, leaves):
         rows = metric.rows(output, batch)
-        products = []
+        slopes = [mean.new_zeros(2, *mean.shape, dtype=torch.float64) for mean in mean_patterns]
         for direction in directions(rows.detach(), metric, batch, draws, seeds):
             found = gradients(rows, leaves, direction)
-            products.append(torch.cat([_product(found[i], changes[i]) for i in layers], dim=1))
-    half = 1.0 if metric.name == "nmse" else 0.5
-    return half * torch.stack(products, dim=1).double().cpu().square()  # the one wait
+            each = [_product(found[i], changes[i]) for i in layers]
+            for slope, gradient, product in zip(slopes, found, each, strict=True):
+                weight = product[:, _MEAN :: len(IDEALS)] * (2 * half / draws)
+                _add_slope(slope, gradient, weight, first=len(products))
+            products.append(torch.cat(each, dim=1))
+    damages = half * torch.stack(products, dim=1).double().cpu().square()  # the one wait
+    return Estimate(damages, slopes)
+
+
+def _add_slope(
+    slope: Float[Tensor, "two head query key"],
+    gradient: Float[Tensor, "batch head _query _key"] | None,
+    weight: Float[Tensor, "batch head"],
+    first: int,
+) -> None:
+    """Add what a direction gives; NaN without a gradient."""
+    if gradient is None:
+        slope.fill_(torch.nan)
+        return
+    signs = 1 - 2 * ((torch.arange(len(weight), device=weight.device) + first) % 2)
+    weights = torch.stack([weight, weight * signs[:, None]])
+    added = torch.einsum("sbh,bhqk->shqk", weights.to(gradient), gradient)
+    slope[:, :, : added.shape[2], : added.shape[3]] += added
 
 
 @contextmanager

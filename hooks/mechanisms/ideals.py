@@ -33,6 +33,7 @@ def ideal_pattern(
     ideal: Ideal,
     mean: Float[Tensor, "*head longest longest"] | None = None,
     k: int = 4,
+    n_mean: Float[Tensor, " longest"] | None = None,
 ) -> Float[Tensor, "*batch query key"]:
     """A pattern, idealised; every row keeps its sum (1 for a softmax without sinks).
 
@@ -45,6 +46,9 @@ def ideal_pattern(
             are, rescaled, with all keys that equal the k-th.
         mean: the mean pattern, for "specific_position".
         k: for "top_k".
+        n_mean: for each query, of how many sequences `mean` is, where this one is among them: it is
+            left out. A query that no other sequence has looks evenly at all visible keys. None
+            where `mean` is taken as it is.
 
     Raises:
         InfoFlowError: for sequences longer than those of the mean pattern.
@@ -57,18 +61,39 @@ def ideal_pattern(
                 f"the mean patterns are of at most {mean.shape[-2]} positions, this sequence has "
                 f"{n_query}: expected sequences no longer than those that were measured"
             )
-        return mean[..., :n_query, :n_key].to(pattern) * visible
+        mean = mean[..., :n_query, :n_key]
+        if n_mean is not None:
+            mean = _of_others(mean, n_mean[:n_query, None], pattern, visible)
+        return mean.to(pattern) * visible
     total = pattern.sum(dim=-1, keepdim=True)
     if ideal == "own_position":
         own = torch.eye(n_query, n_key, dtype=pattern.dtype, device=pattern.device)
         return own * visible * total
     if ideal == "global":
-        return visible / visible.sum(dim=-1, keepdim=True).clamp(min=1) * total
+        return _evenly(visible, total)
     if ideal == "max_position":
         largest = pattern.argmax(dim=-1, keepdim=True)
         return torch.zeros_like(pattern).scatter_(-1, largest, total)
     least = pattern.topk(min(k, n_key), dim=-1).values[..., -1:]
     return rescaled(pattern * (pattern >= least), total)
+
+
+def _evenly(
+    visible: Bool[Tensor, "*batch query key"], total: Float[Tensor, "*batch query one"]
+) -> Float[Tensor, "*batch query key"]:
+    return visible / visible.sum(dim=-1, keepdim=True).clamp(min=1) * total
+
+
+def _of_others(
+    mean: Float[Tensor, "*batch query key"],
+    n: Float[Tensor, "query one"],
+    pattern: Float[Tensor, "*batch query key"],
+    visible: Bool[Tensor, "*batch query key"],
+) -> Float[Tensor, "*batch query key"]:
+    """A mean pattern without the one of these patterns that is in it."""
+    n = n.to(pattern.device, torch.promote_types(pattern.dtype, torch.float32))
+    others = ((mean.to(n) * n - pattern) / (n - 1).clamp(min=1)).clamp(min=0)
+    return torch.where(n > 1, others, _evenly(visible, pattern.sum(dim=-1, keepdim=True)))
 
 
 def rescaled(
@@ -123,6 +148,7 @@ def replaced(
     mean_patterns: Sequence[Float[Tensor, "_head query key"]] | None,
     k: int,
     n_copies: int = 1,
+    n_mean: Float[Tensor, " query"] | None = None,
 ) -> Iterator[None]:
     """The model with these replacements, while the block lasts.
 
@@ -132,6 +158,8 @@ def replaced(
         mean_patterns: for "specific_position".
         k: for "top_k".
         n_copies: of how many equal parts each batch is made.
+        n_mean: see :func:`ideal_pattern`; only for one replacement a copy, since a head above
+            another that is replaced has not the pattern that is in the mean.
     """
     groups: dict[int, dict[Ideal, list[Replacement]]] = {}
     for one in replacements:
@@ -146,7 +174,8 @@ def replaced(
             heads = [one.head for one in some]
             place = ([one.copy for one in some], slice(None), heads)
             mean = None if mean_patterns is None else mean_patterns[layer][heads, None]
-            edited[place] = ideal_pattern(own[place], visible[place], ideal, mean, k).to(own)
+            made = ideal_pattern(own[place], visible[place], ideal, mean, k, n_mean)
+            edited[place] = made.to(own)
         return edited.flatten(0, 1)
 
     with catching(model, (), edits_of_patterns(model, groups, replace)):

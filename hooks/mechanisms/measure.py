@@ -6,7 +6,7 @@ mechanism is all that the head needs on these inputs.
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from math import pi
@@ -34,7 +34,7 @@ from infoflow_lens.hooks.mechanisms.ideals import IDEALS, Replacement, replaced
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.call import call, output_of
 from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs
-from infoflow_lens.hooks.model.points import check_finite
+from infoflow_lens.hooks.model.points import check_finite, layer_count, pattern_hook
 
 _ROOM = {"cpu": 2**25, "cuda": 2**28}  # numbers in the largest tensor of a pass
 _DRAWS, _MOST_DRAWS = 64, 8  # directions of an estimate: over all sequences, and for each
@@ -44,6 +44,7 @@ _STANDARD_ERRORS = 4.0  # between a mean over some sequences and the threshold
 _DOUBT = 2.0  # times the estimate, that an early "enough" needs to be within the threshold
 _FAR = 10.0  # times the threshold: where an estimate alone excludes an ideal
 _N_IDEALS = len(IDEALS)
+_MEAN = IDEALS.index("specific_position")
 
 
 @dataclass
@@ -52,10 +53,14 @@ class MechanismsProgress:
 
     Attributes:
         settings: what the run was asked for, with the fingerprint of the model.
-        mean_patterns: for every layer the mean patterns over all inputs.
+        mean_patterns: for every layer the mean patterns, over the calibration or all inputs.
+        n_mean: for each query, over how many sequences.
         seen: what the scale of the damage is made of.
         n_estimated: sequences whose damages are estimated.
         estimates: the estimated loss of every (layer, head, ideal), summed over these sequences.
+        slopes: for every layer the derivative of the estimates by the mean patterns, and its noise.
+        calibration: the standard error of the estimates of mean patterns, from the choice of the
+            sequences over which these are; empty until it is known.
         asked: the replacements that are measured now.
         n_done: sequences on which they are.
         closed: the replacements whose measurement is finished.
@@ -65,9 +70,12 @@ class MechanismsProgress:
 
     settings: dict[str, Any]
     mean_patterns: list[Float[Tensor, "_head query key"]]
+    n_mean: Float[Tensor, " query"]
     seen: dict[str, Any]
     n_estimated: int
     estimates: Float[Tensor, " replacement"]
+    slopes: list[Float[Tensor, "two _head query key"]]
+    calibration: Float[Tensor, " head"]
     asked: Bool[Tensor, " replacement"]
     n_done: int
     closed: Bool[Tensor, " replacement"]
@@ -82,6 +90,8 @@ def measure_mechanisms(
     model: nn.Module,
     inputs: Inputs,
     *,
+    calibration: Inputs | None = None,
+    held_out: bool = True,
     metric: Metric | None = None,
     read: Read | None = None,
     threshold: NonNegative = 0.05,
@@ -100,21 +110,30 @@ def measure_mechanisms(
 
     First the damage of all heads and ideals is estimated, to second order, from a few backward
     passes (:func:`~infoflow_lens.hooks.mechanisms.estimate.estimated`). The estimate alone only
-    excludes ideals, those whose damage it puts far above the threshold. Of the others each head's
-    pattern is replaced by one after another, cheapest first, until one is enough, on as many
-    sequences as the decision needs: every label rests on a replacement. docs/measures.md has the
-    rule. Where a pass can start at a layer a replacement runs only the layers from its own on. The
-    model is left as it was found.
+    excludes ideals, those whose damage it puts far above the threshold. By each of the others the
+    head's pattern is replaced, on as many sequences as it takes to decide whether it is enough: all
+    that are enough are told, and each rests on a replacement. docs/measures.md has the rule. Where
+    a pass can start at a layer a replacement runs only the layers from its own on. The model is
+    left as it was found.
+
+    No sequence is judged by a mean pattern that it is in: damage measured so favours "specific
+    position", the more the fewer sequences there are.
 
     Args:
         model: any TransformerLens model in which an edited pattern reaches the output.
-        inputs: sequences, in any of the forms that `run_probes` reads.
+        inputs: sequences that are judged, in any of the forms that `run_probes` reads.
+        calibration: other sequences, over which the mean patterns are, none shorter than the
+            longest of `inputs`; default, `inputs` themselves, of which each is then judged by the
+            mean pattern of all others.
+        held_out: without a calibration: leave the sequence out. False gives the numbers of
+            versions before 0.3.
         metric: "nmse", "kl" or "loss"; default "nmse" for vector outputs and "kl" for logits.
         read: the positions of the logits that count, such as (-1,), the last of each sequence; None
             for all. Vector models have one output.
         threshold: the damage up to which an ideal is enough.
         k: for "top_k".
-        exact: measure all ideals of all heads on all sequences, and estimate nothing.
+        exact: measure all ideals of all heads on all sequences; the estimate then serves the error
+            from the calibration alone.
         seed: of the estimate, and of the order in which sequences are taken.
         attention_mask, column, max_length: as for `run_probes`.
         batch_size: sequences in a pass; several replacements of some of them may run together.
@@ -123,11 +142,20 @@ def measure_mechanisms(
         progress: show a bar.
 
     Raises:
-        InfoFlowError: for bad inputs or settings, a model whose patterns cannot be replaced, or
-            progress of other settings or another model.
+        InfoFlowError: for bad inputs or settings, a calibration that is shorter than the inputs, a
+            model whose patterns cannot be replaced, or progress of other settings or another model.
     """
     reading = Reading(attention_mask, column, max_length, batch_size, progress)
     batches = reading.batches(model, inputs)
+    others = None
+    if calibration is not None:
+        others = replace(reading, attention_mask=None).batches(model, calibration)
+        if (others.longest or 0) < (batches.longest or 0):
+            raise InfoFlowError(
+                f"calibration has at most {others.longest} positions, the inputs have "
+                f"{batches.longest}: expected one that is as long, so that there are mean patterns "
+                "for every position; give longer ones, or cut the inputs by max_length"
+            )
     damage = metric_of(model, metric, read, batches)
     settings = {
         "metric": damage.name,
@@ -137,6 +165,8 @@ def measure_mechanisms(
         "exact": exact,
         "seed": seed,
         "n_sequences": batches.n_sequences,
+        "held_out": held_out or others is not None,
+        "n_calibration": None if others is None else others.n_sequences,
     }
     fingerprint = model_fingerprint(model)
     known = {**settings, "model": fingerprint}
@@ -146,10 +176,9 @@ def measure_mechanisms(
             f"{known}"
         )
     with reading.measuring(model, batches, "replacing", None) as step:
-        run = _Run(model, batches, damage, known, batch_size, after_batch, step)
+        run = _Run(model, batches, others, damage, known, batch_size, after_batch, step)
         run.begin(resume)
-        if not exact:
-            run.estimate()
+        run.estimate()
         run.replace()
     at = run.at
     counts = [len(mean) for mean in at.mean_patterns]
@@ -180,6 +209,7 @@ class _Run:
         self,
         model: nn.Module,
         batches: Batches,
+        others: Batches | None,
         metric: Damage,
         settings: dict[str, Any],
         batch_size: int,
@@ -187,6 +217,8 @@ class _Run:
         step: Advance,
     ) -> None:
         self.model, self.batches, self.metric = model, batches, metric
+        self.calibration = batches if others is None else others
+        self.leaves_out = others is None and settings["held_out"]
         self.settings, self.batch_size = settings, batch_size
         self.after_batch, self.step = after_batch, step
         self.n = int(batches.n_sequences or 0)
@@ -199,10 +231,11 @@ class _Run:
             self.at = deepcopy(resume)
             self.metric.load_state(self.at.seen)
         else:
-            means = self._mean_patterns()
+            means, n_mean = self._mean_patterns()
             zeros = torch.zeros(sum(map(len, means)) * _N_IDEALS, dtype=torch.float64)
+            slopes = [mean.new_zeros(2, *mean.shape) for mean in means]
             self.at = MechanismsProgress(
-                self.settings, means, self.metric.state(), 0, zeros,
+                self.settings, means, n_mean, self.metric.state(), 0, zeros, slopes, zeros[:0],
                 zeros > 0, 0, zeros > 0, zeros.long(), zeros.long(), zeros.clone(), zeros.clone(),
             )  # fmt: skip
         self.per_row = self.metric.per_row()
@@ -217,27 +250,58 @@ class _Run:
     # Estimated
 
     def estimate(self) -> None:
-        """The damage of everything, to second order."""
+        """The damage of everything, to second order, and what the calibration adds to errors."""
         draws = max(1, min(_MOST_DRAWS, -(-_DRAWS // self.n)))
         at = self.at
-        if at.n_estimated == self.n:
-            return
         size = min(self.batch_size, self._at_once())
         for batch in self.batches.batches(size, skip=at.n_estimated):
             seeds = [
                 derived_seed(self.settings["seed"], at.n_estimated + i) for i in range(len(batch))
             ]
             found = estimated(
-                self.model, batch, self.metric, at.mean_patterns, self.k, draws, seeds
+                self.model, batch, self.metric, at.mean_patterns, self.k, draws, seeds, self.n_mean
             )
-            at.estimates = at.estimates + found.mean(dim=1).sum(dim=0)
+            at.estimates = at.estimates + found.lost.mean(dim=1).sum(dim=0)
+            signs = torch.tensor([1, 1 - 2 * (at.n_estimated % 2)]).view(2, 1, 1, 1)
+            pairs = zip(at.slopes, found.slopes, strict=True)
+            at.slopes = [a + b.to(a) * signs.to(a) for a, b in pairs]
             at.n_estimated += len(batch)
             self._report(f"estimated {at.n_estimated} of {self.n} sequences")
+        if not len(at.calibration):
+            at.calibration = self._calibration_errors()
+
+    @property
+    def n_mean(self) -> Float[Tensor, " query"] | None:
+        """Over how many sequences mean patterns are, where one is left out of them."""
+        return self.at.n_mean if self.leaves_out else None
+
+    def _calibration_errors(self) -> Float[Tensor, " head"]:
+        """One standard error of estimates, as the calibration might have been another one.
+
+        To first order: a sequence moves the mean pattern, and that the estimate by its slope. What
+        the noise of the slope adds to the square of that is taken off.
+        """
+        names = [pattern_hook(self.model, layer) for layer in range(layer_count(self.model))]
+        means = self.at.mean_patterns
+        per_query = self.at.n_mean.clamp(min=1)[:, None]
+        slopes = [slope / per_query for slope in self.at.slopes]
+        squares = torch.zeros(sum(map(len, means)), dtype=torch.float64)
+        for batch in self.calibration.batches(self.batch_size):
+            caught = call(self.model, batch, names).activations
+            moved = []
+            for name, mean, slope in zip(names, means, slopes, strict=True):
+                pattern = caught[name].double()
+                real, (n_query, n_key) = _real_queries(batch, pattern), pattern.shape[-2:]
+                apart = (pattern - mean[:, :n_query, :n_key]) * real[:, None, :, None]
+                slope = slope[..., :n_query, :n_key]
+                moved.append(torch.einsum("bhqk,shqk->sbh", apart, slope))
+            found, noise = torch.cat(moved, dim=2).square().sum(dim=1).cpu()
+            squares += found - noise
+        n = self.calibration.n_sequences or 1
+        return (squares.clamp(min=0) * n / max(n - 1, 1)).sqrt()
 
     def estimated(self) -> Float[Tensor, " replacement"]:
         """Estimated damages; NaN where there are none."""
-        if self.settings["exact"]:
-            return torch.full_like(self.at.estimates, torch.nan)
         damage = self.at.estimates / (self.per_row * self.metric.n_rows)
         # the loss of the token that comes rises where its linear part is negative, and that has the
         # variance 2 KL and, under the model, the mean 0: the mean of the positive part of a normal
@@ -246,7 +310,7 @@ class _Run:
     # Replaced
 
     def replace(self) -> None:
-        """Measure until every head's label is decided, or everything if that is asked for."""
+        """Measure until every ideal of every head is decided, or everything on all sequences."""
         while True:
             if self.at.n_done == 0:
                 self.at.asked = self._open()
@@ -256,7 +320,7 @@ class _Run:
             self.at.n_done = 0
 
     def _open(self) -> Bool[Tensor, " replacement"]:
-        """What to measure next: of all heads that still need it the same, cheapest ideal."""
+        """What to measure next: the same ideal of all heads for which it is open."""
         open_ = ~self.at.closed
         if self.settings["exact"]:
             return open_
@@ -264,10 +328,7 @@ class _Run:
         # a head is called soft only after its likeliest ideal was tried
         likeliest = estimate.nan_to_num(nan=torch.inf).argmin(dim=1, keepdim=True)
         likeliest = likeliest == torch.arange(_N_IDEALS)
-        excluded = (estimate > self._far()) & ~likeliest
-        enough = (self.at.closed & (self.damages() <= self.threshold)).view(-1, _N_IDEALS)
-        decided = enough.long().cumsum(dim=1) > 0
-        open_ &= ~(excluded | decided).flatten()
+        open_ &= ~((estimate > self._far()) & ~likeliest).flatten()
         if not bool(open_.any()):
             return open_
         return open_ & (self.ideal == self.ideal[open_].min())
@@ -322,17 +383,20 @@ class _Run:
             stop *= 2
         yield self.n
 
-    def _relative_error(self) -> Float[Tensor, " replacement"]:
-        """One standard error of a mean over some of the sequences, relative to it.
+    def _relative_variance(self, least: float) -> Float[Tensor, " replacement"]:
+        """That of the mean over the measured sequences, over its square.
 
-        The deviation between sequences, over their mean, counts as at least 1.
+        The deviation between sequences, over their mean, counts as at least the root of `least`.
         """
         n = self.at.n.double().clamp(min=1)
-        variance = (n * self.at.squares / self.at.sums.square().clamp(min=1e-300) - 1).clamp(min=1)
-        return (variance * n / (n - 1).clamp(min=1) * (1 - n / self.n).clamp(min=0) / n).sqrt()
+        variance = n * self.at.squares / self.at.sums.square().clamp(min=1e-300) - 1
+        return variance.clamp(min=least) / (n - 1).clamp(min=1)
 
     def _is_decided(self) -> Bool[Tensor, " replacement"]:
-        mean, margin = self.damages(), 1 + _STANDARD_ERRORS * self._relative_error()
+        # of these sequences: nothing is open once all are measured
+        left = 1 - self.at.n.double() / self.n
+        error = (self._relative_variance(least=1.0) * left).sqrt()
+        mean, margin = self.damages(), 1 + _STANDARD_ERRORS * error
         enough = (mean * margin <= self.threshold) & (self.estimated() <= self.threshold / _DOUBT)
         # what is lost so far is more than all may lose
         certain = self.at.sums > self.threshold * self.per_row * self.metric.n_rows
@@ -344,13 +408,20 @@ class _Run:
         return torch.where(self.at.n > 0, measured, self.estimated())
 
     def errors(self) -> Float[Tensor, " replacement"]:
-        """One standard error of each damage."""
+        """One standard error of each damage, over sequences and over the calibration."""
         damage, estimate, known = self.damages(), self.estimated(), self.at.n > 0
         floor = max(self.threshold / 1000, 1e-30)
         missed = (damage.clamp(min=floor) / estimate.clamp(min=floor)).log()[known]
         missed = missed[missed.isfinite()]
         factor = missed.square().mean().sqrt().exp() if len(missed) else torch.tensor(_FAR)
-        return torch.where(known, damage * self._relative_error(), estimate * (factor - 1))
+        of_estimate = self.at.estimates.view(-1, _N_IDEALS)[:, _MEAN].clamp(min=1e-300)
+        share = self.at.calibration / of_estimate
+        if self.metric.name == "loss":
+            share = share / 2  # its estimate is a root
+        variance = self._relative_variance(least=0.0).masked_fill(self.at.n < 2, torch.nan)
+        variance.view(-1, _N_IDEALS)[:, _MEAN] += share.square()
+        variance = variance.masked_fill(damage == 0, 0)
+        return torch.where(known, damage * variance.sqrt(), estimate * (factor - 1))
 
     def _lost(self, batch: Batch, open_: list[int]) -> Float[Tensor, "replacement batch"]:
         """What each sequence of a batch loses by some replacements, each alone."""
@@ -362,7 +433,8 @@ class _Run:
             for start in range(0, len(indices), n_copies):
                 some = indices[start : start + n_copies]
                 copies = [self.replacements[i]._replace(copy=n) for n, i in enumerate(some)]
-                with replaced(self.model, copies, self.at.mean_patterns, self.k, len(some)):
+                means = self.at.mean_patterns
+                with replaced(self.model, copies, means, self.k, len(some), self.n_mean):
                     changed = self._run_copies(batch, entering, layer, len(some))
                 lost.append(self.metric.lost(before, changed, batch))
         return torch.cat(lost)
@@ -394,15 +466,23 @@ class _Run:
         whole: Tensor = output_of(self.model, Batch(torch.cat([batch.tokens] * n), lengths))
         return whole
 
-    def _mean_patterns(self) -> list[Float[Tensor, "_head query key"]]:
-        """Mean patterns; the metric sees the outputs."""
+    def _mean_patterns(
+        self,
+    ) -> tuple[list[Float[Tensor, "_head query key"]], Float[Tensor, " query"]]:
+        """Mean patterns over the sequences that have the query; the metric sees the outputs."""
 
         def see(output: Tensor, batch: Batch, done: int) -> None:
             check_finite(output, "the output", done)
             self.metric.see(output, batch)
             self.step(0, f"mean patterns: {done + len(batch)} of {self.n} sequences")
 
-        return mean_patterns(self.model, self.batches, self.batch_size, see)[0]
+        if self.calibration is self.batches:
+            return mean_patterns(self.model, self.batches, self.batch_size, see)
+        done = 0
+        for batch in self.batches.batches(self.batch_size):
+            see(output_of(self.model, batch), batch, done)
+            done += len(batch)
+        return mean_patterns(self.model, self.calibration, self.batch_size)
 
     def _at_once(self) -> int:
         """How many sequences a pass may hold, by the size of its largest tensor."""
@@ -417,3 +497,11 @@ class _Run:
         self.step(0, f"{what}: {int(at.closed.sum())} of {len(at.closed)} measured")
         if self.after_batch is not None:
             self.after_batch(deepcopy(at))
+
+
+def _real_queries(
+    batch: Batch, pattern: Float[Tensor, "batch head query key"]
+) -> Float[Tensor, "batch query"]:
+    """1 where a query is no padding."""
+    real = pattern.new_ones(len(batch), pattern.shape[2], dtype=torch.float64)
+    return real if batch.lengths is None else batch.mask().to(real)

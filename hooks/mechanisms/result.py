@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+_STANDARD_ERRORS = 1.96  # of a 95% interval
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MechanismsResult(Result):
@@ -33,15 +35,18 @@ class MechanismsResult(Result):
             which each counts at least 0: a gain at one does not make up for a loss at another.
         threshold: the damage up to which an idealisation counts as enough.
         k: of "top_k".
-        n_sequences: how many were measured.
+        n_sequences: how many were judged.
         damage: for every layer float [head, ideal].
         replaced: for every layer int [head, ideal], on how many sequences the pattern was replaced.
-            On all: the damage is exact. On some: it is their mean. On none: it is estimated, see
-            :func:`measure_mechanisms`, and may be far off, which the label never relies on alone.
-        error: for every layer float [head, ideal], one standard error of the damage; 0 where it is
-            exact. Of an estimate it is what the factor by which estimates missed, where both are
-            known in this run, makes of it.
-        mean_patterns: for every layer the mean pattern of each head, float [head, query, key].
+            On all: the damage is that of these sequences. On some: it is their mean. On none: it is
+            estimated, see :func:`measure_mechanisms`, and may be far off, so that such an ideal
+            never counts as enough.
+        error: for every layer float [head, ideal], one standard error of the damage, as these
+            sequences, and those of the mean patterns, might have been others; NaN for a single one.
+            The share of the mean patterns is to first order, by the estimate. Of an estimate it
+            comes from the factor by which estimates missed, where both are known in this run.
+        mean_patterns: for every layer the mean pattern of each head, float [head, query, key], over
+            the calibration or all sequences.
     """
 
     small: ClassVar[bool] = True
@@ -61,12 +66,29 @@ class MechanismsResult(Result):
         """Which damages come from replacing the pattern on all sequences."""
         return tuple(layer == self.n_sequences for layer in self.replaced)
 
+    @property
+    def sufficient(self) -> tuple[Bool[Tensor, "_head ideal"], ...]:
+        """Which ideals are enough: replaced, and with a damage within the threshold."""
+        return tuple(
+            (damage <= self.threshold) & (n > 0)
+            for damage, n in zip(self.damage, self.replaced, strict=True)
+        )
+
+    @property
+    def certain(self) -> tuple[Bool[Tensor, "_head ideal"], ...]:
+        """Where the threshold lies outside of the 95% interval of the damage."""
+        return tuple(
+            (damage - self.threshold).abs() > _STANDARD_ERRORS * error
+            for damage, error in zip(self.damage, self.error, strict=True)
+        )
+
     @checked
     def mechanisms(self, threshold: NonNegative | None = None) -> tuple[tuple[str, ...], ...]:
         """The mechanism of every head: the cheapest ideal within the threshold, else "soft".
 
         The order of cost is that of `ideals` [chosen]: what does not look at the tokens comes
-        before what compares them. A head that does not matter needs its own position alone.
+        before what compares them. A head that does not matter needs its own position alone. Others
+        may be enough, too: `sufficient` has all of them.
 
         Raises:
             InfoFlowError: for another threshold than was measured with, unless all is exact.
@@ -163,8 +185,9 @@ class MechanismsResult(Result):
     def to_frame(self) -> "pd.DataFrame":
         """One row for each layer and head: its mechanism, and the damage of every ideal.
 
-        Behind these, for every ideal, are the error of its damage (``error_global``, ...) and the
-        number of sequences on which it was measured (``replaced_global``, ...; 0: estimated).
+        Behind these, for every ideal, are the error of its damage (``error_global``, ...), the
+        number of sequences on which it was measured (``replaced_global``, ...; 0: estimated), and
+        whether it is enough (``sufficient_global``, ...).
         """
         import pandas as pd
 
@@ -172,7 +195,7 @@ class MechanismsResult(Result):
         for layer, names in enumerate(self.mechanisms()):
             for head, name in enumerate(names):
                 row = {"layer": layer, "head": head, "mechanism": name}
-                for prefix in ("", "error_", "replaced_"):
+                for prefix in ("", "error_", "replaced_", "sufficient_"):
                     values = getattr(self, prefix[:-1] or "damage")[layer][head].tolist()
                     row |= {prefix + i: v for i, v in zip(self.ideals, values, strict=True)}
                 rows.append(row)

@@ -1,15 +1,15 @@
 """Are the mechanisms enough together? Many heads replaced at once, and what loss remains.
 
 A head's mechanism is the cheapest that is enough for it alone. Whether they are enough together is
-asked on other sequences than those on which they were found, in nats of next-token loss, beside
-random mechanisms and no head at all.
+asked on other sequences than those on which they were found, in nats of next-token loss, beside one
+and the same ideal for every head, random mechanisms, and no head at all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from annotated_types import Gt, Le, MinLen
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import RunRecord, model_fingerprint
 from infoflow_lens.foundation.seeds import derived_seed
-from infoflow_lens.foundation.settings import Count, Index, Seed, checked
+from infoflow_lens.foundation.settings import Count, Distinct, Index, Seed, checked
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.mechanisms.driver import Reading
-from infoflow_lens.hooks.mechanisms.ideals import Ideal, substituted
+from infoflow_lens.hooks.mechanisms.ideals import IDEALS, Heads, Ideal, substituted
 from infoflow_lens.hooks.mechanisms.next_token import (
     KeptLosses,
     Losses,
@@ -39,11 +39,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MECHANISMS, MEAN, RANDOM = "mechanisms", "mean ablation", "random mechanisms"
+EVERY = "every head "
+OF_THEORY: tuple[Ideal, ...] = ("global", "specific_position", "max_position")
 SHARES = (0.25, 0.5, 0.75, 1.0)
+KS = (1, 2, 4, 8, 16)
 
 Shares = Annotated[tuple[Annotated[float, Gt(0), Le(1)], ...], MinLen(1)]
+Ks = Annotated[tuple[Count, ...], Distinct()]
 
 Head = tuple[int, int]
+_RESAMPLED = 2000  # draws of a bootstrap over sequences
+
+
+class Interval(NamedTuple):
+    """A number and its 95% interval."""
+
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -55,8 +68,11 @@ class SufficiencyResult(NextTokenResult):
         n_replaced: the heads of each share.
         assignments: what takes the place of a head, in the order of the first axis: "mechanisms",
             its own; "mean ablation", its mean output; "random mechanisms 0", ..., the mechanisms of
-            all heads dealt at random.
-        losses: float [assignment, share, sequence], summed next-token loss in nats.
+            all heads dealt at random. And with all heads replaced alone: "every head top 1", which
+            is the hard maximum, "every head top 2", ..., "every head specific_position", "every
+            head global", "every head own_position", and those that were given.
+        losses: float [assignment, share, sequence], summed next-token loss in nats; NaN where it
+            was not measured.
         heads: int [head, 2], layer and head in the order of replacement.
         ideals: for each of these the ideal that takes its place.
     """
@@ -81,8 +97,30 @@ class SufficiencyResult(NextTokenResult):
         apart = (self.losses - self.bare) / self.n_tokens - self.excess()[..., None]
         return ((apart * weight).square().sum(dim=2) * n / (n - 1)).sqrt()
 
+    def share(self, of: str = MEAN, assignment: str = MECHANISMS) -> Interval:
+        """The excess of an assignment over that of another, all heads replaced."""
+        return self._resampled(assignment, of, torch.div)
+
+    def lead(self, over: str, assignment: str = MECHANISMS) -> Interval:
+        """By how many nats a token an assignment costs less than another, all heads replaced."""
+        return self._resampled(assignment, over, lambda own, other: other - own)
+
+    def _resampled(
+        self, assignment: str, other: str, made: Callable[[Tensor, Tensor], Tensor]
+    ) -> Interval:
+        """What is made of two excesses, and its 95% interval over sequences drawn anew together."""
+        n = len(self.bare)
+        places = [self.assignments.index(name) for name in (assignment, other)]
+        lost = self.losses[places, self.n_replaced.index(max(self.n_replaced))] - self.bare
+        generator = torch.Generator().manual_seed(derived_seed("resampled sequences"))
+        drawn = torch.randint(n, (_RESAMPLED, n), generator=generator)
+        value = made(*(lost.sum(dim=1) / self.n_tokens.sum()))
+        again = made(*(lost[:, drawn].sum(dim=2) / self.n_tokens[drawn].sum(dim=1)))
+        low, high = torch.quantile(again, torch.tensor([0.025, 0.975]).to(again)).tolist()
+        return Interval(float(value), low, high)
+
     def to_frame(self) -> "pd.DataFrame":
-        """One row for each assignment and share."""
+        """One row for each assignment and share that was measured."""
         excess = self.excess()
         numbers = {
             "n_replaced": torch.tensor(self.n_replaced).expand(excess.shape),
@@ -94,10 +132,12 @@ class SufficiencyResult(NextTokenResult):
             ("assignment", "share"),
             {"assignment": self.assignments, "share": self.shares},
         )
-        return frame_of([LabelledArray(name, v, dims, coords) for name, v in numbers.items()])
+        measured = LabelledArray("measured", ~excess.isnan(), dims)
+        columns = [LabelledArray(name, v, dims, coords) for name, v in numbers.items()]
+        return frame_of(columns, measured)
 
     def plot(self) -> "Figure":
-        """The loss by the share of heads that are replaced."""
+        """The loss by the share of heads that are replaced; one ideal for every head as points."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(6, 3.5), layout="constrained")
@@ -105,10 +145,13 @@ class SufficiencyResult(NextTokenResult):
         colours = {MECHANISMS: "#d55e00", MEAN: "#444444"}
         for name, rows in self.to_frame().groupby("assignment", sort=False):
             kind = RANDOM if str(name).startswith(RANDOM) else str(name)
+            if len(rows) < len(self.shares):
+                axes.plot(rows["share"], rows["loss"], "_", markersize=12, label=kind)
+                continue
             shares, losses = [0.0, *rows["share"]], [self.loss, *rows["loss"]]
             axes.plot(shares, losses, color=colours.get(kind, "#56b4e9"), label=kind)
         lines = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        axes.legend(lines.values(), lines.keys())
+        axes.legend(lines.values(), lines.keys(), fontsize="small")
         axes.set(
             xlabel="share of heads", ylabel="nats a token", title="Heads replaced, all at once"
         )
@@ -118,20 +161,36 @@ class SufficiencyResult(NextTokenResult):
 def assigned(mechanisms: MechanismsResult) -> dict[Head, tuple[Ideal, float]]:
     """Every head's ideal and its damage, the least damage first.
 
-    A head that stays soft has none that is enough; it gets the one of least damage, of those whose
-    damage was measured.
+    A head that stays soft has none that is enough; it gets the one of least damage.
     """
     found: dict[Head, tuple[Ideal, float]] = {}
+    least = of_least_damage(mechanisms)
     for layer, names in enumerate(mechanisms.mechanisms()):
         for head, name in enumerate(names):
+            ideal: Any = name if name in mechanisms.ideals else least[layer, head]
             damage = mechanisms.damage[layer][head]
-            if name not in mechanisms.ideals:
-                measured = mechanisms.replaced[layer][head] > 0
-                known = measured if bool(measured.any()) else torch.ones_like(measured)
-                name = mechanisms.ideals[int(damage.masked_fill(~known, torch.inf).argmin())]
-            ideal: Any = name
-            found[layer, head] = ideal, float(damage[mechanisms.ideals.index(name)])
+            found[layer, head] = ideal, float(damage[mechanisms.ideals.index(ideal)])
     return dict(sorted(found.items(), key=lambda item: (item[1][1], item[0])))
+
+
+def of_least_damage(
+    mechanisms: MechanismsResult, ideals: Sequence[Ideal] = IDEALS
+) -> dict[Head, Ideal]:
+    """Every head's ideal of least damage, of those whose damage was measured where there are any.
+
+    Args:
+        mechanisms: of :func:`~infoflow_lens.hooks.measure_mechanisms`.
+        ideals: among these.
+    """
+    places = [mechanisms.ideals.index(ideal) for ideal in ideals]
+    found: dict[Head, Ideal] = {}
+    for layer, (damage, replaced) in enumerate(
+        zip(mechanisms.damage, mechanisms.replaced, strict=True)
+    ):
+        for head, (row, n) in enumerate(zip(damage[:, places], replaced[:, places], strict=True)):
+            known = n > 0 if bool((n > 0).any()) else torch.ones_like(n, dtype=torch.bool)
+            found[layer, head] = ideals[int(row.masked_fill(~known, torch.inf).argmin())]
+    return found
 
 
 @checked
@@ -142,6 +201,8 @@ def measure_sufficiency(
     *,
     shares: Shares = SHARES,
     draws: Index = 4,
+    ks: Ks = KS,
+    others: Mapping[str, Heads] | None = None,
     last: Count | None = None,
     seed: Seed = 0,
     attention_mask: Tensor | None = None,
@@ -154,15 +215,20 @@ def measure_sufficiency(
 ) -> SufficiencyResult:
     """The next-token loss with many heads replaced at once by their mechanisms.
 
-    Controls: the same mechanisms dealt to the heads at random, and mean ablation, every replaced
-    head's output its mean over these sequences (which favours the control).
+    Controls: one and the same ideal for every head, the same mechanisms dealt to the heads at
+    random, and mean ablation, every replaced head's output its mean over these sequences (which
+    favours the control). That a head's own mechanism says something of it is shown by the distance
+    to the best of these, not by the loss alone.
 
     Args:
         model: the language model whose mechanisms these are.
-        inputs: sequences, best others than those on which mechanisms were measured, and no longer.
+        inputs: sequences, others than those on which mechanisms were measured, and no longer.
         mechanisms: of :func:`~infoflow_lens.hooks.measure_mechanisms`.
         shares: of all heads.
         draws: of random mechanisms.
+        ks: keys that every head keeps, in one pass each; 1 is the hard maximum.
+        others: more assignments by name, such as a `JointReplacement.heads`: (layer, head) and its
+            ideal. Heads that are not named stay as they are.
         last: how many predictions of each sequence count, the last ones; None for all.
         seed: of the random mechanisms.
         attention_mask, column, max_length: as for `run_probes`.
@@ -194,35 +260,51 @@ def measure_sufficiency(
     mine = assigned(mechanisms)
     heads = list(mine)
     ideals = [ideal for ideal, _ in mine.values()]
-    dealt = {MECHANISMS: ideals, MEAN: None}
+    if taken := {MECHANISMS, MEAN} & set(others or ()):
+        raise InfoFlowError(f"others has {sorted(taken)}: expected names that are not taken")
+    dealt: dict[str, Heads | None] = {MECHANISMS: dict(zip(heads, ideals, strict=True)), MEAN: None}
     for draw in range(draws):
         generator = torch.Generator().manual_seed(derived_seed("sufficiency", seed, draw))
         order = torch.randperm(len(heads), generator=generator).tolist()
-        dealt[f"{RANDOM} {draw}"] = [ideals[i] for i in order]
+        dealt[f"{RANDOM} {draw}"] = {heads[at]: ideals[i] for at, i in enumerate(order)}
     counts = [max(1, round(share * len(heads))) for share in shares]
+    everywhere = [(name, some, mechanisms.k) for name, some in dealt.items()]
+    whole: list[tuple[str, Heads | None, int]] = []
+    for k in ks:
+        top: Ideal = "top_k" if k > 1 else "max_position"
+        whole.append((f"{EVERY}top {k}", dict.fromkeys(heads, top), k))
+    by_position: tuple[Ideal, ...] = ("specific_position", "global", "own_position")
+    whole += [(EVERY + ideal, dict.fromkeys(heads, ideal), 1) for ideal in by_position]
+    whole += [(name, some, mechanisms.k) for name, some in (others or {}).items()]
+    points = [
+        (*one, place, n)
+        for parts, least in ((everywhere, 0), (whole, len(heads)))
+        for one in parts
+        for place, n in enumerate(counts)
+        if n >= least
+    ]
     once = KeptLosses(resume, after).once
 
-    n_points = len(dealt) * len(counts)
-    with reading.measuring(model, batches, "sufficiency", n_points) as step:
+    with reading.measuring(model, batches, "sufficiency", len(points)) as step:
         bare = once("bare", loss.sums)
         means = mean_outputs(model, batches, loss.batch_size)
-        rows = []
-        for name, given in dealt.items():
-            for n in counts:
+        names = tuple(dict.fromkeys(name for name, *_ in everywhere + whole))
+        losses = torch.full((len(names), len(counts), len(bare)), torch.nan, dtype=torch.float64)
+        for name, given, k, place, n in points:
+            # bound now, since the loop goes on
+            def edited(batch: Batch, first: int, given: Any = given, n: int = n, k: int = k) -> Any:
+                if given is None:
+                    return mean_ablated(model, heads[:n], means)
+                some = {head: given[head] for head in heads[:n] if head in given}
+                return substituted(model, some, mechanisms.mean_patterns, k)
 
-                def edited(batch: Batch, first: int, given: Any = given, n: int = n) -> Any:
-                    if given is None:
-                        return mean_ablated(model, heads[:n], means)
-                    some = dict(zip(heads[:n], given, strict=False))
-                    return substituted(model, some, mechanisms.mean_patterns, mechanisms.k)
-
-                rows.append(once(f"{name} {n}", partial(loss.sums, edited)))
-                step()
+            losses[names.index(name), place] = once(f"{name} {n}", partial(loss.sums, edited))
+            step()
     return SufficiencyResult(
         shares=shares,
         n_replaced=tuple(counts),
-        assignments=tuple(dealt),
-        losses=torch.stack(rows).view(len(dealt), len(counts), -1),
+        assignments=names,
+        losses=losses,
         bare=bare,
         n_tokens=loss.counts(),
         heads=torch.tensor(heads),
@@ -233,6 +315,7 @@ def measure_sufficiency(
                 "probe": "sufficiency",
                 "shares": list(shares),
                 "draws": draws,
+                "ks": list(ks),
                 "last": last,
                 "seed": seed,
                 "mechanisms": dict(mechanisms.record.config),

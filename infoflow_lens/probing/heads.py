@@ -15,6 +15,7 @@ _COLUMNS = {
     "layer": "layers count from 0",
     "head": "heads count from 0",
     "mechanism": "the cheapest ideal pattern that may replace the head's own",
+    "suffice": "all ideal patterns that may replace it",
     "damage": "what the output loses by that ideal; of a soft head, by its hard maximum",
     "damage without": "what the output loses if the head sees its own position alone",
     "recovery": "variance unexplained by a map from the state to its attended token; 1: nothing",
@@ -40,6 +41,7 @@ def heads_table(result: ProbingResult) -> Table | None:
         rows.append(
             [
                 *(head["layer"], head["head"], name and name.replace("_", " ")),
+                head["sufficient"].replace("_", " ") if name else None,
                 head.get(f"damage_{ideal}", math.nan),
                 head.get("damage_own_position", math.nan),
                 *(head.get("fvu_1", math.nan), control),

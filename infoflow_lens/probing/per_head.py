@@ -15,7 +15,8 @@ _HEAD = ["layer", "head"]
 def per_head(result: ProbingResult) -> "pd.DataFrame":
     """A row for each layer and head, with the columns of the parts that were measured.
 
-    ``mechanism`` and for every ideal ``damage_...``; ``replaced_by`` and ``replaced_as``, the ideal
+    ``mechanism``, ``sufficient``, all ideals that suffice (with commas), and for every ideal
+    ``damage_...``; ``replaced_by`` and ``replaced_as``, the ideal
     of the joint replacement and the head's place in it (1 is first); the columns of
     :meth:`~infoflow_lens.hooks.PositionsResult.summary`; ``fvu_1``, ..., the fraction of
     variance unexplained at each rank; ``layer_k``, the keys that the head's layer needs.
@@ -31,7 +32,10 @@ def per_head(result: ProbingResult) -> "pd.DataFrame":
 
     if result.mechanisms is not None:
         ideals = list(result.mechanisms.ideals)
-        frame = result.mechanisms.to_frame()[[*_HEAD, "mechanism", *ideals]]
+        frame = result.mechanisms.to_frame()
+        enough = frame[[f"sufficient_{ideal}" for ideal in ideals]].to_numpy()
+        names = [", ".join(i for i, is_so in zip(ideals, row) if is_so) for row in enough]
+        frame = frame.assign(sufficient=names)[[*_HEAD, "mechanism", "sufficient", *ideals]]
         beside(frame.rename(columns={name: f"damage_{name}" for name in ideals}))
     together = result.found.get("sufficiency")
     if isinstance(together, SufficiencyResult):

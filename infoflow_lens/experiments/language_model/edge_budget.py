@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from infoflow_lens.experiments.claims import Verdict
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
 from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
@@ -13,7 +14,7 @@ from infoflow_lens.experiments.language_model.study import (
     groups,
     panels,
 )
-from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.study import Row, Settings
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.hooks.mechanisms.edge_budget import EdgeBudgetResult, measure_edge_budget
 

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 import torch
 from torch import Tensor, nn
 
+from infoflow_lens.experiments.claims import Verdict
 from infoflow_lens.experiments.language_model.corpus import read_corpus
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
 from infoflow_lens.experiments.language_model.study import LanguageModelStudy, final, groups, panels
-from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.study import Row, Settings
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.seeds import derived_seed

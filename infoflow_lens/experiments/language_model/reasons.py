@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from infoflow_lens.experiments.claims import Verdict
 from infoflow_lens.experiments.language_model.batches import repeated_random
 from infoflow_lens.experiments.language_model.induction import IS_INDUCTION, Head, ids_of
 from infoflow_lens.experiments.language_model.measures import prefix_matching, previous_token
@@ -20,7 +21,7 @@ from infoflow_lens.experiments.language_model.study import (
     panels,
     step_shown,
 )
-from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.study import Row, Settings
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks import PatternsProbe, WhyAll, measure_why_all, run_probes
@@ -87,7 +88,7 @@ class Reasons(LanguageModelStudy):
         rows = []
         lines = measure_why_all(model, ids, _EVERY)
         for head in heads:
-            about = {"prefix_matching": matching[head], "previous_token": before[previous]}
+            about: Row = {"prefix_matching": matching[head], "previous_token": before[previous]}
             rows += _rows(TRAINED, lines, head, previous, half, about)
         with untrained(source, derived_seed("untrained", seed)) as folder:
             lines = measure_why_all(loaded(folder, device), ids, _EVERY)

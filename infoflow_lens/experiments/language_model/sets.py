@@ -98,7 +98,7 @@ class Sets(LanguageModelStudy):
         # the circuit answers at its last position, and gives nothing to read before
         read: Any = {"read": (-1,)} if settings["weights"] == _CIRCUIT else {}
         mechanisms = measure_mechanisms(
-            model, choosing, metric="kl", batch_size=_BATCH, progress=False, **read
+            model, choosing, held_out=False, metric="kl", batch_size=_BATCH, progress=False, **read
         )
         sets = by_largest(chosen, length)
         sets["mechanisms"] = by_mechanisms(mechanisms, attended, chosen, length)

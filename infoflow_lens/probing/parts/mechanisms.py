@@ -29,11 +29,11 @@ class MechanismsPart(Part):
 
     title = "The mechanism of every head"
     text = (
-        "Each head's pattern was replaced by ideal ones, and the loss of the output measured. The "
-        "mechanism is the first of these within the threshold: its own position alone, evenly on "
-        "all allowed keys (global), its mean pattern over inputs (specific position), its hard "
-        "maximum (max-position), its largest keys; else it stays soft. A head that does not matter "
-        "needs its own position alone."
+        "Each head's pattern was replaced by ideal ones, and the loss of the output measured. All "
+        "ideals within the threshold suffice; the mechanism is the first of them: its own position "
+        "alone, evenly on all allowed keys (global), its mean pattern over other inputs (specific "
+        "position), its hard maximum (max-position), its largest keys; else it stays soft. A head "
+        "that does not matter needs its own position alone."
     )
     sequences = "detail"
 
@@ -77,19 +77,29 @@ class MechanismsPart(Part):
         """The mechanism of every head in its colour; the damages are in the hover text."""
         frame = result.to_frame()
         hover = [
-            "\n".join(f"{ideal}: {row[ideal]:.2g}" for ideal in result.ideals)
+            "\n".join(
+                f"{ideal}: {row[ideal]:.2g}{' (suffices)' if row[f'sufficient_{ideal}'] else ''}"
+                for ideal in result.ideals
+            )
             for row in frame.to_dict("records")
         ]
         return (by_head_in_colours(frame, "mechanism", _COLOURS, hover),)
 
     def sentences(self, result: MechanismsResult) -> Sequence[str]:
-        """The heads of each mechanism."""
+        """The heads of each mechanism, and all heads for which an ideal suffices."""
         frame = result.to_frame()
         heads = frame["layer"].astype(str) + "." + frame["head"].astype(str)
-        return [
+        labels = [
             f"{name}: heads {' '.join(heads[frame['mechanism'] == name])}"
             for name in dict.fromkeys(frame["mechanism"])
         ]
+        enough = {ideal: heads[frame[f"sufficient_{ideal}"]] for ideal in result.ideals}
+        others = [
+            f"{ideal} would suffice for {len(some)} of {len(heads)} heads: {' '.join(some)}"
+            for ideal, some in enough.items()
+            if len(some) > int((frame["mechanism"] == ideal).sum())
+        ]
+        return [*labels, *others]
 
     def facts(self, result: MechanismsResult) -> Sequence[tuple[str, str]]:
         """How many heads need which mechanism."""

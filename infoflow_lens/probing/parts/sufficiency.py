@@ -6,6 +6,8 @@ from typing import Any
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks import LayerCapabilities, Result
 from infoflow_lens.hooks.mechanisms.sufficiency import (
+    EVERY,
+    KS,
     MEAN,
     MECHANISMS,
     RANDOM,
@@ -26,7 +28,9 @@ class SufficiencyPart(NextTokenPart):
     text = (
         "Every head's pattern was replaced by its cheapest mechanism, all at once, and the loss of "
         "the next token measured on sequences on which mechanisms were not chosen. For comparison: "
-        "the same mechanisms dealt to the heads at random, and every head's output its mean."
+        "every head with its k largest keys, and with one and the same ideal; the mechanisms dealt "
+        "to the heads at random; every head's output its mean. That a mechanism says something of "
+        "its head shows where the mechanisms cost less than one ideal for all."
     )
     after = ("mechanisms",)
 
@@ -64,15 +68,33 @@ class SufficiencyPart(NextTokenPart):
         )
 
     def figures(self, result: SufficiencyResult) -> Sequence[Lines]:
-        """What the loss rises by with the heads that are replaced; the mean of random draws."""
+        """Every head with its k largest keys; then shares of the heads, by the mean of deals."""
+        excess = _excess(result)
+        beside = {
+            MEAN: excess[MEAN],
+            "every head's mean pattern": excess[f"{EVERY}specific_position"],
+            MECHANISMS: excess[MECHANISMS],
+        }
+        curve = [excess[f"{EVERY}top {k}"] for k in KS]
         rises: dict[str, list[list[float]]] = {}
         for name, rise in zip(result.assignments, result.excess().tolist(), strict=True):
-            rises.setdefault(RANDOM if name.startswith(RANDOM) else name, []).append(rise)
+            if name in (MECHANISMS, MEAN) or name.startswith(RANDOM):
+                rises.setdefault(RANDOM if name.startswith(RANDOM) else name, []).append(rise)
         series = {
             name: [0.0, *(sum(at) / len(at) for at in zip(*some, strict=True))]
             for name, some in sorted(rises.items(), key=lambda item: item[0] == MECHANISMS)
         }
         return (
+            Lines(
+                "What the loss of the next token rises by where every head keeps its largest keys",
+                KS,
+                {
+                    **{name: [rise] * len(KS) for name, rise in beside.items()},
+                    "k largest keys": curve,
+                },
+                "keys kept by every head",
+                "nats a token",
+            ),
             Lines(
                 "What the loss of the next token rises by with heads replaced at once",
                 [0, *result.n_replaced],
@@ -83,13 +105,19 @@ class SufficiencyPart(NextTokenPart):
         )
 
     def sentences(self, result: SufficiencyResult) -> Sequence[str]:
-        """All heads at once, and the controls."""
-        excess = dict(zip(result.assignments, result.excess()[:, -1].tolist(), strict=True))
+        """All heads at once, one ideal for all, and the controls."""
+        excess = _excess(result)
         dealt = [value for name, value in excess.items() if name.startswith(RANDOM)]
+        uniform = ", ".join(
+            f"{name.removeprefix(EVERY).replace('_', ' ')} {value:+.3f}"
+            for name, value in excess.items()
+            if name.startswith(EVERY)
+        )
         return (
             f"sufficiency: {result.n_replaced[-1]} of {len(result.ideals)} heads replaced at once "
             f"by their mechanisms: loss {result.loss:.3f} {excess[MECHANISMS]:+.3f} nats a token; "
             f"random mechanisms {sum(dealt) / len(dealt):+.3f}, mean ablation {excess[MEAN]:+.3f}",
+            f"sufficiency: every head the same: {uniform}",
         )
 
     def facts(self, result: SufficiencyResult) -> Sequence[tuple[str, str]]:
@@ -98,3 +126,8 @@ class SufficiencyPart(NextTokenPart):
             ("loss (nats a token)", f"{result.loss:.3f}"),
             ("with all heads replaced", f"{float(result.excess()[0, -1]):+.3f}"),
         )
+
+
+def _excess(result: SufficiencyResult) -> dict[str, float]:
+    """What the loss rises by with all heads replaced, by assignment."""
+    return dict(zip(result.assignments, result.excess()[:, -1].tolist(), strict=True))

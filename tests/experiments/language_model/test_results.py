@@ -65,15 +65,15 @@ def test_the_rule_was_stated_before_and_is_the_one_that_judges(name):
         assert part in said
 
 
-def test_numbers_of_sufficiency():
-    rows = rows_of("sufficiency")
+def test_numbers_of_the_first_study_of_sufficiency():
+    rows = rows_of("sufficiency_before")
     whole = rows[(rows["share"] == 1) & (rows["n_context"] == 128)]
     end = whole[whole["final"]].set_index("assignment")["excess"]
     dealt = end[end.index.str.startswith("random")]
     early = whole[whole["step"] == 256].set_index("assignment")["excess"]
     half = rows[(rows["share"] == 0.5) & rows["final"] & (rows["n_context"] == 128)]
     half = half.set_index("assignment")["excess"]
-    said = words_of("sufficiency.md")
+    said = words_of("sufficiency.md").split("## The first study")[1]
     own, mean = end["mechanisms"], end["mean ablation"]
     assert f"rises by {shown(own)} nats, {own / mean:.0%} of the {shown(mean)} nats" in said
     assert f"({shown(dealt.min())} to {shown(dealt.max())})" in said

@@ -13,7 +13,6 @@ from infoflow_lens.experiments.language_model.studies import LANGUAGE_MODEL_STUD
 from infoflow_lens.experiments.language_model.sufficiency import Sufficiency
 from infoflow_lens.experiments.language_model.topk import TopK
 from infoflow_lens.experiments.sweep import run_study
-from infoflow_lens.hooks import IDEALS
 from tests.reference import zoo
 
 
@@ -63,15 +62,26 @@ def test_what_is_missing_is_refused_before_work(models, data, message):
 COMMON = {"model": "m", "step": 10, "final": True, "n_context": 64}
 
 
-def sufficiency_rows(mechanisms):
-    rows = [("mechanisms", mechanisms), ("mean ablation", 2.0)]
-    rows += [(f"random mechanisms {i}", 1.0 + 0.1 * i) for i in range(8)]
-    heads = {f"n_{name}": 1 for name in (*IDEALS, "soft")}
+CONTROLS = {
+    "mean ablation": 2.0,
+    "every head top 1": 1.7,
+    "every head top 4": 0.7,
+    "every head specific_position": 1.2,
+    "every head global": 1.5,
+    "every head own_position": 1.9,
+    **{f"random mechanisms {i}": 0.9 + 0.1 * i for i in range(8)},
+}
+
+
+def sufficiency_rows(own, **changed):
+    """Every interval reaches .01 nats to both sides."""
+    excess = {"mechanisms": own, **CONTROLS, **changed}
+    mean = excess["mean ablation"]
     return pd.DataFrame(
         [
-            {**COMMON, **heads, "assignment": name, "share": 1.0, "excess": excess,
-             "n_replaced": 4, "error": 0.01, "loss": 3.0}
-            for name, excess in rows
+            {**COMMON, "kind": "assignment", "assignment": name, "excess": value,
+             "share_high": (value + 0.01) / mean, "lead_low": value - own - 0.01}
+            for name, value in excess.items()
         ]
     )  # fmt: skip
 
@@ -79,11 +89,24 @@ def sufficiency_rows(mechanisms):
 def test_sufficiency_is_seen_and_not_with_the_numbers_of_its_controls():
     study = Sufficiency()
     assert study.verdict(sufficiency_rows(0.3)).passed
-    assert not study.verdict(sufficiency_rows(2.0)).passed  # mean ablation's
-    assert not study.verdict(sufficiency_rows(1.0)).passed  # a random assignment's
-    rows = sufficiency_rows(0.3)
-    rows.loc[rows["assignment"] == "random mechanisms 3", "excess"] = 0.2
-    assert not study.verdict(rows).passed
+    for control in CONTROLS.values():
+        assert not study.verdict(sufficiency_rows(control)).passed
+
+
+def test_each_claim_of_sufficiency_is_told_by_itself():
+    def claims(rows):
+        (reason,) = Sufficiency().verdict(rows).reasons
+        return reason.rpartition(": ")[2]
+
+    assert claims(sufficiency_rows(0.3)) == "A yes, B yes, C yes"
+    assert claims(sufficiency_rows(0.495)) == "A no, B yes, C yes"  # the interval reaches beyond
+    assert claims(sufficiency_rows(0.3, **{"random mechanisms 3": 0.305})) == "A yes, B no, C yes"
+    assert claims(sufficiency_rows(0.3, **{"every head global": 0.2})) == "A yes, B no, C yes"
+    assert claims(sufficiency_rows(0.3, **{"every head top 4": 0.305})) == "A yes, B yes, C no"
+    assert claims(sufficiency_rows(0.01, **{"mean ablation": 0.09})).startswith("A no")
+    untold = sufficiency_rows(0.3)
+    untold = untold[~untold["assignment"].str.startswith("random")]
+    assert claims(untold) == "A yes, B no, C yes"
 
 
 def top_k_rows(own, random):

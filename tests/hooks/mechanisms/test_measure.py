@@ -222,7 +222,9 @@ def test_the_result_is_saved_and_shown(model, inputs, tmp_path):
     assert loaded.mechanisms() == result.mechanisms()
     frame = loaded.to_frame()
     assert len(frame) == 7
-    behind = [prefix + ideal for prefix in ("error_", "replaced_") for ideal in IDEALS]
+    behind = [
+        prefix + ideal for prefix in ("error_", "replaced_", "sufficient_") for ideal in IDEALS
+    ]
     assert list(frame.columns) == ["layer", "head", "mechanism", *IDEALS, *behind]
     assert result.plot().axes[0].get_xlabel() == "ideal"
 

@@ -27,6 +27,8 @@ WRONG = {  # by the kind of option
     "text": (3, True),
     "positions": (-1, "1", (True,), (), (1.5,), (0, 0), (99,)),
     "counts": (0, "1", (True,), (), (0, 1), (2, 2), (1.5,)),
+    "keys": (0, "1", (True,), (0, 1), (2, 2), (1.5,)),
+    "ideals": ("global", (), ("hard",), ("global", "global"), 3),
     "shares": (0.5, "1", (), (0.5, 1.5), (0,), ("1",)),
     "function": (3, "print"),
     "metric": ("mse", 1, True),
@@ -41,6 +43,7 @@ RIGHT = {
     "positive": np.float32(0.25),
     "positions": np.array([-2, 2]),
     "counts": np.arange(1, 3),
+    "keys": np.arange(1, 3),
     "shares": np.array([0.5, 1.0]),
     "budgets": np.array([0.25, 0.5]),
 }
@@ -54,10 +57,10 @@ NEXT = {"last": "count or None", "seed": "integer", "after": "function"}
 OPTIONS = {
     measure_mechanisms: {
         "metric": "metric", "read": "positions", "threshold": "number", "k": "count",
-        "exact": "flag", "seed": "integer", "after_batch": "function",
+        "exact": "flag", "held_out": "flag", "seed": "integer", "after_batch": "function",
     },
-    replace_greedily: {"budget": "number", "read": "positions"},
-    measure_sufficiency: {"shares": "shares", "draws": "integer", **NEXT},
+    replace_greedily: {"budget": "number", "read": "positions", "ideals": "ideals"},
+    measure_sufficiency: {"shares": "shares", "draws": "integer", "ks": "keys", **NEXT},
     measure_edge_budget: {
         "methods": "methods", "budgets": "budgets", "metric": "metric", "read": "positions",
         "draws": "integer", "seed": "integer", "after": "function",
@@ -83,7 +86,7 @@ def mechanisms():
 def run(measure, mechanisms, **options):
     parameters = inspect.signature(measure).parameters
     others = (mechanisms,) if "mechanisms" in parameters else ()
-    others = (TOKENS,) if "calibration" in parameters else others
+    others = (TOKENS,) if measure is measure_edge_budget else others
     needed = {"budget": 1.0} if measure is replace_greedily else {}
     return measure(MODEL, TOKENS, *others, **{**needed, "progress": False, **options})
 
@@ -109,5 +112,6 @@ def test_no_option_is_left_out():
             for name, parameter in inspect.signature(measure).parameters.items()
             if parameter.kind is parameter.KEYWORD_ONLY
         }
-        assert keywords - {"attention_mask", "resume"} == {*SHARED, *own}
+        given = {"attention_mask", "resume", "calibration", "others"}
+        assert keywords - given == {*SHARED, *own}
         assert get_type_hints(measure)
