@@ -37,7 +37,7 @@ environment-%:
 test: $(READY)  ## all tests, or those of TESTS="tests/models tests/hooks"
 	$(BIN)/python -m pytest $(TESTS)
 
-acceptance: $(READY)  ## the demo's promises with three seeds, and the search on 1600 more targets (minutes)
+acceptance: $(READY)  ## the demo's promises with three seeds, and theory on 2280 more targets (minutes)
 	$(BIN)/python -m pytest -m acceptance -n 0
 
 notebooks: $(READY)  ## run examples/notebooks; with their output they are in build/notebooks
