@@ -4,7 +4,6 @@ import json
 import os
 import time
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -78,7 +77,10 @@ def test_several_processes_see_the_whole(model, tmp_path):
     whole, positions = run_probes(model, data(), probes(), batch_size=N, progress=False)
     for case, found, chosen, refused in (row for rank in range(3) for row in answers[rank]):
         for name, values in zip(FIELDS, found, strict=True):
-            value, expected = torch.tensor(values, dtype=torch.float64), getattr(whole, name)[1].double()
+            value, expected = (
+                torch.tensor(values, dtype=torch.float64),
+                getattr(whole, name)[1].double(),
+            )
             torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12, msg=case)
         assert torch.tensor(chosen).equal(positions.positions[1].long()), case
         assert "what all processes have measured" in refused

@@ -103,7 +103,7 @@ import sys, torch
 from infoflow_lens.hooks.passes import kernels
 given = torch.load(sys.argv[1])
 assert all(kernels.can_run(scores) for scores, visible in given.values())
-found = {case: kernels.largest_keys(scores, 5, visible) for case, (scores, visible) in given.items()}
+found = {case: kernels.largest_keys(scores, 5, seen) for case, (scores, seen) in given.items()}
 torch.save(found, sys.argv[2])
 """
 
