@@ -16,22 +16,28 @@ PINS := constraints.txt
 endif
 TESTS ?=
 BIN := $(VENV)/bin
-INSTALL = $(BIN)/python -m pip install --quiet $(addprefix --constraint ,$(PINS)) --editable
+# Modules are compiled when they are first imported: most never are.
+INSTALL = $(BIN)/python -m pip install --quiet --no-compile $(addprefix --constraint ,$(PINS)) --editable
 CORE := $(VENV)/.core
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 COMPILE := uv pip compile --universal --python-version 3.10 --all-extras --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links --constraint build/pins.txt pyproject.toml
 
-.PHONY: demo test acceptance docs notebooks lint format bench constraints clean
+.PHONY: demo environment test acceptance docs notebooks lint format bench constraints clean
 
 demo: $(CORE)  ## train, probe, predict, compare; the report is demo/report.html
 	$(BIN)/infoflow-lens demo --out demo
 
+environment: $(READY)  ## what all that follows needs, and nothing else; environment-3, environment-4: by version
+
+environment-%:
+	$(MAKE) environment TL=$*
+
 test: $(READY)  ## all tests, or those of TESTS="tests/models tests/hooks"
 	$(BIN)/python -m pytest $(TESTS)
 
-acceptance: $(READY)  ## the demo's promises with three seeds, and the search on 1600 more targets (minutes)
+acceptance: $(READY)  ## the demo's promises with three seeds, and theory on 2280 more targets (minutes)
 	$(BIN)/python -m pytest -m acceptance -n 0
 
 notebooks: $(READY)  ## run examples/notebooks; with their output they are in build/notebooks

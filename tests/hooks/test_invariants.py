@@ -208,7 +208,7 @@ def traces(model):
         "mode": [m.training for m in modules],
         "flags": {k: v for k, v in vars(model.cfg).items() if isinstance(v, (bool, int, str))},
         "needs gradients": [p.requires_grad for p in model.parameters()],
-        "gradients": [p.grad is None for p in model.parameters()],
+        "gradients": [p.grad if p.grad is None else p.grad.tolist() for p in model.parameters()],
         "weights": [p.detach().clone() for p in model.parameters()],
         "torch": torch.get_rng_state().tolist(),
         "numpy": np.random.get_state()[1].tolist(),  # noqa: NPY002
@@ -228,13 +228,27 @@ def assert_no_traces(model, before):
 
 @for_every_probe
 def test_the_model_is_left_as_found(case, make):
+    """With gradients, a frozen weight, a hook, and one block in training."""
     model, x = case
-    before = traces(model)
-    model.train()
-    training = traces(model)
-    run_probes(model, x, [make(x)], progress=False)
-    assert_no_traces(model, training)
-    model.eval()
+    before, fired = traces(model), []
+    output = model(x)
+    getattr(output, "logits", output).square().mean().backward()
+    frozen = next(model.blocks[0].attn.parameters())
+    frozen.requires_grad_(False)
+    model.blocks[0].train()
+    model.add_hook("blocks.0.hook_resid_pre", lambda activation, hook: fired.append(1))
+    own = traces(model)
+    try:
+        run_probes(model, x, [make(x)], progress=False)
+        assert_no_traces(model, own)
+        fired.clear()
+        with torch.random.fork_rng():  # for the dropout of the block in training
+            model(x)
+        assert fired == [1]
+    finally:
+        model.eval().zero_grad()
+        model.reset_hooks()
+        frozen.requires_grad_(True)
     assert_no_traces(model, before)
 
 
@@ -393,13 +407,23 @@ def test_merging_in_any_order_is_the_same(case, make):
         torch.testing.assert_close(one[name], value, rtol=1e-5, atol=1e-8, equal_nan=True, msg=name)
 
 
-@pytest.mark.parametrize("by", ["step", "data", "load_state_dict", "double", "new parameter"])
-@pytest.mark.parametrize("name", ["token ids", "hosted, vector tokens", "bridge, gpt2"])
-@for_every_probe
-def test_changed_weights_are_refused(name, by, folders, make):
+CHANGES = ("step", "data", "load_state_dict", "double", "new parameter")
+CHANGED = [
+    *(
+        (name, by, PositionsProbe)
+        for name in ("hosted, vector tokens", "bridge, gpt2")
+        for by in CHANGES
+    ),
+    *(("token ids", by, PositionsProbe) for by in CHANGES[2:]),
+    *(("token ids", by, kind) for by in CHANGES[:2] for kind in MAKES),
+]
+
+
+@pytest.mark.parametrize(("name", "by", "kind"), CHANGED)
+def test_changed_weights_are_refused(name, by, kind, folders):
     build, data = MODELS[name]
     model, x = build(folders).eval(), data()
-    probe = make(x)
+    probe = MAKES[kind][0](x)
     weight = next(p for n, p in model.named_parameters() if "W_Q" in n or p.ndim > 1)
     with torch.no_grad(), attach(model, probe):
         model(x)

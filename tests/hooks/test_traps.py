@@ -44,7 +44,7 @@ def test_a_model_is_the_plain_one_or_refused(name, folders):
         torch.testing.assert_close(model(ids), zoo.build(name)(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.fixture(params=HOSTED)
+@pytest.fixture(scope="module", params=HOSTED)
 def architecture(request, folders):
     """Name, the bridge, and the plain model that it hosts a copy of."""
     name = request.param
@@ -226,6 +226,7 @@ def test_a_bridge_is_left_as_it_was(architecture):
     fired.clear()
     model(sequences()[0][None])
     assert fired == [1]
+    model.eval().reset_hooks()
 
 
 def fused(folder):

@@ -1,9 +1,9 @@
 """Probes of several processes become one, however the sequences are shared out."""
 
+import json
 import os
 import time
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,12 +12,13 @@ from tests.conftest import D_TOKEN, N_TOKENS
 from tests.processes import server
 
 N = 40
-ENDS = {  # the end of each process's stretch
-    "all on the first": [0, 40, 40],
-    "uneven": [0, 13, 40],
-    "three, one has nothing": [0, 11, 11, 40],
-    "three, two have nothing": [0, 0, 0, 40],
+ENDS = {  # the ends of the stretches of three processes
+    "all on the first": [0, 40, 40, 40],
+    "uneven": [0, 13, 20, 40],
+    "one has nothing": [0, 11, 11, 40],
+    "all on the last": [0, 0, 0, 40],
 }
+FIELDS = ("fvu", "fvu_low", "control_fvu", "second_moment")
 
 
 def data():
@@ -29,72 +30,64 @@ def probes():
     return [RecoveryProbe((1, 2), controls=("random",), blocks=3), PositionsProbe()]
 
 
-def begin(rank, store, n_ranks):
+def begin(rank, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=n_ranks)
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=3)
 
 
-def work(rank, store, model, ends, queue):
-    begin(rank, store, len(ends) - 1)
-    mine = probes()
-    first, last = ends[rank : rank + 2]
-    with attach(model, *mine, first_index=first), torch.no_grad():
-        if first < last:
-            model(data()[first:last])
-    for probe in mine:
-        probe.all_reduce_().all_reduce_()  # the second time changes nothing
-    refused = ""
-    try:
-        run_probes(model, data()[:10], mine, progress=False)
-    except InfoFlowError as error:
-        refused = str(error)
-    recovery, positions = (probe.result() for probe in mine)
-    fields = ("fvu", "fvu_low", "control_fvu", "second_moment")
-    found = [getattr(recovery, name)[1].tolist() for name in fields]
-    queue.put((rank, found, positions.positions[1].tolist(), refused))
+def work(rank, folder, model):
+    begin(rank, folder)
+    answers = []
+    for case, ends in ENDS.items():
+        mine = probes()
+        first, last = ends[rank : rank + 2]
+        with attach(model, *mine, first_index=first), torch.no_grad():
+            if first < last:
+                model(data()[first:last])
+        for probe in mine:
+            probe.all_reduce_().all_reduce_()  # the second time changes nothing
+        refused = ""
+        try:
+            run_probes(model, data()[:10], mine, progress=False)
+        except InfoFlowError as error:
+            refused = str(error)
+        recovery, positions = (probe.result() for probe in mine)
+        found = [getattr(recovery, name)[1].tolist() for name in FIELDS]
+        answers.append((case, found, positions.positions[1].tolist(), refused))
+    (folder / f"{rank}.json").write_text(json.dumps(answers))
     dist.destroy_process_group()
 
 
-def answers_of(target, n_ranks, *arguments):
-    """What processes put into a queue, by rank; and how each has ended."""
-    context = server()
-    queue = context.Queue()
-    ranks = [
-        context.Process(target=target, args=(rank, *arguments, queue)) for rank in range(n_ranks)
-    ]
+def answers_of(target, folder, model):
+    """What each of three processes has written, by rank; and how each has ended."""
+    ranks = [server().Process(target=target, args=(rank, folder, model)) for rank in range(3)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(timeout=120)
-    found = []
-    while not queue.empty():
-        found.append(queue.get(timeout=10))
-    return sorted(found), [process.exitcode for process in ranks]
+    found = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
+    return found, [process.exitcode for process in ranks]
 
 
-@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
-def test_several_processes_see_the_whole(model, tmp_path, ends):
+def test_several_processes_see_the_whole(model, tmp_path):
     model = model.double()
-    n_ranks = len(ends) - 1
-    answers, codes = answers_of(work, n_ranks, tmp_path / "store", model, ends)
-    assert codes == [0] * n_ranks
+    answers, codes = answers_of(work, tmp_path, model)
+    assert codes == [0, 0, 0]
     whole, positions = run_probes(model, data(), probes(), batch_size=N, progress=False)
-    for _, found, chosen, refused in answers:
-        for name, values in zip(
-            ("fvu", "fvu_low", "control_fvu", "second_moment"), found, strict=True
-        ):
-            torch.testing.assert_close(
+    for case, found, chosen, refused in (row for rank in range(3) for row in answers[rank]):
+        for name, values in zip(FIELDS, found, strict=True):
+            value, expected = (
                 torch.tensor(values, dtype=torch.float64),
                 getattr(whole, name)[1].double(),
-                rtol=1e-12,
-                atol=1e-12,
             )
-        assert torch.tensor(chosen).equal(positions.positions[1].long())
+            torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12, msg=case)
+        assert torch.tensor(chosen).equal(positions.positions[1].long()), case
         assert "what all processes have measured" in refused
 
 
-def dying(rank, store, model, queue):
-    begin(rank, store, 3)
+def dying(rank, folder, model):
+    begin(rank, folder)
     probe = PositionsProbe()
     with attach(model, probe), torch.no_grad():
         model(data()[:4].float())
@@ -103,18 +96,16 @@ def dying(rank, store, model, queue):
     try:
         probe.all_reduce_()
     except InfoFlowError as error:
-        queue.put((rank, str(error), probe.n_sequences))
-    queue.close()
-    queue.join_thread()
+        (folder / f"{rank}.json").write_text(json.dumps([str(error), probe.n_sequences]))
     os._exit(0)
 
 
 def test_a_process_that_dies_is_an_error_in_the_others(model, tmp_path):
     begun = time.monotonic()
-    answers, codes = answers_of(dying, 3, tmp_path / "store", model)
+    answers, codes = answers_of(dying, tmp_path, model)
     assert codes == [0, 9, 0]
-    assert [rank for rank, *_ in answers] == [0, 2]
-    for _, said, n_sequences in answers:
+    assert sorted(answers) == [0, 2]
+    for said, n_sequences in answers.values():
         assert "another process of torch.distributed is gone" in said
         assert n_sequences == 4
     assert time.monotonic() - begun < 60
