@@ -19,6 +19,7 @@ from infoflow_lens.commands.common import (
 from infoflow_lens.commands.common import reported as _reported
 from infoflow_lens.commands.design import design
 from infoflow_lens.commands.estimate import estimate
+from infoflow_lens.commands.flow import flow
 from infoflow_lens.commands.options import options_of
 from infoflow_lens.commands.train_language_model import train_language_model
 from infoflow_lens.commands.why import why
@@ -454,6 +455,7 @@ def constructions() -> None:
     Console(highlight=False, markup=False).print(table)
 
 
+app.command(short_help="The picture of what can reach a state, and what does.")(flow)
 app.command(short_help="Why a head prefers one key to another, by what wrote them.")(why)
 app.command(short_help="What an architecture must pay for a task, before training.")(estimate)
 app.command(short_help="Whether one attention layer can fit labelled sequences, with proof.")(

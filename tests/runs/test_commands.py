@@ -46,8 +46,13 @@ ARGUMENTS = {
     "train-language-model": ["stdlib-2l", *of_config(), "--quiet"],
     "certify": ["DATA", "--quiet"],
     "estimate": ["kth_largest", "--heads", "1", "--tokens", "8"],
+    "flow": ["MODEL", "a b a b", "--quiet"],
 }
-DOCUMENTS = {"certify": "certificate.json", "estimate": "witness.json"}
+DOCUMENTS = {
+    "certify": "certificate.json",
+    "estimate": "witness.json",
+    "flow": "flow.html",
+}
 # What others may have in a folder: downloads and transfers, notes beside files of the run, other
 # runs, and links.
 THEIRS = (
@@ -119,6 +124,7 @@ def test_files_links_and_runs_of_others_stay_as_they_are(command, model, small, 
     [("probe", "positions"), ("probe", "inputs"), ("probe", "report.html"), ("demo", "training"),
      ("demo", "summary.json"), ("experiment", "runs"), ("experiment", MANIFEST),
      ("probe", PRIVATE), ("certify", "certificate.json"), ("estimate", "witness.json"),
+     ("flow", "flow.html"),
      ("demo", "model")],
 )  # fmt: skip
 def test_links_in_the_places_of_the_runs_own_files_are_refused(

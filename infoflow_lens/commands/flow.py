@@ -1,0 +1,97 @@
+"""``infoflow-lens flow``: the picture of what can reach a state, and what does, as one page."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from infoflow_lens.commands.common import Backend, Device, Dtype, Quiet, integers, reported
+
+_OURS = b'<meta name="generator" content="infoflow-lens flow">'
+
+
+def flow(
+    model: Annotated[
+        str, typer.Argument(help="A name such as stdlib-2l or gpt2, owner/name, or a folder.")
+    ],
+    texts: Annotated[
+        list[str], typer.Argument(help="What the model reads; several, side by side.")
+    ],
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("flow.html"),
+    position: Annotated[
+        str,
+        typer.Option(
+            help="Of the states whose influence is measured, such as -1 or 4,7; all; auto: all "
+            "where that takes seconds, else the last."
+        ),
+    ] = "auto",
+    influence: Annotated[
+        str, typer.Option(help="auto, exact, estimate, resample, or none to measure nothing.")
+    ] = "auto",
+    rule: Annotated[
+        str, typer.Option(help="What heads pass on: max_position, top_k, mechanisms.")
+    ] = "max_position",
+    k: Annotated[int, typer.Option(help="Of top_k.")] = 3,
+    without: Annotated[
+        str | None, typer.Option(help="Key positions that no head passes on, such as 0 for BOS.")
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(help="Cut longer texts to so many.")] = None,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    backend: Backend = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Draw what can reach the states of a text, beside what does: one page, to click through."""
+    with reported():
+        _check_place(out)
+        from infoflow_lens.flows.run import flow as make
+
+        where: Any = position if position in ("auto", "all") else integers(position, "--position")
+        kind: Any = None if influence == "none" else influence
+        by: Any = rule
+        found = make(
+            model,
+            texts,
+            where,
+            None,
+            kind,
+            by,
+            k=k,
+            without=() if without is None else integers(without, "--without"),
+            max_length=max_length,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+            backend=backend,
+            progress=not quiet,
+        )
+        found.to_html(out)
+    typer.echo(found.summary())
+    for note in found.notes:
+        typer.echo(note, err=True)
+    typer.echo(f"page: {out}")
+
+
+def _check_place(out: Path) -> None:
+    """Refuse, before work starts, a place that cannot be written or holds something else.
+
+    Raises:
+        InfoFlowError: for a link, and a file that is no page of this command.
+    """
+    from infoflow_lens.foundation.errors import InfoFlowError
+    from infoflow_lens.foundation.files import naming_file, writable_folder
+
+    writable_folder(out.parent)
+    if not os.path.lexists(out):
+        return
+    held = b""
+    if out.is_file() and not out.is_symlink():
+        with naming_file(out, "read"), out.open("rb") as file:
+            held = file.read(4096)
+    if _OURS not in held:
+        raise InfoFlowError(
+            f"{str(out)!r} is there and is no page of infoflow-lens flow: expected a new file or "
+            "an earlier page; choose another name"
+        )
