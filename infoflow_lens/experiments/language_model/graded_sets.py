@@ -63,7 +63,7 @@ class GradedSetsStudy(LanguageModelStudy):
         "where both lie below"
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 1, "full": 1}
-    windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 16, "full": 96}
+    windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 12, "full": 96}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 1, "full": 1}
     lengths: ClassVar[Mapping[str, int]] = {"smoke": 16, "quick": 64, "full": 128}
 
@@ -75,7 +75,7 @@ class GradedSetsStudy(LanguageModelStudy):
             "final": True,
             "weights": _RANDOM,
             "text": "random tokens",
-            "n_windows": self.windows[preset] // 2,
+            "n_windows": max(2, self.windows[preset] // 3),
             "n_context": self.lengths[preset],
             "n_states": 8,
         }
@@ -150,19 +150,26 @@ class GradedSetsStudy(LanguageModelStudy):
     def _texts_of(self, model: nn.Module, settings: Settings, seed: int) -> dict[str, Tensor]:
         """Windows to choose by and windows to measure, of texts that share nothing."""
         n, length = settings["n_windows"] + _DONORS, settings["n_context"]
+        m = max(2, settings["n_windows"] // 2) + _DONORS  # to choose by
         if settings["model"] == _RANDOM:
             generator = torch.Generator().manual_seed(derived_seed("tokens", seed))
-            ids = torch.randint(_SHAPE["vocab_size"], (2 * n, length), generator=generator)
-            return {"validation": ids[:n], "test": ids[n:]}
+            ids = torch.randint(_SHAPE["vocab_size"], (n + m, length), generator=generator)
+            return {"validation": ids[:m], "test": ids[m:]}
         if self.data is None:
             prefix, stream = token_stream(model, read_corpus().texts("validation"))
-            other = evenly_spread(prefix, stream, length, n, "the text")
+            other = evenly_spread(prefix, stream, length, m, "the text")
             own = self.sequences(model, {**settings, "n_windows": n}, seed)
         else:
-            both = self.sequences(model, {**settings, "n_windows": 2 * n}, seed)
-            other, own = both[0::2], both[1::2]
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-        return {"validation": other[order], "test": own[order]}  # donors from all over
+            both = self.sequences(model, {**settings, "n_windows": n + m}, seed)
+            is_other = torch.arange(n + m) % 2 == 0
+            is_other[2 * m :] = False
+            other, own = both[is_other], both[~is_other]
+        # donors come from all over the text
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            "validation": other[torch.randperm(m, generator=generator)],
+            "test": own[torch.randperm(n, generator=generator)],
+        }
 
     def table(self, results: "pd.DataFrame") -> str:
         """How the strength was chosen; then all methods, a table for each model."""
