@@ -98,9 +98,11 @@ class GradedSetsStudy(LanguageModelStudy):
         model = model.to(device)
         texts = self._texts_of(model, settings, seed)
         facts = {"mlp": _has_mlp(model)}
-        mechanisms = measure_mechanisms(
-            model, texts["validation"][:_BATCH], metric="kl", batch_size=_BATCH, progress=False
-        )
+        mechanisms = None  # of a random model, whose output needs no head more than another
+        if not deep:
+            mechanisms = measure_mechanisms(
+                model, texts["validation"][:_BATCH], metric="kl", batch_size=_BATCH, progress=False
+            )
         rows: list[Row] = []
         for text, windows in texts.items():
             if deep and text == "validation":
@@ -113,7 +115,7 @@ class GradedSetsStudy(LanguageModelStudy):
                     donors, "median", state="resid_post", positions=places
                 ),
             }
-            scores = self._methods(model, mechanisms, places, deep)
+            scores = self._methods(model, mechanisms, places)
             chosen, *found = run_probes(
                 model,
                 measured,
@@ -132,9 +134,12 @@ class GradedSetsStudy(LanguageModelStudy):
         return rows
 
     def _methods(
-        self, model: nn.Module, mechanisms: MechanismsResult, places: tuple[int, ...], deep: bool
+        self, model: nn.Module, mechanisms: MechanismsResult | None, places: tuple[int, ...]
     ) -> dict[str, Probe[Any]]:
-        """Graded sets of every strength, and the baselines that are not among them."""
+        """Graded sets of every strength, and the baselines that are not among them.
+
+        Without mechanisms there is no damage, and of the baselines there are the cheap ones.
+        """
         found: dict[str, Probe[Any]] = {
             name: GradedSetsProbe(
                 strength,
@@ -143,8 +148,9 @@ class GradedSetsStudy(LanguageModelStudy):
                 positions=places,
             )
             for name, (strength, path) in _VARIANTS.items()
+            if strength != "damage" or mechanisms is not None
         }
-        others = baselines(model, "resid_post", positions=places, cheap=deep)
+        others = baselines(model, "resid_post", positions=places, cheap=mechanisms is None)
         return found | {name: probe for name, probe in others.items() if name != "graded sets"}
 
     def _texts_of(self, model: nn.Module, settings: Settings, seed: int) -> dict[str, Tensor]:
@@ -304,7 +310,7 @@ def _lead_table(rows: "pd.DataFrame", chosen: str) -> str:
     for method in methods:
         cells: list[str | None] = []
         for _, some in cases:
-            there = method in set(some["method"])
+            there = {chosen, method} <= set(some["method"])
             cells.append(
                 f"{outcome(some, chosen, method)} ("
                 + "; ".join(f"{_lead(some, chosen, method, m)[0]:+.3f}" for m in _JUDGED)
