@@ -186,9 +186,10 @@ class GradedSetsStudy(LanguageModelStudy):
             "of the tokens that a method ranks highest; means over sequences and half their 95% "
             f"interval. On other text, {chosen} was chosen.",
             "### The choice: Spearman in the last layer, on validation text",
-            _choice_table(results),
-            f"### {chosen} against the others, in the last layer",
-            _lead_table(_last_layer(test), chosen),
+            choice_table(results),
+            "### The last layer",
+            *(last_layer_table(results, influence) for influence in _INFLUENCES),
+            f"(ahead): it is ahead of {chosen} by the rule's intervals; (behind): behind it.",
         ]
         for (model,), rows in groups(test, ("model",)):
             parts += [f"### {model}", _table_of(rows)]
@@ -261,7 +262,8 @@ def _choice(results: "pd.DataFrame") -> "pd.DataFrame":
     )
 
 
-def _choice_table(results: "pd.DataFrame") -> str:
+def choice_table(results: "pd.DataFrame") -> str:
+    """The mean correlation of each kind of graded sets on the text that chooses."""
     means = _choice(results)
     columns = ("method", *(", ".join(map(str, case)) for case in means.columns), "mean")
     lines = [
@@ -301,25 +303,25 @@ def _mean(values: "pd.Series[float]") -> tuple[float, float]:
     return float(found.mean()), float(t.ppf(0.975, n - 1) * found.std() / n**0.5)
 
 
-def _lead_table(rows: "pd.DataFrame", chosen: str) -> str:
-    """Against every method, by model and influence."""
-    cases = groups(rows, ("model", "influence"))
-    columns = ("against", *(f"{model}, {influence}" for (model, influence), _ in cases))
-    methods = [m for m in dict.fromkeys(rows["method"]) if m not in (chosen, "measured")]
+def last_layer_table(results: "pd.DataFrame", influence: str) -> str:
+    """Every method in the last layer of every model, beside the chosen graded sets."""
+    chosen = chosen_of(results)
+    rows = _last_layer(_test(results))
+    cases = groups(rows[rows["influence"] == influence], ("model",))
     lines = []
-    for method in methods:
+    for method in dict.fromkeys(rows["method"]):
         cells: list[str | None] = []
         for _, some in cases:
-            there = {chosen, method} <= set(some["method"])
-            cells.append(
-                f"{outcome(some, chosen, method)} ("
-                + "; ".join(f"{_lead(some, chosen, method, m)[0]:+.3f}" for m in _JUDGED)
-                + ")"
-                if there
-                else None
-            )
-        lines.append((method, *cells))
-    return markdown_table(columns, lines)
+            own = some[some["method"] == method]
+            if not len(own):
+                cells.append(None)
+                continue
+            sign = ""
+            if method not in (chosen, "measured") and chosen in set(some["method"]):
+                sign = {"level": ""}.get(found := outcome(some, method, chosen), f" ({found})")
+            cells.append("; ".join(f"{_mean(own[metric])[0]:.3f}" for metric in _JUDGED) + sign)
+        lines.append((f"**{method}**" if method == chosen else method, *cells))
+    return markdown_table((influence, *(model for (model,), _ in cases)), lines)
 
 
 def _table_of(rows: "pd.DataFrame") -> str:
