@@ -24,6 +24,7 @@ from infoflow_lens.hooks import (
     measure_mechanisms,
     run_probes,
 )
+from infoflow_lens.hooks.model.points import layer_count
 from infoflow_lens.hooks.routes.graded import Strength
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.probing.windows import evenly_spread, token_stream
@@ -39,6 +40,7 @@ _RANDOM, _PILOT = "random 12 x 12", "stdlib-2l"
 _SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 96, "vocab_size": 256}
 _DONORS, _BATCH, _DIRECTIONS = 4, 8, 16
 _MOST_LAYERS = 4  # that a table shows
+_MOST_EXACT = 2  # layers up to which the Jacobian is exact
 _INFLUENCES = ("jacobian", "resample")
 _JUDGED = ("spearman", "share")
 _FIRST, _ROLLOUT = "first choices", "attention rollout"
@@ -108,7 +110,7 @@ class GradedSetsStudy(LanguageModelStudy):
             if deep and text == "validation":
                 continue  # it chooses nothing
             donors, measured = windows[:_DONORS], windows[_DONORS:]
-            estimate = _DIRECTIONS if deep else None
+            estimate = _DIRECTIONS if layer_count(model) > _MOST_EXACT else None
             influences: dict[str, Probe[Any]] = {
                 "jacobian": JacobianInfluence("resid_post", estimate=estimate, positions=places),
                 "resample": ResampleInfluence(
