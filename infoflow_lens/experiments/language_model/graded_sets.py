@@ -25,6 +25,7 @@ from infoflow_lens.hooks import (
     measure_mechanisms,
     run_probes,
 )
+from infoflow_lens.hooks.model.points import layer_count
 from infoflow_lens.hooks.routes.graded import Strength
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.probing.windows import evenly_spread, token_stream
@@ -40,6 +41,7 @@ _RANDOM, _PILOT = "random 12 x 12", "stdlib-2l"
 _SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 96, "vocab_size": 256}
 _DONORS, _BATCH, _DIRECTIONS = 4, 8, 16
 _MOST_LAYERS = 4  # that a table shows
+_MOST_EXACT = 2  # layers up to which the Jacobian is exact
 _INFLUENCES = ("jacobian", "resample")
 _JUDGED = ("spearman", "share")
 _FIRST, _ROLLOUT = "first choices", "attention rollout"
@@ -64,7 +66,7 @@ class GradedSetsStudy(LanguageModelStudy):
         "where both lie below"
     )
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 1, "full": 1}
-    windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 16, "full": 96}
+    windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 12, "full": 96}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 1, "full": 1}
     lengths: ClassVar[Mapping[str, int]] = {"smoke": 16, "quick": 64, "full": 128}
 
@@ -76,7 +78,7 @@ class GradedSetsStudy(LanguageModelStudy):
             "final": True,
             "weights": _RANDOM,
             "text": "random tokens",
-            "n_windows": self.windows[preset] // 2,
+            "n_windows": max(2, self.windows[preset] // 3),
             "n_context": self.lengths[preset],
             "n_states": 8,
         }
@@ -99,22 +101,24 @@ class GradedSetsStudy(LanguageModelStudy):
         model = model.to(device)
         texts = self._texts_of(model, settings, seed)
         facts = {"mlp": _has_mlp(model)}
-        mechanisms = measure_mechanisms(
-            model, texts["validation"][:_BATCH], metric="kl", batch_size=_BATCH, progress=False
-        )
+        mechanisms = None  # of a random model, whose output needs no head more than another
+        if not deep:
+            mechanisms = measure_mechanisms(
+                model, texts["validation"][:_BATCH], metric="kl", batch_size=_BATCH, progress=False
+            )
         rows: list[Row] = []
         for text, windows in texts.items():
             if deep and text == "validation":
                 continue  # it chooses nothing
             donors, measured = windows[:_DONORS], windows[_DONORS:]
-            estimate = _DIRECTIONS if deep else None
+            estimate = _DIRECTIONS if layer_count(model) > _MOST_EXACT else None
             influences: dict[str, Probe[Any]] = {
                 "jacobian": JacobianInfluence("resid_post", estimate=estimate, positions=places),
                 "resample": ResampleInfluence(
                     donors, "median", state="resid_post", positions=places
                 ),
             }
-            scores = self._methods(model, mechanisms, places, deep)
+            scores = self._methods(model, mechanisms, places)
             chosen, *found = run_probes(
                 model,
                 measured,
@@ -133,9 +137,12 @@ class GradedSetsStudy(LanguageModelStudy):
         return rows
 
     def _methods(
-        self, model: nn.Module, mechanisms: MechanismsResult, places: tuple[int, ...], deep: bool
+        self, model: nn.Module, mechanisms: MechanismsResult | None, places: tuple[int, ...]
     ) -> dict[str, Probe[Any]]:
-        """Graded sets of every strength, and the baselines that are not among them."""
+        """Graded sets of every strength, and the baselines that are not among them.
+
+        Without mechanisms there is no damage, and of the baselines there are the cheap ones.
+        """
         found: dict[str, Probe[Any]] = {
             name: GradedSetsProbe(
                 strength,
@@ -144,26 +151,34 @@ class GradedSetsStudy(LanguageModelStudy):
                 positions=places,
             )
             for name, (strength, path) in _VARIANTS.items()
+            if strength != "damage" or mechanisms is not None
         }
-        others = baselines(model, "resid_post", positions=places, cheap=deep)
+        others = baselines(model, "resid_post", positions=places, cheap=mechanisms is None)
         return found | {name: probe for name, probe in others.items() if name != "graded sets"}
 
     def _texts_of(self, model: nn.Module, settings: Settings, seed: int) -> dict[str, Tensor]:
         """Windows to choose by and windows to measure, of texts that share nothing."""
         n, length = settings["n_windows"] + _DONORS, settings["n_context"]
+        m = max(2, settings["n_windows"] // 2) + _DONORS  # to choose by
         if settings["model"] == _RANDOM:
             generator = torch.Generator().manual_seed(derived_seed("tokens", seed))
-            ids = torch.randint(_SHAPE["vocab_size"], (2 * n, length), generator=generator)
-            return {"validation": ids[:n], "test": ids[n:]}
+            ids = torch.randint(_SHAPE["vocab_size"], (n + m, length), generator=generator)
+            return {"validation": ids[:m], "test": ids[m:]}
         if self.data is None:
             prefix, stream = token_stream(model, read_corpus().texts("validation"))
-            other = evenly_spread(prefix, stream, length, n, "the text")
+            other = evenly_spread(prefix, stream, length, m, "the text")
             own = self.sequences(model, {**settings, "n_windows": n}, seed)
         else:
-            both = self.sequences(model, {**settings, "n_windows": 2 * n}, seed)
-            other, own = both[0::2], both[1::2]
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-        return {"validation": other[order], "test": own[order]}  # donors from all over
+            both = self.sequences(model, {**settings, "n_windows": n + m}, seed)
+            is_other = torch.arange(n + m) % 2 == 0
+            is_other[2 * m :] = False
+            other, own = both[is_other], both[~is_other]
+        # donors come from all over the text
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            "validation": other[torch.randperm(m, generator=generator)],
+            "test": own[torch.randperm(n, generator=generator)],
+        }
 
     def table(self, results: "pd.DataFrame") -> str:
         """How the strength was chosen; then all methods, a table for each model."""
@@ -174,9 +189,10 @@ class GradedSetsStudy(LanguageModelStudy):
             "of the tokens that a method ranks highest; means over sequences and half their 95% "
             f"interval. On other text, {chosen} was chosen.",
             "### The choice: Spearman in the last layer, on validation text",
-            _choice_table(results),
-            f"### {chosen} against the others, in the last layer",
-            _lead_table(_last_layer(test), chosen),
+            choice_table(results),
+            "### The last layer",
+            *(last_layer_table(results, influence) for influence in _INFLUENCES),
+            f"(ahead): it is ahead of {chosen} by the rule's intervals; (behind): behind it.",
         ]
         for (model,), rows in groups(test, ("model",)):
             parts += [f"### {model}", _table_of(rows)]
@@ -249,7 +265,8 @@ def _choice(results: "pd.DataFrame") -> "pd.DataFrame":
     )
 
 
-def _choice_table(results: "pd.DataFrame") -> str:
+def choice_table(results: "pd.DataFrame") -> str:
+    """The mean correlation of each kind of graded sets on the text that chooses."""
     means = _choice(results)
     columns = ("method", *(", ".join(map(str, case)) for case in means.columns), "mean")
     lines = [
@@ -289,25 +306,25 @@ def _mean(values: "pd.Series[float]") -> tuple[float, float]:
     return float(found.mean()), float(t.ppf(0.975, n - 1) * found.std() / n**0.5)
 
 
-def _lead_table(rows: "pd.DataFrame", chosen: str) -> str:
-    """Against every method, by model and influence."""
-    cases = groups(rows, ("model", "influence"))
-    columns = ("against", *(f"{model}, {influence}" for (model, influence), _ in cases))
-    methods = [m for m in dict.fromkeys(rows["method"]) if m not in (chosen, "measured")]
+def last_layer_table(results: "pd.DataFrame", influence: str) -> str:
+    """Every method in the last layer of every model, beside the chosen graded sets."""
+    chosen = chosen_of(results)
+    rows = _last_layer(_test(results))
+    cases = groups(rows[rows["influence"] == influence], ("model",))
     lines = []
-    for method in methods:
+    for method in dict.fromkeys(rows["method"]):
         cells: list[str | None] = []
         for _, some in cases:
-            there = method in set(some["method"])
-            cells.append(
-                f"{outcome(some, chosen, method)} ("
-                + "; ".join(f"{_lead(some, chosen, method, m)[0]:+.3f}" for m in _JUDGED)
-                + ")"
-                if there
-                else None
-            )
-        lines.append((method, *cells))
-    return markdown_table(columns, lines)
+            own = some[some["method"] == method]
+            if not len(own):
+                cells.append(None)
+                continue
+            sign = ""
+            if method not in (chosen, "measured") and chosen in set(some["method"]):
+                sign = {"level": ""}.get(found := outcome(some, method, chosen), f" ({found})")
+            cells.append("; ".join(f"{_mean(own[metric])[0]:.3f}" for metric in _JUDGED) + sign)
+        lines.append((f"**{method}**" if method == chosen else method, *cells))
+    return markdown_table((influence, *(model for (model,), _ in cases)), lines)
 
 
 def _table_of(rows: "pd.DataFrame") -> str:
