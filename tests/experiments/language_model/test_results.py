@@ -11,6 +11,7 @@ from infoflow_lens import InfoFlowError
 from infoflow_lens.experiments.language_model.card import comparison
 from infoflow_lens.experiments.language_model.config import PRESETS
 from infoflow_lens.experiments.language_model.induction import Induction
+from infoflow_lens.experiments.language_model.reasons import Reasons
 from infoflow_lens.experiments.language_model.roles import Roles
 from infoflow_lens.experiments.language_model.sets import Sets
 from infoflow_lens.experiments.language_model.softness import Softness
@@ -227,3 +228,31 @@ def test_numbers_of_sets():
         f"hold {own['mean_size']:.1f} of {own['mean_candidates']:.1f} candidates in the "
         f"{own['n_states']} states where they leave any out, and all in {own['n_whole']};" in said
     )
+
+
+def test_numbers_of_reasons():
+    study, rows = Reasons(), rows_of("reasons")
+    verdict = study.verdict(rows)
+    table = (RESULTS / "reasons" / "table.md").read_text()
+    record = json.loads((RESULTS / "reasons" / "record.json").read_text())["config"]
+    assert study.table(rows) in table
+    assert list(record["verdict"].values()) == [verdict.passed, list(verdict.reasons)]
+    said = words_of("reasons.md")
+    found, word = said.split("# Found")[1], "Seen" if verdict.passed else "Not seen"
+    assert f"**{word}** in `stdlib-2l`" in found
+    own = rows.set_index(["kind", "layer", "head", "part"]).sort_index()
+    for head in (0, 1, 5):
+        part = own.loc["trained", 1, head, "head 0.6"]
+        untrained = own.loc["untrained", 1, head, "head 0.6"]
+        assert (
+            f"| 1.{head} | {part['share']:.2f} | {shown(part['low'], 2)} to {part['high']:.2f} | "
+            f"{part['largest']:.1%} | {untrained['largest']:.1%} | {part['begins_second']:.0%} |"
+        ) in found
+    assert verdict.passed
+    parts = rows[(rows["kind"] == "trained")].pivot(index="part", columns="head", values="share")
+    first, second, third = (shown(value, 2) for value in parts.loc["token embedding"])
+    assert f"its token embedding ({first}, {second} and {third} of the margin)" in found
+    first, second = (shown(-value, 2) for value in parts.loc["head 0.4", [0, 1]])
+    assert f"Head 0.4 takes {first} away in 1.0 and {second} in 1.1." in found
+    others = parts[parts.index.str.startswith("head ") & (parts.index != "head 0.6")]
+    assert f"the largest share is {shown(others.max().max(), 2)}." in found
