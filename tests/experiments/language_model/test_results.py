@@ -254,5 +254,7 @@ def test_numbers_of_reasons():
     assert f"its token embedding ({first}, {second} and {third} of the margin)" in found
     first, second = (shown(-value, 2) for value in parts.loc["head 0.4", [0, 1]])
     assert f"Head 0.4 takes {first} away in 1.0 and {second} in 1.1." in found
+    untrained = rows[(rows["kind"] == "untrained") & (rows["part"] == "head 0.6")]["share"]
+    assert f"the same part has at most {shown(untrained.abs().max(), 2)} of" in found
     others = parts[parts.index.str.startswith("head ") & (parts.index != "head 0.6")]
     assert f"the largest share is {shown(others.max().max(), 2)}." in found
