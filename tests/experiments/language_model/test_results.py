@@ -258,3 +258,35 @@ def test_numbers_of_reasons():
     assert f"the same part has at most {shown(untrained.abs().max(), 2)} of" in found
     others = parts[parts.index.str.startswith("head ") & (parts.index != "head 0.6")]
     assert f"the largest share is {shown(others.max().max(), 2)}." in found
+
+
+def test_numbers_of_reasons_in_other_trainings():
+    study, rows = Reasons(), rows_of("reasons_trained")
+    verdict = study.verdict(rows)
+    assert study.table(rows) in (RESULTS / "reasons_trained" / "table.md").read_text()
+    record = json.loads((RESULTS / "reasons_trained" / "record.json").read_text())["config"]
+    assert list(record["verdict"].values()) == [verdict.passed, list(verdict.reasons)]
+    page = (RESULTS / "reasons.md").read_text()
+    trained = rows[rows["kind"] == "trained"]
+    for reason in verdict.reasons:
+        model, _, said = reason.partition(": ")
+        if said.startswith("no induction head"):
+            score = trained.loc[trained["model"] == model, "prefix_matching"].max()
+            assert f"| {model} | none ({score:.2f}) |" in page
+            continue
+        name = said.split()[0]
+        layer, head = map(int, name.split("."))
+        own = trained[(trained["model"] == model) & (trained["layer"] == layer)]
+        own = own[own["head"] == head].set_index("part")
+        part = own[own["is_previous"] == 1].iloc[0]
+        assert (
+            f"| {model} | {name} | {part.name.removeprefix('head ')} | {part['share']:.2f} | "
+            f"{part['largest']:.1%} | {own.loc['MLP 0', 'share']:.2f} | "
+            f"{'passes' if said.startswith(f'{name} passes') else 'fails'} |"
+        ) in page
+    with_mlp = trained[trained["model"].str.contains("mlp")].dropna(subset=["head"])
+    of_mlp = with_mlp[with_mlp["part"] == "MLP 0"]["share"]
+    said = words_of("reasons.md")
+    assert f"MLP 0 alone has {shown(of_mlp.min(), 2)} to {shown(of_mlp.max(), 2)} of it" in said
+    heads = with_mlp[with_mlp["part"].str.startswith("head 0.")]["share"]
+    assert f"no head of layer 0 more than {shown(heads.max(), 2)}." in said
