@@ -99,7 +99,7 @@ class EdgeBudget(LanguageModelStudy):
         """What each choice keeps of what attention is worth; seeds of a kind of model together."""
         curves = final(results[results["kind"] == "curve"])
         curves = curves.assign(model=curves["model"].map(family))
-        figure, by_model = panels(curves, 2, 10, 3.4, sharey=True)
+        figure, by_model = panels(curves, 2, 11, 3.4, sharey=True)
         for model, axes in by_model:
             for axis, part in zip(axes, (ONE, ALL), strict=True):
                 rows = curves[(curves["model"] == model) & (curves["part"] == part)]
@@ -121,7 +121,8 @@ class EdgeBudget(LanguageModelStudy):
                 axis.set_title(f"{model}: {part}", fontsize="medium")
                 axis.set_xlabel("edges of a window")
             axes[0].set_ylabel("share of what attention is worth")
-        by_model[0][1][1].legend(frameon=False, fontsize="x-small")
+        handles = by_model[0][1][1].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside right upper", frameon=False, fontsize="small")
         return figure
 
     def verdict(self, results: "pd.DataFrame") -> Verdict:
