@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 GRADED, PILOT = "product x norm", "stdlib-2l"
 ONE, ALL = "one state", "all states"
-_SHARE, _MOST, _BATCH = 0.9, 0.05, 8
+_SHARE, _MOST, _BATCH = 0.9, 0.05, 16
 _CONTROLS, _RIVAL = ("chance", "another window"), "rollout"
 _BUDGETS: Mapping[str, tuple[float, ...]] = {
     ONE: tuple(2.0**-i for i in range(13, 1, -1)),
@@ -88,9 +88,9 @@ class EdgeBudget(LanguageModelStudy):
                 lines.append((method, *(_cell(by_model.get_group(m)) for m in models)))
             parts += [
                 f"### Edges of a window needed for {_SHARE:.0%}: {part}",
-                "In brackets the 95% interval over windows, and how many times the edges of the "
-                f"graded choice ({GRADED}) that is; *ahead* and *behind* where that interval lies "
-                "on one side of 1.",
+                "In brackets the 95% interval over windows; behind it how many times the edges of "
+                f"the graded choice ({GRADED}) that is, *ahead* and *behind* where the interval of "
+                "this lies on one side of 1.",
                 markdown_table(("chosen by", *models), lines),
             ]
         return "\n\n".join(parts)
