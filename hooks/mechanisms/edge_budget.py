@@ -29,7 +29,7 @@ from infoflow_lens.foundation.settings import (
     checked,
 )
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
-from infoflow_lens.hooks.mechanisms.damage import Damage, Read, metric_of, places_of
+from infoflow_lens.hooks.mechanisms.damage import Damage, Read, Reference, metric_of, places_of
 from infoflow_lens.hooks.mechanisms.driver import Reading, mean_patterns
 from infoflow_lens.hooks.mechanisms.edges import (
     CHANCE,
@@ -358,6 +358,7 @@ class _Divergence:
 
     def __init__(self, model: nn.Module, damage: Damage) -> None:
         self.model, self.damage = model, damage
+        self._last: tuple[Batch, Reference] | None = None  # several edits of one batch follow
 
     def states(self, batch: Batch) -> Bool[Tensor, "batch pos"]:
         """The positions whose predictions count."""
@@ -368,12 +369,12 @@ class _Divergence:
 
     def of(self, batch: Batch, first: int, edit: Edit | None = None) -> Float[Tensor, " batch"]:
         """The divergence in each sequence of a batch, whose first has that index."""
-        output = output_of(self.model, batch)
         if edit is None:
             return torch.zeros(len(batch), dtype=torch.float64)
-        before = self.damage.reference(output, batch)
+        if self._last is None or self._last[0] is not batch:
+            self._last = batch, self.damage.reference(output_of(self.model, batch), batch)
         with edit(batch, first):
-            return self.damage.lost(before, output_of(self.model, batch), batch)[0]
+            return self.damage.lost(self._last[1], output_of(self.model, batch), batch)[0]
 
 
 _Measure = NextTokenLoss | _Divergence

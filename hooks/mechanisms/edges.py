@@ -21,7 +21,7 @@ from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss
 from infoflow_lens.hooks.model.inputs import Batch, Batches
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
-from infoflow_lens.hooks.routes.contributions import Parts, factors_of, needs_of_parts
+from infoflow_lens.hooks.routes.contributions import Parts, factors_of, gap_in, needs_of_parts
 from infoflow_lens.hooks.routes.paths import best_onwards, within_one
 from infoflow_lens.theory.graded import Path
 
@@ -185,8 +185,18 @@ class EdgeScores:
         return [self.seen.pattern(i).float().cpu() for i in range(self.seen.n_layers)]
 
     def _parts(self) -> list[Parts]:
-        factors = factors_of(self.model)
-        return [Parts.of(self.seen, layer, factor) for layer, factor in enumerate(factors)]
+        """What heads bring, in every layer.
+
+        Raises:
+            InfoFlowError: if it does not add up to what attention adds.
+        """
+        found = []
+        for layer, factor in enumerate(factors_of(self.model)):
+            parts = Parts.of(self.seen, layer, factor)
+            if not parts.add_up(self.seen, layer):
+                raise InfoFlowError(gap_in(layer))
+            found.append(parts)
+        return found
 
     def _norms(self) -> Scores:
         return [part.strengths().cpu() for part in self._parts()]

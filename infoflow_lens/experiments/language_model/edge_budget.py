@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 GRADED, PILOT = "product x norm", "stdlib-2l"
 ONE, ALL = "one state", "all states"
-_SHARE, _MOST, _BATCH = 0.9, 0.05, 8
+_SHARE, _MOST, _BATCH = 0.9, 0.05, 16
 _CONTROLS, _RIVAL = ("chance", "another window"), "rollout"
 _BUDGETS: Mapping[str, tuple[float, ...]] = {
     ONE: tuple(2.0**-i for i in range(13, 1, -1)),
@@ -89,9 +89,9 @@ class EdgeBudget(LanguageModelStudy):
                 lines.append((method, *(_cell(by_model.get_group(m)) for m in models)))
             parts += [
                 f"### Edges of a window needed for {_SHARE:.0%}: {part}",
-                "In brackets the 95% interval over windows, and how many times the edges of the "
-                f"graded choice ({GRADED}) that is; *ahead* and *behind* where that interval lies "
-                "on one side of 1.",
+                "In brackets the 95% interval over windows; behind it how many times the edges of "
+                f"the graded choice ({GRADED}) that is, *ahead* and *behind* where the interval of "
+                "this lies on one side of 1.",
                 markdown_table(("chosen by", *models), lines),
             ]
         return "\n\n".join(parts)
@@ -100,7 +100,7 @@ class EdgeBudget(LanguageModelStudy):
         """What each choice keeps of what attention is worth; seeds of a kind of model together."""
         curves = final(results[results["kind"] == "curve"])
         curves = curves.assign(model=curves["model"].map(family))
-        figure, by_model = panels(curves, 2, 10, 3.4, sharey=True)
+        figure, by_model = panels(curves, 2, 11, 3.4, sharey=True)
         for model, axes in by_model:
             for axis, part in zip(axes, (ONE, ALL), strict=True):
                 rows = curves[(curves["model"] == model) & (curves["part"] == part)]
@@ -122,7 +122,8 @@ class EdgeBudget(LanguageModelStudy):
                 axis.set_title(f"{model}: {part}", fontsize="medium")
                 axis.set_xlabel("edges of a window")
             axes[0].set_ylabel("share of what attention is worth")
-        by_model[0][1][1].legend(frameon=False, fontsize="x-small")
+        handles = by_model[0][1][1].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside right upper", frameon=False, fontsize="small")
         return figure
 
     def verdict(self, results: "pd.DataFrame") -> Verdict:

@@ -10,6 +10,14 @@ import pytest
 from infoflow_lens import InfoFlowError
 from infoflow_lens.experiments.language_model.card import comparison
 from infoflow_lens.experiments.language_model.config import PRESETS
+from infoflow_lens.experiments.language_model.edge_budget import (
+    ALL,
+    GRADED,
+    ONE,
+    PILOT,
+    EdgeBudget,
+    outcome,
+)
 from infoflow_lens.experiments.language_model.induction import Induction
 from infoflow_lens.experiments.language_model.reasons import Reasons
 from infoflow_lens.experiments.language_model.roles import Roles
@@ -196,9 +204,13 @@ def test_models_side_by_side_are_of_one_text():
 
 @pytest.mark.parametrize(
     ("study", "folder", "file"),
-    [(Sets(), "sets", "results.csv.gz"), (Induction(), "induction_mlp", "results.csv")],
+    [
+        (Sets(), "sets", "results.csv.gz"),
+        (Induction(), "induction_mlp", "results.csv"),
+        (EdgeBudget(), "edge_budget", "results.csv"),
+    ],
 )
-def test_tables_and_records_of_all_three_models(study, folder, file):
+def test_tables_and_records_of_several_models(study, folder, file):
     rows = pd.read_csv(RESULTS / folder / file)
     record = json.loads((RESULTS / folder / "record.json").read_text())["config"]
     verdict = study.verdict(rows)

@@ -428,6 +428,16 @@ def test_what_makes_no_sense_is_refused(model, tokens, options, message):
         measured(model, tokens[:6], tokens[6:], **options)
 
 
+def test_parts_that_a_hook_changes_are_refused(model, tokens):
+    """What heads bring then is not what attention adds."""
+    model.add_hook("blocks.1.hook_attn_out", lambda added, hook: 2 * added)
+    try:
+        with pytest.raises(InfoFlowError, match="in layer 1 what the heads bring does not add up"):
+            measured(model, tokens[:2], tokens[6:], methods=("product x norm",))
+    finally:
+        model.reset_hooks()
+
+
 def test_models_and_sequences_that_do_not_fit_are_refused(model, tokens):
     with pytest.raises(InfoFlowError, match="calibration has sequences of at most 4 positions"):
         measured(model, tokens[:6], tokens[6:, :4])
