@@ -143,6 +143,13 @@ def test_numbers_of_sufficiency():
             )
             + " |"
         ) in page  # fmt: skip
+    few = rows[(rows["kind"] == "windows") & (rows["n_windows"] == 32)]
+    labels = few[few["model"] == "stdlib-2l"].groupby("measure")["n_specific_position"]
+    low, high = labels.min(), labels.max()
+    assert (
+        f"calls {low['same windows']:.0f} or {high['same windows']:.0f} heads specific position in "
+        f"every draw, the held-out one {low['held out']:.0f} to {high['held out']:.0f};" in said
+    )
     for reason in Sufficiency().verdict(rows).reasons:
         model, claims = reason.partition(": ")[0], reason.rpartition(": ")[2]
         assert f"`{model}`: {claims}" in said
