@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Float, Int
@@ -92,13 +92,16 @@ def directions(
 def _of_layer(
     model: nn.Module, layer: int, rows: Tensor, batch_size: int, first: int, first_key: int
 ) -> Directions:
-    names = _names(model, layer)
+    pairs = _pairs(model, layer)
+    names = pairs[0]
     caught_q, caught_k = [], []
     scale: Tensor | None = None
     for part in rows.split(batch_size):
         with torch.no_grad():
-            wanted = (*names, scores_hook(model, layer))
+            wanted = (*(name for pair in pairs for name in pair), scores_hook(model, layer))
             caught = call(model, Batch(part), wanted).activations
+        # a bridge may list points behind the rotation that never fire
+        names = next((pair for pair in pairs if caught.keys() >= set(pair)), None) or _none(layer)
         scores = caught[scores_hook(model, layer)]
         n_heads = scores.shape[1]
         q, k = (_by_head(caught[name], n_heads) for name in names)
@@ -121,17 +124,19 @@ def _of_layer(
     return Directions(names[0], u, to, back, axes.flip(2), energies.flip(1).clamp(min=0))
 
 
-def _names(model: nn.Module, layer: int) -> tuple[str, str]:
+def _pairs(model: nn.Module, layer: int) -> list[tuple[str, str]]:
+    """Points of queries and keys that the model lists."""
     known: Any = model.hook_dict
     if hook_semantics(model).scores[layer] != "scores":
         raise InfoFlowError(
             f"layer {layer} does not show its scores, so its queries cannot be checked against "
             "them: expected hook_attn_scores; try another backend"
         )
-    for pair in _POINTS:
-        first, second = (f"blocks.{layer}.{point}" for point in pair)
-        if first in known and second in known:
-            return first, second
+    named = [(f"blocks.{layer}.{q}", f"blocks.{layer}.{k}") for q, k in _POINTS]
+    return [pair for pair in named if set(pair) <= set(known)] or [_none(layer)]
+
+
+def _none(layer: int) -> NoReturn:
     raise InfoFlowError(f"layer {layer} shows no queries: expected attn.hook_q and attn.hook_k")
 
 
@@ -161,7 +166,7 @@ def _scale(model: nn.Module, layer: int, q: Tensor, k: Tensor, scores: Tensor) -
         raise InfoFlowError(
             f"the scores of layer {layer} are not products of its queries and keys (off by "
             f"{float(apart.sqrt()):.0%} of their deviation): expected models that do not turn them "
-            "by their positions behind the hook points, such as GPT-2"
+            "by their positions (rotary embeddings) behind the hook points, such as GPT-2"
         )
     return scale.cpu()
 

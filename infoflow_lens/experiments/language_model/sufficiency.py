@@ -210,13 +210,15 @@ class Sufficiency(LanguageModelStudy):
                 spread = (some["share"] - some["share_low"], some["share_high"] - some["share"])
                 right.errorbar(some["n_windows"] * by, some["share"], spread, fmt="o", ms=3,
                                color=colour, label=measure)  # fmt: skip
+            right.set_ylim(0, None)
             right.axhline(_SHARE, color="#999999", linewidth=0.6)
             right.set_xscale("log", base=2)
             right.xaxis.set_major_formatter("{x:g}")
             right.set_xlabel("windows")
             right.set_ylabel("share of mean ablation")
             right.set_visible(len(ladder) > 0)
-        by_model[0][1][0].legend(frameon=False, fontsize="x-small")
+        handles, labels = by_model[0][1][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small")
         if by_model[0][1][1].get_visible():
             by_model[0][1][1].legend(frameon=False, fontsize="small")
         return figure

@@ -5,7 +5,7 @@ import pytest
 import torch
 from sklearn.linear_model import LinearRegression
 
-from infoflow_lens import load_any
+from infoflow_lens import InfoFlowError, load_any
 from infoflow_lens.experiments.language_model.queries import directions, projecting
 from infoflow_lens.experiments.language_model.softness import _Control, _Layer
 from infoflow_lens.experiments.tempering import mean_entropy, tempered
@@ -144,3 +144,9 @@ def test_a_head_that_shows_its_token_leaves_nothing(seen):
     pattern = seen.pattern[:, 0]
     shown = torch.stack([seen.embedding[i, pattern[i].argmax(dim=1)] for i in range(N)])
     assert seen.unexplained(pattern, 2 * shown) < 1e-6
+
+
+def test_a_model_that_turns_queries_behind_the_hook_points_is_refused_by_name(tmp_path):
+    """Pythia's kind; its bridge lists points behind the rotation that never fire."""
+    with pytest.raises(InfoFlowError, match="rotary embeddings"):
+        directions(load_any(zoo.save("gpt_neox", tmp_path)).model, zoo.tokens(4, T), batch_size=4)

@@ -70,7 +70,7 @@ def test_each_sequence_is_judged_by_the_mean_pattern_of_the_others(model, layer,
         measured = float(result.damage[layer][head, MEAN])
         assert measured == pytest.approx(expected[name], rel=1e-3)
     # the same few sequences flatter the mean pattern; other ideals do not know the difference
-    assert expected["all"] < 0.8 * min(expected["others"], expected["calibration"])
+    assert expected["all"] < 0.95 * min(expected["others"], expected["calibration"])
     rest = [i for i in range(len(IDEALS)) if i != MEAN]
     for other in ("all", "calibration"):
         torch.testing.assert_close(
