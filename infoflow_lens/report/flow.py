@@ -16,7 +16,7 @@ from markupsafe import escape
 from torch import Tensor
 
 from infoflow_lens.report.assets import asset, script, with_policy
-from infoflow_lens.report.flow_view import RULES, FlowView, Move, ViewedInput
+from infoflow_lens.report.flow_view import RULES, FlowView, Move, ViewedInput, ViewedReasons
 from infoflow_lens.report.templating import templates
 from infoflow_lens.theory.information_sets import propagate
 
@@ -194,6 +194,7 @@ def _packed(view: ViewedInput) -> dict[str, Any]:
     )
     rules = [rule for rule in RULES if rule != "mechanisms" or view.mechanisms is not None]
     arrays["moves"] = {rule: _moves(blob, view.describe(rule)) for rule in rules}
+    arrays["reasons"] = None if view.reasons is None else _reasons(blob, view.reasons)
     arrays["influence"] = arrays["largest"] = None
     if view.influence is not None:
         influence = view.influence.detach().cpu().float()
@@ -215,6 +216,16 @@ def _packed(view: ViewedInput) -> dict[str, Any]:
         "arrays": arrays,
         "blob": base64.b64encode(compressed).decode(),
     }
+
+
+def _reasons(blob: _Blob, reasons: ViewedReasons) -> dict[str, Any]:
+    """Reasons as the page reads them."""
+    packed: dict[str, Any] = {"names": list(reasons.part_names)}
+    for name in ("keys", "parts"):
+        packed[name] = [blob.keys(layer.cpu()) for layer in getattr(reasons, name)]
+    for name in ("margins", "values", "rest"):
+        packed[name] = [blob.half(layer.detach().cpu()) for layer in getattr(reasons, name)]
+    return packed
 
 
 def _shares(edges: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ Object.assign(infoflow.Picture.prototype, {
         row.append("span").attr("class", "name");
         return row;
       }).order();
+    this.heads.classed("many", Math.max(...input.heads) > 13);
     rows.select(".name").text((d) => d.layer);
     const focus = state.head ? state.head.join(".") : `${input.heads.length - 1}.0`;
     rows.selectAll("button").data((d) => Array.from({ length: d.n }, (_, h) => [d.layer, h]))
