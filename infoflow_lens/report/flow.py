@@ -51,7 +51,8 @@ def picture_data(view: FlowView) -> str:
     for name, count in view.groups:
         groups.append({"name": name, "first": first, "count": count})
         first += count
-    n_layers, n_pos = len(view.inputs[0].ranked), view.inputs[0].n_queries
+    shown = view.inputs[view.first]
+    n_layers, n_pos = len(shown.ranked), shown.n_queries
     layer, position = view.selected or (n_layers - 1, n_pos - 1)
     return str(
         htmlsafe_json_dumps(
@@ -63,6 +64,7 @@ def picture_data(view: FlowView) -> str:
                 "marked_name": view.marked_name,
                 "selected": [layer, position],
                 "k": view.k,
+                "first": view.first,
                 "groups": groups,
                 "inputs": [_packed(each) for each in view.inputs],
             },
@@ -86,7 +88,8 @@ def fitting(view: FlowView, most: int) -> FlowView:
         return view
     left = len(view.inputs) - kept
     note = f"{left} more sequences do not fit into this page; flow() shows any of them."
-    return replace(view, inputs=view.inputs[:kept], notes=[*view.notes, note])
+    first = view.first if view.first < kept else 0
+    return replace(view, inputs=view.inputs[:kept], notes=[*view.notes, note], first=first)
 
 
 def _dumps(value: Any, **kwargs: Any) -> str:
@@ -122,8 +125,8 @@ def mounting(pictures: Sequence[str]) -> str:
 
 
 def fallback(view: FlowView) -> str:
-    """What is read where scripts do not run: the first input and the set of its shown state."""
-    first = view.inputs[0]
+    """What is read where scripts do not run: the input shown first, and its shown state's set."""
+    first = view.inputs[view.first]
     layer, position = view.selected or (len(first.ranked) - 1, first.n_queries - 1)
     rule = next(iter(view.rules))
     if rule == "mechanisms" and first.mechanisms is None:

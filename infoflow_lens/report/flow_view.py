@@ -252,6 +252,7 @@ class FlowView:
         marked_name: what the marked sources are.
         selected: layer and position of the state that is shown at first; None for the last one.
         k: of "top_k", at first.
+        first: the input that is shown at first.
         groups: of inputs, as (name, number of inputs), in their order: a model before and after
             training. The page then has a switch.
 
@@ -269,6 +270,7 @@ class FlowView:
     selected: tuple[int, int] | None = None
     groups: Sequence[tuple[str, int]] = ()
     k: int = 2
+    first: int = 0
 
     def __post_init__(self) -> None:
         if not self.inputs:

@@ -8,7 +8,7 @@ from infoflow_lens.hooks.mechanisms.measure import MechanismsProgress
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.part import Part, Setting
-from infoflow_lens.report.heads import by_head_in_colours
+from infoflow_lens.report.heads import by_head, by_head_in_colours
 
 if TYPE_CHECKING:
     from infoflow_lens.report.charts import Chart
@@ -22,6 +22,8 @@ _COLOURS = {
     "top_k": "#cc79a7",
     "soft": "#444444",
 }
+_LABELS = {"own_position": "heads that do not matter (own position)"}
+_MOST_NAMED = 32  # heads in a sentence
 
 
 class MechanismsPart(Part):
@@ -74,27 +76,34 @@ class MechanismsPart(Part):
             raise
 
     def figures(self, result: MechanismsResult) -> Sequence["Chart"]:
-        """The mechanism of every head in its colour; the damages are in the hover text."""
+        """The mechanism of every head, its damages on hover; and which heads matter."""
         frame = result.to_frame()
         hover = [
             "\n".join(f"{ideal}: {row[ideal]:.2g}" for ideal in result.ideals)
             for row in frame.to_dict("records")
         ]
-        return (by_head_in_colours(frame, "mechanism", _COLOURS, hover),)
+        names = by_head_in_colours(frame, "mechanism", _COLOURS, hover)
+        if "own_position" not in result.ideals:
+            return (names,)
+        lost = {"own_position": "what the output loses without the head"}
+        return (names, *by_head(frame.assign(own_position=frame["own_position"].clip(0)), lost))
 
     def sentences(self, result: MechanismsResult) -> Sequence[str]:
         """The heads of each mechanism."""
         frame = result.to_frame()
         heads = frame["layer"].astype(str) + "." + frame["head"].astype(str)
+        found = {name: heads[frame["mechanism"] == name] for name in frame["mechanism"]}
         return [
-            f"{name}: heads {' '.join(heads[frame['mechanism'] == name])}"
-            for name in dict.fromkeys(frame["mechanism"])
+            f"{name}: heads {' '.join(some)}"
+            if len(some) <= _MOST_NAMED
+            else f"{name}: {len(some)} of {len(heads)} heads; mechanisms.csv names them"
+            for name, some in found.items()
         ]
 
     def facts(self, result: MechanismsResult) -> Sequence[tuple[str, str]]:
         """How many heads need which mechanism."""
         names = [name for layer in result.mechanisms() for name in layer]
         return [
-            (name.replace("_", " "), f"{names.count(name)} of {len(names)}")
+            (_LABELS.get(name, name.replace("_", " ")), f"{names.count(name)} of {len(names)}")
             for name in dict.fromkeys(names)
         ]

@@ -21,7 +21,7 @@ infoflow.Picture = class {
     };
     this.build();
     this.watchTheme();
-    this.ready = this.show(0, data.selected);
+    this.ready = this.show(data.first, data.selected);
   }
 
   // The picture follows the page that it stands in: notebooks and sites have switches of their own.
