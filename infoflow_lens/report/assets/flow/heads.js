@@ -17,7 +17,7 @@ Object.assign(infoflow.Picture.prototype, {
     rows.selectAll("button").data((d) => Array.from({ length: d.n }, (_, h) => [d.layer, h]))
       .join("button").attr("type", "button").attr("class", "head")
       .classed("off", ([l, h]) => state.off[l].has(h))
-      .classed("used", (d) => used.has(d.join(".")))
+      .classed("used", ([l, h]) => used[l][h] > 0)
       .classed("open", (d) => state.head && state.head.join(".") === d.join("."))
       .attr("data-head", (d) => d.join("."))
       .attr("aria-pressed", ([l, h]) => String(!state.off[l].has(h)))
