@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from infoflow_lens import load_task
+from infoflow_lens import load_task, why
 from infoflow_lens.cli import app
 from infoflow_lens.foundation.exclusions import verify_exclusion
 from tests.processes import started
@@ -252,6 +252,24 @@ def test_inspect_shows_what_a_model_is(small):
     assert "No problems found." in result.output
     found = json.loads(CliRunner().invoke(app, ["inspect", small[0], "--json"]).stdout)
     assert [layer["n_heads"] for layer in found["layers"]] == [4, 4]
+
+
+def test_why_says_what_the_function_says(small):
+    asked = ["why", small[0], "w5 w7 w9 w5", "--layer", "1", "--head", "2"]
+    found = why(small[0], "w5 w7 w9 w5", 1, 2, progress=False)
+    shown = CliRunner().invoke(app, asked)
+    assert shown.exit_code == 0
+    assert "why this key" in shown.output
+    assert found.table()["part"][0] in shown.output
+    said = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    assert said["margin"] == found.margin
+    assert said["keys"] == list(found.keys)
+    assert [part["value"] for part in said["by_query"]] == found.table("query")["value"].tolist()
+    chosen = CliRunner().invoke(app, [*asked, "--keys", "2,0", "--json"])
+    assert json.loads(chosen.stdout)["keys"] == [2, 0]
+    refused = CliRunner().invoke(app, [*asked, "--keys", "2"])
+    assert refused.exit_code == 2
+    assert refused.stderr.splitlines()[-1].startswith("error: keys are")
 
 
 def test_inspect_of_what_is_no_model(tmp_path):

@@ -1,7 +1,7 @@
 """Why a head prefers one key to another, as results."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -40,6 +40,8 @@ class Why(Result):
         keys: positions of the first and the second key.
         tokens: of the query, the first and the second key, as one reads them.
     """
+
+    small: ClassVar[bool] = True
 
     pieces: Float[Tensor, "query_part key_part"]
     query_parts: tuple[str, ...]

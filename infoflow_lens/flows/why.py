@@ -94,7 +94,8 @@ def why_all(
     """For every head and query of a few texts, the strongest reasons for its first key.
 
     As :func:`why`, for the keys of the largest and the second largest score of each query, with
-    the strongest parts of the keys and the sum of the others. Each text is run once.
+    the strongest parts of the keys and the sum of the others. Each text is run once. Memory holds a
+    few times all parts of the stream, 8 bytes each: parts x positions x d_model numbers.
 
     Args:
         model, text: as for :func:`why`; several texts, too.

@@ -87,7 +87,7 @@ class Reasons(LanguageModelStudy):
         rows = []
         lines = measure_why_all(model, ids, _EVERY)
         for head in heads:
-            about = {"prefix_matching": matching[head], "previous_token": before[previous]}
+            about: Row = {"prefix_matching": matching[head], "previous_token": before[previous]}
             rows += _rows(TRAINED, lines, head, previous, half, about)
         with untrained(source, derived_seed("untrained", seed)) as folder:
             lines = measure_why_all(loaded(folder, device), ids, _EVERY)
@@ -228,9 +228,10 @@ def _rows(kind: str, lines: WhyAll, head: Head, previous: Head, half: int, about
     """
     layer, number = head
     queries = torch.arange(half + 1, 2 * half + 1)
-    on_target = lines.keys[layer][:, number, queries, 0] == queries - half + 1
+    keys = lines.keys[layer][:, number, queries]
+    on_target = keys[..., 0] == queries - half + 1
     kept = on_target if kind == TRAINED else torch.ones_like(on_target)
-    margins = lines.margins[layer][:, number, queries][kept]
+    margins, second = lines.margins[layer][:, number, queries][kept], keys[kept][:, 1]
     parts, values = (
         found[layer][:, number, queries][kept] for found in (lines.parts, lines.values)
     )
@@ -253,6 +254,7 @@ def _rows(kind: str, lines: WhyAll, head: Head, previous: Head, half: int, about
                 "is_previous": float(name == "head {}.{}".format(*previous)),
                 "lines": len(margins),
                 "on_target": float(on_target.double().mean()),
+                "begins_second": float((second == 0).double().mean()),
                 "margin": float(margins.mean()),
                 "share": float(by_part[:, place].sum() / margins.sum()),
                 "low": low,

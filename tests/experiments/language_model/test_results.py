@@ -11,6 +11,7 @@ from infoflow_lens import InfoFlowError
 from infoflow_lens.experiments.language_model.card import comparison
 from infoflow_lens.experiments.language_model.config import PRESETS
 from infoflow_lens.experiments.language_model.induction import Induction
+from infoflow_lens.experiments.language_model.reasons import Reasons
 from infoflow_lens.experiments.language_model.roles import Roles
 from infoflow_lens.experiments.language_model.sets import Sets
 from infoflow_lens.experiments.language_model.softness import Softness
@@ -227,3 +228,65 @@ def test_numbers_of_sets():
         f"hold {own['mean_size']:.1f} of {own['mean_candidates']:.1f} candidates in the "
         f"{own['n_states']} states where they leave any out, and all in {own['n_whole']};" in said
     )
+
+
+def test_numbers_of_reasons():
+    study, rows = Reasons(), rows_of("reasons")
+    verdict = study.verdict(rows)
+    table = (RESULTS / "reasons" / "table.md").read_text()
+    record = json.loads((RESULTS / "reasons" / "record.json").read_text())["config"]
+    assert study.table(rows) in table
+    assert list(record["verdict"].values()) == [verdict.passed, list(verdict.reasons)]
+    said = words_of("reasons.md")
+    found, word = said.split("# Found")[1], "Seen" if verdict.passed else "Not seen"
+    assert f"**{word}** in `stdlib-2l`" in found
+    own = rows.set_index(["kind", "layer", "head", "part"]).sort_index()
+    for head in (0, 1, 5):
+        part = own.loc["trained", 1, head, "head 0.6"]
+        untrained = own.loc["untrained", 1, head, "head 0.6"]
+        assert (
+            f"| 1.{head} | {part['share']:.2f} | {shown(part['low'], 2)} to {part['high']:.2f} | "
+            f"{part['largest']:.1%} | {untrained['largest']:.1%} | {part['begins_second']:.0%} |"
+        ) in found
+    assert verdict.passed
+    parts = rows[(rows["kind"] == "trained")].pivot(index="part", columns="head", values="share")
+    first, second, third = (shown(value, 2) for value in parts.loc["token embedding"])
+    assert f"its token embedding ({first}, {second} and {third} of the margin)" in found
+    first, second = (shown(-value, 2) for value in parts.loc["head 0.4", [0, 1]])
+    assert f"Head 0.4 takes {first} away in 1.0 and {second} in 1.1." in found
+    untrained = rows[(rows["kind"] == "untrained") & (rows["part"] == "head 0.6")]["share"]
+    assert f"the same part has at most {shown(untrained.abs().max(), 2)} of" in found
+    others = parts[parts.index.str.startswith("head ") & (parts.index != "head 0.6")]
+    assert f"the largest share is {shown(others.max().max(), 2)}." in found
+
+
+def test_numbers_of_reasons_in_other_trainings():
+    study, rows = Reasons(), rows_of("reasons_trained")
+    verdict = study.verdict(rows)
+    assert study.table(rows) in (RESULTS / "reasons_trained" / "table.md").read_text()
+    record = json.loads((RESULTS / "reasons_trained" / "record.json").read_text())["config"]
+    assert list(record["verdict"].values()) == [verdict.passed, list(verdict.reasons)]
+    page = (RESULTS / "reasons.md").read_text()
+    trained = rows[rows["kind"] == "trained"]
+    for reason in verdict.reasons:
+        model, _, said = reason.partition(": ")
+        if said.startswith("no induction head"):
+            score = trained.loc[trained["model"] == model, "prefix_matching"].max()
+            assert f"| {model} | none ({score:.2f}) |" in page
+            continue
+        name = said.split()[0]
+        layer, head = map(int, name.split("."))
+        own = trained[(trained["model"] == model) & (trained["layer"] == layer)]
+        own = own[own["head"] == head].set_index("part")
+        part = own[own["is_previous"] == 1].iloc[0]
+        assert (
+            f"| {model} | {name} | {part.name.removeprefix('head ')} | {part['share']:.2f} | "
+            f"{part['largest']:.1%} | {own.loc['MLP 0', 'share']:.2f} | "
+            f"{'passes' if said.startswith(f'{name} passes') else 'fails'} |"
+        ) in page
+    with_mlp = trained[trained["model"].str.contains("mlp")].dropna(subset=["head"])
+    of_mlp = with_mlp[with_mlp["part"] == "MLP 0"]["share"]
+    said = words_of("reasons.md")
+    assert f"MLP 0 alone has {shown(of_mlp.min(), 2)} to {shown(of_mlp.max(), 2)} of it" in said
+    heads = with_mlp[with_mlp["part"].str.startswith("head 0.")]["share"]
+    assert f"no head of layer 0 more than {shown(heads.max(), 2)}." in said
