@@ -16,7 +16,7 @@ from rich.table import Table
 from benchmarks.models import causal
 from benchmarks.timing import paired
 from infoflow_lens import baselines, run_probes
-from infoflow_lens.hooks.routes.paths import best_onwards, best_paths, rolled_out
+from infoflow_lens.hooks.routes.paths import best_onwards, best_paths, rolled_out, with_residual
 from infoflow_lens.theory.graded import Path
 
 
@@ -47,10 +47,10 @@ def best_path_rows(n_layers: int, n_pos: int) -> Iterator[tuple[str, float]]:
     scores = torch.randn(n_layers, 1, n_pos, n_pos, generator=generator) * 2
     future = torch.ones(n_pos, n_pos, dtype=torch.bool).triu(1)
     edges = scores.masked_fill_(future, -torch.inf).softmax(dim=-1)
-    states = torch.arange(n_pos)[None]
+    states, with_half = torch.arange(n_pos)[None], with_residual(edges)
 
     def rollout() -> None:
-        rolled_out(edges, states)
+        rolled_out(with_half, states)
 
     for path in get_args(Path):
         yield f"best paths, {path}", paired(partial(best_paths, edges, states, path), rollout, 1)

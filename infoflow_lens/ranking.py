@@ -28,7 +28,9 @@ METRICS = (
     "precision",
     "precision_at_size",
     "influence_inside",
+    "share_inside",
     "auroc_measured",
+    "spearman",
 )
 CONTROLS = ("random", "recency", "measured")
 Starts = Annotated[tuple[Index, ...], MinLen(1), Distinct()]  # of ranges of positions
@@ -251,10 +253,13 @@ def compare_rankings(
 
     - ``auroc``, ``average_precision``, ``precision``, ``influence_inside``: as in
       :class:`SetAgreement`, of the set; the first two rank the candidates by influence.
+    - ``share_inside``: share of the influence itself inside the set, as in :class:`Explained`.
     - ``precision_at_size``: share of the set among the |S| candidates of most influence.
     - ``auroc_measured``: probability that a measured source has a higher score than one that is
       not (ties count half), for the whole ranking; a set has two scores, 1 and 0. The size matters
       to sets alone.
+    - ``spearman``: rank correlation of the whole ranking with influence, ties by their mean rank;
+      0 where all are equal.
 
     Beside the scores stand three controls: "random", "recency" (the nearest sources, by distance,
     from the end of the sequence for CLS), and "measured", the influence itself, which is the most
@@ -488,5 +493,22 @@ def _metrics(
         "precision": (cut.member * above).sum(dim=1) / size,
         "precision_at_size": (cut.member * top.member).sum(dim=1) / size,
         "influence_inside": (energy * cut.member).sum(dim=1) / energy.sum(dim=1),
+        "share_inside": (influence * candidate * cut.member).sum(dim=1)
+        / (influence * candidate).sum(dim=1),
         "auroc_measured": auroc(scores, above, candidate),
+        "spearman": _spearman(scores.double(), influence, candidate),
     }
+
+
+def _spearman(
+    one: Float[Tensor, "state source"],
+    other: Float[Tensor, "state source"],
+    candidate: Bool[Tensor, "state source"],
+) -> Float[Tensor, " state"]:
+    """The correlation of the ranks of candidates; 0 where one of the two has all equal."""
+    ranks = []
+    for values in (one, other):
+        above = (values[:, :, None] - values[:, None]).sign() * candidate[:, None]
+        place = above.sum(dim=2) * candidate  # twice the mean rank of equals, around 0
+        ranks.append(place / place.norm(dim=1, keepdim=True).clamp(min=1))
+    return (ranks[0] * ranks[1]).sum(dim=1)

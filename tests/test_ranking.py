@@ -43,6 +43,7 @@ def one_set(chosen, influence, above, top_ways):
         "precision": np.mean([above[i] for i in chosen]),
         "precision_at_size": np.mean([len(chosen & top) / len(chosen) for top in top_ways]),
         "influence_inside": energy[labels].sum() / energy.sum(),
+        "share_inside": influence[labels].sum() / influence.sum(),
     }
 
 
@@ -93,6 +94,9 @@ def test_numbers_are_means_over_all_ways_to_break_ties(seed):
             expected = by_hand(ranking, strength[others], above, size)
             for metric, value in expected.items():
                 assert float(values[metric][here]) == pytest.approx(value), (method, metric)
+            alike = np.ptp(ranking) == 0 or np.ptp(strength[others]) == 0
+            rank = 0.0 if alike else stats.spearmanr(ranking, strength[others]).statistic
+            assert float(values["spearman"][here]) == pytest.approx(rank)
             if 0 < above.sum() < 5:
                 assert float(values["auroc_measured"][here]) == pytest.approx(
                     roc_auc_score(above, ranking)

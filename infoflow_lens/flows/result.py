@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,9 +18,10 @@ from infoflow_lens.foundation.files import writable_folder, write_text
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import checked
 from infoflow_lens.hooks import InfluenceResult, MechanismsResult, PatternsResult, PositionsResult
+from infoflow_lens.hooks.routes.paths import within_one
 from infoflow_lens.hooks.why import WhyAll
 from infoflow_lens.report.flow_view import FlowView
-from infoflow_lens.theory.information_sets import InformationSets
+from infoflow_lens.theory.information_sets import GradedSets, InformationSets, propagate
 from infoflow_lens.theory.rules import Rule
 
 if TYPE_CHECKING:
@@ -76,6 +77,18 @@ class Flow:
     record: RunRecord
     title: str
     rules: Sequence[Sequence[Rule]] | None = None
+
+    @cached_property
+    def graded(self) -> GradedSets:
+        """How strongly each state may hold each token, by the product of the weights on the best
+        path through all heads' attention; that of positions that no head passes on is left out.
+        """
+        weights = [within_one(pattern) for pattern in self.attention.patterns]
+        without = list(self.record.config["without"])
+        strength = [layer.index_fill(-1, torch.tensor(without).long(), 0) for layer in weights]
+        graded = propagate(strength=strength, n_sources=self.sets.n_sources)
+        n_cls = graded.strengths.shape[2] - graded.n_sources
+        return replace(graded, lengths=self.attention.lengths - n_cls)
 
     @property
     def asked(self) -> tuple[tuple[int, ...], ...]:

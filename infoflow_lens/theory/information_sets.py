@@ -203,15 +203,23 @@ class MovesKeys(Protocol):
         ...
 
 
-def _sizes(layers: Sequence[tuple[Rule, ...]]) -> tuple[int, int, torch.device]:
-    """Batch, number of positions and device: from the first rule that knows the batch."""
+def _sizes(
+    layers: Sequence[tuple[Rule, ...]], strength: Sequence[Strength]
+) -> tuple[int, int, torch.device]:
+    """Batch, number of positions and device: from the first rule that knows the batch.
+
+    Where none does, strengths of each sequence tell it.
+    """
     found = [(*rule.sizes, rule.device) for layer in layers for rule in layer]
     if not found:
         raise InfoFlowError(
             "no layer to propagate through: expected attended positions or rules for each layer"
         )
     batch, n_pos, device = next((f for f in found if f[0] is not None), found[-1])
-    return batch or 1, n_pos, device
+    if batch is None:
+        each = [s for one in strength for s in ((one,) if isinstance(one, Tensor) else one or ())]
+        batch = next((len(s) for s in each if isinstance(s, Tensor) and s.ndim > 2), 1)
+    return batch, n_pos, device
 
 
 def initial_sets(
@@ -337,9 +345,7 @@ def propagate(
     if layers is None:
         layers, strength = _all_edges(strength)
     by_layer = [rules_of(layer) for layer in _layers(layers)]
-    batch, n_pos, device = _sizes(by_layer)
-    if strength is not None:
-        batch = max([batch, *(len(s) for s in strength if isinstance(s, Tensor) and s.ndim > 2)])
+    batch, n_pos, device = _sizes(by_layer, strength or ())
     n_sources = n_pos if n_sources is None else n_sources
     if not 1 <= n_sources <= n_pos:
         raise InfoFlowError(

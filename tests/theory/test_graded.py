@@ -127,6 +127,8 @@ def test_all_three_rules_have_strengths(path):
         [everything, rules], n_sources, strength=[first, [chosen, fixed, whole]], path=path
     )
     below = propagate(strength=[first], n_sources=n_sources, path=path).strengths[0]
+    alone = propagate([[everything]], n_sources, strength=[[first]], path=path)
+    assert alone.strengths[0].equal(below)
     for sequence in range(2):
         (matrices,) = as_matrices([positions], [chosen], sequence)
         heads = [torch.tensor(head) for head in matrices] + [torch.where(reads, fixed, 0)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from infoflow_lens.experiments.language_model.graded_sets import GradedSetsStudy
 from infoflow_lens.experiments.language_model.induction import Induction
 from infoflow_lens.experiments.language_model.reasons import Reasons
 from infoflow_lens.experiments.language_model.roles import Roles
@@ -14,7 +15,8 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
 
 LANGUAGE_MODEL_STUDIES: Mapping[str, type[LanguageModelStudy]] = {
-    kind.name: kind for kind in (Sufficiency, TopK, Sets, Roles, Softness, Induction, Reasons)
+    kind.name: kind
+    for kind in (Sufficiency, TopK, Sets, GradedSetsStudy, Roles, Softness, Induction, Reasons)
 }
 
 

@@ -1,0 +1,423 @@
+"""Graded information sets beside rollout and the other measures of what states depend on."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from infoflow_lens.experiments.language_model.corpus import read_corpus
+from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
+from infoflow_lens.experiments.language_model.study import LanguageModelStudy, final, groups, panels
+from infoflow_lens.experiments.study import Row, Settings, Verdict
+from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.foundation.drawing import SeededRandom
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.hooks import (
+    GradedSetsProbe,
+    JacobianInfluence,
+    MechanismsResult,
+    PositionsProbe,
+    Probe,
+    ResampleInfluence,
+    baselines,
+    measure_mechanisms,
+    run_probes,
+)
+from infoflow_lens.hooks.model.points import layer_count
+from infoflow_lens.hooks.routes.graded import Strength
+from infoflow_lens.models.loading import load_any
+from infoflow_lens.probing.windows import evenly_spread, token_stream
+from infoflow_lens.ranking import RankingAgreement, compare_rankings
+from infoflow_lens.theory import InformationSets, propagate
+from infoflow_lens.theory.graded import Path
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_RANDOM, _PILOT = "random 12 x 12", "stdlib-2l"
+_SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 96, "vocab_size": 256}
+_DONORS, _BATCH, _DIRECTIONS = 4, 8, 16
+_MOST_LAYERS = 4  # that a table shows
+_MOST_EXACT = 2  # layers up to which the Jacobian is exact
+_INFLUENCES = ("jacobian", "resample")
+_JUDGED = ("spearman", "share")
+_FIRST, _ROLLOUT = "first choices", "attention rollout"
+_AS_FIRST, _QUARTER = "as many as first choices", "a quarter"  # sizes at which all are cut
+_VARIANTS = {
+    f"graded: {strength}, {path}": (strength, path)
+    for strength in get_args(Strength)
+    for path in get_args(Path)
+}
+
+
+class GradedSetsStudy(LanguageModelStudy):
+    """Graded sets of every strength, sets of first choices, and all baselines."""
+
+    name: ClassVar[str] = "graded_sets"
+    title: ClassVar[str] = "Do graded sets say what states depend on, also where sets hold all?"
+    acceptance: ClassVar[str] = (
+        "in the last layer and for both influences, the graded sets that other text chose are "
+        "behind attention rollout on no judged model, and ahead of it on every one with MLPs; "
+        "ahead is a lead whose 95% intervals over sequences lie above 0 in Spearman's correlation "
+        "with influence and in the share of influence inside a quarter of the tokens, behind one "
+        "where both lie below"
+    )
+    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 1, "full": 1}
+    windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 12, "full": 96}
+    steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 1, "full": 1}
+    lengths: ClassVar[Mapping[str, int]] = {"smoke": 16, "quick": 64, "full": 128}
+
+    def cases(self, preset: str) -> Sequence[Settings]:
+        """The last snapshots, and a model of GPT-2's depth with random weights."""
+        deep = {
+            "model": _RANDOM,
+            "step": -1,
+            "final": True,
+            "weights": _RANDOM,
+            "text": "random tokens",
+            "n_windows": max(2, self.windows[preset] // 3),
+            "n_context": self.lengths[preset],
+            "n_states": 8,
+        }
+        return [*super().cases(preset), deep]
+
+    def contexts(self, moment: Snapshot, preset: str) -> Sequence[Settings]:
+        """Windows of one length; states are taken at eight positions, evenly."""
+        return [{"n_context": min(self.longest(moment), self.lengths[preset]), "n_states": 8}]
+
+    def judges(self, settings: Settings) -> bool:
+        """Not the model that pilots looked at, nor the one that was not trained."""
+        return settings["model"] not in (_PILOT, _RANDOM)
+
+    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
+        """A row for each text, influence, layer, method and sequence."""
+        length, n_states = settings["n_context"], settings["n_states"]
+        places = tuple(length * (i + 1) // n_states - 1 for i in range(n_states))
+        deep = settings["model"] == _RANDOM
+        model = _random(length, seed) if deep else loaded(self.source_of(settings), device)
+        model = model.to(device)
+        texts = self._texts_of(model, settings, seed)
+        facts = {"mlp": _has_mlp(model)}
+        mechanisms = None  # of a random model, whose output needs no head more than another
+        if not deep:
+            mechanisms = measure_mechanisms(
+                model, texts["validation"][:_BATCH], metric="kl", batch_size=_BATCH, progress=False
+            )
+        rows: list[Row] = []
+        for text, windows in texts.items():
+            if deep and text == "validation":
+                continue  # it chooses nothing
+            donors, measured = windows[:_DONORS], windows[_DONORS:]
+            estimate = _DIRECTIONS if layer_count(model) > _MOST_EXACT else None
+            influences: dict[str, Probe[Any]] = {
+                "jacobian": JacobianInfluence("resid_post", estimate=estimate, positions=places),
+                "resample": ResampleInfluence(
+                    donors, "median", state="resid_post", positions=places
+                ),
+            }
+            scores = self._methods(model, mechanisms, places)
+            chosen, *found = run_probes(
+                model,
+                measured,
+                [PositionsProbe(), *influences.values(), *scores.values()],
+                batch_size=_BATCH,
+                progress=False,
+            )
+            first = propagate(chosen.argmax, length)
+            sizes = {_AS_FIRST: first, _QUARTER: _quarters(first)}
+            # the sets are ranked as scores, too: equal ones are cut by expectation
+            ranked: dict[str, Any] = {_FIRST: first.members.float()}
+            ranked |= dict(zip(scores, found[len(influences) :], strict=True))
+            for name, influence in zip(influences, found, strict=False):
+                agreement = compare_rankings(sizes, ranked, influence)
+                rows += [{"on": text, "influence": name, **facts, **r} for r in _rows(agreement)]
+        return rows
+
+    def _methods(
+        self, model: nn.Module, mechanisms: MechanismsResult | None, places: tuple[int, ...]
+    ) -> dict[str, Probe[Any]]:
+        """Graded sets of every strength, and the baselines that are not among them.
+
+        Without mechanisms there is no damage, and of the baselines there are the cheap ones.
+        """
+        found: dict[str, Probe[Any]] = {
+            name: GradedSetsProbe(
+                strength,
+                path,
+                damage=mechanisms if strength == "damage" else None,
+                positions=places,
+            )
+            for name, (strength, path) in _VARIANTS.items()
+            if strength != "damage" or mechanisms is not None
+        }
+        others = baselines(model, "resid_post", positions=places, cheap=mechanisms is None)
+        return found | {name: probe for name, probe in others.items() if name != "graded sets"}
+
+    def _texts_of(self, model: nn.Module, settings: Settings, seed: int) -> dict[str, Tensor]:
+        """Windows to choose by and windows to measure, of texts that share nothing."""
+        n, length = settings["n_windows"] + _DONORS, settings["n_context"]
+        m = max(2, settings["n_windows"] // 2) + _DONORS  # to choose by
+        if settings["model"] == _RANDOM:
+            generator = torch.Generator().manual_seed(derived_seed("tokens", seed))
+            ids = torch.randint(_SHAPE["vocab_size"], (n + m, length), generator=generator)
+            return {"validation": ids[:m], "test": ids[m:]}
+        if self.data is None:
+            prefix, stream = token_stream(model, read_corpus().texts("validation"))
+            other = evenly_spread(prefix, stream, length, m, "the text")
+            own = self.sequences(model, {**settings, "n_windows": n}, seed)
+        else:
+            both = self.sequences(model, {**settings, "n_windows": n + m}, seed)
+            is_other = torch.arange(n + m) % 2 == 0
+            is_other[2 * m :] = False
+            other, own = both[is_other], both[~is_other]
+        # donors come from all over the text
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            "validation": other[torch.randperm(m, generator=generator)],
+            "test": own[torch.randperm(n, generator=generator)],
+        }
+
+    def table(self, results: "pd.DataFrame") -> str:
+        """How the strength was chosen; then all methods, a table for each model."""
+        chosen = chosen_of(results)
+        test = _test(results)
+        parts = [
+            "Spearman's correlation with influence, and the share of influence inside the quarter "
+            "of the tokens that a method ranks highest; means over sequences and half their 95% "
+            f"interval. On other text, {chosen} was chosen.",
+            "### The choice: Spearman in the last layer, on validation text",
+            choice_table(results),
+            "### The last layer",
+            *(last_layer_table(results, influence) for influence in _INFLUENCES),
+            f"(ahead): it is ahead of {chosen} by the rule's intervals; (behind): behind it.",
+        ]
+        for (model,), rows in groups(test, ("model",)):
+            parts += [f"### {model}", _table_of(rows)]
+        return "\n\n".join(parts)
+
+    def figure(self, results: "pd.DataFrame") -> "Figure":
+        """Spearman and the share inside of every method in the last layer, by model."""
+        rows = _last_layer(_test(results))
+        methods = list(dict.fromkeys(rows["method"]))
+        chosen = chosen_of(results)
+        figure, by_model = panels(rows, 2, 11, 3.4, sharey=True)
+        for model, axes in by_model:
+            for axis, metric in zip(axes, _JUDGED, strict=True):
+                for influence, marker in zip(_INFLUENCES, ("o", "s"), strict=True):
+                    some = rows[(rows["model"] == model) & (rows["influence"] == influence)]
+                    for place, method in enumerate(methods):
+                        mean, half = _mean(some[some["method"] == method][metric])
+                        axis.errorbar(
+                            mean, place, xerr=half, marker=marker, markersize=4,
+                            color="#000000" if method == chosen else "C0",
+                            mfc=None if marker == "o" else "white",
+                        )  # fmt: skip
+                axis.set_title(f"{model}: {metric} (filled: jacobian)", fontsize="medium")
+            axes[0].set_yticks(range(len(methods)), methods, fontsize="small")
+            axes[0].invert_yaxis()
+        return figure
+
+    def verdict(self, results: "pd.DataFrame") -> Verdict:
+        """By the last layer of the trained models, on text that did not choose the strength."""
+        chosen = chosen_of(results)
+        rows = _last_layer(_test(results))
+        judged = rows["model"].map(lambda model: self.judges({"model": model}))
+        reasons, passed = [f"chosen on other text: {chosen}"], bool(judged.any())
+        for (model, influence), some in groups(
+            rows[rows["weights"] != _RANDOM], ("model", "influence")
+        ):
+            mlp = bool(some["mlp"].iloc[0])
+            found = outcome(some, chosen, _ROLLOUT)
+            if self.judges({"model": model}):
+                passed = passed and (found == "ahead" if mlp else found != "behind")
+            leads = "; ".join(
+                f"{metric} {_mean(some[some['method'] == chosen][metric])[0]:.3f} to "
+                f"{_mean(some[some['method'] == _ROLLOUT][metric])[0]:.3f}, lead "
+                f"{_interval(some, chosen, _ROLLOUT, metric)}"
+                for metric in _JUDGED
+            )
+            kind = "with MLPs" if mlp else "without MLPs"
+            kind += "" if self.judges({"model": model}) else "; of pilots, not judged"
+            reasons.append(f"{model} ({kind}), {influence}: {found} against rollout; {leads}")
+        return Verdict(bool(passed), tuple(reasons))
+
+
+def chosen_of(results: "pd.DataFrame") -> str:
+    """The graded sets of the highest mean correlation on the other text.
+
+    The mean is over trained models and influences, in the last layer.
+    """
+    means = _choice(results)
+    return str(means.mean(axis=1).idxmax())
+
+
+def _choice(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Mean Spearman in the last layer by variant, and by model and influence."""
+    rows = _last_layer(final(results))
+    rows = rows[(rows["on"] == "validation") & rows["method"].isin(list(_VARIANTS))]
+    if (rows["weights"] != _RANDOM).any():
+        rows = rows[rows["weights"] != _RANDOM]
+    return rows.pivot_table(
+        values="spearman", index="method", columns=["model", "influence"], sort=False
+    )
+
+
+def choice_table(results: "pd.DataFrame") -> str:
+    """The mean correlation of each kind of graded sets on the text that chooses."""
+    means = _choice(results)
+    columns = ("method", *(", ".join(map(str, case)) for case in means.columns), "mean")
+    lines = [
+        (method, *(f"{value:.3f}" for value in row), f"{row.mean():.3f}")
+        for method, row in means.iterrows()
+    ]
+    return markdown_table(columns, lines)
+
+
+def outcome(rows: "pd.DataFrame", method: str, other: str) -> str:
+    """Of a method against another, in the same sequences: "ahead", "behind" or "level"."""
+    ends = [_lead(rows, method, other, metric) for metric in _JUDGED]
+    if all(mean - half > 0 for mean, half in ends):
+        return "ahead"
+    return "behind" if all(mean + half < 0 for mean, half in ends) else "level"
+
+
+def _lead(rows: "pd.DataFrame", method: str, other: str, metric: str) -> tuple[float, float]:
+    """The mean of the paired difference, and half its 95% interval."""
+    by_sequence = rows.pivot_table(values=metric, index="sequence", columns="method")
+    return _mean(by_sequence[method] - by_sequence[other])
+
+
+def _interval(rows: "pd.DataFrame", method: str, other: str, metric: str) -> str:
+    mean, half = _lead(rows, method, other, metric)
+    return f"{mean - half:+.3f} to {mean + half:+.3f}"
+
+
+def _mean(values: "pd.Series[float]") -> tuple[float, float]:
+    """The mean, and half of Student's 95% interval; NaN left out."""
+    from scipy.stats import t
+
+    found = values.dropna()
+    n = len(found)
+    if n < 2:
+        return float(found.mean()), 0.0
+    return float(found.mean()), float(t.ppf(0.975, n - 1) * found.std() / n**0.5)
+
+
+def last_layer_table(results: "pd.DataFrame", influence: str) -> str:
+    """Every method in the last layer of every model, beside the chosen graded sets."""
+    chosen = chosen_of(results)
+    rows = _last_layer(_test(results))
+    cases = groups(rows[rows["influence"] == influence], ("model",))
+    lines = []
+    for method in dict.fromkeys(rows["method"]):
+        cells: list[str | None] = []
+        for _, some in cases:
+            own = some[some["method"] == method]
+            if not len(own):
+                cells.append(None)
+                continue
+            sign = ""
+            if method not in (chosen, "measured") and chosen in set(some["method"]):
+                sign = {"level": ""}.get(found := outcome(some, method, chosen), f" ({found})")
+            cells.append("; ".join(f"{_mean(own[metric])[0]:.3f}" for metric in _JUDGED) + sign)
+        lines.append((f"**{method}**" if method == chosen else method, *cells))
+    return markdown_table((influence, *(model for (model,), _ in cases)), lines)
+
+
+def _table_of(rows: "pd.DataFrame") -> str:
+    """Methods by influence and layer."""
+    layers = sorted(rows["layer"].unique())
+    if len(layers) > _MOST_LAYERS:
+        shown = {
+            layers[round(i * (len(layers) - 1) / (_MOST_LAYERS - 1))] for i in range(_MOST_LAYERS)
+        }
+        rows = rows[rows["layer"].isin(shown)]
+    cases = groups(rows, ("influence", "layer"))
+    lines = []
+    for method in dict.fromkeys(rows["method"]):
+        cells: list[str | None] = []
+        for _, some in cases:
+            own = some[some["method"] == method]
+            (rank, half), (share, _) = (_mean(own[metric]) for metric in _JUDGED)
+            first, _ = _mean(own["share_first"])
+            cells.append(
+                f"{rank:.3f} ± {half:.3f}; {share:.3f}"
+                + (f" ({first:.3f})" if first == first else "")
+            )
+        lines.append((method, *cells))
+    columns = (f"{influence}, layer {layer}" for (influence, layer), _ in cases)
+    sizes = rows[(rows["method"] == _FIRST) & (rows["influence"] == _INFLUENCES[0])]
+    told = "; ".join(
+        f"layer {layer}: {some['size'].mean():.1f} of {some['candidates'].mean():.1f}, all in "
+        f"{some['whole'].mean():.0%} of the states"
+        for (layer,), some in groups(sizes, ("layer",))
+    )
+    return (
+        f"{markdown_table(('method', *columns), lines)}\n\nIn brackets the share inside as many "
+        f"tokens as the set of first choices holds, where it leaves some out. It holds {told}."
+    )
+
+
+def _last_layer(rows: "pd.DataFrame") -> "pd.DataFrame":
+    return rows[rows["layer"] == rows.groupby("model")["layer"].transform("max")]
+
+
+def _test(results: "pd.DataFrame") -> "pd.DataFrame":
+    rows = final(results)
+    return rows[rows["on"] == "test"]
+
+
+def _rows(agreement: RankingAgreement) -> list[dict[str, Any]]:
+    """A row for each layer, method and sequence, its mean over states; NaN as None."""
+    n_layers, n_batch, _ = agreement.n_candidates.shape
+    sizes, candidates = agreement.sizes[_AS_FIRST], agreement.n_candidates
+    there = candidates > 0
+    whole = (sizes == candidates).double().where(there, torch.nan)
+    facts = {
+        "size": sizes.where(there, torch.nan).nanmean(dim=2),
+        "candidates": candidates.where(there, torch.nan).nanmean(dim=2),
+        "whole": whole.nanmean(dim=2),
+    }
+    rows = []
+    for method in (*agreement.scores, "random", "recency", "measured"):
+        values, first = agreement.values[_QUARTER, method], agreement.values[_AS_FIRST, method]
+        found = facts | {
+            "spearman": values["spearman"].nanmean(dim=2),
+            "share": values["share_inside"].nanmean(dim=2),
+            "share_first": first["share_inside"].nanmean(dim=2),
+        }
+        for layer in range(n_layers):
+            for sequence in range(n_batch):
+                numbers = {name: float(part[layer, sequence]) for name, part in found.items()}
+                kept = {n: round(v, 4) if v == v else None for n, v in numbers.items()}
+                rows.append({"layer": layer, "method": method, "sequence": sequence, **kept})
+    return rows
+
+
+def _quarters(sets: InformationSets) -> InformationSets:
+    """The nearest quarter of the earlier tokens, rounded up: sets of a size for every state."""
+    places = torch.arange(sets.n_sources)
+    back = places[:, None] - places
+    nearest = (back >= 0) & (back <= (places[:, None] + 3) // 4)
+    return InformationSets(nearest.expand_as(sets.members).clone())
+
+
+def _has_mlp(model: nn.Module) -> bool:
+    """Whether there are feed-forward networks; where they are frozen at 0 there are none."""
+    weights = [p for name, p in model.named_parameters() if "mlp" in name and p.ndim > 1]
+    return any(bool(weight.any()) for weight in weights)
+
+
+def _random(length: int, seed: int) -> nn.Module:
+    """A model of GPT-2's depth and heads, narrower, with weights that keep lengths as they are."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    width = _SHAPE["n_embd"]
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    settings: dict[str, Any] = {**_SHAPE, **ends, "n_positions": length}
+    config = GPT2Config(**settings, initializer_range=width**-0.5)
+    with SeededRandom(derived_seed("weights", seed)):
+        made = GPT2LMHeadModel(config)
+    return load_any(made.eval()).model
