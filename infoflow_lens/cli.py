@@ -1,5 +1,6 @@
 """The command line. Commands import what they need when they run, so that --help is quick."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +25,7 @@ from infoflow_lens.commands.options import options_of
 from infoflow_lens.commands.train_language_model import train_language_model
 from infoflow_lens.commands.why import why
 from infoflow_lens.experiments.survey_config import SurveyConfig
+from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.probing.config import ProbingConfig
 
 app = typer.Typer(
@@ -468,9 +470,22 @@ app.command(short_help="Train a small language model on Python's standard librar
 )
 
 
+_as_python = warnings.formatwarning
+
+
 def main() -> None:
     """The entry point of ``infoflow-lens``."""
+    warnings.formatwarning = _as_sentence
     app()
+
+
+def _as_sentence(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None
+) -> str:
+    """A warning of ours without the place in the code; others as Python shows them."""
+    if issubclass(category, InfoFlowWarning):
+        return f"mind: {message}\n"
+    return _as_python(message, category, filename, lineno, line)
 
 
 if __name__ == "__main__":

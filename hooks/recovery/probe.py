@@ -207,6 +207,7 @@ class RecoveryProbe(Probe[RecoveryResult]):
         self.settle()
         notes, left_out = list(self.notes()), self.left_out.tolist()
         columns: dict[str, list[Any]] = defaultdict(list, weight=[], bias=[], ridge=[])
+        lacking = []  # layers with too few rows, which is no property of the model
         for layer, sets in enumerate(self.statistics):
             fitted, evaluated = sets[0].fit.n, sum(block.n for block in sets[0].blocks)
             if not fitted or not evaluated:
@@ -233,12 +234,16 @@ class RecoveryProbe(Probe[RecoveryResult]):
                     "was taken"
                 )
                 notes.append(note)
-                if fitted <= n_features:  # too few rows, not a property of the model
-                    warnings.warn(note, InfoFlowWarning, stacklevel=3)
+                if fitted <= n_features:
+                    lacking.append(note)
             columns["n_fit"].append(fitted)
             columns["n_eval"].append(evaluated)
             columns["gram_rank"].append(rank)
+            columns["n_features"].append(n_features)
             self._append_columns(columns, measured, (self.n_heads[layer], len(self.ranks)))
+        if lacking:
+            others = f" (so in {len(lacking)} layers)" if len(lacking) > 1 else ""
+            warnings.warn(lacking[0] + others, InfoFlowWarning, stacklevel=3)
         notes += self._notes_of_settings()
         found = {name: tuple(layers) for name, layers in columns.items()}
         return self.filled(RecoveryResult, **found, notes=tuple(notes))

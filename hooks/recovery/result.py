@@ -45,6 +45,7 @@ class RecoveryResult(Result):
         gram_rank: for each layer, the rank of the features' covariance, of the head of least rank
             where heads have features of their own; below the number of features the map of least
             norm was taken.
+        n_features: for each layer, what the maps read; rows of no greater number fit anything.
         weight: for each layer [head, rank, d_model, d_target], the maps.
         bias: for each layer [head, rank, d_target].
         second_moment_low, second_moment_high, fvu_low, fvu_high: for each layer [head, rank], the
@@ -69,6 +70,7 @@ class RecoveryResult(Result):
     gram_rank: tuple[int, ...]
     weight: tuple[Float[Tensor, "_head rank _feature _target"], ...]
     bias: tuple[Float[Tensor, "_head rank _target"], ...]
+    n_features: tuple[int, ...] = ()
     second_moment_low: tuple[Float[Tensor, "_head rank"], ...] = ()
     second_moment_high: tuple[Float[Tensor, "_head rank"], ...] = ()
     fvu_low: tuple[Float[Tensor, "_head rank"], ...] = ()

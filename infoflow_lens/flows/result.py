@@ -19,6 +19,7 @@ from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import checked
 from infoflow_lens.hooks import InfluenceResult, MechanismsResult, PatternsResult, PositionsResult
 from infoflow_lens.hooks.routes.paths import within_one
+from infoflow_lens.hooks.why import WhyAll
 from infoflow_lens.report.flow_view import FlowView
 from infoflow_lens.theory.information_sets import GradedSets, InformationSets, propagate
 from infoflow_lens.theory.rules import Rule
@@ -46,6 +47,8 @@ class Flow:
         influence: measured influence on the asked states; None if it was not measured.
         elsewhere: the same on all positions, for the picture, where none were asked for and it
             takes seconds; it may be an estimate. Else None.
+        reasons: why heads prefer their first keys, for the picture; None for a model that cannot
+            be asked, and for long inputs.
         next_tokens: of every input and position the most probable next tokens, as pairs of token
             and probability; None for a model that gives none.
         agreement: of these sets with it; None without influence.
@@ -64,6 +67,7 @@ class Flow:
     sets: InformationSets
     influence: InfluenceResult | None
     elsewhere: InfluenceResult | None
+    reasons: WhyAll | None
     next_tokens: tuple[tuple[tuple[tuple[str, float], ...], ...], ...] | None
     agreement: Agreement | None
     positions: PositionsResult

@@ -44,12 +44,14 @@ from infoflow_lens.hooks import (
     measure_mechanisms,
 )
 from infoflow_lens.hooks.influence.base import Threshold
-from infoflow_lens.hooks.model.inputs import Inputs, read_inputs, readable_tokens
+from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs, readable_tokens
 from infoflow_lens.hooks.model.points import key_count, layer_count, reads_vectors
+from infoflow_lens.hooks.why import WhyAll, measure_why_all
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.theory.information_sets import propagate
 from infoflow_lens.theory.rules import Rule
 
+_MOST_REASONS = 20_000  # heads times positions: half a megabyte of a page [chosen]
 _MOST_RANKS = 8  # that the picture's switch offers
 
 
@@ -170,6 +172,7 @@ def flow(
     elsewhere = None
     if everywhere is not None:
         (elsewhere,) = measured(host, inputs, [everywhere], progress)
+    reasons, unknown = _reasons(host, inputs, chosen)
     agreement = None
     if result is not None:
         agreement = compare(sets.part(result.layers), result, threshold=threshold)
@@ -190,6 +193,7 @@ def flow(
         sets=sets,
         influence=result,
         elsewhere=elsewhere,
+        reasons=reasons,
         next_tokens=next_tokens(host, rows) if is_causal(found["attention"]) else None,
         agreement=agreement,
         positions=chosen,
@@ -200,10 +204,23 @@ def flow(
         title=f"Information flow in {loaded.description.split(':')[0]}",
         rules=rules,
     )
-    notes = [*_notes(made, loaded, without), *same_everywhere(measure, rows)]
+    notes = [*unknown, *_notes(made, loaded, without), *same_everywhere(measure, rows)]
     if measure is not None and position == "auto":
         notes += _elsewhere(elsewhere)
     return replace(made, notes=tuple(notes))
+
+
+def _reasons(
+    host: nn.Module, inputs: Batches, chosen: PositionsResult
+) -> tuple[WhyAll | None, list[str]]:
+    """Why heads prefer their first keys, and why that is not known."""
+    n_heads = sum(layer.shape[1] for layer in chosen.positions)
+    if n_heads * int(chosen.lengths.sum()) > _MOST_REASONS:
+        return None, ["the picture does not say why heads look there, as there are too many: why()"]
+    try:
+        return measure_why_all(host, inputs), []
+    except InfoFlowError as error:
+        return None, [f"the picture does not say why heads look there: {error}"]
 
 
 def _elsewhere(found: InfluenceResult | None) -> Iterator[str]:

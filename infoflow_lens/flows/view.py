@@ -6,7 +6,13 @@ from torch import Tensor
 
 from infoflow_lens.flows.result import Flow, is_causal
 from infoflow_lens.hooks import InfluenceResult
-from infoflow_lens.report.flow_view import RULES, FlowView, ViewedInput, ViewedMechanism
+from infoflow_lens.report.flow_view import (
+    RULES,
+    FlowView,
+    ViewedInput,
+    ViewedMechanism,
+    ViewedReasons,
+)
 from infoflow_lens.theory.rules import Rule
 
 _MOST_PATTERNS = 2_000_000  # weights that the picture takes along
@@ -65,8 +71,23 @@ def _viewed(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
         patterns=patterns if with_patterns else None,
         mechanisms=_mechanisms(flow, index, n_states),
         influence=influence,
+        reasons=_reasons(flow, index, n_states),
         next_tokens=None if flow.next_tokens is None else flow.next_tokens[index],
         causal=is_causal(flow.attention),
+    )
+
+
+def _reasons(flow: Flow, index: int, n_states: int) -> ViewedReasons | None:
+    if flow.reasons is None:
+        return None
+    found, of_input = flow.reasons, (index, slice(None), slice(n_states))
+    return ViewedReasons(
+        keys=[layer[of_input] for layer in found.keys],
+        margins=[layer[of_input] for layer in found.margins],
+        parts=[layer[of_input] for layer in found.parts],
+        values=[layer[of_input] for layer in found.values],
+        rest=[layer[of_input] for layer in found.rest],
+        part_names=found.part_names,
     )
 
 

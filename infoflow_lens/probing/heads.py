@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from infoflow_lens.hooks import PositionsResult
+from infoflow_lens.probing.parts.recovery import too_few_rows
 from infoflow_lens.probing.per_head import per_head
 from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.report.charts import Table
@@ -31,13 +32,15 @@ def heads_table(result: ProbingResult) -> Table | None:
     recovery = result.recovery
     if result.positions is None and result.mechanisms is None and recovery is None:
         return None
-    rows = []
+    rows, unknown = [], too_few_rows(recovery) if recovery is not None else ()
     for head in per_head(result).to_dict("records"):
         name = head.get("mechanism")
         ideal = name if f"damage_{name}" in head else "max_position"
         control = math.nan
         if recovery is not None and recovery.control_fvu:
             control = float(recovery.control_fvu[head["layer"]][:, head["head"], 0].min())
+        if head["layer"] in unknown:
+            control = head["fvu_1"] = math.nan
         rows.append(
             [
                 *(head["layer"], head["head"], name and name.replace("_", " ")),
@@ -51,7 +54,7 @@ def heads_table(result: ProbingResult) -> Table | None:
     empty = [all(_is_missing(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     columns = {n: m for (n, m), gone in zip(_COLUMNS.items(), empty, strict=True) if not gone}
     kept = [[v for v, gone in zip(row, empty, strict=True) if not gone] for row in rows]
-    return Table(columns, kept)
+    return Table(columns, kept, caption=f"{len(kept)} heads")
 
 
 def _is_missing(value: Any) -> bool:

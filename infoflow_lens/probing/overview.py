@@ -40,14 +40,24 @@ _COLUMNS = {
 
 
 def overview_table(rows: Rows) -> Table:
-    """Every rule beside every other, by (states, rule)."""
+    """Every rule beside every other: the first row, and those that say something."""
     shown: list[list[object]] = []
     reasons: dict[tuple[int, int], str] = {}
-    for index, ((states, rule), row) in enumerate(rows.items()):
+    first = next(iter(rows), None)
+    kept = {at: row for at, row in rows.items() if not row.reason() or at == first}
+    for index, ((states, rule), row) in enumerate(kept.items()):
         size = f"{row.size:.1f} of {row.others:.1f}" if row.n_states else ""
         shown.append(
             [states, rule, row.n_states, row.n_informative, size, row.inside, row.chance, row.auroc]
         )
         if row.reason():
             reasons |= {(index, column): row.reason() for column in (5, 6, 7)}
-    return Table(_COLUMNS, shown, reasons)
+    left = [f"{states} by {rule}" for states, rule in rows if (states, rule) not in kept]
+    caption = ""
+    if left:
+        some = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
+        caption = (
+            f"{len(left)} more rows are left out, as nothing can be said where every set is empty "
+            f"or holds everything: {some}; explained.csv has them"
+        )
+    return Table(_COLUMNS, shown, reasons, caption)

@@ -24,16 +24,23 @@ def report_of(result: ProbingResult) -> ProbingReport:
     headline = f"{found.kind}, probed on {config.data}."
     if "max_position" in result.last:
         headline += _headline(result.last["max_position"])
+    sections = {
+        name: Section(
+            part.title or name,
+            f"{part.text} {part.remarks(result.found[name])}".strip(),
+            list(_charts(part, result.found[name])),
+        )
+        for name, part in result.parts.items()
+    }
+    first = next((name for name in ("mechanisms", "positions") if name in sections), None)
     return ProbingReport(
         title=f"What the states of {config.model} can depend on, and do",
         headline=headline,
         facts=facts,
         problems=found.problems(),
         capabilities=Table.of_frame(found.to_frame()),
-        sections=[
-            Section(part.title or name, part.text, list(_charts(part, result.found[name])))
-            for name, part in result.parts.items()
-        ],
+        maps=sections.pop(first) if first else None,
+        sections=list(sections.values()),
         agreement=result.agreement,
         explained=overview_table(rows) if rows else None,
         heads=heads_table(result),
@@ -98,6 +105,7 @@ def _curve(curve: CoverageCurve) -> Lines:
     if any(not math.isnan(value) for shares in curve.layers for value in shares):
         for layer in range(len(curve.layers[0])):
             series[f"layer {layer}"] = [shares[layer] for shares in curve.layers]
+    series = {name: v for name, v in series.items() if any(not math.isnan(each) for each in v)}
     series["last state"] = list(curve.last)
     series["last state, by chance"] = list(curve.chance)
     return Lines(

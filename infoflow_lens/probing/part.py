@@ -126,6 +126,10 @@ class Part:
 
         return (Table.of_frame(self.table(result)),)
 
+    def remarks(self, result: Any) -> str:
+        """What a reader of its section must know; empty for nothing."""
+        return ""
+
     def sentences(self, result: Any) -> Sequence[str]:
         """What the terminal shows."""
         return ()

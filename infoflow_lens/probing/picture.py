@@ -1,6 +1,7 @@
 """The interactive picture of a run's first sequences."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ def flow_of(result: ProbingResult) -> FlowView | None:
     n = min(len(result.texts), len(influence.lengths))
     measured = _measured(result)
     mechanisms = list(_mechanisms(result, n))
+    softmax = [x.pattern == "softmax" and x.scores == "scores" for x in result.capabilities.layers]
     inputs = []
     for index in range(n):
         tokens = result.texts[index]
@@ -33,7 +35,7 @@ def flow_of(result: ProbingResult) -> FlowView | None:
                 tokens=tokens,
                 n_queries=n_pos,
                 ranked=[p[index, :, :n_pos] for p in positions.positions],
-                weights=_weights(positions, index, n_pos),
+                weights=_weights(positions, index, n_pos, softmax),
                 mechanisms=mechanisms[index] if mechanisms else None,
                 influence=measured[:, index, :n_pos, :n_source],
                 causal=not any(x.attends == "bidirectional" for x in result.capabilities.layers),
@@ -43,7 +45,19 @@ def flow_of(result: ProbingResult) -> FlowView | None:
     how = _HOW.get(kind, kind)
     if influence.relative_error is not None:
         how += f", an estimate (relative error up to {max(influence.relative_error):.0%})"
-    return FlowView(title="", inputs=inputs, influence_name=how)
+    first = max(range(n), key=lambda i: _from_afar(inputs[i]), default=0)
+    return FlowView(title="", inputs=inputs, influence_name=how, first=first)
+
+
+def _from_afar(viewed: ViewedInput) -> float:
+    """The largest influence on the last state from further than its neighbour, over that of all."""
+    assert viewed.influence is not None
+    last = viewed.n_queries - 1
+    found = viewed.influence[-1, last].nan_to_num(0)
+    if last < len(found):
+        found[last] = 0  # its own token
+    far = found[: max(0, last - 1)]
+    return float(far.max() / found.sum()) if len(far) and float(found.sum()) > 0 else 0.0
 
 
 def _measured(result: ProbingResult) -> Tensor:
@@ -62,14 +76,28 @@ def _measured(result: ProbingResult) -> Tensor:
     return whole
 
 
-def _weights(positions: PositionsResult, index: int, n_pos: int) -> list[Tensor] | None:
-    """The weights of the first keys, where they were measured; NaN for the others."""
+def _weights(
+    positions: PositionsResult, index: int, n_pos: int, softmax: Sequence[bool]
+) -> list[Tensor] | None:
+    """The weights of the ranked keys, where those of the first were measured; NaN for others.
+
+    The scores of keys that follow each other differ by the margin, and so do, with a softmax, the
+    logarithms of their weights.
+    """
     if not positions.concentration:
         return None
     layers = []
-    for ranked, largest in zip(positions.positions, positions.concentration, strict=True):
+    columns = [positions.ranks.index(1)]
+    while (rank := len(columns) + 1) in positions.ranks:
+        columns.append(positions.ranks.index(rank))
+    for layer, (ranked, largest) in enumerate(
+        zip(positions.positions, positions.concentration, strict=True)
+    ):
         weights = torch.full(ranked[index, :, :n_pos].shape, torch.nan)
-        weights[..., positions.ranks.index(1)] = largest[index, :, :n_pos].float()
+        weights[..., columns[0]] = largest[index, :, :n_pos].float()
+        margins = positions.margins[layer][index, :, :n_pos].float()
+        for above, below in pairwise(columns if softmax[layer] else []):
+            weights[..., below] = weights[..., above] * torch.exp(-margins[..., above])
         layers.append(weights)
     return layers
 

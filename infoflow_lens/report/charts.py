@@ -101,7 +101,7 @@ class Table:
         """A frame's first rows; the caption says how many there are."""
         if len(frame) > most:
             caption = f"{caption} The first {most} of {len(frame)} rows.".strip()
-        columns = {str(name): "" for name in frame.columns}
+        columns = {str(name).replace("_", " "): "" for name in frame.columns}
         return cls(columns, frame.head(most).to_numpy(dtype=object).tolist(), caption=caption)
 
 
@@ -226,6 +226,22 @@ def _name_map(chart: NameMap) -> Markup:
     return _figure(chart.title, width, at + 20 * len(used) + 4, parts)
 
 
+_COLOURS = 8  # of lines that a style sheet names
+
+
+def _colour(index: int, n: int) -> str:
+    """The class of a line's colour, where there are few lines."""
+    return f" s{index}" if n <= _COLOURS else ""
+
+
+def _ramp(index: int, n: int) -> str:
+    """A colour of its own for each of many lines, from blue by way of green to red."""
+    if n <= _COLOURS:
+        return ""
+    colour = f"hsl({220 - 220 * index / (n - 1):.0f}, 65%, {45 + 8 * (index % 2)}%)"
+    return f' fill="{colour}" stroke="{colour}"'
+
+
 def _lines(chart: Lines) -> Markup:
     width, height, left, top = 560.0, 260.0, 54.0, 10.0
     inner, tall = width - left - 16, height - top - 46
@@ -251,13 +267,17 @@ def _lines(chart: Lines) -> Markup:
         path = "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
         said = ", ".join(f"{x}: {number(float(v))}" for x, v in zip(chart.x, values, strict=True))
         parts.append(
-            f'<g class="series s{index % 8}{strong}"><title>{escape(f"{name}: {said}")}</title>'
+            f'<g class="series{_colour(index, len(chart.series))}{strong}"'
+            f"{_ramp(index, len(chart.series))}><title>{escape(f'{name}: {said}')}</title>"
             + (f'<path d="M{path}"/>' if points else "")
             + "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in points)
             + "</g>"
         )
     keys = Markup("").join(
-        Markup('<span class="item"><i class="swatch s{}"></i>{}</span>').format(index % 8, name)
+        Markup(
+            '<span class="item"><svg class="swatch" width="14" height="4"><g class="series{}"{}>'
+            '<circle cx="7" cy="2" r="7"/></g></svg>{}</span>'
+        ).format(_colour(index, len(chart.series)), Markup(_ramp(index, len(chart.series))), name)
         for index, name in enumerate(chart.series)
     )
     title = f"{chart.title}" + (f" ({chart.y_title})" if chart.y_title else "")

@@ -16,7 +16,7 @@ from markupsafe import escape
 from torch import Tensor
 
 from infoflow_lens.report.assets import asset, script, with_policy
-from infoflow_lens.report.flow_view import RULES, FlowView, Move, ViewedInput
+from infoflow_lens.report.flow_view import RULES, FlowView, Move, ViewedInput, ViewedReasons
 from infoflow_lens.report.templating import templates
 from infoflow_lens.theory.information_sets import propagate
 
@@ -51,7 +51,8 @@ def picture_data(view: FlowView) -> str:
     for name, count in view.groups:
         groups.append({"name": name, "first": first, "count": count})
         first += count
-    n_layers, n_pos = len(view.inputs[0].ranked), view.inputs[0].n_queries
+    shown = view.inputs[view.first]
+    n_layers, n_pos = len(shown.ranked), shown.n_queries
     layer, position = view.selected or (n_layers - 1, n_pos - 1)
     return str(
         htmlsafe_json_dumps(
@@ -63,6 +64,7 @@ def picture_data(view: FlowView) -> str:
                 "marked_name": view.marked_name,
                 "selected": [layer, position],
                 "k": view.k,
+                "first": view.first,
                 "groups": groups,
                 "inputs": [_packed(each) for each in view.inputs],
             },
@@ -86,7 +88,8 @@ def fitting(view: FlowView, most: int) -> FlowView:
         return view
     left = len(view.inputs) - kept
     note = f"{left} more sequences do not fit into this page; flow() shows any of them."
-    return replace(view, inputs=view.inputs[:kept], notes=[*view.notes, note])
+    first = view.first if view.first < kept else 0
+    return replace(view, inputs=view.inputs[:kept], notes=[*view.notes, note], first=first)
 
 
 def _dumps(value: Any, **kwargs: Any) -> str:
@@ -122,8 +125,8 @@ def mounting(pictures: Sequence[str]) -> str:
 
 
 def fallback(view: FlowView) -> str:
-    """What is read where scripts do not run: the first input and the set of its shown state."""
-    first = view.inputs[0]
+    """What is read where scripts do not run: the input shown first, and its shown state's set."""
+    first = view.inputs[view.first]
     layer, position = view.selected or (len(first.ranked) - 1, first.n_queries - 1)
     rule = next(iter(view.rules))
     if rule == "mechanisms" and first.mechanisms is None:
@@ -194,6 +197,7 @@ def _packed(view: ViewedInput) -> dict[str, Any]:
     )
     rules = [rule for rule in RULES if rule != "mechanisms" or view.mechanisms is not None]
     arrays["moves"] = {rule: _moves(blob, view.describe(rule)) for rule in rules}
+    arrays["reasons"] = None if view.reasons is None else _reasons(blob, view.reasons)
     arrays["influence"] = arrays["largest"] = None
     if view.influence is not None:
         influence = view.influence.detach().cpu().float()
@@ -215,6 +219,16 @@ def _packed(view: ViewedInput) -> dict[str, Any]:
         "arrays": arrays,
         "blob": base64.b64encode(compressed).decode(),
     }
+
+
+def _reasons(blob: _Blob, reasons: ViewedReasons) -> dict[str, Any]:
+    """Reasons as the page reads them."""
+    packed: dict[str, Any] = {"names": list(reasons.part_names)}
+    for name in ("keys", "parts"):
+        packed[name] = [blob.keys(layer.cpu()) for layer in getattr(reasons, name)]
+    for name in ("margins", "values", "rest"):
+        packed[name] = [blob.half(layer.detach().cpu()) for layer in getattr(reasons, name)]
+    return packed
 
 
 def _shares(edges: Tensor) -> Tensor:

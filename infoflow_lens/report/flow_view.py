@@ -70,6 +70,28 @@ class ViewedMechanism:
 
 
 @dataclass(frozen=True, eq=False)
+class ViewedReasons:
+    """Why heads prefer their first key to their second, in one input; for each layer a tensor.
+
+    Attributes:
+        keys: int [head, pos, 2], the first and the second key; -1 where there are not two.
+        margins: float [head, pos], the first key's score minus the second's.
+        parts: int [head, pos, part], the parts of the keys that matter most, as places in
+            `part_names`; -1 for none.
+        values: float [head, pos, part], what these add to the margin.
+        rest: float [head, pos], what all other parts add.
+        part_names: such as "head 0.3" or "token embedding".
+    """
+
+    keys: Sequence[Int[Tensor, "_head pos 2"]]
+    margins: Sequence[Float[Tensor, "_head pos"]]
+    parts: Sequence[Int[Tensor, "_head pos part"]]
+    values: Sequence[Float[Tensor, "_head pos part"]]
+    rest: Sequence[Float[Tensor, "_head pos"]]
+    part_names: Sequence[str]
+
+
+@dataclass(frozen=True, eq=False)
 class ViewedInput:
     """One input, its attention and its measured influence. Layers count from 0.
 
@@ -89,6 +111,7 @@ class ViewedInput:
         edges: for each layer float [pos, key], the measured influence of the state below on the
             state above; None if not measured.
         marked: sources with a mark of their own, such as the active index set of a target.
+        reasons: why heads prefer their first keys; None if not known.
         next_tokens: for each position the most probable next tokens, as pairs of token and
             probability; None if not known.
         causal: whether queries read no later keys; "all keys" depends on it.
@@ -108,6 +131,7 @@ class ViewedInput:
     influence: Float[Tensor, "layer pos source"] | None = None
     edges: Sequence[Float[Tensor, "pos key"]] | None = None
     marked: Sequence[int] = ()
+    reasons: ViewedReasons | None = None
     next_tokens: Sequence[Sequence[tuple[str, float]]] | None = None
     causal: bool = True
     name: str = ""
@@ -150,6 +174,12 @@ class ViewedInput:
             raise InfoFlowError(
                 f"mechanisms are given for {[len(m) for m in self.mechanisms]} heads: expected "
                 f"{[h for h, _, _ in shapes]}, one for each head of each layer"
+            )
+        margins = [(h, n_pos) for h, _, _ in shapes]
+        if self.reasons and [tuple(each.shape) for each in self.reasons.margins] != margins:
+            raise InfoFlowError(
+                f"margins of reasons have shapes {[tuple(m.shape) for m in self.reasons.margins]}: "
+                f"expected {margins}"
             )
         if self.next_tokens is not None and len(self.next_tokens) != n_pos:
             raise InfoFlowError(
@@ -222,6 +252,7 @@ class FlowView:
         marked_name: what the marked sources are.
         selected: layer and position of the state that is shown at first; None for the last one.
         k: of "top_k", at first.
+        first: the input that is shown at first.
         groups: of inputs, as (name, number of inputs), in their order: a model before and after
             training. The page then has a switch.
 
@@ -239,6 +270,7 @@ class FlowView:
     selected: tuple[int, int] | None = None
     groups: Sequence[tuple[str, int]] = ()
     k: int = 2
+    first: int = 0
 
     def __post_init__(self) -> None:
         if not self.inputs:

@@ -46,7 +46,8 @@ class ProbingReport:
         facts: short statements, as (label, value).
         problems: what the model cannot be asked.
         capabilities: the model's layers.
-        sections: one for each probe.
+        maps: the section that shows all heads at a glance, which leads.
+        sections: one for each other probe.
         agreement: by the rule that predicted.
         explained: how far sets explain influence, with chance.
         heads: a row for each head, the first two columns of which are layer and head.
@@ -61,6 +62,7 @@ class ProbingReport:
     facts: Sequence[tuple[str, str]]
     problems: Sequence[str]
     capabilities: Table
+    maps: Section | None
     sections: Sequence[Section]
     agreement: Mapping[str, Agreement]
     explained: Table | None

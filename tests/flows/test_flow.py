@@ -18,6 +18,7 @@ from infoflow_lens import (
     measure_mechanisms,
     propagate,
     run_probes,
+    why_all,
 )
 from infoflow_lens.foundation.record import model_fingerprint
 from tests.conftest import make_token_model
@@ -269,6 +270,20 @@ def test_the_next_tokens_are_the_models(host, found):
         assert [token for token, _ in said] == [host.tokenizer.decode([i]) for i in top.indices]
         np.testing.assert_allclose([chance for _, chance in said], top.values.detach(), rtol=1e-5)
     assert found.view.inputs[0].next_tokens == found.next_tokens[0]
+
+
+def test_the_picture_says_why_heads_look_there_or_why_it_does_not(host, found, monkeypatch):
+    expected = why_all(host, TEXT, progress=False)
+    shown = found.view.inputs[0].reasons
+    assert shown.part_names == expected.part_names
+    for name in ("keys", "margins", "parts", "values", "rest"):
+        for layer, known in zip(getattr(shown, name), getattr(expected, name), strict=True):
+            torch.testing.assert_close(layer, known[0], equal_nan=True)
+    refused = quick(zoo.build("bloom"), [[2, 5, 7]])
+    assert refused.reasons is None
+    assert "ALiBi" in refused.notes[0]
+    monkeypatch.setattr("infoflow_lens.flows.run._MOST_REASONS", 10)
+    assert "too many" in quick(host, TEXT).notes[0]
 
 
 def test_influence_is_exact_where_that_is_quick_and_estimated_where_not(found, monkeypatch):

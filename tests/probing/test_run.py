@@ -1,6 +1,8 @@
 """A probe run on any model: whole, resumed, refused, and the same as the probes alone."""
 
 import json
+import math
+from dataclasses import replace
 
 import datasets
 import pandas as pd
@@ -11,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from infoflow_lens import (
     InfoFlowError,
     JacobianInfluence,
+    PatternsProbe,
     PositionsProbe,
     RecoveryProbe,
     build_construction,
@@ -26,7 +29,9 @@ from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.probing import shards
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import read_data, stream_texts
+from infoflow_lens.probing.page import report_of
 from infoflow_lens.probing.parts import mechanisms as mechanisms_part
+from infoflow_lens.probing.picture import flow_of
 from infoflow_lens.probing.registry import part_names
 from infoflow_lens.probing.run import run_probing
 from infoflow_lens.runs.folder import MANIFEST
@@ -109,6 +114,38 @@ def test_a_run_writes_tables_tensors_record_and_report(tmp_path, config):
     }
     files = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
     assert named == files - {MANIFEST}
+
+
+def test_the_picture_opens_on_what_comes_from_afar_and_has_all_weights(tmp_path, config, folder):
+    found = run(tmp_path, config)
+    view = flow_of(found)
+    last = [view.inputs[i].influence[-1, -1] for i in range(3)]
+    shares = [row[:-2].max() / row[:-1].sum() for row in last]  # but of the own and the next token
+    assert view.first == max(range(3), key=lambda i: shares[i])
+    model = load_any(str(folder)).model
+    (patterns,) = run_probes(
+        model, [model.to_tokens(TEXTS[0])[0]], [PatternsProbe()], progress=False
+    )
+    for layer, keys in enumerate(view.inputs[0].ranked):
+        weights = patterns.patterns[layer][0].gather(-1, keys.long().clamp(min=0))
+        shown = view.inputs[0].weights[layer]
+        torch.testing.assert_close(shown[keys >= 0], weights[keys >= 0], rtol=1e-3, atol=1e-5)
+
+
+def test_errors_of_maps_that_fit_anything_are_not_shown(tmp_path, config):
+    few = run(tmp_path / "few", replace(config, n=5, n_detail=2, max_length=3, ranks=(1,)))
+    assert few.recovery.n_fit[0] < few.recovery.n_features[0]
+    report = report_of(few)
+    (section,) = (each for each in report.sections if "give the attended" in each.title)
+    assert "fewer than features" in section.text
+    assert all(math.isnan(v) for chart in section.figures for row in chart.values for v in row)
+    assert "recovery" not in report.heads.columns
+    assert "mechanism" in report.heads.columns
+    assert report.maps.title == "The mechanism of every head"  # which leads
+    page = (tmp_path / "few" / "report.html").read_text()
+    assert page.index("pattern was replaced by ideal ones") < page.index(
+        "How far predicted sets explain"
+    )
 
 
 @pytest.mark.parametrize("part", ["states", "mechanisms"])

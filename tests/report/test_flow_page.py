@@ -7,7 +7,13 @@ import torch
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.report.flow import render_flow
-from infoflow_lens.report.flow_view import ALL_KEYS, FlowView, ViewedInput, ViewedMechanism
+from infoflow_lens.report.flow_view import (
+    ALL_KEYS,
+    FlowView,
+    ViewedInput,
+    ViewedMechanism,
+    ViewedReasons,
+)
 from infoflow_lens.theory import MaxPosition, propagate
 
 HEADS = (4, 2, 3)
@@ -51,6 +57,22 @@ def with_mechanisms(view):
         ViewedMechanism("global", ALL_KEYS),
     ]
     return [[kinds[(h + i) % 4] for h in range(len(r))] for i, r in enumerate(view.ranked)]
+
+
+def with_reasons(view, n_parts=3):
+    """Margins that are sums of named parts and a rest, for every head and query."""
+    random = torch.Generator().manual_seed(5)
+    names = ("token embedding", "head 0.0", EVIL, "head 1.1")
+    keys, parts, values, rest = [], [], [], []
+    for ranked in view.ranked:
+        n_heads, n_pos, _ = ranked.shape
+        keys.append(ranked[..., :2])
+        order = torch.rand(n_heads, n_pos, len(names), generator=random).argsort(-1)
+        parts.append(order[..., :n_parts])
+        values.append(torch.randn(n_heads, n_pos, n_parts, generator=random))
+        rest.append(torch.randn(n_heads, n_pos, generator=random))
+    margins = [v.sum(-1) + r for v, r in zip(values, rest, strict=True)]
+    return ViewedReasons(keys, margins, parts, values, rest, names)
 
 
 @pytest.fixture(scope="module")
@@ -345,6 +367,47 @@ def test_a_line_is_pointed_at_pressed_and_reached_by_keyboard(show, html, inputs
     bars = page.locator(".why .bars").first.locator("li")
     assert f"({key})" in bars.first.inner_text()
     assert float(bars.first.locator(".much").inner_text()) == pytest.approx(weight, rel=1e-2)
+    assert "is not known" in page.locator(".why").inner_text()
+
+
+def test_a_pressed_line_says_why_the_head_looks_there(show):
+    view = make_input()
+    reasons = with_reasons(view)
+    page = show(render_flow(FlowView("why", [make_input(reasons=reasons)])))
+    lit(page)
+    page.locator("g.line").nth(2).focus()
+    page.keyboard.press("Enter")
+    (layer, head, key, query), _ = drawn(page)[2]
+    first, second = view.ranked[layer][head, query, :2].tolist()
+    assert first == key
+    said = page.locator(".why figcaption").inner_text()
+    assert re.findall(r"\((\d+)\)", said) == [str(query), str(first), str(second)]
+    rows = page.locator(".why .bars.signed li").evaluate_all(
+        "all => all.map(li => [li.children[0].textContent, li.children[2].textContent])"
+    )
+    names = [reasons.part_names[i] for i in reasons.parts[layer][head, query]]
+    assert [name for name, _ in rows] == [*names, "all other parts"]
+    numbers = [float(much.replace("\u2212", "-")) for _, much in rows]
+    parts = [*reasons.values[layer][head, query].tolist(), float(reasons.rest[layer][head, query])]
+    assert numbers == pytest.approx(parts, rel=1e-2, abs=1e-3)
+    assert sum(numbers) == pytest.approx(float(reasons.margins[layer][head, query]), abs=2e-2)
+    page.locator(".token").nth(5).click()  # another state leaves it where it is
+    assert page.locator(".why figcaption").inner_text() == said
+    page.locator(".flow .stage").focus()
+    page.keyboard.press("Escape")
+    assert page.locator(".why").is_hidden()
+
+
+def test_the_next_tokens_follow_the_chosen_position(show):
+    said = [[(f"t{t}", 0.5), (EVIL, 0.25)] for t in range(9)]
+    page = show(render_flow(FlowView("next", [make_input(next_tokens=said)])))
+    lit(page)
+    for position in (8, 3):
+        page.locator(".token").nth(position).click()
+        shown = page.locator(".next .says").all_inner_texts()
+        assert [each.split("\n") for each in shown] == [[f"t{position}", "50%"], [EVIL, "25%"]]
+    circle(page, -1, 2).click()
+    assert page.locator(".next").is_hidden()
 
 
 def test_another_width_leaves_what_the_pointer_may_be_on(show, html):

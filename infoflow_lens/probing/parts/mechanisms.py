@@ -8,7 +8,7 @@ from infoflow_lens.hooks.mechanisms.measure import MechanismsProgress
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.part import Part, Setting
-from infoflow_lens.report.heads import by_head_in_colours
+from infoflow_lens.report.heads import by_head, by_head_in_colours
 
 if TYPE_CHECKING:
     from infoflow_lens.report.charts import Chart
@@ -22,6 +22,8 @@ _COLOURS = {
     "top_k": "#cc79a7",
     "soft": "#444444",
 }
+_LABELS = {"own_position": "heads that do not matter (own position)"}
+_MOST_NAMED = 32  # heads in a sentence
 
 
 class MechanismsPart(Part):
@@ -74,7 +76,7 @@ class MechanismsPart(Part):
             raise
 
     def figures(self, result: MechanismsResult) -> Sequence["Chart"]:
-        """The mechanism of every head in its colour; the damages are in the hover text."""
+        """The mechanism of every head, its damages on hover; and which heads matter."""
         frame = result.to_frame()
         hover = [
             "\n".join(
@@ -83,19 +85,21 @@ class MechanismsPart(Part):
             )
             for row in frame.to_dict("records")
         ]
-        return (by_head_in_colours(frame, "mechanism", _COLOURS, hover),)
+        names = by_head_in_colours(frame, "mechanism", _COLOURS, hover)
+        if "own_position" not in result.ideals:
+            return (names,)
+        lost = {"own_position": "what the output loses without the head"}
+        return (names, *by_head(frame.assign(own_position=frame["own_position"].clip(0)), lost))
 
     def sentences(self, result: MechanismsResult) -> Sequence[str]:
         """The heads of each mechanism, and all heads for which an ideal suffices."""
         frame = result.to_frame()
         heads = frame["layer"].astype(str) + "." + frame["head"].astype(str)
-        labels = [
-            f"{name}: heads {' '.join(heads[frame['mechanism'] == name])}"
-            for name in dict.fromkeys(frame["mechanism"])
-        ]
+        found = {name: heads[frame["mechanism"] == name] for name in frame["mechanism"]}
+        labels = [f"{name}: {_named(some, len(heads))}" for name, some in found.items()]
         enough = {ideal: heads[frame[f"sufficient_{ideal}"]] for ideal in result.ideals}
         others = [
-            f"{ideal} would suffice for {len(some)} of {len(heads)} heads: {' '.join(some)}"
+            f"{ideal} would suffice for {_named(some, len(heads))}"
             for ideal, some in enough.items()
             if len(some) > int((frame["mechanism"] == ideal).sum())
         ]
@@ -105,6 +109,13 @@ class MechanismsPart(Part):
         """How many heads need which mechanism."""
         names = [name for layer in result.mechanisms() for name in layer]
         return [
-            (name.replace("_", " "), f"{names.count(name)} of {len(names)}")
+            (_LABELS.get(name, name.replace("_", " ")), f"{names.count(name)} of {len(names)}")
             for name in dict.fromkeys(names)
         ]
+
+
+def _named(heads: "pd.Series[str]", n: int) -> str:
+    """Some of `n` heads by name, or how many they are."""
+    if len(heads) > _MOST_NAMED:
+        return f"{len(heads)} of {n} heads; mechanisms.csv names them"
+    return f"{len(heads)} of {n} heads: {' '.join(heads)}"

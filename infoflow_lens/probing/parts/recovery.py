@@ -1,5 +1,6 @@
 """Whether states can give attended tokens back."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,12 @@ if TYPE_CHECKING:
     from infoflow_lens.report.charts import Chart
 
 _WIDE, _SKETCH = 256, 64
+
+
+def too_few_rows(result: RecoveryResult) -> tuple[int, ...]:
+    """The layers whose maps had no more rows than features: they fit whatever they are given."""
+    pairs = zip(result.n_features, result.n_fit, strict=False)  # not known of older results
+    return tuple(layer for layer, (features, rows) in enumerate(pairs) if rows <= features)
 
 
 class RecoveryPart(Part):
@@ -39,12 +46,27 @@ class RecoveryPart(Part):
         )
         labels = {rank: f"rank {rank}" for rank in result.ranks}
         wide = wide.reset_index().rename(columns=labels)
+        wide.loc[wide["layer"].isin(too_few_rows(result)), list(labels.values())] = math.nan
         shown = {name: f"unexplained variance, {name}" for name in list(labels.values())[:4]}
         return by_head(wide, shown, most=1.0)
+
+    def remarks(self, result: RecoveryResult) -> str:
+        """Layers in which a map fits whatever it is given."""
+        layers = too_few_rows(result)
+        if not layers:
+            return ""
+        return (
+            f"Not shown: layers {', '.join(map(str, layers))}, where the maps were fitted on "
+            f"{min(result.n_fit[layer] for layer in layers)} rows, fewer than features, so that "
+            "their errors say nothing; give more sequences."
+        )
 
     def sentences(self, result: RecoveryResult) -> Sequence[str]:
         """The head that gives most back."""
         frame = result.to_frame().dropna(subset="fvu").sort_values("fvu")
+        frame = frame[~frame["layer"].isin(too_few_rows(result))]
+        if frame.empty and too_few_rows(result):
+            return (f"recovery: {self.remarks(result)}",)
         if frame.empty or frame["fvu"].iloc[0] >= 1:
             return ("recovery: no head gives its token back better than the mean does",)
         best = frame.iloc[0]

@@ -1,8 +1,11 @@
 // The lattice of states with its lines, the strips below it, and the text.
+const MOST_CIRCLES = 1000; // of states, each an element of the page [chosen]
+
 Object.assign(infoflow.Picture.prototype, {
   layOut() {
     const { input } = this;
-    const room = this.figure.scroll.node().clientWidth || 600;
+    this.room = this.room || this.figure.scroll.node().clientWidth || 600;
+    const { room } = this; // read anew where the width changes alone
     const least = matchMedia("(pointer: coarse)").matches ? 24 : 11;
     const n = input.n_queries, nLayers = input.heads.length;
     const column = Math.max(least, Math.min(72, (room - 2) / n));
@@ -11,7 +14,7 @@ Object.assign(infoflow.Picture.prototype, {
     const labels = column >= 46 ? 30 : 74;
     const graph = 18 + row * nLayers;
     this.size = {
-      column, row, strip, labels, graph, width: column * n,
+      radius: Math.min(7, column * 0.32, row * 0.3), column, row, strip, labels, graph, width: column * n,
       strips: graph + labels + 38, height: graph + labels + 38 + strip * nLayers + 8,
     };
   },
@@ -66,7 +69,6 @@ Object.assign(infoflow.Picture.prototype, {
     for (const panel of this.panels()) {
       if (again) this.drawStage(panel);
       this.drawNames(panel);
-      this.sayView(panel);
     }
     this.drawStates();
     this.drawLines();
@@ -88,7 +90,8 @@ Object.assign(infoflow.Picture.prototype, {
     panel.svg.attr("width", size.width).attr("height", height);
     panel.scale = scale;
     this.drawLabels(panel);
-    this.placeStates(panel);
+    panel.circles = null;
+    this.sayView(panel);
   },
 
   panels() { return this.input.edges ? [this.figure, this.measured] : [this.figure]; },
@@ -151,21 +154,48 @@ Object.assign(infoflow.Picture.prototype, {
       : "predicted sets, by layer (not measured)");
   },
 
-  // The circles of a panel.
-  placeStates(panel) {
-    const { input, size } = this, states = [];
-    for (let layer = -1; layer < input.heads.length; layer++)
-      for (let t = 0; t < (layer < 0 ? input.tokens.length : input.n_queries); t++)
-        states.push([layer, t]);
+  // The circles of a panel; of very many states those alone that stand out, as others are drawn
+  // on the canvas.
+  placeStates(panel, states = this.states(panel)) {
+    const { size } = this;
     panel.circles = [];
     panel.states.selectAll("circle").data(states).join("circle")
       .attr("data-layer", (d) => d[0]).attr("data-position", (d) => d[1])
-      .attr("cx", (d) => this.x(d[1])).attr("cy", (d) => this.y(d[0]))
-      .attr("r", Math.min(7, size.column * 0.32, size.row * 0.3))
+      .attr("cx", (d) => this.x(d[1])).attr("cy", (d) => this.y(d[0])).attr("r", size.radius)
       .attr("class", "state").style("fill-opacity", null)
       .each(function keep([layer, t]) {
         panel.circles.push({ layer, t, node: this, looks: "state", full: "" });
       });
+  },
+
+  states(panel, quiet = false) {
+    const { input } = this, many = this.many(), states = [];
+    for (let layer = -1; layer < input.heads.length; layer++)
+      for (let t = 0; t < (layer < 0 ? input.tokens.length : input.n_queries); t++)
+        if ((!many || this.standsOut(panel, layer, t)) !== quiet) states.push([layer, t]);
+    return states;
+  },
+
+  many() { return this.input.n_queries * (this.input.heads.length + 1) > MOST_CIRCLES; },
+
+  standsOut(panel, layer, t) {
+    const { state } = this, { cursor } = state;
+    return layer < 0 || (layer === state.layer && t === state.position)
+      || Boolean(cursor && layer === cursor.layer && t === cursor.position)
+      || (panel === this.figure ? this.onPath[layer + 1][t] > 0
+        : this.edgePaths.lit[layer + 1].has(t));
+  },
+
+  drawQuiet(panel, pen) {
+    if (!this.many()) return;
+    pen.beginPath();
+    for (const [layer, t] of this.states(panel, true)) {
+      pen.moveTo(this.x(t) + this.size.radius, this.y(layer));
+      pen.arc(this.x(t), this.y(layer), this.size.radius, 0, 2 * Math.PI);
+    }
+    pen.lineWidth = 1;
+    pen.strokeStyle = this.colours.line;
+    pen.stroke();
   },
 
   drawStates() {
@@ -173,10 +203,11 @@ Object.assign(infoflow.Picture.prototype, {
     if (input.edges) this.edgePaths = this.measuredPaths();
     for (const panel of this.panels()) {
       const mine = panel === this.figure;
+      if (this.many() || !panel.circles) this.placeStates(panel);
       for (const circle of panel.circles) {
         const { layer, t, node } = circle, token = layer < 0;
         const lit = mine ? paths.best[layer + 1][t] >= 0 : this.edgePaths.lit[layer + 1].has(t);
-        const path = mine ? this.onPath.has(`${layer + 1},${t}`) : lit;
+        const path = mine ? this.onPath[layer + 1][t] > 0 : lit;
         const member = token && state.layer >= 0 && (mine ? this.inSet(t) : this.share(t) >= 0.1);
         const looks = "state" + (lit ? " lit" : "") + (path ? " path" : "")
           + (member ? " member" : "") + (token && marked.has(t) ? " marked" : "")
@@ -334,6 +365,7 @@ Object.assign(infoflow.Picture.prototype, {
 
   drawMeasured() {
     const { colours } = this, pen = this.pen(this.measured);
+    this.drawQuiet(this.measured, pen);
     const link = d3.link(d3.curveBumpY).context(pen);
     const curve = (layer, key, query) => {
       pen.beginPath();
@@ -356,6 +388,7 @@ Object.assign(infoflow.Picture.prototype, {
   drawStrips() {
     const { input, size, state, colours } = this, own = state.position;
     const n = input.tokens.length, pen = this.pen(this.figure), hatching = this.hatching(pen);
+    this.drawQuiet(this.figure, pen);
     input.heads.forEach((_, layer) => {
       const y = this.stripY(layer), height = size.strip - 2;
       const values = Array.from({ length: n }, (_, s) =>

@@ -11,12 +11,13 @@ Object.assign(infoflow.Picture.prototype, {
         row.append("span").attr("class", "name");
         return row;
       }).order();
+    this.heads.classed("many", Math.max(...input.heads) > 13);
     rows.select(".name").text((d) => d.layer);
     const focus = state.head ? state.head.join(".") : `${input.heads.length - 1}.0`;
     rows.selectAll("button").data((d) => Array.from({ length: d.n }, (_, h) => [d.layer, h]))
       .join("button").attr("type", "button").attr("class", "head")
       .classed("off", ([l, h]) => state.off[l].has(h))
-      .classed("used", (d) => used.has(d.join(".")))
+      .classed("used", ([l, h]) => used[l][h] > 0)
       .classed("open", (d) => state.head && state.head.join(".") === d.join("."))
       .attr("data-head", (d) => d.join("."))
       .attr("aria-pressed", ([l, h]) => String(!state.off[l].has(h)))

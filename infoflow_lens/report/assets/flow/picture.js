@@ -21,7 +21,7 @@ infoflow.Picture = class {
     };
     this.build();
     this.watchTheme();
-    this.ready = this.show(0, data.selected);
+    this.ready = this.show(data.first, data.selected);
   }
 
   // The picture follows the page that it stands in: notebooks and sites have switches of their own.
@@ -115,6 +115,7 @@ infoflow.Picture = class {
     new ResizeObserver(([entry]) => {
       if (Math.abs(entry.contentRect.width - width) < 4) return;
       width = entry.contentRect.width;
+      this.room = null;
       if (this.input) this.drawFlow();
     }).observe(main.node());
   }
@@ -255,17 +256,12 @@ infoflow.Picture = class {
     this.drawn = infoflow.strongest(this.paths, Math.min(state.most, MOST_EVER));
     this.isDrawn = new Set(this.drawn);
     this.residual = infoflow.residual(this.paths, this.drawn);
-    this.onPath = new Set(this.drawn.flatMap((i) =>
-      [`${lines.layer[i]},${lines.key[i]}`, `${lines.layer[i] + 1},${lines.query[i]}`]));
-    for (const step of this.residual) {
-      const [level, position] = step.split(",").map(Number);
-      this.onPath.add(step).add(`${level + 1},${position}`);
-    }
+    this.onPath = infoflow.touched(this.paths, this.drawn, this.residual);
     this.strongest = 0;
-    this.usedHeads = new Set();
+    this.usedHeads = input.heads.map((n) => new Uint8Array(n));
     for (let i = 0; i < lines.length; i++) {
       this.strongest = Math.max(this.strongest, lines.strength[i]);
-      this.usedHeads.add(`${lines.layer[i]}.${lines.head[i]}`);
+      this.usedHeads[lines.layer[i]][lines.head[i]] = 1;
     }
   }
 

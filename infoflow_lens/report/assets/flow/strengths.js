@@ -9,6 +9,13 @@ infoflow.eachWeight = function (input, rule, k, layer, head, query, visit) {
   const weights = input.weights && input.weights[layer], ranked = input.ranked[layer];
   const pattern = input.patterns && input.patterns[layer];
   const width = pattern ? pattern.length / (input.heads[layer] * n) : 0;
+  const move = infoflow.move(input, rule, layer, head);
+  const last = row + Math.min(move.most ?? k, depth) - 1;
+  if (move.source === "ranked" && weights && !Number.isNaN(weights[last])) { // as nearly always
+    for (let at = row; at <= last; at++)
+      if (ranked[at] >= 0) visit(ranked[at], Math.min(1, weights[at]));
+    return;
+  }
   let equal = NaN;
   const share = () => {
     let moved = 0;
@@ -30,18 +37,19 @@ infoflow.eachWeight = function (input, rule, k, layer, head, query, visit) {
   });
 };
 
+// Lines one behind the other: what they are, and their numbers.
 infoflow.Lines = class {
-  constructor() {
-    this.layer = []; this.head = []; this.key = []; this.query = []; this.weight = [];
-    this.strength = [];
+  constructor(room) {
+    this.length = 0;
+    for (const name of ["layer", "head", "key", "query"]) this[name] = new Int32Array(room);
+    for (const name of ["weight", "strength"]) this[name] = new Float64Array(room);
   }
 
-  get length() { return this.layer.length; }
-
   add(layer, head, key, query, weight, strength) {
-    this.layer.push(layer); this.head.push(head); this.key.push(key); this.query.push(query);
-    this.weight.push(weight); this.strength.push(strength);
-    return this.layer.length - 1;
+    const at = this.length++;
+    this.layer[at] = layer; this.head[at] = head; this.key[at] = key; this.query[at] = query;
+    this.weight[at] = weight; this.strength[at] = strength;
+    return at;
   }
 
   at(i) {
@@ -52,12 +60,25 @@ infoflow.Lines = class {
   }
 };
 
+// The most keys that the heads move to the queries.
+infoflow.mostLines = function (input, rule, k) {
+  let most = 0;
+  input.heads.forEach((heads, layer) => {
+    for (let head = 0; head < heads; head++) {
+      const { source, width, most: own } = infoflow.move(input, rule, layer, head);
+      most += input.n_queries * (source === "all" ? input.tokens.length : source === "keys" ? width
+        : source === "ranked" ? Math.min(own ?? k, input.depths[layer]) : 0);
+    }
+  });
+  return most;
+};
+
 // All paths to a state, or, for the row of tokens (layer -1), from a token upwards.
 // best[level][position] is the strength of the best path between the state at that level (0 for
 // tokens, l + 1 after layer l) and the chosen one, -1 where there is none; via the line on which
 // that path goes on towards the chosen state, -1 for the residual stream.
 infoflow.paths = function (input, rule, k, off, found, selected) {
-  const n = input.n_queries, levels = input.heads.length + 1, lines = new infoflow.Lines();
+  const n = input.n_queries, levels = input.heads.length + 1, lines = new infoflow.Lines(infoflow.mostLines(input, rule, k));
   const best = Array.from({ length: levels }, () => new Float64Array(n).fill(-1));
   const via = Array.from({ length: levels }, () => new Int32Array(n).fill(-1));
   const upward = selected.layer < 0, start = selected.layer + 1;
@@ -126,6 +147,17 @@ infoflow.residual = function (paths, shown, where = new Set()) {
   return where;
 };
 
+// The states on the paths of some lines and the residual stream: a flag for each, by level.
+infoflow.touched = function ({ lines, best }, shown, residual) {
+  const on = best.map((level) => new Uint8Array(level.length));
+  for (const i of shown) on[lines.layer[i]][lines.key[i]] = on[lines.layer[i] + 1][lines.query[i]] = 1;
+  for (const step of residual) {
+    const [level, position] = step.split(",").map(Number);
+    on[level][position] = on[level + 1][position] = 1;
+  }
+  return on;
+};
+
 // So many lines: first each token's best path, the strongest first; then the other lines. Upwards
 // the best paths are those of states. A line never comes before those by which it goes on.
 infoflow.strongest = function (paths, most) {
@@ -137,9 +169,11 @@ infoflow.strongest = function (paths, most) {
     });
   const order = (a, b) => first[b] - first[a] || lines.strength[b] - lines.strength[a]
     || (upward ? lines.layer[a] - lines.layer[b] : lines.layer[b] - lines.layer[a]) || a - b;
-  const chosen = [], rest = [];
-  for (let i = 0; i < lines.length; i++) (first[i] ? chosen : rest).push(i);
-  if (chosen.length < most && rest.length) {
+  const chosen = [];
+  for (let i = 0; i < lines.length; i++) if (first[i]) chosen.push(i);
+  if (chosen.length < Math.min(most, lines.length)) {
+    const rest = [];
+    for (let i = 0; i < lines.length; i++) if (!first[i]) rest.push(i);
     const sorted = Float64Array.from(rest, (i) => lines.strength[i]).sort();
     const least = sorted[Math.max(0, sorted.length - (most - chosen.length))];
     for (const i of rest) if (lines.strength[i] >= least) chosen.push(i);

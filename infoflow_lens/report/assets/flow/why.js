@@ -71,7 +71,7 @@ Object.assign(infoflow.Picture.prototype, {
     if (!state.line) return;
     const { layer, head, key, query } = state.line;
     const quoted = (position) => `“${this.token(position)}” (${position})`;
-    why.append("figcaption").text(`Head ${layer}.${head} at ${quoted(query)} reads ${quoted(key)}`);
+    this.drawReasons(state.line, quoted);
     const keys = [], depth = input.depths[layer], row = (head * input.n_queries + query) * depth;
     for (let r = 0; r < depth; r++) {
       const found = input.ranked[layer][row + r];
@@ -84,15 +84,37 @@ Object.assign(infoflow.Picture.prototype, {
       .on("click", () => this.unpin());
   },
 
+  // Why the head prefers its first key to its second: what parts of the keys' states add.
+  drawReasons({ layer, head, key, query }, quoted) {
+    const { input, why } = this, { reasons } = input;
+    const at = head * input.n_queries + query, two = reasons ? reasons.keys[layer].subarray(2 * at) : [];
+    const looks = `Head ${layer}.${head} at ${quoted(query)} looks at `;
+    if (!reasons || two[1] < 0) {
+      why.append("figcaption").text(looks + quoted(key));
+      why.append("p").text(reasons ? "It sees no other key." : "Why is not known; see the notes below.");
+      return;
+    }
+    why.append("figcaption").text(`${looks}${quoted(two[0])} rather than at ${quoted(two[1])}`);
+    if (key !== two[0]) why.append("p").text(`${quoted(key)} comes later in its order.`);
+    const most = reasons.parts[layer].length / (input.heads[layer] * input.n_queries);
+    const rows = [];
+    for (let i = at * most; i < (at + 1) * most; i++)
+      if (reasons.parts[layer][i] >= 0)
+        rows.push([reasons.names[reasons.parts[layer][i]], reasons.values[layer][i]]);
+    rows.push(["all other parts", reasons.rest[layer][at]]);
+    this.drawBars(why, `Its score is larger by ${infoflow.number(reasons.margins[layer][at])}. What `
+      + "parts of the keys' states add to that, as they stand:", rows, true);
+  },
+
   // A list of bars, to the left of their axis where they are negative.
-  drawBars(parent, title, rows) {
+  drawBars(parent, title, rows, signed = false) {
     const largest = Math.max(1e-30, ...rows.map((row) => Math.abs(row[1])));
     parent.append("p").text(title);
-    const list = parent.append("ul").attr("class", "bars");
+    const list = parent.append("ul").attr("class", signed ? "bars signed" : "bars");
     const items = list.selectAll("li").data(rows).join("li").classed("chosen", (d) => d[2]);
     items.append("span").attr("class", "what").attr("dir", "auto").text((d) => d[0]);
     items.append("span").attr("class", (d) => `extent ${d[1] < 0 ? "against" : "for"}`)
       .append("span").style("width", (d) => `${100 * Math.abs(d[1]) / largest}%`);
-    items.append("span").attr("class", "much").text((d) => infoflow.number(d[1]));
+    items.append("span").attr("class", "much").text((d) => (signed && d[1] > 0 ? "+" : "") + infoflow.number(d[1]));
   },
 });

@@ -1,5 +1,5 @@
 // What is said: the sentence, the next tokens, the table, and the tip under the pointer.
-const MOST_ROWS = 60; // of the table, until all are asked for [chosen]
+const MOST_ROWS = 30; // of the table, until all are asked for [chosen]
 
 Object.assign(infoflow.Picture.prototype, {
   drawTable() {
