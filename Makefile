@@ -24,7 +24,7 @@ TORCH := torch==2.13.0
 COMPILE := uv pip compile --universal --python-version 3.10 --all-extras --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links --constraint build/pins.txt pyproject.toml
 
-.PHONY: demo environment test acceptance docs notebooks lint format bench constraints clean
+.PHONY: demo environment test test-all acceptance docs notebooks lint format bench constraints clean
 
 demo: $(CORE)  ## train, probe, predict, compare; the report is demo/report.html
 	$(BIN)/infoflow-lens demo --out demo
@@ -34,8 +34,11 @@ environment: $(READY)  ## what all that follows needs, and nothing else; environ
 environment-%:
 	$(MAKE) environment TL=$*
 
-test: $(READY)  ## all tests, or those of TESTS="tests/models tests/hooks"
+test: $(READY)  ## the tests, or those of TESTS="tests/models tests/hooks"
 	$(BIN)/python -m pytest $(TESTS)
+
+test-all: $(READY)  ## those too that take long and seldom fail: clusters, builds, every study
+	$(BIN)/python -m pytest -m "not acceptance"
 
 acceptance: $(READY)  ## the demo's promises with three seeds, and theory on 2280 more targets (minutes)
 	$(BIN)/python -m pytest -m acceptance -n 0

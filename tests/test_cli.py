@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -325,21 +324,6 @@ def test_bad_probe_runs_are_one_line(small, tmp_path, arguments, message):
     assert last.startswith("error: ")
     assert message in last
     assert not list(tmp_path.glob("*.safetensors")) or message.startswith(("rank", "exp", "metric"))
-
-
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
-def test_a_stopped_probe_run_says_how_to_go_on(small, tmp_path):
-    arguments = ["--data", "repeated", "--n", "4000", "--batch-size", "2", "--out", str(tmp_path)]
-    arguments = ["probe", small[0], *arguments, "--probes", "positions", "--quiet"]
-    with started("-m", "infoflow_lens.cli", *arguments, folder=tmp_path) as program:
-        program.wait_until(lambda: "positions" in program.stderr)
-        time.sleep(1.0)
-        program.send_signal(signal.SIGINT)
-        assert program.wait(120) == 130
-        hint = program.stderr.partition("go on with python -m infoflow_lens.cli ")[2]
-        assert sorted(shlex.split(hint)) == sorted(arguments)
-        assert "Traceback" not in program.stderr
-    assert (tmp_path / ".all.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

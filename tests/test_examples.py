@@ -11,10 +11,20 @@ from infoflow_lens.cli import app
 from tests.processes import printed_by
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SLOW = (
+    "constructions_tour",
+    "estimate_before_training",
+    "probe_trained_model",
+    "study_of_your_own",
+    "target_of_your_own",
+)
+EXAMPLES = [
+    pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else [], id=path.name)
+    for path in sorted((ROOT / "examples").glob("*.py"))
+]
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", EXAMPLES)
 def test_example_runs(path, tmp_path):
     assert printed_by(path, folder=tmp_path)
     assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
@@ -56,6 +66,7 @@ SMALLER = {
     "probe": ["--n", "4", "--n-detail", "1", "--probes", "positions", "--max-length", "12"],
     "survey": ["--n", "8", "--device", "cpu"],
     "experiment": ["--preset", "smoke", "--jobs", "1"],
+    "estimate": ["--heads", "2,2", "--components", "2", "--tokens", "16"],
 }
 COMMANDS = sorted({" ".join(words): words for page in PAGES for words in commands(page)}.values())
 
@@ -66,7 +77,8 @@ COMMANDS = sorted({" ".join(words): words for page in PAGES for words in command
 def test_a_command_that_a_page_names_works(words, tmp_path, monkeypatch):
     words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
     (tmp_path / "texts.txt").write_text("import os, sys, re, json, math\n" * 100)
-    extra = [] if "--list" in words else SMALLER.get(words[0], [])
+    whole = "--list" in words or (words[0] == "estimate" and "--sweep" not in words)
+    extra = [] if whole else SMALLER.get(words[0], [])
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, [*words, *extra])
     assert done.exit_code == 0, done.output

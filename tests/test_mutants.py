@@ -71,6 +71,7 @@ def test_a_mutation_changes_one_line_of_what_code_does():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="mutants are forked")
 def test_tests_decide_on_each_mutant_once(tmp_path):
     files = {"pkg/__init__.py": "", "pkg/clip.py": SOURCE, "checks/test_clip.py": TEST}

@@ -92,6 +92,7 @@ def run(*arguments, folder, **environment):
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_file_of_the_package(wheel):
     """Modules, and what they read: templates, scripts of pages, the model, the type marker."""
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
@@ -100,6 +101,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel):
     assert any(name.startswith("infoflow_lens/report/templates/") for name in held)
 
 
+@pytest.mark.slow
 def test_the_source_distribution_holds_everything_else_too(unpacked):
     held = {path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_file()}
     paths = {path for path in kept_files() if (ROOT / path).is_file()}
@@ -108,6 +110,7 @@ def test_the_source_distribution_holds_everything_else_too(unpacked):
     assert in_package(paths) <= {str(path) for path in held}
 
 
+@pytest.mark.slow
 def test_the_source_distribution_tests_itself(unpacked):
     where = "import infoflow_lens.hooks as h; print(h.__file__)"
     assert Path(run("-c", where, folder=unpacked)).is_relative_to(unpacked)
@@ -115,6 +118,7 @@ def test_the_source_distribution_tests_itself(unpacked):
     assert "passed" in run("-m", "pytest", "-n", "0", "-q", *few, folder=unpacked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("installed", ["elsewhere", "not at all"])
 def test_a_clone_works_from_its_root(installed, clone, wheel, tmp_path):
     """The clone's package, whole, whatever is installed beside it."""
@@ -140,6 +144,7 @@ def test_a_clone_works_from_its_root(installed, clone, wheel, tmp_path):
     assert run("-c", script, folder=clone, PYTHONPATH=str(place)).startswith("infoflow-lens")
 
 
+@pytest.mark.slow
 def test_one_version_is_named_everywhere(description):
     version = description["Version"]
     changes = re.findall(r"^## (\d\S*) - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
@@ -149,6 +154,7 @@ def test_one_version_is_named_everywhere(description):
     assert cited[0] == version
 
 
+@pytest.mark.slow
 def test_a_package_page_can_follow_every_link(description):
     """It shows README.md without the files beside it."""
     home = re.search(r"Homepage, (\S+)", "\n".join(description.get_all("Project-URL")))[1]
@@ -163,6 +169,7 @@ def test_a_package_page_can_follow_every_link(description):
     assert all((ROOT / path.split("#")[0]).exists() for path in pages | pictures)
 
 
+@pytest.mark.slow
 def test_packages_that_only_some_work_needs_are_extras(description):
     core = {
         re.match(r"[\w-]+", line)[0]
@@ -175,6 +182,7 @@ def test_packages_that_only_some_work_needs_are_extras(description):
     )
 
 
+@pytest.mark.slow
 def test_only_what_needs_an_extra_imports_it(clone):
     """Everything public loads without them."""
     script = clone / "script.py"
@@ -214,6 +222,7 @@ def test_importing_the_package_loads_nothing_heavy():
     assert run("-c", script, folder=ROOT) == "[]"
 
 
+@pytest.mark.slow
 def test_probes_and_theory_do_without_transformer_lens():
     script = (
         "import sys, infoflow_lens.hooks, infoflow_lens.theory, infoflow_lens.tasks\n"

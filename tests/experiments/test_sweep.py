@@ -185,6 +185,7 @@ def test_more_training_sequences_need_more_memory(name):
     assert study.memory(more) > study.memory(settings) > 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STUDIES)
 def test_the_smoke_preset_of_every_study_runs_to_its_verdict(name, tmp_path):
     study = find_study(name)
@@ -253,6 +254,7 @@ def test_absurd_counts_are_refused_at_once(tmp_path):
     assert time.monotonic() - begun < 5 * slack()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the cluster's own
 def test_a_killed_worker_loses_nothing(tmp_path):
     """A scheduler and two workers on loopback; one is killed in the middle."""

@@ -85,6 +85,7 @@ def scheduler(tmp_path):
         yield program, json.loads(file.read_text())["address"]
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_dies_in_mid_run_is_one_error_with_the_command(scheduler, tmp_path):
     program, address = scheduler
 

@@ -56,7 +56,7 @@ MAKES = {
         lambda x: RecoveryProbe((1,), source="head", ridge=0.1, buffer_rows=9),
     ],
     JacobianInfluence: [
-        lambda x: JacobianInfluence("resid_post"),
+        lambda x: JacobianInfluence("resid_post", positions=(-1, 2)),
         lambda x: JacobianInfluence(positions=(-1,), estimate=3),
     ],
     ResampleInfluence: [lambda x: ResampleInfluence(x[:3])],

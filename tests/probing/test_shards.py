@@ -145,6 +145,7 @@ def test_a_file_of_an_unfinished_run_that_is_gone_is_named(config, tmp_path, mon
         run(tmp_path, config)
 
 
+@pytest.mark.slow
 def test_workers_go_on_where_one_process_was_stopped(whole, config, tmp_path, monkeypatch):
     take = shards.Gathered.take
 
@@ -333,6 +334,7 @@ def test_workers_that_cannot_be_had(config, tmp_path, arguments, message):
     run_probing(tmp_path, config, progress=False)  # nothing in the folder is in its way
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the cluster's own
 def test_a_cluster_whose_worker_is_killed_gives_the_same_bytes(whole, config, tmp_path):
     """A scheduler and two workers on loopback; one is killed in the middle."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import threading
@@ -324,7 +325,9 @@ def test_ctrl_c_keeps_every_finished_batch(tmp_path, folder, number):
         program.send_signal(number)
         assert program.wait(60) == 130
         assert "stopping behind this batch" in program.stderr
-        assert "go on with" in program.stderr
+        hint = program.stderr.partition("go on with python -m infoflow_lens.cli ")[2]
+        assert sorted(shlex.split(hint)) == sorted(arguments)
+        assert "Traceback" not in program.stderr
     state = Checkpoint(RunFolder(tmp_path / "out"), ".all.safetensors").load()
     assert 0 < state["n_seen"] + state["current"]["positions"]["n_sequences"] < config.n
     assert not (tmp_path / "out" / PRIVATE).exists()

@@ -18,6 +18,7 @@ from scipy.stats import chisquare
 
 from infoflow_lens import InfoFlowError, list_tasks, load_task
 from infoflow_lens.tasks.templates import all_patterns, patterns_of
+from tests.processes import server
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -298,11 +299,11 @@ def test_workers_of_a_stream_draw_different_sequences():
     assert not set(parts[0]) & set(parts[1])
 
 
-def test_streams_reach_workers_that_are_spawned():
+def test_streams_reach_workers_that_are_no_copies_of_this_process():
     stream = load_task("in_context_qa", n_pairs=2).dataset("train", None).with_format("torch")
     assert pickle.loads(pickle.dumps(stream)).features == stream.features
     loader = torch.utils.data.DataLoader(
-        stream, batch_size=16, num_workers=2, multiprocessing_context="spawn"
+        stream, batch_size=16, num_workers=2, multiprocessing_context=server()
     )
     batches = [batch["x"] for batch in itertools.islice(loader, 4)]
     rows = torch.cat(batches)
