@@ -11,6 +11,8 @@ from infoflow_lens.probing.part import Part, Setting
 from infoflow_lens.report.heads import by_head, by_head_in_colours
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from infoflow_lens.report.charts import Chart
 
 # What needs nothing of the input first; the theory's own three in colours.

@@ -11,12 +11,7 @@ from infoflow_lens import InfoFlowError
 from infoflow_lens.experiments.language_model.card import comparison
 from infoflow_lens.experiments.language_model.config import PRESETS
 from infoflow_lens.experiments.language_model.edge_budget import (
-    ALL,
-    GRADED,
-    ONE,
-    PILOT,
     EdgeBudget,
-    outcome,
 )
 from infoflow_lens.experiments.language_model.induction import Induction
 from infoflow_lens.experiments.language_model.reasons import Reasons
