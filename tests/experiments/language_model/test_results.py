@@ -290,3 +290,10 @@ def test_numbers_of_reasons_in_other_trainings():
     assert f"MLP 0 alone has {shown(of_mlp.min(), 2)} to {shown(of_mlp.max(), 2)} of it" in said
     heads = with_mlp[with_mlp["part"].str.startswith("head 0.")]["share"]
     assert f"no head of layer 0 more than {shown(heads.max(), 2)}." in said
+    untrained = rows[(rows["kind"] == "untrained") & (rows["part"] == "MLP 0")]["share"]
+    assert (
+        f"The untrained MLP has {shown(untrained.min(), 2)} to {shown(untrained.max(), 2)} a"
+        in said
+    )
+    embedded = with_mlp[with_mlp["part"].str.contains("embedding")]["share"]
+    assert embedded.abs().max() < 0.02
