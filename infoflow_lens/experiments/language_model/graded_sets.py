@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _RANDOM, _PILOT = "random 12 x 12", "stdlib-2l"
 _SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 96, "vocab_size": 256}
 _DONORS, _BATCH, _DIRECTIONS = 4, 8, 16
+_OUTCOMES = ("ahead", "level", "behind")
 _MOST_LAYERS = 4  # that a table shows
 _MOST_EXACT = 2  # layers up to which the Jacobian is exact
 _INFLUENCES = ("jacobian", "resample")
@@ -193,9 +194,11 @@ class GradedSetsStudy(LanguageModelStudy):
             "### The last layer",
             *(last_layer_table(results, influence) for influence in _INFLUENCES),
             f"(ahead): it is ahead of {chosen} by the rule's intervals; (behind): behind it.",
+            f"On how many trained models {chosen} is ahead of, level with or behind the others:",
+            tally_table(results),
         ]
         for (model,), rows in groups(test, ("model",)):
-            parts += [f"### {model}", _table_of(rows)]
+            parts += [f"### {model}", table_of(rows)]
         return "\n\n".join(parts)
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
@@ -327,8 +330,32 @@ def last_layer_table(results: "pd.DataFrame", influence: str) -> str:
     return markdown_table((influence, *(model for (model,), _ in cases)), lines)
 
 
-def _table_of(rows: "pd.DataFrame") -> str:
-    """Methods by influence and layer."""
+def tally(results: "pd.DataFrame") -> dict[tuple[str, str], dict[str, int]]:
+    """By method and influence: on how many trained models the chosen sets are ahead of it."""
+    chosen = chosen_of(results)
+    rows = _last_layer(_test(results))
+    rows = rows[rows["weights"] != _RANDOM]
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for (_, influence), some in groups(rows, ("model", "influence")):
+        for method in dict.fromkeys(some["method"]):
+            if method not in (chosen, "measured"):
+                counts = found.setdefault((method, influence), dict.fromkeys(_OUTCOMES, 0))
+                counts[outcome(some, chosen, method)] += 1
+    return found
+
+
+def tally_table(results: "pd.DataFrame") -> str:
+    """The same as a table: ahead, level, behind."""
+    found = tally(results)
+    lines = [
+        (method, *("; ".join(map(str, found[method, i].values())) for i in _INFLUENCES))
+        for method in dict.fromkeys(method for method, _ in found)
+    ]
+    return markdown_table(("ahead; level; behind", *_INFLUENCES), lines)
+
+
+def table_of(rows: "pd.DataFrame") -> str:
+    """All methods on one model, by influence and layer; of a deep model four layers."""
     layers = sorted(rows["layer"].unique())
     if len(layers) > _MOST_LAYERS:
         shown = {

@@ -10,8 +10,15 @@ import pytest
 from infoflow_lens import InfoFlowError
 from infoflow_lens.experiments.language_model.card import comparison
 from infoflow_lens.experiments.language_model.config import PRESETS
-from infoflow_lens.experiments.language_model.edge_budget import (
-    EdgeBudget,
+from infoflow_lens.experiments.language_model.edge_budget import EdgeBudget
+from infoflow_lens.experiments.language_model.graded_sets import (
+    GradedSetsStudy,
+    choice_table,
+    chosen_of,
+    last_layer_table,
+    table_of,
+    tally,
+    tally_table,
 )
 from infoflow_lens.experiments.language_model.induction import Induction
 from infoflow_lens.experiments.language_model.reasons import Reasons
@@ -420,3 +427,59 @@ def test_numbers_of_reasons_in_other_trainings():
     assert f"gives the token before {shown(attention, 2)} of its attention" in said
     embedded = own[own["part"].str.contains("embedding")]["share"].abs().max()
     assert f"they add at most {shown(embedded, 2)}." in said
+
+
+def test_the_page_of_graded_sets_is_that_of_its_rows():
+    """Its tables and its verdict are code's, and the words hold for the rows."""
+    rows, study = pd.read_csv(RESULTS / "graded_sets" / "results.csv.gz"), GradedSetsStudy()
+    record = json.loads((RESULTS / "graded_sets" / "record.json").read_text())["config"]
+    page, verdict = (RESULTS / "graded_sets.md").read_text(), study.verdict(rows)
+    assert study.table(rows) in (RESULTS / "graded_sets" / "table.md").read_text()
+    assert [verdict.passed, list(verdict.reasons)] == list(record["verdict"].values())
+    deep = rows[rows["model"] == "random 12 x 12"]
+    for part in (
+        choice_table(rows),
+        *(last_layer_table(rows, influence) for influence in ("jacobian", "resample")),
+        tally_table(rows),
+        table_of(deep),
+        "\n".join(f"- {reason}" for reason in verdict.reasons),
+    ):
+        assert f"\n\n{part}\n\n" in page
+    said, found, chosen = words_of("graded_sets.md"), tally(rows), chosen_of(rows)
+    assert f"chose *{chosen.removeprefix('graded: ')}*" in said
+    answer = "Seen" if verdict.passed else "Not seen"
+    over, under = (found["attention rollout", i] for i in ("resample", "jacobian"))
+    n_models = sum(over.values())
+    assert (
+        f"**{answer}**, by the rule, and not refuted. Of {n_models} trained models the chosen "
+        f"graded sets are ahead of rollout on {over['ahead']} against resample ablation, and on "
+        f"{under['ahead']} against the Jacobian, where they are level on {under['level']} and "
+        f"behind on {under['behind']}." in said
+    )
+    assert over["behind"] + under["behind"] == 0  # not refuted
+    for influence in ("jacobian", "resample"):
+        assert found["first choices", influence]["ahead"] == n_models
+    by_weight = [found["graded: weight, product", i] for i in ("resample", "jacobian")]
+    assert (
+        f"resample ablation on {by_weight[0]['ahead']} of {n_models} models, and level against "
+        f"the Jacobian on {by_weight[1]['level']}." in said
+    )
+    assert not any(counts["behind"] for counts in found.values())
+    assert "No method is ahead of the chosen graded sets on any trained model" in said
+    end = deep[(deep["layer"] == 11) & (deep["on"] == "test")]
+    first = end[end["method"] == "first choices"]
+    rank = end.groupby(["method", "influence"])["spearman"].mean()
+    both = {
+        method: " and ".join(shown(rank[method, i]) for i in ("jacobian", "resample"))
+        for method in (chosen, "attention rollout", "graded: norm, weakest")
+    }
+    assert (
+        f"holds {first['size'].mean():.1f} of {first['candidates'].mean():.1f} tokens and its "
+        f"order is chance ({shown(rank['first choices', 'jacobian'])}). The chosen graded sets "
+        f"still rank the tokens, at {both[chosen]} (Jacobian" in said
+    )
+    assert (
+        f"ranks them better in the mean, at {both['attention rollout']}, and so do weakest edges"
+        in said
+    )
+    assert f"weakest edges, at {both['graded: norm, weakest']}." in said
