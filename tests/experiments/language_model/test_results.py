@@ -332,7 +332,8 @@ def test_tables_and_records_of_several_models(study, folder, file):
     assert [verdict.passed, list(verdict.reasons)] == list(record["verdict"].values())
     for case in record["cases"]:
         if case["final"] and case["model"] in PRESETS:
-            assert case["step"] == PRESETS[case["model"]].n_steps
+            # a shipped model tells no step
+            assert case["step"] in (-1, PRESETS[case["model"]].n_steps)
         assert "/" not in case["model"]
 
 
@@ -483,3 +484,60 @@ def test_the_page_of_graded_sets_is_that_of_its_rows():
         in said
     )
     assert f"weakest edges, at {both['graded: norm, weakest']}." in said
+
+
+def test_numbers_of_the_edge_budget():
+    rows = rows_of("edge_budget")
+    needed = rows[rows["kind"] == "needed"]
+    page = (RESULTS / "edge_budget.md").read_text()
+    said = words_of("edge_budget.md")
+    for (part, method), some in needed.groupby(["part", "method"]):
+        cells = []
+        for row in some.to_dict("records"):
+            how = "level" if method == GRADED else outcome(row)
+            cells.append(f"{row['needed']:,.0f}" + (f" *{how}*" if how != "level" else ""))
+        assert f"| {method} | {' | '.join(cells)} |" in page
+        edges = " | ".join(f"{n:,.0f}" for n in some["n_edges"])
+        assert f"| {part} | {' | '.join(f'`{model}`' for model in some['model'])} |" in page
+        assert f"| all edges | {edges} |" in page
+    passed = EdgeBudget().verdict(rows).passed
+    assert ("**Seen**" if passed else "**Not seen**") in said.split("## Answer")[1]
+    judged = needed[needed["model"] != PILOT].set_index(["part", "method"]).sort_index()
+
+    def times(part, method):
+        return span(judged.loc[[(part, method)], "times"], shown_times)
+
+    own = judged.loc[[(ONE, GRADED)]]
+    answer = said.split("## Answer")[1]
+    for words in (
+        f"The graded choice needs {span(own['needed'], '{:.0f}'.format)} edges of a window "
+        f"({span(own['needed'] / own['n_edges'], '{:.1%}'.format)} of all)",
+        f"chance {times(ONE, 'chance')} times as many, another window's edges "
+        f"{times(ONE, 'another window')}",
+        f"It needs {times(ONE, 'rollout')} times as many",
+        f"It needs {times(ONE, 'gradient x change')} times as many",
+        f"weight x norm needs {times(ONE, 'weight x norm')} times as many, attention weight "
+        f"{times(ONE, 'attention weight')}",
+        f"Weight x norm needs {times(ALL, 'weight x norm')} times the edges of the graded choice",
+    ):
+        assert words in answer, words
+    first = own.iloc[0]
+    (row,) = [
+        line
+        for line in (RESULTS / "README.md").read_text().splitlines()
+        if line.startswith("| [edge budget]")
+    ]
+    assert f"`{first['model']}`: {first['needed']:.0f} of {first['n_edges']:,.0f} edges" in row
+    weight = judged.loc[[(ONE, "attention weight")], "times"].iloc[0]
+    assert f"without paths {shown_times(weight)} times as many" in row
+    assert row.endswith("**seen**, on one model |") is (passed and len(own) == 1)
+
+
+def span(values, form):
+    """The least and the most, or the one."""
+    return " to ".join(dict.fromkeys((form(values.min()), form(values.max()))))
+
+
+def shown_times(times):
+    """Two digits, without the zero before the point."""
+    return f"{times:.0f}" if times >= 9.95 else shown(times, 1 if times >= 0.995 else 2)
