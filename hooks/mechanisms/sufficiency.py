@@ -239,8 +239,8 @@ def measure_sufficiency(
 
     Raises:
         InfoFlowError: for another model than the one that was measured, shares outside of (0, 1],
-            sequences that are longer than the mean patterns, a model without next tokens, or one in
-            which edited patterns do not reach the output.
+            names of others that are taken, sequences that are longer than the mean patterns, a
+            model without next tokens, or one in which edited patterns do not reach the output.
     """
     reading = Reading(attention_mask, column, max_length, batch_size, progress)
     batches = reading.batches(model, inputs)
@@ -260,21 +260,23 @@ def measure_sufficiency(
     mine = assigned(mechanisms)
     heads = list(mine)
     ideals = [ideal for ideal, _ in mine.values()]
-    if taken := {MECHANISMS, MEAN} & set(others or ()):
-        raise InfoFlowError(f"others has {sorted(taken)}: expected names that are not taken")
     dealt: dict[str, Heads | None] = {MECHANISMS: dict(zip(heads, ideals, strict=True)), MEAN: None}
     for draw in range(draws):
         generator = torch.Generator().manual_seed(derived_seed("sufficiency", seed, draw))
         order = torch.randperm(len(heads), generator=generator).tolist()
         dealt[f"{RANDOM} {draw}"] = {heads[at]: ideals[i] for at, i in enumerate(order)}
     counts = [max(1, round(share * len(heads))) for share in shares]
-    everywhere = [(name, some, mechanisms.k) for name, some in dealt.items()]
+    everywhere: list[tuple[str, Heads | None, int]] = [
+        (name, some, mechanisms.k) for name, some in dealt.items()
+    ]
     whole: list[tuple[str, Heads | None, int]] = []
     for k in ks:
         top: Ideal = "top_k" if k > 1 else "max_position"
         whole.append((f"{EVERY}top {k}", dict.fromkeys(heads, top), k))
     by_position: tuple[Ideal, ...] = ("specific_position", "global", "own_position")
     whole += [(EVERY + ideal, dict.fromkeys(heads, ideal), 1) for ideal in by_position]
+    if taken := set(others or ()) & {name for name, *_ in everywhere + whole}:
+        raise InfoFlowError(f"others has {sorted(taken)}: expected names that are not taken")
     whole += [(name, some, mechanisms.k) for name, some in (others or {}).items()]
     points = [
         (*one, place, n)

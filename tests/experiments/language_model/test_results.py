@@ -154,6 +154,17 @@ def test_numbers_of_sufficiency():
             )
             + " |"
         ) in page  # fmt: skip
+    leads = rows[rows["kind"] == "assignment"].set_index(["model", "assignment"])
+    for model, over, lead in (
+        ("stdlib-2l", "specific_position", "best_lead"),
+        ("stdlib-2l-mlp-s0", "specific_position", "best_lead"),
+        ("stdlib-2l-mlp-s0", "top 4", "best_lead"),
+        ("stdlib-2l-mlp-s0", "top 4", "lead"),
+    ):
+        row = leads.loc[(model, f"every head {over}")]
+        value, low, high = (shown(row[lead + end]) for end in ("", "_low", "_high"))
+        value, low, high = (v if v.startswith("-") else f"+{v}" for v in (value, low, high))
+        assert f"{value}, {low} to {high}" in said
     few = rows[(rows["kind"] == "windows") & (rows["n_windows"] == 32)]
     labels = few[few["model"] == "stdlib-2l"].groupby("measure")["n_specific_position"]
     low, high = labels.min(), labels.max()
@@ -225,6 +236,16 @@ def test_numbers_of_roles():
 def test_numbers_of_the_page():
     said = words_of("README.md")
     rows = rows_of("sufficiency")
+    other = rows[(rows["model"] == "stdlib-2l-mlp-s0") & (rows["kind"] == "assignment")]
+    other = {name: shown(value) for name, value in other.set_index("assignment")["excess"].items()}
+    assert f"{other['best of three']} of {other['mean ablation']} nats where mean" in said
+    assert f"for all cost {other['every head specific_position']}, but no better than" in said
+    assert f"for every head, {other['every head top 4']}. So" in said
+    heads = rows[(rows["model"] == "stdlib-2l-mlp-s0") & (rows["kind"] == "head")]
+    able = heads[heads["sufficient_max_position"] == 1]
+    assert len(able) == 6
+    assert set(able["layer"]) == {1}
+    assert able["sufficient_global"].all()
     rows = rows[rows["model"] == "stdlib-2l"]
     by = rows[rows["kind"] == "assignment"].set_index("assignment")
     excess = {name: shown(value) for name, value in by["excess"].items()}
