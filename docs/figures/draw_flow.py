@@ -1,7 +1,7 @@
 """Draw the README's pictures: the flow to the last token of a line of code, in the shipped model.
 
-The still picture, and the page with the reasons of a line, as a browser shows it: it needs playwright
-and chromium (the variable CHROMIUM says where that is, if not on the path).
+The still picture, and the page with the reasons of a line, as a browser shows it: it needs
+playwright and chromium (the variable CHROMIUM says where that is, if not on the path).
 
 Run: python docs/figures/draw_flow.py   (seconds)
 """
@@ -16,7 +16,7 @@ from playwright.sync_api import sync_playwright
 from infoflow_lens import flow
 
 TEXT = "if not isinstance(name, str):\n    raise TypeError(name)\nif not isinstance("
-LINE = "[data-line='1.4.18.23']"  # layer, head, key, query
+LINE = "[data-line='1.5.6.23']"  # layer, head, key, query
 
 
 def draw_page(page: Path, picture: Path) -> None:
