@@ -4,7 +4,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from infoflow_lens.agreement import CoverageCurve, Explained, explained_by_position
+from infoflow_lens.hooks import PositionsResult
 from infoflow_lens.probing.heads import examples, heads_table
 from infoflow_lens.probing.overview import overview_table
 from infoflow_lens.probing.part import Part
@@ -12,6 +15,9 @@ from infoflow_lens.probing.picture import flow_of
 from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.report.charts import HeatMap, Lines, NameMap, Table
 from infoflow_lens.report.probing import ProbingReport, Section
+from infoflow_lens.theory import propagate
+
+_MOST = 0.9  # of the influence, for which the strongest tokens are counted [chosen]
 
 
 def report_of(result: ProbingResult) -> ProbingReport:
@@ -23,7 +29,7 @@ def report_of(result: ProbingResult) -> ProbingReport:
     rows = result.explained
     headline = f"{found.kind}, probed on {config.data}."
     if "max_position" in result.last:
-        headline += _headline(result.last["max_position"])
+        headline += _headline(result.last["max_position"]) + _by_strength(result)
     sections = {
         name: Section(
             part.title or name,
@@ -61,6 +67,40 @@ def _headline(row: Explained) -> str:
         f" If each head passes on the token of its largest score, the last state can hold "
         f"{row.size:.1f} of {row.others:.1f} other tokens; {row.inside:.0%} of their measured "
         f"influence lies inside, where a random set of that size would hold {row.chance:.0%}."
+    )
+
+
+def _by_strength(result: ProbingResult) -> str:
+    """How much of the influence on the last states their strongest tokens have, in the mean.
+
+    The strength of a token is that of its best path, of the first keys of all heads; as many count
+    as hold 90% of the influence of other tokens.
+    """
+    influence, chosen = result.influence, result.found.get("influence_positions")
+    if influence is None or not isinstance(chosen, PositionsResult) or not chosen.concentration:
+        return ""
+    n_source, full = influence.influence.shape[-1], influence.full()
+    weights = [layer.float().nan_to_num(0).clamp(0, 1) for layer in chosen.concentration]
+    graded = propagate(chosen.argmax, n_source, strength=weights).strengths
+    rows = []
+    for index, length in enumerate(influence.lengths.tolist()):
+        last = length - 1 + influence.n_positions - n_source
+        others = torch.arange(length) != last
+        found = full[-1, index, last, :length].double()[others]
+        if not float(found.sum()) > 0:
+            continue
+        held = found.sort(descending=True).values.cumsum(0)
+        n = min(len(found), int((held < _MOST * found.sum()).sum()) + 1)
+        strength = graded[influence.layers[-1], index, last, :length][others]
+        strongest = strength.argsort(descending=True, stable=True)[:n]
+        rows.append((n, float(found[strongest].sum() / found.sum()), n / len(found)))
+    if not rows:
+        return ""
+    n, inside, chance = (sum(column) / len(rows) for column in zip(*rows, strict=True))
+    return (
+        f" Ranked by the strength of its best path, the {n:.1f} strongest tokens, as many as hold "
+        f"{_MOST:.0%} of the influence, have {inside:.0%} of it, where as many at random would "
+        f"have {chance:.0%}."
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import datasets
@@ -130,6 +131,24 @@ def test_the_picture_opens_on_what_comes_from_afar_and_has_all_weights(tmp_path,
         weights = patterns.patterns[layer][0].gather(-1, keys.long().clamp(min=0))
         shown = view.inputs[0].weights[layer]
         torch.testing.assert_close(shown[keys >= 0], weights[keys >= 0], rtol=1e-3, atol=1e-5)
+
+
+def test_the_headline_ranks_tokens_also_where_sets_hold_everything(tmp_path, config):
+    """By the best path of every token, as in the picture; of as many as hold 90%."""
+    found = run(tmp_path, config)
+    shares = []
+    for view in flow_of(found).inputs[:3]:
+        keys = [each[None, ..., 0] for each in view.ranked]
+        weights = [each[None, ..., 0] for each in view.weights]
+        strength = propagate(keys, strength=weights).strengths[-1, 0, -1, :-1].tolist()
+        amount = view.influence[-1, -1, :-1].tolist()
+        n = next(n for n in range(99) if sum(sorted(amount)[::-1][:n]) >= 0.9 * sum(amount))
+        strongest = sorted(range(len(amount)), key=lambda s: -strength[s])[:n]
+        shares.append((sum(amount[s] for s in strongest) / sum(amount), n / len(amount)))
+    said = report_of(found).headline.split("Ranked by")[1]
+    expected = [100 * sum(column) / 3 for column in zip(*shares, strict=True)]
+    percents = [int(each) for each in re.findall(r"(\d+)%", said)]
+    assert percents == pytest.approx([90, *expected], abs=0.51)
 
 
 def test_errors_of_maps_that_fit_anything_are_not_shown(tmp_path, config):
