@@ -24,15 +24,15 @@ TORCH := torch==2.13.0
 COMPILE := uv pip compile --universal --python-version 3.10 --all-extras --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links --constraint build/pins.txt pyproject.toml
 
-.PHONY: demo environment test test-all acceptance docs notebooks lint format bench constraints clean
+.PHONY: demo environment environment-3 test test-all acceptance docs notebooks lint format bench constraints clean
 
 demo: $(CORE)  ## train, probe, predict, compare; the report is demo/report.html
 	$(BIN)/infoflow-lens demo --out demo
 
-environment: $(READY)  ## what all that follows needs, and nothing else; environment-3, environment-4: by version
+environment: $(READY)  ## what all that follows needs, and nothing else
 
-environment-%:
-	$(MAKE) environment TL=$*
+environment-3:
+	$(MAKE) environment TL=3
 
 test: $(READY)  ## the tests, or those of TESTS="tests/models tests/hooks"
 	$(BIN)/python -m pytest $(TESTS)

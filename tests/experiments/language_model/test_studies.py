@@ -25,6 +25,7 @@ def given(tmp_path_factory):
     return (str(folder / "small"),), str(folder / "text.txt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LANGUAGE_MODEL_STUDIES)
 def test_a_study_gives_rows_a_table_a_figure_and_a_verdict(name, given, tmp_path):
     with warnings.catch_warnings():

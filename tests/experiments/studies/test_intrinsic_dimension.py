@@ -98,6 +98,7 @@ def test_what_theory_owes_stands_beside_the_errors():
     assert "| 2 | orthogonal | (1, 3) | 1 | 0.90 / 0.10; 0.20 / 0.10 | 1 |" in table
 
 
+@pytest.mark.slow
 def test_the_figure_has_a_panel_for_each_kind_of_matrices_and_the_phase_diagram():
     *panels, phases = STUDY.figure(frame(SEEN)).axes
     assert [panel.get_title() for panel in panels] == [ROTATED, LINEAR, PLAIN]
