@@ -10,7 +10,14 @@ import pytest
 from infoflow_lens import InfoFlowError
 from infoflow_lens.experiments.language_model.card import comparison
 from infoflow_lens.experiments.language_model.config import PRESETS
-from infoflow_lens.experiments.language_model.edge_budget import EdgeBudget
+from infoflow_lens.experiments.language_model.edge_budget import (
+    ALL,
+    GRADED,
+    ONE,
+    PILOT,
+    EdgeBudget,
+    outcome,
+)
 from infoflow_lens.experiments.language_model.graded_sets import (
     GradedSetsStudy,
     choice_table,
