@@ -15,6 +15,7 @@ VENV := .venv
 PINS := constraints.txt
 endif
 TESTS ?=
+SLOW ?=
 BIN := $(VENV)/bin
 # Modules are compiled when they are first imported: most never are.
 INSTALL = $(BIN)/python -m pip install --quiet --no-compile $(addprefix --constraint ,$(PINS)) --editable
@@ -24,7 +25,7 @@ TORCH := torch==2.13.0
 COMPILE := uv pip compile --universal --python-version 3.10 --all-extras --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links --constraint build/pins.txt pyproject.toml
 
-.PHONY: demo environment environment-3 test test-all acceptance docs notebooks lint format bench constraints clean
+.PHONY: demo environment environment-3 test acceptance docs notebooks lint format bench constraints clean
 
 demo: $(CORE)  ## train, probe, predict, compare; the report is demo/report.html
 	$(BIN)/infoflow-lens demo --out demo
@@ -34,11 +35,9 @@ environment: $(READY)  ## what all that follows needs, and nothing else
 environment-3:
 	$(MAKE) environment TL=3
 
+# With SLOW=1 also those that take long and seldom fail: clusters, builds, every study.
 test: $(READY)  ## the tests, or those of TESTS="tests/models tests/hooks"
-	$(BIN)/python -m pytest $(TESTS)
-
-test-all: $(READY)  ## those too that take long and seldom fail: clusters, builds, every study
-	$(BIN)/python -m pytest -m "not acceptance"
+	$(BIN)/python -m pytest $(if $(SLOW),-m "not acceptance") $(TESTS)
 
 acceptance: $(READY)  ## the demo's promises with three seeds, and theory on 2280 more targets (minutes)
 	$(BIN)/python -m pytest -m acceptance -n 0
