@@ -150,8 +150,8 @@ class EdgeBudget(LanguageModelStudy):
 
 
 def family(model: str) -> str:
-    """The kind of model that it is a seed of."""
-    return re.sub(r"-s\d+$", "", model)
+    """The kind of model that it is a seed of, apart from a model that names no seed."""
+    return re.sub(r"-s\d+$", ", by seed", model)
 
 
 def outcome(row: Mapping[Any, Any]) -> str:

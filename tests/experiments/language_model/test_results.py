@@ -540,25 +540,30 @@ def test_numbers_of_the_edge_budget():
     for words in (
         f"The graded choice needs {span(own['needed'], '{:.0f}'.format)} edges of a window "
         f"({span(own['needed'] / own['n_edges'], '{:.1%}'.format)} of all)",
-        f"chance {times(ONE, 'chance')} times as many, another window's edges "
+        f"chance needs {times(ONE, 'chance')} times as many, another window's edges "
         f"{times(ONE, 'another window')}",
-        f"It needs {times(ONE, 'rollout')} times as many",
-        f"It needs {times(ONE, 'gradient x change')} times as many",
+        f"Rollout needs {times(ONE, 'rollout')} times as many",
+        f"gradient x change**, which needs {times(ONE, 'gradient x change')} times as many",
         f"weight x norm needs {times(ONE, 'weight x norm')} times as many, attention weight "
         f"{times(ONE, 'attention weight')}",
         f"Weight x norm needs {times(ALL, 'weight x norm')} times the edges of the graded choice",
+        f"needs {judged.loc[[(ALL, GRADED)]].eval('needed / n_edges').max():.0%} of the edges with "
+        "four layers",
     ):
         assert words in answer, words
-    first = own.iloc[0]
     (row,) = [
         line
         for line in (RESULTS / "README.md").read_text().splitlines()
         if line.startswith("| [edge budget]")
     ]
-    assert f"`{first['model']}`: {first['needed']:.0f} of {first['n_edges']:,.0f} edges" in row
-    weight = judged.loc[[(ONE, "attention weight")], "times"].iloc[0]
-    assert f"without paths {shown_times(weight)} times as many" in row
-    assert row.endswith("**seen**, on one model |") is (passed and len(own) == 1)
+    for words in (
+        f"{span(own['needed'], '{:.0f}'.format)} edges, "
+        f"{span(own['needed'] / own['n_edges'], '{:.1%}'.format)} of all",
+        f"rollout needs {times(ONE, 'rollout')} times as many",
+        f"attention weight without paths {times(ONE, 'attention weight')} times",
+    ):
+        assert words in row
+    assert row.endswith("**seen**, on three models |") is (passed and len(own) == 3)
 
 
 def span(values, form):
