@@ -46,7 +46,8 @@ def snapshots(model: str, most: int | None = None) -> list[Snapshot]:
         model: a folder of Hugging Face, with ``checkpoints/step-...`` in it where it has some;
             a name; or owner/name@revision,revision,... of the hub.
         most: so many at most: the first, and others spread evenly over the list from step 64 on, to
-            the last, so that there are more where checkpoints are dense; None for all.
+            the last, so that there are more where checkpoints are dense; None for all. Revisions
+            that are named are all taken.
 
     Raises:
         InfoFlowError: for an empty name, or a number below 1.
@@ -69,7 +70,7 @@ def snapshots(model: str, most: int | None = None) -> list[Snapshot]:
         ]
         if not found:
             raise InfoFlowError(f"model is {model!r}: expected a revision behind the @")
-        model = name
+        model, most = name, None
     else:
         found = [(-1, model, model)]
     name = folder.resolve().name if folder.is_dir() and not shipped else model

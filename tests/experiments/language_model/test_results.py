@@ -32,7 +32,7 @@ from infoflow_lens.experiments.language_model.reasons import Reasons
 from infoflow_lens.experiments.language_model.roles import Roles
 from infoflow_lens.experiments.language_model.sets import Sets
 from infoflow_lens.experiments.language_model.softness import Softness
-from infoflow_lens.experiments.language_model.sufficiency import Sufficiency
+from infoflow_lens.experiments.language_model.sufficiency import EVERY, TOP_4, Sufficiency
 from infoflow_lens.experiments.language_model.topk import TopK
 from infoflow_lens.hooks import IDEALS
 from infoflow_lens.models.shipped import SHIPPED, shipped_folder
@@ -162,16 +162,17 @@ def test_numbers_of_sufficiency():
             + " |"
         ) in page  # fmt: skip
     leads = rows[rows["kind"] == "assignment"].set_index(["model", "assignment"])
-    for model, over, lead in (
-        ("stdlib-2l", "specific_position", "best_lead"),
-        ("stdlib-2l-mlp-s0", "specific_position", "best_lead"),
-        ("stdlib-2l-mlp-s0", "top 4", "best_lead"),
-        ("stdlib-2l-mlp-s0", "top 4", "lead"),
-    ):
-        row = leads.loc[(model, f"every head {over}")]
-        value, low, high = (shown(row[lead + end]) for end in ("", "_low", "_high"))
-        value, low, high = (v if v.startswith("-") else f"+{v}" for v in (value, low, high))
-        assert f"{value}, {low} to {high}" in said
+    for (model, name), row in leads.iterrows():
+        lead = {TOP_4: "lead", f"{EVERY}specific_position": "best_lead"}.get(name)
+        if lead is not None:
+            numbers = [shown(row[lead + end]) for end in ("", "_low", "_high")]
+            value, low, high = (n if n.startswith("-") else f"+{n}" for n in numbers)
+            assert f"`{model}` {value} ({low} to {high})" in said
+    heads = rows[rows["kind"] == "head"]
+    for model, some in heads.groupby("model"):
+        able = some[some["sufficient_max_position"] == 1]
+        assert f"{len(able)} of {len(some)} in `{model}`" in said
+        assert (able["sufficient_global"] + able["sufficient_specific_position"] > 0).all()
     few = rows[(rows["kind"] == "windows") & (rows["n_windows"] == 32)]
     labels = few[few["model"] == "stdlib-2l"].groupby("measure")["n_specific_position"]
     low, high = labels.min(), labels.max()
@@ -247,7 +248,13 @@ def test_numbers_of_the_page():
     other = {name: shown(value) for name, value in other.set_index("assignment")["excess"].items()}
     assert f"{other['best of three']} of {other['mean ablation']} nats where mean" in said
     assert f"for all cost {other['every head specific_position']}, but no better than" in said
-    assert f"for every head, {other['every head top 4']}. So" in said
+    assert f"for every head, {other['every head top 4']}. And" in said
+    by = rows[rows["model"] == "stdlib-2l-s1"].dropna(subset="assignment")
+    seed = {name: shown(value) for name, value in by.set_index("assignment")["excess"].items()}
+    assert f"mechanisms cost {seed['mechanisms']}, less than four" in said
+    assert f"keys for every head ({seed['every head top 4']}), and the three more" in said
+    pair = f"({seed['best of three']}, {seed['every head specific_position']})"
+    assert f"than mean patterns for all {pair}" in said
     heads = rows[(rows["model"] == "stdlib-2l-mlp-s0") & (rows["kind"] == "head")]
     able = heads[heads["sufficient_max_position"] == 1]
     assert len(able) == 6
