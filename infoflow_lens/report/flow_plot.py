@@ -1,21 +1,21 @@
 """The flow to one state as a still picture, for papers."""
 
 import io
-from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.report.flow_view import ViewedInput
+from infoflow_lens.report.flow_view import Move, ViewedInput
 from infoflow_lens.theory.information_sets import propagate
-from infoflow_lens.theory.rules import Rule
 
 _PASSED, _KEPT, _INSIDE, _OUTSIDE, _QUIET = "#0072b2", "#9aa5b1", "#0072b2", "#d55e00", "#d5dae0"
+_MOST_LINES = 30  # of heads [chosen]
 
 
 class StillPicture(Figure):
@@ -31,6 +31,9 @@ def draw_flow(
     viewed: ViewedInput, rule: str, k: int, layer: int, position: int, title: str = ""
 ) -> Figure:
     """States as a lattice, the paths by which tokens can reach one of them, and what they weigh.
+
+    The strongest lines are drawn, the stronger the wider: a line has the strength of the best path
+    through it, which is the product of the attention weights along it.
 
     Below every token stands its influence on that state as a share of the largest, in blue where
     the token lies in the predicted set, in orange where it does not; the position's own token,
@@ -54,17 +57,22 @@ def draw_flow(
         )
     rules = viewed.layers_of(rule, k)
     members = propagate(rules, n_source).members[layer, 0, position]
-    passes = [_passes(layer_rules, n_pos) for layer_rules in rules[: layer + 1]]
+    weights = [_weights(viewed, rule, k, index) for index in range(layer + 1)]
     width = max(4.0, 0.32 * n_pos + 1.5)
     lattice_height = 0.42 * (layer + 2)
     figure = StillPicture(figsize=(width, lattice_height + 1.9), layout="constrained")
     grid = GridSpec(2, 1, figure=figure, height_ratios=[lattice_height, 1.0])
     lattice, bars = figure.add_subplot(grid[0]), figure.add_subplot(grid[1])
-    passed, kept, reached = _paths(passes, layer, position)
+    passed, kept, reached = _paths(weights, layer, position)
     lattice.add_collection(LineCollection(kept, colors=_KEPT, linewidths=1.0, zorder=1))
-    faint = min(1.0, 12 / max(1, len(passed)) ** 0.5)  # many lines would be one surface
+    levels = [strength / passed[0][0] for strength, _ in passed]
     lattice.add_collection(
-        LineCollection(passed, colors=_PASSED, linewidths=faint, alpha=0.8 * faint, zorder=2)
+        LineCollection(
+            [segment for _, segment in passed],
+            colors=[(*to_rgb(_PASSED), 0.3 + 0.6 * level) for level in levels],
+            linewidths=[0.5 + 2 * level for level in levels],
+            zorder=2,
+        )
     )
     for level in range(layer + 2):
         places = range(n_pos if level else n_source)
@@ -108,35 +116,63 @@ def _short(token: str) -> str:
     return (token if len(token) <= 12 else token[:11] + "…").replace("$", r"\$")
 
 
-def _passes(rules: Sequence[Rule], n_pos: int) -> Bool[Tensor, "pos key"]:
-    """Which keys any head passes to which queries."""
-    reads = torch.zeros(n_pos, n_pos + 1, dtype=torch.bool)  # the last column is "none"
-    for rule in rules:
-        keys = rule.describe()
-        reads.scatter_(1, torch.where(keys < 0, n_pos, keys), True)
-    return reads[:, :n_pos]
+def _weights(viewed: ViewedInput, rule: str, k: int, layer: int) -> Float[Tensor, "pos key"]:
+    """The largest weight with which a head passes a key to a query; 1 where it was not kept."""
+    n_pos, moves = viewed.n_queries, viewed.describe(rule)
+    found = torch.zeros(n_pos, n_pos + 1)  # the last column is "none"
+    for head, ranked in enumerate(viewed.ranked[layer]):
+        move = moves if isinstance(moves, Move) else moves[layer][head]
+        keys = move.rule(ranked[None], viewed, k).describe()[:n_pos]
+        weights = torch.full((n_pos, n_pos + 1), torch.nan)
+        if viewed.patterns is not None:
+            pattern = viewed.patterns[layer][head]
+            weights[:, : pattern.shape[1]] = pattern.float()
+        if viewed.weights is not None:
+            known = viewed.weights[layer][head].float()
+            weights.scatter_(
+                1, torch.where(known.isnan(), n_pos, ranked.long()) % (n_pos + 1), known
+            )
+        passed = keys.long() % (n_pos + 1)
+        of_head = weights.gather(1, passed).nan_to_num(1).clamp(max=1)
+        found.scatter_reduce_(1, passed, of_head, "amax")
+    return found[:, :n_pos]
 
 
 Segment = tuple[tuple[int, int], tuple[int, int]]
 
 
 def _paths(
-    passes: list[Tensor], layer: int, position: int
-) -> tuple[list[Segment], list[Segment], set[tuple[int, int]]]:
-    """Lines that heads and the residual stream make towards a state, and the nodes on them."""
-    passed: list[Segment] = []
-    kept: list[Segment] = []
-    here, reached = {position}, {(layer + 1, position)}
+    weights: list[Tensor], layer: int, position: int
+) -> tuple[list[tuple[float, Segment]], list[Segment], set[tuple[int, int]]]:
+    """The strongest lines of heads towards a state with the strength of the best path through each,
+    the residual stream between them, and the nodes on both.
+    """
+    n_pos = len(weights[0])
+    best = torch.zeros(layer + 2, n_pos)  # from the state at a level to the chosen one
+    best[layer + 1, position] = 1
+    goes_on: dict[tuple[int, int], int] = {}  # by which query a path leaves the residual stream
+    lines = []
     for level in range(layer, -1, -1):
-        below: set[int] = set()
-        for query in sorted(here):
-            keys = passes[level][query].nonzero().flatten().tolist()
-            kept.append(((query, level), (query, level + 1)))
-            passed += [((key, level), (query, level + 1)) for key in keys if key != query]
-            below |= {query, *keys}
-        here = below
-        reached |= {(level, place) for place in here}
-    return passed, kept, reached
+        strength = best[level + 1, :, None] * weights[level]
+        strength.fill_diagonal_(0)
+        by_line = strength.max(dim=0)
+        best[level] = torch.maximum(best[level + 1], by_line.values)
+        for key in (by_line.values > best[level + 1]).nonzero().flatten().tolist():
+            goes_on[level, key] = int(by_line.indices[key])
+        lines += [
+            (float(strength[query, key]), ((key, level), (query, level + 1)))
+            for query, key in strength.nonzero().tolist()
+        ]
+    lines = sorted(lines, key=lambda line: (-line[0], -line[1][0][1]))[:_MOST_LINES]
+    kept: set[Segment] = {((position, level), (position, level + 1)) for level in range(layer + 1)}
+    for _, ((key, low), (place, level)) in lines:
+        kept |= {((key, below), (key, below + 1)) for below in range(low)}
+        while level <= layer and (level, place) not in goes_on:
+            kept.add(((place, level), (place, level + 1)))
+            level += 1
+    segments = [*kept, *(segment for _, segment in lines)]
+    reached = {(level, place) for segment in segments for place, level in segment}
+    return lines, sorted(kept), reached
 
 
 def _share(viewed: ViewedInput, layer: int, position: int) -> Float[Tensor, " source"] | None:

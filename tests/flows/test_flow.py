@@ -21,6 +21,7 @@ from infoflow_lens import (
     why_all,
 )
 from infoflow_lens.foundation.record import model_fingerprint
+from infoflow_lens.report.flow_plot import draw_flow
 from tests.conftest import make_token_model
 from tests.reference import zoo
 
@@ -404,6 +405,31 @@ def test_the_still_picture_shows_the_paths_and_the_influence(found):
         found.plot(position=3, layer=5)
     with pytest.raises(InfoFlowError, match="input is 3: expected 0 to 0"):
         found.plot(input=3)
+
+
+def test_the_still_picture_of_a_deep_model_has_the_strongest_lines():
+    """By strengths of graded sets: the strongest line into each token has that of its best path."""
+    from tests.report.test_flow_page import make_input
+
+    view = make_input(12, (6,) * 6, k=1, influence=None)
+    figure = draw_flow(view, "max_position", 1, 5, 11)
+    passed = figure.axes[0].collections[1]
+    assert len(passed.get_segments()) == 30
+    widths = passed.get_linewidths()
+    assert list(widths) == sorted(widths, reverse=True)
+    strengths = propagate(
+        [each[None, ..., 0] for each in view.ranked],
+        strength=[each[None, ..., 0] for each in view.weights],
+    ).strengths[5, 0, 11]
+    first = int(passed.get_segments()[0][0][0])
+    others = strengths[:11]
+    assert first == int(others.argmax())
+    widest = {}
+    for segment, width in zip(passed.get_segments(), widths, strict=True):
+        widest.setdefault(int(segment[0][0]), (width - 0.5) / 2)
+    for key, level in widest.items():
+        if key != 11:
+            assert level == pytest.approx(float(strengths[key] / others.max()), rel=1e-4)
 
 
 def test_dollars_in_tokens_are_no_mathematics(found):
