@@ -141,16 +141,21 @@ class Reasons(LanguageModelStudy):
         figure, by_model = panels(last, 1, 9, 3.2)
         for model, (axes,) in by_model:
             rows = last[last["model"] == model].dropna(subset=["head"])
-            for kind, marker in ((TRAINED, "o"), (UNTRAINED, "x")):
-                for (layer, head), own in groups(rows[rows["kind"] == kind], ("layer", "head")):
+            for kind, marker in ((UNTRAINED, "x"), (TRAINED, "o")):
+                some = groups(rows[rows["kind"] == kind], ("layer", "head"))
+                for number, ((layer, head), own) in enumerate(some):
                     means = own.groupby("part", sort=False)["share"].mean()
-                    name = f"{layer:.0f}.{head:.0f} {kind}"
-                    axes.plot(means.index, means, marker, label=name)
+                    style: dict[str, Any] = {"label": f"{layer:.0f}.{head:.0f}"}
+                    if kind == UNTRAINED:  # one name for all of them
+                        style = {"color": "#bbbbbb", "label": None if number else UNTRAINED}
+                    axes.plot(means.index, means, marker, **style)
             axes.axhline(0, color="#999999", linewidth=0.6)
             axes.set_ylabel(f"{model}\nshare of the margin")
             axes.tick_params(axis="x", rotation=90, labelsize="small")
             if not rows.empty:
-                axes.legend(frameon=False, fontsize="x-small")
+                axes.legend(
+                    frameon=False, fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1)
+                )
         return figure
 
     def verdict(self, results: "pd.DataFrame") -> Verdict:

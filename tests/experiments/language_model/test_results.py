@@ -284,9 +284,20 @@ def test_numbers_of_reasons_in_other_trainings():
             f"{part['largest']:.1%} | {own.loc['MLP 0', 'share']:.2f} | "
             f"{'passes' if said.startswith(f'{name} passes') else 'fails'} |"
         ) in page
-    with_mlp = trained[trained["model"].str.contains("mlp")].dropna(subset=["head"])
-    of_mlp = with_mlp[with_mlp["part"] == "MLP 0"]["share"]
-    said = words_of("reasons.md")
-    assert f"MLP 0 alone has {shown(of_mlp.min(), 2)} to {shown(of_mlp.max(), 2)} of it" in said
-    heads = with_mlp[with_mlp["part"].str.startswith("head 0.")]["share"]
-    assert f"no head of layer 0 more than {shown(heads.max(), 2)}." in said
+    said, with_mlp = words_of("reasons.md"), rows[rows["model"].str.contains("mlp")]
+    ranges = [
+        f"{shown(shares.min(), 2)} to {shown(shares.max(), 2)}"
+        for kind in ("trained", "untrained")
+        for _, shares in with_mlp[
+            (with_mlp["part"] == "MLP 0") & (with_mlp["kind"] == kind)
+        ].groupby("model")["share"]
+    ]
+    assert f"({ranges[0]} with two layers, {ranges[1]} with four)" in said
+    assert f"({ranges[2]}, {ranges[3]})" in said
+    own = with_mlp[with_mlp["kind"] == "trained"].dropna(subset=["head"])
+    heads = own[own["part"].str.startswith("head ")]["share"]
+    assert f"and no head more than {shown(heads.max(), 2)}, also not 0.6" in said
+    attention = own[own["model"] == "stdlib-4l-mlp-s0"]["previous_token"].iloc[0]
+    assert f"gives the token before {shown(attention, 2)} of its attention" in said
+    embedded = own[own["part"].str.contains("embedding")]["share"].abs().max()
+    assert f"they add at most {shown(embedded, 2)}." in said
