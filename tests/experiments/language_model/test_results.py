@@ -497,11 +497,25 @@ def test_the_page_of_graded_sets_is_that_of_its_rows():
         assert found["first choices", influence]["ahead"] == n_models
     by_weight = [found["graded: weight, product", i] for i in ("resample", "jacobian")]
     assert (
-        f"resample ablation on {by_weight[0]['ahead']} of {n_models} models, and level against "
-        f"the Jacobian on {by_weight[1]['level']}." in said
+        f"resample ablation on {by_weight[0]['ahead']} of {n_models} models, and against the "
+        f"Jacobian on {by_weight[1]['ahead']}." in said
     )
     assert not any(counts["behind"] for counts in found.values())
     assert "No method is ahead of the chosen graded sets on any trained model" in said
+    four = rows[(rows["model"] == "stdlib-4l-mlp-s0") & (rows["layer"] == 3)]
+    four = four[four["on"] == "test"]
+    rank = four.groupby(["method", "influence"])["spearman"].mean()
+    assert (
+        f"are {shown(rank[chosen, 'jacobian'])} (Jacobian, estimated) and "
+        f"{shown(rank[chosen, 'resample'])} (resample ablation), of rollout "
+        f"{shown(rank['attention rollout', 'jacobian'])} and "
+        f"{shown(rank['attention rollout', 'resample'])}, of the first choices " in said
+    )
+    by_weight = [rank["graded: weight, product", i] for i in ("jacobian", "resample")]
+    assert f"the same paths have {shown(by_weight[0])} and {shown(by_weight[1])}, about" in said
+    first = four[four["method"] == "first choices"]
+    size, candidates = first["size"].mean(), first["candidates"].mean()
+    assert f"where the set of first choices holds {size:.1f} of {candidates:.1f} tokens" in said
     end = deep[(deep["layer"] == 11) & (deep["on"] == "test")]
     first = end[end["method"] == "first choices"]
     rank = end.groupby(["method", "influence"])["spearman"].mean()
