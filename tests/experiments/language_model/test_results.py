@@ -332,11 +332,17 @@ def measured_of(name):
 
 
 def test_the_models_on_the_page_are_those_that_were_measured():
-    measured = {name: measured_of(name) for name in PRESETS}
+    others = {path.stem for path in (RESULTS / "models").glob("*.json")} - set(PRESETS)
+    measured = {name: measured_of(name) for name in (*PRESETS, *sorted(others))}
     page = (RESULTS / "README.md").read_text()
     assert f"<!-- models -->\n\n{comparison(measured)}\n\n<!-- end of models -->" in page
     for name, config in PRESETS.items():
         assert measured[name]["record"]["config"]["config"] == config.to_dict()
+    for name in others:  # "-s1": the preset's settings, with this seed and so many steps
+        kind, _, seed = name.rpartition("-s")
+        config = measured[name]["record"]["config"]["config"]
+        changed = {"n_steps": 4000, "decay": 0.3, "seed": int(seed), "threads": 1}
+        assert config == {**PRESETS[kind].to_dict(), **changed, "evaluate_every": 500}
     for name in SHIPPED:
         assert measured[name] == json.loads((shipped_folder(name) / "measured.json").read_text())
 
