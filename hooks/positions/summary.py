@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _COUNTS_AT_ONCE = 2**26  # numbers; more layers than these hold are counted in several rounds
 
 
+@runtime_checkable
 class RankedKeys(Protocol):
     """Attended positions by layer, as :class:`PositionsResult` holds them."""
 

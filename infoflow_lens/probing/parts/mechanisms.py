@@ -120,4 +120,4 @@ def _named(heads: "pd.Series[str]", n: int) -> str:
     """Some of `n` heads by name, or how many they are."""
     if len(heads) > _MOST_NAMED:
         return f"{len(heads)} of {n} heads; mechanisms.csv names them"
-    return f"{len(heads)} of {n} heads: {' '.join(heads)}"
+    return f"heads {' '.join(heads)}"
