@@ -85,7 +85,7 @@ def _evenly(
 
 
 def _of_others(
-    mean: Float[Tensor, "*batch query key"],
+    mean: Float[Tensor, "*head query key"],
     n: Float[Tensor, "query one"],
     pattern: Float[Tensor, "*batch query key"],
     visible: Bool[Tensor, "*batch query key"],

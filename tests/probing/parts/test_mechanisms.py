@@ -38,7 +38,7 @@ def test_every_ideal_that_suffices_is_told_with_its_heads(mechanisms):
         assert len(told) == (len(enough) > len(named))
         if told:
             heads = [f"{layer}.{head}" for layer, head in zip(enough["layer"], enough["head"])]
-            assert told[0].split(": ")[1].split() == heads
+            assert told[0].split(" heads ")[1].split() == heads
     assert any("would suffice" in line for line in lines)
 
 
