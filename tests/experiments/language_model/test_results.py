@@ -49,6 +49,11 @@ def words_of(name):
     return " ".join((RESULTS / name).read_text().split())
 
 
+def judged_in(record):
+    """The verdict of a record, without what is told beside it."""
+    return [record["verdict"][name] for name in ("passed", "reasons")]
+
+
 def shown(value, digits=3):
     """As prose has it: without the zero before the point."""
     return re.sub(r"(?<!\d)0\.", ".", f"{value:.{digits}f}")
@@ -370,7 +375,9 @@ def test_tables_and_records_of_several_models(study, folder, file):
     record = json.loads((RESULTS / folder / "record.json").read_text())["config"]
     verdict = study.verdict(rows)
     assert study.table(rows) in (RESULTS / folder / "table.md").read_text()
-    assert [verdict.passed, list(verdict.reasons)] == list(record["verdict"].values())
+    assert [verdict.passed, list(verdict.reasons)] == [
+        record["verdict"][name] for name in ("passed", "reasons")
+    ]
     for case in record["cases"]:
         if case["final"] and case["model"] in PRESETS:
             # a shipped model tells no step
@@ -404,7 +411,10 @@ def test_numbers_of_reasons():
     table = (RESULTS / "reasons" / "table.md").read_text()
     record = json.loads((RESULTS / "reasons" / "record.json").read_text())["config"]
     assert study.table(rows) in table
-    assert list(record["verdict"].values()) == [verdict.passed, list(verdict.reasons)]
+    assert judged_in(record) == [
+        verdict.passed,
+        list(verdict.reasons),
+    ]
     said = words_of("reasons.md")
     found, word = said.split("# Found")[1], "Seen" if verdict.passed else "Not seen"
     assert f"**{word}** in `stdlib-2l`" in found
@@ -433,7 +443,10 @@ def test_numbers_of_reasons_in_other_trainings():
     verdict = study.verdict(rows)
     assert study.table(rows) in (RESULTS / "reasons_trained" / "table.md").read_text()
     record = json.loads((RESULTS / "reasons_trained" / "record.json").read_text())["config"]
-    assert list(record["verdict"].values()) == [verdict.passed, list(verdict.reasons)]
+    assert judged_in(record) == [
+        verdict.passed,
+        list(verdict.reasons),
+    ]
     page = (RESULTS / "reasons.md").read_text()
     trained = rows[rows["kind"] == "trained"]
     for reason in verdict.reasons:
@@ -477,7 +490,9 @@ def test_the_page_of_graded_sets_is_that_of_its_rows():
     record = json.loads((RESULTS / "graded_sets" / "record.json").read_text())["config"]
     page, verdict = (RESULTS / "graded_sets.md").read_text(), study.verdict(rows)
     assert study.table(rows) in (RESULTS / "graded_sets" / "table.md").read_text()
-    assert [verdict.passed, list(verdict.reasons)] == list(record["verdict"].values())
+    assert [verdict.passed, list(verdict.reasons)] == [
+        record["verdict"][name] for name in ("passed", "reasons")
+    ]
     deep = rows[rows["model"] == "random 12 x 12"]
     for part in (
         choice_table(rows),
