@@ -317,11 +317,11 @@ def probe(
     """Measure what a model's states depend on, predict it, and compare; run again to go on."""
     with _reported():
         settings = config()
-        said = _said_before(out, settings)
-        if said is None:
+
+        def measured() -> Any:
             from infoflow_lens.probing.run import run_probing
 
-            said = run_probing(
+            return run_probing(
                 out,
                 settings,
                 progress=not quiet,
@@ -330,18 +330,24 @@ def probe(
                 scheduler=scheduler,
                 n_threads=threads,
                 again=own_command(context),
-            ).said()
+            )
+
+        said = _said(out, settings, measured)
     _print_probing(out, said)
 
 
-def _said_before(out: Path, settings: ProbingConfig) -> dict[str, Any] | None:
-    """What a finished run has said, without loading its model."""
+def _said(
+    out: Path, settings: ProbingConfig, measured: Callable[[], Any], *writes: str
+) -> dict[str, Any]:
+    """What a finished run has said, without loading its model; else what is measured now."""
     from infoflow_lens.runs.finished import finished_before
 
-    said = finished_before(out, settings.asked(), settings.sources())
-    if said is not None:
-        typer.echo("finished before, on the same model and data", err=True)
-    return said
+    found = finished_before(out, settings.asked(), settings.sources(), writes)
+    if found is None:
+        now: dict[str, Any] = measured().said()
+        return now
+    typer.echo("finished before, on the same model and data", err=True)
+    return found
 
 
 @app.command(short_help="All of it on a language model: one page, one row a head.")
@@ -356,17 +362,19 @@ def survey(
     sets what its states depend on? Run again to go on."""
     with _reported():
         settings = config()
-        said = _said_before(out, settings.probing())
-        if said is None:
+
+        def measured() -> Any:
             from infoflow_lens.experiments.survey import run_survey
 
-            said = run_survey(
+            return run_survey(
                 out,
                 settings,
                 progress=not quiet,
                 say=lambda line: typer.echo(line, err=True),
                 again=own_command(context),
-            ).said()
+            )
+
+        said = _said(out, settings.probing(), measured, "heads.csv")
     _print_probing(out, said)
     typer.echo(f"heads: {out / 'heads.csv'}")
 

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +34,24 @@ def check_document_place(out: Path, kind: str, what: str) -> None:
     """
     import json
 
+    def is_ours(text: bytes) -> bool:
+        held = json.loads(text)
+        return isinstance(held, dict) and kind in str(held.get("format"))
+
+    check_place(out, what, is_ours)
+
+
+def check_place(out: Path, what: str, is_ours: Callable[[bytes], bool]) -> None:
+    """Refuse, before work starts, a place that cannot be written or holds something else.
+
+    Args:
+        out: the file.
+        what: what errors call files that may be replaced.
+        is_ours: whether a file with these contents may be; a ValueError means that it may not.
+
+    Raises:
+        InfoFlowError: for a link, or a file that may not be replaced.
+    """
     from infoflow_lens.foundation.errors import InfoFlowError
     from infoflow_lens.foundation.files import writable_folder
 
@@ -41,10 +59,10 @@ def check_document_place(out: Path, kind: str, what: str) -> None:
     if not os.path.lexists(out):
         return
     try:
-        held = None if out.is_symlink() else json.loads(out.read_bytes())
+        ours = not out.is_symlink() and is_ours(out.read_bytes())
     except (OSError, ValueError, RecursionError):
-        held = None
-    if not isinstance(held, dict) or kind not in str(held.get("format")):
+        ours = False
+    if not ours:
         raise InfoFlowError(
             f"{str(out)!r} is there and is no {what}: expected a new file or an earlier {what}; "
             "choose another name"

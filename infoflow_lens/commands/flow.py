@@ -1,12 +1,19 @@
 """``infoflow-lens flow``: the picture of what can reach a state, and what does, as one page."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from infoflow_lens.commands.common import Backend, Device, Dtype, Quiet, integers, reported
+from infoflow_lens.commands.common import (
+    Backend,
+    Device,
+    Dtype,
+    Quiet,
+    check_place,
+    integers,
+    reported,
+)
 
 _OURS = b'<meta name="generator" content="infoflow-lens flow">'
 
@@ -15,9 +22,7 @@ def flow(
     model: Annotated[
         str, typer.Argument(help="A name such as stdlib-2l or gpt2, owner/name, or a folder.")
     ],
-    texts: Annotated[
-        list[str], typer.Argument(help="What the model reads; several, side by side.")
-    ],
+    texts: Annotated[list[str], typer.Argument(help="What the model reads; one or several.")],
     out: Annotated[Path, typer.Option(help="The page.")] = Path("flow.html"),
     position: Annotated[
         str,
@@ -45,7 +50,7 @@ def flow(
 ) -> None:
     """Draw what can reach the states of a text, beside what does: one page, to click through."""
     with reported():
-        _check_place(out)
+        check_place(out, "page of infoflow-lens flow", lambda text: _OURS in text)
         from infoflow_lens.flows.run import flow as make
 
         where: Any = position if position in ("auto", "all") else integers(position, "--position")
@@ -72,26 +77,3 @@ def flow(
     for note in found.notes:
         typer.echo(note, err=True)
     typer.echo(f"page: {out}")
-
-
-def _check_place(out: Path) -> None:
-    """Refuse, before work starts, a place that cannot be written or holds something else.
-
-    Raises:
-        InfoFlowError: for a link, and a file that is no page of this command.
-    """
-    from infoflow_lens.foundation.errors import InfoFlowError
-    from infoflow_lens.foundation.files import naming_file, writable_folder
-
-    writable_folder(out.parent)
-    if not os.path.lexists(out):
-        return
-    held = b""
-    if out.is_file() and not out.is_symlink():
-        with naming_file(out, "read"), out.open("rb") as file:
-            held = file.read(4096)
-    if _OURS not in held:
-        raise InfoFlowError(
-            f"{str(out)!r} is there and is no page of infoflow-lens flow: expected a new file or "
-            "an earlier page; choose another name"
-        )

@@ -5,7 +5,7 @@ printed. Where all of that is still so, the answer is in the folder, and nothing
 does not fit leads to an ordinary start, which goes by contents and says what is wrong.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,15 @@ def say_finished(
 
 
 def finished_before(
-    path: Path, asked: Mapping[str, Any], sources: Mapping[str, Path]
+    path: Path, asked: Mapping[str, Any], sources: Mapping[str, Path], writes: Iterable[str] = ()
 ) -> dict[str, Any] | None:
     """What a finished run of the same settings on the same files has said; None where none has.
 
     Args:
         path: the folder; nothing is written to it.
         asked, sources: as for :func:`say_finished`.
+        writes: files that the run must have written; another command may have asked the same and
+            not written them.
     """
     if not (path / FINISHED).is_file():
         return None
@@ -67,6 +69,7 @@ def finished_before(
     except InfoFlowError:
         return None  # an ordinary start says what is wrong
     now = {"asked": dict(asked), "versions": package_versions(), "written": sizes}
+    whole = whole and all(name in sizes for name in writes)
     if not whole or any(values.get(name) != value for name, value in now.items()):
         return None
     for name, source in sources.items():

@@ -65,6 +65,12 @@ def test_what_has_changed_leads_to_an_ordinary_start(run, change):
     assert finished_before(out, ASKED, sources) is None
 
 
+def test_what_another_command_would_have_written_must_be_there(run):
+    out, sources = run
+    assert finished_before(out, ASKED, sources, ["numbers.csv"]) == SAID
+    assert finished_before(out, ASKED, sources, ["heads.csv"]) is None
+
+
 def test_other_settings_and_versions_lead_to_an_ordinary_start(run, monkeypatch):
     out, sources = run
     assert finished_before(out, {**ASKED, "threshold": 0.1}, sources) is None

@@ -4,8 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
 from infoflow_lens.experiments.claims import Verdict
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
 from infoflow_lens.experiments.language_model.study import (
@@ -55,10 +53,7 @@ class EdgeBudget(LanguageModelStudy):
         """Rows of the curves, and of the edges that each method needs, of one state and of all."""
         model = loaded(self.source_of(settings), device)
         n = settings["n_windows"]
-        spread = self.sequences(model, {**settings, "n_windows": 2 * n}, seed)
-        # neighbours in the text go to different parts
-        order = torch.randperm(2 * n, generator=torch.Generator().manual_seed(seed))
-        judged, calibration = spread[order].split(n)
+        judged, calibration = self.shuffled(model, settings, 2 * n, seed).split(n)
         rows: list[Row] = []
         for part in (ONE, ALL):
             asked: Any = {"metric": "kl", "read": (-1,)} if part == ONE else {"metric": "loss"}

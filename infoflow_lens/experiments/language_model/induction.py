@@ -14,7 +14,7 @@ from infoflow_lens.experiments.language_model.measures import prefix_matching, p
 from infoflow_lens.experiments.language_model.snapshots import loaded
 from infoflow_lens.experiments.language_model.study import (
     MODEL,
-    LanguageModelStudy,
+    OnRepeats,
     final,
     groups,
     panels,
@@ -50,7 +50,7 @@ _MODELS = (
 )  # fmt: skip
 
 
-class Induction(LanguageModelStudy):
+class Induction(OnRepeats):
     """Mechanism, recovery and ablation of the heads that prefix matching names."""
 
     name: ClassVar[str] = "induction"
@@ -64,20 +64,6 @@ class Induction(LanguageModelStudy):
         "rises by more than 1 nat, and by more than without any other head of their layers"
     )
     windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 64, "full": 256}
-
-    def cases(self, preset: str) -> Sequence[Settings]:
-        """A configuration for each snapshot; no text is needed."""
-        return [
-            {
-                "model": moment.model,
-                "step": moment.step,
-                "final": moment.final,
-                "weights": moment.weights,
-                "half": min(50, (self.longest(moment) - 1) // 2),
-                "n": self.windows[preset],
-            }
-            for moment in self.moments(preset)
-        ]
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """A row for each head."""

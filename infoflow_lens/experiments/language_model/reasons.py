@@ -1,6 +1,6 @@
 """Why induction heads look where they look: what wrote the keys that they prefer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from infoflow_lens.experiments.language_model.study import (
     MODEL,
     TRAINED,
     UNTRAINED,
-    LanguageModelStudy,
+    OnRepeats,
     final,
     groups,
     panels,
@@ -39,7 +39,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-class Reasons(LanguageModelStudy):
+class Reasons(OnRepeats):
     """What each part of the keys adds to the margins of induction heads."""
 
     name: ClassVar[str] = "reasons"
@@ -53,20 +53,6 @@ class Reasons(LanguageModelStudy):
     )
     windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 32, "full": 128}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 1, "full": None}
-
-    def cases(self, preset: str) -> Sequence[Settings]:
-        """A configuration for each snapshot; no text is needed."""
-        return [
-            {
-                "model": moment.model,
-                "step": moment.step,
-                "final": moment.final,
-                "weights": moment.weights,
-                "half": min(50, (self.longest(moment) - 1) // 2),
-                "n": self.windows[preset],
-            }
-            for moment in self.moments(preset)
-        ]
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """A row for each part of the keys of each induction head; one without any, for a model

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 
 from infoflow_lens.experiments.claims import Verdict
@@ -36,7 +35,6 @@ _INFLUENCES = ("jacobian", "resample")
 _JUDGED = ("auroc", "influence_inside")  # of the rule
 _MUST_WIN = ("random", "recency", "attention weight")
 _MUST_NOT_LOSE = ("attention rollout", "attention flow", "contribution routes")
-_TOLD = ("contribution rollout", "gradient x input")
 _SIZES = "k=1"
 
 
@@ -119,10 +117,7 @@ class Sets(LanguageModelStudy):
             circuit, task = build_construction(_CIRCUIT, **_QUESTIONS)
             return circuit.to(device), task.sample(n, seed=seed)[0]
         model = loaded(self.source_of(settings), device)
-        spread = self.sequences(model, {**settings, "n_windows": n}, seed)
-        # neighbours in the text go to different parts
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-        return model, spread[order]
+        return model, self.shuffled(model, settings, n, seed)
 
     def table(self, results: "pd.DataFrame") -> str:
         """The last snapshots, a table for each model; then the leads, and the training."""

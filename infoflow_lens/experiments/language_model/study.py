@@ -129,12 +129,37 @@ class LanguageModelStudy(Study):
         whole = torch.cat([prefix, stream[shift:]])
         return evenly_spread(prefix, whole, length, settings["n_windows"], "the text")
 
+    def shuffled(
+        self, model: nn.Module, settings: Settings, n: int, seed: int
+    ) -> Int[Tensor, "n pos"]:
+        """`n` windows in a random order: neighbours in the text go to different parts."""
+        spread = self.sequences(model, {**settings, "n_windows": n}, seed)
+        return spread[torch.randperm(n, generator=torch.Generator().manual_seed(seed))]
+
     def _stream(self, model: nn.Module) -> tuple[Int[Tensor, " prefix"], Int[Tensor, " pos"]]:
         return token_stream(model, self._texts)
 
     def _prefix(self, model: nn.Module) -> Int[Tensor, " prefix"]:
         """What the tokenizer puts before a text, such as BOS."""
         return token_stream(model, [self._texts[0][:100]])[0]
+
+
+class OnRepeats(LanguageModelStudy):
+    """A study of random tokens that repeat, ``n`` sequences of twice ``half`` tokens."""
+
+    def cases(self, preset: str) -> Sequence[Settings]:
+        """A configuration for each snapshot; no text is needed."""
+        return [
+            {
+                "model": moment.model,
+                "step": moment.step,
+                "final": moment.final,
+                "weights": moment.weights,
+                "half": min(50, (self.longest(moment) - 1) // 2),
+                "n": self.windows[preset],
+            }
+            for moment in self.moments(preset)
+        ]
 
 
 class BesideUntrained(LanguageModelStudy):

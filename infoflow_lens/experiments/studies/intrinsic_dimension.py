@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-_FALL = 10.0  # by which (D, D) is better, at least
 _OWED = 0.1  # what routed heads leave, from which on a gap is owed
 _ROUTE = 0.5  # share of queries from which on a head counts as playing a role
 _PLAIN, _ROTATED, _LINEAR = "gaussian", "orthogonal", "gaussian, linear encoder"

@@ -295,7 +295,7 @@ class MaxPositionRecovery(VectorStudy):
         second = "the same of their second choice is {bound}, by the mean over heads"
         return (
             Claim(used, _in_use_of_all, ">=", 1),
-            Claim(first, lambda r: _ratios(r, 1), "<", _BELOW),
+            Claim(first, _first_choices, "<", _BELOW),
             Claim(second, _second_choices, "within", _AS_BEFORE),
         )
 
@@ -366,10 +366,10 @@ def _in_use_of_all(results: "pd.DataFrame") -> Numbers:
     return {"": _judged(results)["run"].nunique() / max(1, int(_enough(cases).sum()))}
 
 
-def _ratios(results: "pd.DataFrame", rank: int) -> Numbers:
+def _first_choices(results: "pd.DataFrame") -> Numbers:
     """What is left of the error before training, of every judged head and kind of query."""
     judged = _judged(results)
-    rows: Any = judged[judged["rank"] == rank].to_dict("records")
+    rows: Any = judged[judged["rank"] == 1].to_dict("records")
     return {
         f"D = {row['D']}, {_shown(row['heads'])}, head {row['head']} at {row['queries']}": float(
             row["ratio"]

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 _SIZES = ((2, 16), (4, 32), (8, 64))  # heads of either layer, E
 _NOISE, _CEILING = 0.01, 0.9  # by which NMSE above the second may fall from one T to the next
-_APART = 1.2
-_LEARNT, _TIMES = 0.3, 3.0  # of the controls: the most, and how far below triples at the largest T
+_LEARNT = 0.3  # of the controls: the most
 _TRIPLES, _PAIRS, _TOKENS = "triples", "pairs", "tokens"
 _CONTROLS = (_PAIRS, _TOKENS)
 
