@@ -104,9 +104,7 @@ def mean_patterns(
             see(caught.output, batch, done)
         for name, pattern in caught.activations.items():
             _, n_head, n_query, n_key = pattern.shape
-            real = pattern.new_ones(len(batch), n_query, dtype=torch.float64)
-            if batch.lengths is not None:
-                real = batch.mask().to(real)
+            real = real_queries(batch, pattern)
             if name not in sums:
                 missing = (batches.longest or 0) - batch.tokens.shape[1]
                 size = (n_head, n_query + missing, n_key + missing)
@@ -117,6 +115,14 @@ def mean_patterns(
         n_real[:n_query] += real.sum(dim=0)
         done += len(batch)
     return [sums[name] / n_real[:, None].clamp(min=1) for name in names], n_real
+
+
+def real_queries(
+    batch: Batch, pattern: Float[Tensor, "batch head query key"]
+) -> Float[Tensor, "batch query"]:
+    """1 where a query is no padding, else 0; float64."""
+    real = pattern.new_ones(len(batch), pattern.shape[2], dtype=torch.float64)
+    return real if batch.lengths is None else batch.mask().to(real)
 
 
 def check_edits_reach(model: nn.Module, batch: Batch) -> None:

@@ -27,6 +27,7 @@ from infoflow_lens.hooks.mechanisms.driver import (
     example_of,
     layers_to_start,
     mean_patterns,
+    real_queries,
     run_from,
 )
 from infoflow_lens.hooks.mechanisms.estimate import estimated
@@ -291,7 +292,7 @@ class _Run:
             moved = []
             for name, mean, slope in zip(names, means, slopes, strict=True):
                 pattern = caught[name].double()
-                real, (n_query, n_key) = _real_queries(batch, pattern), pattern.shape[-2:]
+                real, (n_query, n_key) = real_queries(batch, pattern), pattern.shape[-2:]
                 apart = (pattern - mean[:, :n_query, :n_key]) * real[:, None, :, None]
                 slope = slope[..., :n_query, :n_key]
                 moved.append(torch.einsum("bhqk,shqk->sbh", apart, slope))
@@ -497,11 +498,3 @@ class _Run:
         self.step(0, f"{what}: {int(at.closed.sum())} of {len(at.closed)} measured")
         if self.after_batch is not None:
             self.after_batch(deepcopy(at))
-
-
-def _real_queries(
-    batch: Batch, pattern: Float[Tensor, "batch head query key"]
-) -> Float[Tensor, "batch query"]:
-    """1 where a query is no padding."""
-    real = pattern.new_ones(len(batch), pattern.shape[2], dtype=torch.float64)
-    return real if batch.lengths is None else batch.mask().to(real)

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from infoflow_lens.flows.measuring import (
     same_everywhere,
 )
 from infoflow_lens.flows.next_tokens import next_tokens
+from infoflow_lens.flows.opening import load_and_read
 from infoflow_lens.flows.result import Flow, RuleName, is_causal
 from infoflow_lens.flows.settings import (
     FEWEST,
@@ -25,13 +25,11 @@ from infoflow_lens.flows.settings import (
     Layers,
     Place,
     check_enough,
-    check_given,
     layers_of,
     positions_of,
     several,
 )
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.progress import no_bars_of_libraries
 from infoflow_lens.foundation.settings import Count, Positions, Seed, check, checked
 from infoflow_lens.hooks import (
     AttendedProbe,
@@ -47,7 +45,7 @@ from infoflow_lens.hooks.influence.base import Threshold
 from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs, readable_tokens
 from infoflow_lens.hooks.model.points import key_count, layer_count, reads_vectors
 from infoflow_lens.hooks.why import WhyAll, measure_why_all
-from infoflow_lens.models.loading import LoadedModel, load_any
+from infoflow_lens.models.loading import LoadedModel
 from infoflow_lens.theory.information_sets import propagate
 from infoflow_lens.theory.rules import Rule
 
@@ -126,11 +124,11 @@ def flow(
     """
     mechanisms = rule if isinstance(rule, MechanismsResult) else None
     rule_name: RuleName = "mechanisms" if mechanisms is not None else check(rule, RuleName, "rule")
-    check_given(text)
-    with nullcontext() if progress else no_bars_of_libraries():
-        loaded = load_any(model, tokenizer=tokenizer, device=device, dtype=dtype, backend=backend)
+    loaded, inputs = load_and_read(
+        model, text, max_length, progress,
+        tokenizer=tokenizer, device=device, dtype=dtype, backend=backend,
+    )  # fmt: skip
     host = loaded.model
-    inputs = read_inputs(host, several(host, text), max_length=max_length, name="text")
     rows = list(inputs.sequences())
     others = None
     if reference is not None:

@@ -1,19 +1,17 @@
 """Why does this head look there? Of a model by name or in memory, and a text."""
 
 import os
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from infoflow_lens.flows.settings import check_given, several
-from infoflow_lens.foundation.progress import no_bars_of_libraries
+from infoflow_lens.flows.opening import load_and_read
 from infoflow_lens.foundation.settings import Count, checked
-from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
+from infoflow_lens.hooks.model.inputs import Inputs
 from infoflow_lens.hooks.why import Why, WhyAll, measure_why, measure_why_all
 from infoflow_lens.hooks.why.result import STRONGEST
-from infoflow_lens.models.loading import LoadedModel, load_any
+from infoflow_lens.models.loading import LoadedModel
 
 
 @checked
@@ -71,11 +69,11 @@ def why(
         >>> w = il.why("gpt2", "one two three one two", layer=5, head=1)
         >>> w.table()
     """
-    host, inputs = _read(
+    loaded, inputs = load_and_read(
         model, text, max_length, progress,
         tokenizer=tokenizer, device=device, dtype=dtype, backend=backend,
     )  # fmt: skip
-    return measure_why(host, inputs, layer, head, query, keys)
+    return measure_why(loaded.model, inputs, layer, head, query, keys)
 
 
 @checked
@@ -107,18 +105,8 @@ def why_all(
     Raises:
         InfoFlowError: as for :func:`why`.
     """
-    host, inputs = _read(
+    loaded, inputs = load_and_read(
         model, text, max_length, progress,
         tokenizer=tokenizer, device=device, dtype=dtype, backend=backend,
     )  # fmt: skip
-    return measure_why_all(host, inputs, strongest)
-
-
-def _read(
-    model: Any, text: Any, max_length: int | None, progress: bool, **options: Any
-) -> tuple[nn.Module, Batches]:
-    """The model and what it reads."""
-    check_given(text)
-    with nullcontext() if progress else no_bars_of_libraries():
-        host = load_any(model, **options).model
-    return host, read_inputs(host, several(host, text), max_length=max_length, name="text")
+    return measure_why_all(loaded.model, inputs, strongest)

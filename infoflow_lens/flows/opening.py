@@ -1,0 +1,31 @@
+"""A model by name or in memory, and a text of it: what every question about a flow begins with."""
+
+from contextlib import nullcontext
+from typing import Any
+
+from infoflow_lens.flows.settings import check_given, several
+from infoflow_lens.foundation.progress import no_bars_of_libraries
+from infoflow_lens.hooks.model.inputs import Batches, read_inputs
+from infoflow_lens.models.loading import LoadedModel, load_any
+
+
+def load_and_read(
+    model: Any, text: Any, max_length: int | None, progress: bool, **options: Any
+) -> tuple[LoadedModel, Batches]:
+    """The model and what it reads.
+
+    Args:
+        model, options: as for `load_any`.
+        text: a text or several, token ids, or vectors.
+        max_length: longer texts are cut to so many tokens.
+        progress: whether libraries show bars while they load a model.
+
+    Raises:
+        InfoFlowError: for no text, before the model is loaded; and as for `load_any` and
+            `run_probes`.
+    """
+    check_given(text)
+    with nullcontext() if progress else no_bars_of_libraries():
+        loaded = load_any(model, **options)
+    given = several(loaded.model, text)
+    return loaded, read_inputs(loaded.model, given, max_length=max_length, name="text")
