@@ -12,12 +12,14 @@ from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import digest_of, read_signed, write_signed
+from infoflow_lens.foundation.settings import check
 from infoflow_lens.foundation.versions import package_versions
 from infoflow_lens.runs.folder import RunFolder
 
 FINISHED = "finished.json"
 _SCHEMA = "infoflow-lens finished 1"
 _MOST_FILES = 1000  # of a source; one of more files is looked at in an ordinary start
+_COLUMNS = 5  # of the table that a run prints
 _SMALL = 2**24  # bytes of a result up to which it is read again; of larger ones the size is asked
 
 
@@ -33,7 +35,7 @@ def say_finished(
         folder: of the run, which has written all else.
         asked: the settings, as JSON-compatible values.
         sources: by name, the files or folders that the run has read.
-        said: what the run prints at its end, as JSON-compatible values.
+        said: what the run prints at its end: "sentences", and the "title" and "rows" of a table.
     """
     found = {name: _contents(path) for name, path in sources.items()}
     if all(files is not None for files in found.values()):
@@ -68,6 +70,9 @@ def finished_before(
         whole = all(folder.holds(name) for name in (FINISHED, *small))
     except InfoFlowError:
         return None  # an ordinary start says what is wrong
+    said: dict[str, Any] | None = values.get("said")
+    if not isinstance(values.get("sources"), dict) or not _may_be_printed(said):
+        return None  # it is not of our making
     now = {"asked": dict(asked), "versions": package_versions(), "written": sizes}
     whole = whole and all(name in sizes for name in writes)
     if not whole or any(values.get(name) != value for name, value in now.items()):
@@ -75,7 +80,6 @@ def finished_before(
     for name, source in sources.items():
         if values["sources"].get(name) != _contents(source):
             return None
-    said: dict[str, Any] = values["said"]
     return said
 
 
@@ -95,3 +99,16 @@ def _sizes(folder: RunFolder) -> dict[str, int]:
     """The sizes of the run's own files that are there."""
     paths = {name: folder.path / name for name in folder.names() if name != FINISHED}
     return {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
+
+
+def _may_be_printed(said: Any) -> bool:
+    """Whether this is what a run says, without characters that steer a terminal."""
+    try:
+        sentences, title = check(said["sentences"], tuple[str, ...], "sentences"), said["title"]
+        rows = check(said["rows"], tuple[tuple[str, ...], ...], "rows")
+    except (InfoFlowError, KeyError, TypeError):
+        return False
+    texts = [title, *sentences, *(cell for row in rows for cell in row)]
+    return len({len(row) for row in rows} - {_COLUMNS}) == 0 and all(
+        isinstance(text, str) and text.isprintable() for text in texts
+    )

@@ -8,11 +8,12 @@ import sys
 import pytest
 
 from infoflow_lens.foundation import versions
+from infoflow_lens.foundation.files import write_signed
 from infoflow_lens.runs.finished import FINISHED, finished_before, say_finished
 from infoflow_lens.runs.folder import RunFolder
 
 ASKED = {"model": "a model", "threshold": 0.05}
-SAID = {"sentences": ["It holds."], "rows": []}
+SAID = {"sentences": ["It holds."], "title": "", "rows": [["max_position", *"1234"]]}
 
 
 @pytest.fixture
@@ -69,6 +70,27 @@ def test_what_another_command_would_have_written_must_be_there(run):
     out, sources = run
     assert finished_before(out, ASKED, sources, ["numbers.csv"]) == SAID
     assert finished_before(out, ASKED, sources, ["heads.csv"]) is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"said": {}},
+        {"said": {**SAID, "sentences": 3}},
+        {"said": {**SAID, "rows": [["max_position"]]}},
+        {"said": {**SAID, "sentences": ["\x1b[31mred"]}},
+        {"sources": []},
+    ],
+)
+def test_what_no_run_writes_is_never_printed(run, changed):
+    """Who gives a folder away can sign its files anew."""
+    out, sources = run
+    values = json.loads((out / FINISHED).read_text())
+    schema = values.pop("schema")
+    del values["digest"]
+    with RunFolder.open(out, "a run"):
+        write_signed(out / FINISHED, schema, {**values, **changed})
+    assert finished_before(out, ASKED, sources) is None
 
 
 def test_other_settings_and_versions_lead_to_an_ordinary_start(run, monkeypatch):
