@@ -51,6 +51,18 @@ def token_model():
     return make_token_model()
 
 
+def redraw_weights(model, seed, scale=1.0):
+    """The model with other, larger matrices, so that its heads are not all alike."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
 def make_token_model(tokenizer=None, **changes):
     """A HookedTransformer where TransformerLens has it, else a native bridge.
 

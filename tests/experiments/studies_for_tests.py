@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
@@ -56,6 +57,14 @@ class Squares(Study):
     def verdict(self, results):
         means = results.groupby("number")["square"].mean()
         return Verdict(bool(means[3] > means[2]), (f"{means[3]:.1f} against {means[2]:.1f}",))
+
+
+def smoke_rows(study, **changes):
+    """The rows of a study's one smoke configuration, with some settings changed."""
+    (settings,) = study.cases("smoke")
+    settings = {**settings, **changes}
+    rows = study.measure(settings, 0, "cpu")
+    return pd.DataFrame([{**settings, "seed": 0, **row} for row in rows])
 
 
 def broken(study, results):

@@ -12,6 +12,7 @@ from infoflow_lens.experiments.language_model.batches import repeated_random
 from infoflow_lens.experiments.language_model.induction import Induction
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.shipped import shipped_folder
+from tests.experiments.studies_for_tests import smoke_rows
 
 HALF, N = 50, 8
 
@@ -23,10 +24,7 @@ def study():
 
 @pytest.fixture(scope="module")
 def results(study):
-    (settings,) = study.cases("smoke")
-    settings = {**settings, "half": HALF, "n": N}
-    rows = study.measure(settings, 0, "cpu")
-    return pd.DataFrame([{**settings, "seed": 0, **row} for row in rows])
+    return smoke_rows(study, half=HALF, n=N)
 
 
 @pytest.fixture(scope="module")

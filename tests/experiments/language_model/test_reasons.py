@@ -8,6 +8,7 @@ from infoflow_lens.experiments.language_model.reasons import Reasons
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks import measure_why
 from infoflow_lens.models.loading import load_any
+from tests.experiments.studies_for_tests import smoke_rows
 
 HALF, N = 12, 2
 
@@ -19,10 +20,7 @@ def study():
 
 @pytest.fixture(scope="module")
 def results(study):
-    (settings,) = study.cases("smoke")
-    settings = {**settings, "half": HALF, "n": N}
-    rows = study.measure(settings, 0, "cpu")
-    return pd.DataFrame([{**settings, "seed": 0, **row} for row in rows])
+    return smoke_rows(study, half=HALF, n=N)
 
 
 def test_shares_are_those_of_lines_asked_one_by_one(results):

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from infoflow_lens import InfoFlowError, load_any, measure_edge_budget
 from infoflow_lens.hooks import EdgeBudgetResult
 from infoflow_lens.hooks.mechanisms.edges import EDGE_METHODS, ranked
-from tests.conftest import make_token_model
+from tests.conftest import make_token_model, redraw_weights
 from tests.reference import zoo
 from tests.reference.induction import induction_model, repeated_segments
 
@@ -21,15 +21,10 @@ N, HEADS, LAYERS = 5, 2, 3
 
 @pytest.fixture(scope="module")
 def model():
-    generator = torch.Generator().manual_seed(5)
     made = make_token_model(
         n_layers=LAYERS, n_heads=HEADS, d_head=4, d_model=12, n_ctx=12, d_vocab=20
     )
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.ndim > 1:
-                parameter.copy_(0.6 * torch.randn(parameter.shape, generator=generator))
-    return made
+    return redraw_weights(made, 5, 0.6)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from infoflow_lens.hooks.mechanisms.sufficiency import (
     of_least_damage,
 )
 from infoflow_lens.hooks.mechanisms.top_k import measure_top_k
-from tests.conftest import make_token_model
+from tests.conftest import make_token_model, redraw_weights
 from tests.reference import zoo
 from tests.reference.induction import induction_model, repeated_segments
 
@@ -26,13 +26,8 @@ N_VOCAB, N_CTX = 11, 9
 
 @pytest.fixture(scope="module")
 def model():
-    generator = torch.Generator().manual_seed(5)
     made = make_token_model(n_layers=2, n_heads=3, d_head=4, d_model=12, n_ctx=12, d_vocab=20)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.ndim > 1:
-                parameter.copy_(0.6 * torch.randn(parameter.shape, generator=generator))
-    return made
+    return redraw_weights(made, 5, 0.6)
 
 
 @pytest.fixture(scope="module")
