@@ -6,6 +6,7 @@ made in memory, from files that stand elsewhere and from the public names.
 
 import ast
 import importlib
+import json
 import posixpath
 import re
 import sys
@@ -212,8 +213,24 @@ def problems(site: Path) -> list[str]:
     return found + [f"the API reference lacks {name}" for name in missing]
 
 
+# Browsers start no worker from a file, but one from memory: so search works on pages from disk, too.
+SEARCH_WORKER = """if (location.protocol === "file:") {
+  const source = URL.createObjectURL(new Blob([%s], {type: "text/javascript"}));
+  window.Worker = class extends Worker { constructor() { super(source); } };
+}
+"""
+
+
+def write_search_worker(site: Path) -> None:
+    """Write what `extra.polyfills` of mkdocs.yml names: the theme's search, for pages from disk."""
+    (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.min.js")
+    text = SEARCH_WORKER % json.dumps(worker.read_text("utf-8"))
+    (site / "search" / "instead-of-iframe-worker.js").write_text(text, "utf-8")
+
+
 def on_post_build(config: MkDocsConfig) -> None:
     """Refuse a site that asks for a network, or leaves a public name out."""
+    write_search_worker(Path(config.site_dir))
     found = problems(Path(config.site_dir))
     if found:
         raise PluginError("; ".join(found[:10]))
