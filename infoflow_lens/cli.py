@@ -81,7 +81,7 @@ def demo(
     device: Device = "cpu",
     quiet: Quiet = False,
 ) -> None:
-    """Train a small model, probe it, predict it, and show where the two agree (a few minutes)."""
+    """Train a small model, probe it, predict it, and show where the two agree (about a minute)."""
     from rich.console import Console
     from rich.table import Table
 

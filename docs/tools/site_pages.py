@@ -213,7 +213,7 @@ def problems(site: Path) -> list[str]:
     return found + [f"the API reference lacks {name}" for name in missing]
 
 
-# Browsers start no worker from a file, but one from memory: so search works on pages from disk, too.
+# Browsers start no worker from a file, but one from memory: so search works on pages from disk.
 SEARCH_WORKER = """if (location.protocol === "file:") {
   const source = URL.createObjectURL(new Blob([%s], {type: "text/javascript"}));
   window.Worker = class extends Worker { constructor() { super(source); } };
