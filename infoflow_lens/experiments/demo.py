@@ -252,9 +252,9 @@ def _report(
     headline = (
         f"A two-layer Transformer with {config.n_heads[0]} and {config.n_heads[1]} heads learned "
         f"{config.n_components}-retrieval to a normalised error of {training.last.nmse:.2e}. "
-        "From its attention alone, InfoFlow predicts which tokens the CLS state holds. The measured "
-        f"influence of the tokens agrees with AUROC {after.auroc:.3f}; before training it was "
-        f"{before.auroc:.3f}."
+        "From its attention alone, InfoFlow predicts which tokens the CLS state holds. The "
+        f"measured influence of the tokens agrees with AUROC {after.auroc:.3f}; before training it "
+        f"was {before.auroc:.3f}."
     )
     facts = [
         ("validation NMSE", f"{training.last.nmse:.2e}"),
