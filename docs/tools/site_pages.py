@@ -35,6 +35,9 @@ PAPERS = {
     "benchmarks/README.md": "development/benchmarks.md",
 }
 
+# pictures of a page in whose place the site has the page itself: the first of this notebook
+STILL, FIRST = r"docs/figures/flow(_page)?\.\w+", "first_look"
+
 RUN_TABLE = r"results/\w+(/full)?/table\.md"  # of a study's run
 
 # public names by the module that defines them; the first that fits
@@ -111,7 +114,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         add(f"examples/{path.stem}.md", text, f"examples/{path.name}")
         places["examples"].append({path.stem.replace("_", " "): f"examples/{path.stem}.md"})
     for path in sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")):
-        title, text, pieces = notebooks.as_page(path)
+        title, text, pieces = notebooks.as_page(path, notebooks.live(path))
+        pages = [name for name in pieces if name.endswith(".html")]
+        if path.stem == FIRST and pages:
+            config.extra["live"] = f"notebooks/{pages[0]}"
         add(f"notebooks/{path.stem}.md", text, f"examples/notebooks/{path.name}")
         for name, content in pieces.items():
             add(f"notebooks/{name}", content)
@@ -170,6 +176,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), path))
         if not (ROOT / target).exists() or uri.startswith("reference/"):
             return match[0]
+        if re.fullmatch(STILL, target) and "live" in config.extra:
+            live = posixpath.relpath(config.extra["live"], posixpath.dirname(uri) or ".")
+            return notebooks.frame(live)
         place = _in_site(target)
         if not place.startswith("https://"):
             place = posixpath.relpath(place, posixpath.dirname(uri) or ".")

@@ -76,7 +76,7 @@ class DemoConfig:
     d_model: Count = 32
     d_mlp: Index = 64
     act_fn: ActivationName = "relu"
-    half_epochs: Index = 30
+    half_epochs: Index = 24
     epochs: Count = 20
     batch_size: Count = 256
     lr: Positive = 8e-3
