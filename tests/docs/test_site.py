@@ -160,8 +160,9 @@ def test_a_committed_notebook_is_small_whole_and_opens_in_colab(path):
     outputs = [output for cell in committed.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert not any(notebooks.is_interactive(output) for output in outputs)
-    repository = site_pages.HOME.removeprefix("https://github.com")
-    assert f"/github{repository}/blob/main/examples/notebooks/{path.name})" in committed.cells[0].source
+    place = f"{site_pages.HOME}/blob/main/examples/notebooks/{path.name}"
+    badge = f"research.google.com/{place.removeprefix('https://').replace('github.com', 'github')}"
+    assert badge in committed.cells[0].source
     assert f"git+{site_pages.HOME}" in committed.cells[1].source
 
 
