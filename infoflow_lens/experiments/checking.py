@@ -44,10 +44,10 @@ def check_study(study: Study, preset: str, *, device: str = "cpu") -> "pd.DataFr
             "settings and seed: expected the same rows; draw everything from `seed`"
         )
     results = pd.DataFrame([row for several in rows for row in several])
-    for method, expected in ((study.table, str), (study.figure, Figure), (study.verdict, Verdict)):
-        name = f"{method.__name__}() of {study.name}"
+    for method, expected in (("table", str), ("figure", Figure), ("verdict", Verdict)):
+        name = f"{method}() of {study.name}"
         try:
-            made = method(results)
+            made = getattr(study, method)(results)
         except InfoFlowError:
             raise
         except Exception as error:  # whatever a method of the user's raises

@@ -335,7 +335,7 @@ def checked_rows(study: Study, settings: Settings, rows: Any) -> list[Row]:
         )
     plain: list[Row] = []
     for row in rows:
-        taken = sorted(n for n in row if n in ABOUT or settings.get(n, row[n]) != row[n])
+        taken = sorted(n for n in row if n in ABOUT or (n in settings and row[n] != settings[n]))
         if taken:
             raise InfoFlowError(
                 f"{whose} gives {', '.join(taken)}, which every row has from its run and settings: "
