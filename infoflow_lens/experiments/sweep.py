@@ -286,7 +286,7 @@ def measure_run(task: tuple[Study, Run, str]) -> tuple[Run, list[Row]]:
         rows, status = [{}], "diverged"
     about: Row = {"run": run.index, "status": status, "seed": run.seed}
     shown = {key: plain_cell(value) for key, value in run.settings.items()}
-    return run, [{**about, **shown, **row} for row in checked_rows(study, run.settings, rows)]
+    return run, [{**about, **shown, **row} for row in checked_rows(study, rows)]
 
 
 def checked_cases(study: Study, preset: str) -> Sequence[Settings]:
@@ -321,7 +321,7 @@ def checked_cases(study: Study, preset: str) -> Sequence[Settings]:
     return cases
 
 
-def checked_rows(study: Study, settings: Settings, rows: Any) -> list[Row]:
+def checked_rows(study: Study, rows: Any) -> list[Row]:
     """What `measure` gives, with plain numbers.
 
     Raises:
@@ -335,11 +335,11 @@ def checked_rows(study: Study, settings: Settings, rows: Any) -> list[Row]:
         )
     plain: list[Row] = []
     for row in rows:
-        taken = sorted(n for n in row if n in ABOUT or (n in settings and row[n] != settings[n]))
+        taken = sorted(set(row) & set(ABOUT))
         if taken:
             raise InfoFlowError(
-                f"{whose} gives {', '.join(taken)}, which every row has from its run and settings: "
-                "expected other names"
+                f"{whose} gives {', '.join(taken)}, which every row has from its run: expected "
+                "other names"
             )
         values = {n: v.item() if getattr(v, "ndim", 1) == 0 else v for n, v in row.items()}
         for name, value in values.items():

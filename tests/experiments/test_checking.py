@@ -60,7 +60,7 @@ EARLY = [
     ({"measure": gives({"y": 1})}, r"measure\(\) of sums gives .*: expected a list with a dict"),
     ({"measure": gives([])}, "expected a list with a dict"),
     ({"measure": gives([{"y": torch.ones(2)}])}, "for 'y': expected a number or a text"),
-    ({"measure": gives([{"y": 1, "n": 7, "run": 0}])}, "gives n, run, which every row has"),
+    ({"measure": gives([{"y": 1, "seed": 7, "run": 0}])}, "gives run, seed, which every row has"),
     ({"cases": gives([{"n": {1}}])}, "expected a dict of plain numbers"),
     ({"cases": gives([{"n": 1}, {"n": 1}])}, "twice"),
     ({"cases": gives([])}, "one at least"),
