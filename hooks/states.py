@@ -143,7 +143,7 @@ def concatenated(*axes: int, fill: float | int = 0) -> Any:
 
 
 def combined(function: Reduction, of: type | None = None) -> Any:
-    """A state that a function of two makes one.
+    """A state of which a function makes one from two.
 
     Args:
         function: from what is kept and what comes next, in the order of the sequences, to what is

@@ -74,15 +74,15 @@ class EdgesNeeded(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EdgeBudgetResult(NextTokenResult):
-    """The loss with some edges kept, and the rest of every pattern put to its mean.
+    """The loss with some edges kept, and the rest of every pattern replaced by its mean.
 
     Attributes:
         metric: "loss", the next-token loss; "kl", the divergence of the next-token distribution
             from that of the model as it is, for which `bare` is 0. Nats, summed over the states
             that are read, `n_tokens` of each sequence.
-        methods: by which edges are chosen, in the order of the first axis; "chance 0", ... are
+        methods: the methods that choose edges, in the order of the first axis; "chance 0", ... are
             several draws.
-        budgets: what was asked for, rising: shares of a sequence's open edges, or numbers.
+        budgets: the budgets, rising: shares of a sequence's open edges, or numbers.
         kept: int [budget, sequence], the edges that are kept.
         n_edges: int [sequence], the edges on paths to the states that are read.
         losses: float [method, budget, sequence].
@@ -117,7 +117,7 @@ class EdgeBudgetResult(NextTokenResult):
 
         Args:
             share: of what attention is worth.
-            draws: of windows, with replacement, for the intervals.
+            draws: how often windows are drawn, with replacement, for the intervals.
             seed: of the draws.
         """
         found = {}
@@ -267,7 +267,7 @@ def measure_edge_budget(
         budgets: below 1, shares of a sequence's edges; else numbers of them.
         metric: "loss", of the next token; "kl", the divergence from the model as it is.
         read: the positions whose predictions count, negative ones from the end; None for all.
-        draws: of "chance".
+        draws: how many draws of "chance" there are.
         seed: of chance, of the order of equal scores, and of the gradients of "kl".
         attention_mask, column, max_length: of `inputs`, as for `run_probes`.
         batch_size: sequences in a pass.

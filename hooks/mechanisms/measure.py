@@ -53,7 +53,7 @@ class MechanismsProgress:
     """How far :func:`measure_mechanisms` has come, to go on from there; a copy, of plain values.
 
     Attributes:
-        settings: what the run was asked for, with the fingerprint of the model.
+        settings: of the run, with the fingerprint of the model.
         mean_patterns: for every layer the mean patterns, over the calibration or all inputs.
         n_mean: for each query, over how many sequences.
         seen: what the scale of the damage is made of.
@@ -113,8 +113,8 @@ def measure_mechanisms(
     passes (:func:`~infoflow_lens.hooks.mechanisms.estimate.estimated`). The estimate alone only
     excludes ideals, those whose damage it puts far above the threshold. By each of the others the
     head's pattern is replaced, on as many sequences as it takes to decide whether it is enough: all
-    that are enough are told, and each rests on a replacement. docs/measures.md has the rule. Where
-    a pass can start at a layer a replacement runs only the layers from its own on. The model is
+    that are enough are listed, and each rests on a replacement. docs/measures.md has the rule.
+    Where a pass can start at a layer a replacement runs only the layers from its own on. The model is
     left as it was found.
 
     No sequence is judged by a mean pattern that it is in: damage measured so favours "specific

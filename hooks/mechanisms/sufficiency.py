@@ -64,7 +64,7 @@ class SufficiencyResult(NextTokenResult):
     """The loss with shares of the heads replaced.
 
     Attributes:
-        shares: of all heads, those whose own damage is least first.
+        shares: which shares of all heads are replaced; heads of least damage come first.
         n_replaced: the heads of each share.
         assignments: what takes the place of a head, in the order of the first axis: "mechanisms",
             its own; "mean ablation", its mean output; "random mechanisms 0", ..., the mechanisms of
@@ -179,7 +179,7 @@ def of_least_damage(
     """Every head's ideal of least damage, of those whose damage was measured where there are any.
 
     Args:
-        mechanisms: of :func:`~infoflow_lens.hooks.measure_mechanisms`.
+        mechanisms: the result of :func:`~infoflow_lens.hooks.measure_mechanisms`.
         ideals: among these.
     """
     places = [mechanisms.ideals.index(ideal) for ideal in ideals]
@@ -223,9 +223,9 @@ def measure_sufficiency(
     Args:
         model: the language model whose mechanisms these are.
         inputs: sequences, others than those on which mechanisms were measured, and no longer.
-        mechanisms: of :func:`~infoflow_lens.hooks.measure_mechanisms`.
-        shares: of all heads.
-        draws: of random mechanisms.
+        mechanisms: the result of :func:`~infoflow_lens.hooks.measure_mechanisms`.
+        shares: which shares of all heads to replace.
+        draws: how many random assignments there are.
         ks: keys that every head keeps, in one pass each; 1 is the hard maximum.
         others: more assignments by name, such as a `JointReplacement.heads`: (layer, head) and its
             ideal. Heads that are not named stay as they are.

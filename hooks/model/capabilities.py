@@ -103,7 +103,7 @@ class ModelCapabilities:
     normalization: Mapping[str, Any]
 
     def problems(self) -> tuple[str, ...]:
-        """What cannot be asked of this model, why, and what to do."""
+        """What cannot be measured on this model, why, and what to do."""
         by_text: dict[str, list[int]] = {}
         for index, layer in enumerate(self.layers):
             for text in _problems_of(layer):
@@ -198,7 +198,7 @@ def _numbers(indices: list[int]) -> str:
 
 
 def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> ModelCapabilities:
-    """Find out by running a model what it is and what it can be asked.
+    """Run a model to find out what it is and what can be measured on it.
 
     It is run once to see which hook points fire and what they carry, and once for each hook point
     and layer with an edit there, to see whether the edit reaches the output. The model is left as

@@ -88,7 +88,7 @@ def attach(
     ``torch.compile`` wrapper of the model runs it uncompiled there.
 
     Probes that fit something keep every `eval_every`-th sequence for evaluation, unless
-    ``fitting()`` and ``evaluating()`` say what is what. Blocks on one model may end in any order.
+    ``fitting()`` and ``evaluating()`` say which is which. Blocks on one model may end in any order.
 
     Example::
 

@@ -43,7 +43,7 @@ def run(
         model: a TransformerLens model, in the mode that you want.
         batch: sequences: token ids [batch, pos], vector tokens [batch, pos, d_token], or a
             :class:`Batch` with their lengths.
-        want: what will be asked of the pass, as :class:`Needs` or hook points.
+        want: what you will read from the pass, as :class:`Needs` or hook points.
         edit: hooks that replace activations, by hook point.
         start: a hook point where the pass starts, and what enters there.
         output: whether the model's output is wanted; then the pass does not end early.

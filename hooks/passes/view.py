@@ -40,7 +40,7 @@ class Needs:
 
     Attributes:
         points: hook points.
-        ranks: the deepest rank that it asks for, by the positions that it leaves out.
+        ranks: the deepest rank that it needs, by the positions that it leaves out.
     """
 
     points: tuple[str, ...]

@@ -61,12 +61,12 @@ class RecoveryProbe(Probe[RecoveryResult]):
 
     Args:
         ranks: which ranks; 1 is the argmax.
-        target: what to give back: "embedding", the token's vector; ("resid_pre", layer), its
+        target: what to reconstruct: "embedding", the token's vector; ("resid_pre", layer), its
             residual stream before a layer; "identity", its id, one-hot, with the accuracy of the
             largest entry; a table [d_vocab, d]; or a function from tokens to [batch, pos, d].
         source: what to read: "post_attention", "resid_post", or "head", each head's own output
             before W_O.
-        vocabulary: with "identity", the token ids that are told apart, if not all; another token
+        vocabulary: with "identity", the token ids to distinguish, if not all; another token
             has no entry.
         without: positions left out as keys and as queries, such as (0,) for a BOS token.
         controls: maps of the same kind to other tokens, for comparison: "random", a random allowed

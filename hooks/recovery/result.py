@@ -55,7 +55,7 @@ class RecoveryResult(Result):
         ridge: for each layer [head, rank], the penalty on the squared weights.
         controls: names of the controls, in the order of the control axis.
         control_second_moment, control_fvu: for each layer [control, head, rank], the errors of maps
-            of the same kind that were fitted to give back the control's token.
+            of the same kind that were fitted to reconstruct the control's token.
         accuracy: for each layer [head, rank], the share of held-out rows in which the class of the
             largest predicted value is the attended token's.
     """

@@ -18,7 +18,7 @@ from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, existing
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RoutesResult(StateScores):
-    """How much of every source a measure of routes says that every state holds.
+    """How much of every source each state holds, by a measure of routes.
 
     Attributes:
         scores: float [layer, batch, pos, source], at least 0; which measure it is stands in

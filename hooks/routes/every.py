@@ -23,12 +23,12 @@ def baselines(
     positions: Asked | None = None,
     cheap: bool = False,
 ) -> dict[str, Probe[Any]]:
-    """Probes of what else might say what a state depends on, for ``run_probes`` together.
+    """Other measures of what a state depends on, as probes for one call of ``run_probes``.
 
     Args:
         model: a TransformerLens model; one whose states cannot be decomposed has no contribution
             routes.
-        state: of gradient x input: "resid_post" or "post_attention"; the others are the same.
+        state: that of gradient x input, "resid_post" or "post_attention"; the others are the same.
         positions: whose states; default all.
         cheap: only what costs a few bare forward passes: no gradient x input, which takes a
             derivative a token, and no attention flow of more than two layers.

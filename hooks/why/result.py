@@ -151,7 +151,7 @@ class WhyAll(Result):
         margins: float64 [sample, head, query], the difference of their scores; NaN for none.
         parts: int64 [sample, head, query, strongest], the parts of the keys that add most to the
             margin or take most from it, the largest size first, as places in `part_names`; -1 for
-            none. They are 6 unless others are asked for.
+            none. There are 6 unless `strongest` says otherwise.
         values: float64 [sample, head, query, strongest], what these add (see :meth:`Why.by_key`);
             0 for none.
         rest: float64 [sample, head, query], what all other parts add together; with `values` they

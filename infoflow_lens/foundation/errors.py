@@ -4,14 +4,14 @@ from __future__ import annotations
 
 
 class InfoFlowError(ValueError):
-    """Bad input or a model that cannot be asked.
+    """Bad input, or a model that cannot give what a call needs.
 
     The message names the value, what was expected and what to do. It is raised before work starts.
     """
 
 
 class InfoFlowWarning(UserWarning):
-    """A result that stands, though not as its reader may assume (a rank-deficient fit, say)."""
+    """A result is valid, but not what its reader may assume (from a rank-deficient fit, say)."""
 
 
 class NothingMeasuredError(InfoFlowError):

@@ -87,7 +87,7 @@ class Architecture(_OfLayers):
         d_mlp: hidden width of the feed-forward networks; 0 for an attention-only model.
         d_output: dimension of the output read at CLS.
         d_encoder: hidden width of a two-layer encoder; None for a linear one.
-        act_fn: activation of feed-forward networks and encoder. The theory asks for a sigmoidal
+        act_fn: activation of feed-forward networks and encoder. The theory assumes a sigmoidal
             one (tanh); "square" makes exact products, as x y = ((x + y)^2 - (x - y)^2) / 4.
         positional_embedding: "learned" adds a trained vector a position; "none" leaves the
             model permutation-invariant.
@@ -153,7 +153,7 @@ class Architecture(_OfLayers):
             settings: other fields, in place of the model's.
 
         Raises:
-            InfoFlowError: for what tells no sizes, or layers of several widths.
+            InfoFlowError: for an object without sizes, or layers of several widths.
         """
         shape = shape_of(model)
         if len(set(shape.d_model)) > 1:
