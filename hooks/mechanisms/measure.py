@@ -114,8 +114,8 @@ def measure_mechanisms(
     excludes ideals, those whose damage it puts far above the threshold. By each of the others the
     head's pattern is replaced, on as many sequences as it takes to decide whether it is enough: all
     that are enough are listed, and each rests on a replacement. docs/measures.md has the rule.
-    Where a pass can start at a layer a replacement runs only the layers from its own on. The model is
-    left as it was found.
+    Where a pass can start at a layer a replacement runs only the layers from its own on. The model
+    is left as it was found.
 
     No sequence is judged by a mean pattern that it is in: damage measured so favours "specific
     position", the more the fewer sequences there are.
