@@ -63,6 +63,11 @@ def test_a_flow_is_what_the_probes_say(found, host):
     assert found.asked == ((6,),)
 
 
+def test_its_title_names_the_model(found):
+    assert found.title == "Information flow in a model in memory"
+    assert quick("stdlib-2l", "x", influence=None).title == "Information flow in stdlib-2l"
+
+
 def test_its_table_has_a_row_for_each_source_of_each_asked_state(found):
     frame = found.to_frame()
     assert list(zip(frame["layer"], frame["source"], strict=True)) == [
