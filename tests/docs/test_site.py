@@ -133,6 +133,11 @@ def test_committed_output_must_say_what_a_run_says(committed, ran, differ):
     assert bool(notebooks.differences(notebook(committed), notebook(ran))) == differ
 
 
+def test_where_a_print_ends_is_no_difference():
+    together, apart = notebook(said("a\nb\n")), notebook(said("a\n"), said("b\n"))
+    assert not notebooks.differences(together, apart)
+
+
 def test_output_that_is_missing_or_new_is_a_difference_but_no_warnings():
     assert notebooks.differences(notebook(), notebook(said("1\n")))
     assert notebooks.differences(notebook(said("1\n")), notebook())
