@@ -1,4 +1,4 @@
-"""What commands share: how errors are told, options, lists of numbers, tasks by name."""
+"""What commands share: printing errors, options, lists of numbers, tasks by name."""
 
 import os
 import shlex

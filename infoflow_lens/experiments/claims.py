@@ -31,7 +31,7 @@ class Verdict:
     Attributes:
         passed: by the study's stated rule.
         reasons: the numbers behind it, a line each.
-        remarks: what is told beside them, and judges nothing.
+        remarks: other sentences, which judge nothing.
     """
 
     passed: bool
@@ -133,7 +133,7 @@ def judged(
     Args:
         claims: of a study; without any nothing is seen.
         results: its rows.
-        remarks: what is told behind them and judges nothing.
+        remarks: sentences that follow them and judge nothing.
     """
     verdicts = [claim.judge(results) for claim in claims]
     reasons = [reason for verdict in verdicts for reason in verdict.reasons]

@@ -155,7 +155,7 @@ class Study(ABC):
         return ()
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """What is told beside the claims, and judges nothing."""
+        """Sentences beside the claims, which judge nothing."""
         return ()
 
     def rule(self) -> str:

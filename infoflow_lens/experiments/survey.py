@@ -1,4 +1,4 @@
-"""`infoflow-lens survey`: all that is asked of a language model, in one resumable run."""
+"""`infoflow-lens survey`: every measurement on a language model, in one resumable run."""
 
 from pathlib import Path
 

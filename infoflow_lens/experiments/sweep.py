@@ -241,7 +241,7 @@ def write_statement(study: Study, out: Path) -> None:
 def verdict_of(
     study: Study, rows: "pd.DataFrame", cases: Sequence[Settings], n_seeds: int
 ) -> Verdict:
-    """The study's; what it judges and has no numbers is not seen, and what diverged is told.
+    """The study's; an effect without numbers is not seen, and runs that diverged are named.
 
     Args:
         study: the study.

@@ -1,4 +1,4 @@
-"""How much memory is free, and how amounts of it are told."""
+"""How much memory is free, and amounts of it in words."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What is asked of a target: its counts, and the lists of components that serve it."""
+"""The counts of a target, and the lists of components that serve it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -218,6 +218,24 @@ def test_search_works_on_a_page_from_disk(tmp_path, browser):
     page.close()
 
 
+SITE = ROOT / "build" / "site"
+
+
+@pytest.mark.skipif(not SITE.exists(), reason="the site is not built: make docs")
+def test_the_built_site_opens_on_the_live_page_and_can_be_searched_from_disk(browser):
+    page = browser.new_page()
+    asked = []
+    page.on("request", lambda request: asked.append(request.url.partition(":")[0]))
+    page.goto((SITE / "index.html").as_uri())
+    page.frame_locator("iframe.flow").first.locator("circle[data-layer]").first.wait_for()
+    page.fill("input.md-search__input", "max-position")
+    found = page.locator(".md-search-result__item a").first
+    found.wait_for(state="attached", timeout=60_000)
+    assert found.get_attribute("href").startswith(SITE.as_uri())
+    assert set(asked) <= {"file", "blob", "data"}
+    page.close()
+
+
 @pytest.mark.parametrize(
     "term",
     ["Information set", "Order of comparison", "Mechanism", "max_position", "global",
