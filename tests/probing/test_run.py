@@ -244,6 +244,18 @@ def test_what_a_part_refuses_leaves_the_folder_to_other_settings(tmp_path, confi
     run(tmp_path, ProbingConfig(**{**few, "n_detail": 3}))
 
 
+def test_what_the_sequences_are_too_few_for_is_left_out_unless_it_is_asked_for(tmp_path, config):
+    few, said = replace(config, n=4, n_detail=2), []
+    found = run(tmp_path / "all", few, say=said.append)
+    assert "recovery" not in found.found
+    assert "positions" in found.found
+    assert any("left out: recovery fits" in line and "of 4 none is left" in line for line in said)
+    with pytest.raises(InfoFlowError, match="expected at least 5; give more text"):
+        run(tmp_path / "one", replace(few, probes=("positions", "recovery")))
+    assert not (tmp_path / "one").exists()
+    run(tmp_path / "five", replace(few, probes=("recovery",), n=5))
+
+
 def test_changed_data_are_refused(tmp_path, config):
     data = tmp_path / "data.txt"
     data.write_text("w5 w6 w7\nw8 w9\n")
