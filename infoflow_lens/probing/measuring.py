@@ -147,7 +147,9 @@ def _probed(
         return finished
     checkpoint = Checkpoint(folder, f".{which}.safetensors")
     batches = setting.batches if which == "all" else setting.detail
-    gathered = run_in_shards(setting, batches, wanted, checkpoint, say, folder.path)
+    # the comparison reads what is measured of the first sequences, and so it stays whole
+    grows_in = folder.path if which == "all" else None
+    gathered = run_in_shards(setting, batches, wanted, checkpoint, say, grows_in)
     found, failed = {}, []
     for name in wanted:
         try:

@@ -151,6 +151,14 @@ def test_the_headline_ranks_tokens_also_where_sets_hold_everything(tmp_path, con
     assert percents == pytest.approx([90, *expected], abs=0.51)
 
 
+def test_sequences_of_several_shards_are_compared_as_those_of_one(tmp_path, config):
+    only = replace(config, probes=("influence", "positions"), n=6, n_detail=6)
+    one, several = (run(tmp_path / str(n), replace(only, shard=n)) for n in (6, 4))
+    assert several.positions.n_shards == 2
+    assert several.agreement == one.agreement
+    assert several.explained == one.explained
+
+
 def test_errors_of_maps_that_fit_anything_are_not_shown(tmp_path, config):
     few = run(tmp_path / "few", replace(config, n=5, n_detail=2, max_length=3, ranks=(1,)))
     assert few.recovery.n_fit[0] < few.recovery.n_features[0]
