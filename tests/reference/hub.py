@@ -90,7 +90,8 @@ class Hub(BaseHTTPRequestHandler):
             else:
                 self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT)
 
-    do_HEAD = do_GET
+    def do_HEAD(self):
+        self.do_GET()
 
 
 def _digest(content):
