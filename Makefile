@@ -16,6 +16,7 @@ PINS := constraints.txt
 endif
 TESTS ?=
 SLOW ?=
+WRITE ?=
 BIN := $(VENV)/bin
 # Modules are compiled when they are first imported: most never are.
 INSTALL = $(BIN)/python -m pip install --quiet --no-compile $(addprefix --constraint ,$(PINS)) --editable
@@ -42,8 +43,9 @@ test: $(READY)  ## the tests, or those of TESTS="tests/models tests/hooks"
 acceptance: $(READY)  ## the demo's promises with three seeds, and theory on 2280 more targets (minutes)
 	$(BIN)/python -m pytest -m acceptance -n 0
 
-notebooks: $(READY)  ## run examples/notebooks; with their output they are in build/notebooks
-	$(BIN)/python docs/tools/notebooks.py
+# With WRITE=1 their output in examples/notebooks is replaced.
+notebooks: $(READY)  ## run examples/notebooks, and compare their output with what is committed
+	$(BIN)/python docs/tools/notebooks.py $(if $(WRITE),--write)
 
 docs: $(READY)  ## the site, in build/site; it asks for no network, built or read
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -1,6 +1,6 @@
 """A probe of your own, in `run_probes`, in `attach`, and by an entry point in the commands."""
 
-from infoflow_lens import build_construction, run_probes
+from infoflow_lens import load_any, run_probes
 from infoflow_lens.hooks import Probe, check_probe, summed
 
 
@@ -20,7 +20,6 @@ class PreviousToken(Probe):
 
 
 if __name__ == "__main__":
-    model, task = build_construction("in_context_qa")
-    inputs = task.sample(200, seed=0)[0]
-    check_probe(PreviousToken(), model, inputs[:6])  # refuses what padding or merging would change
-    print(run_probes(model, inputs, [PreviousToken()], progress=False)[0].to_frame())
+    model, texts = load_any("stdlib-2l").model, ["def f(name):", "import os\nfor name in names:"]
+    check_probe(PreviousToken(), model, texts)  # refuses what padding or merging would change
+    print(run_probes(model, texts, [PreviousToken()], progress=False)[0].to_frame())

@@ -42,16 +42,16 @@ ReportFolder = Annotated[
     Path, typer.Option(help="Folder for results and the report.", parser=folder)
 ]
 # Options of studies
-StudyName = Annotated[str | None, typer.Argument(help="A study; see --list.")]
-ListAll = Annotated[bool, typer.Option("--list", help="The studies and their rules.")]
-Preset = Annotated[str, typer.Option(help="smoke, quick or full.")]
-Seeds = Annotated[int | None, typer.Option(help="How many; default, the preset's.")]
-Jobs = Annotated[int, typer.Option(help="Processes at a time, of one thread each.")]
+StudyName = Annotated[str | None, typer.Argument(help="The study; --list shows all.")]
+ListAll = Annotated[bool, typer.Option("--list", help="List the studies and their rules.")]
+Preset = Annotated[str, typer.Option(help="Size of the runs: smoke, quick or full.")]
+Seeds = Annotated[int | None, typer.Option(help="Number of seeds; default, the preset's.")]
+Jobs = Annotated[int, typer.Option(help="Processes that run at once, with one thread each.")]
 StudyFolder = Annotated[
     Path | None,
     typer.Option(help="Folder for results; default results/NAME-PRESET.", parser=folder),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Run only what the folder lacks.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on: run only what the folder lacks.")]
 
 
 def _show_version(value: bool) -> None:
@@ -77,11 +77,11 @@ def demo(
     out: Annotated[
         Path, typer.Option(help="Folder for the report and the numbers.", parser=folder)
     ],
-    seed: Annotated[int, typer.Option(help="Seed of target, weights and data.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the target, the weights and the data.")] = 0,
     device: Device = "cpu",
     quiet: Quiet = False,
 ) -> None:
-    """Train a small model, probe it, predict it, and show where the two agree (a few minutes)."""
+    """Train a small model, probe it, predict it, and show where the two agree (about a minute)."""
     from rich.console import Console
     from rich.table import Table
 
@@ -109,7 +109,9 @@ def experiment(
     list_all: ListAll = False,
     summary: Annotated[
         bool,
-        typer.Option("--summary", help="Write the tables of the runs in --out, and its README's."),
+        typer.Option(
+            "--summary", help="Write table.md of each run in --out, and the table of README.md."
+        ),
     ] = False,
     preset: Preset = "quick",
     seeds: Seeds = None,
@@ -118,7 +120,7 @@ def experiment(
     out: StudyFolder = None,
     resume: Resume = False,
     scheduler: Annotated[
-        str | None, typer.Option(help="Address of a dask scheduler, to run on its workers.")
+        str | None, typer.Option(help="Address of a dask scheduler whose workers run the study.")
     ] = None,
     quiet: Quiet = False,
 ) -> None:
@@ -164,7 +166,7 @@ def _run_study(study: Any, out: Path | None, preset: str, **settings: Any) -> No
     typer.echo(f"numbers: {result.out}")
 
 
-@app.command(short_help="Ask trained language models what InfoFlow leaves open.")
+@app.command(short_help="Put open questions of InfoFlow to trained language models.")
 def study(
     context: typer.Context,
     name: StudyName = None,
@@ -219,7 +221,7 @@ def study(
         )
 
 
-@app.command("inspect", short_help="What a model is, and what can be measured on it.")
+@app.command("inspect", short_help="Show what a model is, and what can be measured on it.")
 def inspect_command(
     model: Annotated[
         str,
@@ -305,12 +307,13 @@ def probe(
     config: Callable[[], ProbingConfig],
     context: typer.Context,
     out: ReportFolder,
-    jobs: Annotated[int, typer.Option(help="Processes that measure at a time.")] = 1,
+    jobs: Annotated[int, typer.Option(help="Processes that measure at once.")] = 1,
     scheduler: Annotated[
-        str | None, typer.Option(help="Address of a dask scheduler, in place of own processes.")
+        str | None, typer.Option(help="Address of a dask scheduler whose workers measure instead.")
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(help="Threads of each process; one where there are several.")
+        int | None,
+        typer.Option(help="Threads of each process; default, one if there are several processes."),
     ] = None,
     quiet: Quiet = False,
 ) -> None:
@@ -350,7 +353,7 @@ def _said(
     return found
 
 
-@app.command(short_help="All of it on a language model: one page, one row a head.")
+@app.command(short_help="Run every measurement on a language model.")
 @options_of(SurveyConfig, arguments=("model",))
 def survey(
     config: Callable[[], SurveyConfig],
@@ -396,9 +399,9 @@ def _print_probing(out: Path, said: dict[str, Any]) -> None:
     console.print(f"numbers: {out}", soft_wrap=True)
 
 
-@app.command(short_help="The tasks, their parameters and sources; or the card of one.")
+@app.command(short_help="List the tasks, or print the dataset card of one.")
 def tasks(
-    name: Annotated[str | None, typer.Argument(help="A task, for its card.")] = None,
+    name: Annotated[str | None, typer.Argument(help="The task whose card is printed.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the tasks, or print the dataset card of one."""
@@ -442,7 +445,7 @@ def tasks(
     Console(highlight=False).print(table)
 
 
-@app.command(short_help="The hand-made models, their parameters and sources.")
+@app.command(short_help="List the models whose weights are set by hand.")
 def constructions() -> None:
     """List the models whose weights are set by hand, for build_construction."""
     from rich.console import Console
@@ -465,13 +468,11 @@ def constructions() -> None:
     Console(highlight=False, markup=False).print(table)
 
 
-app.command(short_help="The picture of what can reach a state, and what does.")(flow)
-app.command(short_help="Why a head prefers one key to another, by what wrote them.")(why)
-app.command(short_help="What an architecture must pay for a task, before training.")(estimate)
-app.command(short_help="Whether one attention layer can fit labelled sequences, with proof.")(
-    certify
-)
-app.command(short_help="The smallest architectures that the theory allows for a task.")(design)
+app.command(short_help="Draw what can reach a state of a text, and what does.")(flow)
+app.command(short_help="Split the reason why a head prefers one key to another.")(why)
+app.command(short_help="Estimate what a task costs an architecture, before training.")(estimate)
+app.command(short_help="Decide whether one layer can fit labelled sequences, with proof.")(certify)
+app.command(short_help="Find the smallest architectures that the theory allows.")(design)
 
 app.command(short_help="Train a small language model on Python's standard library.")(
     train_language_model

@@ -136,9 +136,10 @@ class Target(RetrievalTask):
         name: how it is called in reports; part of what its samples are drawn from.
 
     Raises:
-        InfoFlowError: for no components, scores that do not give one number a tuple or are not
-            symmetric where they say so, tuples longer than the sequence, or subsets that do not
-            fit.
+        InfoFlowError: for no components; scores that do not give one finite number a tuple, from
+            that tuple alone, with a derivative, or are not symmetric where they say so; tuples
+            longer than the sequence; subsets that do not fit; an outer function without a
+            derivative; or tokens that are not drawn from the generator.
     """
 
     components: tuple[Component, ...] = ()
@@ -164,6 +165,12 @@ class Target(RetrievalTask):
         if self.subsets is not None:
             object.__setattr__(self, "components", self._with_subsets(self.subsets))
             object.__setattr__(self, "subsets", None)
+        first, second = (self.draw(2, torch.Generator().manual_seed(0)) for _ in range(2))
+        if not torch.equal(first, second):
+            raise InfoFlowError(
+                "tokens gives other numbers for the same generator: expected all to be drawn from "
+                "it, as in torch.randn(shape, generator=generator)"
+            )
         for number, component in enumerate(self.components, start=1):
             self._check_component(number, component)
         self._check_outer_output()
@@ -193,7 +200,7 @@ class Target(RetrievalTask):
                 f"tuples of component {number} hold positions {min(listed)} to {max(listed)}: "
                 f"expected 0 to {self.n_tokens - 1}"
             )
-        x = self.draw(4, torch.Generator().manual_seed(0))[:, : component.arity]
+        x = self.draw(n := 16, torch.Generator().manual_seed(0))[:, : component.arity]
         try:
             scores = component.score(x)
             nested = component.score(x[:, None])
@@ -203,13 +210,14 @@ class Target(RetrievalTask):
                 f"{self.d_token}] ({type(error).__name__}: {error}): expected a function to "
                 "scores [...] for any number of leading axes"
             ) from error
-        if not isinstance(scores, Tensor) or scores.shape != (4,) or nested.shape != (4, 1):
+        if not isinstance(scores, Tensor) or scores.shape != (n,) or nested.shape != (n, 1):
             shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise InfoFlowError(
                 f"the score of component {number} gives {shape} for tokens "
-                f"[4, {component.arity}, {self.d_token}]: expected one number a tuple, [4]; reduce "
-                "over the last two axes"
+                f"[{n}, {component.arity}, {self.d_token}]: expected one number a tuple, [{n}]; "
+                "reduce over the last two axes"
             )
+        self._check_values(number, component, x, scores)
         if component.symmetric:
             for order in itertools.islice(itertools.permutations(range(component.arity)), 1, 7):
                 if not torch.allclose(component.score(x[:, list(order)]), scores, atol=1e-4):
@@ -218,7 +226,36 @@ class Target(RetrievalTask):
                         "tokens change places: leave symmetric out"
                     )
 
+    def _check_values(self, number: int, component: Component, x: Tensor, scores: Tensor) -> None:
+        """Whether scores are finite, a tuple's own, and move with its tokens."""
+        alone = torch.cat([component.score(x[[row]]) for row in range(len(x))])
+        if not scores.isfinite().all():
+            raise InfoFlowError(
+                f"the score of component {number} is {float(scores[~scores.isfinite()][0])} for "
+                "tokens as they are drawn: expected finite numbers"
+            )
+        if not torch.allclose(alone, scores, atol=1e-4):
+            raise InfoFlowError(
+                f"the score of component {number} gives a tuple {float(alone[0]):.4g} alone and "
+                f"{float(scores[0]):.4g} among {len(x)}: expected a function of this tuple's "
+                "tokens; take no means over other axes than the last two, and draw nothing"
+            )
+        if not _moves(component.score, x):
+            raise InfoFlowError(
+                f"the score of component {number} has no derivative by its tokens, from which "
+                "active tokens are found: expected a differentiable function; leave out round(), "
+                "detach(), comparisons and the like"
+            )
+
     def _check_outer_output(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        if not _moves(
+            self.outer_function, torch.randn(16, len(self.components), generator=generator)
+        ):
+            raise InfoFlowError(
+                "outer has no derivative by the retrieved values, from which active tokens are "
+                "found: expected a differentiable function"
+            )
         values = self.outer_function(torch.zeros(2, len(self.components)))
         if values.ndim != 2 or len(values) != 2:
             raise InfoFlowError(
@@ -244,3 +281,14 @@ class Target(RetrievalTask):
                 "expected a tensor of that shape"
             )
         return x
+
+
+def _moves(function: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Whether a derivative of it by `x` is not 0 everywhere."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_(True)
+        values = function(x).sum()
+        if not values.requires_grad:
+            return False
+        (gradient,) = torch.autograd.grad(values, x, allow_unused=True)
+    return gradient is not None and bool((gradient != 0).any())

@@ -51,8 +51,8 @@ import typer
 
 from infoflow_lens.commands.common import reported
 from infoflow_lens.experiments.demo import DemoConfig, run_demo
-config = DemoConfig(n_tokens=4, d_model=8, d_mlp=8, epochs=20, n_train=400, n_validation=100,
-                    n_recovery=200, n_influence=20, n_shown=2)
+config = DemoConfig(n_tokens=4, d_model=8, d_mlp=8, half_epochs=4, epochs=16, n_train=400,
+                    n_validation=100, n_recovery=200, n_influence=20, n_shown=2)
 try:
     with reported():
         run_demo(Path(sys.argv[1]), config, progress=False)

@@ -1,6 +1,7 @@
 """Models and inputs that many tests use; every size is a different number."""
 
 import os
+import shutil
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for scripts that tests start, before torch loads
 
@@ -110,3 +111,26 @@ def make_model_without_masks():
 @pytest.fixture
 def token_inputs() -> torch.Tensor:
     return torch.randint(17, (19, 9), generator=torch.Generator().manual_seed(4))
+
+
+def find_chromium():
+    """The browser's path; None lets playwright take its own."""
+    for name in (os.environ.get("CHROMIUM"), "chromium", "chromium-browser", "google-chrome"):
+        if name and shutil.which(name):
+            return shutil.which(name)
+    return None
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """One headless browser for the session."""
+    sync = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
+    with sync.sync_playwright() as playwright:
+        path = find_chromium() or playwright.chromium.executable_path
+        if not os.path.exists(path):
+            pytest.skip("there is no chromium: apt-get install chromium, or set CHROMIUM")
+        running = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield running
+        running.close()

@@ -176,7 +176,7 @@ def test_bad_estimates_are_one_line(arguments, message):
 def test_ctrl_c_is_a_clean_stop(tmp_path):
     arguments = ["demo", "--out", tmp_path, "--quiet"]
     with started("-m", "infoflow_lens.cli", *arguments, folder=tmp_path) as program:
-        program.wait_until((tmp_path / "training" / "training.safetensors").exists)
+        program.wait_until((tmp_path / "training" / "1" / "training.safetensors").exists)
         program.send_signal(signal.SIGINT)
         assert program.wait(300) == 130
         assert program.stderr.startswith("stopped: training stopped after epoch")

@@ -1,7 +1,10 @@
 """Every script in examples/, and all that README and the how-to pages say to run."""
 
+import ast
+import io
 import re
 import shlex
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,26 @@ EXAMPLES = [
 def test_example_runs(path, tmp_path):
     assert printed_by(path, folder=tmp_path)
     assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
+
+
+def code_lines(path):
+    """Lines with code: no comments, documentation strings or empty lines."""
+    tree = ast.parse(path.read_text("utf-8"))
+    said = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
+    read = tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline)
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    coded = {token.start[0] for token in read if token.type not in skipped and token.string}
+    return len(coded - said)
+
+
+@pytest.mark.parametrize(("what", "most"), [("probe", 15), ("target", 15), ("study", 30)])
+def test_one_of_your_own_is_one_short_file(what, most):
+    assert 8 < code_lines(ROOT / "examples" / f"{what}_of_your_own.py") <= most
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "how-to").glob("*.md"))]

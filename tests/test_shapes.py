@@ -20,8 +20,8 @@ with install_import_hook("infoflow_lens", "beartype.beartype"):
 import torch
 run_demo(
     tempfile.mkdtemp(),
-    DemoConfig(n_tokens=6, n_components=3, n_heads=(3, 1), d_model=12, d_mlp=16, epochs=2,
-               n_train=64, n_validation=32, n_recovery=60, n_influence=10, n_shown=2),
+    DemoConfig(n_tokens=6, n_components=3, n_heads=(3, 1), d_model=12, d_mlp=16, half_epochs=1,
+               epochs=2, n_train=64, n_validation=32, n_recovery=60, n_influence=10, n_shown=2),
     progress=False,
 )
 model = build_model(Architecture(n_heads=(2,), d_model=6, d_token=4, n_tokens=5, d_encoder=7))

@@ -6,6 +6,7 @@ made in memory, from files that stand elsewhere and from the public names.
 
 import ast
 import importlib
+import json
 import posixpath
 import re
 import sys
@@ -33,6 +34,9 @@ PAPERS = {
     "SECURITY.md": "development/security.md",
     "benchmarks/README.md": "development/benchmarks.md",
 }
+
+# pictures of a page in whose place the site has the page itself: the first of this notebook
+STILL, FIRST = r"docs/figures/flow(_page)?\.\w+", "first_look"
 
 RUN_TABLE = r"results/\w+(/full)?/table\.md"  # of a study's run
 
@@ -110,7 +114,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         add(f"examples/{path.stem}.md", text, f"examples/{path.name}")
         places["examples"].append({path.stem.replace("_", " "): f"examples/{path.stem}.md"})
     for path in sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")):
-        title, text, pieces = notebooks.as_page(path)
+        title, text, pieces = notebooks.as_page(path, notebooks.live(path))
+        pages = [name for name in pieces if name.endswith(".html")]
+        if path.stem == FIRST and pages:
+            config.extra["live"] = f"notebooks/{pages[0]}"
         add(f"notebooks/{path.stem}.md", text, f"examples/notebooks/{path.name}")
         for name, content in pieces.items():
             add(f"notebooks/{name}", content)
@@ -169,6 +176,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), path))
         if not (ROOT / target).exists() or uri.startswith("reference/"):
             return match[0]
+        if re.fullmatch(STILL, target) and "live" in config.extra:
+            live = posixpath.relpath(config.extra["live"], posixpath.dirname(uri) or ".")
+            return notebooks.frame(live)
         place = _in_site(target)
         if not place.startswith("https://"):
             place = posixpath.relpath(place, posixpath.dirname(uri) or ".")
@@ -212,8 +222,24 @@ def problems(site: Path) -> list[str]:
     return found + [f"the API reference lacks {name}" for name in missing]
 
 
+# Browsers start no worker from a file, but one from memory: so search works on pages from disk.
+SEARCH_WORKER = """if (location.protocol === "file:") {
+  const source = URL.createObjectURL(new Blob([%s], {type: "text/javascript"}));
+  window.Worker = class extends Worker { constructor() { super(source); } };
+}
+"""
+
+
+def write_search_worker(site: Path) -> None:
+    """Write what `extra.polyfills` of mkdocs.yml names: the theme's search, for pages from disk."""
+    (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.min.js")
+    text = SEARCH_WORKER % json.dumps(worker.read_text("utf-8"))
+    (site / "search" / "instead-of-iframe-worker.js").write_text(text, "utf-8")
+
+
 def on_post_build(config: MkDocsConfig) -> None:
     """Refuse a site that asks for a network, or leaves a public name out."""
+    write_search_worker(Path(config.site_dir))
     found = problems(Path(config.site_dir))
     if found:
         raise PluginError("; ".join(found[:10]))

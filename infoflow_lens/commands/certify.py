@@ -22,7 +22,8 @@ def certify(
     column: Annotated[str, typer.Option(help="Column of sequences.")] = "x",
     label: Annotated[str, typer.Option(help="Column of labels.")] = "y",
     n: Annotated[
-        int | None, typer.Option("--n", help="At most so many sequences; 2000 of a large task.")
+        int | None,
+        typer.Option("--n", help="Most sequences that are taken; default, 2000 of a large task."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the certificate to this json file.")

@@ -70,13 +70,15 @@ def check_place(out: Path, what: str, is_ours: Callable[[bytes], bool]) -> None:
 
 
 # Options that several commands have
-Device = Annotated[str, typer.Option(help="Where to run it: cpu, cuda:0, ...")]
-Dtype = Annotated[str | None, typer.Option(help="float32 (default), bfloat16, float16 or float64.")]
-Backend = Annotated[
-    str, typer.Option(help="hooked (TransformerLens 3's HookedTransformer), bridge or auto.")
+Device = Annotated[str, typer.Option(help="Device of the model: cpu, cuda:0, ...")]
+Dtype = Annotated[
+    str | None, typer.Option(help="Number format: float32 (default), bfloat16, float16 or float64.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
-AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
+Backend = Annotated[
+    str, typer.Option(help="How to host it: hooked (TransformerLens 3), bridge or auto.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bars.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @contextmanager

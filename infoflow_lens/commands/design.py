@@ -17,30 +17,35 @@ from infoflow_lens.commands.common import (
 
 def design(
     task: Annotated[
-        str, typer.Argument(help="A task; module:name or file.py:name for one of your own.")
+        str, typer.Argument(help="The task; module:name or file.py:name for one of your own.")
     ],
     tokens: Annotated[
         str | None, typer.Option(help="Tokens in a sequence, T, such as 16,64,256.")
     ] = None,
-    error: Annotated[float, typer.Option(help="Precision eps that parameters are for.")] = 1e-2,
-    max_layers: Annotated[int, typer.Option(help="Most layers.")] = 3,
-    max_heads: Annotated[int, typer.Option(help="Most heads in a layer.")] = 12,
-    parameters: Annotated[float | None, typer.Option(help="Most parameters.")] = None,
+    error: Annotated[float, typer.Option(help="Precision eps that the models must reach.")] = 1e-2,
+    max_layers: Annotated[int, typer.Option(help="Largest number of layers.")] = 3,
+    max_heads: Annotated[int, typer.Option(help="Largest number of heads in a layer.")] = 12,
+    parameters: Annotated[float | None, typer.Option(help="Largest number of parameters.")] = None,
     d_token: Annotated[int | None, typer.Option(help="Dimension of a token, d.")] = None,
-    components: Annotated[int | None, typer.Option(help="Retrieved components, D.")] = None,
+    components: Annotated[
+        int | None, typer.Option(help="Number of retrieved components, D.")
+    ] = None,
     positions: Annotated[
         bool, typer.Option("--positions", help="Models may have a positional encoding.")
     ] = False,
     count: Annotated[
-        str, typer.Option(help="For what is excluded: paper, unordered or proved.")
+        str,
+        typer.Option(help="Count of comparisons by which to exclude: paper, unordered or proved."),
     ] = "paper",
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Train the recommended model and its neighbours (minutes)."),
     ] = False,
-    seeds: Annotated[int, typer.Option(help="With --verify: models of each.")] = 1,
+    seeds: Annotated[
+        int, typer.Option(help="With --verify: models that are trained of each architecture.")
+    ] = 1,
     epochs: Annotated[int, typer.Option(help="With --verify: epochs of training.")] = 24,
-    seed: Annotated[int, typer.Option(help="Seed of task, samples and training.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the task, the samples and the training.")] = 0,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:

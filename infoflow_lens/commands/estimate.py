@@ -28,17 +28,21 @@ def estimate(
     task: Annotated[
         str,
         typer.Argument(
-            help="A task, such as d_retrieval; module:name or file.py:name for one of your own; "
+            help="The task, such as d_retrieval; module:name or file.py:name for one of your own; "
             "'all' with --like: what this configuration can learn."
         ),
     ],
     heads: Annotated[str | None, typer.Option(help="Heads of each layer, such as 4,1.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens in a sequence, T; 64.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence, T; default, 64.")
+    ] = None,
     d_model: Annotated[
         str, typer.Option(help="Width of the residual stream, E, or one for each layer.")
     ] = "32",
     d_token: Annotated[int | None, typer.Option(help="Dimension of a token, d.")] = None,
-    components: Annotated[int | None, typer.Option(help="Retrieved components, D.")] = None,
+    components: Annotated[
+        int | None, typer.Option(help="Number of retrieved components, D.")
+    ] = None,
     positions: Annotated[
         bool, typer.Option("--positions", help="The model has a positional encoding.")
     ] = False,
@@ -60,14 +64,14 @@ def estimate(
     count: Annotated[
         str, typer.Option(help="The target's number of comparisons: paper, unordered or proved.")
     ] = "paper",
-    trees: Annotated[int, typer.Option(help="K in eq (5).")] = 1,
+    trees: Annotated[int, typer.Option(help="Comparison trees of a position, K in eq (5).")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the task and of the check.")] = 0,
     as_json: AsJson = False,
     witness: Annotated[
-        bool, typer.Option("--witness", help="Print what proves the verdict, as JSON.")
+        bool, typer.Option("--witness", help="Print the proof of the verdict, as JSON.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Save what proves the verdict to this file, as JSON.")
+        Path | None, typer.Option(help="Save the proof of the verdict to this file, as JSON.")
     ] = None,
     sweep: Annotated[
         str | None,

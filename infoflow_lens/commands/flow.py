@@ -22,27 +22,30 @@ def flow(
     model: Annotated[
         str, typer.Argument(help="A name such as stdlib-2l or gpt2, owner/name, or a folder.")
     ],
-    texts: Annotated[list[str], typer.Argument(help="What the model reads; one or several.")],
-    out: Annotated[Path, typer.Option(help="The page.")] = Path("flow.html"),
+    texts: Annotated[
+        list[str],
+        typer.Argument(help="The text that the model reads; several are shown one by one."),
+    ],
+    out: Annotated[Path, typer.Option(help="File of the page.")] = Path("flow.html"),
     position: Annotated[
         str,
         typer.Option(
-            help="Of the states whose influence is measured, such as -1 or 4,7; all; auto: all "
+            help="Positions whose influence is measured, such as -1 or 4,7; all; auto: all "
             "where that takes seconds, else the last."
         ),
     ] = "auto",
     influence: Annotated[
-        str, typer.Option(help="auto, exact, estimate, resample, or none to measure nothing.")
+        str, typer.Option(help="How to measure influence: auto, exact, estimate, resample or none.")
     ] = "auto",
     rule: Annotated[
-        str, typer.Option(help="What heads pass on: max_position, top_k, mechanisms.")
+        str, typer.Option(help="Rule by which heads pass on: max_position, top_k or mechanisms.")
     ] = "max_position",
-    k: Annotated[int, typer.Option(help="Of top_k.")] = 3,
+    k: Annotated[int, typer.Option(help="Positions that a head passes on by the rule top_k.")] = 3,
     without: Annotated[
         str | None, typer.Option(help="Key positions that no head passes on, such as 0 for BOS.")
     ] = None,
-    max_length: Annotated[int | None, typer.Option(help="Cut longer texts to so many.")] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    max_length: Annotated[int | None, typer.Option(help="Cut texts to so many tokens.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,
     device: Device = "cpu",
     dtype: Dtype = None,
     backend: Backend = "auto",

@@ -30,7 +30,7 @@ def train_language_model(
         Path,
         typer.Option(help="Folder for the model, checkpoints and numbers.", parser=folder),
     ],
-    device: Annotated[str, typer.Option(help="Where to train it: cpu, cuda:0, ...")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the training: cpu, cuda:0, ...")] = "cpu",
     quiet: Quiet = False,
 ) -> None:
     """Train a small language model on Python's standard library; run again to go on.

@@ -20,14 +20,19 @@ def why(
     model: Annotated[
         str, typer.Argument(help="A name such as stdlib-2l or gpt2, owner/name, or a folder.")
     ],
-    text: Annotated[str, typer.Argument(help="What the model reads.")],
-    layer: Annotated[int, typer.Option(help="Of the head, from 0, or from -1 backwards.")],
-    head: Annotated[int, typer.Option(help="From 0, or from -1 backwards.")],
-    query: Annotated[int, typer.Option(help="Its position, from 0, or from -1 backwards.")] = -1,
+    text: Annotated[str, typer.Argument(help="The text that the model reads.")],
+    layer: Annotated[int, typer.Option(help="Layer of the head, from 0, or from -1 backwards.")],
+    head: Annotated[int, typer.Option(help="The head, from 0, or from -1 backwards.")],
+    query: Annotated[
+        int, typer.Option(help="Position of the query, from 0, or from -1 backwards.")
+    ] = -1,
     keys: Annotated[
-        str | None, typer.Option(help="Two positions, such as 4,2; default, the two best.")
+        str | None,
+        typer.Option(help="Positions of the two keys, such as 4,2; default, the two best."),
     ] = None,
-    rows: Annotated[int, typer.Option(help="The strongest parts that are shown.")] = 8,
+    rows: Annotated[
+        int, typer.Option(help="Number of parts that are shown, the strongest first.")
+    ] = 8,
     device: Device = "cpu",
     dtype: Dtype = None,
     backend: Backend = "auto",

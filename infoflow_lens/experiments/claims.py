@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.names import nearest
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -42,10 +45,14 @@ class Claim:
 
     Attributes:
         text: the claim, with ``{bound}`` in the place of "at most 0.1" and its like.
-        numbers: these, from the rows of a study. A number that is NaN breaks the claim.
+        numbers: these, from the rows of a study, by what each is of; the name is "" where there is
+            one alone. A number that is NaN breaks the claim.
         op: how each is compared with the bound.
         bound: a number; the least and the largest one for "within".
         needed: whether the claim is broken where there is no number at all.
+
+    Raises:
+        InfoFlowError: for another comparison, or a bound that does not fit it.
     """
 
     text: str
@@ -53,6 +60,15 @@ class Claim:
     op: Comparison
     bound: float | tuple[float, float]
     needed: bool = True
+
+    def __post_init__(self) -> None:
+        if self.op not in _WORDS:
+            raise InfoFlowError(f"op is {self.op!r}{nearest(self.op, _WORDS)}")
+        if isinstance(self.bound, tuple) != (self.op == "within"):
+            raise InfoFlowError(
+                f"bound is {self.bound!r} for {self.op!r}: expected a number, or (least, largest) "
+                'for "within"'
+            )
 
     def rule(self) -> str:
         """The claim in words."""
@@ -73,6 +89,11 @@ class Claim:
     def judge(self, results: "pd.DataFrame") -> Verdict:
         """Whether all numbers keep to the bound, and a sentence that says so."""
         numbers = self.numbers(results)
+        if not isinstance(numbers, Mapping):
+            raise InfoFlowError(
+                f"the numbers of the claim {self.text!r} are {numbers!r}: expected a dict, such as "
+                '{"": 0.1}'
+            )
         if not numbers:
             return Verdict(not self.needed, (f"{self.rule()}: no numbers",) * self.needed)
         kept = [self.holds(number) for number in numbers.values()]

@@ -10,6 +10,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from infoflow_lens.agreement import Agreement, SetAgreement, compare
+from infoflow_lens.experiments.stages import StagedResult, Stages, train_in_stages
 from infoflow_lens.foundation.devices import check_device
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -35,12 +36,13 @@ from infoflow_lens.hooks import (
 )
 from infoflow_lens.hooks.influence.base import Threshold
 from infoflow_lens.models.architecture import ActivationName, Architecture
-from infoflow_lens.models.host import VectorTransformer, build_model, save_model
+from infoflow_lens.models.host import VectorTransformer, save_model
+from infoflow_lens.objectives import Data
 from infoflow_lens.report import Report, Stage, render_report
 from infoflow_lens.runs.folder import RunFolder
 from infoflow_lens.tasks import DRetrieval, VectorTask
 from infoflow_lens.theory import propagate
-from infoflow_lens.training import TrainingConfig, TrainingResult, restored, train
+from infoflow_lens.training import TrainingConfig, restored
 
 RANKS = (1, 2)
 STAGES = ("initial", "trained")
@@ -54,6 +56,8 @@ class DemoConfig:
         seed: of the target's directions, the initial weights, the data and their order.
         n_tokens, d_token, n_components: T, d and D of the task.
         n_heads, d_model, d_mlp, act_fn: of the model; see `Architecture`.
+        half_epochs: epochs on sequences of half as many tokens, where steps are cheap, before
+            `epochs` on those of `n_tokens`.
         epochs, batch_size, lr, weight_decay: see `TrainingConfig`.
         n_train, n_validation: sequences to train on and to choose the best epoch on.
         n_recovery: sequences for the recovery maps, a fifth of them held out.
@@ -72,7 +76,8 @@ class DemoConfig:
     d_model: Count = 32
     d_mlp: Index = 64
     act_fn: ActivationName = "relu"
-    epochs: Count = 80
+    half_epochs: Index = 24
+    epochs: Count = 20
     batch_size: Count = 256
     lr: Positive = 8e-3
     weight_decay: NonNegative = 0.0
@@ -89,10 +94,10 @@ class DemoConfig:
                 f"n_shown is {self.n_shown}: expected 1 to n_influence ({self.n_influence})"
             )
 
-    def task(self) -> VectorTask:
-        """The target and its inputs."""
+    def task(self, n_tokens: int | None = None) -> VectorTask:
+        """The target and its inputs, of `n_tokens` or another length."""
         return DRetrieval(
-            n_tokens=self.n_tokens,
+            n_tokens=n_tokens or self.n_tokens,
             d_token=self.d_token,
             n_components=self.n_components,
             # independent directions: no two heads are asked for nearly the same token
@@ -109,6 +114,16 @@ class DemoConfig:
             n_tokens=self.n_tokens,
             d_mlp=self.d_mlp,
             act_fn=self.act_fn,
+        )
+
+    def stages(self) -> Stages:
+        """Training at half the length, then at the full one."""
+        half = self.n_tokens // 2 if self.half_epochs else 0
+        return Stages(
+            lengths=(half,) if half else (),
+            epochs_each=self.half_epochs,
+            epochs=0,
+            last_epochs=self.epochs,
         )
 
     def training(self) -> TrainingConfig:
@@ -129,13 +144,13 @@ class DemoResult(Displayed):
     Attributes:
         summary: the content of ``summary.json``.
         stages: the model at initialisation and trained, for the first `n_shown` inputs.
-        training: the training run.
+        training: the training run, in stages.
         out: the folder with ``summary.json``, ``report.html`` and the trained model.
     """
 
     summary: Mapping[str, Any]
     stages: tuple[Stage, ...] = field(repr=False)
-    training: TrainingResult = field(repr=False)
+    training: StagedResult = field(repr=False)
     out: Path
 
 
@@ -194,17 +209,18 @@ def _agreement_summary(agreement: Agreement) -> dict[str, Any]:
 
 
 def _summary(
-    config: DemoConfig, task: VectorTask, training: TrainingResult, stages: tuple[Stage, ...]
+    config: DemoConfig, task: VectorTask, training: StagedResult, stages: tuple[Stage, ...]
 ) -> dict[str, Any]:
     return {
         "task": {"name": task.name, **task.parameters()},
         "architecture": config.architecture().to_dict(),
-        "training": asdict(config.training()) | {"n_train": config.n_train},
+        "training": asdict(config.training())
+        | {"n_train": config.n_train, "epochs_run": dict(training.epochs)},
         "seed": config.seed,
-        "versions": dict(training.record.versions),
-        "environment": dict(training.record.environment),
-        "nmse": training.nmse,
-        "best_epoch": training.best_epoch,
+        "versions": dict(training.last.record.versions),
+        "environment": dict(training.last.record.environment),
+        "nmse": training.last.nmse,
+        "best_epoch": len(training.history) - training.last.epochs_run + training.last.best_epoch,
         "recovery": {
             f"rank{rank}": {s.name: _recovery_summary(s.recovery, rank) for s in stages}
             for rank in RANKS
@@ -223,7 +239,7 @@ def _mean_error(summary: Mapping[str, Any], rank: int, stage: str) -> float:
 def _report(
     config: DemoConfig,
     summary: Mapping[str, Any],
-    training: TrainingResult,
+    training: StagedResult,
     stages: tuple[Stage, ...],
     active: Tensor,
 ) -> Report:
@@ -235,13 +251,13 @@ def _report(
     }
     headline = (
         f"A two-layer Transformer with {config.n_heads[0]} and {config.n_heads[1]} heads learned "
-        f"{config.n_components}-retrieval to a normalised error of {training.nmse:.2e}. From its "
-        "attention alone, InfoFlow predicts which tokens the CLS state holds. The measured "
-        f"influence of the tokens agrees with AUROC {after.auroc:.3f}; before training it was "
-        f"{before.auroc:.3f}."
+        f"{config.n_components}-retrieval to a normalised error of {training.last.nmse:.2e}. "
+        "From its attention alone, InfoFlow predicts which tokens the CLS state holds. The "
+        f"measured influence of the tokens agrees with AUROC {after.auroc:.3f}; before training it "
+        f"was {before.auroc:.3f}."
     )
     facts = [
-        ("validation NMSE", f"{training.nmse:.2e}"),
+        ("validation NMSE", f"{training.last.nmse:.2e}"),
         ("CLS AUROC, initial → trained", f"{before.auroc:.3f} → {after.auroc:.3f}"),
         (
             "active tokens in the predicted CLS set",
@@ -251,9 +267,9 @@ def _report(
         ("rank-2 recovery error, trained / initial", f"{ratios[2]:.2f}"),
     ]
     record = RunRecord(
-        config={"demo": asdict(config), "checkpoint": training.record.config},
+        config={"demo": asdict(config), "checkpoint": training.last.record.config},
         seed=config.seed,
-        versions=training.record.versions,
+        versions=training.last.record.versions,
         model_fingerprint=stages[-1].recovery.record.model_fingerprint,
         weight_processing=stages[-1].recovery.record.weight_processing,
     )
@@ -306,25 +322,32 @@ def run_demo(
 def _run_demo(out: RunFolder, config: DemoConfig, device: str, progress: bool) -> DemoResult:
     folder = out.path
     task = config.task()
-    training_data = task.dataset("train", config.n_train, seed=config.seed)
-    validation_data = task.dataset("validation", config.n_validation, seed=config.seed)
     n_test = config.n_recovery + config.n_influence
     test = task.dataset("test", n_test, seed=config.seed).with_format("torch")[:]["x"]
     recovery_inputs, inputs = test.split((config.n_recovery, config.n_influence))
     active = task.active_index_set(inputs)
 
-    model = build_model(config.architecture(), seed=config.seed, device=device)
-    training = train(
-        model,
-        training_data,
-        validation_data,
+    def data(n_tokens: int) -> tuple[Data, Data]:
+        here = config.task(n_tokens)
+        return (
+            here.dataset("train", config.n_train, seed=config.seed),
+            here.dataset("validation", config.n_validation, seed=config.seed),
+        )
+
+    training = train_in_stages(
+        config.architecture(),
+        data,
+        config.stages(),
         config.training(),
+        model_seed=config.seed,
+        device=device,
         checkpoint_dir=out.below("training"),
         progress=progress,
     )
+    model = training.model
     moments = {
         "initial": restored(model, training.initial_state),
-        "trained": restored(model, training.best_state),
+        "trained": restored(model, training.last.best_state),
     }
     stages = tuple(
         _stage(name, moments[name], config, recovery_inputs, inputs, active, progress)

@@ -1,7 +1,8 @@
 """Training in stages: short sequences first, then until nothing is gained, then a falling rate."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class Stages:
     Attributes:
         lengths: numbers of tokens before the full one, growing; none for training at once.
         epochs_each: epochs at each of these.
-        epochs: the most epochs at the constant rate.
+        epochs: the most epochs at the constant rate; 0 for none.
         last_epochs: epochs along the cosine.
         patience, improvement: as in `TrainingConfig`, of the constant rate.
 
@@ -62,14 +63,15 @@ class StagedResult:
         last: what the last stage gave, and with it the error.
         initial_state: the weights before the first stage, as `model` takes them.
         epochs: by stage, epochs that were run.
-        history: validation errors of all epochs at the full length.
+        history: a row an epoch of all stages, as in `TrainingResult`, and ``n_tokens``; epochs are
+            counted through.
     """
 
     model: VectorTransformer
     last: TrainingResult
     initial_state: State
     epochs: Mapping[str, int]
-    history: tuple[float, ...]
+    history: tuple[Mapping[str, float | int], ...]
 
 
 def train_in_stages(
@@ -80,6 +82,8 @@ def train_in_stages(
     *,
     model_seed: int,
     device: str = "cpu",
+    checkpoint_dir: Path | None = None,
+    progress: bool = False,
 ) -> StagedResult:
     """Train one model through all stages.
 
@@ -91,6 +95,9 @@ def train_in_stages(
             those of the stages, and no stage ends at an error (`stop_below`).
         model_seed: of the weights.
         device: where to train.
+        checkpoint_dir: folder for a checkpoint of each stage, from which the same call goes on;
+            None keeps the run in memory.
+        progress: show a bar for each stage.
 
     Raises:
         InfoFlowError: for lengths that reach the full one, or positions that shorter ones lack.
@@ -114,16 +121,16 @@ def train_in_stages(
     initial: State = {}
     model: VectorTransformer | None = None
     epochs: dict[str, int] = {}
-    errors: list[float] = []
+    history: list[Mapping[str, float | int]] = []
     full = architecture.n_tokens
-    plan: Sequence[tuple[str, int, TrainingConfig]] = [
-        *(
-            (f"T = {n}", n, replace(config, epochs=stages.epochs_each, lr_end=config.lr))
-            for n in stages.lengths
-        ),
-        ("constant", full, replace(config, epochs=stages.epochs, **constant)),
-        ("cosine", full, replace(config, epochs=stages.last_epochs, lr_end=0.0, patience=None)),
+    plan = [
+        (f"T = {n}", n, replace(config, epochs=stages.epochs_each, lr_end=config.lr))
+        for n in stages.lengths
     ]
+    if stages.epochs:
+        plan += [("constant", full, replace(config, epochs=stages.epochs, **constant))]
+    cosine = replace(config, epochs=stages.last_epochs, lr_end=0.0, patience=None)
+    plan += [("cosine", full, cosine)]
     for index, (name, length, settings) in enumerate(plan):
         model = _of_length(architecture, length, model, model_seed, device)
         if not index:
@@ -134,16 +141,16 @@ def train_in_stages(
             seed=derived_seed("stage", config.seed, name),
             warmup_steps=config.warmup_steps if not index else 0,
         )
-        training = train(model, *data(length), settings, progress=False)
-        epochs[name] = training.epochs_run
-        if length == full:
-            errors += [float(row[_SCORE]) for row in training.history]
+        folder = checkpoint_dir / str(index + 1) if checkpoint_dir else None
+        training = train(model, *data(length), settings, checkpoint_dir=folder, progress=progress)
+        epochs[name], before = training.epochs_run, len(history)
+        history += [
+            {**row, "epoch": before + int(row["epoch"]), "n_tokens": length}
+            for row in training.history
+        ]
     assert model is not None
     # masks are of the full length, weights of the beginning
-    return StagedResult(model, training, {**model.state_dict(), **initial}, epochs, tuple(errors))
-
-
-_SCORE = "validation_nmse"
+    return StagedResult(model, training, {**model.state_dict(), **initial}, epochs, tuple(history))
 
 
 def _of_length(

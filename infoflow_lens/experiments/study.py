@@ -11,6 +11,7 @@ from torch import Tensor
 
 from infoflow_lens.experiments.claims import Claim, Verdict, judged
 from infoflow_lens.experiments.memory import run_bytes
+from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.architecture import Architecture
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 Settings: TypeAlias = Mapping[str, Any]
 Row: TypeAlias = dict[str, float | int | str | None]
 Pair: TypeAlias = tuple[Tensor, Tensor]  # sequences and targets
+
+ABOUT = ("run", "status", "seed")  # columns that every row of a study has
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class Study(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]
-    source: ClassVar[str]
+    source: ClassVar[str] = "A study of one's own"
     acceptance: ClassVar[str] = ""
     statement: ClassVar[Statement | None] = None
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
@@ -116,13 +119,36 @@ class Study(ABC):
         """Bytes that a run takes at its peak, about; 0 where that is not known."""
         return 0
 
-    @abstractmethod
     def table(self, results: "pd.DataFrame") -> str:
-        """Our numbers beside the published ones, in Markdown, with seeds and spread."""
+        """Our numbers beside the published ones, in Markdown, with seeds and spread.
 
-    @abstractmethod
+        By default each measured number by the settings that differ.
+        """
+        settings, measured = self._columns(results)
+        groups: Any = results.groupby(settings, sort=False)
+        rows = [[*key, *(spread(rows[name]) for name in measured)] for key, rows in groups]
+        return markdown_table([*settings, *measured], rows)
+
     def figure(self, results: "pd.DataFrame") -> "Figure":
-        """The effect at a glance."""
+        """The effect at a glance; by default a panel for each measured number."""
+        from matplotlib.figure import Figure
+
+        settings, measured = self._columns(results)
+        figure = Figure(figsize=(3.6 * len(measured), 3), layout="constrained")
+        labels = results[settings].astype(str).agg(", ".join, axis=1)
+        for axes, name in zip(figure.subplots(1, len(measured), squeeze=False)[0], measured):
+            axes.plot(labels, results[name], "o", alpha=0.6)
+            axes.set_xlabel(", ".join(settings))
+            axes.set_ylabel(name)
+        return figure
+
+    def _columns(self, results: "pd.DataFrame") -> tuple[list[str], list[str]]:
+        """The settings that differ between runs, or all, and the measured numbers."""
+        known = {name for preset in self.presets for case in self.cases(preset) for name in case}
+        settings = [name for name in results if name in known]
+        differing = [name for name in settings if results[name].nunique() > 1]
+        others = results.drop(columns=[*settings, *ABOUT], errors="ignore")
+        return differing or settings, list(others.select_dtypes("number"))
 
     def claims(self) -> Sequence[Claim]:
         """The rule: what must hold of the rows for the effect to be seen."""

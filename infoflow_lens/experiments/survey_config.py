@@ -26,15 +26,17 @@ class SurveyConfig:
         "A text file, or rows with a column of texts (json, jsonl, csv, parquet, a saved dataset, "
         "name[:config]:split on the hub); texts are joined and cut into windows.",
     ]
-    column: Annotated[str | None, "Column of texts; default, the one that is known."] = None
+    column: Annotated[str | None, "Column of texts; default, found by its name."] = None
     n: Annotated[
         int,
         Ge(FEWEST),
         Remedy("of which half choose the mechanisms"),
-        "Windows, spread evenly over the text; half of them choose mechanisms.",
+        "Number of windows, spread evenly over the text; half of them choose mechanisms.",
     ] = 64
     window: Annotated[int, Ge(3), "Tokens of a window."] = 64
-    threshold: Annotated[NonNegative, "Damage up to which an ideal is enough, in nats."] = 0.05
+    threshold: Annotated[
+        NonNegative, "Largest damage, in nats, with which an ideal counts as enough."
+    ] = 0.05
     batch_size: Annotated[Count, "Windows in a pass."] = 8
     n_shown: Annotated[Count, "Windows that the report shows."] = 6
     seed: DrawingSeed = 0

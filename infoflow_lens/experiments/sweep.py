@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import matplotlib
 
 from infoflow_lens.experiments.claims import Verdict
 from infoflow_lens.experiments.memory import check_memory
-from infoflow_lens.experiments.study import Row, Settings, Study
+from infoflow_lens.experiments.study import ABOUT, Row, Settings, Study
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import (
@@ -76,7 +78,7 @@ class StudyResult(Displayed):
 
 def run_study(
     study: Study,
-    out: Path,
+    out: str | os.PathLike[str],
     *,
     preset: str = "quick",
     seeds: int | None = None,
@@ -107,10 +109,10 @@ def run_study(
         again: the command that goes on, as messages name it; default, this call.
 
     Raises:
-        InfoFlowError: for bad settings, without the packages that several processes (extra
-            ``studies``) or a scheduler (``cluster``) need, runs that do not fit in memory, a
-            folder with results of another study or preset, or one that holds results where
-            `resume` was not asked for.
+        InfoFlowError: for bad settings, cases or rows, without the packages that several
+            processes (extra ``studies``) or a scheduler (``cluster``) need, runs that do not fit
+            in memory, a folder with results of another study or preset, or one that holds results
+            where `resume` was not asked for.
         InfoFlowError: if the scheduler or a worker is gone, or the disk is full; finished runs are
             kept.
         KeyboardInterrupt: when it is stopped, with what to do to go on.
@@ -121,7 +123,7 @@ def run_study(
     if not 1 <= n_seeds <= _MOST_SEEDS:
         raise InfoFlowError(f"seeds is {n_seeds}: expected 1 to {_MOST_SEEDS}")
     check_workers(jobs, scheduler, "a study")
-    cases = study.cases(preset)
+    out, cases = Path(out), checked_cases(study, preset)
     runs = [
         Run(index, settings, seed)
         for index, (settings, seed) in enumerate(
@@ -284,7 +286,69 @@ def measure_run(task: tuple[Study, Run, str]) -> tuple[Run, list[Row]]:
         rows, status = [{}], "diverged"
     about: Row = {"run": run.index, "status": status, "seed": run.seed}
     shown = {key: plain_cell(value) for key, value in run.settings.items()}
-    return run, [{**about, **shown, **row} for row in rows]
+    return run, [{**about, **shown, **row} for row in checked_rows(study, rows)]
+
+
+def checked_cases(study: Study, preset: str) -> Sequence[Settings]:
+    """The configurations of a preset.
+
+    Raises:
+        InfoFlowError: if there are none, one stands there twice, or one is no dict that JSON has;
+            or if the study has no name or title.
+    """
+    for attribute in ("name", "title"):
+        if not getattr(study, attribute, ""):
+            raise InfoFlowError(
+                f"{type(study).__name__} has no {attribute}: expected a text, such as "
+                f'{attribute} = "..." in its class'
+            )
+    cases = study.cases(preset)
+    whose = f"cases({preset!r}) of {study.name}"
+    if isinstance(cases, (str, Mapping)) or not isinstance(cases, Sequence) or not cases:
+        raise InfoFlowError(f"{whose} gives {cases!r}: expected a list of dicts, one at least")
+    known: set[str] = set()
+    for case in cases:
+        try:
+            text = json.dumps(dict(case), sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise InfoFlowError(
+                f"{whose} gives {case!r}: expected a dict of plain numbers, texts and lists "
+                f"({error})"
+            ) from error
+        if text in known:
+            raise InfoFlowError(f"{whose} gives {case!r} twice: expected each once")
+        known.add(text)
+    return cases
+
+
+def checked_rows(study: Study, rows: Any) -> list[Row]:
+    """What `measure` gives, with plain numbers.
+
+    Raises:
+        InfoFlowError: if it is no list of dicts of numbers, or one names what every row has.
+    """
+    whose = f"measure() of {study.name}"
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise InfoFlowError(
+            f"{whose} gives {rows!r:.100}: expected a list with a dict for each row, such as "
+            '[{"nmse": 0.1}]'
+        )
+    plain: list[Row] = []
+    for row in rows:
+        taken = sorted(set(row) & set(ABOUT))
+        if taken:
+            raise InfoFlowError(
+                f"{whose} gives {', '.join(taken)}, which every row has from its run: expected "
+                "other names"
+            )
+        values = {n: v.item() if getattr(v, "ndim", 1) == 0 else v for n, v in row.items()}
+        for name, value in values.items():
+            if not isinstance(value, (Real, str, type(None))):
+                raise InfoFlowError(
+                    f"{whose} gives {value!r:.100} for {name!r}: expected a number or a text"
+                )
+        plain.append(values)
+    return plain
 
 
 def plain_cell(value: Any) -> Any:

@@ -199,7 +199,7 @@ def flow(
         mechanisms=mechanisms,
         notes=(),
         record=replace(chosen.record, config=config, seed=seed),
-        title=f"Information flow in {loaded.description.split(':')[0]}",
+        title=f"Information flow in {_named(loaded)}",
         rules=rules,
     )
     notes = [*unknown, *_notes(made, loaded, without), *same_everywhere(measure, rows)]
@@ -233,6 +233,10 @@ def _elsewhere(found: InfluenceResult | None) -> Iterator[str]:
             "influence on other positions is an estimate, with a relative error below "
             f"{max(found.relative_error):.0%}: position='all' with influence='exact' is none"
         )
+
+
+def _named(loaded: LoadedModel) -> str:
+    return "a model " * (loaded.source == "memory") + loaded.description.split(":")[0]
 
 
 def _notes(made: Flow, loaded: LoadedModel, without: Sequence[int]) -> tuple[str, ...]:

@@ -27,11 +27,12 @@ InfluenceKind = Literal["auto", "exact", "estimate", "resample"]
 Metric = Literal["nmse", "kl", "loss"]
 
 # Options that other settings share
-DrawingSeed = Annotated[Seed, "Seed of all that is drawn."]
-Device = Annotated[str, "Where to run it: cpu, cuda:0, ..."]
-Dtype = Annotated[str | None, "float32 (default), bfloat16, float16 or float64."]
+DrawingSeed = Annotated[Seed, "Seed of all random draws."]
+Device = Annotated[str, "Device of the model: cpu, cuda:0, ..."]
+Dtype = Annotated[str | None, "Number format: float32 (default), bfloat16, float16 or float64."]
 Backend = Annotated[
-    Literal["auto", "hooked", "bridge"], "HookedTransformer, TransformerBridge, or what fits."
+    Literal["auto", "hooked", "bridge"],
+    "How to host it: HookedTransformer, TransformerBridge, or what fits.",
 ]
 
 
@@ -51,36 +52,41 @@ class ProbingConfig:
     data: Annotated[
         str,
         "A file (txt, json, jsonl, csv, parquet, pt, npy, safetensors), a saved dataset, "
-        "'repeated' (random tokens twice), a task, or name[:config]:split on the hub.",
+        "'repeated' (random tokens, repeated once), a task, or name[:config]:split on the hub.",
     ]
     probes: Annotated[
         Annotated[tuple[str, ...], MinLen(1), Distinct()] | None,
         Remedy("names such as ('positions',)"),
         "Names with commas, such as positions,recovery; default, all that the model can give.",
     ] = None
-    column: Annotated[str | None, "Column of texts or ids; default, the one that is known."] = None
-    n: Annotated[Count | None, "At most so many sequences."] = None
+    column: Annotated[str | None, "Column of texts or ids; default, found by its name."] = None
+    n: Annotated[Count | None, "Largest number of sequences."] = None
     max_length: Annotated[Count | None, "Cut sequences to so many tokens."] = None
     window: Annotated[
         Count | None,
-        "Join all texts, and cut them into sequences of so many tokens; cut ids to it.",
+        "Join all texts and cut them into sequences of so many tokens; cut ids to that length.",
     ] = None
     ranks: Annotated[Ranks, "Ranks of attended keys."] = (1, 2, 3, 4)
-    without: Annotated[Positions, "Positions left out as keys, such as 0 for BOS."] = ()
+    without: Annotated[Positions, "Positions to leave out as keys, such as 0 for BOS."] = ()
     influence: Annotated[
         InfluenceKind,
-        "Exact Jacobians, an estimate of them, or resample ablation; auto: exact where affordable.",
+        "Exact Jacobians, an estimate of them, or resample ablation; auto: exact where cheap.",
     ] = "auto"
-    n_detail: Annotated[Count, "Sequences for influence and mechanisms, the first ones."] = 32
+    n_detail: Annotated[
+        Count, "How many sequences, from the first, to measure influence and mechanisms on."
+    ] = 32
     sketch: Annotated[
-        Index | None, "Random directions of recovery's targets; 0 for exact; default by width."
+        Index | None,
+        "Random directions that stand for recovery's targets; 0: exact; default by width.",
     ] = None
-    metric: Annotated[Metric | None, "Of the mechanisms' damage; default by the output."] = None
-    threshold: Annotated[NonNegative, "Damage up to which an ideal is enough."] = 0.05
+    metric: Annotated[Metric | None, "Unit of the mechanisms' damage; default by the output."] = (
+        None
+    )
+    threshold: Annotated[NonNegative, "Largest damage with which an ideal counts as enough."] = 0.05
     batch_size: Annotated[Count, "Sequences in a pass."] = 8
     shard: Annotated[
         Count,
-        "Sequences that are measured together and kept as one; numbers are put together by shards.",
+        "Sequences that are measured and kept together; results are sums over such shards.",
     ] = 512
     n_shown: Annotated[Count, "Sequences that the report shows."] = 6
     seed: DrawingSeed = 0

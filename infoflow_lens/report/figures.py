@@ -42,15 +42,21 @@ def recovery(results: Mapping[str, RecoveryResult], layer: int = 0) -> Figure:
 
 
 def training_curve(history: Sequence[Mapping[str, float | int]]) -> Figure:
-    """Validation NMSE over epochs."""
+    """Validation NMSE over epochs, a line for each length of sequences (``n_tokens``)."""
     figure = Figure(figsize=(6.5, 2.7), layout="constrained")
     figure.suptitle("Validation error while training", fontsize=11)
     axes = figure.add_subplot()
-    axes.plot(
-        [row["epoch"] for row in history],
-        [row["validation_nmse"] for row in history],
-        color=STAGE_COLOURS["trained"],
-    )
+    lengths = list(dict.fromkeys(int(row["n_tokens"]) for row in history))
+    for n_tokens in lengths:
+        stage = "trained" if n_tokens == lengths[-1] else "initial"
+        rows = [row for row in history if row["n_tokens"] == n_tokens]
+        axes.plot(
+            [row["epoch"] for row in rows],
+            [row["validation_nmse"] for row in rows],
+            color=STAGE_COLOURS[stage],
+            label=f"{n_tokens} tokens",
+        )
+    axes.legend(frameon=False, fontsize=8)
     axes.set_yscale("log")
     axes.set_xlabel("epoch")
     axes.set_ylabel("validation NMSE")

@@ -54,7 +54,7 @@ class Report:
         facts: short statements under it, as (label, value).
         stages: the model at different moments, in the order of time.
         active: the target's active index sets of the shown inputs [shown, source].
-        history: the training history, as in `TrainingResult`.
+        history: the training history, as in `StagedResult`.
         record: of the run.
     """
 

@@ -75,7 +75,7 @@ def describe(document: Document) -> str:
     kind = document["kind"]
     if kind == "pigeonhole":
         return (
-            f"whatever their scores, {document['n_heads'][0]} heads of one layer leave out one of "
+            f"whatever their scores, {_heads(document['n_heads'][0])} out one of "
             f"{len(document['places'])} places; the witness has a pair of inputs for each of them, "
             "with different values and the same answer"
         )
@@ -235,3 +235,7 @@ def _assembled(
         "pigeonhole", shape, samples, places=list(range(n_places)),
         options=torch.stack(options), contexts=torch.stack(contexts),
     )  # fmt: skip
+
+
+def _heads(n: int) -> str:
+    return f"{n} heads of one layer leave" if n > 1 else "one head of one layer leaves"

@@ -1,5 +1,6 @@
 """Pages of the site that are made from other files, and what the site is refused for."""
 
+import posixpath
 import re
 import sys
 from pathlib import Path
@@ -88,11 +89,128 @@ def test_a_notebook_becomes_a_page_with_its_pictures_beside_it(tmp_path):
     ]
     path = tmp_path / "a-look.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
-    title, text, pieces = notebooks.as_page(path)
+    title, text, pieces = notebooks.as_page(path, nbformat.read(path, as_version=4))
     assert title == "A look"
     assert text.index("```python\nflow") < text.index("said") < text.index("Flow()")
     assert set(pieces) == {"a-look.ipynb", "a-look-1-1.html", "a-look-1-2.png"}
     assert all(name in text for name in pieces)
+
+
+def notebook(*outputs, source="run()"):
+    cell = nbformat.v4.new_code_cell(source, outputs=list(outputs))
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# A look"), cell])
+
+
+def said(text, name="stdout"):
+    return nbformat.v4.new_output("stream", name=name, text=text)
+
+
+def shown(**data):
+    names = {"png": "image/png", "html": "text/html", "plain": "text/plain"}
+    data = {names[name]: value for name, value in data.items()}
+    return nbformat.v4.new_output("display_data", data)
+
+
+INTERACTIVE = "<script>1</script>"
+
+
+@pytest.mark.parametrize(
+    ("committed", "ran", "differ"),
+    [
+        (said("loss 0.50 of 9\n"), said("loss 0.51 of 9\n"), False),
+        (said("loss 0.50 of 9\n"), said("loss 0.60 of 9\n"), True),
+        (said("loss 0.50\n"), said("error 0.50\n"), True),
+        (said("1e-3 left\n"), said("2e-3 left\n"), False),
+        (said("120 left\n"), said("130 left\n"), True),
+        (shown(html="<b>2</b>", plain="at 0x1"), shown(html="<i>2</i>", plain="at 0x7"), False),
+        (shown(html="<b>2</b>"), shown(html="<b>3</b>"), True),
+        (shown(png="AAAA"), shown(png="BBBB"), False),
+        (shown(png="AAAA"), shown(html=INTERACTIVE), False),
+        (shown(plain="Flow()"), shown(html=INTERACTIVE), True),
+    ],
+)
+def test_committed_output_must_say_what_a_run_says(committed, ran, differ):
+    assert bool(notebooks.differences(notebook(committed), notebook(ran))) == differ
+
+
+def test_output_that_is_missing_or_new_is_a_difference_but_no_warnings():
+    assert notebooks.differences(notebook(), notebook(said("1\n")))
+    assert notebooks.differences(notebook(said("1\n")), notebook())
+    assert not notebooks.differences(notebook(), notebook(said("careful", name="stderr")))
+
+
+def test_a_run_is_shown_while_its_cells_are_those_of_the_notebook(tmp_path, monkeypatch):
+    monkeypatch.setattr(notebooks, "RUN", tmp_path / "ran")
+    monkeypatch.setattr(notebooks, "run", lambda source, out: "run anew")
+    (tmp_path / "ran").mkdir()
+    nbformat.write(notebook(said("1\n")), tmp_path / "ran" / "a.ipynb")
+    nbformat.write(notebook(), tmp_path / "a.ipynb")
+    assert notebooks.live(tmp_path / "a.ipynb").cells[1].outputs[0].text == "1\n"
+    nbformat.write(notebook(source="run(2)"), tmp_path / "a.ipynb")
+    assert notebooks.live(tmp_path / "a.ipynb") == "run anew"
+
+
+SOURCES = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_a_committed_notebook_is_small_whole_and_opens_in_colab(path):
+    assert path.stat().st_size < 120_000
+    committed = nbformat.read(path, as_version=4)
+    outputs = [output for cell in committed.cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert not any(notebooks.is_interactive(output) for output in outputs)
+    place = f"{site_pages.HOME}/blob/main/examples/notebooks/{path.name}"
+    badge = f"research.google.com/{place.removeprefix('https://').replace('github.com', 'github')}"
+    assert badge in committed.cells[0].source
+    assert f"git+{site_pages.HOME}" in committed.cells[1].source
+
+
+def test_a_badge_is_words_on_the_site_and_cells_that_install_are_left_out(tmp_path):
+    made = notebook(said("1\n"))
+    made.cells[0].source += "\n\n[![Open](https://a.org/b.svg)](https://a.org/c)\n\nText"
+    made.cells.insert(1, nbformat.v4.new_code_cell("%pip", metadata={"tags": ["setup"]}))
+    nbformat.write(made, tmp_path / "a.ipynb")
+    _, text, _ = notebooks.as_page(tmp_path / "a.ipynb", made)
+    assert "[Open](https://a.org/c)" in text
+    assert "svg" not in text
+    assert "%pip" not in text
+
+
+@pytest.mark.parametrize(
+    ("link", "uri", "origin"),
+    [
+        ("docs/figures/flow.webp", "index.md", "README.md"),
+        ("../figures/flow_page.png", "tutorials/index.md", None),
+    ],
+)
+def test_a_picture_of_the_page_becomes_the_page(link, uri, origin):
+    live = {"live": "notebooks/first_look-2-0.html"}
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=uri))
+    config = SimpleNamespace(extra={"origins": {uri: origin} if origin else {}, **live})
+    text = site_pages.on_page_markdown(f"![A picture]({link})", page, config, None)
+    (place,) = re.findall(r'^<iframe class="flow" src="([^"]+)"', text)
+    folder = posixpath.dirname(uri)
+    assert posixpath.normpath(posixpath.join(folder, place)) == live["live"]
+
+
+def test_search_works_on_a_page_from_disk(tmp_path, browser):
+    """The theme's worker, which a browser would refuse to start from a file."""
+    workers = tmp_path / "assets" / "javascripts" / "workers"
+    workers.mkdir(parents=True)
+    (tmp_path / "search").mkdir()
+    (workers / "search.1.min.js").write_text('onmessage = e => postMessage("found " + e.data);')
+    site_pages.write_search_worker(tmp_path)
+    (tmp_path / "page.html").write_text(
+        '<script src="search/instead-of-iframe-worker.js"></script><script>'
+        'const worker = new Worker("assets/javascripts/workers/search.1.min.js");'
+        "worker.onmessage = e => { document.title = e.data; };"
+        'worker.postMessage("it");</script>'
+    )
+    page = browser.new_page()
+    page.goto((tmp_path / "page.html").as_uri())
+    page.wait_for_function("document.title == 'found it'", timeout=10_000)
+    page.close()
 
 
 @pytest.mark.parametrize(

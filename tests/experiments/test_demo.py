@@ -15,6 +15,7 @@ SMALL = {
     "n_heads": (3, 1),
     "d_model": 12,
     "d_mlp": 16,
+    "half_epochs": 2,
     "epochs": 3,
     "n_train": 256,
     "n_validation": 64,
@@ -44,7 +45,7 @@ def test_the_summary_has_every_number(demo):
     assert summary["architecture"]["n_heads"] == [3, 1]
     assert summary["seed"] == 2
     assert summary["versions"]["torch"] == torch.__version__
-    assert summary["nmse"] == demo.training.nmse
+    assert summary["nmse"] == demo.training.last.nmse
     for rank in ("rank1", "rank2"):
         for stage in ("initial", "trained"):
             heads = summary["recovery"][rank][stage]
@@ -60,11 +61,17 @@ def test_the_summary_has_every_number(demo):
         assert 0 <= summary["coverage"][stage] <= 1
 
 
+def test_it_trains_at_half_the_length_first(demo):
+    assert [row["n_tokens"] for row in demo.training.history] == [3, 3, 6, 6, 6]
+    assert DemoConfig(half_epochs=0).stages().lengths == ()
+    assert DemoConfig(n_tokens=1, n_components=1).stages().lengths == ()
+
+
 def test_the_trained_model_is_kept(demo):
     model = load_model(demo.out / "model")
     config = DemoConfig(seed=2, **SMALL)
     data = config.task().dataset("validation", 64, seed=2)
-    assert evaluate(model, data) == pytest.approx(demo.training.nmse, rel=1e-5)
+    assert evaluate(model, data) == pytest.approx(demo.training.last.nmse, rel=1e-5)
 
 
 def test_the_same_seed_gives_the_same_files_whatever_the_threads(demo, tmp_path):

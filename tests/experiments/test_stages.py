@@ -17,14 +17,17 @@ def data(n_tokens):
     return task.sample(256, 0), task.sample(100, 1)
 
 
-def run(stages, architecture=ARCHITECTURE, config=CONFIG):
-    return train_in_stages(architecture, data, stages, config, model_seed=3)
+def run(stages, architecture=ARCHITECTURE, config=CONFIG, of=data, checkpoint_dir=None):
+    return train_in_stages(
+        architecture, of, stages, config, model_seed=3, checkpoint_dir=checkpoint_dir
+    )
 
 
 def test_every_stage_goes_on_from_the_one_before():
     result = run(Stages((3, 4), epochs_each=1, epochs=2, last_epochs=1))
     assert result.epochs == {"T = 3": 1, "T = 4": 1, "constant": 2, "cosine": 1}
-    assert len(result.history) == 3  # those at the full length
+    assert [row["n_tokens"] for row in result.history] == [3, 4, 6, 6, 6]
+    assert [row["epoch"] for row in result.history] == [1, 2, 3, 4, 5]
     assert result.model.architecture == ARCHITECTURE
     untrained = build_model(ARCHITECTURE, seed=3)
     for name, parameter in untrained.named_parameters():
@@ -39,6 +42,28 @@ def test_the_constant_rate_ends_when_nothing_is_gained():
     result = run(stages)
     assert result.epochs["constant"] < 12
     assert run(Stages(epochs=12, last_epochs=1, patience=12)).epochs["constant"] == 12
+
+
+def test_without_epochs_at_the_constant_rate_there_is_no_such_stage():
+    result = run(Stages((3,), epochs_each=1, epochs=0, last_epochs=1))
+    assert result.epochs == {"T = 3": 1, "cosine": 1}
+
+
+def test_a_run_goes_on_from_the_stages_that_it_has(tmp_path):
+    stages = Stages((3,), epochs_each=2, epochs=0, last_epochs=2)
+
+    def until_the_full_length(n_tokens):
+        if n_tokens == 6:
+            raise KeyboardInterrupt
+        return data(n_tokens)
+
+    kept = tmp_path / "1" / "training.safetensors"
+    with pytest.raises(KeyboardInterrupt):
+        run(stages, of=until_the_full_length, checkpoint_dir=tmp_path)
+    written = kept.stat().st_mtime_ns
+    result = run(stages, checkpoint_dir=tmp_path)
+    assert kept.stat().st_mtime_ns == written
+    assert result.history == run(stages).history
 
 
 def test_no_stage_ends_at_an_error():

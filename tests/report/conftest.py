@@ -1,31 +1,6 @@
-"""One headless browser for the session, and pages that must need nothing from outside."""
-
-import os
-import shutil
+"""Pages that must need nothing from outside."""
 
 import pytest
-
-
-def find_chromium():
-    """The browser's path; None lets playwright take its own."""
-    for name in (os.environ.get("CHROMIUM"), "chromium", "chromium-browser", "google-chrome"):
-        if name and shutil.which(name):
-            return shutil.which(name)
-    return None
-
-
-@pytest.fixture(scope="session")
-def browser():
-    sync = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
-    )
-    with sync.sync_playwright() as playwright:
-        path = find_chromium() or playwright.chromium.executable_path
-        if not os.path.exists(path):
-            pytest.skip("there is no chromium: apt-get install chromium, or set CHROMIUM")
-        running = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield running
-        running.close()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from infoflow_lens.experiments.demo import DemoConfig, run_demo
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     config = DemoConfig(
-        n_tokens=6, d_model=8, d_mlp=8, epochs=2, n_train=128, n_validation=64,
+        n_tokens=6, d_model=8, d_mlp=8, half_epochs=1, epochs=2, n_train=128, n_validation=64,
         n_recovery=60, n_influence=20, n_shown=3,
     )  # fmt: skip
     return run_demo(tmp_path_factory.mktemp("report"), config, progress=False)

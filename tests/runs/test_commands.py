@@ -80,8 +80,8 @@ def model(tmp_path_factory):
 @pytest.fixture
 def small(monkeypatch):
     """Sizes at which training takes a moment."""
-    sizes = {"n_tokens": 4, "d_model": 8, "d_mlp": 8, "epochs": 1, "n_train": 40, "n_shown": 2,
-             "n_validation": 10, "n_recovery": 20, "n_influence": 4}  # fmt: skip
+    sizes = {"n_tokens": 4, "d_model": 8, "d_mlp": 8, "half_epochs": 1, "epochs": 1, "n_train": 40,
+             "n_shown": 2, "n_validation": 10, "n_recovery": 20, "n_influence": 4}  # fmt: skip
     monkeypatch.setattr(training, "read_corpus", lambda: CORPUS)
     usual = demo.DemoConfig
     monkeypatch.setattr(demo, "DemoConfig", lambda seed=0: usual(seed=seed, **sizes))

@@ -174,6 +174,9 @@ def test_the_command_line_takes_module_and_name(tmp_path, monkeypatch):
             load_task(name)
 
 
+ONE = Component(1, first)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -182,6 +185,13 @@ def test_the_command_line_takes_module_and_name(tmp_path, monkeypatch):
         ({"components": (Component(9, first),)}, "asks for 9 tokens of 4"),
         ({"components": (Component(1, lambda x: x),)}, "expected one number a tuple"),
         ({"components": (Component(1, lambda x: x.nope),)}, "the score of component 1 fails"),
+        ({"components": (Component(1, lambda x: first(x) - first(x).mean()),)}, "alone and"),
+        ({"components": (Component(1, lambda x: first(x) + torch.rand(())),)}, "draw nothing"),
+        ({"components": (Component(1, lambda x: first(x).log()),)}, "is nan for tokens"),
+        ({"components": (Component(1, lambda x: first(x).round()),)}, "has no derivative"),
+        ({"components": (Component(1, lambda x: first(x).detach()),)}, "has no derivative"),
+        ({"components": (ONE,), "outer": lambda z: (z > 0).float()}, "outer has no derivative"),
+        ({"components": (ONE,), "tokens": lambda s, g: torch.randn(s)}, "drawn from it"),
         (
             {"components": (Component(2, lambda x: x[..., 0, 0], symmetric=True),)},
             "says symmetric=True",

@@ -28,26 +28,26 @@ class LanguageModelConfig:
         InfoFlowError: for values that make no sense, naming them.
     """
 
-    n_layers: Annotated[Count, "Blocks."] = 2
+    n_layers: Annotated[Count, "Number of blocks."] = 2
     d_model: Annotated[Count, "Width of the residual stream."] = 128
     n_heads: Annotated[Count, "Attention heads of a block; they divide the width."] = 8
-    attention_only: Annotated[bool, "Whether the blocks have no MLP."] = True
-    n_context: Annotated[int, Ge(8), "Tokens of a sequence, with the first, <|endoftext|>."] = 128
+    attention_only: Annotated[bool, "Leave out the MLPs."] = True
+    n_context: Annotated[int, Ge(8), "Tokens of a sequence, <|endoftext|> included."] = 128
     vocabulary: Annotated[int, Interval(ge=257, le=2**15), "Entries of the tokenizer."] = 1024
-    n_steps: Annotated[Count, "Steps of AdamW."] = 8000
+    n_steps: Annotated[Count, "Number of training steps."] = 8000
     batch_size: Annotated[Count, "Sequences of a step."] = 32
     lr: Annotated[Positive, "Peak learning rate."] = 2e-3
     warmup_steps: Annotated[Index, "Steps in which the learning rate rises linearly from 0."] = 200
-    decay: Annotated[Share, "Share of the steps, the last ones, in which it falls to 0."] = 0.3
-    weight_decay: Annotated[NonNegative, "AdamW's."] = 0.01
+    decay: Annotated[Share, "Last share of the steps, in which the learning rate falls to 0."] = 0.3
+    weight_decay: Annotated[NonNegative, "Weight decay of AdamW."] = 0.01
     grad_clip: Annotated[Positive, "Largest norm of the gradient."] = 1.0
     repeated: Annotated[Share, "Share of sequences that repeat a stretch of tokens."] = 0.3
     shortest_repeat: Annotated[Count, "Tokens of the shortest stretch."] = 8
     longest_repeat: Annotated[Count, "Tokens of the longest stretch."] = 50
     evaluate_every: Annotated[Count, "Steps between two rows of the history."] = 100
-    save_every: Annotated[Count, "Steps between two states from which the run can go on."] = 500
+    save_every: Annotated[Count, "Steps between two checkpoints."] = 500
     seed: Annotated[Seed, "Seed of the weights and of the batches."] = 0
-    threads: Annotated[Count, "Threads of PyTorch; other numbers round differently."] = 2
+    threads: Annotated[Count, "Threads of PyTorch; another number rounds differently."] = 2
 
     def __post_init__(self) -> None:
         if self.d_model % self.n_heads:
