@@ -71,6 +71,7 @@ Object.assign(infoflow.Picture.prototype, {
     this.state.head = head;
     this.drawHeads();
     this.drawPattern();
+    this.keep();
   },
 
   drawPattern() {

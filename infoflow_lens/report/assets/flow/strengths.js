@@ -158,6 +158,22 @@ infoflow.touched = function ({ lines, best }, shown, residual) {
   return on;
 };
 
+// The share of what tokens have, by `amount`, that is reached once so many lines are drawn: the sums
+// over lines in their order. A token is reached by the last line of its best path, which is the one
+// that begins at it.
+infoflow.reach = function (paths, order, amount) {
+  const ends = new Map();
+  let total = 0;
+  paths.best[0].forEach((_, source) => {
+    const path = infoflow.bestPath(paths, 0, source), size = amount(source);
+    if (!path || !path.length || !(size > 0)) return;
+    total += size;
+    ends.set(path[0], (ends.get(path[0]) || 0) + size);
+  });
+  let sum = 0;
+  return total > 0 ? order.map((line) => (sum += ends.get(line) || 0) / total) : null;
+};
+
 // So many lines: first each token's best path, the strongest first; then the other lines. Upwards
 // the best paths are those of states. A line never comes before those by which it goes on.
 infoflow.strongest = function (paths, most) {

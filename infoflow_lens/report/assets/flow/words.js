@@ -1,4 +1,4 @@
-// What is said: the sentence, the next tokens, the table, and the tip under the pointer.
+// What is said: the sentence, the table, and the tip under the pointer.
 const MOST_ROWS = 30; // of the table, until all are asked for [chosen]
 
 Object.assign(infoflow.Picture.prototype, {
@@ -73,9 +73,8 @@ Object.assign(infoflow.Picture.prototype, {
   // The sentence above the picture, which screen readers say when it changes.
   say() {
     const { input, state } = this;
-    const lines = this.drawn.length < this.paths.lines.length
-      ? ` ${this.drawn.length} of ${this.paths.lines.length} lines are drawn, the strongest paths `
-        + "first." : "";
+    const lines = this.sayLines();
+    this.hint.attr("hidden", true);
     if (state.layer < 0) {
       const above = input.heads.map((_, layer) => `${this.held(layer).length} in layer ${layer}`);
       this.status.text(`States that can hold ${this.stateName(-1, state.position)}: `
@@ -94,11 +93,25 @@ Object.assign(infoflow.Picture.prototype, {
     if (input.influence) {
       if (full) text += " That is every token that it could hold, so that the set excludes nothing"
         + (others.length > 1 ? "; strengths rank them." : ".");
-      if (Number.isNaN(this.largest)) text += " Influence on it was not measured.";
+      if (Number.isNaN(this.largest) && others.length) {
+        text += " Influence on it was not measured.";
+        this.hint.text(this.data.unmeasured).attr("hidden", this.data.unmeasured ? null : true);
+      }
       else if (!(this.total > 0)) text += " No other token has any measured influence on it.";
       else if (others.length) text += this.sayShares(others, possible, full);
     } else text += " Influence was not measured.";
     this.status.text(text + lines);
+  },
+
+  // How many lines are drawn, and which share of the influence they reach.
+  sayLines() {
+    const { drawn, reached, state } = this, all = this.paths.lines.length;
+    if (drawn.length === all) return "";
+    const share = reached && reached[drawn.length - 1];
+    return ` ${drawn.length} of ${all} lines are drawn, the strongest paths first`
+      + (!reached ? "." : state.most === null && share >= ENOUGH - 1e-6
+        ? ": enough to reach 90% of the measured influence inside the set."
+        : `; they reach ${infoflow.percent(share)} of the measured influence inside the set.`);
   },
 
   // How much of the measured influence of other tokens the strongest have, beside chance: as many
@@ -122,23 +135,6 @@ Object.assign(infoflow.Picture.prototype, {
       text += ` All ${others.length} have ${share(others)}; at random ${others.length} would have `
         + `${percent(others.length / possible)}.`;
     return text;
-  },
-
-  drawNext() {
-    const { input, state } = this;
-    const found = input.next && state.position < input.next.length && state.layer >= 0
-      ? input.next[state.position] : [];
-    this.next.attr("hidden", found.length ? null : true);
-    this.next.select(".lead").text(`Most probable next tokens after position ${state.position}: `);
-    this.next.selectAll("span.says").data(found).join((enter) => {
-      const one = enter.append("span").attr("class", "says");
-      one.append("span").attr("class", "word").attr("dir", "auto");
-      one.append("span").attr("class", "chance");
-      return one;
-    }).each((d, i, nodes) => {
-      nodes[i].firstChild.textContent = d[0];
-      nodes[i].lastChild.textContent = infoflow.percent(d[1]);
-    });
   },
 
   describe(layer, position) {
@@ -189,8 +185,9 @@ Object.assign(infoflow.Picture.prototype, {
   mark() {
     const at = this.state.hover;
     const under = (t) => Boolean(at && at.layer < 0 && at.position === t);
-    this.text.selectAll("span.token").classed("under", under);
-    this.figure.svg.selectAll("text.label").classed("under", under);
+    const found = (t) => this.places.all.has(t);
+    this.text.selectAll("span.token").classed("under", under).classed("found", found);
+    this.figure.svg.selectAll("text.label").classed("under", under).classed("found", found);
   },
 
   tell(what) {
