@@ -15,7 +15,6 @@ from torch import Tensor
 from infoflow_lens.agreement import Agreement, Explained, explained
 from infoflow_lens.flows.next_tokens import NextTokens, Replaced
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import writable_folder, write_text
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import checked
 from infoflow_lens.hooks import (
@@ -233,12 +232,9 @@ class Flow:
         Raises:
             InfoFlowError: if the file cannot be written.
         """
-        from infoflow_lens.report.flow import render_flow
+        from infoflow_lens.report.flow import write_flow
 
-        target = Path(path)
-        writable_folder(target.parent)
-        write_text(target, render_flow(self.view, fragment=False))
-        return target
+        return write_flow(self.view, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.

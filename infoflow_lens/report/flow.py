@@ -3,9 +3,11 @@
 import base64
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import escape
 from torch import Tensor
 
+from infoflow_lens.foundation.files import writable_folder, write_text
 from infoflow_lens.report.assets import asset, script, with_policy
 from infoflow_lens.report.flow_view import (
     RULES,
@@ -30,7 +33,7 @@ from infoflow_lens.theory.information_sets import propagate
 # in the order in which they need each other
 _PARTS = (
     "data", "sets", "strengths", "picture", "drawing", "lines", "measured", "text", "heads", "words",
-    "next", "why", "search", "link", "save", "mount",
+    "next", "why", "search", "link", "save", "pair", "mount",
 )  # fmt: skip
 _SCRIPTS = tuple(f"flow/{part}.js" for part in _PARTS)
 
@@ -55,6 +58,18 @@ def render_flow(view: FlowView, fragment: bool = False) -> str:
     return with_policy(page)
 
 
+def write_flow(view: FlowView, path: str | os.PathLike[str]) -> Path:
+    """Write the picture as a page of its own.
+
+    Raises:
+        InfoFlowError: if the file cannot be written.
+    """
+    target = Path(path)
+    writable_folder(target.parent)
+    write_text(target, render_flow(view))
+    return target
+
+
 def picture_data(view: FlowView) -> str:
     """The JSON that the page's script reads, safe inside a script element."""
     groups, first = [], 0
@@ -77,6 +92,7 @@ def picture_data(view: FlowView) -> str:
                 "k": view.k,
                 "first": view.first,
                 "groups": groups,
+                "aligned": view.aligned and [list(pair) for pair in view.aligned],
                 "inputs": [_packed(each) for each in view.inputs],
             },
             dumps=_dumps,

@@ -279,6 +279,8 @@ class FlowView:
         first: the input that is shown at first.
         groups: of inputs, as (name, number of inputs), in their order: a model before and after
             training. The page then has a switch.
+        aligned: positions of the first of two inputs with those of the second that stand for them.
+            The page then shows both side by side, each under the name of its group.
 
     Raises:
         InfoFlowError: without inputs, or for rules that the page does not know.
@@ -296,6 +298,7 @@ class FlowView:
     groups: Sequence[tuple[str, int]] = ()
     k: int = 2
     first: int = 0
+    aligned: Sequence[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         if not self.inputs:
@@ -311,6 +314,22 @@ class FlowView:
             raise InfoFlowError(
                 f"groups hold {sum(n for _, n in self.groups)} inputs: expected {len(self.inputs)}"
             )
+        if self.aligned is not None:
+            self._check_aligned(self.aligned)
+
+    def _check_aligned(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if len(self.inputs) != 2 or [n for _, n in self.groups] != [1, 1]:
+            raise InfoFlowError(
+                f"positions are aligned between {len(self.inputs)} inputs in {len(self.groups)} "
+                "groups: expected two inputs, each in a group of its own"
+            )
+        for one, other in pairs:
+            for place, viewed in ((one, self.inputs[0]), (other, self.inputs[1])):
+                if not 0 <= place < viewed.n_queries:
+                    raise InfoFlowError(
+                        f"positions {one} and {other} are aligned: expected 0 to "
+                        f"{viewed.n_queries - 1}"
+                    )
 
     def _possible_rules(self) -> dict[str, str]:
         possible = {"max_position": True}

@@ -653,6 +653,93 @@ def test_groups_of_inputs_are_a_switch(show, inputs):
     assert lit(page)[0] == expected(inputs[1], 2, 8)
 
 
+@pytest.fixture(scope="module")
+def pair():
+    """Two inputs, of which the second lacks the fifth token and has another sixth."""
+    tokens = [f"t{t}" for t in range(9)]
+    others = [*tokens[:4], "new", *tokens[6:]]
+    said = [[[(f"{side}{t}", 0.5)] for t in range(9 - side)] for side in (0, 1)]
+    one = make_input(seed=0, tokens=tokens, next_tokens=said[0])
+    other = make_input(8, seed=1, tokens=others, next_tokens=said[1])
+    aligned = [(0, 0), (1, 1), (2, 2), (3, 3), (6, 5), (7, 6), (8, 7)]
+    groups = [("before", 1), (EVIL, 1)]
+    return FlowView("Two", [one, other], groups=groups, aligned=aligned)
+
+
+def side_of(page, side):
+    one = page.locator(".one").nth(side)
+    one.locator(".token").first.wait_for()
+    chips = one.locator(".token.in").evaluate_all("all => all.map(e => +e.dataset.position)")
+    return set(chips), int(one.locator(".token.own").get_attribute("data-position"))
+
+
+def test_two_inputs_stand_side_by_side_and_follow_each_other(show, pair):
+    page = show(render_flow(pair))
+    page.locator(".changed td").first.wait_for()
+    there = dict(pair.aligned)
+    for side, layer, position in ((0, 2, 7), (1, 1, 5), (0, 0, 3)):
+        page.locator(".one").nth(side).locator(
+            f".flow .state[data-layer='{layer}'][data-position='{position}']").click()  # fmt: skip
+        one = position if side == 0 else next(a for a, b in pair.aligned if b == position)
+        for view, place, which in ((pair.inputs[0], one, 0), (pair.inputs[1], there[one], 1)):
+            assert side_of(page, which) == (expected(view, layer, place), place)
+    page.get_by_label("rule").select_option("top_k")  # one set of controls for both
+    assert page.locator(".controls").count() == 1
+    for view, place, which in ((pair.inputs[0], 3, 0), (pair.inputs[1], 3, 1)):
+        assert side_of(page, which)[0] == expected(view, 0, place, "top_k", 2)
+    page.locator(".one").first.locator(".token").nth(4).click()  # it has no counterpart
+    assert side_of(page, 1)[1] == 3
+    assert "have no counterpart" in page.locator(".changed .caption").inner_text()
+
+
+def test_the_table_says_what_changed(show, pair):
+    page = show(render_flow(pair))
+    page.locator(".changed td").first.wait_for()
+    for nth, place in ((7, 6), (8, 7)):
+        page.locator(".one").first.locator(".token").nth(nth).click()
+        rows = page.locator(".changed tbody tr").evaluate_all(
+            "rows => rows.map(r => [...r.cells].map(c => c.textContent))"
+        )
+        said = {row[0]: row[1:] for row in rows}
+        sets = [
+            expected(view, 2, at) - {at} for view, at in zip(pair.inputs, (nth, place), strict=True)
+        ]
+        assert said["other tokens in the set"] == [str(len(held)) for held in sets]
+        shares = []
+        for view, at, held in zip(pair.inputs, (nth, place), sets, strict=True):
+            influence = view.influence[2, at].clone()
+            influence[at] = 0
+            shares.append(f"{float(influence[sorted(held)].sum() / influence.sum()):.0%}")
+        assert said["share of the measured influence inside the set"] == shares
+        there = dict(pair.aligned)
+        alone = [s for s in sorted(sets[0]) if there.get(s) not in sets[1]]
+        found = re.findall(r"(\d+) “", said["in this set alone"][0])
+        assert [int(s) for s in found] == alone
+        differ = sum(
+            there.get(int(one[head, nth, 0])) != int(other[head, place, 0])
+            for one, other in zip(pair.inputs[0].ranked, pair.inputs[1].ranked, strict=True)
+            for head in range(len(one))
+        )
+        assert said["heads with another first choice"][0] == f"{differ} of {sum(HEADS)}"
+        assert said["next tokens"] == [f"0{nth} 50%", f"1{place} 50%"]
+
+
+def test_the_link_and_the_saved_picture_have_both_sides(show, pair, tmp_path):
+    page = show(render_flow(pair), fragment="#picture=0&layer=1&position=6&lines=4")
+    page.locator(".changed td").first.wait_for()
+    assert [side_of(page, side)[1] for side in (0, 1)] == [6, 5]
+    with page.expect_download() as download:
+        page.get_by_role("button", name="SVG").click()
+    download.value.save_as(tmp_path / "pair.svg")
+    root = ElementTree.parse(tmp_path / "pair.svg").getroot()
+    said = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"before", EVIL, "new"} <= set(said)
+    assert said.count("layer 2") == 4  # in lattice and strips of both
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1200
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_without_scripts_the_first_set_is_still_there(show, html, inputs):
     page = show(html, java_script_enabled=False)
     said = page.locator("[data-infoflow]").inner_text()
@@ -677,3 +764,7 @@ def test_what_does_not_fit_is_refused(changes, message):
         make_input(**changes)
     with pytest.raises(InfoFlowError, match="no input"):
         FlowView("none", [])
+    with pytest.raises(InfoFlowError, match="expected two inputs, each in a group of its own"):
+        FlowView("one", [make_input()], aligned=[])
+    with pytest.raises(InfoFlowError, match="positions 0 and 9 are aligned: expected 0 to 8"):
+        FlowView("two", [make_input()] * 2, groups=[("a", 1), ("b", 1)], aligned=[(0, 9)])

@@ -11,6 +11,7 @@ Object.assign(infoflow.Picture.prototype, {
       this.state.swap = event.target.value === "" ? null : Number(event.target.value);
       this.drawNext();
       this.keep();
+      if (this.changed) this.changed();
     });
   },
 

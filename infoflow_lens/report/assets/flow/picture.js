@@ -4,12 +4,13 @@ const ENOUGH = 0.9; // of the measured influence inside a set: its lines are dra
 const MOST_EVER = 400; // that a page can show and move [chosen]
 
 infoflow.Picture = class {
-  constructor(root, data, css) {
+  constructor(root, data, css, number, first = true) {
     this.data = data;
     this.root = root;
     // whole pages are ours, with their address; notebooks are not
-    this.alone = Boolean(document.querySelector('meta[name="generator"][content^="infoflow-lens"]'));
-    this.number = (window.infoflowPictures || []).length;
+    this.alone = first
+      && Boolean(document.querySelector('meta[name="generator"][content^="infoflow-lens"]'));
+    this.number = number;
     this.places = { first: [], all: new Set() };
     const shadow = root.attachShadow({ mode: "open" });
     const sheet = new CSSStyleSheet();
@@ -52,7 +53,7 @@ infoflow.Picture = class {
     const { data, state, box } = this;
     if (data.title) box.append("h3").text(data.title);
     else box.attr("aria-label", "information flow");
-    const bar = box.append("div").attr("class", "controls");
+    const bar = this.bar = box.append("div").attr("class", "controls");
     if (data.groups.length > 1) {
       this.groupButtons = bar.append("div").attr("class", "choice").attr("role", "group")
         .attr("aria-label", "model").selectAll("button").data(data.groups).join("button")
@@ -264,6 +265,7 @@ infoflow.Picture = class {
     this.say();
     this.countMatches();
     this.point(state.hover); // what the tip says depends on the chosen state
+    if (this.changed) this.changed();
   }
 
   // Where more or fewer lines are drawn, and all else stays.
@@ -275,6 +277,7 @@ infoflow.Picture = class {
     this.drawLines();
     this.say();
     this.keep();
+    if (this.changed) this.changed();
   }
 
   // All paths of the chosen state.
@@ -372,6 +375,12 @@ infoflow.Picture = class {
   }
 
   point(at) {
+    this.pointQuietly(at);
+    if (this.pointed) this.pointed(at);
+    this.tell(at && { text: this.describe(at.layer, at.position), x: at.x, y: at.y });
+  }
+
+  pointQuietly(at) {
     const before = this.state.hover, same = before && at && before.layer === at.layer
       && before.position === at.position;
     this.state.hover = at;
@@ -380,7 +389,6 @@ infoflow.Picture = class {
       if (tokens) this.drawLines();
       this.mark();
     }
-    this.tell(at && { text: this.describe(at.layer, at.position), x: at.x, y: at.y });
   }
 
   key(event, node) {

@@ -170,8 +170,8 @@ infoflow.Copy = class {
 };
 
 // The height of the controls below the title of a picture, which are not saved.
-function skipped(picture) {
-  return picture.box.select(".controls").node().getBoundingClientRect().height;
+function skipped({ box, bar }) {
+  return box.node().contains(bar.node()) ? bar.node().getBoundingClientRect().height : 0;
 }
 
 // Pictures beside each other as one drawing, from their titles to their legends.
@@ -232,7 +232,8 @@ Object.assign(infoflow.Picture.prototype, {
     bar.selectAll("button.save").data(["png", "svg"]).join("button").attr("type", "button")
       .attr("class", "save").text((kind) => kind.toUpperCase())
       .attr("title", (kind) => `save what is seen as ${kind.toUpperCase()}`)
-      .on("click", (_, kind) => infoflow.save(kind, [this], "information-flow"));
+      .on("click", (_, kind) => infoflow.save(kind, this.beside ? this.beside() : [this],
+        "information-flow"));
   },
 
   toSave() {

@@ -53,6 +53,7 @@ Object.assign(infoflow.Picture.prototype, {
     this.mark();
     this.drawLegends();
     this.countMatches();
+    if (this.changed) this.changed();
   },
 
   countMatches() {
