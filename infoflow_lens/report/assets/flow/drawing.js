@@ -1,4 +1,5 @@
 // The lattice of states: its places, its panels, its names.
+const BESIDE = 30; // columns that are drawn to either side of those in view [chosen]
 const MOST_CIRCLES = 1000; // of states, each an element of the page [chosen]
 
 Object.assign(infoflow.Picture.prototype, {
@@ -97,6 +98,7 @@ Object.assign(infoflow.Picture.prototype, {
     panel.scale = scale;
     this.drawLabels(panel);
     panel.circles = null;
+    panel.states.selectAll("circle").remove();
     this.sayView(panel);
   },
 
@@ -160,24 +162,42 @@ Object.assign(infoflow.Picture.prototype, {
       : "predicted sets, by layer (not measured)");
   },
 
+  // The columns in view and some beside them, which are all that a canvas draws.
+  seen({ left = 0 }) {
+    const { column } = this.size, n = this.input.n_queries;
+    const first = Math.floor(left / column), last = Math.ceil((left + this.room) / column);
+    return [Math.max(0, first - BESIDE), Math.min(n, last + BESIDE), first, last];
+  },
+
+  // After a scroll, what was not drawn.
+  drawSeen(panel) {
+    panel.left = panel.scroll.node().scrollLeft; // read here alone, as it costs a layout
+    this.sayView(panel);
+    const [from, to] = panel.drawn, [, , first, last] = this.seen(panel);
+    if (first >= from && Math.min(last, this.input.n_queries) <= to) return;
+    if (panel === this.figure) this.drawStrips();
+    else this.drawMeasured();
+  },
+
   // The circles of a panel; of very many states those alone that stand out, as others are drawn
   // on the canvas.
   placeStates(panel, states = this.states(panel)) {
     const { size } = this;
+    const before = new Map((panel.circles || []).map((each) => [each.node, each]));
     panel.circles = [];
-    panel.states.selectAll("circle").data(states).join("circle")
-      .attr("data-layer", (d) => d[0]).attr("data-position", (d) => d[1])
-      .attr("cx", (d) => this.x(d[1])).attr("cy", (d) => this.y(d[0])).attr("r", size.radius)
-      .attr("class", "state").style("fill-opacity", null)
+    panel.states.selectAll("circle").data(states, (d) => d.join()).join((enter) =>
+      enter.append("circle").attr("class", "state").attr("data-layer", (d) => d[0])
+        .attr("data-position", (d) => d[1]).attr("cx", (d) => this.x(d[1]))
+        .attr("cy", (d) => this.y(d[0])).attr("r", size.radius))
       .each(function keep([layer, t]) {
-        panel.circles.push({ layer, t, node: this, looks: "state", full: "" });
+        panel.circles.push(before.get(this) || { layer, t, node: this, looks: "state", full: "" });
       });
   },
 
-  states(panel, quiet = false) {
+  states(panel, quiet = false, from = 0, to = this.input.n_queries) {
     const { input } = this, many = this.many(), states = [];
     for (let layer = -1; layer < input.heads.length; layer++)
-      for (let t = 0; t < (layer < 0 ? input.tokens.length : input.n_queries); t++)
+      for (let t = from; t < Math.min(to, layer < 0 ? input.tokens.length : input.n_queries); t++)
         if ((!many || this.standsOut(panel, layer, t)) !== quiet) states.push([layer, t]);
     return states;
   },
@@ -195,7 +215,8 @@ Object.assign(infoflow.Picture.prototype, {
   drawQuiet(panel, pen) {
     if (!this.many()) return;
     pen.beginPath();
-    for (const [layer, t] of this.states(panel, true)) {
+    const [from, to] = panel.drawn;
+    for (const [layer, t] of this.states(panel, true, from, to)) {
       pen.moveTo(this.x(t) + this.size.radius, this.y(layer));
       pen.arc(this.x(t), this.y(layer), this.size.radius, 0, 2 * Math.PI);
     }
@@ -233,6 +254,7 @@ Object.assign(infoflow.Picture.prototype, {
     const pen = panel.canvas.node().getContext("2d");
     pen.setTransform(panel.scale, 0, 0, panel.scale, 0, 0);
     pen.clearRect(0, 0, this.size.width, this.size.height);
+    panel.drawn = this.seen(panel);
     return pen;
   },
 });

@@ -9,7 +9,7 @@ Object.assign(infoflow.Picture.prototype, {
       : Math.max(...rows.flatMap((row) => Array.from(row, (v, s) => s === own ? 0 : v || 0)));
     input.heads.forEach((_, layer) => {
       const y = this.stripY(layer), height = size.strip - 2, values = rows[layer];
-      for (let s = 0; s < n; s++) {
+      for (let s = this.figure.drawn[0]; s < Math.min(n, this.figure.drawn[1]); s++) {
         const x = s * size.column + 1, width = size.column - 2;
         if (Number.isNaN(values[s])) {
           pen.fillStyle = hatching;

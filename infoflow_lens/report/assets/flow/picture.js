@@ -174,7 +174,7 @@ infoflow.Picture = class {
         this.point(null);
         this.drawStates();
       });
-    scroll.on("scroll", () => { if (this.input) this.sayView(made); });
+    scroll.on("scroll", () => { if (this.input) this.drawSeen(made); });
     return made;
   }
 
@@ -238,7 +238,9 @@ infoflow.Picture = class {
     this.rule = rule;
     const depth = Math.max(...input.depths);
     state.k = Math.max(1, Math.min(state.k, depth));
-    this.found = infoflow.propagate(input, rule, state.k, state.off);
+    const moved = [state.input, rule, state.k, ...state.off.map((heads) => [...heads])].join(";");
+    if (moved !== this.moved) this.found = infoflow.propagate(input, rule, state.k, state.off);
+    this.moved = moved;
     this.measure();
     this.trace();
     this.k.attr("hidden", rule === "top_k" ? null : true);
@@ -283,7 +285,8 @@ infoflow.Picture = class {
   // All paths of the chosen state.
   trace() {
     const { input, state } = this;
-    this.paths = infoflow.paths(input, this.rule, state.k, state.off, this.found, state);
+    this.paths = infoflow.paths(input, this.rule, state.k, state.off, this.found, state,
+      this.paths && this.paths.lines);
     const { lines } = this.paths;
     this.order = infoflow.strongest(this.paths, MOST_EVER);
     this.reached = this.total > 0 ? infoflow.reach(this.paths, this.order, (s) =>

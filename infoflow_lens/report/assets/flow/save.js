@@ -73,7 +73,7 @@ infoflow.Copy = class {
     if (!/^rgba\(.*, 0\)$|transparent/.test(fill)) rect({ fill });
     if (has("found") || has("find"))
       rect({ stroke: style.outlineColor, "stroke-width": 2, "stroke-dasharray": "4 3" });
-    if (has("marked")) rect({ stroke: "#d1322d", "stroke-width": 5 });
+    if (has("marked")) rect({ stroke: "#d1322d", "stroke-width": 3 });
     const sides = ["Top", "Bottom"].map((side) => parseFloat(style[`border${side}Width`]));
     const line = (side, width) => ({
       stroke: style[`border${side}Color`], "stroke-width": width, opacity: style.opacity,

@@ -10,21 +10,27 @@ Object.assign(infoflow.Picture.prototype, {
       .on("pointermove", (event, t) => event.pointerType !== "touch"
         && this.point({ layer: -1, position: t, x: event.clientX, y: event.clientY }))
       .on("pointerleave", () => this.point(null)))
-      .attr("class", (t) => {
-        const source = t < input.tokens.length;
-        return "token" + (source && this.inSet(t) ? " in" : "")
-          + (t === state.position ? " own" : "") + (marked.has(t) ? " marked" : "")
-          + (source && Number.isNaN(this.values[t]) ? " unmeasured" : "");
-      })
-      .attr("aria-label", (t) => this.describe(-1, t).slice(0, 3).join(", "))
-      .style("--strength", (t) => state.layer < 0 || t === state.position ? null
-        : `${Math.round(15 + 85 * this.level(paths.best[0][t]))}%`)
-      .style("background-color", (t) => {
-        const share = t < input.tokens.length && t !== state.position ? this.share(t) : 0;
-        return share > 0 ? `rgba(${this.colours.influence},${share})` : null;
-      })
-      .filter((t, i, nodes) => nodes[i].textContent !== this.token(t))
-      .text((t) => this.token(t));
+      .each((t, i, nodes) => {
+        const source = t < input.tokens.length, own = t === state.position, node = nodes[i];
+        const share = source && !own ? this.share(t) : 0;
+        const looks = [
+          this.token(t),
+          this.describe(-1, t, true).join(", "),
+          "token" + (source && this.inSet(t) ? " in" : "") + (own ? " own" : "")
+            + (marked.has(t) ? " marked" : "")
+            + (source && Number.isNaN(this.values[t]) ? " unmeasured" : ""),
+          state.layer < 0 || own ? "" : `${Math.round(15 + 85 * this.level(paths.best[0][t]))}%`,
+          share > 0 ? `rgba(${this.colours.influence},${share})` : "",
+        ];
+        const before = node.looks || [], now = (which) => looks[which] !== before[which];
+        // most tokens stay as they are
+        if (now(0)) node.textContent = looks[0];
+        if (now(1)) node.setAttribute("aria-label", looks[1]);
+        if (now(2)) node.setAttribute("class", looks[2]);
+        if (now(3)) node.style.setProperty("--strength", looks[3]);
+        if (now(4)) node.style.backgroundColor = looks[4];
+        node.looks = looks;
+      });
     this.drawLegends();
   },
 
@@ -62,6 +68,6 @@ Object.assign(infoflow.Picture.prototype, {
       item.append("span").attr("class", (d) => `key ${d[0]}`);
       item.append("span").attr("class", "meaning");
       return item;
-    }).order().select(".meaning").text((d) => d[1]);
+    }).order().each((d, i, nodes) => infoflow.write(d3.select(nodes[i].lastChild), () => d[1]));
   },
 });

@@ -5,7 +5,6 @@ Object.assign(infoflow.Picture.prototype, {
   drawTable() {
     const { input, state, paths } = this;
     const upward = state.layer < 0;
-    this.table.selectAll("*").remove();
     const heads = upward ? ["layer", "positions"]
       : ["position", "token", "in the predicted set", "strength", "measured influence",
         "share of influence", "best path"];
@@ -34,26 +33,28 @@ Object.assign(infoflow.Picture.prototype, {
     this.caption.text((upward
       ? `States that hold ${this.stateName(-1, state.position)}`
       : `What ${this.stateName(state.layer, state.position)} can hold`) + count);
-    this.table.append("thead").append("tr").selectAll("th").data(heads).join("th")
-      .attr("scope", "col").text((d) => d);
-    const body = this.table.append("tbody");
-    const cells = body.selectAll("tr").data(rows.slice(0, most)).join("tr").selectAll("td").data((d) => d)
-      .join("td").attr("dir", "auto").text((d) => d);
-    if (!upward) { // bars on the scales of the frames and of the shade
+    const row = (part, data) => this.table.selectAll(part).data([0]).join(part).selectAll("tr")
+      .data(data).join("tr");
+    infoflow.write(row("thead", [heads]).selectAll("th").data((d) => d).join("th")
+      .attr("scope", "col"), (d) => d);
+    if (!rows.length) rows.push(["The set is empty."]);
+    const cells = row("tbody", rows.slice(0, most)).selectAll("td").data((d) => d).join((enter) =>
+      enter.append("td").attr("dir", "auto"));
+    infoflow.write(cells, (d) => d);
+    cells.filter((_, i) => upward || ![3, 5].includes(i)).filter(".bar").attr("class", null);
+    if (!upward && all) { // bars on the scales of the frames and of the shade
       const bar = (column, share, kind) => cells.filter((_, i) => i === column)
         .each((_, i, nodes) => {
           const source = Number(nodes[i].parentNode.firstChild.textContent);
-          if (source === state.position) return;
-          d3.select(nodes[i]).attr("class", `bar ${kind}`)
-            .style("--share", `${Math.round(100 * (share(source) || 0))}%`);
+          const own = source === state.position;
+          d3.select(nodes[i]).attr("class", own ? null : `bar ${kind}`)
+            .style("--share", own ? null : `${Math.round(100 * (share(source) || 0))}%`);
         });
       bar(3, (s) => this.level(paths.best[0][s]), "strength");
       bar(5, (s) => this.share(s), "influence");
     }
     this.moreRows.attr("hidden", all > most ? null : true)
       .text(`Show the other ${all - most} rows`);
-    if (!rows.length) body.append("tr").append("td").attr("colspan", heads.length)
-      .text("The set is empty.");
   },
 
   // The states after a layer that hold the chosen token.
@@ -137,7 +138,7 @@ Object.assign(infoflow.Picture.prototype, {
     return text;
   },
 
-  describe(layer, position) {
+  describe(layer, position, brief = false) {
     const { input, state } = this, name = `position ${position} “${this.token(position)}”`;
     if (layer < 0) {
       if (position >= input.tokens.length) return [`${name}: no token of its own`];
@@ -151,7 +152,7 @@ Object.assign(infoflow.Picture.prototype, {
       lines.push(Number.isNaN(value) ? "influence not measured"
         : `influence ${infoflow.number(value)}` + (own || !(this.total > 0) ? ""
           : `, ${infoflow.percent(value / this.total)} of that of all other tokens`));
-      if (inside && !own) lines.push(this.pathOf(position));
+      if (inside && !own && !brief) lines.push(this.pathOf(position));
       return lines;
     }
     let size = 0;
@@ -184,6 +185,9 @@ Object.assign(infoflow.Picture.prototype, {
 
   mark() {
     const at = this.state.hover;
+    const any = Boolean(at || this.places.all.size);
+    if (!any && !this.anyMark) return;
+    this.anyMark = any;
     const under = (t) => Boolean(at && at.layer < 0 && at.position === t);
     const found = (t) => this.places.all.has(t);
     this.text.selectAll("span.token").classed("under", under).classed("found", found);
