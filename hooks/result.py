@@ -4,6 +4,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_args, get_type_hints
@@ -130,7 +131,10 @@ class Result(Displayed):
         Raises:
             InfoFlowError: if they cannot be written.
         """
-        writable_folder(Path(path).parent)
+        write_parts(path, _SCHEMA, *self.stored())
+
+    def stored(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What is written of it: values for JSON, and tensors by name."""
         tensors: dict[str, Tensor] = {}
         plain: dict[str, Any] = {"kind": type(self).__name__, "record": self.record.to_dict()}
         for item in fields(self):
@@ -140,10 +144,7 @@ class Result(Displayed):
                 tensors |= {name: part.contiguous() for name, part in found.items()}
             elif item.name != "record":
                 plain[item.name] = value
-        with atomic_path(f"{os.fspath(path)}.safetensors") as temporary:
-            save_file(tensors, temporary)
-        plain["tensors"] = fingerprint(tensors)
-        write_signed(f"{os.fspath(path)}.json", _SCHEMA, plain)
+        return plain, tensors
 
     @classmethod
     def load(cls: type[ResultT], path: str | os.PathLike[str]) -> ResultT:
@@ -152,32 +153,38 @@ class Result(Displayed):
         Raises:
             InfoFlowError: if there is none, it is of another kind or version, or a file is spoiled.
         """
-        plain, hint = _described(path), _hint(path)
-        tensors = Path(f"{os.fspath(path)}.safetensors")
-        kind = Result.kinds.get(str(plain.pop("kind", "")))
+        with read_parts(path, _SCHEMA, "result") as (plain, tensors):
+            result = cls.of_stored(plain, tensors)
+        return result._located(path)
+
+    @classmethod
+    def of_stored(
+        cls: type[ResultT], plain: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> ResultT:
+        """The result of which :meth:`stored` gave the parts.
+
+        Raises:
+            InfoFlowError: if it is of another kind.
+            ValueError, TypeError: if the parts are not those of such a result.
+        """
+        values = dict(plain)
+        kind = Result.kinds.get(str(values.pop("kind", "")))
         if kind is None or not issubclass(kind, cls):
             raise InfoFlowError(
-                f"{tensors.stem}.json holds a {kind.__name__ if kind else 'foreign file'}: "
-                f"expected a {cls.__name__}"
+                f"the saved file holds a {kind.__name__ if kind else 'foreign result'}: expected a "
+                f"{cls.__name__}"
             )
-        try:
-            found = load_file(tensors)
-            if fingerprint(found) != plain.pop("tensors", None):
-                raise ValueError(f"it has changed since {tensors.stem}.json was written")
-            grouped: dict[str, Any] = {}
-            for name, tensor in found.items():
-                *inside, last = name.split(".")
-                place = grouped
-                for part in inside:
-                    place = place.setdefault(part, {})
-                place[last] = tensor
-            grouped = {name: _layers_as_tuples(value) for name, value in grouped.items()}
-            record = RunRecord.from_dict(plain.pop("record", None))
-            values = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
-            result = kind(record=record, **values, **grouped)
-        except (OSError, SafetensorError, ValueError, TypeError, RuntimeError) as error:
-            raise InfoFlowError(f"{str(tensors)!r} cannot be read ({error}): {hint}") from error
-        return result._located(path)
+        grouped: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            *inside, last = name.split(".")
+            place = grouped
+            for part in inside:
+                place = place.setdefault(part, {})
+            place[last] = tensor
+        grouped = {name: _layers_as_tuples(value) for name, value in grouped.items()}
+        record = RunRecord.from_dict(values.pop("record", None))
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return kind(record=record, **values, **grouped)
 
     def push_to_hub(
         self,
@@ -378,11 +385,43 @@ def digest_of_result(path: str | os.PathLike[str]) -> str:
         ) from error
 
 
-def _described(path: str | os.PathLike[str]) -> dict[str, Any]:
-    described = Path(f"{os.fspath(path)}.json")
+def write_parts(
+    path: str | os.PathLike[str], schema: str, plain: Mapping[str, Any], tensors: dict[str, Tensor]
+) -> None:
+    """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.
+
+    Raises:
+        InfoFlowError: if they cannot be written.
+    """
+    writable_folder(Path(path).parent)
+    with atomic_path(f"{os.fspath(path)}.safetensors") as temporary:
+        save_file(tensors, temporary)
+    signed = {**plain, "tensors": fingerprint(tensors)}
+    write_signed(f"{os.fspath(path)}.json", schema, signed)
+
+
+@contextmanager
+def read_parts(
+    path: str | os.PathLike[str], schema: str, what: str
+) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """What :func:`write_parts` wrote, to be used in the block, whose errors speak of these files.
+
+    Raises:
+        InfoFlowError: if there are none, they are of another kind or version, or spoiled.
+    """
+    described, tensors = Path(f"{os.fspath(path)}.json"), Path(f"{os.fspath(path)}.safetensors")
     if not described.is_file():
-        raise InfoFlowError(f"no result at {os.fspath(path)!r}: expected {described.name}")
-    return read_signed(described, _SCHEMA, "result", _hint(path))
+        raise InfoFlowError(f"no {what} at {os.fspath(path)!r}: expected {described.name}")
+    plain = read_signed(described, schema, what, _hint(path))
+    try:
+        found = load_file(tensors)
+        if fingerprint(found) != plain.pop("tensors", None):
+            raise ValueError(f"it has changed since {described.name} was written")
+        yield plain, found
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        if isinstance(error, InfoFlowError):
+            raise
+        raise InfoFlowError(f"{str(tensors)!r} cannot be read ({error}): {_hint(path)}") from error
 
 
 def _hint(path: str | os.PathLike[str]) -> str:

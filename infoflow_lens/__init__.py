@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from infoflow_lens.agreement import compare as compare
     from infoflow_lens.agreement import compare_by_position as compare_by_position
     from infoflow_lens.agreement import coverage_curve as coverage_curve
+    from infoflow_lens.flows.comparing import compare_flows as compare_flows
     from infoflow_lens.flows.result import Flow as Flow
     from infoflow_lens.flows.run import flow as flow
     from infoflow_lens.flows.why import why as why
@@ -109,6 +110,7 @@ _HOMES = {
     "build_token_model": "models.host",
     "compare": "agreement",
     "compare_by_position": "agreement",
+    "compare_flows": "flows.comparing",
     "compare_rankings": "ranking",
     "coverage_curve": "agreement",
     "dataset_card": "tasks",
