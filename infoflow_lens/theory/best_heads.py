@@ -13,6 +13,7 @@ several roles, as behind a hidden layer, the query's token decides by which of s
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
@@ -32,6 +33,7 @@ from infoflow_lens.theory.schedule import reference_tokens
 
 _KEPT, _CHILDREN = 8, 4  # sets of heads that are improved, and tries of each in a round
 _JUDGED, _JUDGED_TOKENS = 8000, 2**16  # sequences to judge by, and tokens in them, at most
+_REFERENCE = 256  # tokens that tell which role a query is good for
 _NOTHING = 1e-9  # an NMSE below which there is nothing left to search for
 _SHARES = (1.0, 0.5, 2.0, -0.5, -1.0, -2.0)  # c in A_1 + c A_2^T
 _AT_ONCE = 2**21  # scores
@@ -109,11 +111,11 @@ def best_heads(
     search = _Search(seen, n_heads, roles, budget, seed)
     last = search.run()
 
-    choices: list[Choose] = [last.chosen]
-    if roles > 1:
-        choices.append(lambda x: _listed(task, n_heads, x, seed))
     n_judged = max(100, min(_JUDGED, _JUDGED_TOKENS // seen.x.shape[1]))
     others = _Sequences(task, n_judged // 4, derived_seed("heads, choice", seed))
+    choices: list[Choose] = [last.chosen]
+    if roles > 1 and search.least > _NOTHING:
+        choices.append(lambda x: _listed(task, n_heads, x, seed))
     readouts, errors = [], []
     for choose in choices:
         readouts.append(_fitted(seen.parts(choose), seen.y))
@@ -237,7 +239,7 @@ class _Search:
     def __init__(
         self, sequences: _Sequences, n_heads: int, roles: int, budget: int, seed: int
     ) -> None:
-        self.sequences, self.budget, self.tried = sequences, budget, 0
+        self.sequences, self.budget, self.tried, self.least = sequences, budget, 0, math.inf
         self.n_heads, self.roles, self.seed = n_heads, roles, seed
         self.generator = torch.Generator().manual_seed(derived_seed("heads, tries", seed, roles))
         n, n_tokens, _ = sequences.x.shape
@@ -270,6 +272,7 @@ class _Search:
                 heads = heads.where(better, tries.of(first + child))
                 errors = torch.where(better, least, errors)
                 steps = (steps * torch.where(better, 1.3, 0.85)).clamp(0.005, 1.0)
+        self.least = float(errors.min())
         return starts.joined(heads)
 
     def _errors(self, heads: HeadScores) -> Float[Tensor, " set"]:
@@ -355,7 +358,7 @@ def _listed(
     """One set: the heads of `routed_error`, by the components' scores in their best roles."""
     components = tuple(task.components)
     known = roles_of(components, range(len(components)))
-    order = choose_roles(components, known, x, reference_tokens(task, seed))
+    order = choose_roles(components, known, x, reference_tokens(task, seed)[:_REFERENCE])
     partners = [pair_scores(components[c], x, reverse).argmax(dim=-1) for c, reverse in known]
     chosen = torch.stack(partners, dim=-1).gather(2, order)
     heads = torch.arange(n_heads).clamp(max=len(known) - 1)
