@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from infoflow_lens.experiments.studies.agreement_over_training import AgreementOverTraining
 from infoflow_lens.experiments.studies.attention_maps import AttentionMaps
+from infoflow_lens.experiments.studies.cost_law import CostLaw
 from infoflow_lens.experiments.studies.depth_separation import DepthSeparationStudy
 from infoflow_lens.experiments.studies.head_count import HeadCount
 from infoflow_lens.experiments.studies.intrinsic_dimension import IntrinsicDimensionStudy
@@ -26,6 +27,7 @@ _ALL: tuple[Study, ...] = (  # the order of the papers
     HeadCount(),
     DepthSeparationStudy(),
     KthLargestStudy(),
+    CostLaw(),
     VaryingDepth(),
     VaryingHeads(),
     AttentionMaps(),
