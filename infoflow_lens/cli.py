@@ -120,6 +120,9 @@ def experiment(
     scheduler: Annotated[
         str | None, typer.Option(help="Address of a dask scheduler, to run on its workers.")
     ] = None,
+    together: Annotated[
+        bool, typer.Option("--together", help="Train the seeds of a configuration as one batch.")
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Train, probe, compare with the prediction, and print our numbers beside the published."""
@@ -149,6 +152,7 @@ def experiment(
             device=device,
             resume=resume,
             scheduler=scheduler,
+            together=together,
             progress=not quiet,
             again=own_command(context, "--resume"),
         )

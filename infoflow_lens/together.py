@@ -15,7 +15,7 @@ from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.settings import Seed, checked
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model
-from infoflow_lens.models.stacked import check_stackable, stacked_readout
+from infoflow_lens.models.stacked import Weights, check_stackable, stacked_readout
 from infoflow_lens.training import (
     Data,
     Draw,
@@ -31,6 +31,7 @@ from infoflow_lens.training import (
 __all__ = ["Trained", "train_together"]
 
 _EVALUATED_AT_ONCE = 2048  # sequences, of all seeds
+Readout: TypeAlias = Callable[[Weights, Tensor], Tensor]
 DataOfSeed: TypeAlias = Callable[[int], tuple[Data | Draw, Data]]
 
 
@@ -163,9 +164,8 @@ class _Stack:
             for name, _ in model.named_parameters()
         }
         self.optimizer = optimizer_of(list(self.weights.values()), config)
-        self.readout = partial(stacked_readout, model)
-        if compiled:
-            self.readout = torch.compile(self.readout)
+        readout = partial(stacked_readout, model)
+        self.readout: Readout = torch.compile(readout) if compiled else readout
         self.data: tuple[Tensor, Tensor] | None = None
 
     def epoch(self) -> None:
@@ -189,9 +189,9 @@ class _Stack:
             for name, means in measures.items():
                 part = means.detach() * rows.shape[1]
                 totals[name] = totals[name] + part if name in totals else part
-        means = {name: (total / n).tolist() for name, total in totals.items()}
+        of_seeds = {name: (total / n).tolist() for name, total in totals.items()}
         for index, run in enumerate(self.runs):
-            own = {name: values[index] for name, values in means.items()}
+            own = {name: values[index] for name, values in of_seeds.items()}
             _noted(run, partial(run.ledger.trained, own, lr))
 
     def _data(self) -> tuple[Float[Tensor, "seed batch ..."], Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.models.blocks import Attention
+from infoflow_lens.models.blocks import Attention, LayerNorm
 from infoflow_lens.models.host import VectorTransformer
 
 Weights = Mapping[str, Float[Tensor, "seed ..."]]  # by the names of the models' parameters
@@ -118,7 +118,7 @@ def _affine(
 
 def _normalized(x: Tensor, weights: Weights, name: str, norm: torch.nn.Module) -> Tensor:
     """Layer norm, where the model has it."""
-    if f"{name}.w" not in weights:
+    if not isinstance(norm, LayerNorm):
         return x
     centred = x - x.mean(-1, keepdim=True)
     scale = (centred.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt()

@@ -13,6 +13,7 @@ from tests.experiments.studies import (
     test_kth_largest,
     test_max_position_recovery,
     test_nested_qa,
+    test_separated_pairs,
     test_specific_position,
     test_triangle_center,
     test_varying_depth,
@@ -25,6 +26,7 @@ PASSING = {
     "max_position_recovery": test_max_position_recovery.passing,
     "specific_position": lambda: test_specific_position.frame((0.33, 0.34, 0.33, 0.0, 0.0, 0.0)),
     "intrinsic_dimension": test_intrinsic_dimension.passing,
+    "separated_pairs": test_separated_pairs.passing,
     "triangle_center": lambda: test_triangle_center.frame(
         {8: (0.2, 0.22), 16: (0.8, 0.85), 32: (0.95, 1.0)}
     ),

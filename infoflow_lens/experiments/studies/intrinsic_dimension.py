@@ -21,10 +21,11 @@ from infoflow_lens.experiments.study import (
 from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.hooks import PositionsProbe, run_probes
 from infoflow_lens.models.architecture import Architecture
+from infoflow_lens.models.host import VectorTransformer
 from infoflow_lens.tasks import IntrinsicDimension
 from infoflow_lens.theory.comparison import best_tuples
 from infoflow_lens.theory.estimate import phase_diagram
-from infoflow_lens.theory.routing import routed_error
+from infoflow_lens.theory.routing import RoutedError, routed_error
 from infoflow_lens.training import TrainingConfig
 
 if TYPE_CHECKING:
@@ -146,33 +147,14 @@ class IntrinsicDimensionStudy(VectorStudy):
             model_seed=seed,
             device=device,
         )
-        # heads may choose, and need not; behind a linear encoder they cannot
-        choices = (True,) if settings["matrices"] == _LINEAR else (True, False)
-        floor = min(
-            (routed_error(task, settings["heads"][0], one_role=one) for one in choices),
-            key=lambda found: found.nmse,
-        )
-        x = self.drawn(task, "routes", 2000, seed)[0]
-        (positions,) = run_probes(trained.model, x, [PositionsProbe()], progress=False)
-        first, second = routes(task, x, positions.argmax[0])
         shared: Row = {
             "nmse": trained.last.nmse,
             "epochs_run": sum(trained.epochs.values()),
             "at_constant_rate": trained.epochs["constant"],
-            "floor": floor.nmse,
-            "floor_low": floor.low,
-            "floor_high": floor.high,
-            "held": floor.held,
+            **floor(task, settings["heads"][0], linear=settings["matrices"] == _LINEAR),
         }
-        return [
-            {
-                **shared,
-                "head": head,
-                **{f"first_{i + 1}": float(share) for i, share in enumerate(first[head])},
-                **{f"second_{i + 1}": float(share) for i, share in enumerate(second[head])},
-            }
-            for head in range(settings["heads"][0])
-        ]
+        x = self.drawn(task, "routes", 2000, seed)[0]
+        return [{**shared, **row} for row in route_rows(task, trained.model, x)]
 
     def table(self, results: "pd.DataFrame") -> str:
         """Errors by D, matrices and heads, beside what routed heads reach; then the routes."""
@@ -186,7 +168,7 @@ class IntrinsicDimensionStudy(VectorStudy):
                 (
                     d,
                     kind,
-                    _shown(heads),
+                    heads_shown(heads),
                     "allowed" if _first(heads) >= d else "excluded",
                     spread(rows["floor"]),
                     "yes" if _first(heads) < d and _owed(rows) else "no",
@@ -210,7 +192,7 @@ class IntrinsicDimensionStudy(VectorStudy):
             cells,
         )
         of_heads = [
-            (d, kind, _shown(heads), head + 1, *_routes_shown(rows))
+            (d, kind, heads_shown(heads), head + 1, *routes_shown(rows))
             for (d, kind, heads, head), rows in _heads(results)
         ]
         routed = markdown_table(
@@ -253,7 +235,7 @@ class IntrinsicDimensionStudy(VectorStudy):
                     panel.plot([place] * len(rows), rows["floor"].clip(lower=1e-7), "_",
                                color="#444444", markersize=16)  # fmt: skip
             panel.set_yscale("log")
-            labels = [_shown(heads) for _, heads in names]
+            labels = [heads_shown(heads) for _, heads in names]
             panel.set_xticks(range(len(names)), labels, rotation=90 if len(names) > 4 else 0)
             panel.set_title(kind, fontsize="medium")
             panel.set_xlabel("heads (bar: routed heads reach)")
@@ -296,6 +278,47 @@ class IntrinsicDimensionStudy(VectorStudy):
                 here = (numbers["D"] == d) & (numbers["matrices"] == kind)
                 numbers.loc[here & (numbers["heads"] == f"{d} {d}"), "nmse"] = value
         return {"fewer heads": numbers}
+
+
+def floor(task: IntrinsicDimension, n_heads: int, *, linear: bool) -> Row:
+    """What is left by so many heads of the first layer that choose by hard maxima.
+
+    Args:
+        task: the target.
+        n_heads: h_1.
+        linear: whether they stand behind a linear encoder, where a head has one role; else it may
+            choose, and need not.
+    """
+    choices = (True,) if linear else (True, False)
+    found = min((routed_error(task, n_heads, one_role=one) for one in choices), key=_error)
+    return {
+        "floor": found.nmse,
+        "floor_low": found.low,
+        "floor_high": found.high,
+        "held": found.held,
+    }
+
+
+def _error(found: RoutedError) -> float:
+    return found.nmse
+
+
+def route_rows(
+    task: IntrinsicDimension,
+    model: VectorTransformer,
+    x: Float[Tensor, "sample pos d_token"],
+) -> list[Row]:
+    """For each head of the first layer `routes`, matrix by matrix (from 1)."""
+    (positions,) = run_probes(model, x, [PositionsProbe()], progress=False)
+    first, second = routes(task, x, positions.argmax[0])
+    return [
+        {
+            "head": head,
+            **{f"first_{i + 1}": float(share) for i, share in enumerate(first[head])},
+            **{f"second_{i + 1}": float(share) for i, share in enumerate(second[head])},
+        }
+        for head in range(len(first))
+    ]
 
 
 def routes(
@@ -346,7 +369,7 @@ def _heads(results: "pd.DataFrame") -> list[tuple[tuple[int, str, str, int], "pd
     return list(groups)
 
 
-def _routes_shown(rows: "pd.DataFrame") -> tuple[str, int]:
+def routes_shown(rows: "pd.DataFrame") -> tuple[str, int]:
     """The shares of a head in words, and how many matrices it serves."""
     row, shown, roles = rows.iloc[0], [], 0
     for i in range(1, int(row["D"]) + 1):
@@ -361,7 +384,8 @@ def _first(heads: Any) -> int:
     return int(str(heads).split()[0])
 
 
-def _shown(heads: Any) -> str:
+def heads_shown(heads: Any) -> str:
+    """Heads of both layers, from the cell of results.csv."""
     return f"({', '.join(str(heads).split())})"
 
 
@@ -383,6 +407,6 @@ def _ratios(results: "pd.DataFrame") -> list[tuple[str, float, str, bool]]:
         errors = (
             f"NMSE {fewer:.2e}, ({d}, {d}) {ours:.2e}; routed heads reach {rows['floor'].min():.2g}"
         )
-        name = f"D = {d}, {kind}, {_shown(heads)}"
+        name = f"D = {d}, {kind}, {heads_shown(heads)}"
         found.append((name, fewer / ours, errors, _owed(rows)))
     return found
