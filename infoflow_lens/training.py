@@ -443,7 +443,8 @@ class TrainingData:
         objective.check_variance(validation_y, "validation")
         objective.check_fit(model, x, y, "training")
         objective.check_fit(model, validation_x, validation_y, "validation")
-        return cls(x, y, validation_x, validation_y, objective, draw)
+        # errors are computed on the CPU, wherever the data are
+        return cls(x, y, validation_x, validation_y.cpu(), objective, draw)
 
     def identity(self, model: nn.Module, config: TrainingConfig) -> dict[str, Any]:
         """All that the numbers of a run depend on beside the initial weights."""

@@ -111,9 +111,9 @@ def run_study(
 
     Raises:
         InfoFlowError: for bad settings, seeds that a study cannot train together, without the
-            packages that several processes (extra ``studies``) or a scheduler (``cluster``) need, runs that do not fit in memory, a
-            folder with results of another study or preset, or one that holds results where
-            `resume` was not asked for.
+            packages that several processes (extra ``studies``) or a scheduler (``cluster``) need,
+            runs that do not fit in memory, a folder with results of another study or preset, or one
+            that holds results where `resume` was not asked for.
         InfoFlowError: if the scheduler or a worker is gone, or the disk is full; finished runs are
             kept.
         KeyboardInterrupt: when it is stopped, with what to do to go on.

@@ -302,10 +302,10 @@ class SeparatedPairs(TrainedStudy):
         """Other models, and the second choice, in the place of what is judged."""
         least, fewer = _least(results), results.copy()
         for key in least.index:
-            d = key[0]
+            one_head = (*key[:-1], f"1 {2 * key[0] - 1}")
             if _judged(key) and key == _enough(key):
                 here = (fewer[_CELL] == list(key)).all(axis=1)
-                fewer.loc[here, "nmse"] = least[(*key[:-1], f"1 {2 * d - 1}")]
+                fewer.loc[here, "nmse"] = least[one_head]
         return {
             "fewer heads": fewer,
             "second choice": results.assign(first_choice=results["second_choice"]),
