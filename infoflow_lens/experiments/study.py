@@ -193,8 +193,18 @@ class VectorStudy(Study):
         )
 
 
-class TrainedStudy(VectorStudy):
-    """A study whose runs are one training each: seeds can be trained one by one, or together."""
+class TogetherStudy(VectorStudy):
+    """A study of which the seeds of a configuration can be trained together."""
+
+    @abstractmethod
+    def measure_together(
+        self, settings: Settings, seeds: Sequence[int], device: str
+    ) -> list[list[Row] | None]:
+        """The rows of `measure` for each seed, to rounding; None for one that diverged."""
+
+
+class TrainedStudy(TogetherStudy):
+    """A study whose runs are one training each."""
 
     @abstractmethod
     def data(self, settings: Settings, seed: int) -> tuple[Data | Draw, Data]:
@@ -220,7 +230,7 @@ class TrainedStudy(VectorStudy):
     def measure_together(
         self, settings: Settings, seeds: Sequence[int], device: str
     ) -> list[list[Row] | None]:
-        """The rows of `measure` for each seed, to rounding; None for one that diverged."""
+        """All seeds in one batched model; it is compiled where that pays, not on a CPU."""
         together = train_together(
             self.architecture(settings),
             partial(self.data, settings),

@@ -11,7 +11,7 @@ import matplotlib
 
 from infoflow_lens.experiments.claims import Verdict
 from infoflow_lens.experiments.memory import check_memory
-from infoflow_lens.experiments.study import Row, Settings, Study, TrainedStudy
+from infoflow_lens.experiments.study import Row, Settings, Study, TogetherStudy
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import (
@@ -123,10 +123,10 @@ def run_study(
     n_seeds = study.presets[preset] if seeds is None else seeds
     if not 1 <= n_seeds <= _MOST_SEEDS:
         raise InfoFlowError(f"seeds is {n_seeds}: expected 1 to {_MOST_SEEDS}")
-    if together and not isinstance(study, TrainedStudy):
+    if together and not isinstance(study, TogetherStudy):
         raise InfoFlowError(
-            f"together is asked for, but {study.name} does more than one training in a run: "
-            "expected a study of one training a run; leave it out"
+            f"together is asked for, but the seeds of {study.name} are measured one by one: "
+            "expected a study that trains them together; leave it out"
         )
     check_workers(jobs, scheduler, "a study")
     cases = study.cases(preset)
@@ -302,7 +302,7 @@ def measure_unit(task: tuple[Study, Sequence[Run], str]) -> list[tuple[Run, list
     study, runs, device = task
     measured: list[list[Row] | None]
     if len(runs) > 1:
-        assert isinstance(study, TrainedStudy)
+        assert isinstance(study, TogetherStudy)
         seeds = [run.seed for run in runs]
         measured = study.measure_together(runs[0].settings, seeds, device)
     else:

@@ -12,7 +12,7 @@ import pytest
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.experiments.studies import STUDIES, find_study
-from infoflow_lens.experiments.study import TrainedStudy
+from infoflow_lens.experiments.study import TogetherStudy
 from infoflow_lens.experiments.sweep import run_study
 from infoflow_lens.foundation import versions
 from infoflow_lens.training import TrainingDivergedError
@@ -283,10 +283,10 @@ def test_studies_are_found_by_name_and_state_their_rule():
         find_study("headcount")
 
 
-class Together(Squares, TrainedStudy):
+class Together(Squares, TogetherStudy):
     """Squares whose seeds are measured in one call, of which one diverges."""
 
-    architecture = data = training = rows = None
+    architecture = None
     calls: ClassVar[list[tuple[int, ...]]] = []
 
     def memory(self, settings):
@@ -318,6 +318,6 @@ def test_seeds_of_a_configuration_may_run_together(tmp_path):
     assert len(Together.calls) == 2  # one new seed of each: measured as any run
 
 
-def test_a_study_of_several_trainings_a_run_is_refused_together(tmp_path):
-    with pytest.raises(InfoFlowError, match="squares does more than one training in a run"):
+def test_a_study_of_single_seeds_is_refused_together(tmp_path):
+    with pytest.raises(InfoFlowError, match="the seeds of squares are measured one by one"):
         run(Squares(), tmp_path, together=True)

@@ -10,13 +10,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.experiments.claims import Claim
-from infoflow_lens.experiments.stages import Stages, train_in_stages
+from infoflow_lens.experiments.stages import StagedResult, StagedStudy
 from infoflow_lens.experiments.study import (
     Pair,
     Row,
     Settings,
     Statement,
-    VectorStudy,
 )
 from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.hooks import PositionsProbe, run_probes
@@ -37,7 +36,7 @@ _ROUTE = 0.5  # share of queries from which on a head counts as playing a role
 _PLAIN, _ROTATED, _LINEAR = "gaussian", "orthogonal", "gaussian, linear encoder"
 
 
-class IntrinsicDimensionStudy(VectorStudy):
+class IntrinsicDimensionStudy(StagedStudy):
     """NMSE of two-layer models on a sum of D best pairs, by the heads of both layers.
 
     For every D models with as many heads: (D, D), (D - 1, D + 1) and (1, 2D - 1) [chosen: the
@@ -130,23 +129,18 @@ class IntrinsicDimensionStudy(VectorStudy):
             seed=1000 + settings["draw"],
         )
 
-    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
+    def data_at(self, settings: Settings, seed: int, n_tokens: int) -> tuple[Pair, Pair]:
+        """The target at a length."""
+        task = replace(self.task(settings), n_tokens=n_tokens)
+        return self.data_of(task, settings, seed, n=4000)
+
+    def training(self, settings: Settings) -> TrainingConfig:
+        """Batches of 256."""
+        return TrainingConfig(batch_size=256, lr=settings["lr"], warmup_steps=100, weight_decay=0.0)
+
+    def rows(self, settings: Settings, seed: int, trained: StagedResult) -> list[Row]:
         """A row for each head of the first layer; error and floor are those of the model."""
         task = self.task(settings)
-
-        def data(n_tokens: int) -> tuple[Pair, Pair]:
-            return self.data_of(replace(task, n_tokens=n_tokens), settings, seed, n=4000)
-
-        trained = train_in_stages(
-            self.architecture(settings),
-            data,
-            Stages.of(settings),
-            TrainingConfig(
-                batch_size=256, lr=settings["lr"], warmup_steps=100, weight_decay=0.0, seed=seed
-            ),
-            model_seed=seed,
-            device=device,
-        )
         shared: Row = {
             "nmse": trained.last.nmse,
             "epochs_run": sum(trained.epochs.values()),
