@@ -175,6 +175,16 @@ def test_an_architecture_is_built_with_each_seed():
         assert evaluate(trained.model, (x, y)) == pytest.approx(trained.result.nmse, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_a_compiled_step_has_the_same_numbers():
+    config = TrainingConfig(epochs=2, batch_size=32)
+    architecture = ARCHITECTURES["two layers"]
+    together = train_together(
+        models(architecture), data, SEEDS, config, compiled=True, progress=False
+    )
+    assert_same(together, one_by_one(architecture, config))
+
+
 def with_hook():
     model = build_model(ARCHITECTURES["two layers"])
     model.add_hook("hook_embed", lambda activation, hook: activation)

@@ -63,7 +63,7 @@ class HeadCount(TrainedStudy):
     title: ClassVar[str] = "Does one layer need as many heads as tokens to retrieve?"
     source: ClassVar[str] = "Yu et al. 2026 (ICLR), Tables 2, 3 and 5; Theorem 2"
     statement: ClassVar[Statement] = Statement.of("head_count")
-    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
+    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 3}
 
     def cases(self, preset: str) -> Sequence[Settings]:
         """By table, length and heads."""
