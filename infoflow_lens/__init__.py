@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from infoflow_lens.theory import dependence as dependence
     from infoflow_lens.theory import one_layer_certificate as one_layer_certificate
     from infoflow_lens.theory import propagate as propagate
+    from infoflow_lens.together import train_together as train_together
     from infoflow_lens.training import TrainingConfig as TrainingConfig
     from infoflow_lens.training import train as train
 
@@ -137,6 +138,7 @@ _HOMES = {
     "run_probes": "hooks",
     "save_model": "models.host",
     "train": "training",
+    "train_together": "together",
     "why": "flows.why",
     "why_all": "flows.why",
 }

@@ -20,7 +20,9 @@ _NAME = 40  # characters of a text that names its side [chosen]
 
 
 @checked
-def compare_flows(first: Flow, second: Flow, names: tuple[str, str] | None = None) -> "FlowComparison":
+def compare_flows(
+    first: Flow, second: Flow, names: tuple[str, str] | None = None
+) -> "FlowComparison":
     """Two flows side by side, with the positions that stand for each other.
 
     Positions stand for each other where the tokens of both are the same in the same order, or where
@@ -127,7 +129,9 @@ class FlowComparison:
                 changed += {there.get(s, -1) for s in held} != set(then)
         asked = sum(
             one.shape[1] * len(self.aligned)
-            for one, other in zip(self.first.positions.argmax, self.second.positions.argmax, strict=False)
+            for one, other in zip(
+                self.first.positions.argmax, self.second.positions.argmax, strict=False
+            )
             if one.shape[1] == other.shape[1]
         )
         return (
@@ -162,7 +166,9 @@ class FlowComparison:
             marked_name="not the same token on the other side",
             rules=rules,
             notes=notes,
-            record={name: dict(view.record) for name, view in zip(self.names, (one, other), strict=True)},
+            record={
+                name: dict(view.record) for name, view in zip(self.names, (one, other), strict=True)
+            },
             groups=[(name, 1) for name in self.names],
             aligned=self.aligned,
         )

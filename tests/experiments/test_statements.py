@@ -9,6 +9,7 @@ from infoflow_lens.experiments.studies import STUDIES
 from tests.experiments.by_theory import BY_THEORY
 from tests.experiments.studies import (
     test_agreement_over_training,
+    test_separated_pairs,
     test_triangle_center,
     test_varying_heads,
 )
@@ -17,6 +18,7 @@ from tests.experiments.test_results import RESULTS, rows_of
 # results that pass: by the theory's own constructions, or, where there is none, as published
 PASSING = {
     **BY_THEORY,
+    "separated_pairs": test_separated_pairs.passing,
     "triangle_center": lambda: test_triangle_center.frame(
         {8: (0.2, 0.22), 16: (0.8, 0.85), 32: (0.95, 1.0)}
     ),

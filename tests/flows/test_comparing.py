@@ -54,7 +54,10 @@ def test_the_table_has_each_side_as_its_own_table_has_it(compared):
             assert found == pytest.approx(expected[name].astype(float).to_numpy(), nan_ok=True)
     both = frame[(frame["position"] >= 0) & (frame["position_second"] >= 0)]
     there = dict(compared.aligned)
-    assert all(there[one] == other for one, other in zip(both["position"], both["position_second"], strict=True))
+    assert all(
+        there[one] == other
+        for one, other in zip(both["position"], both["position_second"], strict=True)
+    )
 
 
 def test_choices_are_those_whose_keys_do_not_stand_for_each_other(compared):

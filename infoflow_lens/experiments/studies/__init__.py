@@ -11,6 +11,7 @@ from infoflow_lens.experiments.studies.intrinsic_dimension import IntrinsicDimen
 from infoflow_lens.experiments.studies.kth_largest import KthLargestStudy
 from infoflow_lens.experiments.studies.max_position_recovery import MaxPositionRecovery
 from infoflow_lens.experiments.studies.nested_qa import NestedQuestions
+from infoflow_lens.experiments.studies.separated_pairs import SeparatedPairs
 from infoflow_lens.experiments.studies.specific_position import SpecificPosition
 from infoflow_lens.experiments.studies.triangle_center import TriangleCenterStudy
 from infoflow_lens.experiments.studies.varying_depth import VaryingDepth
@@ -23,6 +24,7 @@ _ALL: tuple[Study, ...] = (  # the order of the papers
     MaxPositionRecovery(),
     SpecificPosition(),
     IntrinsicDimensionStudy(),
+    SeparatedPairs(),
     TriangleCenterStudy(),
     HeadCount(),
     DepthSeparationStudy(),

@@ -11,17 +11,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.experiments.claims import Claim
-from infoflow_lens.experiments.stages import Stages, train_in_stages
+from infoflow_lens.experiments.stages import StagedResult, StagedStudy
 from infoflow_lens.experiments.study import (
     Pair,
     Row,
     Settings,
     Statement,
-    VectorStudy,
 )
 from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.hooks import PositionsProbe, run_probes
 from infoflow_lens.models.architecture import Architecture
+from infoflow_lens.models.host import VectorTransformer
 from infoflow_lens.tasks import IntrinsicDimension
 from infoflow_lens.theory.best_heads import BestHeads, best_heads
 from infoflow_lens.theory.comparison import best_tuples
@@ -43,7 +43,7 @@ def _best_heads(task: IntrinsicDimension, n_heads: int, roles: int) -> BestHeads
     return best_heads(task, n_heads, roles=roles)
 
 
-class IntrinsicDimensionStudy(VectorStudy):
+class IntrinsicDimensionStudy(StagedStudy):
     """NMSE of two-layer models on a sum of D best pairs, by the heads of both layers.
 
     For every D models with as many heads: (D, D), (D - 1, D + 1) and (1, 2D - 1) [chosen: the
@@ -137,48 +137,26 @@ class IntrinsicDimensionStudy(VectorStudy):
             seed=1000 + settings["draw"],
         )
 
-    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
+    def data_at(self, settings: Settings, seed: int, n_tokens: int) -> tuple[Pair, Pair]:
+        """The target at a length."""
+        task = replace(self.task(settings), n_tokens=n_tokens)
+        return self.data_of(task, settings, seed, n=4000)
+
+    def training(self, settings: Settings) -> TrainingConfig:
+        """Batches of 256."""
+        return TrainingConfig(batch_size=256, lr=settings["lr"], warmup_steps=100, weight_decay=0.0)
+
+    def rows(self, settings: Settings, seed: int, trained: StagedResult) -> list[Row]:
         """A row for each head of the first layer; error and floor are those of the model."""
         task = self.task(settings)
-
-        def data(n_tokens: int) -> tuple[Pair, Pair]:
-            return self.data_of(replace(task, n_tokens=n_tokens), settings, seed, n=4000)
-
-        trained = train_in_stages(
-            self.architecture(settings),
-            data,
-            Stages.of(settings),
-            TrainingConfig(
-                batch_size=256, lr=settings["lr"], warmup_steps=100, weight_decay=0.0, seed=seed
-            ),
-            model_seed=seed,
-            device=device,
-        )
-        # behind a linear encoder a head has one role; else as many as there are sides of pairs
-        roles = 1 if settings["matrices"] == _LINEAR else 2 * settings["D"]
-        floor = _best_heads(task, settings["heads"][0], roles)
-        x = self.drawn(task, "routes", 2000, seed)[0]
-        (positions,) = run_probes(trained.model, x, [PositionsProbe()], progress=False)
-        first, second = routes(task, x, positions.argmax[0])
         shared: Row = {
             "nmse": trained.last.nmse,
             "epochs_run": sum(trained.epochs.values()),
             "at_constant_rate": trained.epochs["constant"],
-            "floor": floor.nmse,
-            "floor_low": floor.low,
-            "floor_high": floor.high,
-            "held": floor.held,
-            "floor_budget": floor.budget,
+            **floor(task, settings["heads"][0], linear=settings["matrices"] == _LINEAR),
         }
-        return [
-            {
-                **shared,
-                "head": head,
-                **{f"first_{i + 1}": float(share) for i, share in enumerate(first[head])},
-                **{f"second_{i + 1}": float(share) for i, share in enumerate(second[head])},
-            }
-            for head in range(settings["heads"][0])
-        ]
+        x = self.drawn(task, "routes", 2000, seed)[0]
+        return [{**shared, **row} for row in route_rows(task, trained.model, x)]
 
     def table(self, results: "pd.DataFrame") -> str:
         """Errors by D, matrices and heads, beside what hard heads reach; then the routes."""
@@ -192,7 +170,7 @@ class IntrinsicDimensionStudy(VectorStudy):
                 (
                     d,
                     kind,
-                    _shown(heads),
+                    heads_shown(heads),
                     "allowed" if _first(heads) >= d else "excluded",
                     spread(rows["floor"]),
                     "yes" if _first(heads) < d and _owed(rows) else "no",
@@ -216,7 +194,7 @@ class IntrinsicDimensionStudy(VectorStudy):
             cells,
         )
         of_heads = [
-            (d, kind, _shown(heads), head + 1, *_routes_shown(rows))
+            (d, kind, heads_shown(heads), head + 1, *routes_shown(rows))
             for (d, kind, heads, head), rows in _heads(results)
         ]
         routed = markdown_table(
@@ -260,7 +238,7 @@ class IntrinsicDimensionStudy(VectorStudy):
                     panel.plot([place] * len(rows), rows["floor"].clip(lower=1e-7), "_",
                                color="#444444", markersize=16)  # fmt: skip
             panel.set_yscale("log")
-            labels = [_shown(heads) for _, heads in names]
+            labels = [heads_shown(heads) for _, heads in names]
             panel.set_xticks(range(len(names)), labels, rotation=90 if len(names) > 4 else 0)
             panel.set_title(kind, fontsize="medium")
             panel.set_xlabel("heads (bar: hard heads reach)")
@@ -303,6 +281,44 @@ class IntrinsicDimensionStudy(VectorStudy):
                 here = (numbers["D"] == d) & (numbers["matrices"] == kind)
                 numbers.loc[here & (numbers["heads"] == f"{d} {d}"), "nmse"] = value
         return {"fewer heads": numbers}
+
+
+def floor(task: IntrinsicDimension, n_heads: int, *, linear: bool) -> Row:
+    """What is left by so many heads of the first layer that choose by hard maxima.
+
+    Args:
+        task: the target.
+        n_heads: h_1.
+        linear: whether they stand behind a linear encoder, where a head has one role; else it may
+            choose, and need not.
+    """
+    # behind a linear encoder a head has one role; else as many as there are sides of pairs
+    found = _best_heads(task, n_heads, 1 if linear else 2 * task.n_components)
+    return {
+        "floor": found.nmse,
+        "floor_low": found.low,
+        "floor_high": found.high,
+        "held": found.held,
+        "floor_budget": found.budget,
+    }
+
+
+def route_rows(
+    task: IntrinsicDimension,
+    model: VectorTransformer,
+    x: Float[Tensor, "sample pos d_token"],
+) -> list[Row]:
+    """For each head of the first layer `routes`, matrix by matrix (from 1)."""
+    (positions,) = run_probes(model, x, [PositionsProbe()], progress=False)
+    first, second = routes(task, x, positions.argmax[0])
+    return [
+        {
+            "head": head,
+            **{f"first_{i + 1}": float(share) for i, share in enumerate(first[head])},
+            **{f"second_{i + 1}": float(share) for i, share in enumerate(second[head])},
+        }
+        for head in range(len(first))
+    ]
 
 
 def routes(
@@ -360,7 +376,7 @@ def _heads(results: "pd.DataFrame") -> list[tuple[tuple[int, str, str, int], "pd
     return list(groups)
 
 
-def _routes_shown(rows: "pd.DataFrame") -> tuple[str, int]:
+def routes_shown(rows: "pd.DataFrame") -> tuple[str, int]:
     """The shares of a head in words, and how many matrices it serves."""
     row, shown, roles = rows.iloc[0], [], 0
     for i in range(1, int(row["D"]) + 1):
@@ -375,7 +391,8 @@ def _first(heads: Any) -> int:
     return int(str(heads).split()[0])
 
 
-def _shown(heads: Any) -> str:
+def heads_shown(heads: Any) -> str:
+    """Heads of both layers, from the cell of results.csv."""
     return f"({', '.join(str(heads).split())})"
 
 
@@ -397,6 +414,6 @@ def _ratios(results: "pd.DataFrame") -> list[tuple[str, float, str, bool]]:
         errors = (
             f"NMSE {fewer:.2e}, ({d}, {d}) {ours:.2e}; hard heads reach {rows['floor'].min():.2g}"
         )
-        name = f"D = {d}, {kind}, {_shown(heads)}"
+        name = f"D = {d}, {kind}, {heads_shown(heads)}"
         found.append((name, fewer / ours, errors, _owed(rows)))
     return found
