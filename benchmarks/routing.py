@@ -1,60 +1,47 @@
-"""What heads with several roles leave, for the table of docs/routing.md.
+"""What fewer heads than best pairs were found to reach, for the table of docs/routing.md.
 
 Run: python -m benchmarks.routing   (minutes)
 """
 
-import torch
-
 from infoflow_lens import load_task
-from infoflow_lens.tasks import Target
-from infoflow_lens.theory.comparison import Component
+from infoflow_lens.theory.best_heads import best_heads
 from infoflow_lens.theory.routing import routed_error
 
-
-def rotations(n_components: int, n_tokens: int, d_token: int, seed: int) -> Target:
-    """Best pairs under rotations, for which every token can reach the same score."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def form(matrix):
-        return lambda x: ((x[..., 0, :] @ matrix) * x[..., 1, :]).sum(dim=-1)
-
-    components = tuple(
-        Component(2, form(torch.linalg.qr(torch.randn(d_token, d_token, generator=generator)).Q))
-        for _ in range(n_components)
-    )
-    return Target(components=components, n_tokens=n_tokens, d_token=d_token, tokens="sphere")
+CASES = [  # matrices, d, D, h_1, T
+    *(("orthogonal", 3, 2, 1, length) for length in (4, 8, 16, 32, 64)),
+    ("orthogonal", 3, 3, 2, 8),
+    ("orthogonal", 8, 2, 1, 16),
+    *(("gaussian", 3, 2, 1, length) for length in (8, 16, 64)),
+    ("gaussian", 3, 3, 2, 8),
+    ("gaussian", 8, 2, 1, 16),
+]
+DRAWS = (1000, 1001)
+SEARCH = {"budget": 1000, "n": 1000}
 
 
 def main() -> None:
-    """One row for each setting: means over three draws of the matrices."""
-    print("| matrices | tokens | d | D | h_1 | T | held | NMSE, three draws |")
-    print("|---|---|---|---|---|---|---|---|")
-    cases = [
-        ("Gaussian", "sphere", 3, 2, 1),
-        ("Gaussian", "sphere", 8, 2, 1),
-        ("Gaussian", "normal", 4, 2, 1),
-        ("Gaussian", "sphere", 3, 3, 2),
-        ("rotations", "sphere", 3, 2, 1),
-        ("rotations", "sphere", 8, 2, 1),
+    """One row for each setting, with the error of each draw of the matrices."""
+    columns = [
+        *("matrices", "d", "D", "h_1", "T", "own scores, one role", "own scores, roles"),
+        *("one score found", "scores and roles found"),
     ]
-    for kind, tokens, d, n, heads in cases:
-        for length in (16, 64):
-            found = []
-            for seed in range(3):
-                if kind == "rotations":
-                    task = rotations(n, length, d, seed)
-                else:
-                    task = load_task(
-                        "intrinsic_dimension", n_tokens=length, d_token=d, tokens=tokens,
-                        n_components=n, seed=seed,
-                    )  # fmt: skip
-                found.append(routed_error(task, heads, n=200, seed=seed))
-            held = sum(f.held for f in found) / 3
-            errors = ", ".join(f"{f.nmse:.2g}" for f in found)
-            print(
-                f"| {kind} | {tokens} | {d} | {n} | {heads} | {length} | {held:.0%} | {errors} |",
-                flush=True,
-            )
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for kind, d, n, heads, length in CASES:
+        errors = []
+        for draw in DRAWS:
+            task = load_task(
+                "intrinsic_dimension", n_tokens=length, d_token=d, tokens="sphere",
+                n_components=n, seed=draw, matrix_kind=kind,
+            )  # fmt: skip
+            found = [
+                *(routed_error(task, heads, one_role=one) for one in (True, False)),
+                *(best_heads(task, heads, roles=roles, **SEARCH) for roles in (1, 2 * n)),
+            ]
+            errors.append([result.nmse for result in found])
+        cells = [
+            ", ".join(f"{error:.2g}" for error in draws) for draws in zip(*errors, strict=True)
+        ]
+        print(f"| {kind} | {d} | {n} | {heads} | {length} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,26 +6,32 @@ rounds)
 Eight seeds of the demo's model. Our side does all that `train` does: clipping, the validation of
 every epoch in the demo's proportion, the best weights kept, the record. The loop does none of it.
 
+Seeds together: `train_together`, whose forward pass is written for stacked weights, and beside it
+torch.func.vmap over the hosted modules, which needs no forward pass of its own.
+
 The second table is of the loop over one seed, done in other ways: what an epoch takes beside the
 plain loop, and the validation error that the same epochs reach. What is faster and reaches less is
 no gain. `--compile` adds torch.compile, which takes a minute before the first step.
 """
 
 import argparse
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+import infoflow_lens.together
 from benchmarks.timing import paired
 from infoflow_lens.experiments.demo import DemoConfig
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.host import VectorTransformer, build_model
+from infoflow_lens.together import train_together
 from infoflow_lens.training import TrainingConfig, nmse, train
 
 SEEDS = range(8)
@@ -93,6 +99,13 @@ def seed_after_seed(models: list[VectorTransformer]) -> list[float]:
     ]
 
 
+def together(models: list[VectorTransformer], compiled: bool = False) -> list[float]:
+    """All seeds in one step, with the numbers of `seed_after_seed`."""
+    data = training_data(models[0]), validation_data(models[0])
+    trained = train_together(models, data, tuple(SEEDS), CONFIG, compiled=compiled, progress=False)
+    return [one.result.nmse for one in trained]
+
+
 class Readout(nn.Module):
     """A model whose forward pass is the fast read-out, for `functional_call`."""
 
@@ -105,47 +118,27 @@ class Readout(nn.Module):
         return self.model.forward_readout(x)
 
 
-def together(models: list[VectorTransformer]) -> list[float]:
-    """All seeds in one step by torch.func, with the numbers of `seed_after_seed`."""
-    config: TrainingConfig = CONFIG
-    readouts = [Readout(model) for model in models]
-    weights, buffers = torch.func.stack_module_state(readouts)
-    base = readouts[0]
+@contextmanager
+def by_vmap(models: list[VectorTransformer]) -> Iterator[None]:
+    """Let `train_together` run the hosted modules under torch.func.vmap."""
+    base = Readout(models[0])
+    buffers = {f"model.{name}": value for name, value in models[0].named_buffers()}
 
-    def output(weights: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(base, (weights, buffers), (x,))
+    def output(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(base, {**weights, **buffers}, (x,))
 
-    def loss(
-        weights: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, y: Tensor
-    ) -> Tensor:
-        return nn.functional.mse_loss(output(weights, buffers, x), y)
+    def readout(_: VectorTransformer, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        named = {f"model.{name}": value for name, value in weights.items()}
+        return torch.func.vmap(output)(named, x)
 
-    gradients: Callable[..., dict[str, Tensor]] = torch.func.vmap(torch.func.grad(loss))
-    optimizer = torch.optim.AdamW(
-        list(weights.values()),
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        fused=next(iter(weights.values())).is_cuda or None,  # as train() does
-    )
-    x, y = training_data(models[0])
-    for step, rows in enumerate(zip(*(order(x, seed) for seed in SEEDS), strict=True)):
-        for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate(step, STEPS)
-        chosen = torch.stack(rows)
-        found = gradients(weights, buffers, x[chosen], y[chosen])
-        # the norm of each seed is clipped by itself
-        squares = [part.flatten(1).square().sum(dim=1) for part in found.values()]
-        norm = torch.stack(squares).sum(dim=0).sqrt()
-        factor = ((config.grad_clip or math.inf) / (norm + 1e-6)).clamp(max=1)
-        for name, part in found.items():
-            # a fused optimizer wants gradients laid out as their weights
-            own = part * factor.view(-1, *[1] * (part.ndim - 1))
-            weights[name].grad = own.contiguous()
-        optimizer.step()
-    x, y = validation_data(models[0])
-    with torch.no_grad():
-        outputs = torch.func.vmap(output, in_dims=(0, 0, None))(weights, buffers, x)
-    return [nmse(part, y) for part in outputs]
+    with mock.patch.object(infoflow_lens.together, "stacked_readout", readout):
+        yield
+
+
+def together_by_vmap(models: list[VectorTransformer]) -> list[float]:
+    """The same by torch.func."""
+    with by_vmap(models):
+        return together(models)
 
 
 @dataclass(frozen=True)
@@ -238,12 +231,17 @@ def main() -> None:
         return run
 
     # the same work: both reach the same errors
-    torch.testing.assert_close(fresh(together)(), fresh(seed_after_seed)(), rtol=2e-2, atol=0)
+    alone = fresh(seed_after_seed)()
+    for way in (together, together_by_vmap):
+        torch.testing.assert_close(fresh(way)(), alone, rtol=2e-2, atol=0)
     rows = [
         ("train(), seed after seed", "the loop by hand, full model", seed_after_seed, by_hand),
-        ("8 seeds together by torch.func.vmap", "train(), seed after seed", together,
-         seed_after_seed),
-    ]  # fmt: skip
+        ("train_together()", "train(), seed after seed", together, seed_after_seed),
+        ("the same by torch.func.vmap", "train_together()", together_by_vmap, together),
+    ]
+    if chosen.compile:
+        compiled = partial(together, compiled=True)
+        rows.append(("train_together(compiled=True)", "train_together()", compiled, together))
     place = f"{torch.get_num_threads()} threads" if chosen.device == "cpu" else chosen.device
     title = f"8 seeds, {STEPS} steps of {CONFIG.batch_size}; {place}"
     table = Table("what", "against", "time ratio", "steps a second, times", title=title)

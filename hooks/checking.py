@@ -11,11 +11,13 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Positive, checked
 from infoflow_lens.foundation.state import state_from_bytes, state_to_bytes
 from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
+from infoflow_lens.hooks.model.points import takes_model
 from infoflow_lens.hooks.passes.run import run_shard
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
 
 
+@takes_model
 @checked
 def check_probe(
     probe: Probe[Any], model: nn.Module, inputs: Inputs, *, tolerance: Positive = 1e-4

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_args, get_type_hints
@@ -20,6 +21,7 @@ from infoflow_lens.foundation.files import (
     writable_folder,
     write_signed,
 )
+from infoflow_lens.foundation.hub import pull, push
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.record import RunRecord, fingerprint
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
@@ -29,6 +31,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SCHEMA = "infoflow-lens result 1"
+
+_CARD = """\
+---
+tags: [interpretability, transformer-lens, infoflow-lens]
+---
+
+# {title}
+{text}
+```python
+from infoflow_lens.hooks import Result
+
+result = {load}
+```
+
+The record beside the numbers (`result.record`) holds settings, seed, versions and the
+fingerprint of the model.
+"""
 
 ResultT = TypeVar("ResultT", bound="Result")
 
@@ -112,7 +131,10 @@ class Result(Displayed):
         Raises:
             InfoFlowError: if they cannot be written.
         """
-        writable_folder(Path(path).parent)
+        write_parts(path, _SCHEMA, *self.stored())
+
+    def stored(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What is written of it: values for JSON, and tensors by name."""
         tensors: dict[str, Tensor] = {}
         plain: dict[str, Any] = {"kind": type(self).__name__, "record": self.record.to_dict()}
         for item in fields(self):
@@ -122,10 +144,7 @@ class Result(Displayed):
                 tensors |= {name: part.contiguous() for name, part in found.items()}
             elif item.name != "record":
                 plain[item.name] = value
-        with atomic_path(f"{os.fspath(path)}.safetensors") as temporary:
-            save_file(tensors, temporary)
-        plain["tensors"] = fingerprint(tensors)
-        write_signed(f"{os.fspath(path)}.json", _SCHEMA, plain)
+        return plain, tensors
 
     @classmethod
     def load(cls: type[ResultT], path: str | os.PathLike[str]) -> ResultT:
@@ -134,36 +153,109 @@ class Result(Displayed):
         Raises:
             InfoFlowError: if there is none, it is of another kind or version, or a file is spoiled.
         """
-        plain, hint = _described(path), _hint(path)
-        tensors = Path(f"{os.fspath(path)}.safetensors")
-        kind = Result.kinds.get(str(plain.pop("kind", "")))
+        with read_parts(path, _SCHEMA, "result") as (plain, tensors):
+            result = cls.of_stored(plain, tensors)
+        return result._located(path)
+
+    @classmethod
+    def of_stored(
+        cls: type[ResultT], plain: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> ResultT:
+        """The result of which :meth:`stored` gave the parts.
+
+        Raises:
+            InfoFlowError: if it is of another kind.
+            ValueError, TypeError: if the parts are not those of such a result.
+        """
+        values = dict(plain)
+        kind = Result.kinds.get(str(values.pop("kind", "")))
         if kind is None or not issubclass(kind, cls):
             raise InfoFlowError(
-                f"{tensors.stem}.json holds a {kind.__name__ if kind else 'foreign file'}: "
-                f"expected a {cls.__name__}"
+                f"the saved file holds a {kind.__name__ if kind else 'foreign result'}: expected a "
+                f"{cls.__name__}"
             )
-        try:
-            found = load_file(tensors)
-            if fingerprint(found) != plain.pop("tensors", None):
-                raise ValueError(f"it has changed since {tensors.stem}.json was written")
-            grouped: dict[str, Any] = {}
-            for name, tensor in found.items():
-                *inside, last = name.split(".")
-                place = grouped
-                for part in inside:
-                    place = place.setdefault(part, {})
-                place[last] = tensor
-            grouped = {name: _layers_as_tuples(value) for name, value in grouped.items()}
-            record = RunRecord.from_dict(plain.pop("record", None))
-            values = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
-            result = kind(record=record, **values, **grouped)
-        except (OSError, SafetensorError, ValueError, TypeError, RuntimeError) as error:
-            raise InfoFlowError(f"{str(tensors)!r} cannot be read ({error}): {hint}") from error
-        return result._located(path)
+        grouped: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            *inside, last = name.split(".")
+            place = grouped
+            for part in inside:
+                place = place.setdefault(part, {})
+            place[last] = tensor
+        grouped = {name: _layers_as_tuples(value) for name, value in grouped.items()}
+        record = RunRecord.from_dict(values.pop("record", None))
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return kind(record=record, **values, **grouped)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        name: str | None = None,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+    ) -> str:
+        """Upload the result to a dataset of the Hugging Face hub, which is made if needed.
+
+        Args:
+            repo_id: "owner/name".
+            name: of its files there, without their ends; default, that of its class.
+            private: whether a new dataset can be seen by its owners alone; default, as the hub has
+                it.
+            token: default, that of ``hf auth login`` or HF_TOKEN.
+
+        Returns:
+            The address of the dataset.
+
+        Raises:
+            InfoFlowError: for a name that the hub refuses, a missing or wrong token, or no network.
+        """
+        name = type(self).__name__ if name is None else name
+        load = f'Result.from_hub("{repo_id}", "{name}")'
+        return push(
+            repo_id,
+            lambda folder: self.save(folder / name),
+            hub_card(f"{type(self).__name__}, measured by infoflow-lens", load),
+            private=private,
+            token=token,
+        )
+
+    @classmethod
+    def from_hub(
+        cls: type[ResultT],
+        repo_id: str,
+        name: str | None = None,
+        *,
+        revision: str | None = None,
+        token: str | None = None,
+    ) -> ResultT:
+        """The result that :meth:`push_to_hub` uploaded. Nothing that the files name is called.
+
+        Args:
+            repo_id, name, token: as there.
+            revision: branch, tag or commit; default, the newest.
+
+        Raises:
+            InfoFlowError: if there is none, it is of another kind or version, or there is no
+                network.
+        """
+        name = cls.__name__ if name is None else name
+        folder = pull(repo_id, [f"{name}.*", f"{name}/*"], revision=revision, token=token)
+        return cls.load(folder / name)
 
     def _located(self: ResultT, path: str | os.PathLike[str]) -> ResultT:
         """The result, knowing from where it was loaded, if it must."""
         return self
+
+
+def hub_card(title: str, load: str, text: str = "") -> str:
+    """The README.md of a dataset with results: what they are, and how they are loaded.
+
+    Args:
+        title: of the page.
+        load: the call that loads them.
+        text: what they say.
+    """
+    return _CARD.format(title=title, load=load, text=f"\n{text}\n" if text else "")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -293,11 +385,43 @@ def digest_of_result(path: str | os.PathLike[str]) -> str:
         ) from error
 
 
-def _described(path: str | os.PathLike[str]) -> dict[str, Any]:
-    described = Path(f"{os.fspath(path)}.json")
+def write_parts(
+    path: str | os.PathLike[str], schema: str, plain: Mapping[str, Any], tensors: dict[str, Tensor]
+) -> None:
+    """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.
+
+    Raises:
+        InfoFlowError: if they cannot be written.
+    """
+    writable_folder(Path(path).parent)
+    with atomic_path(f"{os.fspath(path)}.safetensors") as temporary:
+        save_file(tensors, temporary)
+    signed = {**plain, "tensors": fingerprint(tensors)}
+    write_signed(f"{os.fspath(path)}.json", schema, signed)
+
+
+@contextmanager
+def read_parts(
+    path: str | os.PathLike[str], schema: str, what: str
+) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """What :func:`write_parts` wrote, to be used in the block, whose errors speak of these files.
+
+    Raises:
+        InfoFlowError: if there are none, they are of another kind or version, or spoiled.
+    """
+    described, tensors = Path(f"{os.fspath(path)}.json"), Path(f"{os.fspath(path)}.safetensors")
     if not described.is_file():
-        raise InfoFlowError(f"no result at {os.fspath(path)!r}: expected {described.name}")
-    return read_signed(described, _SCHEMA, "result", _hint(path))
+        raise InfoFlowError(f"no {what} at {os.fspath(path)!r}: expected {described.name}")
+    plain = read_signed(described, schema, what, _hint(path))
+    try:
+        found = load_file(tensors)
+        if fingerprint(found) != plain.pop("tensors", None):
+            raise ValueError(f"it has changed since {described.name} was written")
+        yield plain, found
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        if isinstance(error, InfoFlowError):
+            raise
+        raise InfoFlowError(f"{str(tensors)!r} cannot be read ({error}): {_hint(path)}") from error
 
 
 def _hint(path: str | os.PathLike[str]) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from infoflow_lens.agreement import compare as compare
     from infoflow_lens.agreement import compare_by_position as compare_by_position
     from infoflow_lens.agreement import coverage_curve as coverage_curve
+    from infoflow_lens.flows.comparing import compare_flows as compare_flows
     from infoflow_lens.flows.result import Flow as Flow
     from infoflow_lens.flows.run import flow as flow
     from infoflow_lens.flows.why import why as why
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from infoflow_lens.theory import dependence as dependence
     from infoflow_lens.theory import one_layer_certificate as one_layer_certificate
     from infoflow_lens.theory import propagate as propagate
+    from infoflow_lens.together import train_together as train_together
     from infoflow_lens.training import TrainingConfig as TrainingConfig
     from infoflow_lens.training import train as train
 
@@ -109,6 +111,7 @@ _HOMES = {
     "build_token_model": "models.host",
     "compare": "agreement",
     "compare_by_position": "agreement",
+    "compare_flows": "flows.comparing",
     "compare_rankings": "ranking",
     "coverage_curve": "agreement",
     "dataset_card": "tasks",
@@ -135,6 +138,7 @@ _HOMES = {
     "run_probes": "hooks",
     "save_model": "models.host",
     "train": "training",
+    "train_together": "together",
     "why": "flows.why",
     "why_all": "flows.why",
 }

@@ -122,6 +122,9 @@ def experiment(
     scheduler: Annotated[
         str | None, typer.Option(help="Address of a dask scheduler whose workers run the study.")
     ] = None,
+    together: Annotated[
+        bool, typer.Option("--together", help="Train the seeds of a configuration as one batch.")
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Train, probe, compare with the prediction, and print our numbers beside the published."""
@@ -151,6 +154,7 @@ def experiment(
             device=device,
             resume=resume,
             scheduler=scheduler,
+            together=together,
             progress=not quiet,
             again=own_command(context, "--resume"),
         )

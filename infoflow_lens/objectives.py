@@ -263,7 +263,7 @@ def _evaluation_data(
         raise InfoFlowError(f"the evaluation targets are {y.dtype} {tuple(y.shape)}: use {other}")
     objective.check_fit(model, x, y, "evaluation")
     objective.check_variance(y, "evaluation")
-    return x, y
+    return x, y.cpu()  # where outputs are compared
 
 
 @checked

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import torch
 from annotated_types import Interval
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import Displayed
@@ -70,7 +71,6 @@ _N_TRAIN, _N_VALIDATION = 8192, 2048
 BelowOne = Annotated[float, Interval(ge=0, lt=1)]
 OptimizerName = Literal["adamw", "sgd"]
 State = dict[str, Tensor]
-_EpochData: TypeAlias = Callable[[int], tuple[Tensor, Tensor]]
 Draw: TypeAlias = Callable[[int], Data]  # from the number of an epoch
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -98,6 +98,7 @@ class TrainingDivergedError(InfoFlowError):
 
     def __init__(self, result: "TrainingResult", lr: float) -> None:
         self.result = result
+        self.lr = lr
         super().__init__(
             f"the loss is no longer finite in epoch {result.epochs_run + 1} (learning rate "
             f"{lr:.2e}): expected a finite loss; lower lr or grad_clip. "
@@ -127,6 +128,7 @@ class TrainingConfig:
             of the sequences that are drawn from a task.
         optimizer: "adamw" or "sgd".
         momentum: SGD's, at least 0 and below 1.
+        betas: AdamW's, how much of the mean gradient and of the mean square is kept at each step.
 
     Raises:
         InfoFlowError: for values out of range.
@@ -145,6 +147,7 @@ class TrainingConfig:
     seed: Seed = 0
     optimizer: OptimizerName = "adamw"
     momentum: BelowOne = 0.0
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
 
     def __post_init__(self) -> None:
         if self.momentum and self.optimizer != "sgd":
@@ -198,8 +201,8 @@ def _copy_state(model: nn.Module) -> State:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-class _Run:
-    """A training run that can be written to disk and taken up again between epochs."""
+class Ledger:
+    """What is known of a training run: its errors, its best weights, whether it has ended."""
 
     def __init__(
         self,
@@ -211,13 +214,101 @@ class _Run:
         self.model = model
         self.config = config
         self.objective = objective
-        self.identity = dict(identity)
-        self.record = RunRecord.of_model(model, self.identity, config.seed)
-        self.optimizer = _optimizer(model, config)
+        self.record = RunRecord.of_model(model, dict(identity), config.seed)
         self.initial_state = _copy_state(model)
         self.best_state = self.initial_state
         self.best_score, self.best_epoch = math.inf, 0
         self.history: list[dict[str, float | int]] = []
+
+    def order(self, n: int) -> Int[Tensor, " n"]:
+        """The sequences of the next epoch, by the seed and the number of the epoch alone."""
+        seed = derived_seed("epoch", self.config.seed, len(self.history))
+        return torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate at a step of the next epoch, which has so many."""
+        done = len(self.history)
+        return self.config.learning_rate(done * steps + step, self.config.epochs * steps)
+
+    def trained(self, means: Mapping[str, float], lr: float) -> None:
+        """Note an epoch; `means` are over its sequences.
+
+        Raises:
+            TrainingDivergedError: if they are not finite.
+        """
+        if not is_finite(means):
+            raise TrainingDivergedError(self.finish("diverged"), lr)
+        self.history.append({"epoch": len(self.history) + 1, "lr": lr, **means})
+
+    def validated(self, output: Tensor, y: Tensor) -> bool:
+        """Note the validation errors of the epoch; whether they are the best so far.
+
+        Raises:
+            TrainingDivergedError: if they are not finite.
+        """
+        errors = self.objective.validation(output, y)
+        if not is_finite(errors):
+            lr = self.history.pop()["lr"]
+            raise TrainingDivergedError(self.finish("diverged"), lr)
+        self.history[-1].update(errors)
+        better = errors[self.objective.score] < self.best_score
+        if better:
+            self.best_score, self.best_epoch = errors[self.objective.score], len(self.history)
+        return better
+
+    def status(self) -> str:
+        return self.objective.status(self.history[-1], self.best_score)
+
+    def ended(self) -> bool:
+        """Whether no epoch is left, the error is low enough, or patience has run out."""
+        config, done = self.config, len(self.history)
+        if done == config.epochs:
+            return True
+        if config.stop_below is not None and self.best_score < config.stop_below:
+            return True
+        return config.patience is not None and done - self._last_better() >= config.patience
+
+    def _last_better(self) -> int:
+        """The last epoch whose error fell by the share that `patience` asks for."""
+        least, last = math.inf, 0
+        for epoch, row in enumerate(self.history, start=1):
+            error = row[self.objective.score]
+            if error < least * (1 - self.config.improvement):
+                least, last = error, epoch
+        return last
+
+    def finish(self, stopped: str | None = None) -> TrainingResult:
+        """Put the best weights into the model and report; by default, of an ordinary end."""
+        complete = [row for row in self.history if self.objective.score in row]
+        best = complete[self.best_epoch - 1] if self.best_epoch else {}
+        self.model.load_state_dict(self.best_state)
+        at_the_end = "finished" if len(self.history) == self.config.epochs else "early"
+        return TrainingResult(
+            nmse=best.get("validation_nmse", math.nan),
+            loss=best.get("validation_loss", math.nan),
+            accuracy=best.get("validation_accuracy", math.nan),
+            best_epoch=self.best_epoch,
+            epochs_run=len(complete),
+            stopped=stopped or at_the_end,
+            history=tuple(complete),
+            initial_state=self.initial_state,
+            best_state=self.best_state,
+            record=self.record,
+        )
+
+
+class _Run(Ledger):
+    """A training run that can be written to disk and taken up again between epochs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainingConfig,
+        objective: Objective,
+        identity: Mapping[str, Any],
+    ) -> None:
+        super().__init__(model, config, objective, identity)
+        self.optimizer = optimizer_of(list(model.parameters()), config)
 
     def save(self, path: Path) -> None:
         state = {
@@ -254,16 +345,14 @@ class _Run:
 
     def epoch(self, x: Tensor, y: Tensor) -> None:
         """One pass over the data, in an order that depends on the seed and the epoch alone."""
-        config, done = self.config, len(self.history)
-        steps = math.ceil(len(x) / config.batch_size)
-        seed = derived_seed("epoch", config.seed, done)
-        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
+        config = self.config
+        batches = self.order(len(x)).to(x.device).split(config.batch_size)
         predict, lr = self.objective.predict(self.model), config.lr
         totals: dict[str, Tensor] = {}
-        drawing = SeededRandom(derived_seed("noise", config.seed, done))
+        drawing = SeededRandom(derived_seed("noise", config.seed, len(self.history)))
         self.model.train()
-        for step, rows in enumerate(order.split(config.batch_size)):
-            lr = config.learning_rate(done * steps + step, config.epochs * steps)
+        for step, rows in enumerate(batches):
+            lr = self.rate(step, len(batches))
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             # a model that draws does so in every batch; others need not be watched
@@ -277,81 +366,32 @@ class _Run:
             for name, mean in measures.items():
                 part = mean.detach() * len(rows)
                 totals[name] = totals[name] + part if name in totals else part
-        means = {name: float(total) / len(x) for name, total in totals.items()}
-        if not is_finite(means):
-            raise TrainingDivergedError(self.finish("diverged"), lr)
-        self.history.append({"epoch": done + 1, "lr": lr, **means})
+        self.trained({name: float(total) / len(x) for name, total in totals.items()}, lr)
 
     def validate(self, x: Tensor, y: Tensor) -> None:
-        output = outputs_of(self.model, self.objective.predict(self.model), x)
-        errors = self.objective.validation(output, y)
-        if not is_finite(errors):
-            lr = self.history.pop()["lr"]
-            raise TrainingDivergedError(self.finish("diverged"), lr)
-        self.history[-1].update(errors)
-        if errors[self.objective.score] < self.best_score:
-            self.best_score, self.best_epoch = errors[self.objective.score], len(self.history)
+        if self.validated(outputs_of(self.model, self.objective.predict(self.model), x), y):
             self.best_state = _copy_state(self.model)
 
-    def status(self) -> str:
-        return self.objective.status(self.history[-1], self.best_score)
 
-    def ended(self) -> bool:
-        """Whether no epoch is left, the error is low enough, or patience has run out."""
-        config, done = self.config, len(self.history)
-        if done == config.epochs:
-            return True
-        if config.stop_below is not None and self.best_score < config.stop_below:
-            return True
-        return config.patience is not None and done - self._last_better() >= config.patience
+def optimizer_of(parameters: list[nn.Parameter], config: TrainingConfig) -> torch.optim.Optimizer:
+    """The optimiser that the settings ask for.
 
-    def _last_better(self) -> int:
-        """The last epoch whose error fell by the share that `patience` asks for."""
-        least, last = math.inf, 0
-        for epoch, row in enumerate(self.history, start=1):
-            error = row[self.objective.score]
-            if error < least * (1 - self.config.improvement):
-                least, last = error, epoch
-        return last
-
-    def finish(self, stopped: str) -> TrainingResult:
-        """Put the best weights into the model and report."""
-        complete = [row for row in self.history if self.objective.score in row]
-        best = complete[self.best_epoch - 1] if self.best_epoch else {}
-        self.model.load_state_dict(self.best_state)
-        return TrainingResult(
-            nmse=best.get("validation_nmse", math.nan),
-            loss=best.get("validation_loss", math.nan),
-            accuracy=best.get("validation_accuracy", math.nan),
-            best_epoch=self.best_epoch,
-            epochs_run=len(complete),
-            stopped=stopped,
-            history=tuple(complete),
-            initial_state=self.initial_state,
-            best_state=self.best_state,
-            record=self.record,
-        )
-
-
-def _optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
-    parameters = list(model.parameters())
+    Raises:
+        InfoFlowError: if no parameter asks for a gradient.
+    """
     if not any(parameter.requires_grad for parameter in parameters):
         raise InfoFlowError(
             "every parameter of the model is fixed: expected one to train; set its "
             "requires_grad_(True)"
         )
-    fused = parameters[0].is_cuda or None
+    common: dict[str, Any] = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "fused": parameters[0].is_cuda or None,
+    }
     if config.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters,
-            lr=config.lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            fused=fused,
-        )
-    return torch.optim.AdamW(
-        parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused
-    )
+        return torch.optim.SGD(parameters, momentum=config.momentum, **common)
+    return torch.optim.AdamW(parameters, betas=config.betas, **common)
 
 
 def _beside_the_weights(model: nn.Module) -> dict[str, Any]:
@@ -363,6 +403,71 @@ def _beside_the_weights(model: nn.Module) -> dict[str, Any]:
         "configuration": configuration_fingerprint(model),
         "fixed": [name for name, p in model.named_parameters() if not p.requires_grad],
     }
+
+
+@dataclass
+class TrainingData:
+    """Checked data of a run.
+
+    Attributes:
+        x, y: of the first epoch, and of all others unless they are drawn anew.
+        validation_x, validation_y: what chooses the best epoch.
+        objective: what targets of this kind are for.
+        draw: what draws every epoch anew.
+    """
+
+    x: Tensor
+    y: Tensor
+    validation_x: Tensor
+    validation_y: Tensor
+    objective: Objective
+    draw: Draw | None
+
+    @classmethod
+    def of(cls, model: nn.Module, train_data: Data | Draw, validation_data: Any) -> "TrainingData":
+        """Data as :func:`train` takes them.
+
+        Raises:
+            InfoFlowError: for data that no model can learn from, or that are not this model's.
+        """
+        draw = train_data if callable(train_data) else None
+        x, y = tensors_of(draw(1) if draw else train_data, "training")
+        validation_x, validation_y = tensors_of(validation_data, "validation")
+        objective = objective_for(y)
+        if type(objective_for(validation_y)) is not type(objective):
+            raise InfoFlowError(
+                f"the training targets are {y.dtype} {tuple(y.shape)}, the validation targets "
+                f"{validation_y.dtype} {tuple(validation_y.shape)}: expected the same kind, "
+                "vectors [batch, d_output] or integer labels [batch]"
+            )
+        objective.check_variance(validation_y, "validation")
+        objective.check_fit(model, x, y, "training")
+        objective.check_fit(model, validation_x, validation_y, "validation")
+        # errors are computed on the CPU, wherever the data are
+        return cls(x, y, validation_x, validation_y.cpu(), objective, draw)
+
+    def identity(self, model: nn.Module, config: TrainingConfig) -> dict[str, Any]:
+        """All that the numbers of a run depend on beside the initial weights."""
+        names = ("x", "y", "validation_x", "validation_y")
+        return {
+            "training": asdict(config),
+            "data": fingerprint({name: getattr(self, name) for name in names}),
+            "model": _beside_the_weights(model),
+            **({"data_of_epochs": "drawn anew"} if self.draw else {}),
+        }
+
+    def of_epoch(self, epoch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Sequences and targets of an epoch (from 1), on a device, where those of all stay."""
+        if self.draw is None:
+            self.x, self.y = self.x.to(device), self.y.to(device)
+            return self.x, self.y
+        x, y = tensors_of(self.draw(epoch), f"training (epoch {epoch})")
+        if type(objective_for(y)) is not type(self.objective):
+            raise InfoFlowError(
+                f"the training targets of epoch {epoch} are {y.dtype} {tuple(y.shape)}: expected "
+                "the kind of epoch 1"
+            )
+        return x.to(device), y.to(device)
 
 
 @checked
@@ -434,29 +539,9 @@ def train(
     train_data, validation_data = _both(
         train_data, validation_data, n_train, n_validation, config.seed
     )
-    draw = train_data if callable(train_data) else None
-    x, y = tensors_of(draw(1) if draw else train_data, "training")
-    validation_x, validation_y = tensors_of(validation_data, "validation")
-    objective = objective_for(y)
-    if type(objective_for(validation_y)) is not type(objective):
-        raise InfoFlowError(
-            f"the training targets are {y.dtype} {tuple(y.shape)}, the validation targets "
-            f"{validation_y.dtype} {tuple(validation_y.shape)}: expected the same kind, vectors "
-            "[batch, d_output] or integer labels [batch]"
-        )
-    objective.check_variance(validation_y, "validation")
-    objective.check_fit(model, x, y, "training")
-    objective.check_fit(model, validation_x, validation_y, "validation")
-    device = next(model.parameters()).device
-    data = {"x": x, "y": y, "validation_x": validation_x, "validation_y": validation_y}
-    identity = {
-        "training": asdict(config),
-        "data": fingerprint(data),
-        "model": _beside_the_weights(model),
-        **({"data_of_epochs": "drawn anew"} if draw else {}),
-    }
-    run = _Run(model, config, objective, identity)
-    x, y = x.to(device), y.to(device)
+    data = TrainingData.of(model, train_data, validation_data)
+    identity = data.identity(model, config)
+    run = _Run(model, config, data.objective, identity)
     with ExitStack() as stack:
         checkpoint = None
         if checkpoint_dir is not None:
@@ -475,16 +560,7 @@ def train(
             if folder.holds(_CHECKPOINT):
                 run.load(checkpoint)
         stack.enter_context(modes_kept(model))
-        return _epochs(
-            run,
-            _drawn_on(device, draw, objective) if draw else lambda _: (x, y),
-            validation_x,
-            validation_y,
-            checkpoint,
-            checkpoint_every,
-            after_epoch,
-            progress,
-        )
+        return _epochs(run, data, checkpoint, checkpoint_every, after_epoch, progress)
 
 
 def _task_for(model: nn.Module, name: str) -> Task:
@@ -496,21 +572,6 @@ def _task_for(model: nn.Module, name: str) -> Task:
         if size in {item.name for item in fields(task)} and hasattr(architecture, size)
     }
     return load_task(name, **sizes)
-
-
-def _drawn_on(device: torch.device, draw: Draw, objective: Objective) -> _EpochData:
-    """The checked data of an epoch, which are drawn anew in each."""
-
-    def drawn(epoch: int) -> tuple[Tensor, Tensor]:
-        x, y = tensors_of(draw(epoch), f"training (epoch {epoch})")
-        if type(objective_for(y)) is not type(objective):
-            raise InfoFlowError(
-                f"the training targets of epoch {epoch} are {y.dtype} {tuple(y.shape)}: expected "
-                "the kind of epoch 1"
-            )
-        return x.to(device), y.to(device)
-
-    return drawn
 
 
 def _both(
@@ -541,21 +602,19 @@ def _both(
 
 def _epochs(
     run: _Run,
-    data_of: _EpochData,
-    validation_x: Tensor,
-    validation_y: Tensor,
+    data: TrainingData,
     checkpoint: Path | None,
     checkpoint_every: int,
     after_epoch: Callable[[int, nn.Module], None] | None,
     progress: bool,
 ) -> TrainingResult:
     config = run.config
-    done = len(run.history)
+    done, device = len(run.history), next(run.model.parameters()).device
     try:
         with progress_bar("training", config.epochs, progress, done) as advance:
             while not run.ended():
-                run.epoch(*data_of(len(run.history) + 1))
-                run.validate(validation_x, validation_y)
+                run.epoch(*data.of_epoch(len(run.history) + 1, device))
+                run.validate(data.validation_x, data.validation_y)
                 advance(status=run.status())
                 if after_epoch is not None:
                     # before the checkpoint, so that no epoch is passed over
@@ -564,7 +623,7 @@ def _epochs(
                     run.save(checkpoint)
     except KeyboardInterrupt:
         raise TrainingInterrupted(run.finish("interrupted"), checkpoint) from None
-    return run.finish("finished" if len(run.history) == config.epochs else "early")
+    return run.finish()
 
 
 def restored(model: ModuleT, state: State) -> ModuleT:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, Literal
 
 import torch
@@ -53,6 +54,42 @@ class DepthSeparation(RetrievalTask):
         return depth_separation_profile()
 
 
+MatrixKind = Literal["gaussian", "orthogonal", "rotoreflection"]
+
+
+@cache
+def _matrices(
+    kind: MatrixKind, n: int, d: int, seed: int, n_draws: int
+) -> Float[Tensor, "component d d"]:
+    """The matrices of a target of best pairs."""
+    generator = torch.Generator().manual_seed(derived_seed("matrices", seed))
+    draws = torch.randn((n_draws, n, d, d), generator=generator)
+    if kind == "gaussian":
+        draws = draws / d**0.5
+    else:
+        q, r = torch.linalg.qr(draws)
+        signs: Tensor = r.diagonal(dim1=-2, dim2=-1).sign()
+        draws = q * signs[..., None, :]  # uniform over the orthogonal group
+    if kind == "rotoreflection":
+        draws = draws @ _rotoreflection(d) @ draws.mT
+    return draws[largest_overlap(draws).argmin()]
+
+
+def _rotoreflection(d: int) -> Float[Tensor, "d d"]:
+    """A turn by 90 degrees in as many planes as there are, and a reflection of what is left."""
+    turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
+    return torch.block_diag(*[turn] * (d // 2), *[-torch.eye(1)] * (d % 2))
+
+
+def largest_overlap(matrices: Float[Tensor, "*draw component d d"]) -> Float[Tensor, "*draw"]:
+    """The largest |cos| of a matrix with another one or its transpose; 0 for a single matrix."""
+    flat, transposed = (
+        torch.nn.functional.normalize(m.flatten(-2), dim=-1) for m in (matrices, matrices.mT)
+    )
+    overlaps = torch.maximum((flat @ flat.mT).abs(), (flat @ transposed.mT).abs())
+    return overlaps.triu(1).amax((-2, -1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class IntrinsicDimension(RetrievalTask):
     """F(X) = sum_i max_{s,t} x(s)^T A_i x(t), i = 1 .. D (InfoFlow 2026, eqs 6 and 58).
@@ -62,28 +99,39 @@ class IntrinsicDimension(RetrievalTask):
 
     Attributes:
         n_components: D, the number of matrices A_i, drawn from the seed.
-        matrix_kind: "gaussian", with entries of variance 1/d; or "orthogonal", under which every
-            token of a sphere reaches the same score, so that no token tells which matrix it is
-            good for and one head cannot serve two (`infoflow_lens.theory.routing`) [chosen].
+        matrix_kind: "gaussian", with entries of variance 1/d; "orthogonal", under which every token
+            of a sphere reaches the same score, so that no token tells which matrix it is good for
+            and one head cannot serve two (`infoflow_lens.theory.routing`); or "rotoreflection", of
+            these the ones that turn planes by 90 degrees, R S R^T with one S and rotations R drawn
+            at random, and reflect what is left where d is odd: then all components have the same
+            law, and as x^T A x <= 0 no token makes the best pair with itself [chosen].
+        n_draws: the matrices are drawn so often, and the draw is taken in which the largest
+            |cos(A_i, A_j)| or |cos(A_i, A_j^T)|, i < j, is least, so that no head serves two
+            components by their likeness [chosen].
+
+    Raises:
+        InfoFlowError: for matrices that are not there in so few dimensions.
     """
 
     name: ClassVar[str] = "intrinsic_dimension"
     source: ClassVar[str] = "InfoFlow 2026, Sec. 6.1, eqs 6 and 58"
 
     n_components: Count = 2
-    matrix_kind: Literal["gaussian", "orthogonal"] = "gaussian"
+    matrix_kind: MatrixKind = "gaussian"
+    n_draws: Count = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.matrix_kind == "rotoreflection" and self.d_token < 3:
+            raise InfoFlowError(
+                f"d_token is {self.d_token} with matrix_kind 'rotoreflection': expected at least 3 "
+                "dimensions; in fewer all these matrices are the same up to a sign"
+            )
 
     @property
     def matrices(self) -> Float[Tensor, "component d_token d_token"]:
         """A_1 .. A_D."""
-        generator = torch.Generator().manual_seed(derived_seed("matrices", self.seed))
-        shape = (self.n_components, self.d_token, self.d_token)
-        gaussian = torch.randn(shape, generator=generator)
-        if self.matrix_kind == "orthogonal":
-            q, r = torch.linalg.qr(gaussian)
-            signs: Tensor = r.diagonal(dim1=-2, dim2=-1).sign()
-            return q * signs[:, None]  # uniform over the orthogonal group
-        return gaussian / self.d_token**0.5
+        return _matrices(self.matrix_kind, self.n_components, self.d_token, self.seed, self.n_draws)
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -93,6 +141,16 @@ class IntrinsicDimension(RetrievalTask):
             return lambda x: ((x[..., 0, :] @ matrix.to(x)) * x[..., 1, :]).sum(dim=-1)
 
         return tuple(Component(arity=2, score=form(matrix)) for matrix in self.matrices)
+
+    def target(self, x: Float[Tensor, "batch pos d_token"]) -> Float[Tensor, "batch d_output"]:
+        """F(X), as of any components; best pairs are found by a matrix product, which is faster."""
+        self.check_input(x)
+        rows, values = torch.arange(len(x), device=x.device)[:, None], []
+        for matrix, component in zip(self.matrices.to(x), self.components, strict=True):
+            best = (x.detach() @ matrix @ x.detach().mT).flatten(1).argmax(dim=1)
+            pairs = torch.stack([best // self.n_tokens, best % self.n_tokens], dim=1)
+            values.append(component.score(x[rows, pairs]))
+        return self.outer_function(torch.stack(values, dim=1))
 
     @property
     def comparison(self) -> ComparisonProfile:

@@ -3,12 +3,14 @@
 Each either works, or says in a line what to do.
 """
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import infoflow_lens as il
+import infoflow_lens.hooks
 from infoflow_lens import InfoFlowError
 from infoflow_lens.hooks import ModelCapabilities
 from infoflow_lens.theory.estimate import Estimate
@@ -65,6 +67,9 @@ WORKS = {
     "rules, of results": lambda h: same_sets(
         il.propagate(h.mechanisms.rules(h.attended, h.positions)),
         il.propagate(h.mechanisms.rules(h.attended.positions, h.positions.argmax)),
+    ),
+    "inspect_model, of a loaded model": lambda h: (
+        il.inspect_model(h.loaded).kind == il.inspect_model(h.model).kind
     ),
     "dataset_card, of a name": lambda h: (
         str(il.dataset_card("d_retrieval")) == str(il.dataset_card(h.task))
@@ -155,7 +160,6 @@ SAYS = {
         "name is a DRetrieval: expected the name of a task",
     ),
     "inspect_model, of a name": (lambda h: il.inspect_model("gpt2"), LOAD),
-    "inspect_model, of a loaded model": (lambda h: il.inspect_model(h.loaded), "give its .model"),
     "run_probes, of a name": (lambda h: il.run_probes("gpt2", h.ids, PROBE), LOAD),
     "run_probes, of a model of transformers": (
         lambda h: il.run_probes(h.hf, h.ids, PROBE),
@@ -195,6 +199,56 @@ def test_it_says_what_to_do(have, name):
     with pytest.raises(InfoFlowError, match=message) as caught:
         call(have)
     assert "\n" not in str(caught.value)
+
+
+HOOKS = {
+    name: function
+    for name, function in vars(infoflow_lens.hooks).items()
+    if inspect.isfunction(function) and "model" in inspect.signature(function).parameters
+}
+BESIDE = {
+    "inputs": torch.zeros(1, 4, dtype=torch.long),
+    "batch": torch.zeros(1, 4, dtype=torch.long),
+    "cache": {},
+    "want": (),
+    "probe": il.PositionsProbe(),
+    "probes": [il.PositionsProbe()],
+    "layer": 0,
+    "head": 0,
+    "query": 3,
+    "budget": 0.1,
+    "heads": {(0, 0): "global"},
+    "calibration": torch.zeros(2, 4, dtype=torch.long),
+}
+
+
+class AskedError(Exception):
+    """The model itself is asked for something."""
+
+
+class Watched(torch.nn.Module):
+    def __getattr__(self, name):
+        raise AskedError(name)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_what_loading_gives_stands_for_its_model(have, name):
+    beside = BESIDE | {"mechanisms": have.mechanisms}
+    args, kwargs = [], {}
+    for part in inspect.signature(HOOKS[name]).parameters.values():
+        if part.name == "model":
+            args.append(SimpleNamespace(model=Watched()))
+        elif part.kind is part.VAR_POSITIONAL:
+            args += beside[part.name]
+        elif part.default is part.empty and part.kind is part.KEYWORD_ONLY:
+            kwargs[part.name] = beside[part.name]
+        elif part.default is part.empty and part.kind is not part.VAR_KEYWORD:
+            args.append(beside[part.name])
+    begin = HOOKS[name]
+    if hasattr(begin, "__wrapped__") and inspect.isgeneratorfunction(inspect.unwrap(begin)):
+        begin = lambda *args, **kwargs: HOOKS[name](*args, **kwargs).__enter__()  # noqa: E731
+    with pytest.raises(AskedError):
+        begin(*args, **kwargs)
 
 
 def test_a_model_is_trained_on_a_task_by_name_in_its_own_sizes(model):

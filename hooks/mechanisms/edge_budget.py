@@ -48,6 +48,7 @@ from infoflow_lens.hooks.mechanisms.next_token import (
 )
 from infoflow_lens.hooks.model.call import catching, output_of
 from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs
+from infoflow_lens.hooks.model.points import takes_model
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -224,6 +225,7 @@ def _crossed(
     return torch.lerp(at(edges, last), at(edges, last + 1), part).expm1()
 
 
+@takes_model
 @checked
 def measure_edge_budget(
     model: nn.Module,

@@ -14,6 +14,7 @@ from infoflow_lens.hooks.mechanisms.ideals import IDEALS, Ideal, substituted
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.call import output_of
 from infoflow_lens.hooks.model.inputs import Inputs
+from infoflow_lens.hooks.model.points import takes_model
 
 Ideals = Annotated[tuple[Ideal, ...], MinLen(1), Distinct()]
 
@@ -33,6 +34,7 @@ class JointReplacement(Displayed):
     share: float
 
 
+@takes_model
 @checked
 def replace_greedily(
     model: nn.Module,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, check
 from infoflow_lens.hooks.model.call import NamedHook, catching
-from infoflow_lens.hooks.model.points import is_bridge, pattern_hook, scores_hook
+from infoflow_lens.hooks.model.points import is_bridge, pattern_hook, scores_hook, takes_model
 from infoflow_lens.hooks.model.semantics import visibility
 
 Ideal = Literal["own_position", "global", "specific_position", "max_position", "top_k"]
@@ -235,6 +235,7 @@ class SeenKeys:
         return (keys & real[:, None])[:, None].expand_as(pattern)
 
 
+@takes_model
 @contextmanager
 def substituted(
     model: nn.Module,

@@ -35,7 +35,7 @@ from infoflow_lens.hooks.mechanisms.ideals import IDEALS, Replacement, replaced
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.call import call, output_of
 from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs
-from infoflow_lens.hooks.model.points import check_finite, layer_count, pattern_hook
+from infoflow_lens.hooks.model.points import check_finite, layer_count, pattern_hook, takes_model
 
 _ROOM = {"cpu": 2**25, "cuda": 2**28}  # numbers in the largest tensor of a pass
 _DRAWS, _MOST_DRAWS = 64, 8  # directions of an estimate: over all sequences, and for each
@@ -86,6 +86,7 @@ class MechanismsProgress:
     squares: Float[Tensor, " replacement"]
 
 
+@takes_model
 @checked
 def measure_mechanisms(
     model: nn.Module,

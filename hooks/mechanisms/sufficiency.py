@@ -32,7 +32,7 @@ from infoflow_lens.hooks.mechanisms.next_token import (
 from infoflow_lens.hooks.mechanisms.result import MechanismsResult
 from infoflow_lens.hooks.model.call import call, catching
 from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs
-from infoflow_lens.hooks.model.points import hook_name
+from infoflow_lens.hooks.model.points import hook_name, takes_model
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -193,6 +193,7 @@ def of_least_damage(
     return found
 
 
+@takes_model
 @checked
 def measure_sufficiency(
     model: nn.Module,

@@ -35,7 +35,7 @@ from infoflow_lens.hooks.mechanisms.next_token import (
 )
 from infoflow_lens.hooks.model.call import catching
 from infoflow_lens.hooks.model.inputs import Batch, Inputs
-from infoflow_lens.hooks.model.points import layer_count
+from infoflow_lens.hooks.model.points import layer_count, takes_model
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -109,6 +109,7 @@ class TopKResult(NextTokenResult):
         return least.plot(f"The least k that keeps the loss within {self.tolerance:.0%}")
 
 
+@takes_model
 @checked
 def measure_top_k(
     model: nn.Module,

@@ -22,6 +22,7 @@ from infoflow_lens.hooks.model.points import (
     layer_count,
     reads_vectors,
     starts_at_layers,
+    takes_model,
 )
 from infoflow_lens.hooks.model.semantics import hook_semantics, visible_keys
 
@@ -197,6 +198,7 @@ def _numbers(indices: list[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
+@takes_model
 def inspect_model(model: nn.Module, example_input: Inputs | None = None) -> ModelCapabilities:
     """Run a model to find out what it is and what can be measured on it.
 

@@ -22,6 +22,7 @@ from infoflow_lens.hooks.model.points import (
     layer_count,
     reads_vectors,
     starts_at_layers,
+    takes_model,
 )
 
 COLUMNS = ("input_ids", "tokens", "text", "x")  # of datasets, in this order
@@ -259,6 +260,7 @@ def _masks_by_itself(model: nn.Module, padding_side: Any = None) -> bool:
     )
 
 
+@takes_model
 @checked
 def example_input(model: nn.Module, n_sequences: Count = 4, seed: Seed = 0) -> Tensor:
     """Random tokens for :func:`inspect_model`, always the same for a seed.

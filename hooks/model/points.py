@@ -4,10 +4,11 @@ TransformerLens ignores some hook names that never fire and omits others by arch
 names are resolved here, before work starts.
 """
 
+import functools
 import importlib.util
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -16,6 +17,25 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 
 TOKENS = "hook_tokens"
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def takes_model(function: FunctionT) -> FunctionT:
+    """A function whose argument `model` may also be what :func:`~infoflow_lens.load_any` gives.
+
+    In the place of anything that is no module, and holds one as `model`, the function gets that.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        held = getattr(bound.arguments["model"], "model", None)
+        if not isinstance(bound.arguments["model"], nn.Module) and isinstance(held, nn.Module):
+            bound.arguments["model"] = held
+        return function(*bound.args, **bound.kwargs)
+
+    return cast(FunctionT, call)
 
 
 def layer_count(model: nn.Module) -> int:

@@ -16,7 +16,7 @@ from infoflow_lens.foundation.record import WeightState
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks.model.call import catching, in_own_call
 from infoflow_lens.hooks.model.inputs import call_inputs
-from infoflow_lens.hooks.model.points import layer_count
+from infoflow_lens.hooks.model.points import layer_count, takes_model
 from infoflow_lens.hooks.passes.run import prepare
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Mode, Probe, Split
@@ -72,6 +72,7 @@ class AttachedProbes(Sequence[Probe[Any]]):
             split.mode = before
 
 
+@takes_model
 @contextmanager
 def attach(
     model: nn.Module,

@@ -21,11 +21,12 @@ from infoflow_lens.hooks.model.inputs import (
     check_mask,
     read_inputs,
 )
-from infoflow_lens.hooks.model.points import check_one_device, key_count, layer_count
+from infoflow_lens.hooks.model.points import check_one_device, key_count, layer_count, takes_model
 from infoflow_lens.hooks.passes.view import Needs, Pass, check_no_padding
 from infoflow_lens.hooks.probe import Probe, Split
 
 
+@takes_model
 def run(
     model: nn.Module,
     batch: Batch | Tensor,
@@ -101,6 +102,7 @@ def prepare(model: nn.Module, probes: Sequence[Probe[Any]], weights: WeightState
     return needs
 
 
+@takes_model
 @checked
 def probe_cache(
     model: nn.Module,
@@ -166,6 +168,7 @@ def _check_fits_cache(cache: Mapping[str, Tensor], given: Tensor | None, what: s
         )
 
 
+@takes_model
 @checked
 def run_probes(
     model: nn.Module,

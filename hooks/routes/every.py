@@ -6,7 +6,7 @@ from torch import nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.influence.base import StateName
-from infoflow_lens.hooks.model.points import layer_count
+from infoflow_lens.hooks.model.points import layer_count, takes_model
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.routes.attention import AttentionRollout, AttentionWeight
 from infoflow_lens.hooks.routes.contributions import ContributionRoutes, factors_of
@@ -16,6 +16,7 @@ from infoflow_lens.hooks.routes.gradient import GradientTimesInput
 from infoflow_lens.hooks.scores import Asked
 
 
+@takes_model
 def baselines(
     model: nn.Module,
     state: StateName = "resid_post",

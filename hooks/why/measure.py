@@ -13,7 +13,7 @@ from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import Count, checked
 from infoflow_lens.hooks.model.inputs import Inputs, read_inputs, readable_tokens
-from infoflow_lens.hooks.model.points import check_one_device, layer_count
+from infoflow_lens.hooks.model.points import check_one_device, layer_count, takes_model
 from infoflow_lens.hooks.model.semantics import hook_semantics
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass, padded_together
@@ -25,6 +25,7 @@ _TOLERANCE = 1e-5  # of the margin, relative to the size of the pieces of both s
 _WEIGHTS = 1e-5  # further, where scores are logarithms of float32 weights
 
 
+@takes_model
 @checked
 def measure_why(
     model: nn.Module,
@@ -84,6 +85,7 @@ def measure_why(
     )
 
 
+@takes_model
 @checked
 def measure_why_all(model: nn.Module, inputs: Inputs, strongest: Count = STRONGEST) -> WhyAll:
     """For every head and query, why the first key: :func:`infoflow_lens.why_all` in memory.

@@ -14,6 +14,7 @@ from infoflow_lens.commands.common import (
     integers,
     reported,
 )
+from infoflow_lens.foundation.errors import InfoFlowError
 
 _OURS = b'<meta name="generator" content="infoflow-lens flow">'
 
@@ -26,6 +27,12 @@ def flow(
         list[str],
         typer.Argument(help="The text that the model reads; several are shown one by one."),
     ],
+    with_text: Annotated[
+        str | None, typer.Option("--with", help="Another text, to stand beside the one given.")
+    ] = None,
+    with_model: Annotated[
+        str | None, typer.Option(help="Another model, to stand beside the one given.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="File of the page.")] = Path("flow.html"),
     position: Annotated[
         str,
@@ -54,29 +61,45 @@ def flow(
     """Draw what can reach the states of a text, beside what does: one page, to click through."""
     with reported():
         check_place(out, "page of infoflow-lens flow", lambda text: _OURS in text)
+        from infoflow_lens.flows.comparing import compare_flows
         from infoflow_lens.flows.run import flow as make
 
+        beside = with_text is not None or with_model is not None
+        if beside and len(texts) > 1:
+            raise InfoFlowError(
+                f"--with and --with-model stand beside one text: expected one, not {len(texts)}; "
+                "put texts with spaces into quotes"
+            )
         where: Any = position if position in ("auto", "all") else integers(position, "--position")
         kind: Any = None if influence == "none" else influence
         by: Any = rule
-        found = make(
-            model,
-            texts,
-            where,
-            None,
-            kind,
-            by,
-            k=k,
-            without=() if without is None else integers(without, "--without"),
-            max_length=max_length,
-            seed=seed,
-            device=device,
-            dtype=dtype,
-            backend=backend,
-            progress=not quiet,
-        )
-        found.to_html(out)
-    typer.echo(found.summary())
-    for note in found.notes:
+        asked = [(model, texts)]
+        if beside:
+            other = texts if with_text is None else [with_text]
+            asked.append((model if with_model is None else with_model, other))
+        flows = [
+            make(
+                each,
+                read,
+                where,
+                None,
+                kind,
+                by,
+                k=k,
+                without=() if without is None else integers(without, "--without"),
+                max_length=max_length,
+                seed=seed,
+                device=device,
+                dtype=dtype,
+                backend=backend,
+                progress=not quiet,
+            )
+            for each, read in asked
+        ]
+        compared = compare_flows(*flows) if beside else None
+        (compared or flows[0]).to_html(out)
+    for shown in [*flows, *([compared] if compared else [])]:
+        typer.echo(shown.summary())
+    for note in dict.fromkeys(note for found in flows for note in found.notes):
         typer.echo(note, err=True)
     typer.echo(f"page: {out}")

@@ -4,11 +4,13 @@ from typing import TYPE_CHECKING
 
 from infoflow_lens.experiments.claims import Verdict
 from infoflow_lens.experiments.study import Study
-from infoflow_lens.experiments.sweep import Run, checked_cases, measure_run
+from infoflow_lens.experiments.sweep import Run, checked_cases, measure_unit
 from infoflow_lens.foundation.errors import InfoFlowError
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from infoflow_lens.experiments.study import Row
 
 
 def check_study(study: Study, preset: str, *, device: str = "cpu") -> "pd.DataFrame":
@@ -36,8 +38,8 @@ def check_study(study: Study, preset: str, *, device: str = "cpu") -> "pd.DataFr
             f"preset is {preset!r}: expected one of presets, {', '.join(study.presets)}"
         )
     runs = [Run(index, case, 0) for index, case in enumerate(checked_cases(study, preset))]
-    rows = [measure_run((study, run, device))[1] for run in runs]
-    again = measure_run((study, runs[0], device))[1]
+    rows = [_rows(study, run, device) for run in runs]
+    again = _rows(study, runs[0], device)
     if not pd.DataFrame(rows[0]).equals(pd.DataFrame(again)):
         raise InfoFlowError(
             f"measure() of {study.name} gives {rows[0][0]} and then {again[0]} for the same "
@@ -58,3 +60,8 @@ def check_study(study: Study, preset: str, *, device: str = "cpu") -> "pd.DataFr
         if not isinstance(made, expected):
             raise InfoFlowError(f"{name} gives {made!r:.100}: expected a {expected.__name__}")
     return results
+
+
+def _rows(study: Study, run: Run, device: str) -> "list[Row]":
+    ((_, rows),) = measure_unit((study, [run], device))
+    return rows

@@ -1,18 +1,21 @@
 """Training in stages: short sequences first, then until nothing is gained, then a falling rate."""
 
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from infoflow_lens.experiments.study import Settings
+from infoflow_lens.experiments.study import Pair, Row, Settings, TogetherStudy
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer, build_model
 from infoflow_lens.objectives import Data
+from infoflow_lens.together import train_together
 from infoflow_lens.training import State, TrainingConfig, TrainingResult, train
 
 
@@ -102,10 +105,93 @@ def train_in_stages(
     Raises:
         InfoFlowError: for lengths that reach the full one, or positions that shorter ones lack.
     """
-    if stages.lengths and stages.lengths[-1] >= architecture.n_tokens:
+
+    def trained(runs: Sequence[_Run], length: int, settings: TrainingConfig) -> list[_Trained]:
+        (run,) = runs
+        settings = replace(settings, seed=run.order)
+        folder = checkpoint_dir / str(len(run.epochs) + 1) if checkpoint_dir else None
+        return [train(run.model, *data(length), settings, checkpoint_dir=folder, progress=progress)]
+
+    run = _Run(build_model(architecture, seed=model_seed, device=device), config.seed)
+    _through_stages([run], architecture, stages, config, trained)
+    return run.result()
+
+
+def train_in_stages_together(
+    architecture: Architecture,
+    data: Callable[[int, int], tuple[Data, Data]],
+    stages: Stages,
+    config: TrainingConfig,
+    seeds: Sequence[int],
+    *,
+    device: str = "cpu",
+) -> list[StagedResult | None]:
+    """Train a model for each seed through all stages, together (`train_together`).
+
+    Args:
+        architecture, stages, config, device: as in :func:`train_in_stages`.
+        data: training and validation data of a seed and a length.
+        seeds: of the weights and of the order of the sequences.
+
+    Returns:
+        What `train_in_stages` gives for each seed, to rounding; None for one that diverged.
+
+    Raises:
+        InfoFlowError: as there.
+    """
+
+    def trained(runs: Sequence[_Run], length: int, settings: TrainingConfig) -> list[_Trained]:
+        seed_of = {run.order: run.seed for run in runs}
+        together = train_together(
+            [run.model for run in runs],
+            lambda order: data(seed_of[order], length),
+            list(seed_of),
+            settings,
+            compiled=device != "cpu",
+            progress=False,
+        )
+        results = [one.result for one in together]
+        return [None if result.stopped == "diverged" else result for result in results]
+
+    runs = [_Run(build_model(architecture, seed=seed, device=device), seed) for seed in seeds]
+    _through_stages(runs, architecture, stages, config, trained)
+    return [None if run.last is None else run.result() for run in runs]
+
+
+_Trained: TypeAlias = TrainingResult | None  # None where it diverged
+
+
+class _Run:
+    """One seed on its way through the stages."""
+
+    def __init__(self, model: VectorTransformer, seed: int) -> None:
+        self.model = model
+        self.seed = seed
+        self.order = seed  # of the sequences in a stage
+        self.initial = {name: value.detach().clone() for name, value in model.named_parameters()}
+        self.last: _Trained = None
+        self.epochs: dict[str, int] = {}
+        self.history: list[Mapping[str, float | int]] = []
+
+    def result(self) -> StagedResult:
+        assert self.last is not None
+        # masks are of the full length, weights of the beginning
+        initial = {**self.model.state_dict(), **self.initial}
+        return StagedResult(self.model, self.last, initial, self.epochs, tuple(self.history))
+
+
+def _through_stages(
+    runs: Sequence[_Run],
+    architecture: Architecture,
+    stages: Stages,
+    config: TrainingConfig,
+    trained: Callable[[Sequence[_Run], int, TrainingConfig], list[_Trained]],
+) -> None:
+    """Train runs by all stages; `trained` does one of them, at a length, from where runs are."""
+    full = architecture.n_tokens
+    if stages.lengths and stages.lengths[-1] >= full:
         raise InfoFlowError(
-            f"the lengths {stages.lengths} reach n_tokens {architecture.n_tokens}: expected "
-            "shorter ones"
+            f"the lengths {stages.lengths} reach n_tokens {full}: expected shorter ones"
         )
     if stages.lengths and architecture.positional_embedding != "none":
         raise InfoFlowError(
@@ -118,11 +204,6 @@ def train_in_stages(
         "patience": stages.patience,
         "improvement": stages.improvement,
     }
-    initial: State = {}
-    model: VectorTransformer | None = None
-    epochs: dict[str, int] = {}
-    history: list[Mapping[str, float | int]] = []
-    full = architecture.n_tokens
     plan = [
         (f"T = {n}", n, replace(config, epochs=stages.epochs_each, lr_end=config.lr))
         for n in stages.lengths
@@ -132,41 +213,79 @@ def train_in_stages(
     cosine = replace(config, epochs=stages.last_epochs, lr_end=0.0, patience=None)
     plan += [("cosine", full, cosine)]
     for index, (name, length, settings) in enumerate(plan):
-        model = _of_length(architecture, length, model, model_seed, device)
-        if not index:
-            initial = {name: value.detach().clone() for name, value in model.named_parameters()}
-        # another order of the sequences, and the rate warms up at the first stage alone
-        settings = replace(
-            settings,
-            seed=derived_seed("stage", config.seed, name),
-            warmup_steps=config.warmup_steps if not index else 0,
+        for run in runs:
+            run.model = _of_length(run.model, length)
+            # another order of the sequences in each stage
+            run.order = derived_seed("stage", run.seed, name)
+        # the rate warms up at the first stage alone
+        warmup_steps = config.warmup_steps if not index else 0
+        results = trained(runs, length, replace(settings, warmup_steps=warmup_steps))
+        for run, result in zip(runs, results, strict=True):
+            run.last = result
+            if result is not None:
+                run.epochs[name], before = result.epochs_run, len(run.history)
+                run.history += [
+                    {**row, "epoch": before + int(row["epoch"]), "n_tokens": length}
+                    for row in result.history
+                ]
+        runs = [run for run in runs if run.last is not None]
+        if not runs:
+            return
+
+
+class StagedStudy(TogetherStudy):
+    """A study whose runs are trained in the stages that its settings name."""
+
+    @abstractmethod
+    def data_at(self, settings: Settings, seed: int, n_tokens: int) -> tuple[Pair, Pair]:
+        """What the model of a seed is trained on and validated with at a length."""
+
+    @abstractmethod
+    def training(self, settings: Settings) -> TrainingConfig:
+        """How models are trained; epochs are the stages', the seed is the run's."""
+
+    @abstractmethod
+    def rows(self, settings: Settings, seed: int, trained: StagedResult) -> list[Row]:
+        """What is measured of a trained model."""
+
+    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
+        """Train one model, and measure it."""
+        trained = train_in_stages(
+            self.architecture(settings),
+            partial(self.data_at, settings, seed),
+            Stages.of(settings),
+            replace(self.training(settings), seed=seed),
+            model_seed=seed,
+            device=device,
         )
-        folder = checkpoint_dir / str(index + 1) if checkpoint_dir else None
-        training = train(model, *data(length), settings, checkpoint_dir=folder, progress=progress)
-        epochs[name], before = training.epochs_run, len(history)
-        history += [
-            {**row, "epoch": before + int(row["epoch"]), "n_tokens": length}
-            for row in training.history
+        return self.rows(settings, seed, trained)
+
+    def measure_together(
+        self, settings: Settings, seeds: Sequence[int], device: str
+    ) -> list[list[Row] | None]:
+        """All seeds through the stages together."""
+        trained = train_in_stages_together(
+            self.architecture(settings),
+            partial(self.data_at, settings),
+            Stages.of(settings),
+            self.training(settings),
+            seeds,
+            device=device,
+        )
+        return [
+            None if one is None else self.rows(settings, seed, one)
+            for seed, one in zip(seeds, trained, strict=True)
         ]
-    assert model is not None
-    # masks are of the full length, weights of the beginning
-    return StagedResult(model, training, {**model.state_dict(), **initial}, epochs, tuple(history))
 
 
-def _of_length(
-    architecture: Architecture,
-    n_tokens: int,
-    before: VectorTransformer | None,
-    seed: int,
-    device: str,
-) -> VectorTransformer:
+def _of_length(before: VectorTransformer, n_tokens: int) -> VectorTransformer:
     """The model at a length; masks depend on it, weights do not."""
-    if before is not None and before.architecture.n_tokens == n_tokens:
+    if before.architecture.n_tokens == n_tokens:
         return before
-    model = build_model(replace(architecture, n_tokens=n_tokens), seed=seed, device=device)
-    if before is not None:
-        theirs = dict(before.named_parameters())
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(theirs[name])
+    architecture = replace(before.architecture, n_tokens=n_tokens)
+    model = build_model(architecture, device=before.unembed.W_U.device)
+    theirs = dict(before.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(theirs[name])
     return model

@@ -3,7 +3,8 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -15,7 +16,10 @@ from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.architecture import Architecture
+from infoflow_lens.models.host import VectorTransformer, build_model
 from infoflow_lens.tasks import VectorTask
+from infoflow_lens.together import train_together
+from infoflow_lens.training import Data, Draw, TrainingConfig, TrainingResult, train
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -213,6 +217,61 @@ class VectorStudy(Study):
             self.drawn(task, f"train {length}", settings["n_train"], seed),
             self.drawn(task, f"{part} {length}", n, seed),
         )
+
+
+class TogetherStudy(VectorStudy):
+    """A study of which the seeds of a configuration can be trained together."""
+
+    @abstractmethod
+    def measure_together(
+        self, settings: Settings, seeds: Sequence[int], device: str
+    ) -> list[list[Row] | None]:
+        """The rows of `measure` for each seed, to rounding; None for one that diverged."""
+
+
+class TrainedStudy(TogetherStudy):
+    """A study whose runs are one training each."""
+
+    @abstractmethod
+    def data(self, settings: Settings, seed: int) -> tuple[Data | Draw, Data]:
+        """What the model of a seed is trained on and validated with, as `train` takes them."""
+
+    @abstractmethod
+    def training(self, settings: Settings) -> TrainingConfig:
+        """How models are trained; the seed is the run's."""
+
+    @abstractmethod
+    def rows(
+        self, settings: Settings, seed: int, model: VectorTransformer, result: TrainingResult
+    ) -> list[Row]:
+        """What is measured of a trained model."""
+
+    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
+        """Train one model, and measure it."""
+        model = build_model(self.architecture(settings), seed=seed, device=device)
+        config = replace(self.training(settings), seed=seed)
+        result = train(model, *self.data(settings, seed), config, progress=False)
+        return self.rows(settings, seed, model, result)
+
+    def measure_together(
+        self, settings: Settings, seeds: Sequence[int], device: str
+    ) -> list[list[Row] | None]:
+        """All seeds in one batched model; it is compiled where that pays, not on a CPU."""
+        together = train_together(
+            self.architecture(settings),
+            partial(self.data, settings),
+            seeds,
+            self.training(settings),
+            device=device,
+            compiled=device != "cpu",
+            progress=False,
+        )
+        return [
+            None
+            if trained.result.stopped == "diverged"
+            else self.rows(settings, seed, trained.model, trained.result)
+            for seed, trained in zip(seeds, together, strict=True)
+        ]
 
 
 def standardised(train: Pair, validation: Pair) -> tuple[Pair, Pair]:

@@ -13,7 +13,7 @@ import matplotlib
 
 from infoflow_lens.experiments.claims import Verdict
 from infoflow_lens.experiments.memory import check_memory
-from infoflow_lens.experiments.study import ABOUT, Row, Settings, Study
+from infoflow_lens.experiments.study import ABOUT, Row, Settings, Study, TogetherStudy
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import (
@@ -86,6 +86,7 @@ def run_study(
     device: str = "cpu",
     resume: bool = False,
     scheduler: str | None = None,
+    together: bool = False,
     progress: bool = True,
     again: str = "",
 ) -> StudyResult:
@@ -94,7 +95,8 @@ def run_study(
     Writes ``statement.md`` before the first run, ``results.csv`` as runs finish, in the order of
     the sweep, then ``table.md``, ``figure.png``, ``figure.svg`` and ``record.json``. Every finished
     run is a file of its own in ``runs/``, so that nothing is lost whatever stops the sweep. Each
-    run has one thread, so numbers do not depend on `jobs`.
+    run has one thread, so numbers do not depend on `jobs`. With `together` all missing seeds of a
+    configuration are one batched model, and their numbers are the same to rounding.
 
     Args:
         study: what to run.
@@ -105,14 +107,15 @@ def run_study(
         device: where to train.
         resume: go on with what the folder holds.
         scheduler: address of a dask scheduler, whose workers run in place of local processes.
+        together: train the seeds of a configuration together, which fills a GPU.
         progress: show a bar.
         again: the command that goes on, as messages name it; default, this call.
 
     Raises:
-        InfoFlowError: for bad settings, cases or rows, without the packages that several
-            processes (extra ``studies``) or a scheduler (``cluster``) need, runs that do not fit
-            in memory, a folder with results of another study or preset, or one that holds results
-            where `resume` was not asked for.
+        InfoFlowError: for bad settings, seeds that a study cannot train together, without the
+            packages that several processes (extra ``studies``) or a scheduler (``cluster``) need,
+            runs that do not fit in memory, a folder with results of another study or preset, or one
+            that holds results where `resume` was not asked for.
         InfoFlowError: if the scheduler or a worker is gone, or the disk is full; finished runs are
             kept.
         KeyboardInterrupt: when it is stopped, with what to do to go on.
@@ -122,6 +125,11 @@ def run_study(
     n_seeds = study.presets[preset] if seeds is None else seeds
     if not 1 <= n_seeds <= _MOST_SEEDS:
         raise InfoFlowError(f"seeds is {n_seeds}: expected 1 to {_MOST_SEEDS}")
+    if together and not isinstance(study, TogetherStudy):
+        raise InfoFlowError(
+            f"together is asked for, but the seeds of {study.name} are measured one by one: "
+            "expected a study that trains them together; leave it out"
+        )
     check_workers(jobs, scheduler, "a study")
     out, cases = Path(out), checked_cases(study, preset)
     runs = [
@@ -145,8 +153,10 @@ def run_study(
             )
         kept = {run.index: _kept(out, run) for run in runs if folder.holds(_name(run))}
         missing = [run for run in runs if run.index not in kept]
+        units = _units(missing, together)
         if scheduler is None and missing:  # else runs take the memory of other machines
-            check_memory(max(study.memory(run.settings) for run in missing), device, jobs)
+            needed = max(len(unit) * study.memory(unit[0].settings) for unit in units)
+            check_memory(needed, device, jobs)
         # connected first: where no run can start, the folder stays free
         with (
             workers(
@@ -160,12 +170,13 @@ def run_study(
             folder.claim(identity)
             write_statement(study, out)
             writable_folder(out / "runs")
-            for run, rows in spread(measure_run, ((study, run, device) for run in missing)):
-                write_signed(out / _name(run), _RUN, {"rows": rows})
-                kept[run.index] = _kept(out, run)
+            for measured in spread(measure_unit, ((study, unit, device) for unit in units)):
+                for run, rows in measured:
+                    write_signed(out / _name(run), _RUN, {"rows": rows})
+                    kept[run.index] = _kept(out, run)
+                    advance()
                 _write_csv(out, _table(runs, kept))
-                advance()
-        return _finish(study, out, runs, kept, preset, cases)
+        return _finish(study, out, runs, kept, preset, cases, together)
 
 
 def _finish(
@@ -175,6 +186,7 @@ def _finish(
     kept: Mapping[int, list[Row]],
     preset: str,
     cases: Sequence[Settings],
+    together: bool,
 ) -> StudyResult:
     table = _table(runs, kept)
     _write_csv(out, table)
@@ -205,6 +217,7 @@ def _finish(
             "seeds": sorted({run.seed for run in runs}),
             "cases": [dict(settings) for settings in cases],
             "verdict": asdict(verdict),
+            **({"seeds_together": True} if together else {}),
         }
     )
     write_signed(out / "record.json", _RECORD, record.to_dict())
@@ -276,17 +289,40 @@ def _differing(case: Settings, cases: Sequence[Settings]) -> str:
     )
 
 
-def measure_run(task: tuple[Study, Run, str]) -> tuple[Run, list[Row]]:
-    """One run of a study on a device; a training that diverges is a row that says so."""
-    study, run, device = task
-    try:
-        rows = study.measure(run.settings, run.seed, device)
-        status = "finished"
-    except TrainingDivergedError:
-        rows, status = [{}], "diverged"
+def _units(runs: Sequence[Run], together: bool) -> list[list[Run]]:
+    """What is computed in one call: a run; or all runs of a configuration."""
+    if not together:
+        return [[run] for run in runs]
+    of_cases: dict[str, list[Run]] = {}
+    for run in runs:
+        of_cases.setdefault(json.dumps(dict(run.settings), sort_keys=True), []).append(run)
+    return list(of_cases.values())
+
+
+def measure_unit(task: tuple[Study, Sequence[Run], str]) -> list[tuple[Run, list[Row]]]:
+    """Runs of one configuration on a device; a training that diverges is a row that says so."""
+    study, runs, device = task
+    measured: list[list[Row] | None]
+    if len(runs) > 1:
+        assert isinstance(study, TogetherStudy)
+        seeds = [run.seed for run in runs]
+        measured = study.measure_together(runs[0].settings, seeds, device)
+    else:
+        try:
+            measured = [study.measure(runs[0].settings, runs[0].seed, device)]
+        except TrainingDivergedError:
+            measured = [None]
+    return [(run, _about(study, run, rows)) for run, rows in zip(runs, measured, strict=True)]
+
+
+def _about(study: Study, run: Run, rows: list[Row] | None) -> list[Row]:
+    """Measured rows with what they are of; a single one of a run that diverged."""
+    status = "diverged" if rows is None else "finished"
     about: Row = {"run": run.index, "status": status, "seed": run.seed}
     shown = {key: plain_cell(value) for key, value in run.settings.items()}
-    return run, [{**about, **shown, **row} for row in checked_rows(study, rows)]
+    if rows is None:
+        return [{**about, **shown}]
+    return [{**about, **shown, **row} for row in checked_rows(study, rows)]
 
 
 def checked_cases(study: Study, preset: str) -> Sequence[Settings]:

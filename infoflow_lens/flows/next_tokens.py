@@ -1,8 +1,11 @@
-"""What a language model says next, at every position of a few texts."""
+"""What a language model says next, at every position of a few texts, as they stand and changed."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.modules import eval_mode
@@ -12,6 +15,24 @@ from infoflow_lens.hooks.passes.run import run
 
 NextTokens: TypeAlias = tuple[tuple[tuple[str, float], ...], ...]
 _MOST = 5  # that are named [chosen]
+_TOGETHER = 16  # texts in a pass
+_TWO_SECONDS = 6e10  # multiplications of all passes with a token replaced [chosen]
+_MOST_SAID = 60_000  # tokens with their probabilities, of all passes together [chosen]
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What a model says next when one token of a text is replaced, for each token in turn.
+
+    Attributes:
+        by: for each token what was put in its place: the most probable other token, as the model
+            reads the text before it; for the first, the token that is likeliest after it.
+        next_tokens: for each replaced token and each position from that one on, the most probable
+            next tokens, as pairs of token and probability; positions before it say what they did.
+    """
+
+    by: tuple[str, ...]
+    next_tokens: tuple[NextTokens, ...]
 
 
 def next_tokens(model: nn.Module, rows: Sequence[Tensor]) -> tuple[NextTokens, ...] | None:
@@ -25,17 +46,73 @@ def next_tokens(model: nn.Module, rows: Sequence[Tensor]) -> tuple[NextTokens, .
         return None
     found = []
     for row in rows:
-        with eval_mode(model):
-            output = run(model, row[None], output=True).output
-        logits = getattr(output, "logits", output)
-        if not isinstance(logits, Tensor) or logits.shape[:2] != (1, len(row)) or logits.ndim != 3:
+        chances = _chances(model, row[None])
+        if chances is None:
             return None
-        if logits.shape[2] != getattr(getattr(model, "cfg", None), "d_vocab", None):
-            return None
-        likely = logits[0].float().softmax(dim=-1).topk(min(_MOST, logits.shape[2]))
-        names = readable_tokens(model, likely.indices.cpu())
-        chances = likely.values.tolist()
-        found.append(
-            tuple(tuple(zip(*each, strict=True)) for each in zip(names, chances, strict=True))
-        )
+        found.append(_likeliest(model, chances[0]))
     return tuple(found)
+
+
+def replaced_tokens(model: nn.Module, rows: Sequence[Tensor]) -> tuple[Replaced, ...] | None:
+    """The same with each token replaced in turn; one pass of the text for each token.
+
+    For models that read no later tokens: what stands before a replaced token does not change.
+
+    Returns:
+        For each sequence; None where it would take more than some seconds or a big page, or the
+        model gives no logits.
+    """
+    lengths = [len(row) for row in rows]
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    too_long = weights * sum(n * n for n in lengths) > _TWO_SECONDS
+    if too_long or _MOST * sum(n * (n + 1) // 2 for n in lengths) > _MOST_SAID:
+        return None
+    if reads_vectors(model):
+        return None
+    found = []
+    for row in rows:
+        chances = _chances(model, row[None])
+        if chances is None:
+            return None
+        put = _expected_instead(row, chances[0])
+        changed = row.repeat(len(row), 1)
+        changed.fill_diagonal_(0)
+        changed += torch.diag(put.to(row))
+        said: list[NextTokens] = []
+        for start in range(0, len(row), _TOGETHER):
+            after = _chances(model, changed[start : start + _TOGETHER])
+            assert after is not None  # as before
+            said += [_likeliest(model, each[start + index :]) for index, each in enumerate(after)]
+        (names,) = readable_tokens(model, put[None].cpu())
+        found.append(Replaced(tuple(names), tuple(said)))
+    return tuple(found)
+
+
+def _chances(
+    model: nn.Module, batch: Int[Tensor, "batch pos"]
+) -> Float[Tensor, "batch pos token"] | None:
+    """The probabilities of all next tokens; None where the model gives none."""
+    with eval_mode(model), torch.no_grad():
+        output = run(model, batch, output=True).output
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.shape[:2] != batch.shape or logits.ndim != 3:
+        return None
+    if logits.shape[2] != getattr(getattr(model, "cfg", None), "d_vocab", None):
+        return None
+    return logits.float().softmax(dim=-1)
+
+
+def _likeliest(model: nn.Module, chances: Float[Tensor, "pos token"]) -> NextTokens:
+    likely = chances.topk(min(_MOST, chances.shape[1]))
+    names = readable_tokens(model, likely.indices.cpu())
+    pairs = zip(names, likely.values.tolist(), strict=True)
+    return tuple(tuple(zip(*each, strict=True)) for each in pairs)
+
+
+def _expected_instead(
+    row: Int[Tensor, " pos"], chances: Float[Tensor, "pos token"]
+) -> Int[Tensor, " pos"]:
+    """For each token the most probable other one in its place, by the text before it."""
+    before = chances.roll(1, dims=0)
+    before[0] = chances[0]
+    return before.scatter(1, row[:, None].to(before.device), -1).argmax(dim=-1)

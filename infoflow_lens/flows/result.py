@@ -13,11 +13,17 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from infoflow_lens.agreement import Agreement, Explained, explained
+from infoflow_lens.flows.next_tokens import NextTokens, Replaced
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import writable_folder, write_text
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import checked
-from infoflow_lens.hooks import InfluenceResult, MechanismsResult, PatternsResult, PositionsResult
+from infoflow_lens.hooks import (
+    AttendedResult,
+    InfluenceResult,
+    MechanismsResult,
+    PatternsResult,
+    PositionsResult,
+)
 from infoflow_lens.hooks.routes.paths import within_one
 from infoflow_lens.hooks.why import WhyAll
 from infoflow_lens.report.flow_view import FlowView
@@ -51,9 +57,12 @@ class Flow:
             be asked, and for long inputs.
         next_tokens: of every input and position the most probable next tokens, as pairs of token
             and probability; None for a model that gives none.
+        replaced: the same with each token replaced in turn; None where it takes more than some
+            seconds, and for models that read later tokens.
         agreement: of these sets with it; None without influence.
         positions: the ranked keys of every head.
         attention: the patterns and scores of every head.
+        attended: all keys that heads draw from, for the rule of mechanisms; else None.
         mechanisms: of every head, for this rule; else None.
         notes: what a reader must know, a sentence each.
         record: config, seed, versions, fingerprint of the model.
@@ -68,10 +77,12 @@ class Flow:
     influence: InfluenceResult | None
     elsewhere: InfluenceResult | None
     reasons: WhyAll | None
-    next_tokens: tuple[tuple[tuple[tuple[str, float], ...], ...], ...] | None
+    next_tokens: tuple[NextTokens, ...] | None
+    replaced: tuple[Replaced, ...] | None
     agreement: Agreement | None
     positions: PositionsResult
     attention: PatternsResult
+    attended: AttendedResult | None
     mechanisms: MechanismsResult | None
     notes: tuple[str, ...]
     record: RunRecord
@@ -221,12 +232,34 @@ class Flow:
         Raises:
             InfoFlowError: if the file cannot be written.
         """
-        from infoflow_lens.report.flow import render_flow
+        from infoflow_lens.report.flow import write_flow
 
-        target = Path(path)
-        writable_folder(target.parent)
-        write_text(target, render_flow(self.view, fragment=False))
-        return target
+        return write_flow(self.view, path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.
+
+        Args:
+            path: of both files, without the ends of their names.
+
+        Raises:
+            InfoFlowError: if they cannot be written.
+        """
+        from infoflow_lens.flows.saving import save_flow
+
+        save_flow(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Flow":
+        """The flow that :meth:`save` wrote; no model is needed. Nothing that the files name is
+        called.
+
+        Raises:
+            InfoFlowError: if there is none, it is of another kind or version, or a file is spoiled.
+        """
+        from infoflow_lens.flows.saving import load_flow
+
+        return load_flow(path)
 
     @cached_property
     def view(self) -> FlowView:

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from infoflow_lens.agreement import compare
 from infoflow_lens.flows.measuring import (
     influence_probe,
     measured,
     probe_elsewhere,
     same_everywhere,
 )
-from infoflow_lens.flows.next_tokens import next_tokens
+from infoflow_lens.flows.next_tokens import next_tokens, replaced_tokens
 from infoflow_lens.flows.opening import load_and_read
+from infoflow_lens.flows.predicting import predict
 from infoflow_lens.flows.result import Flow, RuleName, is_causal
 from infoflow_lens.flows.settings import (
     FEWEST,
@@ -33,7 +33,6 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, Positions, Seed, check, checked
 from infoflow_lens.hooks import (
     AttendedProbe,
-    AttendedResult,
     InfluenceResult,
     MechanismsResult,
     PatternsProbe,
@@ -46,8 +45,6 @@ from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs, reada
 from infoflow_lens.hooks.model.points import key_count, layer_count, reads_vectors
 from infoflow_lens.hooks.why import WhyAll, measure_why_all
 from infoflow_lens.models.loading import LoadedModel
-from infoflow_lens.theory.information_sets import propagate
-from infoflow_lens.theory.rules import Rule
 
 _MOST_REASONS = 20_000  # heads times positions: half a megabyte of a page [chosen]
 _MOST_RANKS = 8  # that the picture's switch offers
@@ -154,26 +151,18 @@ def flow(
     results = measured(host, inputs, list(wanted.values()), progress)
     found: dict[str, Any] = dict(zip(wanted, results, strict=True))
     chosen: PositionsResult = found["positions"]
-    rules: list[list[Rule]] | None = None
-    if rule_name == "mechanisms":
-        if mechanisms is None:
-            mechanisms = measure_mechanisms(
-                host, others or inputs, batch_size=FEWEST, progress=progress
-            )
-        attended: AttendedResult = found["attended"]
-        rules = mechanisms.rules(attended.positions, chosen.argmax)
+    if rule_name == "mechanisms" and mechanisms is None:
+        mechanisms = measure_mechanisms(
+            host, others or inputs, batch_size=FEWEST, progress=progress
+        )
     depth = k if rule_name == "top_k" else 1
-    by_rank = [layer_positions[..., :depth] for layer_positions in chosen.positions]
-    sets = propagate(by_rank if rules is None else rules, longest)
     result: InfluenceResult | None = found.get("influence")
     everywhere = probe_elsewhere(host, measure, rows, seed) if position == "auto" else None
     elsewhere = None
     if everywhere is not None:
         (elsewhere,) = measured(host, inputs, [everywhere], progress)
     reasons, unknown = _reasons(host, inputs, chosen)
-    agreement = None
-    if result is not None:
-        agreement = compare(sets.part(result.layers), result, threshold=threshold)
+    said = next_tokens(host, rows) if is_causal(found["attention"]) else None
     config = {
         "flow": loaded.description.split(":")[0],
         "rule": rule_name,
@@ -188,24 +177,32 @@ def flow(
         tokens=readable_tokens(host, rows),
         rule=rule_name,
         k=depth,
-        sets=sets,
         influence=result,
         elsewhere=elsewhere,
         reasons=reasons,
-        next_tokens=next_tokens(host, rows) if is_causal(found["attention"]) else None,
-        agreement=agreement,
+        next_tokens=said,
+        replaced=None if said is None else replaced_tokens(host, rows),
         positions=chosen,
         attention=found["attention"],
+        attended=found.get("attended"),
         mechanisms=mechanisms,
         notes=(),
         record=replace(chosen.record, config=config, seed=seed),
-        title=f"Information flow in {_named(loaded)}",
-        rules=rules,
+        title=f"Information flow in {_name(loaded)}",
+        **predict(
+            rule_name, depth, chosen, found.get("attended"), mechanisms, longest, result, threshold
+        ),
     )
     notes = [*unknown, *_notes(made, loaded, without), *same_everywhere(measure, rows)]
     if measure is not None and position == "auto":
         notes += _elsewhere(elsewhere)
     return replace(made, notes=tuple(notes))
+
+
+def _name(loaded: LoadedModel) -> str:
+    """What the model is called in a title."""
+    name = loaded.description.split(":")[0]
+    return "a model in memory" if name == "in memory" else name
 
 
 def _reasons(
@@ -233,10 +230,6 @@ def _elsewhere(found: InfluenceResult | None) -> Iterator[str]:
             "influence on other positions is an estimate, with a relative error below "
             f"{max(found.relative_error):.0%}: position='all' with influence='exact' is none"
         )
-
-
-def _named(loaded: LoadedModel) -> str:
-    return "a model " * (loaded.source == "memory") + loaded.description.split(":")[0]
 
 
 def _notes(made: Flow, loaded: LoadedModel, without: Sequence[int]) -> tuple[str, ...]:

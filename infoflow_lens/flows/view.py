@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from infoflow_lens.flows.next_tokens import Replaced
 from infoflow_lens.flows.result import Flow, is_causal
 from infoflow_lens.hooks import InfluenceResult
 from infoflow_lens.report.flow_view import (
@@ -12,9 +13,15 @@ from infoflow_lens.report.flow_view import (
     ViewedInput,
     ViewedMechanism,
     ViewedReasons,
+    ViewedReplaced,
 )
 from infoflow_lens.theory.rules import Rule
 
+_UNMEASURED = (
+    "It was measured where it was asked for, and elsewhere only where all positions take some "
+    "seconds. flow(model, text, position='all') measures all of them, and so does "
+    "infoflow-lens flow MODEL TEXT --position all; a bar says how long that takes."
+)
 _MOST_PATTERNS = 2_000_000  # weights that the picture takes along
 
 
@@ -33,6 +40,7 @@ def view_of(flow: Flow) -> FlowView:
         record=flow.record.to_dict(),
         notes=flow.notes,
         influence_name=_how(flow.influence),
+        unmeasured=_UNMEASURED if flow.influence is not None else "",
         k=flow.k if flow.rule == "top_k" else 2,
         selected=(flow.layers[-1], max(asked)) if asked else None,
     )
@@ -73,8 +81,13 @@ def _viewed(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
         influence=influence,
         reasons=_reasons(flow, index, n_states),
         next_tokens=None if flow.next_tokens is None else flow.next_tokens[index],
+        replaced=None if flow.replaced is None else _replaced(flow.replaced[index]),
         causal=is_causal(flow.attention),
     )
+
+
+def _replaced(found: Replaced) -> ViewedReplaced:
+    return ViewedReplaced(found.by, found.next_tokens)
 
 
 def _reasons(flow: Flow, index: int, n_states: int) -> ViewedReasons | None:

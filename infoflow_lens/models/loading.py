@@ -75,7 +75,11 @@ class LoadedModel:
 
     def _repr_html_(self) -> str:
         facts = {"source": self.source, "tokenizer": self.tokenizer is not None}
-        return panel(self.description, facts, more=".model is what probes take")
+        return panel(
+            self.description,
+            facts,
+            more="probes take it as it is; .model is the TransformerLens model",
+        )
 
 
 def load_any(

@@ -36,14 +36,45 @@ def possible_parts(
         if config.probes is None and not part.by_default:
             continue
         why = _why_not(name, part, capabilities, possible)
-        if not why:
+        if why:
+            _leave_out(name, why, config, say, if_possible)
+        else:
             possible[name] = part
-            continue
-        if config.probes is not None and not if_possible:
-            rest = ",".join(other for other in config.probes if other != name) or "other probes"
-            raise InfoFlowError(f"{why}. Ask for {rest}")
-        say(f"left out: {why}")
     return possible
+
+
+def parts_with_enough_data(
+    parts: Mapping[str, Part], setting: Setting, say: Say, if_possible: bool = False
+) -> dict[str, Part]:
+    """The parts that the sequences are enough for, with settings that these parts accept.
+
+    Args:
+        parts: by name, those that the model can give.
+        setting: what they are to be measured on.
+        say: told what is left out.
+        if_possible: leave out what is asked for and the sequences are too few for.
+
+    Raises:
+        InfoFlowError: for a part that is asked for and that the sequences are too few for; for
+            settings that a part refuses.
+    """
+    enough: dict[str, Part] = {}
+    for name, part in parts.items():
+        why = part.lacking_of_data(setting) or _missing(name, part, enough)
+        if why:
+            _leave_out(name, why, setting.config, say, if_possible)
+            continue
+        part.check(setting)
+        enough[name] = part
+    return enough
+
+
+def _leave_out(name: str, why: str, config: ProbingConfig, say: Say, if_possible: bool) -> None:
+    """Say that a part is left out, or refuse it where it was asked for."""
+    if config.probes is not None and not if_possible:
+        rest = ",".join(other for other in config.probes if other != name) or "other probes"
+        raise InfoFlowError(f"{why}. Ask for {rest}")
+    say(f"left out: {why}")
 
 
 def _why_not(
@@ -59,6 +90,10 @@ def _why_not(
             f"{name} cannot be measured in layers {', '.join(lacking)} of this "
             f"{capabilities.kind}: {reasons[lacking[0]]}"
         )
+    return _missing(name, part, possible)
+
+
+def _missing(name: str, part: Part, possible: Mapping[str, Part]) -> str:
     missing = [other for other in part.after if other not in possible]
     return f"{name} needs {', '.join(missing)}, which is not measured" if missing else ""
 
@@ -112,7 +147,9 @@ def _probed(
         return finished
     checkpoint = Checkpoint(folder, f".{which}.safetensors")
     batches = setting.batches if which == "all" else setting.detail
-    gathered = run_in_shards(setting, batches, wanted, checkpoint, say, folder.path)
+    # the comparison reads what is measured of the first sequences, and so it stays whole
+    grows_in = folder.path if which == "all" else None
+    gathered = run_in_shards(setting, batches, wanted, checkpoint, say, grows_in)
     found, failed = {}, []
     for name in wanted:
         try:

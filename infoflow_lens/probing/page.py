@@ -11,6 +11,7 @@ from infoflow_lens.hooks import PositionsResult
 from infoflow_lens.probing.heads import examples, heads_table
 from infoflow_lens.probing.overview import overview_table
 from infoflow_lens.probing.part import Part
+from infoflow_lens.probing.parts.routes import RoutesComparison, RoutesPart
 from infoflow_lens.probing.picture import flow_of
 from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.report.charts import HeatMap, Lines, NameMap, Table
@@ -27,9 +28,10 @@ def report_of(result: ProbingResult) -> ProbingReport:
     for name, part in result.parts.items():
         facts += part.facts(result.found[name])
     rows = result.explained
-    headline = f"{found.kind}, probed on {config.data}."
+    facts.insert(0, ("model", found.kind))
+    headline = [f"Probed on {config.data}."]
     if "max_position" in result.last:
-        headline += _headline(result.last["max_position"]) + _by_strength(result)
+        headline = [_headline(result.last["max_position"]), _by_strength(result), _ranked(result)]
     sections = {
         name: Section(
             part.title or name,
@@ -41,7 +43,7 @@ def report_of(result: ProbingResult) -> ProbingReport:
     first = next((name for name in ("mechanisms", "positions") if name in sections), None)
     return ProbingReport(
         title=f"What the states of {config.model} can depend on, and do",
-        headline=headline,
+        headline=" ".join(filter(None, headline)),
         facts=facts,
         problems=found.problems(),
         capabilities=Table.of_frame(found.to_frame()),
@@ -60,11 +62,11 @@ def report_of(result: ProbingResult) -> ProbingReport:
 def _headline(row: Explained) -> str:
     if row.reason():
         return (
-            " From each head's largest score alone, nothing can be said of the last state: "
+            "From each head's largest score alone, nothing can be said of the last state: "
             f"{row.reason()}."
         )
     return (
-        f" If each head passes on the token of its largest score, the last state can hold "
+        f"If each head passes on the token of its largest score, the last state can hold "
         f"{row.size:.1f} of {row.others:.1f} other tokens; {row.inside:.0%} of their measured "
         f"influence lies inside, where a random set of that size would hold {row.chance:.0%}."
     )
@@ -98,9 +100,25 @@ def _by_strength(result: ProbingResult) -> str:
         return ""
     n, inside, chance = (sum(column) / len(rows) for column in zip(*rows, strict=True))
     return (
-        f" Ranked by the strength of its best path, the {n:.1f} strongest tokens, as many as hold "
+        f"Ranked by the strength of its best path, the {n:.1f} strongest tokens, as many as hold "
         f"{_MOST:.0%} of the influence, have {inside:.0%} of it, where as many at random would "
         f"have {chance:.0%}."
+    )
+
+
+def _ranked(result: ProbingResult) -> str:
+    """Whether a baseline tells better than the set what the last states depend on."""
+    part, found = result.parts.get("routes"), result.found.get("routes")
+    if not isinstance(part, RoutesPart) or not isinstance(found, RoutesComparison):
+        return ""
+    rank = next(iter(part.ranks(found)), None)
+    if rank is None:
+        return ""
+    if rank.best == rank.size_of:
+        return f"No baseline of the same size is nearer to influence (AUROC {rank.own:.3f})."
+    return (
+        f"Of as many tokens, {rank.best} is nearest to influence: AUROC {rank.most:.3f}, where the "
+        f"set has {rank.own:.3f}."
     )
 
 

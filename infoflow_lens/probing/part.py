@@ -94,6 +94,10 @@ class Part:
         """Why this cannot be measured on a model, whatever its layers; empty if it can."""
         return ""
 
+    def lacking_of_data(self, setting: Setting) -> str:
+        """Why the sequences are too few for this, and what to give; empty if they are enough."""
+        return ""
+
     def check(self, setting: Setting) -> None:
         """Refuse, before any part begins, what could not be done later.
 

@@ -10,6 +10,7 @@ from typing import Any
 from infoflow_lens.agreement import Agreement, CoverageCurve, Explained
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.files import writable_folder, write_text
+from infoflow_lens.foundation.hub import push
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import (
     InfluenceResult,
@@ -20,6 +21,7 @@ from infoflow_lens.hooks import (
     Result,
     ShardedPositions,
 )
+from infoflow_lens.hooks.result import hub_card
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.overview import Rows, explained_rows
 from infoflow_lens.probing.part import Part
@@ -105,6 +107,46 @@ class ProbingResult:
         writable_folder(target.parent)
         write_text(target, render_probing(report_of(self)))
         return target
+
+    def push_to_hub(
+        self, repo_id: str, *, private: bool | None = None, token: str | None = None
+    ) -> str:
+        """Upload results, tables and report to a dataset of the Hugging Face hub.
+
+        The sequences themselves stay here, but the report shows the first ones
+        (``config.n_shown``).
+
+        Args:
+            repo_id, private, token: as for :meth:`Result.push_to_hub`.
+
+        Returns:
+            The address of the dataset.
+
+        Raises:
+            InfoFlowError: as there.
+        """
+        from infoflow_lens.probing.folder import write_tables
+
+        def write(folder: Path) -> None:
+            for name, result in self.found.items():
+                result.save(folder / name)
+            write_tables(folder, self)
+            self.report(folder / "report.html")
+
+        first = next(iter(self.found))
+        return push(
+            repo_id,
+            write,
+            hub_card(
+                f"{self.config.model}, probed on {self.config.data}",
+                f'Result.from_hub("{repo_id}", "{first}")',
+                "\n".join(f"- {line}" for line in self.findings())
+                + "\n\nreport.html shows all of it; the names of results are "
+                + f"{', '.join(self.found)}.",
+            ),
+            private=private,
+            token=token,
+        )
 
     def __repr__(self) -> str:
         n = 0 if self.positions is None else self.positions.n_sequences

@@ -26,7 +26,7 @@ from infoflow_lens.probing.compared import compared
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import check_data, stream_data
 from infoflow_lens.probing.folder import run_identity, settings_identity, write_tables
-from infoflow_lens.probing.measuring import measured, possible_parts
+from infoflow_lens.probing.measuring import measured, parts_with_enough_data, possible_parts
 from infoflow_lens.probing.part import Say, Setting
 from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.probing.spread import Crew
@@ -64,7 +64,7 @@ def run_probing(
         say: called with a line for every part that begins.
         loaded: the model, where it is in memory already.
         batches: the data, where they are in memory already.
-        if_possible: leave out what is asked for and the model cannot give, in place of an error.
+        if_possible: leave out what is asked for and cannot be measured, in place of an error.
         ready: called before any part checks its settings; what it raises ends the run.
         jobs: processes that measure at a time. What is measured of all sequences is spread over
             them by shards; parts that measure some sequences by themselves run in this one.
@@ -138,8 +138,7 @@ def _run(
         batches = Batches(model, stored, name=config.data)
         setting = Setting(config, model, capabilities, batches, progress, crew)
         ready(setting)
-        for part in parts.values():
-            part.check(setting)
+        parts = parts_with_enough_data(parts, setting, say, if_possible)
         folder.claim(run_identity(config, record, digest, tokenizer))
         if not folder.holds("record.json"):
             write_signed(out / "record.json", "infoflow-lens probe 2", record.to_dict())

@@ -3,9 +3,11 @@
 import base64
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +17,24 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import escape
 from torch import Tensor
 
+from infoflow_lens.foundation.files import writable_folder, write_text
 from infoflow_lens.report.assets import asset, script, with_policy
-from infoflow_lens.report.flow_view import RULES, FlowView, Move, ViewedInput, ViewedReasons
+from infoflow_lens.report.flow_view import (
+    RULES,
+    FlowView,
+    Move,
+    ViewedInput,
+    ViewedReasons,
+    ViewedReplaced,
+)
 from infoflow_lens.report.templating import templates
 from infoflow_lens.theory.information_sets import propagate
 
 # in the order in which they need each other
-_PARTS = ("data", "sets", "strengths", "picture", "drawing", "heads", "words", "why", "mount")
+_PARTS = (
+    "data", "sets", "strengths", "picture", "drawing", "lines", "measured", "text", "heads", "words",
+    "next", "why", "search", "link", "save", "pair", "mount",
+)  # fmt: skip
 _SCRIPTS = tuple(f"flow/{part}.js" for part in _PARTS)
 
 
@@ -45,6 +58,18 @@ def render_flow(view: FlowView, fragment: bool = False) -> str:
     return with_policy(page)
 
 
+def write_flow(view: FlowView, path: str | os.PathLike[str]) -> Path:
+    """Write the picture as a page of its own.
+
+    Raises:
+        InfoFlowError: if the file cannot be written.
+    """
+    target = Path(path)
+    writable_folder(target.parent)
+    write_text(target, render_flow(view))
+    return target
+
+
 def picture_data(view: FlowView) -> str:
     """The JSON that the page's script reads, safe inside a script element."""
     groups, first = [], 0
@@ -61,11 +86,13 @@ def picture_data(view: FlowView) -> str:
                 "rules": view.rules,
                 "record": view.record,
                 "notes": [*view.notes, *_measured_how(view)],
+                "unmeasured": view.unmeasured,
                 "marked_name": view.marked_name,
                 "selected": [layer, position],
                 "k": view.k,
                 "first": view.first,
                 "groups": groups,
+                "aligned": view.aligned and [list(pair) for pair in view.aligned],
                 "inputs": [_packed(each) for each in view.inputs],
             },
             dumps=_dumps,
@@ -198,6 +225,7 @@ def _packed(view: ViewedInput) -> dict[str, Any]:
     rules = [rule for rule in RULES if rule != "mechanisms" or view.mechanisms is not None]
     arrays["moves"] = {rule: _moves(blob, view.describe(rule)) for rule in rules}
     arrays["reasons"] = None if view.reasons is None else _reasons(blob, view.reasons)
+    arrays["replaced"] = None if view.replaced is None else _replaced(blob, view.replaced)
     arrays["influence"] = arrays["largest"] = None
     if view.influence is not None:
         influence = view.influence.detach().cpu().float()
@@ -229,6 +257,20 @@ def _reasons(blob: _Blob, reasons: ViewedReasons) -> dict[str, Any]:
     for name in ("margins", "values", "rest"):
         packed[name] = [blob.half(layer.detach().cpu()) for layer in getattr(reasons, name)]
     return packed
+
+
+def _replaced(blob: _Blob, replaced: ViewedReplaced) -> dict[str, Any]:
+    """Next tokens with each token replaced as the page reads them: words, and places among these."""
+    pairs = [pair for of in replaced.next_tokens for row in of for pair in row]
+    words = list(dict.fromkeys(token for token, _ in pairs))
+    places = {word: place for place, word in enumerate(words)}
+    return {
+        "by": list(replaced.by),
+        "words": words,
+        "width": max((len(row) for of in replaced.next_tokens for row in of), default=0),
+        "tokens": blob.keys(torch.tensor([places[token] for token, _ in pairs])),
+        "chances": blob.half(torch.tensor([chance for _, chance in pairs])),
+    }
 
 
 def _shares(edges: Tensor) -> Tensor:

@@ -92,6 +92,20 @@ class ViewedReasons:
 
 
 @dataclass(frozen=True, eq=False)
+class ViewedReplaced:
+    """What a model says next when one token is replaced, for each token in turn.
+
+    Attributes:
+        by: for each token what was put in its place.
+        next_tokens: for each replaced token and each position from that one on, the most probable
+            next tokens, as pairs of token and probability.
+    """
+
+    by: Sequence[str]
+    next_tokens: Sequence[Sequence[Sequence[tuple[str, float]]]]
+
+
+@dataclass(frozen=True, eq=False)
 class ViewedInput:
     """One input, its attention and its measured influence. Layers count from 0.
 
@@ -114,6 +128,7 @@ class ViewedInput:
         reasons: why heads prefer their first keys; None if not known.
         next_tokens: for each position the most probable next tokens, as pairs of token and
             probability; None if not known.
+        replaced: the same with each token replaced in turn; None if not known.
         causal: whether queries read no later keys; "all keys" depends on it.
         name: of the input, where its number says too little.
 
@@ -133,6 +148,7 @@ class ViewedInput:
     marked: Sequence[int] = ()
     reasons: ViewedReasons | None = None
     next_tokens: Sequence[Sequence[tuple[str, float]]] | None = None
+    replaced: ViewedReplaced | None = None
     causal: bool = True
     name: str = ""
 
@@ -185,6 +201,16 @@ class ViewedInput:
             raise InfoFlowError(
                 f"next tokens are given for {len(self.next_tokens)} positions: expected {n_pos}"
             )
+        if self.replaced is not None:
+            found = [
+                len(self.replaced.by),
+                *(s + len(p) for s, p in enumerate(self.replaced.next_tokens)),
+            ]
+            if found != [n_source, *[n_pos] * n_source]:
+                raise InfoFlowError(
+                    f"{found[0]} tokens are replaced, with next tokens up to positions {found[1:]}: "
+                    f"expected {n_source}, each with those of all positions from its own on"
+                )
         if not all(0 <= source < n_source for source in self.marked):
             raise InfoFlowError(
                 f"marked sources are {list(self.marked)}: expected 0 to {n_source - 1}"
@@ -249,12 +275,15 @@ class FlowView:
         record: of the run, as JSON-compatible values; shown as it is.
         notes: what a reader must know, a sentence each.
         influence_name: how influence was measured, in words.
+        unmeasured: what to do where influence on a chosen state was not measured, in words.
         marked_name: what the marked sources are.
         selected: layer and position of the state that is shown at first; None for the last one.
         k: of "top_k", at first.
         first: the input that is shown at first.
         groups: of inputs, as (name, number of inputs), in their order: a model before and after
             training. The page then has a switch.
+        aligned: positions of the first of two inputs with those of the second that stand for them.
+            The page then shows both side by side, each under the name of its group.
 
     Raises:
         InfoFlowError: without inputs, or for rules that the page does not know.
@@ -266,11 +295,13 @@ class FlowView:
     record: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
     influence_name: str = "norm of the Jacobian"
+    unmeasured: str = ""
     marked_name: str = ""
     selected: tuple[int, int] | None = None
     groups: Sequence[tuple[str, int]] = ()
     k: int = 2
     first: int = 0
+    aligned: Sequence[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         if not self.inputs:
@@ -286,6 +317,22 @@ class FlowView:
             raise InfoFlowError(
                 f"groups hold {sum(n for _, n in self.groups)} inputs: expected {len(self.inputs)}"
             )
+        if self.aligned is not None:
+            self._check_aligned(self.aligned)
+
+    def _check_aligned(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if len(self.inputs) != 2 or [n for _, n in self.groups] != [1, 1]:
+            raise InfoFlowError(
+                f"positions are aligned between {len(self.inputs)} inputs in {len(self.groups)} "
+                "groups: expected two inputs, each in a group of its own"
+            )
+        for one, other in pairs:
+            for place, viewed in ((one, self.inputs[0]), (other, self.inputs[1])):
+                if not 0 <= place < viewed.n_queries:
+                    raise InfoFlowError(
+                        f"positions {one} and {other} are aligned: expected 0 to "
+                        f"{viewed.n_queries - 1}"
+                    )
 
     def _possible_rules(self) -> dict[str, str]:
         possible = {"max_position": True}

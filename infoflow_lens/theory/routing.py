@@ -105,11 +105,11 @@ def routed_error(
         reached.append(task.outer_function(torch.stack(values, dim=1)))
         held.append(whole)
     values_reached, y = torch.cat(reached).double(), y.double()
-    low, high = _interval(values_reached, y, seed)
+    low, high = interval(values_reached, y, seed)
     return RoutedError(
         n_heads=n_heads,
         roles=1 if one_role else len(roles),
-        nmse=float(_nmse(values_reached, y)),
+        nmse=float(nmse_of(values_reached, y)),
         low=low,
         high=high,
         held=float(torch.cat(held).double().mean()),
@@ -117,7 +117,7 @@ def routed_error(
     )
 
 
-def _nmse(reached: Tensor, y: Tensor) -> Tensor:
+def nmse_of(reached: Tensor, y: Tensor) -> Tensor:
     """Mean squared error over the variance of y, by the best affine function of what is reached."""
     reached = reached - reached.mean(dim=-2, keepdim=True)
     y = y - y.mean(dim=-2, keepdim=True)
@@ -126,8 +126,9 @@ def _nmse(reached: Tensor, y: Tensor) -> Tensor:
     return error.square().mean(dim=(-2, -1)) / y.square().mean(dim=(-2, -1))
 
 
-def _interval(reached: Tensor, y: Tensor, seed: int) -> tuple[float, float]:
+def interval(reached: Tensor, y: Tensor, seed: int) -> tuple[float, float]:
+    """Where 95% of the NMSE lie when sequences are drawn again, with replacement."""
     generator = torch.Generator().manual_seed(derived_seed("routed error", seed))
     rows = torch.randint(len(y), (_RESAMPLES, len(y)), generator=generator)
-    values = _nmse(reached[rows], y[rows]).sort().values
+    values = nmse_of(reached[rows], y[rows]).sort().values
     return float(values[int(0.025 * _RESAMPLES)]), float(values[int(0.975 * _RESAMPLES) - 1])

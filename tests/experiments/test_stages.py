@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infoflow_lens import Architecture, InfoFlowError, TrainingConfig, build_model, load_task
-from infoflow_lens.experiments.stages import Stages, train_in_stages
+from infoflow_lens.experiments.stages import Stages, train_in_stages, train_in_stages_together
 
 ARCHITECTURE = Architecture(n_heads=(1, 1), d_model=8, d_token=2, n_tokens=6, d_mlp=8)
 CONFIG = TrainingConfig(batch_size=64, lr=3e-3)
@@ -82,3 +82,29 @@ def test_lengths_must_grow_below_the_full_one():
     )
     with pytest.raises(InfoFlowError, match="has positions"):
         run(Stages((3,)), with_positions)
+
+
+def test_seeds_go_through_the_stages_together():
+    """Each with the errors that it has alone; one that diverges takes no others with it."""
+    stages = Stages((3,), epochs_each=1, epochs=3, last_epochs=1, patience=1, improvement=0.4)
+
+    def of_seed(seed, n_tokens):
+        task = load_task("d_retrieval", n_tokens=n_tokens, d_token=2, n_components=1)
+        x, y = task.sample(256, seed)
+        return (x, y * 1e30 if seed == 5 and n_tokens == 6 else y), task.sample(100, 1)
+
+    config = replace(CONFIG, grad_clip=None)
+    together = train_in_stages_together(ARCHITECTURE, of_seed, stages, config, (3, 5, 4))
+    assert together[1] is None
+    for seed, found in zip((3, 4), (together[0], together[2]), strict=True):
+        alone = train_in_stages(
+            ARCHITECTURE, lambda n, seed=seed: of_seed(seed, n), stages,
+            replace(config, seed=seed), model_seed=seed,
+        )  # fmt: skip
+        assert found.epochs == alone.epochs
+        assert [len(row) for row in found.history] == [len(row) for row in alone.history]
+        for row, expected in zip(found.history, alone.history, strict=True):
+            assert row == pytest.approx(expected, rel=1e-3)
+        assert found.model.architecture == ARCHITECTURE
+        for name, parameter in build_model(ARCHITECTURE, seed=seed).named_parameters():
+            assert torch.equal(found.initial_state[name], parameter)

@@ -5,12 +5,14 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pandas as pd
 import pytest
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.experiments.studies import STUDIES, find_study
+from infoflow_lens.experiments.study import TogetherStudy
 from infoflow_lens.experiments.sweep import run_study
 from infoflow_lens.foundation import versions
 from infoflow_lens.training import TrainingDivergedError
@@ -279,3 +281,43 @@ def test_studies_are_found_by_name_and_state_their_rule():
             assert json.loads(json.dumps(list(cases))) == list(cases)
     with pytest.raises(InfoFlowError, match="did you mean 'head_count'"):
         find_study("headcount")
+
+
+class Together(Squares, TogetherStudy):
+    """Squares whose seeds are measured in one call, of which one diverges."""
+
+    architecture = None
+    calls: ClassVar[list[tuple[int, ...]]] = []
+
+    def memory(self, settings):
+        return 0
+
+    def measure_together(self, settings, seeds, device):
+        self.calls.append((settings["number"], *seeds))
+        return [
+            None if (settings["number"], seed) == (2, 1) else self.measure(settings, seed, device)
+            for seed in seeds
+        ]
+
+
+def test_seeds_of_a_configuration_may_run_together(tmp_path):
+    """With the rows of seeds one by one; what is missing alone runs."""
+    alone = run(Together(), tmp_path / "alone", preset="smoke", seeds=3).rows
+    Together.calls.clear()
+    both = run(Together(), tmp_path / "both", preset="smoke", seeds=3, together=True)
+    assert Together.calls == [(2, 0, 1, 2), (3, 0, 1, 2)]
+    assert both.n_diverged == 1
+    kept = alone[alone["run"] != 1].reset_index(drop=True)
+    found = both.rows[both.rows["status"] == "finished"].reset_index(drop=True)
+    pd.testing.assert_frame_equal(found, kept, check_dtype=False)
+    record = json.loads((tmp_path / "both" / "record.json").read_text())
+    assert record["config"]["seeds_together"] is True
+    record = json.loads((tmp_path / "alone" / "record.json").read_text())
+    assert "seeds_together" not in record["config"]
+    run(Together(), tmp_path / "both", preset="smoke", seeds=4, together=True, resume=True)
+    assert len(Together.calls) == 2  # one new seed of each: measured as any run
+
+
+def test_a_study_of_single_seeds_is_refused_together(tmp_path):
+    with pytest.raises(InfoFlowError, match="the seeds of squares are measured one by one"):
+        run(Squares(), tmp_path, together=True)

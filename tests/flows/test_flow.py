@@ -278,6 +278,35 @@ def test_the_next_tokens_are_the_models(host, found):
     assert found.view.inputs[0].next_tokens == found.next_tokens[0]
 
 
+def test_each_token_is_replaced_by_the_likeliest_other_one(host, found):
+    ids = host.to_tokens(TEXT)[0]
+    before = host(ids[None])[0].softmax(-1)
+    (replaced,) = found.replaced
+    for source in range(len(ids)):
+        order = before[max(0, source - 1)].argsort(descending=True)
+        put = next(int(i) for i in order if i != ids[source])
+        assert replaced.by[source] == host.tokenizer.decode([put])
+        other = ids.clone()
+        other[source] = put
+        chances = host(other[None])[0].softmax(-1)
+        assert len(replaced.next_tokens[source]) == len(ids) - source
+        for position, said in enumerate(replaced.next_tokens[source], start=source):
+            top = chances[position].topk(5)
+            assert [token for token, _ in said] == [host.tokenizer.decode([i]) for i in top.indices]
+            np.testing.assert_allclose([c for _, c in said], top.values.detach(), rtol=1e-4)
+    assert found.view.inputs[0].replaced.by == replaced.by
+
+
+def test_tokens_are_replaced_only_where_that_is_quick(host, monkeypatch):
+    monkeypatch.setattr("infoflow_lens.flows.next_tokens._TWO_SECONDS", 10)
+    slow = quick(host, TEXT)
+    assert slow.replaced is None
+    assert slow.next_tokens is not None
+    monkeypatch.undo()
+    monkeypatch.setattr("infoflow_lens.flows.next_tokens._MOST_SAID", 10)
+    assert quick(host, TEXT).replaced is None
+
+
 def test_the_picture_says_why_heads_look_there_or_why_it_does_not(host, found, monkeypatch):
     expected = why_all(host, TEXT, progress=False)
     shown = found.view.inputs[0].reasons

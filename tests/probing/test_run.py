@@ -151,6 +151,14 @@ def test_the_headline_ranks_tokens_also_where_sets_hold_everything(tmp_path, con
     assert percents == pytest.approx([90, *expected], abs=0.51)
 
 
+def test_sequences_of_several_shards_are_compared_as_those_of_one(tmp_path, config):
+    only = replace(config, probes=("influence", "positions"), n=6, n_detail=6)
+    one, several = (run(tmp_path / str(n), replace(only, shard=n)) for n in (6, 4))
+    assert several.positions.n_shards == 2
+    assert several.agreement == one.agreement
+    assert several.explained == one.explained
+
+
 def test_errors_of_maps_that_fit_anything_are_not_shown(tmp_path, config):
     few = run(tmp_path / "few", replace(config, n=5, n_detail=2, max_length=3, ranks=(1,)))
     assert few.recovery.n_fit[0] < few.recovery.n_features[0]
@@ -242,6 +250,18 @@ def test_what_a_part_refuses_leaves_the_folder_to_other_settings(tmp_path, confi
         run(tmp_path, ProbingConfig(**few))
     assert list(tmp_path.iterdir()) == []
     run(tmp_path, ProbingConfig(**{**few, "n_detail": 3}))
+
+
+def test_what_the_sequences_are_too_few_for_is_left_out_unless_it_is_asked_for(tmp_path, config):
+    few, said = replace(config, n=4, n_detail=2), []
+    found = run(tmp_path / "all", few, say=said.append)
+    assert "recovery" not in found.found
+    assert "positions" in found.found
+    assert any("left out: recovery fits" in line and "of 4 none is left" in line for line in said)
+    with pytest.raises(InfoFlowError, match="expected at least 5; give more text"):
+        run(tmp_path / "one", replace(few, probes=("positions", "recovery")))
+    assert not (tmp_path / "one").exists()
+    run(tmp_path / "five", replace(few, probes=("recovery",), n=5))
 
 
 def test_changed_data_are_refused(tmp_path, config):

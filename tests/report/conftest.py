@@ -6,9 +6,9 @@ import pytest
 @pytest.fixture
 def show(browser, tmp_path):
     """Opens HTML; at the end nothing was fetched, and nothing was said on the console."""
-    contexts, trouble = [], []
+    contexts, trouble, urls = [], [], {}
 
-    def opened(html, width=1200, height=900, scheme="light", **settings):
+    def opened(html, width=1200, height=900, scheme="light", fragment="", **settings):
         path = tmp_path / f"{len(contexts)}.html"
         path.write_text(html, encoding="utf-8")
         context = browser.new_context(
@@ -22,14 +22,16 @@ def show(browser, tmp_path):
         page.on(
             "request",
             lambda asked: (
-                asked.url == path.as_uri()
+                asked.url.partition("#")[0] in (path.as_uri(), "about:blank")
                 or asked.url.startswith(("data:", "blob:"))
                 or trouble.append(f"request: {asked.url}")
             ),
         )
-        page.goto(path.as_uri())
+        page.goto(path.as_uri() + fragment)
+        urls[page] = path.as_uri()
         return page
 
+    opened.url = urls.__getitem__
     yield opened
     for context in contexts:
         context.close()

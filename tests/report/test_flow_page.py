@@ -1,9 +1,12 @@
 """The interactive picture in a real browser: what lights up is what theory propagates."""
 
+import math
 import re
+from xml.etree import ElementTree
 
 import pytest
 import torch
+from PIL import Image
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.report.flow import render_flow
@@ -13,6 +16,7 @@ from infoflow_lens.report.flow_view import (
     ViewedInput,
     ViewedMechanism,
     ViewedReasons,
+    ViewedReplaced,
 )
 from infoflow_lens.theory import MaxPosition, propagate
 
@@ -283,7 +287,7 @@ def test_the_sentence_counts_influence_as_it_is_shaded(show, html, inputs):
         shares = [float(amount[strongest].sum()), n / t, float(ranked[n - 1])]
         if n < len(held):
             shares += [float(amount[sorted(held)].sum()), len(held) / t]
-        said = page.locator(".status").inner_text()
+        said = re.sub(r"\d+ of \d+ lines.*", "", page.locator(".status").inner_text())
         found = [int(each) for each in re.findall(r"(\d+)%", said)]
         assert found == pytest.approx([100 * share for share in shares], abs=0.51)
 
@@ -299,9 +303,34 @@ def drawn(page):
     ]
 
 
-def test_the_strongest_ways_are_drawn_first_and_the_rest_is_counted(show):
-    """Of a deep picture at most 30 lines; the slider has the others."""
+def reached(lines, view, layer, position):
+    """The share of the influence inside the set of the tokens whose best paths are among the lines."""
+    best, held = strengths(view, layer, position), expected(view, layer, position) - {position}
+    influence = view.influence[layer, position]
+    ends = {at[2] for at, strength in lines if strength == pytest.approx(best[at[2]], rel=2e-2)}
+    return float(influence[sorted(ends & held)].sum() / influence[sorted(held)].sum())
+
+
+def test_lines_are_drawn_up_to_nine_tenths_of_the_influence_inside_the_set(show):
     view = make_input(12, (5, 5, 5), k=1)
+    page = show(render_flow(FlowView("enough", [view])))
+    for position in (11, 8):
+        page.locator(".token").nth(position).click()
+        lines = drawn(page)
+        assert len(lines) < 30
+        assert reached(lines, view, 2, position) >= 0.9
+        assert reached(lines[:-1], view, 2, position) < 0.9
+        assert "enough to reach 90%" in page.locator(".status").inner_text()
+    page.locator(".lines input").fill("2")
+    share = reached(lines[:2], view, 2, 8)
+    assert f"they reach {share:.0%} of" in page.locator(".status").inner_text()
+    page.get_by_role("button", name="up to 90%").click()
+    assert drawn(page) == lines
+
+
+def test_the_strongest_ways_are_drawn_first_and_the_rest_is_counted(show):
+    """Of a deep picture that was not measured 30 lines; the slider has the others."""
+    view = make_input(12, (5, 5, 5), k=1, influence=None)
     page = show(render_flow(FlowView("deep", [view])))
     lit(page)
     best = strengths(view, 2, 11)
@@ -406,8 +435,152 @@ def test_the_next_tokens_follow_the_chosen_position(show):
         page.locator(".token").nth(position).click()
         shown = page.locator(".next .says").all_inner_texts()
         assert [each.split("\n") for each in shown] == [[f"t{position}", "50%"], [EVIL, "25%"]]
+    circle(page, -1, 2).click()  # a token: what the state before it says
+    assert page.locator(".next .says .word").all_inner_texts() == ["t3", EVIL]
+
+
+def says(page, line):
+    words = page.locator(f".next .{line} .word").all_inner_texts()
+    return list(zip(words, page.locator(f".next .{line} .chance").all_inner_texts(), strict=True))
+
+
+def test_a_pressed_token_is_replaced_and_the_next_tokens_stand_beside_each_other(show):
+    said = [[(f"t{t}", 0.5), (EVIL, 0.25)] for t in range(9)]
+    other = [[[(f"r{s}.{t}", 0.75), (EVIL, 0.125)] for t in range(s, 9)] for s in range(9)]
+    by = [f"instead{s}" for s in range(8)] + [EVIL]
+    view = make_input(next_tokens=said, replaced=ViewedReplaced(by, other))
+    page = show(render_flow(FlowView("replaced", [view])))
+    page.locator(".token").nth(6).click()
+    assert page.locator(".next .instead").is_hidden()
     circle(page, -1, 2).click()
-    assert page.locator(".next").is_hidden()
+    assert says(page, "as-is") == [("t6", "50%"), (EVIL, "25%")]
+    assert says(page, "instead") == [("r2.6", "75%"), (EVIL, "13%")]
+    assert "replaced by “instead2”" in page.locator(".next .instead").inner_text()
+    page.locator(".token").nth(4).click()
+    assert says(page, "instead") == [("r2.4", "75%"), (EVIL, "13%")]
+    page.locator(".swap select").select_option("8")  # comes later: nothing changes
+    assert says(page, "instead") == says(page, "as-is")
+    page.locator(".swap select").select_option("")
+    assert page.locator(".next .instead").is_hidden()
+
+
+def test_the_search_marks_what_it_finds_and_goes_from_one_to_the_next(show, inputs):
+    tokens = ["a", "ban", "ana", " Na", "x", "an", "a", "na", EVIL]
+    page = show(render_flow(FlowView("find", [make_input(tokens=tokens)])))
+    lit(page)
+    page.keyboard.press("/")
+    page.keyboard.type("na")
+    found = page.locator(".token.found").evaluate_all("all => all.map(e => +e.dataset.position)")
+    assert found == [1, 2, 3, 5, 6, 7]  # also over the border of two tokens
+    assert page.locator(".label.found").count() == 6
+    assert page.locator(".search output").inner_text() == "5 found"
+    for position, said in ((1, "1 of 5"), (2, "2 of 5"), (3, "3 of 5")):
+        page.keyboard.press("Enter")
+        assert page.locator(".token.own").get_attribute("data-position") == str(position)
+        assert page.locator(".search output").inner_text() == said
+    page.keyboard.press("Shift+Enter")
+    assert page.locator(".token.own").get_attribute("data-position") == "2"
+    page.keyboard.type("?")
+    assert page.locator(".search output").inner_text() == "not there"
+    page.keyboard.press("Escape")
+    assert page.locator(".token.found").count() == 0
+
+
+def hash_of(page):
+    page.wait_for_timeout(350)  # the address changes a few times a second at most
+    return page.evaluate("location.hash")
+
+
+def test_the_link_keeps_the_view(show, html, inputs):
+    page = show(html)
+    lit(page)
+    page.locator("select.input").select_option("1")
+    page.get_by_label("rule").select_option("top_k")
+    page.locator(".k input").fill("3")
+    page.locator(".lines input").fill("7")
+    page.get_by_role("button", name="switch it on or off").click()
+    page.locator("[data-head='1.1']").click()
+    circle(page, 1, 5).click()
+    page.locator("g.line").first.focus()
+    page.keyboard.press("Enter")
+    page.locator(".search input").fill("日")
+    kept = hash_of(page)
+    before = (lit(page), drawn(page), page.locator(".why figcaption").inner_text())
+    page.goto("about:blank")
+    page.goto(show.url(page) + kept)
+    page.locator(".why figcaption").wait_for()
+    assert (lit(page), drawn(page), page.locator(".why figcaption").inner_text()) == before
+    assert lit(page)[0] == expected(inputs[1], 1, 5, "top_k", 3, off=[(1, 1)])
+    assert page.locator(".head.off").count() == 1
+    assert page.locator(".token.found").count() == 1
+    assert hash_of(page) == kept
+
+
+@pytest.mark.parametrize(
+    "fragment",
+    [
+        "#picture=0&layer=77&position=-5&rule=__proto__&k=1e9&lines=-1&head=9.9&why=0.0.0.99&off=5.5-x",
+        f"#picture=0&input=99&find={EVIL}&layer=2%00&position=NaN&replace=99",
+        "#picture=1&layer=0&position=0",
+        "#%E0%A4%A&picture=0&picture=<svg onload=alert(1)>",
+    ],
+)
+def test_a_link_that_does_not_fit_is_left_alone(show, html, inputs, fragment):
+    page = show(html, fragment=fragment)
+    assert lit(page)[0] == expected(inputs[0], 2, 8)
+    assert page.locator(".why").is_hidden()
+    assert page.locator(".head.off").count() == 0
+    assert page.locator("script").count() == 2
+
+
+def test_the_link_is_copied_and_notebooks_keep_their_address(show, html, inputs):
+    page = show(html)
+    lit(page)
+    circle(page, 1, 4).click()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="copy link").click()
+    page.get_by_role("button", name="copied").wait_for()
+    assert "layer=1&position=4" in page.evaluate("navigator.clipboard.readText()")
+    notebook = show("<!DOCTYPE html>" + render_flow(FlowView("one", inputs[:1]), fragment=True))
+    lit(notebook)
+    circle(notebook, 1, 4).click()
+    assert hash_of(notebook) == ""
+    assert notebook.get_by_role("button", name="copy link").is_hidden()
+    notebook.keyboard.press("/")
+    assert notebook.evaluate("document.activeElement.tagName") == "DIV"  # inside the picture alone
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pictures_are_saved_as_they_are_seen(show, html, scheme, tmp_path):
+    page = show(html, scheme=scheme)
+    lit(page)
+    circle(page, 1, 6).click()
+    saved = {}
+    for kind in ("PNG", "SVG"):
+        with page.expect_download() as download:
+            page.get_by_role("button", name=kind).click()
+        saved[kind] = tmp_path / download.value.suggested_filename
+        download.value.save_as(saved[kind])
+    root = ElementTree.parse(saved["SVG"]).getroot()
+    names = {element.tag.rpartition("}")[2] for element in root.iter()}
+    assert names <= {
+        "svg", "g", "rect", "path", "circle", "text", "defs", "pattern", "linearGradient", "stop",
+    }  # fmt: skip
+    assert not {name for element in root.iter() for name in element.attrib} & {"style", "class"}
+    said = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    for seen in ("Three inputs", "layer 2", EVIL, "tokens"):
+        assert seen in said
+    lines = {path.get("stroke") for path in root.iter("{http://www.w3.org/2000/svg}path")}
+    drawn_in = page.locator("g.line .ink").evaluate_all(
+        "all => all.map(e => getComputedStyle(e).stroke)"
+    )
+    assert set(drawn_in) <= lines
+    with Image.open(saved["PNG"]) as image:
+        size = [float(root.get(name)) for name in ("width", "height")]
+        assert image.size == tuple(math.floor(2 * side) for side in size)
+        paper = (255, 255, 255) if scheme == "light" else (20, 24, 29)
+        assert image.convert("RGB").getpixel((1, 1)) == paper
+        assert len(image.convert("RGB").getcolors(1 << 20)) > 100
 
 
 def test_another_width_leaves_what_the_pointer_may_be_on(show, html):
@@ -482,6 +655,93 @@ def test_groups_of_inputs_are_a_switch(show, inputs):
     assert lit(page)[0] == expected(inputs[1], 2, 8)
 
 
+@pytest.fixture(scope="module")
+def pair():
+    """Two inputs, of which the second lacks the fifth token and has another sixth."""
+    tokens = [f"t{t}" for t in range(9)]
+    others = [*tokens[:4], "new", *tokens[6:]]
+    said = [[[(f"{side}{t}", 0.5)] for t in range(9 - side)] for side in (0, 1)]
+    one = make_input(seed=0, tokens=tokens, next_tokens=said[0])
+    other = make_input(8, seed=1, tokens=others, next_tokens=said[1])
+    aligned = [(0, 0), (1, 1), (2, 2), (3, 3), (6, 5), (7, 6), (8, 7)]
+    groups = [("before", 1), (EVIL, 1)]
+    return FlowView("Two", [one, other], groups=groups, aligned=aligned)
+
+
+def side_of(page, side):
+    one = page.locator(".one").nth(side)
+    one.locator(".token").first.wait_for()
+    chips = one.locator(".token.in").evaluate_all("all => all.map(e => +e.dataset.position)")
+    return set(chips), int(one.locator(".token.own").get_attribute("data-position"))
+
+
+def test_two_inputs_stand_side_by_side_and_follow_each_other(show, pair):
+    page = show(render_flow(pair))
+    page.locator(".changed td").first.wait_for()
+    there = dict(pair.aligned)
+    for side, layer, position in ((0, 2, 7), (1, 1, 5), (0, 0, 3)):
+        page.locator(".one").nth(side).locator(
+            f".flow .state[data-layer='{layer}'][data-position='{position}']").click()  # fmt: skip
+        one = position if side == 0 else next(a for a, b in pair.aligned if b == position)
+        for view, place, which in ((pair.inputs[0], one, 0), (pair.inputs[1], there[one], 1)):
+            assert side_of(page, which) == (expected(view, layer, place), place)
+    page.get_by_label("rule").select_option("top_k")  # one set of controls for both
+    assert page.locator(".controls").count() == 1
+    for view, place, which in ((pair.inputs[0], 3, 0), (pair.inputs[1], 3, 1)):
+        assert side_of(page, which)[0] == expected(view, 0, place, "top_k", 2)
+    page.locator(".one").first.locator(".token").nth(4).click()  # it has no counterpart
+    assert side_of(page, 1)[1] == 3
+    assert "have no counterpart" in page.locator(".changed .caption").inner_text()
+
+
+def test_the_table_says_what_changed(show, pair):
+    page = show(render_flow(pair))
+    page.locator(".changed td").first.wait_for()
+    for nth, place in ((7, 6), (8, 7)):
+        page.locator(".one").first.locator(".token").nth(nth).click()
+        rows = page.locator(".changed tbody tr").evaluate_all(
+            "rows => rows.map(r => [...r.cells].map(c => c.textContent))"
+        )
+        said = {row[0]: row[1:] for row in rows}
+        sets = [
+            expected(view, 2, at) - {at} for view, at in zip(pair.inputs, (nth, place), strict=True)
+        ]
+        assert said["other tokens in the set"] == [str(len(held)) for held in sets]
+        shares = []
+        for view, at, held in zip(pair.inputs, (nth, place), sets, strict=True):
+            influence = view.influence[2, at].clone()
+            influence[at] = 0
+            shares.append(f"{float(influence[sorted(held)].sum() / influence.sum()):.0%}")
+        assert said["share of the measured influence inside the set"] == shares
+        there = dict(pair.aligned)
+        alone = [s for s in sorted(sets[0]) if there.get(s) not in sets[1]]
+        found = re.findall(r"(\d+) “", said["in this set alone"][0])
+        assert [int(s) for s in found] == alone
+        differ = sum(
+            there.get(int(one[head, nth, 0])) != int(other[head, place, 0])
+            for one, other in zip(pair.inputs[0].ranked, pair.inputs[1].ranked, strict=True)
+            for head in range(len(one))
+        )
+        assert said["heads with another first choice"][0] == f"{differ} of {sum(HEADS)}"
+        assert said["next tokens"] == [f"0{nth} 50%", f"1{place} 50%"]
+
+
+def test_the_link_and_the_saved_picture_have_both_sides(show, pair, tmp_path):
+    page = show(render_flow(pair), fragment="#picture=0&layer=1&position=6&lines=4")
+    page.locator(".changed td").first.wait_for()
+    assert [side_of(page, side)[1] for side in (0, 1)] == [6, 5]
+    with page.expect_download() as download:
+        page.get_by_role("button", name="SVG").click()
+    download.value.save_as(tmp_path / "pair.svg")
+    root = ElementTree.parse(tmp_path / "pair.svg").getroot()
+    said = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"before", EVIL, "new"} <= set(said)
+    assert said.count("layer 2") == 4  # in lattice and strips of both
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1200
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_without_scripts_the_first_set_is_still_there(show, html, inputs):
     page = show(html, java_script_enabled=False)
     said = page.locator("[data-infoflow]").inner_text()
@@ -498,6 +758,7 @@ def test_without_scripts_the_first_set_is_still_there(show, html, inputs):
         ({"weights": [torch.zeros(1, 9, 1)]}, "weights have shapes"),
         ({"mechanisms": [[]]}, "one for each head"),
         ({"marked": [9]}, "marked sources"),
+        ({"replaced": ViewedReplaced(["a"], [[]])}, "expected 9, each with those of all positions"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):
@@ -505,3 +766,7 @@ def test_what_does_not_fit_is_refused(changes, message):
         make_input(**changes)
     with pytest.raises(InfoFlowError, match="no input"):
         FlowView("none", [])
+    with pytest.raises(InfoFlowError, match="expected two inputs, each in a group of its own"):
+        FlowView("one", [make_input()], aligned=[])
+    with pytest.raises(InfoFlowError, match="positions 0 and 9 are aligned: expected 0 to 8"):
+        FlowView("two", [make_input()] * 2, groups=[("a", 1), ("b", 1)], aligned=[(0, 9)])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.tasks import DRetrieval
+from infoflow_lens.tasks.tuples import largest_overlap
 
 THREE = {"n_components": 3, "d_token": 5}
 CASES = [
@@ -30,6 +31,7 @@ CASES = [
     ("depth_separation", {}),
     ("depth_separation", {"d_token": 2, "tokens": "normal"}),
     ("intrinsic_dimension", {"n_components": 3}),
+    ("intrinsic_dimension", {"matrix_kind": "rotoreflection", "d_token": 3, "n_draws": 5}),
     ("triangle_center", {"d_token": 3}),
     ("position_sum", {}),
     ("position_sum", {"positions": (4, 1), "d_token": 3}),
@@ -97,6 +99,41 @@ def test_the_gradient_is_the_targets(name, parameters):
     task = load_task(name, n_tokens=7, **parameters)
     x = task.sample(2, seed=2)[0].double().requires_grad_(True)
     assert torch.autograd.gradcheck(task.target, x, eps=1e-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("d_token", [3, 4, 5])
+def test_rotoreflections_have_one_law_and_no_token_is_its_own_best_pair(d_token):
+    task = load_task(
+        "intrinsic_dimension", n_components=3, d_token=d_token, matrix_kind="rotoreflection"
+    )
+    turns = torch.tensor([1j, -1j] * (d_token // 2) + [-1.0] * (d_token % 2))
+    for matrix in task.matrices:
+        torch.testing.assert_close(matrix @ matrix.T, torch.eye(d_token))
+        values = torch.linalg.eigvals(matrix)
+        for value in turns:  # those of S, so that matrices differ by a change of basis alone
+            assert (values - value).abs().min() < 1e-5
+        x = torch.randn(1000, d_token, generator=torch.Generator().manual_seed(0))
+        assert ((x @ matrix) * x).sum(dim=1).max() < 1e-5
+    with pytest.raises(InfoFlowError, match="d_token is 2 with matrix_kind 'rotoreflection'"):
+        load_task("intrinsic_dimension", d_token=2, matrix_kind="rotoreflection")
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "orthogonal", "rotoreflection"])
+def test_of_many_draws_the_one_of_least_overlap_is_taken(kind):
+    def overlap(n_draws):
+        """By the definition, pair by pair."""
+        matrices = load_task(
+            "intrinsic_dimension", n_components=3, d_token=3, matrix_kind=kind, n_draws=n_draws
+        ).matrices
+        found = [
+            abs(float((a * b).sum() / (a.norm() * b.norm())))
+            for one, other in itertools.combinations(matrices, 2)
+            for a, b in ((one, other), (one, other.T))
+        ]
+        assert float(largest_overlap(matrices)) == pytest.approx(max(found), rel=1e-5)
+        return max(found)
+
+    assert overlap(4096) < 0.2 < overlap(1)
 
 
 def test_the_worked_example_of_appendix_e():

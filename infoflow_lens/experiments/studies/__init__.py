@@ -4,12 +4,14 @@ from collections.abc import Mapping
 
 from infoflow_lens.experiments.studies.agreement_over_training import AgreementOverTraining
 from infoflow_lens.experiments.studies.attention_maps import AttentionMaps
+from infoflow_lens.experiments.studies.cost_law import CostLaw
 from infoflow_lens.experiments.studies.depth_separation import DepthSeparationStudy
 from infoflow_lens.experiments.studies.head_count import HeadCount
 from infoflow_lens.experiments.studies.intrinsic_dimension import IntrinsicDimensionStudy
 from infoflow_lens.experiments.studies.kth_largest import KthLargestStudy
 from infoflow_lens.experiments.studies.max_position_recovery import MaxPositionRecovery
 from infoflow_lens.experiments.studies.nested_qa import NestedQuestions
+from infoflow_lens.experiments.studies.separated_pairs import SeparatedPairs
 from infoflow_lens.experiments.studies.specific_position import SpecificPosition
 from infoflow_lens.experiments.studies.triangle_center import TriangleCenterStudy
 from infoflow_lens.experiments.studies.varying_depth import VaryingDepth
@@ -22,10 +24,12 @@ _ALL: tuple[Study, ...] = (  # the order of the papers
     MaxPositionRecovery(),
     SpecificPosition(),
     IntrinsicDimensionStudy(),
+    SeparatedPairs(),
     TriangleCenterStudy(),
     HeadCount(),
     DepthSeparationStudy(),
     KthLargestStudy(),
+    CostLaw(),
     VaryingDepth(),
     VaryingHeads(),
     AttentionMaps(),

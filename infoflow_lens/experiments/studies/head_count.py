@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from infoflow_lens.experiments.claims import Claim, Numbers
-from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy
+from infoflow_lens.experiments.study import Pair, Row, Settings, Statement, TrainedStudy
 from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.models.architecture import Architecture
-from infoflow_lens.models.host import build_model
+from infoflow_lens.models.host import VectorTransformer
 from infoflow_lens.tasks import DRetrieval
-from infoflow_lens.training import TrainingConfig, train
+from infoflow_lens.training import TrainingConfig, TrainingResult
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,7 +47,7 @@ _TABLES: Mapping[str, Published] = {
 }
 
 
-class HeadCount(VectorStudy):
+class HeadCount(TrainedStudy):
     """NMSE on D-retrieval, D = 4, by the number of heads.
 
     Three tables: one layer with E = 32 shared by the heads (3) or 8 dimensions a head (2), and two
@@ -63,7 +63,7 @@ class HeadCount(VectorStudy):
     title: ClassVar[str] = "Does one layer need as many heads as tokens to retrieve?"
     source: ClassVar[str] = "Yu et al. 2026 (ICLR), Tables 2, 3 and 5; Theorem 2"
     statement: ClassVar[Statement] = Statement.of("head_count")
-    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 5}
+    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 3}
 
     def cases(self, preset: str) -> Sequence[Settings]:
         """By table, length and heads."""
@@ -104,29 +104,29 @@ class HeadCount(VectorStudy):
             act_fn="gelu",
         )
 
-    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """The best validation error of one model."""
-        # the target is the same for all models of a length
+    def data(self, settings: Settings, seed: int) -> tuple[Pair, Pair]:
+        """Of a target that is the same for all models of a length."""
         task = DRetrieval(n_tokens=settings["n_tokens"], d_token=_D, n_components=_D, seed=0)
-        model = build_model(self.architecture(settings), seed=seed, device=device)
-        validation = self.drawn(task, "validation", 2000, seed)
-        config = TrainingConfig(
-            epochs=settings["epochs"], batch_size=256, lr=settings["lr"], seed=seed
-        )
-        training = train(
-            model,
+        return (
             self.drawn(task, "train", settings["n_train"], seed),
-            validation,
-            config,
-            progress=False,
+            self.drawn(task, "validation", 2000, seed),
         )
-        y = validation[1].double()
+
+    def training(self, settings: Settings) -> TrainingConfig:
+        """Batches of 256, along a cosine."""
+        return TrainingConfig(epochs=settings["epochs"], batch_size=256, lr=settings["lr"])
+
+    def rows(
+        self, settings: Settings, seed: int, model: VectorTransformer, result: TrainingResult
+    ) -> list[Row]:
+        """The best validation error of one model."""
+        y = self.data(settings, seed)[1][1].double()
         of_second_moment = float(y.var(correction=0) / y.square().mean())
         return [
             {
-                "nmse": training.nmse,
-                "relative": training.nmse * of_second_moment,
-                "best_epoch": training.best_epoch,
+                "nmse": result.nmse,
+                "relative": result.nmse * of_second_moment,
+                "best_epoch": result.best_epoch,
             }
         ]
 

@@ -4,20 +4,20 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from infoflow_lens.experiments.claims import Claim, Numbers
-from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy
+from infoflow_lens.experiments.study import Pair, Row, Settings, Statement, TrainedStudy
 from infoflow_lens.experiments.tables import markdown_table, spread
 from infoflow_lens.hooks import PositionsProbe, run_probes
 from infoflow_lens.models.architecture import Architecture
-from infoflow_lens.models.host import build_model
+from infoflow_lens.models.host import VectorTransformer
 from infoflow_lens.tasks import KthLargest
-from infoflow_lens.training import TrainingConfig, train
+from infoflow_lens.training import TrainingConfig, TrainingResult
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
 
-class KthLargestStudy(VectorStudy):
+class KthLargestStudy(TrainedStudy):
     """NMSE against k for one head and one layer, and the rank of the number that CLS attends to."""
 
     name: ClassVar[str] = "kth_largest"
@@ -48,24 +48,34 @@ class KthLargestStudy(VectorStudy):
             act_fn="gelu",
         )
 
-    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """The error, and how often the head's first choice is the largest, k-th, smallest."""
-        task = KthLargest(n_tokens=settings["n_tokens"], k=settings["k"])
-        model = build_model(self.architecture(settings), seed=seed, device=device)
-        training = train(
-            model,
+    def task(self, settings: Settings) -> KthLargest:
+        """The target."""
+        return KthLargest(n_tokens=settings["n_tokens"], k=settings["k"])
+
+    def data(self, settings: Settings, seed: int) -> tuple[Pair, Pair]:
+        """Of the target."""
+        task = self.task(settings)
+        return (
             self.drawn(task, "train", settings["n_train"], seed),
             self.drawn(task, "validation", 2000, seed),
-            TrainingConfig(epochs=settings["epochs"], batch_size=256, lr=4e-3, seed=seed),
-            progress=False,
         )
+
+    def training(self, settings: Settings) -> TrainingConfig:
+        """Batches of 256, along a cosine."""
+        return TrainingConfig(epochs=settings["epochs"], batch_size=256, lr=4e-3)
+
+    def rows(
+        self, settings: Settings, seed: int, model: VectorTransformer, result: TrainingResult
+    ) -> list[Row]:
+        """The error, and how often the head's first choice is the largest, k-th, smallest."""
+        task = self.task(settings)
         x = self.drawn(task, "test", 2000, seed)[0]
         (positions,) = run_probes(model, x, [PositionsProbe()], progress=False)
         chosen = positions.argmax[0][:, 0, -1].long()  # of CLS
         rank = x[..., 0].argsort(dim=1, descending=True).argsort(dim=1).gather(1, chosen[:, None])
         return [
             {
-                "nmse": training.nmse,
+                "nmse": result.nmse,
                 "chooses_largest": float((rank == 0).double().mean()),
                 "chooses_kth": float((rank == settings["k"] - 1).double().mean()),
                 "chooses_smallest": float((rank == task.n_tokens - 1).double().mean()),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from infoflow_lens.experiments.claims import Claim, Numbers
-from infoflow_lens.experiments.stages import Stages, train_in_stages
+from infoflow_lens.experiments.stages import StagedResult, StagedStudy
 from infoflow_lens.experiments.studies.first_layer import (
     CLS,
     TOKENS,
@@ -16,7 +16,6 @@ from infoflow_lens.experiments.study import (
     Row,
     Settings,
     Statement,
-    VectorStudy,
 )
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.models.architecture import Architecture
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 _PAIRS, _SINGLES = "pairs", "single tokens"
 _RANKS = (1, 2)
 _BELOW = 0.1  # what is left of the initial error, at most
-_AS_BEFORE = (0.75, 1.15)  # the same for the second choice, on average
+_NO_BETTER = 0.75  # the same for the second choice, on average and at least
 _IDLE = 0.01  # a head without which the NMSE rises by less does nothing
 _CASE = ["target", "D", "heads"]
 _COLOURS = {1: "#d55e00", 2: "#0072b2"}  # by rank
@@ -64,7 +63,7 @@ _NOTE = (
 )
 
 
-class MaxPositionRecovery(VectorStudy):
+class MaxPositionRecovery(StagedStudy):
     """Errors of linear maps from the state behind the first layer to a head's chosen tokens.
 
     C.1 trains on a target "with intrinsic dimension D", which is defined for best pairs (eq 6): the
@@ -151,23 +150,18 @@ class MaxPositionRecovery(VectorStudy):
         # else two heads may be asked for nearly the same token
         return DRetrieval(**sizes, directions="orthonormal")
 
-    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
+    def data_at(self, settings: Settings, seed: int, n_tokens: int) -> tuple[Pair, Pair]:
+        """The target at a length."""
+        task = replace(self.task(settings, seed), n_tokens=n_tokens)
+        return self.data_of(task, settings, seed, n=4000)
+
+    def training(self, settings: Settings) -> TrainingConfig:
+        """Batches of 256."""
+        return TrainingConfig(batch_size=256, lr=settings["lr"], warmup_steps=100, weight_decay=0.0)
+
+    def rows(self, settings: Settings, seed: int, trained: StagedResult) -> list[Row]:
         """A row for each head of the first layer, kind of query and rank."""
         task = self.task(settings, seed)
-
-        def data(n_tokens: int) -> tuple[Pair, Pair]:
-            return self.data_of(replace(task, n_tokens=n_tokens), settings, seed, n=4000)
-
-        trained = train_in_stages(
-            self.architecture(settings),
-            data,
-            Stages.of(settings),
-            TrainingConfig(
-                batch_size=256, lr=settings["lr"], warmup_steps=100, weight_decay=0.0, seed=seed
-            ),
-            model_seed=seed,
-            device=device,
-        )
         _, (x, y) = self.data_of(task, settings, seed, n=4000, part="test")
         initial = restored(trained.model, trained.initial_state)
         return [
@@ -296,7 +290,7 @@ class MaxPositionRecovery(VectorStudy):
         return (
             Claim(used, _in_use_of_all, ">=", 1),
             Claim(first, _first_choices, "<", _BELOW),
-            Claim(second, _second_choices, "within", _AS_BEFORE),
+            Claim(second, _second_choices, ">=", _NO_BETTER),
         )
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:

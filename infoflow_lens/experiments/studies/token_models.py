@@ -371,6 +371,23 @@ def chosen_accuracy(runs: "pd.DataFrame") -> float:
     return float(runs.sort_values("best_validation_loss")["test_accuracy"].iloc[0])
 
 
+def chance_to_see(n_seeds: int, n_cells: int) -> str:
+    """The power of a rule that asks each of several cells for one seed that solves its task.
+
+    Args:
+        n_seeds: judged seeds of a cell.
+        n_cells: cells that must all be solved.
+
+    Returns:
+        a sentence with the chance that the rule is passed where half of all seeds solve.
+    """
+    chance = (1 - 0.5**n_seeds) ** n_cells
+    return (
+        f"if half of all seeds solved each of these {n_cells} cells, {n_seeds} of them would show "
+        f"it in {chance:.0%} of such studies"
+    )
+
+
 def epochs_until(results: "pd.DataFrame", accuracy: float) -> "pd.Series[float]":
     """By run, the first epoch with that validation accuracy; NaN for runs without."""
     reached = results[results["validation_accuracy"] >= accuracy].groupby("run")["epoch"].min()

@@ -22,6 +22,7 @@ from infoflow_lens.experiments.studies.token_models import (
     WHOLE,
     TokenRun,
     TokenStudy,
+    chance_to_see,
     chosen_accuracy,
     counted,
     curves_figure,
@@ -205,7 +206,11 @@ class VaryingDepth(TokenStudy):
         noisy = results[results["start"] == NOISY]
         solved = _of_layers(noisy, lambda rows: (rows["test_accuracy"] >= SOLVED).sum(), few=False)
         shown = "; ".join(f"{cell}: {n:g}" for cell, n in solved.items())
-        remarks = [f"seeds that reach {SOLVED} with just enough layers: {shown}"]
+        seeds = results["seed"].nunique()
+        remarks = [
+            f"seeds that reach {SOLVED} with just enough layers: {shown}",
+            f"power of the rule there: {chance_to_see(seeds, len(solved))}",
+        ]
         still = results[(results["start"] == PAPER) & (results["layers"] == 1)]
         if len(still):
             remarks.append(

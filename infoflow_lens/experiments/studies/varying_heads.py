@@ -17,6 +17,7 @@ from infoflow_lens.experiments.studies.token_models import (
     SUMMED,
     TASKS,
     TokenStudy,
+    chance_to_see,
     chosen_accuracy,
     epochs_until,
     last_epochs,
@@ -229,10 +230,16 @@ class VaryingHeads(TokenStudy):
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """Epochs of the judged runs, and of those with summed heads."""
+        alike = _like_one_head(results, lambda one, rows: float(len(rows)))
+        n_judged = int(min(alike.values(), default=0))
+        power = chance_to_see(n_judged, len(alike))
         return [
-            f"{TASKS[task]}, {STARTS[start]}, heads {heads}: epochs to {SOLVED} of the fastest "
-            f"seed {_shown(_fastest(rows))}, mean {_shown(_mean_epochs(rows))}"
-            for (start, task, heads), rows in _groups(results)
+            f"power of the rule on reasoning and generalization: {power}",
+            *(
+                f"{TASKS[task]}, {STARTS[start]}, heads {heads}: epochs to {SOLVED} of the fastest "
+                f"seed {_shown(_fastest(rows))}, mean {_shown(_mean_epochs(rows))}"
+                for (start, task, heads), rows in _groups(results)
+            ),
         ]
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from infoflow_lens.hooks import Probe, RecoveryProbe, RecoveryResult
+from infoflow_lens.hooks.probe import Split
 from infoflow_lens.probing.part import Part, Setting
 from infoflow_lens.report.heads import by_head
 
@@ -28,6 +29,17 @@ class RecoveryPart(Part):
         "The fraction of variance unexplained by a linear map from the state to the token that a "
         "head attends to at each rank, on held-out sequences: 0 is perfect, 1 is knowing nothing."
     )
+
+    def lacking_of_data(self, setting: Setting) -> str:
+        """Maps are fitted on some sequences, and judged on others."""
+        n, split = setting.batches.n_sequences or 0, Split()
+        if split.n_held_out(n):
+            return ""
+        return (
+            f"recovery fits its maps on some sequences and judges them on every "
+            f"{split.every}th, and of {n} none is left to judge on: expected at least "
+            f"{split.every}; give more text"
+        )
 
     def probes(self, setting: Setting) -> Mapping[str, Probe[Any]]:
         """Maps from the post-attention state; sketched, and not kept, where the model is wide."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infoflow_lens.agreement import explained
 from infoflow_lens.hooks import (
@@ -17,16 +17,25 @@ from infoflow_lens.probing.compared import by_largest, by_mechanisms
 from infoflow_lens.probing.part import Part, Setting
 from infoflow_lens.probing.shards import run_in_shards
 from infoflow_lens.ranking import compare_rankings
+from infoflow_lens.report.charts import Lines, Table
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from infoflow_lens.report.charts import Chart
 
-_LEFT_OUT = (
-    "influence is an estimate, as the model is large: gradient x input, and attention flow of more "
-    "than two layers, would take as long as exact influence and are left out"
+_LEFT_OUT = "gradient x input, and attention flow of more than two layers, are left out: "
+_LARGE = _LEFT_OUT + (
+    "influence is an estimate, as the model is large, and they take as long as exact influence"
 )
+_BY_DEFAULT = _LEFT_OUT + "they take long; with probes=influence,routes they are measured"
+# what the page shows of each method: its name there, and what is said of it
+_COLUMNS = {
+    "auroc": ("AUROC", "is measured influence larger in its set than outside? .5 is chance"),
+    "share_inside": ("share inside", "share of the influence of other tokens inside its set"),
+    "spearman": ("Spearman", "rank correlation of its scores with measured influence"),
+}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -63,6 +72,15 @@ class RoutesComparison(Result):
         return figure
 
 
+class Rank(NamedTuple):
+    """The AUROC of a set, and the method of the largest AUROC among sets of the same sizes."""
+
+    size_of: str
+    own: float
+    best: str
+    most: float
+
+
 class RoutesPart(Part):
     """Attention weights, rollout, flow, contribution routes and gradient x input."""
 
@@ -76,15 +94,19 @@ class RoutesPart(Part):
     )
     sequences = "detail"
     after = ("influence",)
-    by_default = False
 
     def measure(self, setting: Setting, checkpoint: Checkpoint) -> Result:
-        """Run all baselines over the sequences of influence; go on behind the last batch."""
+        """Run baselines over the sequences of influence; go on behind the last batch.
+
+        Those that take long are left out where influence is an estimate, since exact derivatives
+        were too much then, and where no probes are named.
+        """
         influence: InfluenceResult = setting.found["influence"]
         positions = influence.record.config["positions"]
-        # where exact influence was too much, a derivative for each token is, too
-        cheap = influence.relative_error is not None
-        probes = baselines(setting.model, positions=positions, cheap=cheap)
+        left_out = _LARGE if influence.relative_error is not None else ""
+        if setting.config.probes is None:
+            left_out = left_out or _BY_DEFAULT
+        probes = baselines(setting.model, positions=positions, cheap=bool(left_out))
         results = run_in_shards(setting, setting.detail, probes, checkpoint).results()
         chosen: PositionsResult = setting.found["influence_positions"]
         attended: AttendedResult = setting.found["influence_attended"]
@@ -103,20 +125,52 @@ class RoutesPart(Part):
             record=influence.record,
             notes=(
                 *dict.fromkeys(note for result in results.values() for note in result.notes),
-                *((_LEFT_OUT,) if cheap else ()),
+                *((left_out,) if left_out else ()),
             ),
         )
 
+    def figures(self, result: RoutesComparison) -> Sequence["Chart"]:
+        """The last layer's methods at the sizes of the first sets; and AUROC over layers."""
+        frame = result.to_frame()
+        rows = frame[frame["size_of"] == frame["size_of"].iloc[0]]
+        last = rows[rows["layer"] == rows["layer"].max()]
+        last = last.sort_values("auroc", ascending=False, kind="stable")
+        size = f"{last['mean_size'].iloc[0]:.1f} of {last['mean_candidates'].iloc[0]:.1f}"
+        table = Table(
+            {"method": "", "kind": "", **dict(_COLUMNS.values())},
+            last[["method", "kind", *_COLUMNS]].to_numpy(dtype=object).tolist(),
+            caption=f"Layer {last['layer'].iloc[0]}, {last['positions'].iloc[0]}, sets of "
+            f"{size} other tokens; routes.csv has all sizes, layers, measures and intervals",
+        )
+        layers = sorted(rows["layer"].unique())
+        if len(layers) < 3:
+            return (table,)
+        series = {
+            str(method): list(each.sort_values("layer")["auroc"])
+            for method, each in rows.groupby("method", sort=False)
+        }
+        lines = Lines("AUROC of measured influence, by layer", layers, series, "layer", "", 1.0)
+        return (table, lines)
+
+    def remarks(self, result: RoutesComparison) -> str:
+        """What was left out, and why."""
+        return " ".join(f"{note[0].upper()}{note[1:]}." for note in result.notes)
+
     def sentences(self, result: RoutesComparison) -> Sequence[str]:
         """The best method of the last layer, at the sizes of each set."""
+        return [
+            f"routes: sets {rank.size_of} have AUROC {rank.own:.3f} in the last layer; best at "
+            f"their size: {rank.best}, {rank.most:.3f}"
+            for rank in self.ranks(result)
+        ]
+
+    def ranks(self, result: RoutesComparison) -> Sequence[Rank]:
+        """How each set stands in the last layer, at its own sizes."""
         frame = result.to_frame()
         last = frame[(frame["layer"] == frame["layer"].max()) & (frame["kind"] != "control")]
-        lines = []
+        found = []
         for size_of, rows in last.dropna(subset="auroc").groupby("size_of", sort=False):
             best = rows.sort_values("auroc", ascending=False).iloc[0]
-            ours = rows[rows["method"] == size_of].iloc[0]
-            lines.append(
-                f"routes: sets {size_of} have AUROC {ours['auroc']:.3f} in the last layer; best at "
-                f"their size: {best['method']}, {best['auroc']:.3f}"
-            )
-        return lines
+            own = rows[rows["method"] == size_of].iloc[0]
+            found.append(Rank(str(size_of), own["auroc"], str(best["method"]), best["auroc"]))
+        return found

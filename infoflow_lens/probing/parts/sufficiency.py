@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks import LayerCapabilities, Result
 from infoflow_lens.hooks.mechanisms.sufficiency import (
     EVERY,
@@ -40,16 +39,16 @@ class SufficiencyPart(NextTokenPart):
             return "edits of hook_z do not reach its output, so no head can be ablated"
         return super().lacking(layer)
 
-    def check(self, setting: Setting) -> None:
-        """Refuse data of which none is left to measure on."""
-        if setting.rest is None:
-            n = setting.batches.n_sequences or 0
-            smaller = f", or an n_detail of at most {n - 1}" if n > 1 else ""
-            raise InfoFlowError(
-                f"all {n} sequences choose the mechanisms (n_detail is "
-                f"{setting.config.n_detail}): expected more, on which sufficiency is measured; "
-                f"give more text{smaller}"
-            )
+    def lacking_of_data(self, setting: Setting) -> str:
+        """Mechanisms are chosen on some sequences, and measured together on others."""
+        if setting.rest is not None:
+            return ""
+        n = setting.batches.n_sequences or 0
+        smaller = f", or an n_detail of at most {n - 1}" if n > 1 else ""
+        return (
+            f"all {n} sequences choose the mechanisms (n_detail is {setting.config.n_detail}), so "
+            f"none is left for sufficiency: expected more; give more text{smaller}"
+        )
 
     def measure(self, setting: Setting, checkpoint: Checkpoint) -> Result:
         """Go on behind the last finished point of the curves."""

@@ -14,7 +14,7 @@ from infoflow_lens.experiments.studies.attention_maps import (
     find_operations,
 )
 from infoflow_lens.experiments.studies.token_models import start_model
-from infoflow_lens.experiments.sweep import Run, measure_run
+from infoflow_lens.experiments.sweep import Run, measure_unit
 from infoflow_lens.models.host import zero_model
 from tests.experiments.studies_for_tests import broken
 
@@ -210,7 +210,7 @@ def test_a_run_finds_what_the_start_does(task):
     [case] = [c for c in STUDY.cases("smoke") if (c["task"], c["start"]) == (task, "paper")]
     # next to no learning: the trained model is the initial one
     case = {**case, "epochs": 1, "lr": 1e-9}
-    _, rows = measure_run((STUDY, Run(0, case, 0), "cpu"))
+    ((_, rows),) = measure_unit((STUDY, [Run(0, case, 0)], "cpu"))
     results = pd.DataFrame(rows)
     shares = results[results["kind"] == "operation"].pivot(
         index="operation", columns="model", values="share"

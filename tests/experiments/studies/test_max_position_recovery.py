@@ -45,6 +45,7 @@ def passing():
         ((0.05, 0.09), (0.9, 1.1), True),
         ((0.05, 0.11), (0.9, 1.1), False),  # a head above the published level
         ((0.05, 0.09), (0.5, 0.6), False),  # the second token is read, too
+        ((0.05, 0.09), (1.3, 1.2), True),  # it is lost, which speaks for the theory
     ],
 )
 def test_the_rule(first, second, passed):

@@ -5,7 +5,7 @@ import pytest
 
 from infoflow_lens.experiments.studies.token_models import epochs_until, start_model
 from infoflow_lens.experiments.studies.varying_heads import VaryingHeads
-from infoflow_lens.experiments.sweep import Run, measure_run
+from infoflow_lens.experiments.sweep import Run, measure_unit
 from tests.experiments.studies_for_tests import broken
 
 STUDY = VaryingHeads()
@@ -200,7 +200,8 @@ def test_each_task_has_one_head_a_layer_and_more_at_the_same_rates(preset):
 
 def test_a_run_has_the_heads_it_is_asked_for():
     case = next(c for c in STUDY.cases("smoke") if c["heads"] == [2])
-    _, rows = measure_run((STUDY, Run(0, {**case, "epochs": 2, "n_train": 256}, 0), "cpu"))
+    run = Run(0, {**case, "epochs": 2, "n_train": 256}, 0)
+    ((_, rows),) = measure_unit((STUDY, [run], "cpu"))
     assert [row["epoch"] for row in rows] == [1, 2]
     assert {row["heads"] for row in rows} == {"2"}
     assert {row["rate"] for row in rows} == {case["lr"]} != {row["lr"] for row in rows}

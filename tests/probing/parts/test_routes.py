@@ -1,5 +1,7 @@
 """Baselines in a probe run: the same numbers as by hand, also after a stop."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 
@@ -15,6 +17,7 @@ from infoflow_lens import (
 from infoflow_lens.probing import shards
 from infoflow_lens.probing.compared import by_largest
 from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.page import report_of
 from infoflow_lens.probing.run import run_probing
 from tests.reference import zoo
 
@@ -80,3 +83,23 @@ def test_its_table_is_that_of_the_measures_by_hand(tmp_path, config, monkeypatch
     pd.testing.assert_frame_equal(table, expected, rtol=1e-3, atol=1e-3, check_dtype=False)
     lines = found.parts["routes"].sentences(found.found["routes"])
     assert lines[0].startswith("routes: sets k=1 have AUROC")
+    own = expected[expected["layer"] == expected["layer"].max()].query("size_of == 'k=1'")
+    shown = found.parts["routes"].figures(found.found["routes"])[0]
+    assert [row[0] for row in shown.rows] == list(own.sort_values("auroc")["method"])[::-1]
+    own = own[own["kind"] != "control"].set_index("method")["auroc"]
+    headline = report_of(found).headline
+    if own.idxmax() == "k=1":
+        assert "No baseline of the same size is nearer" in headline
+    else:
+        assert f"{own.idxmax()} is nearest to influence: AUROC {own.max():.3f}" in headline
+
+
+def test_where_no_probes_are_named_the_slow_ones_are_left_out(tmp_path, config):
+    found = run_probing(
+        tmp_path, replace(config, probes=None, ranks=(1,), n_detail=2), progress=False
+    )
+    methods = set(found.found["routes"].to_frame()["method"])
+    assert "attention rollout" in methods
+    assert "gradient x input" not in methods
+    (section,) = (each for each in report_of(found).sections if "other measures" in each.title)
+    assert "are left out: they take long" in section.text

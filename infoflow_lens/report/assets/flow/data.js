@@ -1,7 +1,14 @@
 // What the picture reads: numbers as words, and arrays out of the packed view. Needs d3.
 const infoflow = {};
 infoflow.number = d3.format(".3~g");
-infoflow.percent = (x) => d3.format(x > 0 && x < 0.01 ? ".1%" : ".0%")(x);
+infoflow.percent = (x) => x > 0 && x < 0.0005 ? "<0.1%"
+  : d3.format(x > 0 && x < 0.01 ? ".1%" : ".0%")(x);
+
+// Writes texts where they are others than before: what stays costs no layout.
+infoflow.write = (selection, text) => selection.each(function each(...of) {
+  const said = String(text.apply(this, of));
+  if (this.textContent !== said) this.textContent = said;
+});
 
 infoflow.halves = (() => {
   let table = null; // all 65536 float16 numbers

@@ -1,17 +1,24 @@
-// The lattice of states with its lines, the strips below it, and the text.
+// The lattice of states: its places, its panels, its names.
+const BESIDE = 30; // columns that are drawn to either side of those in view [chosen]
 const MOST_CIRCLES = 1000; // of states, each an element of the page [chosen]
 
 Object.assign(infoflow.Picture.prototype, {
   layOut() {
-    const { input } = this;
-    this.room = this.room || this.figure.scroll.node().clientWidth || 600;
-    const { room } = this; // read anew where the width changes alone
-    const least = matchMedia("(pointer: coarse)").matches ? 24 : 11;
-    const n = input.n_queries, nLayers = input.heads.length;
-    const column = Math.max(least, Math.min(72, (room - 2) / n));
+    const { input } = this, n = input.n_queries, nLayers = input.heads.length;
+    const touch = matchMedia("(pointer: coarse)").matches;
+    if (this.laidOut !== n) this.room = null;
+    if (!this.room) { // read anew where the width or the input changes alone
+      this.laidOut = n;
+      const wide = this.columns.node().clientWidth;
+      this.columns.classed("stacked", wide < 820 || n * 11 > wide - 444);
+      this.room = this.figure.scroll.node().clientWidth || 600;
+    }
+    const fits = (this.room - 2) / n;
+    const column = Math.max(touch ? 24 : fits >= 8 ? 8 : 11, Math.min(72, fits));
     const row = Math.max(34, Math.min(84, 300 / nLayers));
     const strip = Math.max(14, Math.min(26, 150 / nLayers));
-    const labels = column >= 46 ? 30 : 74;
+    const longest = Math.min(10, Math.max(...Array.from({ length: n }, (_, t) => this.token(t).length)));
+    const labels = column >= 46 ? 30 : 10 + 7 * longest;
     const graph = 18 + row * nLayers;
     this.size = {
       radius: Math.min(7, column * 0.32, row * 0.3), column, row, strip, labels, graph, width: column * n,
@@ -91,6 +98,7 @@ Object.assign(infoflow.Picture.prototype, {
     panel.scale = scale;
     this.drawLabels(panel);
     panel.circles = null;
+    panel.states.selectAll("circle").remove();
     this.sayView(panel);
   },
 
@@ -101,9 +109,9 @@ Object.assign(infoflow.Picture.prototype, {
     const node = scroll.node(), { column } = this.size, n = this.input.n_queries;
     const first = Math.ceil(node.scrollLeft / column - 0.5);
     const last = Math.floor((node.scrollLeft + node.clientWidth) / column - 0.5);
-    const all = node.scrollWidth <= node.clientWidth + 2;
-    view.attr("hidden", all ? true : null).text(`Positions ${Math.max(0, first)} to `
-      + `${Math.min(n - 1, last)} of 0 to ${n - 1} are in view; scroll sideways for the others.`);
+    view.attr("hidden", first <= 0 && last >= n - 1 ? true : null)
+      .text(`Positions ${Math.max(0, first)} to ${Math.min(n - 1, last)} of 0 to ${n - 1} are in view; `
+        + "scroll sideways for the others.");
   },
 
   readColours() {
@@ -154,24 +162,42 @@ Object.assign(infoflow.Picture.prototype, {
       : "predicted sets, by layer (not measured)");
   },
 
+  // The columns in view and some beside them, which are all that a canvas draws.
+  seen({ left = 0 }) {
+    const { column } = this.size, n = this.input.n_queries;
+    const first = Math.floor(left / column), last = Math.ceil((left + this.room) / column);
+    return [Math.max(0, first - BESIDE), Math.min(n, last + BESIDE), first, last];
+  },
+
+  // After a scroll, what was not drawn.
+  drawSeen(panel) {
+    panel.left = panel.scroll.node().scrollLeft; // read here alone, as it costs a layout
+    this.sayView(panel);
+    const [from, to] = panel.drawn, [, , first, last] = this.seen(panel);
+    if (first >= from && Math.min(last, this.input.n_queries) <= to) return;
+    if (panel === this.figure) this.drawStrips();
+    else this.drawMeasured();
+  },
+
   // The circles of a panel; of very many states those alone that stand out, as others are drawn
   // on the canvas.
   placeStates(panel, states = this.states(panel)) {
     const { size } = this;
+    const before = new Map((panel.circles || []).map((each) => [each.node, each]));
     panel.circles = [];
-    panel.states.selectAll("circle").data(states).join("circle")
-      .attr("data-layer", (d) => d[0]).attr("data-position", (d) => d[1])
-      .attr("cx", (d) => this.x(d[1])).attr("cy", (d) => this.y(d[0])).attr("r", size.radius)
-      .attr("class", "state").style("fill-opacity", null)
+    panel.states.selectAll("circle").data(states, (d) => d.join()).join((enter) =>
+      enter.append("circle").attr("class", "state").attr("data-layer", (d) => d[0])
+        .attr("data-position", (d) => d[1]).attr("cx", (d) => this.x(d[1]))
+        .attr("cy", (d) => this.y(d[0])).attr("r", size.radius))
       .each(function keep([layer, t]) {
-        panel.circles.push({ layer, t, node: this, looks: "state", full: "" });
+        panel.circles.push(before.get(this) || { layer, t, node: this, looks: "state", full: "" });
       });
   },
 
-  states(panel, quiet = false) {
+  states(panel, quiet = false, from = 0, to = this.input.n_queries) {
     const { input } = this, many = this.many(), states = [];
     for (let layer = -1; layer < input.heads.length; layer++)
-      for (let t = 0; t < (layer < 0 ? input.tokens.length : input.n_queries); t++)
+      for (let t = from; t < Math.min(to, layer < 0 ? input.tokens.length : input.n_queries); t++)
         if ((!many || this.standsOut(panel, layer, t)) !== quiet) states.push([layer, t]);
     return states;
   },
@@ -189,7 +215,8 @@ Object.assign(infoflow.Picture.prototype, {
   drawQuiet(panel, pen) {
     if (!this.many()) return;
     pen.beginPath();
-    for (const [layer, t] of this.states(panel, true)) {
+    const [from, to] = panel.drawn;
+    for (const [layer, t] of this.states(panel, true, from, to)) {
       pen.moveTo(this.x(t) + this.size.radius, this.y(layer));
       pen.arc(this.x(t), this.y(layer), this.size.radius, 0, 2 * Math.PI);
     }
@@ -223,281 +250,11 @@ Object.assign(infoflow.Picture.prototype, {
     }
   },
 
-  // How strong something is drawn: its strength over that of the strongest line.
-  level(strength) {
-    return strength > 0 && this.strongest > 0 ? Math.min(1, strength / this.strongest) : 0;
-  },
-
-  curve({ layer, key, query, head }) {
-    const n = this.input.heads[layer], link = d3.link(d3.curveBumpY);
-    const shift = (head - (n - 1) / 2) * Math.min(1.6, this.size.column / (2 * n));
-    return link({
-      source: [this.x(key) + shift, this.y(layer - 1)],
-      target: [this.x(query) + shift, this.y(layer)],
-    });
-  },
-
-  // The lines of the strongest paths; where a token is pointed at, its best path stands out.
-  drawLines() {
-    const { state, paths, drawn } = this;
-    const at = state.hover && state.hover.layer < 0 && state.layer >= 0
-      && this.inSet(state.hover.position) ? state.hover.position : null;
-    const best = at === null ? [] : infoflow.bestPath(paths, 0, at) || [];
-    const strong = new Set(best), shown = drawn.concat(best.filter((i) => !this.isDrawn.has(i)));
-    const carries = (line) => infoflow.has(this.found.sets[line.layer], this.found.words, line.key, at);
-    const lines = shown.map((i) => ({ ...paths.lines.at(i), strong: strong.has(i) }));
-    const name = this.lineName;
-    const focused = lines.some((d) => name(d) === this.focused) ? this.focused : lines.length
-      && name(lines[0]);
-    this.figure.lines.selectAll("g.line").data(lines, name).join((enter) => {
-      const line = enter.append("g").attr("class", "line").attr("role", "button")
-        .attr("data-line", name)
-        .on("pointermove", (event) => {
-          if (event.pointerType === "touch") return;
-          event.stopPropagation();
-          this.pointLine(this.nearestLine(event), event.clientX, event.clientY);
-        })
-        .on("pointerleave", () => this.markLine(null))
-        .on("click", (event) => { event.stopPropagation(); this.pin(this.nearestLine(event)); })
-        .on("focus", (event, d) => {
-          const box = event.currentTarget.getBoundingClientRect();
-          this.focused = this.lineName(d);
-          this.pointLine(d, box.left + box.width / 2, box.top + box.height / 2);
-        })
-        .on("blur", () => this.point(null))
-        .on("keydown", (event, d) => this.lineKey(event, d));
-      line.append("path").attr("class", "hit");
-      line.append("path").attr("class", "ink");
-      return line;
-    }).attr("tabindex", (d) => name(d) === focused ? 0 : -1)
-      .attr("aria-label", (d) => this.describeLine(d).join(", "))
-      .classed("strong", (d) => d.strong)
-      .classed("weak", (d) => at !== null && !d.strong && carries(d))
-      .classed("faded", (d) => at !== null && !d.strong && !carries(d))
-      .classed("pinned", (d) => state.line && name(state.line) === name(d))
-      .each((d, i, nodes) => {
-        const [hit, ink] = nodes[i].children, level = this.level(d.strength), path = this.curve(d);
-        hit.setAttribute("d", path);
-        ink.setAttribute("d", path);
-        ink.style.stroke = this.headColour(d.layer, d.head);
-        ink.style.strokeWidth = 0.7 + 3.6 * level;
-        ink.style.strokeOpacity = 0.3 + 0.7 * level;
-      }).order();
-    this.drawResidual(at);
-    this.drawNumbers(lines, (d) => at !== null && !d.strong && !carries(d));
-  },
-
-  // The residual stream where drawn paths run along it, and where the best path of a token does.
-  drawResidual(at) {
-    const parts = [this.residual, new Set()];
-    if (at !== null)
-      infoflow.follow(this.paths, 0, at, (level, line, position) => {
-        if (line < 0) parts[1].add(`${level},${position}`);
-      });
-    this.figure.residual.selectAll("path").data(parts).join("path")
-      .classed("strong", (_, i) => i === 1).classed("faded", (_, i) => i === 0 && at !== null)
-      .attr("d", (where) => [...where].map((each) => {
-        const [level, position] = each.split(",").map(Number);
-        return `M${this.x(position)},${this.y(level - 1)}V${this.y(level)}`;
-      }).join(""));
-  },
-
-  // The numbers of heads on their lines, the strongest first, where there is room.
-  drawNumbers(lines, faded) {
-    const taken = [], numbers = [];
-    for (const d of lines) {
-      const x = (this.x(d.key) + this.x(d.query)) / 2, y = (this.y(d.layer - 1) + this.y(d.layer)) / 2;
-      if (taken.some((other) => Math.abs(other[0] - x) < 15 && Math.abs(other[1] - y) < 12)) continue;
-      taken.push([x, y]);
-      numbers.push({ ...d, x, y });
-    }
-    this.figure.numbers.selectAll("text").data(numbers).join("text").attr("class", "number").classed("faded", faded)
-      .attr("x", (d) => d.x).attr("y", (d) => d.y + 3.5).attr("text-anchor", "middle")
-      .style("fill", (d) => this.headColour(d.layer, d.head)).text((d) => d.head);
-  },
-
   pen(panel) {
     const pen = panel.canvas.node().getContext("2d");
     pen.setTransform(panel.scale, 0, 0, panel.scale, 0, 0);
     pen.clearRect(0, 0, this.size.width, this.size.height);
+    panel.drawn = this.seen(panel);
     return pen;
-  },
-
-  // The same for measured edges of at least a tenth of the largest on a state.
-  measuredPaths() {
-    const { input, state } = this, n = input.n_queries;
-    const edges = [], residual = [], lit = Array.from({ length: input.heads.length + 1 },
-      () => new Set());
-    const upward = state.layer < 0;
-    const strengths = input.edges.map((values) => {
-      const rows = [], width = values.length / n;
-      for (let t = 0; t < n; t++) {
-        const row = Array.from(values.slice(t * width, (t + 1) * width));
-        const largest = Math.max(1e-30, ...row);
-        rows.push(row.map((v, s) => [s, v / largest]).filter(([s, v]) => v >= 0.1 && s !== t));
-      }
-      return rows;
-    });
-    if (upward) {
-      lit[0].add(state.position);
-      strengths.forEach((rows, layer) => rows.forEach((row, t) => {
-        if (lit[layer].has(t)) { lit[layer + 1].add(t); residual.push([layer, t, t]); }
-        for (const [s, v] of row)
-          if (lit[layer].has(s)) { lit[layer + 1].add(t); edges.push([layer, s, t, v]); }
-      }));
-      return { edges, residual, lit };
-    }
-    lit[state.layer + 1].add(state.position);
-    for (let layer = state.layer; layer >= 0; layer--)
-      for (const t of lit[layer + 1]) {
-        if (layer > 0 || t < input.tokens.length) {
-          lit[layer].add(t);
-          residual.push([layer, t, t]);
-        }
-        for (const [s, v] of strengths[layer][t]) {
-          if (layer === 0 && s >= input.tokens.length) continue;
-          lit[layer].add(s);
-          edges.push([layer, s, t, v]);
-        }
-      }
-    return { edges, residual, lit };
-  },
-
-  drawMeasured() {
-    const { colours } = this, pen = this.pen(this.measured);
-    this.drawQuiet(this.measured, pen);
-    const link = d3.link(d3.curveBumpY).context(pen);
-    const curve = (layer, key, query) => {
-      pen.beginPath();
-      link({ source: [this.x(key), this.y(layer - 1)], target: [this.x(query), this.y(layer)] });
-      pen.stroke();
-    };
-    pen.strokeStyle = colours.soft;
-    pen.setLineDash([2, 4]);
-    for (const [layer, key, query] of this.edgePaths.residual) curve(layer, key, query);
-    pen.setLineDash([]);
-    pen.strokeStyle = colours.ink;
-    pen.lineWidth = 2;
-    for (const [layer, key, query, strength] of this.edgePaths.edges) {
-      pen.globalAlpha = Math.max(0.15, strength);
-      curve(layer, key, query);
-    }
-    pen.globalAlpha = 1;
-  },
-
-  drawStrips() {
-    const { input, size, state, colours } = this, own = state.position;
-    const n = input.tokens.length, pen = this.pen(this.figure), hatching = this.hatching(pen);
-    this.drawQuiet(this.figure, pen);
-    input.heads.forEach((_, layer) => {
-      const y = this.stripY(layer), height = size.strip - 2;
-      const values = Array.from({ length: n }, (_, s) =>
-        input.influence ? this.influence(layer, own, s) : NaN);
-      const largest = this.largestOther(values);
-      for (let s = 0; s < n; s++) {
-        const x = s * size.column + 1, width = size.column - 2;
-        if (Number.isNaN(values[s])) {
-          pen.fillStyle = hatching;
-          pen.fillRect(x, y, width, height);
-        } else if (s === own) {
-          pen.strokeStyle = colours.soft;
-          pen.lineWidth = 1;
-          pen.beginPath();
-          pen.moveTo(x + 2, y + height / 2);
-          pen.lineTo(x + width - 2, y + height / 2);
-          pen.stroke();
-        } else {
-          pen.fillStyle = `rgba(${colours.influence},${largest > 0 ? values[s] / largest : 0})`;
-          pen.fillRect(x, y, width, height);
-        }
-        const member = infoflow.has(this.found.sets[layer + 1], this.found.words, own, s);
-        pen.globalAlpha = member && layer === state.layer && s !== own
-          ? 0.15 + 0.85 * this.level(this.paths.best[0][s]) : layer === state.layer ? 1 : 0.45;
-        pen.lineWidth = member ? (layer === state.layer ? 2.4 : 1) : 0.5;
-        pen.strokeStyle = member ? colours.accent : colours.line;
-        pen.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
-        pen.globalAlpha = 1;
-      }
-      if (layer === state.layer) {
-        pen.strokeStyle = colours.ink;
-        pen.lineWidth = 1;
-        pen.strokeRect(0.5, y - 1, n * size.column - 1, height + 2);
-      }
-    });
-  },
-
-  // Hatched areas, for what was not measured.
-  hatching(pen) {
-    const tile = document.createElement("canvas");
-    tile.width = tile.height = 5;
-    const lines = tile.getContext("2d");
-    lines.strokeStyle = this.colours.line;
-    for (const from of [-5, 0, 5]) {
-      lines.moveTo(from, 5);
-      lines.lineTo(from + 5, 0);
-    }
-    lines.stroke();
-    return pen.createPattern(tile, "repeat");
-  },
-
-  drawText() {
-    const { input, state, paths } = this, marked = new Set(input.marked);
-    const places = Array.from({ length: input.n_queries }, (_, t) => t);
-    this.text.selectAll("span").data(places).join((enter) => enter.append("span")
-      .attr("role", "button").attr("tabindex", -1).attr("dir", "auto")
-      .attr("data-position", (t) => t)
-      .on("click", (_, t) => this.select(Math.max(state.layer, 0), t))
-      .on("pointermove", (event, t) => event.pointerType !== "touch"
-        && this.point({ layer: -1, position: t, x: event.clientX, y: event.clientY }))
-      .on("pointerleave", () => this.point(null)))
-      .attr("class", (t) => {
-        const source = t < input.tokens.length;
-        return "token" + (source && this.inSet(t) ? " in" : "")
-          + (t === state.position ? " own" : "") + (marked.has(t) ? " marked" : "")
-          + (source && Number.isNaN(this.values[t]) ? " unmeasured" : "");
-      })
-      .attr("aria-label", (t) => this.describe(-1, t).slice(0, 3).join(", "))
-      .style("--strength", (t) => state.layer < 0 || t === state.position ? null
-        : `${Math.round(15 + 85 * this.level(paths.best[0][t]))}%`)
-      .style("background-color", (t) => {
-        const share = t < input.tokens.length && t !== state.position ? this.share(t) : 0;
-        return share > 0 ? `rgba(${this.colours.influence},${share})` : null;
-      })
-      .filter((t, i, nodes) => nodes[i].textContent !== this.token(t))
-      .text((t) => this.token(t));
-    this.drawLegends();
-  },
-
-  drawLegends() {
-    const { input, state } = this, number = infoflow.number;
-    const parts = [["frame", "in the predicted set; the fuller the frame, the stronger its best path"]];
-    if (input.influence && state.layer >= 0 && this.largest > 0)
-      parts.unshift(["shade", "measured influence, from none to "
-        + `${infoflow.percent(this.largest / this.total)} of that of all other tokens`]);
-    if (this.values.some((v) => Number.isNaN(v))) parts.push(["hatched", "not measured"]);
-    parts.push(["line", "its own token, which the residual stream keeps (outside the scale)"]);
-    if (input.marked.length) parts.push(["ring", this.data.marked_name || "marked"]);
-    this.drawKeys(this.legend, parts);
-    this.drawKeys(this.figure.legend, [
-      ["thick", `strength ${number(this.strongest || 0)}`],
-      ["thin", "next to none; the strength of a path is the product of its attention weights"],
-      ["many", "number and colour: the head, as in the list of heads"],
-      ["dotted", "residual stream"],
-      ["filled", "token in the set"],
-      ["black", "the chosen state"],
-    ]);
-    this.drawKeys(this.measured.legend, [
-      ["thick ink", "measured influence of one state on another, the darker the larger"],
-      ["dotted", "residual stream"],
-    ]);
-  },
-
-  drawKeys(legend, parts) {
-    legend.selectAll("span.item").data(parts, (d) => d[0]).join((enter) => {
-      const item = enter.append("span").attr("class", "item");
-      item.append("span").attr("class", (d) => `key ${d[0]}`);
-      item.append("span").attr("class", "meaning");
-      return item;
-    }).order().select(".meaning").text((d) => d[1]);
   },
 });

@@ -14,8 +14,16 @@ Object.assign(infoflow.Picture.prototype, {
     this.heads.classed("many", Math.max(...input.heads) > 13);
     rows.select(".name").text((d) => d.layer);
     const focus = state.head ? state.head.join(".") : `${input.heads.length - 1}.0`;
-    rows.selectAll("button").data((d) => Array.from({ length: d.n }, (_, h) => [d.layer, h]))
-      .join("button").attr("type", "button").attr("class", "head")
+    const buttons = rows.selectAll("button").data((d) => Array.from({ length: d.n },
+      (_, h) => [d.layer, h])).join((enter) => enter.append("button").attr("type", "button")
+      .attr("class", "head")
+      .on("click", (_, d) => state.clicks === "open" ? this.open(d) : this.turn(d))
+      .on("keydown", (event, d) => this.headKey(event, d)));
+    const looks = ([l, h]) => [l, h, focus === `${l}.${h}`, state.off[l].has(h), used[l][h] > 0,
+      Boolean(state.head) && state.head.join(".") === `${l}.${h}`, this.headColour(l, h),
+      this.headName([l, h])].join();
+    buttons.filter((d, i, nodes) => nodes[i].looks !== looks(d)) // most stay as they are
+      .property("looks", looks)
       .classed("off", ([l, h]) => state.off[l].has(h))
       .classed("used", ([l, h]) => used[l][h] > 0)
       .classed("open", (d) => state.head && state.head.join(".") === d.join("."))
@@ -25,9 +33,7 @@ Object.assign(infoflow.Picture.prototype, {
       .attr("title", (d) => this.headName(d))
       .attr("tabindex", (d) => d.join(".") === focus ? 0 : -1)
       .style("background-color", ([l, h]) => state.off[l].has(h) ? null : this.headColour(l, h))
-      .text((d) => d[1])
-      .on("click", (_, d) => state.clicks === "open" ? this.open(d) : this.turn(d))
-      .on("keydown", (event, d) => this.headKey(event, d));
+      .text((d) => d[1]);
   },
 
   headName([layer, head]) {
@@ -47,7 +53,7 @@ Object.assign(infoflow.Picture.prototype, {
       const l = Math.max(0, Math.min(input.heads.length - 1, layer + moves[event.key][0]));
       const h = Math.max(0, Math.min(input.heads[l] - 1, head + moves[event.key][1]));
       const next = this.heads.select(`[data-head="${l}.${h}"]`);
-      this.heads.selectAll("button").attr("tabindex", -1);
+      this.heads.selectAll("button").attr("tabindex", -1).property("looks", null);
       next.attr("tabindex", 0).node().focus();
     } else if (event.key === " ") {
       event.preventDefault();
@@ -71,6 +77,7 @@ Object.assign(infoflow.Picture.prototype, {
     this.state.head = head;
     this.drawHeads();
     this.drawPattern();
+    this.keep();
   },
 
   drawPattern() {

@@ -1,11 +1,17 @@
 // The picture: its controls, what is chosen, and the keyboard.
 const MOST_LINES = 30; // that are drawn at first [chosen]
+const ENOUGH = 0.9; // of the measured influence inside a set: its lines are drawn at first [chosen]
 const MOST_EVER = 400; // that a page can show and move [chosen]
 
 infoflow.Picture = class {
-  constructor(root, data, css) {
+  constructor(root, data, css, number, first = true) {
     this.data = data;
     this.root = root;
+    // whole pages are ours, with their address; notebooks are not
+    this.alone = first
+      && Boolean(document.querySelector('meta[name="generator"][content^="infoflow-lens"]'));
+    this.number = number;
+    this.places = { first: [], all: new Set() };
     const shadow = root.attachShadow({ mode: "open" });
     const sheet = new CSSStyleSheet();
     sheet.replaceSync(css);
@@ -16,12 +22,14 @@ infoflow.Picture = class {
       .attr("role", "group").attr("aria-label", data.title);
     this.cache = new Map();
     this.state = {
-      input: 0, rule: Object.keys(data.rules)[0], k: data.k, layer: 0, position: 0, most: MOST_LINES,
-      cursor: null, hover: null, head: null, line: null, off: [], clicks: "open",
+      input: 0, rule: Object.keys(data.rules)[0], k: data.k, layer: 0, position: 0, most: null,
+      cursor: null, hover: null, head: null, line: null, off: [], swap: null,
+      find: "", clicks: "open",
     };
     this.build();
     this.watchTheme();
-    this.ready = this.show(data.first, data.selected);
+    this.ready = this.show(data.first, data.selected).then(() => this.restore())
+      .then(() => { this.settled = true; });
   }
 
   // The picture follows the page that it stands in: notebooks and sites have switches of their own.
@@ -45,7 +53,7 @@ infoflow.Picture = class {
     const { data, state, box } = this;
     if (data.title) box.append("h3").text(data.title);
     else box.attr("aria-label", "information flow");
-    const bar = box.append("div").attr("class", "controls");
+    const bar = this.bar = box.append("div").attr("class", "controls");
     if (data.groups.length > 1) {
       this.groupButtons = bar.append("div").attr("class", "choice").attr("role", "group")
         .attr("aria-label", "model").selectAll("button").data(data.groups).join("button")
@@ -79,16 +87,23 @@ infoflow.Picture = class {
     this.most = bar.append("label").attr("class", "lines").text("lines drawn ");
     this.most.append("input").attr("type", "range").attr("min", 1).on("input", (event) => {
       state.most = Number(event.target.value);
-      this.update();
+      this.updateLines();
     });
     this.most.append("output");
+    this.enough = bar.append("button").attr("type", "button").attr("class", "enough")
+      .attr("title", "the strongest lines, up to those that reach 90% of the measured influence "
+        + `inside the set, but at most ${MOST_LINES}`)
+      .text("up to 90%").on("click", () => { state.most = null; this.updateLines(); });
+    this.buildSearch(bar);
+    this.buildLink(bar);
+    this.buildSaving(bar);
     this.status = box.append("p").attr("class", "status").attr("aria-live", "polite");
+    this.hint = box.append("p").attr("class", "hint").attr("hidden", true);
     this.text = box.append("div").attr("class", "text").attr("role", "group")
       .attr("aria-label", "tokens; press one to choose its state");
     this.legend = box.append("p").attr("class", "legend");
-    this.next = box.append("p").attr("class", "next");
-    this.next.append("span").attr("class", "lead");
-    const columns = box.append("div").attr("class", "columns");
+    this.buildNext(box);
+    const columns = this.columns = box.append("div").attr("class", "columns");
     const main = columns.append("div").attr("class", "main");
     this.figure = this.panel(main, "flow", "Which head passes what to which state");
     this.measured = this.panel(main, "edges", "Measured: which state moves which state above it");
@@ -117,16 +132,16 @@ infoflow.Picture = class {
       width = entry.contentRect.width;
       this.room = null;
       if (this.input) this.drawFlow();
-    }).observe(main.node());
+    }).observe(columns.node());
   }
 
   panel(parent, name, title) {
     const figure = parent.append("figure").attr("class", name);
     figure.append("figcaption").text(title);
+    const view = figure.append("p").attr("class", "view");
     const body = figure.append("div").attr("class", "body");
     const names = body.append("div").attr("class", "names").attr("aria-hidden", "true");
     const heading = body.append("div").attr("class", "heading");
-    const view = figure.append("p").attr("class", "view");
     const scroll = body.append("div").attr("class", "scroll");
     const stage = scroll.append("div").attr("class", "stage").attr("tabindex", 0)
       .attr("role", "application").attr("aria-label",
@@ -159,7 +174,7 @@ infoflow.Picture = class {
         this.point(null);
         this.drawStates();
       });
-    scroll.on("scroll", () => { if (this.input) this.sayView(made); });
+    scroll.on("scroll", () => { if (this.input) this.drawSeen(made); });
     return made;
   }
 
@@ -184,6 +199,8 @@ infoflow.Picture = class {
         state.off = this.input.heads.map((n) => new Set(Array.from({ length: n }, (_, h) => h)));
         this.update();
       });
+    figure.append("p").attr("class", "legend").text("Colours are those of the lines, each head's own "
+      + "in its layer, beside its number. Pale: on no path of the chosen state. Dashed: off.");
     this.pattern = side.append("figure").attr("class", "pattern").attr("hidden", true);
   }
 
@@ -204,11 +221,12 @@ infoflow.Picture = class {
     const kept = before && before.n_queries === input.n_queries && same;
     if (!kept) {
       state.layer = selected ? selected[0] : input.heads.length - 1;
-      state.position = selected ? selected[1] : input.n_queries - 1;
+      state.position = state.query = selected ? selected[1] : input.n_queries - 1;
     }
     if (state.head && (state.head[0] >= input.heads.length
       || state.head[1] >= input.heads[state.head[0]])) state.head = null;
-    state.cursor = state.hover = state.line = null;
+    state.cursor = state.hover = state.line = state.swap = null;
+    this.places = this.occurrences(state.find);
     this.update();
     this.revealed = false;
     this.reveal();
@@ -220,7 +238,10 @@ infoflow.Picture = class {
     this.rule = rule;
     const depth = Math.max(...input.depths);
     state.k = Math.max(1, Math.min(state.k, depth));
-    this.found = infoflow.propagate(input, rule, state.k, state.off);
+    const moved = [state.input, rule, state.k, ...state.off.map((heads) => [...heads])].join(";");
+    if (moved !== this.moved) this.found = infoflow.propagate(input, rule, state.k, state.off);
+    this.moved = moved;
+    this.measure();
     this.trace();
     this.k.attr("hidden", rule === "top_k" ? null : true);
     this.k.select("input").attr("max", depth).property("value", state.k);
@@ -228,7 +249,6 @@ infoflow.Picture = class {
     this.layer.select("input").attr("max", input.heads.length - 1)
       .property("value", Math.max(state.layer, 0));
     this.layer.select("output").text(state.layer < 0 ? "–" : state.layer);
-    this.drawMost();
     this.rules.property("value", rule).selectAll("option")
       .property("disabled", (r) => r[0] === "mechanisms" && !input.mechanisms);
     const group = this.group();
@@ -240,36 +260,64 @@ infoflow.Picture = class {
         .join("option").attr("value", (_, i) => group.first + i)
         .text((d, i) => d.name || `${i + 1}: ${d.tokens.join(" ").slice(0, 40)}`)
         .property("selected", (_, i) => group.first + i === state.input);
-    this.measure();
+    this.drawMost();
     this.draw();
     this.drawTable();
     this.drawNext();
     this.say();
+    this.countMatches();
     this.point(state.hover); // what the tip says depends on the chosen state
+    if (this.changed) this.changed();
   }
 
-  // All paths of the chosen state, and which of their lines are drawn.
+  // Where more or fewer lines are drawn, and all else stays.
+  updateLines() {
+    this.choose();
+    this.drawMost();
+    this.drawStates();
+    if (this.many()) this.drawStrips(); // whose canvas has the other states
+    this.drawLines();
+    this.say();
+    this.keep();
+    if (this.changed) this.changed();
+  }
+
+  // All paths of the chosen state.
   trace() {
     const { input, state } = this;
-    this.paths = infoflow.paths(input, this.rule, state.k, state.off, this.found, state);
+    this.paths = infoflow.paths(input, this.rule, state.k, state.off, this.found, state,
+      this.paths && this.paths.lines);
     const { lines } = this.paths;
-    this.drawn = infoflow.strongest(this.paths, Math.min(state.most, MOST_EVER));
-    this.isDrawn = new Set(this.drawn);
-    this.residual = infoflow.residual(this.paths, this.drawn);
-    this.onPath = infoflow.touched(this.paths, this.drawn, this.residual);
+    this.order = infoflow.strongest(this.paths, MOST_EVER);
+    this.reached = this.total > 0 ? infoflow.reach(this.paths, this.order, (s) =>
+      s === state.position ? 0 : this.values[s]) : null;
     this.strongest = 0;
     this.usedHeads = input.heads.map((n) => new Uint8Array(n));
     for (let i = 0; i < lines.length; i++) {
       this.strongest = Math.max(this.strongest, lines.strength[i]);
       this.usedHeads[lines.layer[i]][lines.head[i]] = 1;
     }
+    this.choose();
+  }
+
+  // Which of the lines are drawn: the strongest, as many as were asked for; else as many as reach
+  // enough of the influence.
+  choose() {
+    const { state, order, reached } = this;
+    const enough = reached ? reached.findIndex((share) => share >= ENOUGH - 1e-6) + 1 : 0;
+    this.drawn = order.slice(0, state.most ?? Math.min(enough || MOST_LINES, MOST_LINES));
+    this.isDrawn = new Set(this.drawn);
+    this.residual = infoflow.residual(this.paths, this.drawn);
+    this.onPath = infoflow.touched(this.paths, this.drawn, this.residual);
   }
 
   drawMost() {
     const all = this.paths.lines.length, most = Math.max(1, Math.min(all, MOST_EVER));
     const shown = `${this.drawn.length} of ${all}`;
     this.most.select("input").attr("max", most).attr("aria-valuetext", shown)
-      .property("value", Math.min(this.state.most, most)).property("disabled", all < 2);
+      .property("value", this.drawn.length).property("disabled", all < 2);
+    this.enough.attr("aria-pressed", String(this.state.most === null))
+      .attr("hidden", this.reached ? null : true);
     this.most.select("output").text(shown);
   }
 
@@ -320,13 +368,22 @@ infoflow.Picture = class {
       : `the state after layer ${layer} at position ${position}, “${this.token(position)}”`;
   }
 
+  // A chosen token is the one that is replaced, too.
   select(layer, position) {
-    this.state.layer = layer;
-    this.state.position = position;
+    const { state } = this;
+    if (state.layer >= 0) state.query = state.position;
+    if (layer < 0) state.swap = position;
+    Object.assign(state, { layer, position });
     this.update();
   }
 
   point(at) {
+    this.pointQuietly(at);
+    if (this.pointed) this.pointed(at);
+    this.tell(at && { text: this.describe(at.layer, at.position), x: at.x, y: at.y });
+  }
+
+  pointQuietly(at) {
     const before = this.state.hover, same = before && at && before.layer === at.layer
       && before.position === at.position;
     this.state.hover = at;
@@ -335,7 +392,6 @@ infoflow.Picture = class {
       if (tokens) this.drawLines();
       this.mark();
     }
-    this.tell(at && { text: this.describe(at.layer, at.position), x: at.x, y: at.y });
   }
 
   key(event, node) {

@@ -4,6 +4,18 @@
 infoflow.move = (input, rule, layer, head) =>
   Array.isArray(input.moves[rule]) ? input.moves[rule][layer][head] : input.moves[rule];
 
+// Where the keys that a head moves are listed: rows of so many keys, of which it moves the first;
+// null where it moves all keys or none.
+infoflow.listOf = function (input, rule, k, layer, head) {
+  const move = infoflow.move(input, rule, layer, head), own = move.source === "keys";
+  if (!own && move.source !== "ranked") return null;
+  const width = own ? move.width : input.depths[layer];
+  return {
+    keys: own ? move.keys : input.ranked[layer], width, ranked: !own,
+    most: Math.min(own ? width : move.most ?? k, width), first: own ? 0 : head * input.n_queries * width,
+  };
+};
+
 // The keys that a head moves to a query, one call each: the key, and its place among the ranked
 // keys of the head (-1 where the rule does not take them from there).
 infoflow.eachKey = function (input, rule, k, layer, head, query, visit) {
@@ -13,13 +25,10 @@ infoflow.eachKey = function (input, rule, k, layer, head, query, visit) {
     for (let key = 0; key < end; key++) visit(key, -1);
     return;
   }
-  const listed = move.source === "keys";
-  if (!listed && move.source !== "ranked") return;
-  const keys = listed ? move.keys : input.ranked[layer];
-  const width = listed ? move.width : input.depths[layer];
-  const most = Math.min(listed ? width : move.most ?? k, width);
-  const row = (listed ? query : head * input.n_queries + query) * width;
-  for (let i = 0; i < most; i++) if (keys[row + i] >= 0) visit(keys[row + i], listed ? -1 : i);
+  const list = infoflow.listOf(input, rule, k, layer, head);
+  if (!list) return;
+  const { keys, most, ranked } = list, row = list.first + query * list.width;
+  for (let i = 0; i < most; i++) if (keys[row + i] >= 0) visit(keys[row + i], ranked ? i : -1);
 };
 
 infoflow.has = (sets, words, position, source) =>
@@ -41,10 +50,13 @@ infoflow.propagate = function (input, rule, k, off) {
         for (let i = 0; i < above.length; i++) above[i] |= prefix[i];
         continue;
       }
-      for (let query = 0; query < n; query++)
-        infoflow.eachKey(input, rule, k, layer, head, query, (key) => {
+      const list = infoflow.listOf(input, rule, k, layer, head);
+      for (let query = 0; list && query < n; query++)
+        for (let i = 0, at = list.first + query * list.width; i < list.most; i++, at++) {
+          const key = list.keys[at];
+          if (key < 0) continue;
           for (let w = 0; w < words; w++) above[query * words + w] |= from[key * words + w];
-        });
+        }
     }
     sets.push(above);
     below = above;

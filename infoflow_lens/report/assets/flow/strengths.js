@@ -41,6 +41,7 @@ infoflow.eachWeight = function (input, rule, k, layer, head, query, visit) {
 infoflow.Lines = class {
   constructor(room) {
     this.length = 0;
+    this.room = room;
     for (const name of ["layer", "head", "key", "query"]) this[name] = new Int32Array(room);
     for (const name of ["weight", "strength"]) this[name] = new Float64Array(room);
   }
@@ -77,8 +78,12 @@ infoflow.mostLines = function (input, rule, k) {
 // best[level][position] is the strength of the best path between the state at that level (0 for
 // tokens, l + 1 after layer l) and the chosen one, -1 where there is none; via the line on which
 // that path goes on towards the chosen state, -1 for the residual stream.
-infoflow.paths = function (input, rule, k, off, found, selected) {
-  const n = input.n_queries, levels = input.heads.length + 1, lines = new infoflow.Lines(infoflow.mostLines(input, rule, k));
+// Lines of a picture before may be overwritten.
+infoflow.paths = function (input, rule, k, off, found, selected, before = null) {
+  const n = input.n_queries, levels = input.heads.length + 1;
+  const room = infoflow.mostLines(input, rule, k);
+  const lines = before && before.room >= room ? before : new infoflow.Lines(room);
+  lines.length = 0;
   const best = Array.from({ length: levels }, () => new Float64Array(n).fill(-1));
   const via = Array.from({ length: levels }, () => new Int32Array(n).fill(-1));
   const upward = selected.layer < 0, start = selected.layer + 1;
@@ -158,6 +163,22 @@ infoflow.touched = function ({ lines, best }, shown, residual) {
   return on;
 };
 
+// The share of what tokens have, by `amount`, that is reached once so many lines are drawn: the sums
+// over lines in their order. A token is reached by the last line of its best path, which is the one
+// that begins at it.
+infoflow.reach = function (paths, order, amount) {
+  const ends = new Map();
+  let total = 0;
+  paths.best[0].forEach((_, source) => {
+    const path = infoflow.bestPath(paths, 0, source), size = amount(source);
+    if (!path || !path.length || !(size > 0)) return;
+    total += size;
+    ends.set(path[0], (ends.get(path[0]) || 0) + size);
+  });
+  let sum = 0;
+  return total > 0 ? order.map((line) => (sum += ends.get(line) || 0) / total) : null;
+};
+
 // So many lines: first each token's best path, the strongest first; then the other lines. Upwards
 // the best paths are those of states. A line never comes before those by which it goes on.
 infoflow.strongest = function (paths, most) {
@@ -171,12 +192,14 @@ infoflow.strongest = function (paths, most) {
     || (upward ? lines.layer[a] - lines.layer[b] : lines.layer[b] - lines.layer[a]) || a - b;
   const chosen = [];
   for (let i = 0; i < lines.length; i++) if (first[i]) chosen.push(i);
-  if (chosen.length < Math.min(most, lines.length)) {
-    const rest = [];
-    for (let i = 0; i < lines.length; i++) if (!first[i]) rest.push(i);
-    const sorted = Float64Array.from(rest, (i) => lines.strength[i]).sort();
-    const least = sorted[Math.max(0, sorted.length - (most - chosen.length))];
-    for (const i of rest) if (lines.strength[i] >= least) chosen.push(i);
+  const room = most - chosen.length, rest = [];
+  let least = 0; // what is weaker has no place any more
+  for (let i = 0; room > 0 && i < lines.length; i++) {
+    if (first[i] || lines.strength[i] < least) continue;
+    if (rest.push(i) < 4 * room) continue;
+    rest.sort(order).length = room;
+    least = lines.strength[rest[room - 1]];
   }
+  chosen.push(...rest.sort(order).slice(0, Math.max(0, room)));
   return chosen.sort(order).slice(0, most);
 };

@@ -34,6 +34,7 @@ Object.assign(infoflow.Picture.prototype, {
     this.tell(null);
     this.drawLines();
     this.drawWhy();
+    this.keep();
     this.why.node().scrollIntoView({ block: "nearest" });
   },
 
@@ -41,6 +42,7 @@ Object.assign(infoflow.Picture.prototype, {
     this.state.line = null;
     this.drawLines();
     this.drawWhy();
+    this.keep();
   },
 
   lineKey(event, line) {
@@ -103,7 +105,7 @@ Object.assign(infoflow.Picture.prototype, {
         rows.push([reasons.names[reasons.parts[layer][i]], reasons.values[layer][i]]);
     rows.push(["all other parts", reasons.rest[layer][at]]);
     this.drawBars(why, `Its score is larger by ${infoflow.number(reasons.margins[layer][at])}. What `
-      + "parts of the keys' states add to that, as they stand:", rows, true);
+      + "parts of the keys' states add to that, as they stand; grey takes from it:", rows, true);
   },
 
   // A list of bars, to the left of their axis where they are negative.

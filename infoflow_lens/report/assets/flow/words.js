@@ -1,11 +1,10 @@
-// What is said: the sentence, the next tokens, the table, and the tip under the pointer.
+// What is said: the sentence, the table, and the tip under the pointer.
 const MOST_ROWS = 30; // of the table, until all are asked for [chosen]
 
 Object.assign(infoflow.Picture.prototype, {
   drawTable() {
     const { input, state, paths } = this;
     const upward = state.layer < 0;
-    this.table.selectAll("*").remove();
     const heads = upward ? ["layer", "positions"]
       : ["position", "token", "in the predicted set", "strength", "measured influence",
         "share of influence", "best path"];
@@ -34,26 +33,28 @@ Object.assign(infoflow.Picture.prototype, {
     this.caption.text((upward
       ? `States that hold ${this.stateName(-1, state.position)}`
       : `What ${this.stateName(state.layer, state.position)} can hold`) + count);
-    this.table.append("thead").append("tr").selectAll("th").data(heads).join("th")
-      .attr("scope", "col").text((d) => d);
-    const body = this.table.append("tbody");
-    const cells = body.selectAll("tr").data(rows.slice(0, most)).join("tr").selectAll("td").data((d) => d)
-      .join("td").attr("dir", "auto").text((d) => d);
-    if (!upward) { // bars on the scales of the frames and of the shade
+    const row = (part, data) => this.table.selectAll(part).data([0]).join(part).selectAll("tr")
+      .data(data).join("tr");
+    infoflow.write(row("thead", [heads]).selectAll("th").data((d) => d).join("th")
+      .attr("scope", "col"), (d) => d);
+    if (!rows.length) rows.push(["The set is empty."]);
+    const cells = row("tbody", rows.slice(0, most)).selectAll("td").data((d) => d).join((enter) =>
+      enter.append("td").attr("dir", "auto"));
+    infoflow.write(cells, (d) => d);
+    cells.filter((_, i) => upward || ![3, 5].includes(i)).filter(".bar").attr("class", null);
+    if (!upward && all) { // bars on the scales of the frames and of the shade
       const bar = (column, share, kind) => cells.filter((_, i) => i === column)
         .each((_, i, nodes) => {
           const source = Number(nodes[i].parentNode.firstChild.textContent);
-          if (source === state.position) return;
-          d3.select(nodes[i]).attr("class", `bar ${kind}`)
-            .style("--share", `${Math.round(100 * (share(source) || 0))}%`);
+          const own = source === state.position;
+          d3.select(nodes[i]).attr("class", own ? null : `bar ${kind}`)
+            .style("--share", own ? null : `${Math.round(100 * (share(source) || 0))}%`);
         });
       bar(3, (s) => this.level(paths.best[0][s]), "strength");
       bar(5, (s) => this.share(s), "influence");
     }
     this.moreRows.attr("hidden", all > most ? null : true)
       .text(`Show the other ${all - most} rows`);
-    if (!rows.length) body.append("tr").append("td").attr("colspan", heads.length)
-      .text("The set is empty.");
   },
 
   // The states after a layer that hold the chosen token.
@@ -73,9 +74,8 @@ Object.assign(infoflow.Picture.prototype, {
   // The sentence above the picture, which screen readers say when it changes.
   say() {
     const { input, state } = this;
-    const lines = this.drawn.length < this.paths.lines.length
-      ? ` ${this.drawn.length} of ${this.paths.lines.length} lines are drawn, the strongest paths `
-        + "first." : "";
+    const lines = this.sayLines();
+    this.hint.attr("hidden", true);
     if (state.layer < 0) {
       const above = input.heads.map((_, layer) => `${this.held(layer).length} in layer ${layer}`);
       this.status.text(`States that can hold ${this.stateName(-1, state.position)}: `
@@ -94,11 +94,25 @@ Object.assign(infoflow.Picture.prototype, {
     if (input.influence) {
       if (full) text += " That is every token that it could hold, so that the set excludes nothing"
         + (others.length > 1 ? "; strengths rank them." : ".");
-      if (Number.isNaN(this.largest)) text += " Influence on it was not measured.";
+      if (Number.isNaN(this.largest) && others.length) {
+        text += " Influence on it was not measured.";
+        this.hint.text(this.data.unmeasured).attr("hidden", this.data.unmeasured ? null : true);
+      }
       else if (!(this.total > 0)) text += " No other token has any measured influence on it.";
       else if (others.length) text += this.sayShares(others, possible, full);
     } else text += " Influence was not measured.";
     this.status.text(text + lines);
+  },
+
+  // How many lines are drawn, and which share of the influence they reach.
+  sayLines() {
+    const { drawn, reached, state } = this, all = this.paths.lines.length;
+    if (drawn.length === all) return "";
+    const share = reached && reached[drawn.length - 1];
+    return ` ${drawn.length} of ${all} lines are drawn, the strongest paths first`
+      + (!reached ? "." : state.most === null && share >= ENOUGH - 1e-6
+        ? ": enough to reach 90% of the measured influence inside the set."
+        : `; they reach ${infoflow.percent(share)} of the measured influence inside the set.`);
   },
 
   // How much of the measured influence of other tokens the strongest have, beside chance: as many
@@ -124,24 +138,7 @@ Object.assign(infoflow.Picture.prototype, {
     return text;
   },
 
-  drawNext() {
-    const { input, state } = this;
-    const found = input.next && state.position < input.next.length && state.layer >= 0
-      ? input.next[state.position] : [];
-    this.next.attr("hidden", found.length ? null : true);
-    this.next.select(".lead").text(`Most probable next tokens after position ${state.position}: `);
-    this.next.selectAll("span.says").data(found).join((enter) => {
-      const one = enter.append("span").attr("class", "says");
-      one.append("span").attr("class", "word").attr("dir", "auto");
-      one.append("span").attr("class", "chance");
-      return one;
-    }).each((d, i, nodes) => {
-      nodes[i].firstChild.textContent = d[0];
-      nodes[i].lastChild.textContent = infoflow.percent(d[1]);
-    });
-  },
-
-  describe(layer, position) {
+  describe(layer, position, brief = false) {
     const { input, state } = this, name = `position ${position} “${this.token(position)}”`;
     if (layer < 0) {
       if (position >= input.tokens.length) return [`${name}: no token of its own`];
@@ -155,7 +152,7 @@ Object.assign(infoflow.Picture.prototype, {
       lines.push(Number.isNaN(value) ? "influence not measured"
         : `influence ${infoflow.number(value)}` + (own || !(this.total > 0) ? ""
           : `, ${infoflow.percent(value / this.total)} of that of all other tokens`));
-      if (inside && !own) lines.push(this.pathOf(position));
+      if (inside && !own && !brief) lines.push(this.pathOf(position));
       return lines;
     }
     let size = 0;
@@ -188,9 +185,13 @@ Object.assign(infoflow.Picture.prototype, {
 
   mark() {
     const at = this.state.hover;
+    const any = Boolean(at || this.places.all.size);
+    if (!any && !this.anyMark) return;
+    this.anyMark = any;
     const under = (t) => Boolean(at && at.layer < 0 && at.position === t);
-    this.text.selectAll("span.token").classed("under", under);
-    this.figure.svg.selectAll("text.label").classed("under", under);
+    const found = (t) => this.places.all.has(t);
+    this.text.selectAll("span.token").classed("under", under).classed("found", found);
+    this.figure.svg.selectAll("text.label").classed("under", under).classed("found", found);
   },
 
   tell(what) {

@@ -1,0 +1,231 @@
+"""Two flows side by side: two texts in one model, or one text in two models, and what changed."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infoflow_lens.flows.result import Flow
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import checked
+from infoflow_lens.report.flow_view import FlowView, ViewedInput
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_NAME = 40  # characters of a text that names its side [chosen]
+
+
+@checked
+def compare_flows(
+    first: Flow, second: Flow, names: tuple[str, str] | None = None
+) -> "FlowComparison":
+    """Two flows side by side, with the positions that stand for each other.
+
+    Positions stand for each other where the tokens of both are the same in the same order, or where
+    as many tokens of one take the place of as many of the other; inserted tokens have no
+    counterpart (Ratcliff and Metzener 1988, "Pattern matching: the Gestalt approach", by difflib).
+
+    Args:
+        first, second: flows of one input each, by the same rule.
+        names: of the two sides; default, their texts, or their models where the texts are the same.
+
+    Raises:
+        InfoFlowError: for flows of several inputs, or of different rules.
+
+    Example:
+        >>> import infoflow_lens as il
+        >>> one = il.flow("stdlib-2l", "for name in names:")
+        >>> other = il.flow("stdlib-2l", "for item in names:")
+        >>> il.compare_flows(one, other).to_html("compared.html")
+    """
+    for which, each in (("first", first), ("second", second)):
+        if not isinstance(each, Flow):
+            raise InfoFlowError(f"{which} is a {type(each).__name__}: expected what flow() gave")
+        if len(each.tokens) != 1:
+            raise InfoFlowError(
+                f"{which} is a flow of {len(each.tokens)} inputs: expected one; call flow() for "
+                "each text"
+            )
+    if (first.rule, first.k) != (second.rule, second.k):
+        raise InfoFlowError(
+            f"the rules are {first.rule!r} with k={first.k} and {second.rule!r} with k={second.k}: "
+            "expected the same, as sets by different rules differ in any case"
+        )
+    return FlowComparison(first, second, names or _names(first, second), align(first, second))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FlowComparison:
+    """What changed from one flow to another. In a notebook it shows both, linked.
+
+    Attributes:
+        first, second: the flows.
+        names: of both.
+        aligned: positions of the first with those of the second that stand for them.
+    """
+
+    first: Flow
+    second: Flow
+    names: tuple[str, str]
+    aligned: tuple[tuple[int, int], ...]
+
+    def to_frame(self) -> "pd.DataFrame":
+        """One row for each asked layer and position and each source that one of them has, with
+        `predicted`, `influence` and `share` of both, NaN where a side lacks the source.
+
+        States that stand for each other are in the same rows; positions are those of the first
+        side, `position_second` and `source_second` those of the second, -1 for none.
+        """
+        keys = ["layer", "position", "source"]
+        one, other = (each.to_frame().drop(columns="input") for each in (self.first, self.second))
+        there = {second: first for first, second in self.aligned}
+        other["position_second"], other["source_second"] = other["position"], other["source"]
+        # what has no counterpart gets a negative number of its own, so that nothing meets it
+        for name in ("position", "source"):
+            other[name] = [there.get(place, -1 - place) for place in other[name]]
+        texts = ["token", "source_token"]
+        other = other.rename(columns={name: f"{name}_second" for name in texts})
+        merged = one.merge(other, on=keys, how="outer", suffixes=("_first", "_second"))
+        for name in ("position", "source"):
+            merged[name] = merged[name].clip(lower=-1)
+            merged[f"{name}_second"] = merged[f"{name}_second"].fillna(-1).astype(int)
+        return merged
+
+    def choices(self) -> "pd.DataFrame":
+        """The heads whose first key at a position does not stand for the other side's: one row for
+        each, with both keys; -1 for none. Of layers that have as many heads on both sides.
+        """
+        import pandas as pd
+
+        there = dict(self.aligned)
+        rows = []
+        sides = (self.first.positions.argmax, self.second.positions.argmax)
+        for layer, (one, other) in enumerate(zip(*sides, strict=False)):
+            if one.shape[1] != other.shape[1]:
+                continue
+            for position, second in self.aligned:
+                keys = zip(one[0, :, position].tolist(), other[0, :, second].tolist(), strict=True)
+                rows += [
+                    (layer, head, position, second, *pair)
+                    for head, pair in enumerate(keys)
+                    if there.get(pair[0], -1) != pair[1]
+                ]
+        columns = ["layer", "head", "position", "position_second", "key", "key_second"]
+        return pd.DataFrame(rows, columns=columns)
+
+    def summary(self) -> str:
+        """In a sentence, how many sets and first choices changed."""
+        states = changed = 0
+        n_layers = min(self.first.sets.n_layers, self.second.sets.n_layers)
+        for layer in range(n_layers):
+            for one, other in self.aligned:
+                states += 1
+                held, then = self.first.sets.of(layer, 0, one), self.second.sets.of(layer, 0, other)
+                there = dict(self.aligned)
+                changed += {there.get(s, -1) for s in held} != set(then)
+        asked = sum(
+            one.shape[1] * len(self.aligned)
+            for one, other in zip(
+                self.first.positions.argmax, self.second.positions.argmax, strict=False
+            )
+            if one.shape[1] == other.shape[1]
+        )
+        return (
+            f"{changed} of {states} predicted sets differ, and {len(self.choices())} of {asked} first "
+            f"choices of heads, at {len(self.aligned)} positions that stand for each other"
+        )
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write both pictures as one page, which needs no network.
+
+        Returns:
+            The file.
+
+        Raises:
+            InfoFlowError: if the file cannot be written.
+        """
+        from infoflow_lens.report.flow import write_flow
+
+        return write_flow(self.view, path)
+
+    @cached_property
+    def view(self) -> FlowView:
+        """What the page shows."""
+        one, other = self.first.view, self.second.view
+        title = one.title if one.title == other.title else "Information flow in two models"
+        notes = [f"{self.summary()}.", *one.notes, *(n for n in other.notes if n not in one.notes)]
+        rules = {name: words for name, words in one.rules.items() if name in other.rules}
+        return replace(
+            one,
+            title=title,
+            inputs=[self._marked(side) for side in (0, 1)],
+            marked_name="not the same token on the other side",
+            rules=rules,
+            notes=notes,
+            record={
+                name: dict(view.record) for name, view in zip(self.names, (one, other), strict=True)
+            },
+            groups=[(name, 1) for name in self.names],
+            aligned=self.aligned,
+        )
+
+    def _marked(self, side: int) -> ViewedInput:
+        """A side's input, with a mark on the tokens that the other has not."""
+        own = (self.first, self.second)[side]
+        tokens, others = own.tokens[0], (self.second, self.first)[side].tokens[0]
+        there = {pair[side]: pair[1 - side] for pair in self.aligned}
+        marked = [
+            place
+            for place, token in enumerate(tokens)
+            if place not in there or others[there[place]] != token
+        ]
+        (viewed,) = own.view.inputs
+        return replace(viewed, marked=marked)
+
+    def __repr__(self) -> str:
+        return f"FlowComparison({self.names[0]!r}, {self.names[1]!r}: {self.summary()})"
+
+    def _repr_html_(self) -> str:
+        from infoflow_lens.report.flow import render_flow
+
+        return render_flow(self.view, fragment=True)
+
+
+def align(first: Flow, second: Flow) -> tuple[tuple[int, int], ...]:
+    """Positions of one input of each that stand for each other, in order."""
+    (one,), (other,) = first.tokens, second.tokens
+    pairs = aligned_tokens(one, other)
+    states = [each.sets.members.shape[2] for each in (first, second)]
+    more = zip(range(len(one), states[0]), range(len(other), states[1]), strict=False)  # CLS
+    return (*pairs, *more)
+
+
+def aligned_tokens(first: Sequence[str], second: Sequence[str]) -> list[tuple[int, int]]:
+    """Places of tokens that stand for each other: see :func:`compare_flows`."""
+    pairs: list[tuple[int, int]] = []
+    steps = SequenceMatcher(None, first, second, autojunk=False).get_opcodes()
+    for kind, start, end, other_start, other_end in steps:
+        if kind == "equal" or (kind == "replace" and end - start == other_end - other_start):
+            pairs += zip(range(start, end), range(other_start, other_end), strict=True)
+    return pairs
+
+
+def _names(first: Flow, second: Flow) -> tuple[str, str]:
+    """Texts, from shortly before they part; models where these are the same; else which is the first."""
+    if first.tokens != second.tokens:
+        (one,), (other,) = first.tokens, second.tokens
+        n_same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+        start = max(0, n_same - 3)
+        return _short(one, start), _short(other, start)
+    one, other = (str(each.record.config["flow"]) for each in (first, second))
+    return (one, other) if one != other else ("first", "second")
+
+
+def _short(tokens: Sequence[str], start: int) -> str:
+    """The text from a token on, with a sign where something is left out."""
+    text = "…" * (start > 0) + "".join(tokens[start:]).strip()
+    return text if len(text) <= _NAME else text[: _NAME - 1] + "…"

@@ -1,0 +1,60 @@
+"""A flow that was saved is the same flow again, without a model; foreign files are refused."""
+
+import json
+
+import pytest
+import torch
+
+from infoflow_lens import Flow, InfoFlowError, PositionsProbe, flow, run_probes
+from infoflow_lens.report.flow import render_flow
+from tests.conftest import make_token_model
+
+RULES = [{}, {"rule": "top_k", "k": 2}, {"influence": None}, {"rule": "mechanisms"}]
+
+
+@pytest.mark.parametrize("settings", RULES, ids=["default", "top_k", "unmeasured", "mechanisms"])
+def test_a_saved_flow_is_the_same_again(settings, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(17, (n,), generator=generator) for n in (7, 4, 7, 7, 6, 7, 7, 7)]
+    texts = texts if settings.get("rule") == "mechanisms" else texts[:2]
+    made = flow(make_token_model(), texts, progress=False, **settings)
+    made.save(tmp_path / "flow")
+    again = Flow.load(tmp_path / "flow")
+    assert repr(again) == repr(made)
+    assert again.to_frame().equals(made.to_frame())
+    assert again.graded.strengths.equal(made.graded.strengths)
+    assert again.agreement == made.agreement
+    assert again.next_tokens == made.next_tokens
+    assert again.replaced == made.replaced
+    assert again.record == made.record
+    assert render_flow(again.view) == render_flow(made.view)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "flow"
+    flow(make_token_model(), [[1, 2, 3]], progress=False).save(path)
+    return path
+
+
+def test_foreign_and_spoiled_files_are_refused(saved, tmp_path):
+    with pytest.raises(InfoFlowError, match="no flow at .*: expected nothing.json"):
+        Flow.load(tmp_path / "nothing")
+    (positions,) = run_probes(
+        make_token_model(), [[1, 2, 3]], [PositionsProbe((1,))], progress=False
+    )
+    positions.save(tmp_path / "positions")
+    with pytest.raises(InfoFlowError, match="is no flow of this version"):
+        Flow.load(tmp_path / "positions")
+    with pytest.raises(InfoFlowError, match="is no result of this version"):
+        type(positions).load(saved)
+    for end in (".json", ".safetensors"):
+        (tmp_path / f"spoiled{end}").write_bytes(saved.with_suffix(end).read_bytes())
+    values = json.loads((tmp_path / "spoiled.json").read_text())
+    (tmp_path / "spoiled.json").write_text(json.dumps({**values, "title": "<b>"}))
+    with pytest.raises(InfoFlowError, match="it has changed since it was written"):
+        Flow.load(tmp_path / "spoiled")
+    (tmp_path / "spoiled.json").write_text(json.dumps(values))
+    (tmp_path / "spoiled.safetensors").write_bytes(b"short")
+    with pytest.raises(InfoFlowError, match=r"spoiled.safetensors' cannot be read"):
+        Flow.load(tmp_path / "spoiled")
