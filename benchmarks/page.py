@@ -90,7 +90,9 @@ def main() -> None:
         ("k of the k largest scores, 1 to 8", ".k", [k % 8 + 1 for k in range(16)]),
     )
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
-        written = write_flow(view(asked.tokens, asked.layers, asked.heads), Path(scratch) / "f.html")
+        written = write_flow(
+            view(asked.tokens, asked.layers, asked.heads), Path(scratch) / "f.html"
+        )
         path = os.environ.get("CHROMIUM") or shutil.which("chromium")
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1200, "height": 900})

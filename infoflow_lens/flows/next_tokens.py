@@ -82,15 +82,15 @@ def replaced_tokens(model: nn.Module, rows: Sequence[Tensor]) -> tuple[Replaced,
         for start in range(0, len(row), _TOGETHER):
             after = _chances(model, changed[start : start + _TOGETHER])
             assert after is not None  # as before
-            said += [
-                _likeliest(model, each[start + index :]) for index, each in enumerate(after)
-            ]
+            said += [_likeliest(model, each[start + index :]) for index, each in enumerate(after)]
         (names,) = readable_tokens(model, put[None].cpu())
         found.append(Replaced(tuple(names), tuple(said)))
     return tuple(found)
 
 
-def _chances(model: nn.Module, batch: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos token"] | None:
+def _chances(
+    model: nn.Module, batch: Int[Tensor, "batch pos"]
+) -> Float[Tensor, "batch pos token"] | None:
     """The probabilities of all next tokens; None where the model gives none."""
     with eval_mode(model), torch.no_grad():
         output = run(model, batch, output=True).output

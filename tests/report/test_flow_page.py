@@ -304,7 +304,7 @@ def drawn(page):
 
 
 def reached(lines, view, layer, position):
-    """The share of the influence inside the set of the tokens whose best paths are among the lines."""
+    """The share of the influence inside the set of tokens whose best paths are among the lines."""
     best, held = strengths(view, layer, position), expected(view, layer, position) - {position}
     influence = view.influence[layer, position]
     ends = {at[2] for at, strength in lines if strength == pytest.approx(best[at[2]], rel=2e-2)}
@@ -571,7 +571,9 @@ def test_pictures_are_saved_as_they_are_seen(show, html, scheme, tmp_path):
     for seen in ("Three inputs", "layer 2", EVIL, "tokens"):
         assert seen in said
     lines = {path.get("stroke") for path in root.iter("{http://www.w3.org/2000/svg}path")}
-    drawn_in = page.locator("g.line .ink").evaluate_all("all => all.map(e => getComputedStyle(e).stroke)")
+    drawn_in = page.locator("g.line .ink").evaluate_all(
+        "all => all.map(e => getComputedStyle(e).stroke)"
+    )
     assert set(drawn_in) <= lines
     with Image.open(saved["PNG"]) as image:
         size = [float(root.get(name)) for name in ("width", "height")]
