@@ -22,7 +22,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from infoflow_lens import Flow, compare_flows, flow
 
-SHORT = "for x in xs: print("
+SHORT = "for x in xs:"
 CODE = """def read(path):
     with open(path) as file:
         text = file.read()
@@ -30,7 +30,10 @@ CODE = """def read(path):
 
 def write(path, text):
     with open(path, "w") as file:
-        file.write(text"""
+        file.write(text)
+
+def copy(source, target):
+    write(target, read(source))"""
 CHECKED = "if not isinstance(name, str):\n    raise TypeError({})\nif not isinstance("
 SHOWN = 1000  # pixels across, as saved
 FEW_BYTES = 80_000
@@ -78,7 +81,7 @@ def replace_token(page: Any) -> None:
 if __name__ == "__main__":
     folder = Path(__file__).parent
     name, value = (flow("stdlib-2l", CHECKED.format(w), progress=False) for w in ("name", "value"))
-    code = flow("stdlib-2l", CODE, progress=False)
+    code = flow("stdlib-2l", CODE, max_length=64, progress=False)
     # what is shown, how wide and high the window is, light or dark, and what is done before
     pictures: dict[str, tuple[Any, int, int, str, Any]] = {
         "page_8": (flow("stdlib-2l", SHORT, progress=False), 1180, 900, "light", press_line),

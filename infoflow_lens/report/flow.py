@@ -32,8 +32,8 @@ from infoflow_lens.theory.information_sets import propagate
 
 # in the order in which they need each other
 _PARTS = (
-    "data", "sets", "strengths", "picture", "drawing", "lines", "measured", "text", "heads",
-    "words", "next", "why", "search", "link", "save", "pair", "mount",
+    "data", "sets", "strengths", "picture", "controls", "drawing", "lines", "measured", "text",
+    "heads", "words", "next", "why", "search", "link", "save", "pair", "mount",
 )  # fmt: skip
 _SCRIPTS = tuple(f"flow/{part}.js" for part in _PARTS)
 
