@@ -64,7 +64,7 @@ class IntrinsicDimension(RetrievalTask):
         n_components: D, the number of matrices A_i, drawn from the seed.
         matrix_kind: "gaussian", with entries of variance 1/d; or "orthogonal", under which every
             token of a sphere reaches the same score, so that no token tells which matrix it is
-            good for and one head cannot serve two (`infoflow_lens.theory.routing`) [chosen].
+            good for (`infoflow_lens.theory.routing`) [chosen].
     """
 
     name: ClassVar[str] = "intrinsic_dimension"
