@@ -262,6 +262,34 @@ def test_what_is_told_of_nested_questions_is_what_the_rows_say():
     assert sorted(few[accuracy] > best["chance"] + 0.1) == [False, True]
 
 
+def test_what_is_told_of_the_cost_of_tokens_is_what_the_rows_say():
+    rows = rows_of(RESULTS / "cost_law")
+    claims = find_study("cost_law").claims()
+    _, _, alike, growth, falls = (claim.numbers(rows) for claim in claims)
+    trained = rows[rows["model"] == "trained"]
+    units = (trained["width"] / trained["d_model"]).rename("units")
+    whole = trained[(trained["law"] <= 1) & (units == 64)]["nmse"].mean()
+    coded = trained[trained["law"] > 1]
+    least = (coded["nmse"] / coded["law_nmse"]).groupby([coded["law"], coded["size"], units]).min()
+    times = least.unstack("units")
+    alone = rows[rows["model"].str.startswith("trained decoder")]
+    alone = alone[alone["width"] == 64 * alone["d_model"]]
+    layers = rows[rows["model"] == "two layers"].groupby("d_model")["nmse"]
+    at = [plain(layers.min()[e], digits) for e, digits in ((3, 2), (6, 4), (12, 4), (24, 5))]
+    grown = [f"{number:.2f}" for number in list(growth.values())[1:]]
+    for words in (
+        f"(NMSE {whole:.1e} in the mean, with 64 units for each of the E numbers)",
+        f"(within {max(alike.values()):.2f} times,",
+        f"the error grows by {grown[0]}, {grown[1]} and {grown[2]} times",
+        f"falls by {plain(min(falls.values()))} to {plain(max(falls.values()))} of what the law",
+        f"({plain(times[4].min())} to {times[4].max():.2f} times its error)",
+        f"they are {times[64].min():.1f} to {times[64].max():.1f} times worse",
+        f"end {(alone['nmse'] / alone['law_nmse']).min():.0f} times above it",
+        f"is {at[0]} at E = 3, {at[1]} at 6, and {at[2]} and {at[3]} at 12 and 24",
+    ):
+        assert words in told("The cost of holding tokens")
+
+
 def test_what_is_told_of_triples_is_what_the_rows_say():
     rows = rows_of(RESULTS / "triangle_center")
     errors = rows.groupby(["target", "n_tokens", "heads"])["nmse"].mean()
@@ -423,9 +451,9 @@ def test_what_is_told_of_random_starts_is_what_the_rows_say():
 def test_how_many_statements_are_older_than_their_runs_is_told():
     ages = [(RESULTS / name / "statement.md").read_text() for name in STUDIES]
     after = sum("when a run by these settings was known" in text for text in ages)
-    assert (after, len(ages)) == (5, 12)
+    assert (after, len(ages)) == (5, 13)
     page = " ".join((RESULTS / "README.md").read_text().split())
-    assert "for five of the twelve, after it" in page
+    assert "for five of the thirteen, after it" in page
 
 
 def test_what_the_page_says_of_intrinsic_dimension_is_in_its_rows():
