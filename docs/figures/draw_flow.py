@@ -49,10 +49,9 @@ def set_lines(n: int) -> Callable[[Any], None]:
 # what is done, and for how many milliseconds its outcome is seen
 STEPS: tuple[tuple[Callable[[Any], None], int], ...] = (
     (lambda page: None, 2200),
-    (set_lines(8), 1800),
+    (set_lines(30), 1800),
     (choose(0, 6), 2200),
     (choose(1, 23), 800),
-    (set_lines(30), 800),
     (press(LINE), 3600),
 )
 

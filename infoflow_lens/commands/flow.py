@@ -96,10 +96,12 @@ def flow(
             )
             for each, read in asked
         ]
-        compared = compare_flows(*flows) if beside else None
+        compared = compare_flows(flows[0], flows[1]) if beside else None
         (compared or flows[0]).to_html(out)
-    for shown in [*flows, *([compared] if compared else [])]:
-        typer.echo(shown.summary())
+    for found in flows:
+        typer.echo(found.summary())
+    if compared is not None:
+        typer.echo(compared.summary())
     for note in dict.fromkeys(note for found in flows for note in found.notes):
         typer.echo(note, err=True)
     typer.echo(f"page: {out}")

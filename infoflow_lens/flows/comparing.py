@@ -221,8 +221,8 @@ def _names(first: Flow, second: Flow) -> tuple[str, str]:
         n_same = next((i for i, (a, b) in enumerate(both) if a != b), shorter)
         start = max(0, n_same - 3)
         return _short(one, start), _short(other, start)
-    one, other = (str(each.record.config["flow"]) for each in (first, second))
-    return (one, other) if one != other else ("first", "second")
+    models = str(first.record.config["flow"]), str(second.record.config["flow"])
+    return models if models[0] != models[1] else ("first", "second")
 
 
 def _short(tokens: Sequence[str], start: int) -> str:
