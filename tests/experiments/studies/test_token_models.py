@@ -1,5 +1,7 @@
 """What the studies of Chen & Zou share: how runs start, what chance is, what a run gives."""
 
+import itertools
+
 import pandas as pd
 import pytest
 import torch
@@ -10,6 +12,7 @@ from infoflow_lens.experiments.studies.token_models import (
     SIZES,
     TASKS,
     chance_of,
+    chance_to_see,
     chosen_accuracy,
     counted,
     data_of,
@@ -182,3 +185,14 @@ def test_results_are_read_by_run():
     assert list(last["epoch"]) == [2, 2]
     assert chosen_accuracy(last) == 0.7
     assert (counted(1, "layer"), counted(2, "layer")) == ("1 layer", "2 layers")
+
+
+@pytest.mark.parametrize(("n_seeds", "n_cells"), [(1, 1), (2, 3), (3, 2)])
+def test_the_power_of_a_rule_is_the_share_of_all_outcomes_that_pass_it(n_seeds, n_cells):
+    """Every seed of every cell solves or does not, each as likely."""
+    outcomes = list(itertools.product((False, True), repeat=n_seeds * n_cells))
+    seen = sum(
+        all(any(one[cell * n_seeds : (cell + 1) * n_seeds]) for cell in range(n_cells))
+        for one in outcomes
+    )
+    assert f"in {seen / len(outcomes):.0%} of such" in chance_to_see(n_seeds, n_cells)
