@@ -101,7 +101,7 @@ class IntrinsicDimension(RetrievalTask):
         n_components: D, the number of matrices A_i, drawn from the seed.
         matrix_kind: "gaussian", with entries of variance 1/d; "orthogonal", under which every token
             of a sphere reaches the same score, so that no token tells which matrix it is good for
-            and one head cannot serve two (`infoflow_lens.theory.routing`); or "rotoreflection", of
+            (`infoflow_lens.theory.routing`); or "rotoreflection", of
             these the ones that turn planes by 90 degrees, R S R^T with one S and rotations R drawn
             at random, and reflect what is left where d is odd: then all components have the same
             law, and as x^T A x <= 0 no token makes the best pair with itself [chosen].

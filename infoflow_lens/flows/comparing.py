@@ -1,7 +1,7 @@
 """Two flows side by side: two texts in one model, or one text in two models, and what changed."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cached_property
@@ -102,42 +102,40 @@ class FlowComparison:
         import pandas as pd
 
         there = dict(self.aligned)
-        rows = []
-        sides = (self.first.positions.argmax, self.second.positions.argmax)
-        for layer, (one, other) in enumerate(zip(*sides, strict=False)):
-            if one.shape[1] != other.shape[1]:
-                continue
-            for position, second in self.aligned:
-                keys = zip(one[0, :, position].tolist(), other[0, :, second].tolist(), strict=True)
-                rows += [
-                    (layer, head, position, second, *pair)
-                    for head, pair in enumerate(keys)
-                    if there.get(pair[0], -1) != pair[1]
-                ]
+        rows = [
+            (layer, head, position, second, *pair)
+            for layer, position, second, pairs in self._first_keys()
+            for head, pair in enumerate(pairs)
+            if there.get(pair[0], -1) != pair[1]
+        ]
         columns = ["layer", "head", "position", "position_second", "key", "key_second"]
         return pd.DataFrame(rows, columns=columns)
 
     def summary(self) -> str:
         """In a sentence, how many sets and first choices changed."""
-        states = changed = 0
-        n_layers = min(self.first.sets.n_layers, self.second.sets.n_layers)
-        for layer in range(n_layers):
-            for one, other in self.aligned:
-                states += 1
-                held, then = self.first.sets.of(layer, 0, one), self.second.sets.of(layer, 0, other)
-                there = dict(self.aligned)
-                changed += {there.get(s, -1) for s in held} != set(then)
-        asked = sum(
-            one.shape[1] * len(self.aligned)
-            for one, other in zip(
-                self.first.positions.argmax, self.second.positions.argmax, strict=False
-            )
-            if one.shape[1] == other.shape[1]
-        )
+        there = dict(self.aligned)
+        changed = [
+            {there.get(source, -1) for source in self.first.sets.of(layer, 0, one)}
+            != self.second.sets.of(layer, 0, other)
+            for layer in range(min(self.first.sets.n_layers, self.second.sets.n_layers))
+            for one, other in self.aligned
+        ]
+        asked = sum(len(pairs) for *_, pairs in self._first_keys())
         return (
-            f"{changed} of {states} predicted sets differ, and {len(self.choices())} of {asked} first "
-            f"choices of heads, at {len(self.aligned)} positions that stand for each other"
+            f"{sum(changed)} of {len(changed)} predicted sets differ, and {len(self.choices())} of "
+            f"{asked} first choices of heads, at {len(self.aligned)} positions that stand for each "
+            "other"
         )
+
+    def _first_keys(self) -> Iterator[tuple[int, int, int, list[tuple[int, int]]]]:
+        """Of layers with as many heads on both sides: layer, both positions, each head's keys."""
+        sides = (self.first.positions.argmax, self.second.positions.argmax)
+        for layer, (one, other) in enumerate(zip(*sides, strict=False)):
+            if one.shape[1] != other.shape[1]:
+                continue
+            for position, second in self.aligned:
+                keys = one[0, :, position].tolist(), other[0, :, second].tolist()
+                yield layer, position, second, list(zip(*keys, strict=True))
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write both pictures as one page, which needs no network.
@@ -215,10 +213,12 @@ def aligned_tokens(first: Sequence[str], second: Sequence[str]) -> list[tuple[in
 
 
 def _names(first: Flow, second: Flow) -> tuple[str, str]:
-    """Texts, from shortly before they part; models where these are the same; else which is the first."""
+    """Texts, from shortly before they part; else models; else which is the first."""
     if first.tokens != second.tokens:
         (one,), (other,) = first.tokens, second.tokens
-        n_same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+        both = zip(one, other, strict=False)
+        shorter = min(len(one), len(other))
+        n_same = next((i for i, (a, b) in enumerate(both) if a != b), shorter)
         start = max(0, n_same - 3)
         return _short(one, start), _short(other, start)
     one, other = (str(each.record.config["flow"]) for each in (first, second))

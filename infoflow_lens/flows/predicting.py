@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from infoflow_lens.agreement import compare
-from infoflow_lens.flows.result import RuleName
+from infoflow_lens.flows.settings import RuleName
 from infoflow_lens.hooks import (
     AttendedResult,
     InfluenceResult,

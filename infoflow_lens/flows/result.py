@@ -3,10 +3,10 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from infoflow_lens.agreement import Agreement, Explained, explained
 from infoflow_lens.flows.next_tokens import NextTokens, Replaced
+from infoflow_lens.flows.settings import RuleName
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import checked
@@ -33,8 +34,6 @@ from infoflow_lens.theory.rules import Rule
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-RuleName = Literal["max_position", "top_k", "mechanisms"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -245,9 +244,9 @@ class Flow:
         Raises:
             InfoFlowError: if they cannot be written.
         """
-        from infoflow_lens.flows.saving import save_flow
+        from infoflow_lens.flows.saving import save_fields
 
-        save_flow(self, path)
+        save_fields({field.name: getattr(self, field.name) for field in fields(self)}, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Flow":
@@ -257,9 +256,9 @@ class Flow:
         Raises:
             InfoFlowError: if there is none, it is of another kind or version, or a file is spoiled.
         """
-        from infoflow_lens.flows.saving import load_flow
+        from infoflow_lens.flows.saving import load_fields
 
-        return load_flow(path)
+        return cls(**load_fields(path))
 
     @cached_property
     def view(self) -> FlowView:

@@ -17,13 +17,14 @@ from infoflow_lens.flows.measuring import (
 from infoflow_lens.flows.next_tokens import next_tokens, replaced_tokens
 from infoflow_lens.flows.opening import load_and_read
 from infoflow_lens.flows.predicting import predict
-from infoflow_lens.flows.result import Flow, RuleName, is_causal
+from infoflow_lens.flows.result import Flow, is_causal
 from infoflow_lens.flows.settings import (
     FEWEST,
     Directions,
     InfluenceKind,
     Layers,
     Place,
+    RuleName,
     check_enough,
     layers_of,
     positions_of,

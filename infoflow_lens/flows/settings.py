@@ -11,6 +11,7 @@ from infoflow_lens.foundation.settings import Distinct, Remedy
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.hooks.model.points import reads_vectors
 
+RuleName = Literal["max_position", "top_k", "mechanisms"]
 InfluenceKind = Literal["auto", "exact", "estimate", "resample"]
 FEWEST = 8  # sequences from which a head's mean pattern says something [chosen]
 

@@ -32,8 +32,8 @@ from infoflow_lens.theory.information_sets import propagate
 
 # in the order in which they need each other
 _PARTS = (
-    "data", "sets", "strengths", "picture", "drawing", "lines", "measured", "text", "heads", "words",
-    "next", "why", "search", "link", "save", "pair", "mount",
+    "data", "sets", "strengths", "picture", "controls", "drawing", "lines", "measured", "text",
+    "heads", "words", "next", "why", "search", "link", "save", "pair", "mount",
 )  # fmt: skip
 _SCRIPTS = tuple(f"flow/{part}.js" for part in _PARTS)
 
@@ -260,7 +260,7 @@ def _reasons(blob: _Blob, reasons: ViewedReasons) -> dict[str, Any]:
 
 
 def _replaced(blob: _Blob, replaced: ViewedReplaced) -> dict[str, Any]:
-    """Next tokens with each token replaced as the page reads them: words, and places among these."""
+    """Next tokens with each token replaced as the page reads them: words, and places of these."""
     pairs = [pair for of in replaced.next_tokens for row in of for pair in row]
     words = list(dict.fromkeys(token for token, _ in pairs))
     places = {word: place for place, word in enumerate(words)}

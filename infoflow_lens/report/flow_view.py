@@ -202,13 +202,10 @@ class ViewedInput:
                 f"next tokens are given for {len(self.next_tokens)} positions: expected {n_pos}"
             )
         if self.replaced is not None:
-            found = [
-                len(self.replaced.by),
-                *(s + len(p) for s, p in enumerate(self.replaced.next_tokens)),
-            ]
-            if found != [n_source, *[n_pos] * n_source]:
+            ends = [start + len(after) for start, after in enumerate(self.replaced.next_tokens)]
+            if len(self.replaced.by) != n_source or ends != [n_pos] * n_source:
                 raise InfoFlowError(
-                    f"{found[0]} tokens are replaced, with next tokens up to positions {found[1:]}: "
+                    f"{len(self.replaced.by)} tokens are replaced, with next tokens up to {ends}: "
                     f"expected {n_source}, each with those of all positions from its own on"
                 )
         if not all(0 <= source < n_source for source in self.marked):

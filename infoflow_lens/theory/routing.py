@@ -10,8 +10,9 @@ heads is then a count of heads times roles.
   boundaries between them.
 * [measured] How often a routed head holds the best pair, and the error that is left, depend on the
   matrices: :func:`routed_error` measures both for given ones.
-* [open] The best choice of roles. The one here takes, for every query, the role in which fewest
-  tokens could reach a higher score; what it leaves bounds the best routed head from above only.
+* [measured] The choice of roles here takes, for every query, the one in which fewest tokens could
+  reach a higher score. What it leaves bounds the best routed head from above only, and other scores
+  are far better where it fails: :mod:`infoflow_lens.theory.best_heads` seeks them.
 """
 
 from dataclasses import dataclass

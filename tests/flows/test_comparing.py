@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from infoflow_lens import Flow, InfoFlowError, build_model, compare_flows, flow
+from infoflow_lens.cli import app
 from infoflow_lens.flows.comparing import aligned_tokens
 from infoflow_lens.models.architecture import Architecture
 from tests.conftest import make_token_model
+from tests.reference import zoo
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +127,22 @@ def test_a_saved_flow_can_be_compared(compared, tmp_path):
     again = compare_flows(compared.first, Flow.load(tmp_path / "second"))
     assert again.summary() == compared.summary()
     assert again.to_frame().equals(compared.to_frame())
+
+
+def test_the_command_puts_two_texts_or_two_models_side_by_side(tmp_path):
+    folders = [str(zoo.save("gpt2", tmp_path / name)) for name in ("one", "other")]
+    out = tmp_path / "beside.html"
+
+    def call(*words):
+        return CliRunner().invoke(app, ["flow", *words, "--out", str(out), "--quiet"])
+
+    done = call(folders[0], "w5 w7 w9", "--with", "w5 w8 w9")
+    assert done.exit_code == 0, done.output
+    assert "at 4 positions that stand for each other" in done.stdout
+    assert '"groups":[{"name":"' in out.read_text()
+    done = call(folders[0], "w5 w7 w9", "--with-model", folders[1])
+    assert done.exit_code == 0, done.output
+    assert "0 of 8 predicted sets differ" in done.stdout
+    refused = call(folders[0], "w5 w7", "w9 w5", "--with", "w5")
+    assert refused.exit_code != 0
+    assert "stand beside one text: expected one, not 2" in " ".join(refused.stderr.split())

@@ -38,7 +38,7 @@ def saved(tmp_path_factory):
 
 
 def test_foreign_and_spoiled_files_are_refused(saved, tmp_path):
-    with pytest.raises(InfoFlowError, match="no flow at .*: expected nothing.json"):
+    with pytest.raises(InfoFlowError, match=r"no flow at .*: expected nothing\.json"):
         Flow.load(tmp_path / "nothing")
     (positions,) = run_probes(
         make_token_model(), [[1, 2, 3]], [PositionsProbe((1,))], progress=False

@@ -304,7 +304,7 @@ def drawn(page):
 
 
 def reached(lines, view, layer, position):
-    """The share of the influence inside the set of the tokens whose best paths are among the lines."""
+    """The share of the influence inside the set of tokens whose best paths are among the lines."""
     best, held = strengths(view, layer, position), expected(view, layer, position) - {position}
     influence = view.influence[layer, position]
     ends = {at[2] for at, strength in lines if strength == pytest.approx(best[at[2]], rel=2e-2)}

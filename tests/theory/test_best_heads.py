@@ -10,7 +10,7 @@ from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.theory.best_heads import best_heads
 from infoflow_lens.theory.routing import routed_error
 
-SHORT = {"budget": 640, "n": 600}
+SHORT = {"budget": 320, "n": 400}
 
 
 def pairs(n_tokens, n=2, seed=1000, kind="orthogonal", d=3):
@@ -20,7 +20,7 @@ def pairs(n_tokens, n=2, seed=1000, kind="orthogonal", d=3):
     )  # fmt: skip
 
 
-def left_by(task, forms, n=1500, seed=5):
+def left_by(task, forms, n=1000, seed=5):
     """The NMSE of hard heads with one score each, by loops and least squares of numpy.
 
     forms: for every head B and, below it, b.
@@ -57,24 +57,15 @@ def test_no_score_of_a_grid_is_better():
     """Tokens on a circle, so that a score is a matrix of four numbers: all of them, in steps."""
     task = pairs(3, d=2)
     angles = np.linspace(0, math.pi, 7)[:-1]
-    least = min(
-        left_by(
-            task,
-            [
-                np.array(
-                    [
-                        [math.cos(a), math.sin(a) * math.cos(b)],
-                        [math.sin(a) * math.sin(b) * math.cos(c),
-                         math.sin(a) * math.sin(b) * math.sin(c)],
-                        [0, 0],
-                    ]
-                )
-            ],
-            n=100,
-        )
-        for a, b, c in itertools.product(angles, angles, np.linspace(0, 2 * math.pi, 13)[:-1])
-    )  # fmt: skip
-    assert best_heads(task, 1, **SHORT).nmse <= 1.3 * least
+    around = np.linspace(0, 2 * math.pi, 13)[:-1]
+    grid = [
+        np.array([[math.cos(a), math.sin(a) * math.cos(b)],
+                  [last * math.cos(c), last * math.sin(c)], [0, 0]])
+        for a, b, c in itertools.product(angles, angles, around)
+        for last in [math.sin(a) * math.sin(b)]
+    ]  # fmt: skip
+    best = min(grid, key=lambda form: left_by(task, [form], n=40))
+    assert best_heads(task, 1, budget=640, n=600).nmse <= 1.2 * left_by(task, [best])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.experiments.claims import Claim, Numbers
+from infoflow_lens.experiments.studies.depth_separation import slope
 from infoflow_lens.experiments.study import (
     Pair,
     Row,
@@ -383,15 +384,7 @@ def _shares(results: "pd.DataFrame", model: str) -> dict[tuple[str, float], floa
     found = {}
     for sizes, some in rows.groupby(_SIZES, sort=False):
         law = float(some["law"].iloc[0])
-        least = some.groupby("width")["nmse"].min()
-        slope = math.nan
-        if len(least) > 1:
-            logs = (
-                np.log(values.astype(float))
-                for values in (least.index.to_numpy(), least.to_numpy())
-            )
-            slope = float(np.polyfit(*logs, 1)[0])
-        found[_state(sizes), law] = slope * law / -2
+        found[_state(sizes), law] = slope(some.groupby("width")["nmse"].min()) * law / -2
     return found
 
 

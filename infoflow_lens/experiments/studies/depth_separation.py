@@ -169,7 +169,7 @@ class DepthSeparationStudy(VectorStudy):
         slopes = []
         for model in least.index.unique(level="model"):
             cells = _stated(n_tokens) if model == _ONE else ("at most 1", "-2 can be reached")
-            slopes.append((model, f"{_slope(least[model]):.2f}", *cells))
+            slopes.append((model, f"{slope(least[model]):.2f}", *cells))
         parts = [
             errors,
             markdown_table(
@@ -201,12 +201,12 @@ class DepthSeparationStudy(VectorStudy):
         for index, model in enumerate(least.index.unique(level="model")):
             rows, best = results[results["model"] == model], least[model]
             axes.plot(rows["parameters"], rows["nmse"], "o", color=f"C{index}", alpha=0.5)
-            slope = _slope(best)
+            fitted = slope(best)
             logs = np.log(best.to_numpy())
             at = np.log(best.index.to_numpy(dtype=float))
-            line = np.exp(logs.mean() + slope * (at - at.mean()))
+            line = np.exp(logs.mean() + fitted * (at - at.mean()))
             axes.plot(
-                best.index, line, "--", color=f"C{index}", label=f"{model}, slope {slope:.2f}"
+                best.index, line, "--", color=f"C{index}", label=f"{model}, slope {fitted:.2f}"
             )
         axes.axhline(1, color="#444444", linewidth=0.8, linestyle=":")
         axes.set_xscale("log")
@@ -236,7 +236,7 @@ class DepthSeparationStudy(VectorStudy):
             Claim(
                 "the slope of the least NMSE over parameters (log-log) of two layers, minus that "
                 "of one, is {bound}",
-                lambda r: _of_depths(r, lambda one, two: _slope(two) - _slope(one)),
+                lambda r: _of_depths(r, lambda one, two: slope(two) - slope(one)),
                 "<",
                 0,
             ),
@@ -251,7 +251,7 @@ class DepthSeparationStudy(VectorStudy):
             remarks.append(
                 f"{name}: least NMSE {errors.min():.2e} to {errors.max():.2e} with "
                 f"{errors.index.min()} to {errors.index.max()} parameters, slope "
-                f"{_slope(errors):.2f}"
+                f"{slope(errors):.2f}"
             )
         return remarks
 
@@ -294,8 +294,8 @@ def _least(results: "pd.DataFrame") -> "pd.Series[float]":
     return results.groupby(["model", "parameters"])["nmse"].min()
 
 
-def _slope(errors: "pd.Series[float]") -> float:
-    """The slope of log NMSE over log parameters; NaN for fewer than two sizes."""
+def slope(errors: "pd.Series[float]") -> float:
+    """The slope of log NMSE over the log of sizes, its index; NaN for fewer than two sizes."""
     if len(errors) < 2:
         return math.nan
     x, y = np.log(errors.index.to_numpy(dtype=float)), np.log(errors.to_numpy())
