@@ -691,7 +691,7 @@ def test_two_inputs_stand_side_by_side_and_follow_each_other(show, pair):
         assert side_of(page, which)[0] == expected(view, 0, place, "top_k", 2)
     page.locator(".one").first.locator(".token").nth(4).click()  # it has no counterpart
     assert side_of(page, 1)[1] == 3
-    assert "have no counterpart" in page.locator(".changed .caption").inner_text()
+    assert "not matched with each other" in page.locator(".changed .caption").inner_text()
 
 
 def test_the_table_says_what_changed(show, pair):
