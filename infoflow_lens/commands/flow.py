@@ -98,10 +98,13 @@ def flow(
         ]
         compared = compare_flows(flows[0], flows[1]) if beside else None
         (compared or flows[0]).to_html(out)
-    for found in flows:
-        typer.echo(found.summary())
+    names = ("",) if compared is None else tuple(f"{name}: " for name in compared.names)
+    for name, found in zip(names, flows, strict=True):
+        typer.echo(name + found.summary())
     if compared is not None:
         typer.echo(compared.summary())
-    for note in dict.fromkeys(note for found in flows for note in found.notes):
+    for note in dict.fromkeys(
+        name + note for name, found in zip(names, flows, strict=True) for note in found.notes
+    ):
         typer.echo(note, err=True)
     typer.echo(f"page: {out}")

@@ -80,7 +80,7 @@ def run_study(
     study: Study,
     out: str | os.PathLike[str],
     *,
-    preset: str = "quick",
+    preset: str | None = None,
     seeds: int | None = None,
     jobs: int = 1,
     device: str = "cpu",
@@ -101,7 +101,7 @@ def run_study(
     Args:
         study: what to run.
         out: folder.
-        preset: "smoke", "quick" or "full".
+        preset: "smoke", "quick" or "full"; default, "quick", or the only one that there is.
         seeds: how many; default, the preset's.
         jobs: processes at a time.
         device: where to train.
@@ -120,6 +120,8 @@ def run_study(
             kept.
         KeyboardInterrupt: when it is stopped, with what to do to go on.
     """
+    if preset is None:
+        preset = next(iter(study.presets)) if len(study.presets) == 1 else "quick"
     if preset not in study.presets:
         raise InfoFlowError(f"preset is {preset!r}{nearest(preset, study.presets)}")
     n_seeds = study.presets[preset] if seeds is None else seeds

@@ -238,7 +238,7 @@ def _notes(made: Flow, loaded: LoadedModel, without: Sequence[int]) -> tuple[str
     results = (made.positions, made.attention, made.influence, made.mechanisms)
     notes = [note for result in results if result is not None for note in result.notes]
     found = made.explained
-    if found is not None and found.size > 0.95 * found.others > 0:
+    if found is not None and not found.reason() and found.size > 0.95 * found.others > 0:
         notes.append(
             "the predicted sets hold nearly every other token, so that they exclude nothing"
         )

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, first_line
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, read_inputs
@@ -388,8 +388,9 @@ def _from_hub(data: str) -> Any:
         return datasets.load_dataset(name, config, split=split)
     except Exception as error:  # of the hub, of the network, of the builder
         known = [REPEATED, *list_tasks()]
+        ends = sorted(path.name for path in Path(data).parent.glob(f"{Path(data).name}.*"))
+        meant = f"; did you mean {ends[0]!r}?" if ends else ""
         raise InfoFlowError(
-            f"data is {data!r}, which is no file, no folder, no task{nearest(data, known)} and "
-            f"cannot be loaded from the hub ({type(error).__name__}: {error}): expected one of "
-            "these"
+            f"data is {data!r}, which is no file, no folder and no dataset of the hub "
+            f"({first_line(error)}){meant or nearest(data, known)}"
         ) from error

@@ -62,8 +62,8 @@ def report_of(result: ProbingResult) -> ProbingReport:
 def _headline(row: Explained) -> str:
     if row.reason():
         return (
-            "From each head's largest score alone, nothing can be said of the last state: "
-            f"{row.reason()}."
+            "From each head's largest score alone, nothing can be said of the last state "
+            f"({row.reason()})."
         )
     return (
         f"If each head passes on the token of its largest score, the last state can hold "
@@ -117,8 +117,8 @@ def _ranked(result: ProbingResult) -> str:
     if rank.best == rank.size_of:
         return f"No baseline of the same size is nearer to influence (AUROC {rank.own:.3f})."
     return (
-        f"Of as many tokens, {rank.best} is nearest to influence: AUROC {rank.most:.3f}, where the "
-        f"set has {rank.own:.3f}."
+        f"Of all measures at the same set size, {rank.best} is nearest to influence (AUROC "
+        f"{rank.most:.3f}; the set {rank.own:.3f})."
     )
 
 

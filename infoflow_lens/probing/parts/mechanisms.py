@@ -37,7 +37,7 @@ class MechanismsPart(Part):
         "ideals within the threshold suffice; the mechanism is the first of them: its own position "
         "alone, evenly on all allowed keys (global), its mean pattern over other inputs (specific "
         "position), its hard maximum (max-position), its largest keys; else it stays soft. A head "
-        "that does not matter needs its own position alone."
+        "that does not matter can do with its own position alone."
     )
     sequences = "detail"
 

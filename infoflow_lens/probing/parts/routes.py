@@ -75,6 +75,7 @@ class RoutesComparison(Result):
 class Rank(NamedTuple):
     """The AUROC of a set, and the method of the largest AUROC among sets of the same sizes."""
 
+    states: str
     size_of: str
     own: float
     best: str
@@ -159,8 +160,8 @@ class RoutesPart(Part):
     def sentences(self, result: RoutesComparison) -> Sequence[str]:
         """The best method of the last layer, at the sizes of each set."""
         return [
-            f"routes: sets {rank.size_of} have AUROC {rank.own:.3f} in the last layer; best at "
-            f"their size: {rank.best}, {rank.most:.3f}"
+            f"routes: {rank.states}: sets {rank.size_of} have AUROC {rank.own:.3f}; best at their "
+            f"size: {rank.best}, {rank.most:.3f}"
             for rank in self.ranks(result)
         ]
 
@@ -172,5 +173,8 @@ class RoutesPart(Part):
         for size_of, rows in last.dropna(subset="auroc").groupby("size_of", sort=False):
             best = rows.sort_values("auroc", ascending=False).iloc[0]
             own = rows[rows["method"] == size_of].iloc[0]
-            found.append(Rank(str(size_of), own["auroc"], str(best["method"]), best["auroc"]))
+            states = f"{own['positions']}, layer {own['layer']}"
+            found.append(
+                Rank(states, str(size_of), own["auroc"], str(best["method"]), best["auroc"])
+            )
         return found

@@ -82,7 +82,7 @@ def test_its_table_is_that_of_the_measures_by_hand(tmp_path, config, monkeypatch
     expected["positions"] = "all positions"  # in words, as they were measured
     pd.testing.assert_frame_equal(table, expected, rtol=1e-3, atol=1e-3, check_dtype=False)
     lines = found.parts["routes"].sentences(found.found["routes"])
-    assert lines[0].startswith("routes: sets k=1 have AUROC")
+    assert "layer 1: sets k=1 have AUROC" in lines[0]
     own = expected[expected["layer"] == expected["layer"].max()].query("size_of == 'k=1'")
     shown = found.parts["routes"].figures(found.found["routes"])[0]
     assert [row[0] for row in shown.rows] == list(own.sort_values("auroc")["method"])[::-1]
@@ -91,7 +91,7 @@ def test_its_table_is_that_of_the_measures_by_hand(tmp_path, config, monkeypatch
     if own.idxmax() == "k=1":
         assert "No baseline of the same size is nearer" in headline
     else:
-        assert f"{own.idxmax()} is nearest to influence: AUROC {own.max():.3f}" in headline
+        assert f"{own.idxmax()} is nearest to influence (AUROC {own.max():.3f};" in headline
 
 
 def test_where_no_probes_are_named_the_slow_ones_are_left_out(tmp_path, config):

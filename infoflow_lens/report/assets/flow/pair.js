@@ -34,6 +34,7 @@ infoflow.Pair = class {
     const { data } = this, own = {
       ...data, inputs: [input], first: 0, groups: [], title: data.groups[side].name, aligned: null,
       notes: side ? [] : data.notes, record: side ? {} : data.record,
+      selected: side ? null : data.selected, // the other one follows, or opens on its last state
     };
     const picture = new infoflow.Picture(
       beside.append("div").attr("class", "one").node(), own, this.css, number, side === 0);
@@ -78,8 +79,8 @@ infoflow.Pair = class {
     const { pictures, data } = this, [one, other] = pictures, map = this.maps[0];
     const n = pictures.map((picture) => picture.input.n_queries);
     const linked = map.get(one.state.position) === other.state.position;
-    this.caption.text(`${data.aligned.length} positions of ${n[0]} and ${n[1]} stand for each other. `
-      + (linked ? "" : "The chosen ones do not: they have no counterpart. ")
+    this.caption.text(`${data.aligned.length} positions are matched (of ${n[0]} and ${n[1]}). `
+      + (linked ? "" : "The chosen ones are not matched with each other. ")
       + `Chosen: ${pictures.map((each) => each.stateName(each.state.layer, each.state.position))
         .join("; ")}.`);
     const rows = one.state.layer < 0 || other.state.layer < 0 ? [] : [
@@ -121,6 +122,12 @@ infoflow.Pair = class {
       + (all.length > most ? `, … (${all.length})` : "") : "none";
   }
 
+  // Both tokens of a pair, as one where they are the same.
+  pairName(pair) {
+    const [one, other] = pair.map((s, side) => this.quoted(this.pictures[side], s));
+    return one === other ? one : `${one} and ${other}`;
+  }
+
   quoted(picture, position) { return `${position} “${picture.token(position)}”`; }
 
   // The tokens whose shares of influence differ most.
@@ -132,8 +139,8 @@ infoflow.Pair = class {
       && b < other.input.tokens.length);
     const apart = ([a, b]) => Math.abs(share(one, a) - share(other, b));
     return tokens.sort((x, y) => apart(y) - apart(x)).slice(0, 3).filter((pair) => apart(pair) >= 0.005)
-      .map((pair) => this.both("share of influence", (each, side) =>
-        `${this.quoted(each, pair[side])}: ${infoflow.percent(share(each, pair[side]))}`));
+      .map((pair) => this.both(`share of influence of ${this.pairName(pair)}`, (each, side) =>
+        infoflow.percent(share(each, pair[side]))));
   }
 
   // Heads up to the chosen layer that read another key first, at the chosen positions.

@@ -129,12 +129,12 @@ Object.assign(infoflow.Picture.prototype, {
     const share = (sources) => percent(sum(sources) / this.total);
     let text = "";
     if (n < others.length || !full)
-      text += ` The ${n > 1 ? `${n} strongest tokens have` : "strongest token has"} `
-        + `${share(strongest)} of the measured influence of other tokens; at random ${n} would have `
-        + `${percent(n / possible)}, at best ${share(largest.slice(0, n))}.`;
+      text += ` ${n > 1 ? `Its ${n} strongest tokens have` : "Its strongest token has"} `
+        + `${share(strongest)} of the measured influence of other tokens (${n} at random: `
+        + `${percent(n / possible)}; the best ${n}: ${share(largest.slice(0, n))}).`;
     if (n < others.length && !full)
-      text += ` All ${others.length} have ${share(others)}; at random ${others.length} would have `
-        + `${percent(others.length / possible)}.`;
+      text += ` All ${others.length} have ${share(others)} (at random: `
+        + `${percent(others.length / possible)}).`;
     return text;
   },
 
