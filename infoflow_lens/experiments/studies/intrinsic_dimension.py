@@ -114,17 +114,7 @@ class IntrinsicDimensionStudy(StagedStudy):
 
     def architecture(self, settings: Settings) -> Architecture:
         """Two layers of heads of the same dimension."""
-        return Architecture(
-            n_heads=tuple(settings["heads"]),
-            d_model=settings["d_model"],
-            d_head=(settings["d_head"],) * 2,
-            d_token=settings["d_token"],
-            n_tokens=settings["n_tokens"],
-            d_mlp=settings["d_mlp"],
-            d_encoder=None if settings["matrices"] == _LINEAR else settings["d_mlp"],
-            act_fn="gelu",
-            init_mode="xavier_normal",
-        )
+        return two_layers(settings, settings["matrices"] == _LINEAR, init_mode="xavier_normal")
 
     def task(self, settings: Settings) -> IntrinsicDimension:
         """The target, which is the same for all models of a D, kind and draw."""
@@ -281,6 +271,27 @@ class IntrinsicDimensionStudy(StagedStudy):
                 here = (numbers["D"] == d) & (numbers["matrices"] == kind)
                 numbers.loc[here & (numbers["heads"] == f"{d} {d}"), "nmse"] = value
         return {"fewer heads": numbers}
+
+
+def two_layers(settings: Settings, linear: bool, **more: Any) -> Architecture:
+    """Two layers of heads of the same dimension, with the sizes that the settings name.
+
+    Args:
+        settings: n_tokens, d_token, heads, d_model, d_head and d_mlp.
+        linear: whether the encoder of tokens has no hidden layer.
+        more: of the architecture.
+    """
+    return Architecture(
+        n_heads=tuple(settings["heads"]),
+        d_model=settings["d_model"],
+        d_head=(settings["d_head"],) * 2,
+        d_token=settings["d_token"],
+        n_tokens=settings["n_tokens"],
+        d_mlp=settings["d_mlp"],
+        d_encoder=None if linear else settings["d_mlp"],
+        act_fn="gelu",
+        **more,
+    )
 
 
 def floor(task: IntrinsicDimension, n_heads: int, *, linear: bool) -> Row:

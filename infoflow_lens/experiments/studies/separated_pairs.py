@@ -10,6 +10,7 @@ from infoflow_lens.experiments.studies.intrinsic_dimension import (
     floor,
     heads_shown,
     route_rows,
+    two_layers,
     routes_shown,
 )
 from infoflow_lens.experiments.study import (
@@ -105,17 +106,7 @@ class SeparatedPairs(TrainedStudy):
 
     def architecture(self, settings: Settings) -> Architecture:
         """Two layers of heads of the same dimension."""
-        return Architecture(
-            n_heads=tuple(settings["heads"]),
-            d_model=settings["d_model"],
-            d_head=(settings["d_head"],) * 2,
-            d_token=settings["d_token"],
-            n_tokens=settings["n_tokens"],
-            d_mlp=settings["d_mlp"],
-            d_encoder=None if settings["encoder"] == _LINEAR else settings["d_mlp"],
-            act_fn="gelu",
-            init_mode="kaiming_uniform",
-        )
+        return two_layers(settings, settings["encoder"] == _LINEAR, init_mode="kaiming_uniform")
 
     def task(self, settings: Settings) -> IntrinsicDimension:
         """The target, which is the same for all models of a D, kind of matrices and draw."""
