@@ -10,8 +10,8 @@ from infoflow_lens.experiments.studies.intrinsic_dimension import (
     floor,
     heads_shown,
     route_rows,
-    two_layers,
     routes_shown,
+    two_layers,
 )
 from infoflow_lens.experiments.study import (
     Pair,
