@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 BEGIN, END = "<!-- summary -->", "<!-- end of summary -->"
-# folders within a study's: a run by settings that it no longer has, one of preset full, and the
-# rows of one that was stopped before its end
-EARLIER, FULL, PARTLY = "earlier", "full", "partly"
+# folders within a study's: a run by settings that it no longer has, and one of preset full
+EARLIER, FULL = "earlier", "full"
 _RUN_AGAIN = "expected what `infoflow-lens experiment` wrote; run the study again"
 
 
@@ -36,8 +35,7 @@ def summarise(folder: Path) -> None:
     ``results.csv`` (or ``results.csv.gz``), and the table of all studies into ``README.md``,
     between the lines ``<!-- summary -->`` and ``<!-- end of summary -->``. A run of preset full
     stands in the folder ``full`` of its study. A study whose settings changed after its run is said
-    to wait for one, and so is one of which only some runs are there, whose rows stand in the folder
-    ``partly``; their table is written, too.
+    to wait for one.
 
     Raises:
         InfoFlowError: where there is no README.md with these lines, or a run that cannot be read.
@@ -60,9 +58,6 @@ def summarise(folder: Path) -> None:
                 reports[path / "table.md"] = _report(study, path, run)
             if path.name != FULL or path.is_dir():
                 rows.append(_summary_row(study, folder, path, run))
-        if (folder / study.name / PARTLY).is_dir():
-            part = _part_of_a_run(study, folder / study.name / PARTLY)
-            reports[folder / study.name / PARTLY / "table.md"] = part
     summary = markdown_table(
         ["experiment", "what theory says", "what was measured", "by its rule"], rows
     )
@@ -86,8 +81,6 @@ def _summary_row(
     note = "the statement awaits its run"
     if not label and (folder / study.name / EARLIER).is_dir():
         note += f"; an [earlier run]({study.name}/{EARLIER}/table.md) had other settings"
-    if not label and (folder / study.name / PARTLY).is_dir():
-        note += f"; [some of its runs]({study.name}/{PARTLY}/table.md) are there"
     return link, theory, note, "awaits its run"
 
 
@@ -255,16 +248,6 @@ def _report(study: Study, path: Path, run: RecordedRun) -> str:
     n_runs = run.rows["run"].nunique()
     with _told_of(path):
         return report_text(study, run.finished, run.verdict, run.preset, n_runs, n_diverged)
-
-
-def _part_of_a_run(study: Study, path: Path) -> str:
-    """The report of runs that are there, judged by themselves."""
-    rows = rows_of(path, None)
-    finished = rows[rows["status"] == "finished"]
-    n_runs, n_finished = (part["run"].nunique() for part in (rows, finished))
-    with _told_of(path):
-        verdict = study.verdict(finished)
-        return report_text(study, finished, verdict, "quick, in part", n_runs, n_runs - n_finished)
 
 
 @contextmanager
