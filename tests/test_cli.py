@@ -312,7 +312,7 @@ def test_what_says_nothing_is_said_in_words(small, tmp_path):
         (["--influence", "exakt"], "did you mean 'exact'"),
         (["--ranks", "1,2,3,4,5,6,7"], "rank 7 is beyond the number of keys"),
         (["--metric", "mse"], "metric is 'mse'"),
-        (["--n", "3"], "expected at least one of each"),
+        (["--n", "3", "--probes", "recovery"], "expected at least 5"),
         (["--max-length", "1", "--ranks", "1,2"], "rank 2 is beyond"),
         (["--backend", "bridg"], "did you mean 'bridge'"),
     ],

@@ -175,7 +175,7 @@ def test_an_architecture_is_built_with_each_seed():
         assert evaluate(trained.model, (x, y)) == pytest.approx(trained.result.nmse, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_compiled_step_has_the_same_numbers():
     """Of few shapes, for compiling takes half a minute."""

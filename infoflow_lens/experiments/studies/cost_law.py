@@ -37,6 +37,7 @@ _CODE, _TRAINED = "digit code", "trained"
 _DECODER, _LAYERS = "trained decoder of the digit code", "two layers"
 _SIZES = ["size", "d_token", "d_model"]
 _ENCODER = 128  # hidden units of either layer of a trained encoder
+_VALIDATION = 4000  # sets of tokens that errors are measured on
 
 
 class CostLaw(Study):
@@ -110,7 +111,7 @@ class CostLaw(Study):
         if model == _LAYERS:
             return [{"nmse": self._two_layers(settings, seed, device), "law": _exponent(settings)}]
         if model == _CODE:
-            x = self._tokens(settings, "validation", seed, 4000)
+            x = self._tokens(settings, "validation", seed, _VALIDATION)
             code = _digit_code(settings, settings["bits"])
             return [
                 {
@@ -129,6 +130,13 @@ class CostLaw(Study):
                 "law_nmse": _by_law(settings, settings["units"]),
             }
         ]
+
+    def memory(self, settings: Settings) -> int:
+        """Bytes of the tokens in three copies and of the widest layer where it is evaluated."""
+        rows = settings.get("n_train", 0) + _VALIDATION
+        widest = max(_ENCODER, settings.get("units", 1) * settings["d_model"])
+        numbers = 2 * settings["size"] * settings["d_token"]
+        return 4 * (3 * rows * numbers + 2 * _VALIDATION * widest)
 
     def judges(self, settings: Settings) -> bool:
         """The rule is about codes; single decoders and Transformers are reported."""
@@ -162,7 +170,7 @@ class CostLaw(Study):
         return train(
             model,
             lambda epoch: drawn(f"train {epoch}", settings["n_train"]),
-            drawn("validation", 4000),
+            drawn("validation", _VALIDATION),
             config,
             progress=False,
         ).nmse
