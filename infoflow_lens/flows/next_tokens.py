@@ -1,8 +1,9 @@
 """What a language model says next, at every position of a few texts, as they stand and changed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -14,6 +15,7 @@ from infoflow_lens.hooks.model.points import reads_vectors
 from infoflow_lens.hooks.passes.run import run
 
 NextTokens: TypeAlias = tuple[tuple[tuple[str, float], ...], ...]
+SaidT = TypeVar("SaidT")
 _MOST = 5  # that are named [chosen]
 _TOGETHER = 16  # texts in a pass
 _TWO_SECONDS = 6e10  # multiplications of all passes with a token replaced [chosen]
@@ -42,15 +44,7 @@ def next_tokens(model: nn.Module, rows: Sequence[Tensor]) -> tuple[NextTokens, .
         For each sequence and position the first five; None where the model gives no logits of its
         vocabulary at every position.
     """
-    if reads_vectors(model):
-        return None
-    found = []
-    for row in rows:
-        chances = _chances(model, row[None])
-        if chances is None:
-            return None
-        found.append(_likeliest(model, chances[0]))
-    return tuple(found)
+    return _of_each(model, rows, lambda row, chances: _likeliest(model, chances))
 
 
 def replaced_tokens(model: nn.Module, rows: Sequence[Tensor]) -> tuple[Replaced, ...] | None:
@@ -67,6 +61,30 @@ def replaced_tokens(model: nn.Module, rows: Sequence[Tensor]) -> tuple[Replaced,
     too_long = weights * sum(n * n for n in lengths) > _TWO_SECONDS
     if too_long or _MOST * sum(n * (n + 1) // 2 for n in lengths) > _MOST_SAID:
         return None
+    return _of_each(model, rows, partial(_replaced, model))
+
+
+def _replaced(
+    model: nn.Module, row: Int[Tensor, " pos"], chances: Float[Tensor, "pos token"]
+) -> Replaced:
+    """One text with each token replaced in turn."""
+    put = _expected_instead(row, chances)
+    changed = row.repeat(len(row), 1)
+    changed.fill_diagonal_(0)
+    changed += torch.diag(put.to(row))
+    said: list[NextTokens] = []
+    for start in range(0, len(row), _TOGETHER):
+        after = _chances(model, changed[start : start + _TOGETHER])
+        assert after is not None  # as for the text itself
+        said += [_likeliest(model, each[start + index :]) for index, each in enumerate(after)]
+    (names,) = readable_tokens(model, put[None].cpu())
+    return Replaced(tuple(names), tuple(said))
+
+
+def _of_each(
+    model: nn.Module, rows: Sequence[Tensor], say: Callable[[Tensor, Tensor], SaidT]
+) -> tuple[SaidT, ...] | None:
+    """What is said of each text and its probabilities; None where the model gives none."""
     if reads_vectors(model):
         return None
     found = []
@@ -74,17 +92,7 @@ def replaced_tokens(model: nn.Module, rows: Sequence[Tensor]) -> tuple[Replaced,
         chances = _chances(model, row[None])
         if chances is None:
             return None
-        put = _expected_instead(row, chances[0])
-        changed = row.repeat(len(row), 1)
-        changed.fill_diagonal_(0)
-        changed += torch.diag(put.to(row))
-        said: list[NextTokens] = []
-        for start in range(0, len(row), _TOGETHER):
-            after = _chances(model, changed[start : start + _TOGETHER])
-            assert after is not None  # as before
-            said += [_likeliest(model, each[start + index :]) for index, each in enumerate(after)]
-        (names,) = readable_tokens(model, put[None].cpu())
-        found.append(Replaced(tuple(names), tuple(said)))
+        found.append(say(row, chances[0]))
     return tuple(found)
 
 
