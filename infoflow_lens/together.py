@@ -101,6 +101,11 @@ def train_together(
             raise InfoFlowError(
                 f"{len(models)} models are given for {len(seeds)} seeds: expected one for each"
             )
+        if len({id(model) for model in models}) < len(models):
+            raise InfoFlowError(
+                "a model is given for two seeds, which would be trained over each other: expected "
+                "different ones; copy.deepcopy makes another"
+            )
     check_stackable(models)
     runs = []
     for seed, model in zip(seeds, models, strict=True):
@@ -196,7 +201,7 @@ class _Stack:
 
     def _data(self) -> tuple[Float[Tensor, "seed batch ..."], Tensor]:
         """What the seeds are trained on in the next epoch."""
-        if self.data is None or self.runs[0].data.draw is not None:
+        if self.data is None or any(run.data.draw is not None for run in self.runs):
             epoch = len(self.runs[0].ledger.history) + 1
             pairs = [run.data.of_epoch(epoch, self.device) for run in self.runs]
             self.data = _stacked(pairs)

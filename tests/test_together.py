@@ -124,6 +124,9 @@ def test_every_epoch_may_have_data_of_its_own():
     architecture = ARCHITECTURES["two layers"]
     together = train_together(models(architecture), fresh, SEEDS, config, progress=False)
     assert_same(together, one_by_one(architecture, config, fresh))
+    some = lambda seed: fresh(seed) if seed == 0 else data(seed, n=64)  # noqa: E731
+    mixed = train_together(models(architecture), some, SEEDS, config, progress=False)
+    assert_same(mixed, one_by_one(architecture, config, some))
     shared = train_together(models(architecture), data(1), SEEDS, config, progress=False)
     assert_same(shared, one_by_one(architecture, config, lambda seed: data(1)))
 
@@ -220,5 +223,8 @@ def test_seeds_and_data_must_fit():
         train_together(architecture, (pair, pair), (1, 1))
     with pytest.raises(InfoFlowError, match="1 models are given for 2 seeds"):
         train_together([build_model(architecture)], (pair, pair), (1, 2))
+    one = build_model(architecture)
+    with pytest.raises(InfoFlowError, match="a model is given for two seeds"):
+        train_together([one, one], (pair, pair), (1, 2))
     with pytest.raises(InfoFlowError, match=r"training sequences \(seed 1: 41, seed 2: 42\)"):
         train_together(architecture, lambda seed: (TASK.sample(40 + seed, seed=0), pair), (1, 2))

@@ -1,5 +1,6 @@
 """Two flows side by side: two texts in one model, or one text in two models, and what changed."""
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -55,7 +56,10 @@ def compare_flows(
             f"the rules are {first.rule!r} with k={first.k} and {second.rule!r} with k={second.k}: "
             "expected the same, as sets by different rules differ in any case"
         )
-    return FlowComparison(first, second, names or _names(first, second), align(first, second))
+    names = names or _names(first, second)
+    if names[0] == names[1]:  # records and columns are told apart by them
+        names = (f"1: {names[0]}", f"2: {names[1]}")
+    return FlowComparison(first, second, names, align(first, second))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -82,6 +86,9 @@ class FlowComparison:
         """
         keys = ["layer", "position", "source"]
         one, other = (each.to_frame().drop(columns="input") for each in (self.first, self.second))
+        for name in ("influence", "share"):  # which a flow without influence lacks
+            for each in (one, other):
+                each[name] = each.get(name, math.nan)
         there = {second: first for first, second in self.aligned}
         other["position_second"], other["source_second"] = other["position"], other["source"]
         # what has no counterpart gets a negative number of its own, so that nothing meets it

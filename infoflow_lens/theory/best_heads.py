@@ -99,7 +99,12 @@ def best_heads(
     Raises:
         InfoFlowError: for components that are not pairs of all tokens, or values out of range.
     """
-    components = tuple(task.components)
+    components = tuple(getattr(task, "components", ()))
+    if not components:
+        raise InfoFlowError(
+            f"task is {task!r:.80}, which has no components: expected a target of pairs, such as "
+            'load_task("intrinsic_dimension")'
+        )
     for index, component in enumerate(components):
         if component.arity != 2 or component.tuples is not None:
             listed = ", tuples of its own" if component.tuples is not None else ""

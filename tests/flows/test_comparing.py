@@ -63,6 +63,17 @@ def test_the_table_has_each_side_as_its_own_table_has_it(compared):
     )
 
 
+def test_a_side_without_influence_has_its_columns_and_equal_names_are_told_apart(model, compared):
+    silent = quick(model, IDS, influence=None)
+    found = compare_flows(silent, compared.second, ("same", "same"))
+    assert found.names == ("1: same", "2: same")
+    assert len(found.view.record) == 2
+    frame, whole = found.to_frame(), compared.to_frame()
+    assert set(frame.columns) == set(whole.columns)
+    assert frame["influence_first"].isna().all()
+    assert frame["share_second"].sum() == pytest.approx(whole["share_second"].sum())
+
+
 def test_choices_are_those_whose_keys_do_not_stand_for_each_other(compared):
     there, expected = dict(compared.aligned), set()
     for layer in range(compared.first.sets.n_layers):

@@ -125,8 +125,12 @@ def test_the_budget_is_told_and_the_seed_decides():
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("d_retrieval", "component 0 has arity 1: expected pairs"), ("triangle_center", "arity 3")],
+    [
+        ("memorization", "which has no components"),
+        ("d_retrieval", "component 0 has arity 1: expected pairs"),
+        ("triangle_center", "arity 3"),
+    ],
 )
 def test_what_is_no_pair_is_refused(name, message):
     with pytest.raises(InfoFlowError, match=message):
-        best_heads(load_task(name, n_tokens=5), 1)
+        best_heads(load_task(name), 1)
