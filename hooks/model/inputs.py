@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -141,8 +142,9 @@ class Batches:
             yield from map(Batch, rows.split(batch_size) if len(rows) else ())
             return
         together: list[Tensor] = []
+        padded = may_be_padded(self._model)
         for row in rows:
-            fits = not together or may_be_padded(self._model) or len(row) == len(together[0])
+            fits = not together or padded or len(row) == len(together[0])
             if len(together) == batch_size or not fits:
                 yield _together(together)
                 together = []
@@ -236,11 +238,17 @@ def depends_on_length(model: nn.Module) -> bool:
     """Whether what the model gives for a position depends on the length of its batch.
 
     These are the kinds of rotary embedding for which transformers writes the frequencies anew in
-    every pass.
+    every pass. It is looked for once in a model, as every pass asks.
     """
-    types = [getattr(module, "rope_type", None) for module in model.modules()]
-    kinds = [k for t in types for k in (t.values() if isinstance(t, Mapping) else (t,))]
-    return any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
+    if model not in _depends_on_length:
+        types = [getattr(module, "rope_type", None) for module in model.modules()]
+        kinds = [k for t in types for k in (t.values() if isinstance(t, Mapping) else (t,))]
+        found = any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
+        _depends_on_length[model] = found
+    return _depends_on_length[model]
+
+
+_depends_on_length: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def _masks_by_itself(model: nn.Module, padding_side: Any = None) -> bool:
