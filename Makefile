@@ -16,6 +16,8 @@ PINS := constraints.txt
 endif
 TESTS ?=
 SLOW ?=
+MINUTES ?= 30
+SEED ?= 0
 WRITE ?=
 BIN := $(VENV)/bin
 # Modules are compiled when they are first imported: most never are.
@@ -26,7 +28,7 @@ TORCH := torch==2.13.0
 COMPILE := uv pip compile --universal --python-version 3.10 --all-extras --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links --constraint build/pins.txt pyproject.toml
 
-.PHONY: demo environment environment-3 test acceptance docs notebooks lint format bench constraints clean
+.PHONY: demo environment environment-3 test acceptance hunt docs notebooks lint format bench constraints clean
 
 demo: $(CORE)  ## train, probe, predict, compare; the report is demo/report.html
 	$(BIN)/infoflow-lens demo --out demo
@@ -42,6 +44,10 @@ test: $(READY)  ## the tests, or those of TESTS="tests/models tests/hooks"
 
 acceptance: $(READY)  ## the demo's promises with three seeds, and theory on 2280 more targets (minutes)
 	$(BIN)/python -m pytest -m acceptance -n 0
+
+# Goes on behind what build/hunt holds of the same seed.
+hunt: $(READY)  ## search for faults, for MINUTES=30 from SEED=0: random inputs, interruptions, mutants
+	$(BIN)/python -m tests.hunt --minutes $(MINUTES) --seed $(SEED)
 
 # With WRITE=1 their output in examples/notebooks is replaced.
 notebooks: $(READY)  ## run examples/notebooks, and compare their output with what is committed
