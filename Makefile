@@ -20,8 +20,13 @@ MINUTES ?= 30
 SEED ?= 0
 WRITE ?=
 BIN := $(VENV)/bin
+# With uv, which takes packages from where pip takes them, an environment takes seconds; without it, pip.
 # Modules are compiled when they are first imported: most never are.
-INSTALL = $(BIN)/python -m pip install --quiet --no-compile $(addprefix --constraint ,$(PINS)) --editable
+export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+export UV_DEFAULT_INDEX ?= $(or $(PIP_INDEX_URL),https://pypi.org/simple)
+PACKAGES = --quiet $(addprefix --constraint ,$(PINS)) --editable
+INSTALL = install() { $(BIN)/uv pip install --python $(BIN)/python $(PACKAGES) "$$1" || \
+	$(BIN)/python -m pip install --no-compile $(PACKAGES) "$$1"; }; install
 CORE := $(VENV)/.core
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
@@ -88,6 +93,7 @@ clean:
 # What the package itself needs is there sooner than what its development needs.
 $(CORE): pyproject.toml $(PINS)
 	$(PYTHON) -m venv $(VENV)
+	-$(BIN)/python -m pip install --quiet $(addprefix --constraint ,$(PINS)) uv
 	$(INSTALL) .
 	touch $@
 

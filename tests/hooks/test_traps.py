@@ -108,21 +108,6 @@ def test_padding_is_dropped_on_either_side(architecture, side):
             assert found.concentration[layer][index, :, n:].isnan().all()
 
 
-def test_a_mask_that_is_forgotten_changes_what_the_model_does(architecture):
-    """So padding without a mask cannot be mended afterwards; run_probes makes the mask itself."""
-    _, model, plain = architecture
-    sequence = sequences()[1]
-    padded = torch.cat([torch.zeros(4, dtype=torch.long), sequence])
-    with torch.no_grad():
-        gap = model(padded[None])[0, -1] - plain(sequence[None]).logits[0, -1]
-    assert gap.abs().max() > 0.1
-    (found,) = run_probes(
-        model, padded[None], [PositionsProbe()], attention_mask=(padded > 0)[None], progress=False
-    )
-    (alone,) = run_probes(model, sequence[None], [PositionsProbe()], progress=False)
-    assert all(a.equal(b) for a, b in zip(found.positions, alone.positions, strict=True))
-
-
 # The module whose output is x' of the first layer, or what has to be added to it.
 ATTENTION_OUTPUT = {"bert": "bert.encoder.layer.0.attention"}
 MLP_INPUT_NORM = {

@@ -1,19 +1,16 @@
 """The hosted model is the paper's; test_hooked.py says that it is HookedTransformer's, too."""
 
-import itertools
 import json
 import random
 import time
 
-import pandas as pd
 import pytest
 import torch
-from transformer_lens import HookedRootModule, patching
+from transformer_lens import HookedRootModule
 
 from infoflow_lens import (
     Architecture,
     InfoFlowError,
-    build_construction,
     build_model,
     build_token_model,
     load_model,
@@ -127,45 +124,11 @@ def test_the_fast_read_out_has_the_same_numbers_and_gradients(name, x):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-10)
 
 
-def test_cls_reads_but_is_not_read(model, inputs):
-    _, cache = model.run_with_cache(inputs)
-    for layer in (0, 1):
-        scores = cache[f"blocks.{layer}.attn.hook_attn_scores"]
-        assert scores[..., -1].isneginf().all()
-        assert scores[..., :-1].isfinite().all()
-        assert cache[f"blocks.{layer}.attn.hook_pattern"][..., -1].eq(0).all()
-    as_key = variant("relu, CLS as a key")
-    _, cache = as_key.run_with_cache(inputs)
-    assert cache["blocks.0.attn.hook_pattern"][..., -1].gt(0).all()
-
-
 def test_running_in_parts_equals_running_at_once(model, inputs):
     middle = model(inputs, stop_at_layer=1)
     assert middle.shape == (23, N_TOKENS + 1, D_MODEL)
     torch.testing.assert_close(model(middle, start_at_layer=1), model(inputs))
     assert model(inputs, return_type=None) is None
-
-
-def test_transformer_lens_patching_works(model, inputs):
-    clean, corrupted = inputs[:1], inputs[1:2]
-    model.eval()  # asked for by TransformerLens 4
-    _, cache = model.run_with_cache(clean)
-    effect = patching.generic_activation_patch(
-        model,
-        corrupted,
-        cache,
-        patching_metric=lambda output: output[0, 0],
-        patch_setter=patching.layer_pos_patch_setter,
-        activation_name="resid_pre",
-        # its default would take the number of positions from the last axis of token ids
-        index_df=pd.DataFrame(
-            itertools.product(range(2), range(N_TOKENS + 1)), columns=["layer", "pos"]
-        ),
-    )
-    effect = torch.as_tensor(effect).view(2, N_TOKENS + 1)
-    # CLS starts the same in both, so patching it in at the first layer changes nothing
-    torch.testing.assert_close(effect[0, N_TOKENS], model(corrupted)[0, 0])
-    assert (effect[0, :N_TOKENS] - model(corrupted)[0, 0]).abs().max() > 1e-4
 
 
 def test_per_head_stacks_are_refused_where_layers_differ(inputs):
@@ -237,20 +200,6 @@ def test_models_of_others_are_not_saved_by_half(token_model, tmp_path):
     with pytest.raises(InfoFlowError, match="of others save the state_dict"):
         save_model(token_model, tmp_path / "model")
     assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.parametrize(
-    ("construction", "settings"),
-    [
-        ("d_retrieval", {"attention": "hardmax", "outer": "square_sum"}),
-        ("in_context_qa", {"n_pairs": 2, "n_questions": 5, "n_answers": 3}),
-    ],
-)
-def test_a_construction_is_saved_with_its_attention(construction, settings, tmp_path):
-    model, task = build_construction(construction, **settings)
-    save_model(model, tmp_path)
-    x, _ = task.sample(9, seed=0)
-    assert load_model(tmp_path)(x).equal(model(x))
 
 
 def paper_forward(model, x):

@@ -149,17 +149,6 @@ def test_a_component_that_the_outer_function_ignores_is_not_active(extremum):
         assert found.eq(1).all() if expected else found.eq(0).equal(y[:, 0] == 0)
 
 
-def test_triples_of_128_tokens_need_no_cube():
-    """A [4, 128, 128, 128, 3, 3] tensor of floats would take 300 MB for a batch of four."""
-    task = load_task("triangle_center", n_tokens=128, d_token=3)
-    x, _ = task.sample(1, seed=0)
-    tracker = torch.profiler.profile(profile_memory=True)
-    with tracker:
-        task.active_index_set(x)
-    largest = max(event.self_cpu_memory_usage for event in tracker.key_averages())
-    assert largest < 2**31
-
-
 # Samples and datasets
 
 
@@ -232,15 +221,3 @@ def test_bad_inputs_are_named(x, message):
     for call in (task.target, task.active_index_set):
         with pytest.raises(InfoFlowError, match=message):
             call(x)
-
-
-def test_bad_sample_requests_are_named():
-    task = load_task("d_retrieval")
-    with pytest.raises(InfoFlowError, match="n is 0"):
-        task.dataset("train", 0)
-    with pytest.raises(InfoFlowError, match=r"n is 2\.5"):
-        task.sample(2.5, 0)
-    with pytest.raises(InfoFlowError, match="seed is -1"):
-        task.sample(2, -1)
-    with pytest.raises(InfoFlowError, match="split is 'dev'"):
-        task.dataset("dev", 3)

@@ -18,7 +18,6 @@ from infoflow_lens.theory.comparison import (
     d_retrieval_profile,
     depth_separation_profile,
     growth_sizes,
-    information_needed,
     intrinsic_dimension_profile,
     model_comparisons,
     triangle_center_profile,
@@ -124,37 +123,6 @@ def test_numbers_of_comparison_at_64_tokens(profile, expected):
 def test_example_1_capacity_of_one_layer(heads, capacities):
     sizes = growth_sizes((heads,), 64)
     assert tuple(model_comparisons((heads,), 64, sizes, 1, k) for k in (1, 4)) == capacities
-
-
-@pytest.mark.parametrize(
-    ("n_tokens", "proved", "paper"),
-    [(8, 0, 3), (16, 0, 6), (32, 3, 10), (48, 6, 13), (64, 8, 16), (256, 22, 41)],
-)
-def test_example_3_information_for_triples(n_tokens, proved, paper):
-    profile = triangle_center_profile()
-    assert information_needed(profile, (4, 4), n_tokens, "proved") == (proved, False)
-    assert information_needed(profile, (4, 4), n_tokens, "paper") == (paper, False)
-
-
-@given(
-    heads=st.lists(st.integers(1, 5), min_size=1, max_size=3),
-    n_tokens=st.integers(3, 40),
-    trees=st.integers(1, 4),
-    d=st.integers(1, 4),
-)
-def test_the_information_needed_is_the_least_that_meets_eq_5(heads, n_tokens, trees, d):
-    profile = intrinsic_dimension_profile(d)
-    size, saturated = information_needed(profile, heads, n_tokens, "paper", trees)
-    needed = profile.number(n_tokens, "paper")
-
-    def met(m):
-        return model_comparisons(heads, n_tokens, m, 2, trees) >= needed
-
-    if saturated:
-        assert not met(n_tokens)
-    else:
-        assert met(size)
-        assert size == 0 or not met(size - 1)
 
 
 @pytest.mark.parametrize(

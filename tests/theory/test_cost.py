@@ -11,16 +11,6 @@ from infoflow_lens import InfoFlowError, propagate
 from infoflow_lens.theory.cost import DigitCode, exponent, exponents, total_cost
 
 
-@pytest.mark.parametrize(
-    ("size", "law", "effective", "certified"),
-    [(4, 1.0, 0.0, 0.0), (12, 3.0, 3.0, 2.0), (64, 16.0, 16.0, 15.0), (0, 0.0, 0.0, 0.0)],
-)
-def test_exponents_of_example_1(size, law, effective, certified):
-    """d = 4, E = 16: four tokens fit (O(1)); global aggregation of 64 costs eps^-16."""
-    found = [exponent(size, 4, 16, mode) for mode in ("law", "effective", "certified")]
-    assert found == [law, effective, certified]
-
-
 def test_costs_of_sets_are_those_of_their_sizes():
     sets = propagate([torch.tensor([[[1, 1, 0, 2]]]), torch.tensor([[[0, 0, 0, 1]]])], n_sources=3)
     by_state = exponents(sets, d_token=2, d_model=4)

@@ -11,7 +11,6 @@ from infoflow_lens.theory.comparison import (
 )
 from infoflow_lens.theory.estimate import (
     estimate,
-    max_position_capacity,
     min_heads,
     phase_diagram,
 )
@@ -40,33 +39,6 @@ class Inconsistent(TriangleCenter):
     @property
     def comparison(self):
         return d_retrieval_profile(1)
-
-
-def first_excluded(profile, heads, count, trees):
-    """The smallest T from which counting excludes max-position retrieval, up to 400."""
-    excluded = [
-        t
-        for t in range(max(4, profile.dimension), 400)
-        if max_position_capacity(profile, heads, t, trees) < profile.number(t, count)
-    ]
-    assert excluded == list(range(excluded[0], 400))  # once excluded, always excluded
-    return excluded[0]
-
-
-@pytest.mark.parametrize(
-    ("profile", "heads", "count", "trees", "first"),
-    [
-        (intrinsic_dimension_profile(4), (3, 5), "paper", 1, 39),
-        (intrinsic_dimension_profile(4), (3, 5), "paper", 4, 95),
-        (intrinsic_dimension_profile(4), (3, 20), "paper", 1, 105),
-        (intrinsic_dimension_profile(4), (3, 20), "paper", 4, 216),
-        (d_retrieval_profile(4), (3,), "paper", 1, 20),
-        (d_retrieval_profile(4), (3,), "paper", 4, 29),
-        (triangle_center_profile(), (4, 4), "proved", 1, 62),
-    ],
-)
-def test_thresholds_in_t(profile, heads, count, trees, first):
-    assert first_excluded(profile, heads, count, trees) == first
 
 
 @pytest.mark.parametrize("d", [2, 3, 4, 6])
@@ -181,16 +153,6 @@ def test_the_phase_diagram_turns_at_d():
 def test_bad_values_are_named(call, message):
     with pytest.raises(InfoFlowError, match=message):
         call()
-
-
-@pytest.mark.parametrize(("d", "heads"), [(3, (1, 1)), (7, (1, 1, 1, 1))])
-def test_token_heads_over_single_tokens_are_jobs(d, heads):
-    """Tokens hold what CLS has no head for, and hand it on (findings T3)."""
-    found = estimated("d_retrieval", heads, task={"n_components": d})
-    assert (found.verdict, found.verified) == ("allowed", 1.0)
-    assert found.upper_information == d
-    fewer = estimated("d_retrieval", heads[:-1], task={"n_components": d})
-    assert fewer.verdict == ("excluded, proved" if d == 3 else "no schedule found")
 
 
 def test_only_the_proved_count_certifies():

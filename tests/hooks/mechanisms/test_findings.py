@@ -19,10 +19,8 @@ from infoflow_lens.hooks.mechanisms import (
 )
 from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern
 from infoflow_lens.hooks.model.inputs import read_inputs
-from tests.conftest import make_token_model
 from tests.reference import zoo
 from tests.reference.induction import induction_model, repeated_segments
-from tests.versions import needs_hooked_transformer
 
 
 def damage_by_whole_passes(model, ids, heads):
@@ -75,16 +73,6 @@ def test_a_users_hook_acts_once(token_model, token_inputs, kind, name):
     expected = damage_by_whole_passes(token_model, token_inputs, {(1, 2): "global"})
     measured = float(found.damage[1][2, IDEALS.index("global")])
     assert measured == pytest.approx(expected, rel=1e-4)
-
-
-@needs_hooked_transformer
-def test_positions_of_shortformer_models_reach_every_layer(token_inputs):
-    model = make_token_model(positional_embedding_type="shortformer")
-    found = measure_mechanisms(model, token_inputs, exact=True, progress=False)
-    for head, ideal in ((0, "max_position"), (3, "global")):
-        expected = damage_by_whole_passes(model, token_inputs, {(1, head): ideal})
-        measured = float(found.damage[1][head, IDEALS.index(ideal)])
-        assert measured == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_gain_at_one_position_hides_no_loss_at_another():

@@ -27,7 +27,7 @@ from infoflow_lens.hooks.model.semantics import attention_hook
 from infoflow_lens.hooks.probe import Split
 from infoflow_lens.models.host import build_model
 from tests.reference import zoo
-from tests.versions import needs_hooked_transformer, needs_version_4
+from tests.versions import needs_hooked_transformer
 
 
 def all_probes():
@@ -444,20 +444,6 @@ def test_generation_with_a_cache_is_refused(token_model, tmp_path, make, kind):
         model.generate(zoo.tokens(2, 4) % 17, max_new_tokens=3, verbose=False, stop_at_eos=False)
 
 
-@needs_version_4
-def test_generation_without_a_cache_is_whole_passes(token_model, token_inputs):
-    """As a native bridge generates: every pass reads the sequence from its beginning."""
-    with attach(token_model, PositionsProbe()) as probes:
-        ids = token_model.generate(
-            token_inputs[:2, :4], max_new_tokens=2, verbose=False, stop_at_eos=False
-        )
-    found = probes[0].result()
-    (expected,) = run_probes(token_model, ids[:, :5], [PositionsProbe()], progress=False)
-    assert found.lengths.tolist() == [4, 4, 5, 5]
-    for one, other in zip(found.positions, expected.positions, strict=True):
-        assert one[2:].equal(other)
-
-
 @pytest.mark.parametrize("source_layer", [None, 1])
 @pytest.mark.parametrize("kind", ["token model", "bridge"])
 def test_an_edit_where_sources_enter_is_refused_and_looking_is_not(
@@ -576,26 +562,6 @@ def test_activations_written_in_place_are_refused(token_model, token_inputs):
         pytest.raises(InfoFlowError, match="was written in place after its hooks had run"),
     ):
         token_model(token_inputs)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_masks_given_by_place_are_seen(token_model, token_inputs, side):
-    import inspect
-
-    ids, mask = token_inputs.clone(), torch.ones_like(token_inputs)
-    place = slice(0, 3) if side == "left" else slice(6, 9)
-    mask[::2, place] = 0
-    names = list(inspect.signature(type(token_model).forward).parameters)
-    values = {
-        name: parameter.default
-        for name, parameter in inspect.signature(type(token_model).forward).parameters.items()
-    }
-    before = names[2 : names.index("attention_mask")]
-    if any(values[name] is inspect.Parameter.empty for name in before):
-        pytest.skip("the mask has no place in this version's signature")
-    with attach(token_model, PositionsProbe()) as probes, torch.no_grad():
-        token_model(ids, *(values[name] for name in before), mask)
-    assert probes[0].result().lengths.tolist() == mask.sum(dim=1).tolist()
 
 
 def test_states_that_cannot_be_read_are_named(model, inputs):

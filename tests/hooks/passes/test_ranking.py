@@ -64,21 +64,6 @@ def test_scores_that_were_written_to_are_ranked_again():
     assert rank_keys(scores, (1,)).positions.tolist() == [[1]]
 
 
-@pytest.mark.parametrize("sequences", [1, 3])
-def test_keys_that_are_not_visible_are_never_ranked(sequences):
-    """Whatever their scores are: the lowest finite value, or larger than all others."""
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(3, 2, 5, 5, generator=generator)
-    visible = torch.rand(sequences, 5, 5, generator=generator) < 0.6
-    open_scores = scores.masked_fill(~visible[:, None], -math.inf)
-    for closed in (torch.finfo(torch.float32).min, 1e9):
-        shown = scores.masked_fill(~visible[:, None], closed)
-        for one, other in zip(
-            rank_keys(shown, (1, 2, 3), visible), rank_keys(open_scores, (1, 2, 3)), strict=True
-        ):
-            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
 _KERNEL = """
 import sys, torch
 from infoflow_lens.hooks.passes import kernels

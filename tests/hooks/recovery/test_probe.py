@@ -69,45 +69,6 @@ def test_blocks_without_resid_mid_use_the_same_state(token_inputs, changes):
     assert float(result.fvu[0][1, 0]) == pytest.approx(fvu, rel=1e-4)
 
 
-def test_what_the_state_holds_linearly_is_recovered_and_the_rest_is_not():
-    """Every token attends to itself alone (rank 1): the residual stream gives it back."""
-    from infoflow_lens import Architecture, build_model
-
-    model = build_model(
-        Architecture(n_heads=(1,), d_model=12, d_head=(4,), d_token=4, n_tokens=8, attn_scale=200.0)
-    )
-    with torch.no_grad():
-        block = model.blocks[0].attn
-        inverse = torch.linalg.pinv(model.embed.W_E)  # reads the token off the residual stream
-        block.W_Q[0], block.W_K[0] = inverse, inverse
-        block.b_Q.zero_()
-    x = torch.randn(300, 8, 4, generator=torch.Generator().manual_seed(0))
-    x = x / x.norm(dim=-1, keepdim=True)  # on the sphere x(t).x(s) is largest at s = t
-    result, attended = run_probes(
-        model, x, [RecoveryProbe((1, 3)), PositionsProbe()], progress=False
-    )
-    assert attended.argmax[0][:, 0, :8].eq(torch.arange(8)).all()
-    assert float(result.fvu[0][0, 0]) < 1e-5
-    assert float(result.fvu[0][0, 1]) > 0.5
-
-
-def test_maps_are_given_and_fit_the_frame(model, many_inputs):
-    (result,) = run_probes(model, many_inputs, [RecoveryProbe((1,))], progress=False)
-    _, cache = model.run_with_cache(many_inputs)
-    state = cache["blocks.1.hook_resid_mid"][:, :N_TOKENS].double()
-    keys = cache["blocks.1.attn.hook_attn_scores"][:, 4, :N_TOKENS].argmax(-1)
-    target = torch.gather(many_inputs, 1, keys.unsqueeze(-1).expand(-1, -1, D_TOKEN)).double()
-    predicted = state @ result.weight[1][4, 0] + result.bias[1][4, 0]
-    held_out = torch.arange(60) % 5 == 4
-    error = (predicted - target)[held_out].square().sum()
-    expected = float(error / target[held_out].square().sum())
-    assert float(result.second_moment[1][4, 0]) == pytest.approx(expected, rel=1e-6)
-    assert list(result.to_frame().columns) == [
-        "layer", "head", "rank", "second_moment", "fvu", "n_fit", "n_eval",
-        "second_moment_low", "second_moment_high", "fvu_low", "fvu_high",
-    ]  # fmt: skip
-
-
 def test_fewer_rows_than_features_are_said(model, inputs):
     with pytest.warns(InfoFlowWarning) as warned:
         (result,) = run_probes(
