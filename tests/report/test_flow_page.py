@@ -510,7 +510,7 @@ def test_the_link_is_copied_and_notebooks_keep_their_address(show, html, inputs)
     assert notebook.evaluate("document.activeElement.tagName") == "DIV"  # inside the picture alone
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["dark"])
 def test_pictures_are_saved_as_they_are_seen(show, html, scheme, tmp_path):
     page = show(html, scheme=scheme)
     lit(page)
@@ -543,6 +543,7 @@ def test_pictures_are_saved_as_they_are_seen(show, html, scheme, tmp_path):
         assert len(image.convert("RGB").getcolors(1 << 20)) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "heads", "width"), [(64, (12,) * 12, 1200), (64, (12,) * 12, 390), (300, (4,) * 6, 1200)]
 )

@@ -117,7 +117,7 @@ def bridge_of(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, "float32") for name in HOSTED), *((name, "bfloat16") for name in zoo.NAMES)],
+    [*((name, "float32") for name in HOSTED), ("gpt2", "bfloat16"), ("opt", "bfloat16")],
 )
 def test_bridges_are_found_out_by_running(bridge_of, name, dtype):
     found = inspect_model(bridge_of(name, dtype), zoo.tokens(4, 12))
