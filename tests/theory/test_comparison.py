@@ -18,8 +18,10 @@ from infoflow_lens.theory.comparison import (
     d_retrieval_profile,
     depth_separation_profile,
     growth_sizes,
+    information_needed,
     intrinsic_dimension_profile,
     model_comparisons,
+    root_ceiling,
     triangle_center_profile,
 )
 
@@ -100,6 +102,13 @@ def test_a_tree_over_some_positions_has_leaves_there_only():
         ComparisonTree.over(6, component, "star")
 
 
+def test_the_least_root_is_exact_for_any_integer():
+    for value in (0, 1, 2, 26, 27, 28, 10**60, 10**60 + 1):
+        root = root_ceiling(value, 3)
+        assert root**3 >= value
+        assert root == 0 or (root - 1) ** 3 < value
+
+
 @pytest.mark.parametrize(
     ("profile", "expected"),
     [
@@ -117,12 +126,46 @@ def test_numbers_of_comparison_at_64_tokens(profile, expected):
     assert profile.order <= profile.dimension
 
 
+def test_upper_counts_are_those_of_trees():
+    x = torch.randn(1, 7, 3)
+    component = Component(2, polynomial(2, 0))
+    symmetric = Component(2, polynomial(2, 0), symmetric=True)
+    ordered = ComparisonTree.over(7, component).evaluate(x)[1]
+    unordered = ComparisonTree.over(7, symmetric).evaluate(x)[1]
+    assert intrinsic_dimension_profile(3).number(7, "paper") == 3 * ordered
+    assert intrinsic_dimension_profile(3).number(7, "unordered") == 3 * unordered
+    assert depth_separation_profile().number(7, "paper") == ordered
+
+
+def test_growth_of_max_position_sets():
+    assert growth_sizes((2, 4), 64) == [(3, 2), (15, 14)]
+    assert growth_sizes((4, 4), 64) == [(5, 4), (25, 24)]
+    assert growth_sizes((4, 4), 64, cls_hidden=False) == [(5, 0), (25, 20)]
+    assert growth_sizes((4, 4), 10) == [(5, 4), (10, 10)]
+
+
 @pytest.mark.parametrize(
     ("heads", "capacities"), [(1, (65, 68)), (2, (130, 136)), (3, (195, 204)), (4, (260, 272))]
 )
 def test_example_1_capacity_of_one_layer(heads, capacities):
     sizes = growth_sizes((heads,), 64)
     assert tuple(model_comparisons((heads,), 64, sizes, 1, k) for k in (1, 4)) == capacities
+
+
+def test_comparisons_of_a_position_by_position_count():
+    """Eq (5) written out: hidden layers count T + 1 positions, the last one CLS."""
+    heads, sizes, n_tokens = (2, 3), [(3, 2), (12, 11)], 9
+    total = sum(2 * 9 + 5 * 3**2 for _ in range(9)) + 2 * 9 + 5 * 2**2 + 3 * 9 + 5 * 11**2
+    assert model_comparisons(heads, n_tokens, sizes, 2, trees=5) == total
+    exact = model_comparisons(heads, n_tokens, sizes, 2, trees=5, per_head="T-1")
+    assert total - exact == 2 * 10 + 3
+
+
+def test_large_t_is_counted_without_large_memory():
+    n = 10**6
+    assert model_comparisons((4, 4), n, 5, 3) == n * (4 * n + 125) + 2 * (4 * n + 125)
+    size, _ = information_needed(triangle_center_profile(), (4, 4), n, "paper")
+    assert size == 10**4
 
 
 @pytest.mark.parametrize(
