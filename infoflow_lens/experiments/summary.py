@@ -5,11 +5,13 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infoflow_lens.experiments.claims import Verdict
-from infoflow_lens.experiments.pages import TEMPLATE, render_page
+from infoflow_lens.experiments.language_model.card import comparison, measured_models
+from infoflow_lens.experiments.pages import TEMPLATE, cell_of, render_page
 from infoflow_lens.experiments.registry import LANGUAGE_MODEL_STUDIES, STUDY_KINDS
 from infoflow_lens.experiments.studies import STUDIES
 from infoflow_lens.experiments.study import Study
@@ -87,24 +89,37 @@ def language_model_runs(folder: Path) -> list[Path]:
 def _page(template: Path, pages: Mapping[Path, str]) -> str:
     """A page filled from the runs in the folders beside it, and their tables."""
 
+    def table(run: str) -> str:
+        return pages[template.parent / run / "table.md"]
+
     def section(run: str, heading: str) -> str:
         """What a run's table.md has below a heading."""
-        text = pages[template.parent / run / "table.md"].partition(f"\n### {heading}\n")[2]
+        text = table(run).partition(f"\n### {heading}\n")[2]
         if not text:
             raise KeyError(f"{heading} in table.md of {run}")
         return re.split(r"\n\n(?:### |\*\*)", text)[0].strip()
 
-    def verdict(run: str) -> Verdict:
-        path = template.parent / run
-        return recorded_run(STUDY_KINDS[_config(path / "record.json")["study"]](), path).verdict
+    @cache
+    def of_run(run: str) -> tuple[Study, RecordedRun]:
+        study = STUDY_KINDS[_config(template.parent / run / "record.json")["study"]]()
+        return study, recorded_run(study, template.parent / run)
+
+    def holds(run: str, place: int, label: str) -> bool:
+        """Whether a claim of a study holds of what one of its numbers is of."""
+        study, recorded = of_run(run)
+        claim = study.claims()[place]
+        return claim.holds(claim.numbers(recorded.finished)[label])
 
     return render_page(
         template,
         {
-            "rows": lambda run: rows_of(template.parent / run),
-            "verdict": verdict,
-            "seen": lambda run: "**Seen**" if verdict(run).passed else "**Not seen**",
+            "rows": cache(lambda run: rows_of(template.parent / run)),
+            "verdict": lambda run: of_run(run)[1].verdict,
+            "seen": lambda run: "**Seen**" if of_run(run)[1].verdict.passed else "**Not seen**",
+            "holds": holds,
+            "models": lambda: comparison(measured_models(template.parent / "models")),
             "section": section,
+            "cell": lambda run, column, *first: cell_of(table(run), column, *first),
         },
     )
 
