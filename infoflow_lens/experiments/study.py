@@ -12,7 +12,8 @@ from torch import Tensor
 
 from infoflow_lens.experiments.claims import Claim, Verdict, judged
 from infoflow_lens.experiments.memory import run_bytes
-from infoflow_lens.experiments.tables import markdown_table, spread
+from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
+from infoflow_lens.experiments.tables import Part, TableSpec, render
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.architecture import Architecture
@@ -101,6 +102,9 @@ class Study(ABC):
             puts it into its folder before it starts.
         presets: for each preset, how many seeds it runs by default.
         judges_every_run: whether the rule is about every run, so that one that diverged breaks it.
+        tables: the tables of the study and the text between them; by default each measured number
+            by the settings that differ.
+        plots: its figure; by default a panel for each measured number.
     """
 
     name: ClassVar[str]
@@ -110,6 +114,8 @@ class Study(ABC):
     statement: ClassVar[Statement | None] = None
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
     judges_every_run: ClassVar[bool] = False
+    tables: ClassVar[Sequence[Part]] = ()
+    plots: ClassVar[FigureSpec | None] = None
 
     @abstractmethod
     def cases(self, preset: str) -> Sequence[Settings]:
@@ -124,27 +130,24 @@ class Study(ABC):
         return 0
 
     def table(self, results: "pd.DataFrame") -> str:
-        """Our numbers beside the published ones, in Markdown, with seeds and spread.
-
-        By default each measured number by the settings that differ.
-        """
-        settings, measured = self._columns(results)
-        groups: Any = results.groupby(settings, sort=False)
-        rows = [[*key, *(spread(rows[name]) for name in measured)] for key, rows in groups]
-        return markdown_table([*settings, *measured], rows)
+        """Our numbers beside the published ones, in Markdown, with seeds and spread."""
+        return render(self.tables or [TableSpec(*self._columns(results))], results)
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
-        """The effect at a glance; by default a panel for each measured number."""
-        from matplotlib.figure import Figure
-
+        """The effect at a glance."""
+        if self.plots is not None:
+            return self.plots.draw(results)
         settings, measured = self._columns(results)
-        figure = Figure(figsize=(3.6 * len(measured), 3), layout="constrained")
-        labels = results[settings].astype(str).agg(", ".join, axis=1)
-        for axes, name in zip(figure.subplots(1, len(measured), squeeze=False)[0], measured):
-            axes.plot(labels, results[name], "o", alpha=0.6)
-            axes.set_xlabel(", ".join(settings))
-            axes.set_ylabel(name)
-        return figure
+        named = results.assign(case=results[settings].astype(str).agg(", ".join, axis=1))
+        panels = [
+            Panel(
+                [Curves("case", name, take="each", style="o", alpha=0.6, label="")],
+                Axis(", ".join(settings)),
+                Axis(name),
+            )
+            for name in measured
+        ]
+        return FigureSpec(panels).draw(named)
 
     def _columns(self, results: "pd.DataFrame") -> tuple[list[str], list[str]]:
         """The settings that differ between runs, or all, and the measured numbers."""
