@@ -102,9 +102,6 @@ class Study(ABC):
             puts it into its folder before it starts.
         presets: for each preset, how many seeds it runs by default.
         judges_every_run: whether the rule is about every run, so that one that diverged breaks it.
-        tables: the tables of the study and the text between them; by default each measured number
-            by the settings that differ.
-        plots: its figure; by default a panel for each measured number.
     """
 
     name: ClassVar[str]
@@ -114,8 +111,6 @@ class Study(ABC):
     statement: ClassVar[Statement | None] = None
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
     judges_every_run: ClassVar[bool] = False
-    tables: ClassVar[Sequence[Part]] = ()
-    plots: ClassVar[FigureSpec | None] = None
 
     @abstractmethod
     def cases(self, preset: str) -> Sequence[Settings]:
@@ -129,14 +124,26 @@ class Study(ABC):
         """Bytes that a run takes at its peak, about; 0 where that is not known."""
         return 0
 
+    def tables(self) -> Sequence[Part]:
+        """Our numbers beside the published ones, with seeds and spread, and the text between.
+
+        Without any the page has each measured number by the settings that differ.
+        """
+        return ()
+
+    def plots(self) -> FigureSpec | None:
+        """The effect at a glance; by default a panel for each measured number."""
+        return None
+
     def table(self, results: "pd.DataFrame") -> str:
-        """Our numbers beside the published ones, in Markdown, with seeds and spread."""
-        return render(self.tables or [TableSpec(*self._columns(results))], results)
+        """The tables of some rows, in Markdown."""
+        return render(self.tables() or [TableSpec(*self._columns(results))], results)
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
-        """The effect at a glance."""
-        if self.plots is not None:
-            return self.plots.draw(results)
+        """The figure of some rows."""
+        plots = self.plots()
+        if plots is not None:
+            return plots.draw(results)
         settings, measured = self._columns(results)
         named = results.assign(case=results[settings].astype(str).agg(", ".join, axis=1))
         panels = [

@@ -9,6 +9,7 @@ from infoflow_lens.agreement import compare, coverage
 from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.demo import RANKS, DemoConfig
 from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
+from infoflow_lens.experiments.studies.rows import numbers_of
 from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy
 from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups
 from infoflow_lens.hooks import JacobianInfluence, PositionsProbe, RecoveryProbe, run_probes
@@ -63,32 +64,6 @@ class AgreementOverTraining(VectorStudy):
     statement: ClassVar[Statement] = Statement.of("agreement_over_training")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
     judges_every_run: ClassVar[bool] = True
-    tables: ClassVar[Sequence[Part]] = (
-        TableSpec(
-            ("epoch",), [Column(name, column) for column, name in _COLUMNS.items()], sort=True
-        ),
-        "First epoch that was looked at with",
-        TableSpec(
-            ("seed",),
-            [
-                Column(f"AUROC above {_AGREES}", lambda run: _first(run, run["auroc"] > _AGREES)),
-                Column(f"NMSE below {_LEARNT}", lambda run: _first(run, run["nmse"] < _LEARNT)),
-            ],
-            sort=True,
-        ),
-        "The sets are those of CLS. Predicted: at the end they hold the active tokens. "
-        "Published: nothing between the ends of training; at its end recovery ratios of "
-        ".065-.096 or .34-.78 (rank 1, six or five heads) and .78-1.09 (rank 2), of other "
-        "sizes.",
-    )
-    plots: ClassVar[FigureSpec] = FigureSpec(
-        [
-            _panel("auroc", "coverage", "influence_inside", levels=[_AGREES]),
-            _panel("nmse", scale="log", levels=[_LEARNT]),
-            _panel("ratio_rank1", "ratio_rank2", "concentration"),
-        ],
-        size=(3.7, 4),
-    )
 
     def cases(self, preset: str) -> Sequence[Settings]:
         """One configuration."""
@@ -152,15 +127,39 @@ class AgreementOverTraining(VectorStudy):
         ]
         return [{**row, **ratio} for row, ratio in zip(rows, ratios, strict=True)]
 
+    def tables(self) -> Sequence[Part]:
+        """Means and ranges over seeds, a row a checkpoint; then what came first."""
+        columns = [Column(name, column) for column, name in _COLUMNS.items()]
+        firsts = (
+            Column(f"AUROC above {_AGREES}", lambda run: _first(run, run["auroc"] > _AGREES)),
+            Column(f"NMSE below {_LEARNT}", lambda run: _first(run, run["nmse"] < _LEARNT)),
+        )
+        return (
+            TableSpec(("epoch",), columns, sort=True),
+            "First epoch that was looked at with",
+            TableSpec(("seed",), firsts, sort=True),
+            "The sets are those of CLS. Predicted: at the end they hold the active tokens. "
+            "Published: nothing between the ends of training; at its end recovery ratios of "
+            ".065-.096 or .34-.78 (rank 1, six or five heads) and .78-1.09 (rank 2), of other "
+            "sizes.",
+        )
+
+    def plots(self) -> FigureSpec:
+        """Agreement, error and recovery over epochs; lines are means, bands the range."""
+        agreement = _panel("auroc", "coverage", "influence_inside", levels=[_AGREES])
+        error = _panel("nmse", scale="log", levels=[_LEARNT])
+        recovery = _panel("ratio_rank1", "ratio_rank2", "concentration")
+        return FigureSpec([agreement, error, recovery], size=(3.7, 4))
+
     def claims(self) -> Sequence[Claim]:
         """By the first and the last checkpoint of every run."""
         auroc = "the AUROC of the predicted sets of CLS against measured influence is {bound}"
         return (
-            Claim(f"{auroc} before training", lambda r: _by_seed(r, "auroc", 0), "<", 0.75),
-            Claim(f"{auroc} at the end", lambda r: _by_seed(r, "auroc", -1), ">", _AGREES),
+            Claim(f"{auroc} before training", lambda r: _at(r, "auroc", 0), "<", 0.75),
+            Claim(f"{auroc} at the end", lambda r: _at(r, "auroc", -1), ">", _AGREES),
             Claim(
                 "these sets hold {bound} of the active tokens at the end",
-                lambda r: _by_seed(r, "coverage", -1),
+                lambda r: _at(r, "coverage", -1),
                 ">",
                 0.97,
             ),
@@ -230,8 +229,12 @@ def _first(run: "pd.DataFrame", reached: "pd.Series[bool]") -> str:
     return str(int(run["epoch"][reached].min())) if reached.any() else "none"
 
 
-def _by_seed(results: "pd.DataFrame", column: str, place: int) -> Numbers:
+def _at(results: "pd.DataFrame", column: str, place: int) -> Numbers:
     """A column at the first or the last checkpoint of each run."""
-    runs = groups(results.sort_values("epoch"), ["seed"], sort=True)
     # first() and last() would pass over undefined numbers
-    return {f"seed {seed}": float(run[column].iloc[place]) for (seed,), run in runs}
+    return numbers_of(
+        results.sort_values(["seed", "epoch"]),
+        ["seed"],
+        lambda run: run[column].iloc[place],
+        "seed {}".format,
+    )

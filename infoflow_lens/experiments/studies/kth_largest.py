@@ -25,33 +25,6 @@ class KthLargestStudy(TrainedStudy):
     source: ClassVar[str] = "InfoFlow 2026, Theorem 2 (Sec. 4.1)"
     statement: ClassVar[Statement] = Statement.of("kth_largest")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 2}
-    tables: ClassVar[Sequence[Part]] = (
-        TableSpec(
-            ("n_tokens", "k"),
-            (
-                "nmse",
-                Column("attends to the largest", "chooses_largest"),
-                Column("to the k-th", "chooses_kth"),
-                Column("to the smallest", "chooses_smallest"),
-            ),
-        ),
-        "The paper states exponents and prints no experiment.",
-    )
-    plots: ClassVar[FigureSpec] = FigureSpec(
-        [
-            Panel(
-                [
-                    Curves("k", "nmse", take="each", style="o", label="each seed", alpha=0.5),
-                    Curves(
-                        "k", "nmse", take="least", style="-", colour="C1", label="least over seeds"
-                    ),
-                ],
-                Axis("k", "log2"),
-                Axis("validation NMSE", "log"),
-            )
-        ],
-        size=(6, 3.4),
-    )
 
     def cases(self, preset: str) -> Sequence[Settings]:
         """By k."""
@@ -108,6 +81,24 @@ class KthLargestStudy(TrainedStudy):
                 "chooses_smallest": float((rank == task.n_tokens - 1).double().mean()),
             }
         ]
+
+    def tables(self) -> Sequence[Part]:
+        """Errors and choices by k."""
+        columns = (
+            "nmse",
+            Column("attends to the largest", "chooses_largest"),
+            Column("to the k-th", "chooses_kth"),
+            Column("to the smallest", "chooses_smallest"),
+        )
+        note = "The paper states exponents and prints no experiment."
+        return TableSpec(("n_tokens", "k"), columns), note
+
+    def plots(self) -> FigureSpec:
+        """NMSE over k."""
+        seeds = Curves("k", "nmse", take="each", style="o", label="each seed", alpha=0.5)
+        least = Curves("k", "nmse", take="least", style="-", label="least over seeds", colour="C1")
+        panel = Panel([seeds, least], Axis("k", "log2"), Axis("validation NMSE", "log"))
+        return FigureSpec([panel], size=(6, 3.4))
 
     def claims(self) -> Sequence[Claim]:
         """By the errors between the extremes, and by what the head of k = 1 attends to."""
