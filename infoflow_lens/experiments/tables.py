@@ -70,6 +70,7 @@ class TableSpec:
         columns: behind these; the name of a column of the rows stands for its spread.
         rows: which rows, or what is made of them first.
         words: for a column, what stands in the place of its values.
+        names: for a column of `by`, what it is called at the top.
         sort: whether lines stand by the values of `by`.
     """
 
@@ -77,6 +78,7 @@ class TableSpec:
     columns: Sequence[Column | str]
     rows: "Callable[[pd.DataFrame], pd.DataFrame]" = lambda results: results
     words: Mapping[str, Words] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
     sort: bool = False
 
     def render(self, results: "pd.DataFrame") -> str:
@@ -96,7 +98,7 @@ class TableSpec:
                 here = some if value is None else some[some[column.across] == value]
                 said.append(column.cell(here))
             lines.append(said)
-        names = [_HEADERS.get(name, name.replace("_", " ")) for name in self.by]
+        names = [self.names.get(name, _header(name)) for name in self.by]
         return markdown_table([*names, *(name for name, *_ in cells)], lines)
 
     def _expanded(
@@ -104,7 +106,7 @@ class TableSpec:
     ) -> list[tuple[str, Column, object]]:
         """Names, and the values of which there is a column each."""
         if isinstance(column, str):
-            column = Column(_HEADERS.get(column, column.replace("_", " ")), column)
+            column = Column(_header(column), column)
         if not column.across:
             return [(column.name, column, None)]
         return [
@@ -117,6 +119,10 @@ class TableSpec:
         if words is None:
             return _shown(value, "g") or "-"
         return str(words(value) if callable(words) else words[value])
+
+
+def _header(column: str) -> str:
+    return _HEADERS.get(column, column.replace("_", " "))
 
 
 Part: TypeAlias = "TableSpec | str | Callable[[pd.DataFrame], str]"

@@ -63,3 +63,38 @@ def least_over_draws(results: "pd.DataFrame", by: Sequence[str]) -> "pd.Series[f
     of_draws = least_over_seeds(results, [*by, "draw"])
     logs: Any = np.log(of_draws)
     return np.exp(logs.groupby(level=list(by), sort=False).mean())
+
+
+def beside_enough(results: "pd.DataFrame", by: Sequence[str]) -> "pd.DataFrame":
+    """A row for each run, with what the least errors of its cell are beside those of D heads.
+
+    Args:
+        results: rows of a study of D best pairs.
+        by: the columns of a cell; ``D`` is the first, ``heads`` the last.
+
+    Returns:
+        runs with ``least``, the least error of the cell (:func:`least_over_draws`), and ``times``,
+        how many times that of (D, D) it is; NaN where this was not run.
+    """
+    runs, least = runs_of(results), least_over_draws(results, by)
+    cells: Any = list(zip(*(runs[name] for name in by), strict=True))
+    own = np.array([least[cell] for cell in cells])
+    enough = np.array([least.get((*cell[:-1], f"{cell[0]} {cell[0]}"), np.nan) for cell in cells])
+    return runs.assign(least=own, times=own / enough)
+
+
+def with_one_head(results: "pd.DataFrame", by: Sequence[str]) -> "pd.DataFrame":
+    """The rows with the least errors of (1, 2D - 1) in the place of those of (D, D)."""
+    least, changed = least_over_draws(results, by), results.copy()
+    cells: Any = least.index
+    for cell in cells:
+        d, *between, heads = cell
+        if heads == f"1 {2 * d - 1}":
+            here = (changed[list(by)] == [d, *between, f"{d} {d}"]).all(axis=1)
+            changed.loc[here, "nmse"] = least[cell]
+    return changed
+
+
+def has_enough_heads(results: "pd.DataFrame") -> "pd.Series[bool]":
+    """Rows of models with at least D heads in the first layer."""
+    return results["heads"].map(first_heads) >= results["D"]
