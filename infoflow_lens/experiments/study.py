@@ -12,7 +12,8 @@ from torch import Tensor
 
 from infoflow_lens.experiments.claims import Claim, Verdict, judged
 from infoflow_lens.experiments.memory import run_bytes
-from infoflow_lens.experiments.tables import markdown_table, spread
+from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
+from infoflow_lens.experiments.tables import Part, TableSpec, render
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.architecture import Architecture
@@ -130,28 +131,37 @@ class Study(ABC):
         """Bytes that a run takes at its peak, about; 0 where that is not known."""
         return 0
 
-    def table(self, results: "pd.DataFrame") -> str:
-        """Our numbers beside the published ones, in Markdown, with seeds and spread.
+    def tables(self) -> Sequence[Part]:
+        """Our numbers beside the published ones, with seeds and spread, and the text between.
 
-        By default each measured number by the settings that differ.
+        Without any the page has each measured number by the settings that differ.
         """
-        settings, measured = self._columns(results)
-        groups: Any = results.groupby(settings, sort=False)
-        rows = [[*key, *(spread(rows[name]) for name in measured)] for key, rows in groups]
-        return markdown_table([*settings, *measured], rows)
+        return ()
+
+    def plots(self) -> FigureSpec | None:
+        """The effect at a glance; by default a panel for each measured number."""
+        return None
+
+    def table(self, results: "pd.DataFrame") -> str:
+        """The tables of some rows, in Markdown."""
+        return render(self.tables() or [TableSpec(*self._columns(results))], results)
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
-        """The effect at a glance; by default a panel for each measured number."""
-        from matplotlib.figure import Figure
-
+        """The figure of some rows."""
+        plots = self.plots()
+        if plots is not None:
+            return plots.draw(results)
         settings, measured = self._columns(results)
-        figure = Figure(figsize=(3.6 * len(measured), 3), layout="constrained")
-        labels = results[settings].astype(str).agg(", ".join, axis=1)
-        for axes, name in zip(figure.subplots(1, len(measured), squeeze=False)[0], measured):
-            axes.plot(labels, results[name], "o", alpha=0.6)
-            axes.set_xlabel(", ".join(settings))
-            axes.set_ylabel(name)
-        return figure
+        named = results.assign(case=results[settings].astype(str).agg(", ".join, axis=1))
+        panels = [
+            Panel(
+                [Curves("case", name, take="each", style="o", alpha=0.6, label="")],
+                Axis(", ".join(settings)),
+                Axis(name),
+            )
+            for name in measured
+        ]
+        return FigureSpec(panels).draw(named)
 
     def _columns(self, results: "pd.DataFrame") -> tuple[list[str], list[str]]:
         """The settings that differ between runs, or all, and the measured numbers."""
