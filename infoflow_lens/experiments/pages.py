@@ -38,9 +38,10 @@ def render_page(template: Path, more: Mapping[str, Callable[..., Any]]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= FORMS | {"n": short, "span": span, "number": _first_number}
-    environment.globals |= {**FORMS, "statement": lambda name: Statement.of(name).text.rstrip()}
-    environment.globals |= more
+    environment.filters.update(FORMS, n=short, span=span, number=_first_number)
+    environment.globals.update(
+        FORMS, statement=lambda name: Statement.of(name).text.rstrip(), **more
+    )
     try:
         return environment.from_string(template.read_text(encoding="utf-8")).render()
     except (jinja2.TemplateError, KeyError, IndexError, TypeError, ValueError) as error:
