@@ -115,17 +115,6 @@ def test_a_causal_model_is_not_praised_for_the_future():
     assert agreement.cls.auroc == pytest.approx(0.5, abs=0.05)
 
 
-def test_where_every_position_is_a_source_the_last_is_the_read_out():
-    predicted, scores = case(1, extra=0)
-    agreement = compare(predicted, scores)
-    assert agreement.cls.n_states == 4
-    # the read-out position itself does not count
-    changed = scores.clone()
-    changed[1, :, 5, 5] = 1000.0
-    inside = compare(predicted, changed, threshold=1e-9).cls
-    assert inside.influence_inside == pytest.approx(agreement.cls.influence_inside)
-
-
 def test_coverage_is_the_share_of_active_tokens_inside():
     predicted = torch.tensor([[True, True, False], [False, False, True]])
     active = torch.tensor([[True, False, True], [False, False, True]])

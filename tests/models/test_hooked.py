@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from transformer_lens import HookedRootModule
 
 from infoflow_lens import Architecture, InfoFlowError, build_model, build_token_model
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
@@ -56,24 +55,6 @@ def test_bits_of_hooked_transformer_in_this_process(precision):
             for label, value in tensors.items():
                 found = ours.tensors[part][label]
                 assert found.equal(value), frozen.difference(f"{name} {label}", found, value)
-
-
-def test_what_it_is(layers_alike, attention_only):
-    import transformer_lens
-
-    for model in (layers_alike, attention_only):
-        assert isinstance(model, HookedRootModule)
-        if HAS_HOOKED_TRANSFORMER:
-            assert isinstance(model, transformer_lens.HookedTransformer)
-            assert isinstance(model.cfg, transformer_lens.HookedTransformerConfig)
-        else:
-            assert isinstance(model.cfg, transformer_lens.TransformerBridgeConfig)
-    cfg = layers_alike.cfg
-    assert (cfg.n_layers, cfg.n_heads, cfg.d_head, cfg.d_model) == (2, 3, 4, 11)
-    assert (cfg.n_ctx, cfg.d_mlp, cfg.d_vocab_out, cfg.attn_scale) == (8, 5, 4, 2.0)
-    assert (cfg.normalization_type, cfg.attention_dir, cfg.attn_only) == (
-        "LN", "bidirectional", False,
-    )  # fmt: skip
 
 
 def test_state_dicts_with_the_causal_mask_of_earlier_transformer_lens(attention_only, ids):

@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -577,15 +576,6 @@ def test_two_pictures_in_one_page_leave_each_other_alone(show, inputs):
     assert page.evaluate("window.d3") == "mine"
 
 
-def test_groups_of_inputs_are_a_switch(show, inputs):
-    view = FlowView("before and after", inputs[:2], groups=[("initial", 1), ("trained", 1)])
-    page = show(render_flow(view))
-    assert lit(page)[0] == expected(inputs[0], 2, 8)
-    page.get_by_role("button", name="trained").click()
-    page.locator("button[aria-pressed=true]", has_text="trained").wait_for()
-    assert lit(page)[0] == expected(inputs[1], 2, 8)
-
-
 @pytest.fixture(scope="module")
 def pair():
     """Two inputs, of which the second lacks the fifth token and has another sixth."""
@@ -623,14 +613,6 @@ def test_two_inputs_stand_side_by_side_and_follow_each_other(show, pair):
     page.locator(".one").first.locator(".token").nth(4).click()  # it has no counterpart
     assert side_of(page, 1)[1] == 3
     assert "not matched with each other" in page.locator(".changed .caption").inner_text()
-
-
-def test_each_of_two_inputs_opens_on_a_state_of_its_own(show, pair):
-    """The last one of the first input has no counterpart, and the second input ends before."""
-    page = show(render_flow(replace(pair, aligned=pair.aligned[:4], selected=(2, 8))))
-    page.locator(".changed td").first.wait_for()
-    assert [side_of(page, side)[1] for side in (0, 1)] == [8, 7]
-    assert side_of(page, 1)[0] == expected(pair.inputs[1], 2, 7)
 
 
 def test_the_table_says_what_changed(show, pair):

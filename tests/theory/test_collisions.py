@@ -3,13 +3,15 @@
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError
+from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.theory.bounds import encoding_bound
+from infoflow_lens.theory.comparison import Branch, ComparisonTree, Leaf
 from infoflow_lens.theory.cost import DigitCode
 from tests.reference.pigeonholes import (
     closest_pair_collision,
     encoding_collision,
     largest_radius,
+    uncovered_input,
 )
 
 
@@ -65,6 +67,38 @@ def test_forced_widths_have_theorem_3s_exponent():
     digits = DigitCode(2, 1, 3)
     found = encoding_collision(lambda x: digits.encode(x.clamp(max=1 - 1e-9)), 2, 0.02)
     assert found.distance <= found.distance_bound
+
+
+def without_leaf(tree, positions):
+    """The same tree but for one leaf."""
+
+    def rebuilt(node):
+        if isinstance(node, Leaf):
+            return None if node.positions == positions else node
+        left, right = rebuilt(node.left), rebuilt(node.right)
+        if left is None or right is None:
+            return right if left is None else left
+        return Branch(left, right, node.score)
+
+    return ComparisonTree(rebuilt(tree.root))
+
+
+@pytest.mark.parametrize("name", ["d_retrieval", "depth_separation", "triangle_center"])
+def test_no_leaf_can_be_missing(name):
+    """App. D: of all distinct tuples each must be a leaf, or some input is lost."""
+    sizes = {"n_components": 1} if name == "d_retrieval" else {}
+    task = load_task(name, n_tokens=5, **sizes)
+    whole = task.trees()
+    assert uncovered_input(task, whole) is None
+    arity = task.components[0].arity
+    for positions in [(0, 1, 2)[:arity], (1, 3, 4)[:arity]]:
+        part = [without_leaf(tree, positions) for tree in whole]
+        assert part[0].n_leaves == whole[0].n_leaves - 1
+        lost = uncovered_input(task, part)
+        assert lost is not None
+        winner, _ = part[0].evaluate(lost[None])
+        active = task.active_index_set(lost[None])[0].nonzero()[:, 0].tolist()
+        assert not set(active) <= set(winner[0].tolist())
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from infoflow_lens import (
 )
 from infoflow_lens.hooks.model.inputs import may_be_padded, read_inputs
 from tests.conftest import make_model_without_masks, make_token_model
-from tests.hooks.test_invariants import assert_equal
+from tests.hooks.test_invariants import assert_equal, hosted_over_ids
 from tests.reference import zoo
 from tests.versions import for_each, needs_hooked_transformer, needs_version_4
 
@@ -64,8 +64,16 @@ NATIVE = [pytest.param({"attention_dir": "bidirectional"}, marks=needs_version_4
 
 @pytest.mark.parametrize("changes", for_each((kind,) for kind in ARCHITECTURES) + NATIVE)
 def test_padding_on_either_side_changes_nothing(changes):
-    side = "left" if len(changes) % 2 else "right"
-    model, sequences = make_token_model(**changes).double(), make_sequences() * 4
+    check_padding(make_token_model(**changes), "left" if len(changes) % 2 else "right")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_of_hosted_models_changes_nothing(side):
+    check_padding(hosted_over_ids(), side)
+
+
+def check_padding(model, side):
+    model, sequences = model.double(), make_sequences() * 4
     ids, mask = padded(sequences, side)
 
     def make():

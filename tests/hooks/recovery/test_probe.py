@@ -295,20 +295,6 @@ def test_the_batch_size_changes_no_setting(settings):
         )
 
 
-def test_sequences_of_different_lengths_give_what_each_gives_alone():
-    """Padding takes part in nothing, not even in random keys."""
-    model = make_token_model().to(torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    x = [torch.randint(17, (3 + i % 6,), generator=generator) for i in range(40)]
-    settings = {"controls": True, "blocks": 2}
-    padded, alone = (
-        run_probes(model, x, [RecoveryProbe((1,), **settings)], batch_size=size, progress=False)[0]
-        for size in (40, 1)
-    )
-    for name in ("fvu", "fvu_high", "control_fvu"):
-        torch.testing.assert_close(getattr(padded, name), getattr(alone, name), rtol=1e-8, atol=0)
-
-
 def test_a_ridge_is_scikit_learns(reference):
     result = reference.probe(ridge=2.5)
     target = reference.at(reference.cache["hook_embed"], reference.keys(1, 0, 1))
