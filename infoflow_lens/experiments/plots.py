@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Scale: TypeAlias = Literal["linear", "log", "log2", "symlog"]
+Legend: TypeAlias = Literal["inside", "above", ""]
 Layer: TypeAlias = "Callable[[Axes, pd.DataFrame], None]"
 Rows: TypeAlias = "Callable[[pd.DataFrame], pd.DataFrame]"
 
@@ -196,7 +197,7 @@ class Panel:
     y: Axis = Axis()
     title: "str | Callable[[pd.DataFrame], str]" = ""
     rows: Rows = _all
-    legend: Literal["inside", "above", ""] = "inside"
+    legend: Legend = "inside"
     width: float = 1.0
 
     def draw(self, axes: "Axes", results: "pd.DataFrame") -> None:
@@ -217,7 +218,9 @@ class Panel:
                 getattr(axes, f"set_{name}lim")(*axis.limits)
             if axis.label:
                 getattr(axes, f"set_{name}label")(axis.label)
-        axes.set_title(self.title(rows) if callable(self.title) else self.title, fontsize="medium")
+        title = self.title(rows) if callable(self.title) else self.title
+        if title:
+            axes.set_title(title, fontsize="medium")
         if self.legend and axes.get_legend_handles_labels()[0]:
             place: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
             above = place if self.legend == "above" else {}
