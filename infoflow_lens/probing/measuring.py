@@ -148,8 +148,7 @@ def _probed(
     checkpoint = Checkpoint(folder, f".{which}.safetensors")
     batches = setting.batches if which == "all" else setting.detail
     # the comparison reads what is measured of the first sequences, and so it stays whole
-    grows_in = folder.path if which == "all" else None
-    gathered = run_in_shards(setting, batches, wanted, checkpoint, say, grows_in)
+    gathered = run_in_shards(setting, batches, wanted, checkpoint, say, to_disk=which == "all")
     found, failed = {}, []
     for name in wanted:
         try:
@@ -159,7 +158,7 @@ def _probed(
             continue
         found[name].save(folder.path / name)
     if failed:
-        checkpoint.save(gathered.state())
+        gathered.keep(now=True)
         raise InfoFlowError("; ".join(failed))
     checkpoint.remove()
     return found
