@@ -274,6 +274,7 @@ def main() -> None:
     parser.add_argument("--command", action="append", default=None)
     chosen = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell lets & ignore
     with tempfile.TemporaryDirectory(prefix="chaos") as home:
         found = []
         with suppress(KeyboardInterrupt):  # the table is of the rounds so far

@@ -1,7 +1,9 @@
 """Shards: the same numbers whoever measures them, and whatever stops them."""
 
+import os
 import pickle
 import shutil
+import signal
 from contextlib import nullcontext
 
 import pandas as pd
@@ -343,7 +345,7 @@ def test_a_run_whose_worker_process_is_killed_gives_the_same_bytes(
         if len(results) == 1:
             for pool in workers._busy.values():
                 for process in pool._processes.values():
-                    process.kill()
+                    os.kill(process.pid, signal.SIGKILL)
         return results[-1]
 
     result = executor._Processes.result
