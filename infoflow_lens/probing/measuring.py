@@ -9,6 +9,7 @@ from infoflow_lens.hooks import ModelCapabilities, Probe, Result
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.part import Part, Say, Setting
+from infoflow_lens.probing.patience import word_if_long
 from infoflow_lens.probing.registry import load_part, part_names
 from infoflow_lens.probing.shards import run_in_shards
 from infoflow_lens.runs.folder import RunFolder
@@ -171,7 +172,10 @@ def _measured(folder: RunFolder, name: str, part: Part, setting: Setting, say: S
         return finished
     say(name)
     checkpoint = Checkpoint(folder, f".{name}.safetensors")
-    result = part.measure(setting, checkpoint)
+    extent = setting.batches.extent
+    n, longest = (extent.n_sequences, extent.longest) if extent else (0, 0)
+    with word_if_long(say, name, min(n, setting.config.n_detail), longest):
+        result = part.measure(setting, checkpoint)
     if result is None:
         raise InfoFlowError(
             f"{type(part).__name__} gave neither a probe called {name!r} nor a result of its own: "

@@ -1,10 +1,11 @@
-"""One shard of a probe run: measured here, or by a worker that loads the model itself."""
+"""Shards of a probe run: measured here, or by a worker that loads the model itself."""
 
+import copy
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from infoflow_lens.probing.store import StoredSequences
 from infoflow_lens.runs.executor import own_device
 
 Probes = Mapping[str, Probe[Any]]
-STATE = "state.safetensors"
+SUMS = "sums.safetensors"
 
 
 @dataclass(frozen=True)
@@ -55,23 +56,29 @@ def rows_for(batches: Batches, here: bool) -> StoredSequences | Packed:
 
 @dataclass(frozen=True)
 class Task:
-    """What is needed to measure one shard.
+    """What is needed to measure a stretch: some shards in a row, whose sum comes back.
 
     Attributes:
-        index: of the shard.
-        rows: its sequences, as :func:`rows_for` gives them.
+        stretch: its number.
+        shards: the numbers of the shards that are left of it.
+        rows: their sequences, as :func:`rows_for` gives them.
         extent: of all sequences.
-        probes: by name; they have seen nothing, or a part of the shard.
+        fresh: probes which have seen nothing, by name.
+        begun: those that have seen a part of the first of these shards; empty where none have.
+        so_far: the sum of the shards before these in the stretch.
         config: of the run: model, sizes.
         fingerprint: of the weights of the model.
         watch: looks whether what is measured fits.
         scratch: a folder for what the worker writes, if it sees it.
     """
 
-    index: int
+    stretch: int
+    shards: range
     rows: StoredSequences | Packed
     extent: Extent
-    probes: Probes
+    fresh: Probes
+    begun: Probes
+    so_far: Probes
     config: ProbingConfig
     fingerprint: str
     watch: Watch
@@ -80,16 +87,17 @@ class Task:
 
 @dataclass(frozen=True)
 class Delivered:
-    """What a worker has measured of a shard, in files: states, and what grows with the sequences.
+    """What a worker has measured of a stretch, in files: sums, and what grows with the sequences.
 
     Attributes:
-        index: of the shard.
-        digests: by the names of the files, as :func:`~infoflow_lens.foundation.files.digest_of`.
+        stretch: its number.
+        digests: by the names of the files of what grows, as
+            :func:`~infoflow_lens.foundation.files.digest_of`.
         folder: where they lie.
         contents: the files themselves, by name, from a worker that does not see the folder.
     """
 
-    index: int
+    stretch: int
     digests: Mapping[str, str]
     folder: Path
     contents: Mapping[str, bytes]
@@ -135,7 +143,9 @@ def measure(
     )
 
 
-def write_growing(probes: Probes, names: frozenset[str], index: int, out: Path) -> dict[str, Any]:
+def write_growing(
+    probes: Probes, names: frozenset[str], index: int, out: Path
+) -> dict[str, dict[str, Any]]:
     """Write what grows of a shard below a folder; by name, what the whole result must know of it.
 
     Writing a shard once more, such as after a stop, gives the same files.
@@ -149,29 +159,42 @@ def write_growing(probes: Probes, names: frozenset[str], index: int, out: Path) 
 
 
 def measure_in_worker(task: Task) -> Delivered:
-    """Measure a shard in a process that may be on another machine."""
-    config, rows = task.config, task.rows
-    loaded = _loaded(config.model, own_device(config.device), config.dtype, config.backend)
-    shard = Batches(loaded.model, rows.unpacked() if isinstance(rows, Packed) else rows)
-    probes, look = task.probes, task.watch.look
-    measure(loaded.model, shard, probes, task.index, task.extent, config, lambda n: look(probes, n))
-    for probe in probes.values():
-        probe.check_model(task.fingerprint)
+    """Measure a stretch in a process that may be on another machine."""
     sees = task.scratch.is_dir()  # the name is drawn, so that no other machine has one like it
-    folder = Path(tempfile.mkdtemp(prefix="shard-", dir=task.scratch if sees else None))
+    folder = Path(tempfile.mkdtemp(prefix="stretch-", dir=task.scratch if sees else None))
     try:
-        told = write_growing(probes, task.watch.on_disk, task.index, folder)
-        states = {name: probe.state_dict() for name, probe in probes.items() if name not in told}
-        write_state(folder / STATE, {"told": told, "states": states}, {})
-        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        digests = {path.relative_to(folder).as_posix(): digest_of(path) for path in files}
+        _measure_into(folder, task)
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        files = {path.relative_to(folder).as_posix(): path for path in paths}
+        digests = {name: digest_of(path) for name, path in files.items() if name != SUMS}
         if sees:
-            return Delivered(task.index, digests, folder, {})
-        contents = {name: (folder / name).read_bytes() for name in digests}
-        return Delivered(task.index, digests, task.scratch / folder.name, contents)
+            return Delivered(task.stretch, digests, folder, {})
+        contents = {name: path.read_bytes() for name, path in files.items()}
+        return Delivered(task.stretch, digests, task.scratch / folder.name, contents)
     finally:
         if not sees:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _measure_into(folder: Path, task: Task) -> None:
+    config, growing = task.config, task.watch.on_disk
+    loaded = _loaded(config.model, own_device(config.device), config.dtype, config.backend)
+    rows = task.rows.unpacked() if isinstance(task.rows, Packed) else task.rows
+    batches, n, look = Batches(loaded.model, rows), config.shard, task.watch.look
+    told: dict[str, list[Any]] = {name: [] for name in growing}
+    for place, index in enumerate(task.shards):
+        probes = task.begun if task.begun and not place else copy.deepcopy(dict(task.fresh))
+        part = batches.part(place * n, min((place + 1) * n, len(rows)))
+        after_batch = partial(look, probes)
+        measure(loaded.model, part, probes, index, task.extent, config, after_batch)
+        for name, probe in probes.items():
+            probe.check_model(task.fingerprint)
+            if name not in growing:
+                task.so_far[name].merge(probe)
+        for name, of_shard in write_growing(probes, growing, index, folder).items():
+            told[name].append(of_shard)
+    sums = {name: task.so_far[name].state_dict() for name in task.fresh if name not in growing}
+    write_state(folder / SUMS, {"told": told, "sums": sums}, {})
 
 
 @lru_cache(maxsize=1)

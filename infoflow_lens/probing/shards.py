@@ -1,28 +1,35 @@
 """Probes over many sequences, shard by shard, behind those that a run before has measured.
 
-A shard is some sequences in a row. Each is measured by probes that have seen nothing else, and the
-shards are put together in their order, so that numbers do not depend on who has measured which.
+A shard is some sequences in a row. Each is measured by probes that have seen nothing else. Shards
+are added up in their order, in stretches of as many as the length of the data says, and these
+stretches in theirs, so that numbers do not depend on who has measured which. A worker adds up a
+stretch by itself: of a run with many shards few sums are sent.
 """
 
 import copy
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import naming_file
 from infoflow_lens.foundation.interrupts import between_steps
-from infoflow_lens.foundation.progress import Advance, progress_bar
+from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import model_fingerprint
 from infoflow_lens.foundation.state import read_state
+from infoflow_lens.hooks import Probe
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.part import Say, Setting
+from infoflow_lens.probing.patience import word_if_long
 from infoflow_lens.probing.room import Watch
 from infoflow_lens.probing.shard import (
-    STATE,
+    SUMS,
     Delivered,
     Probes,
     Task,
@@ -33,13 +40,16 @@ from infoflow_lens.probing.shard import (
 )
 from infoflow_lens.runs.executor import Unit
 
+_MOST_STRETCHES = 128
+
 
 class Gathered:
     """What is measured already, on disk and in memory.
 
-    In the folder lie the sum of the shards up to one, in the checkpoint; the shards behind it that
-    workers have measured before their turn, ``<checkpoint>.NNNNNN.safetensors``; and of results
-    that grow with the sequences a file for each shard. What is there when this is made is read.
+    In the folder lie the sum of the shards up to one, in the checkpoint; the stretches behind it
+    that workers have measured before their turn, ``<checkpoint>.NNNNNN.safetensors``; and of
+    results that grow with the sequences a file for each shard. What is there when this is made is
+    read.
 
     Args:
         fresh: the probes as they were given, which have seen nothing.
@@ -50,7 +60,7 @@ class Gathered:
 
     Attributes:
         growing: the names of the probes whose results are written shard by shard.
-        n_shards: how many shards are in the sum.
+        n_shards: how many shards are in the sums.
         begun: the probes of the shard behind them, of which a part may be measured.
 
     Raises:
@@ -66,9 +76,13 @@ class Gathered:
         self.folder = checkpoint.folder
         to_disk = to_disk and self.extent.n_sequences > size
         self.growing = frozenset(n for n, p in fresh.items() if to_disk and p.sharded is not None)
+        self._n_in_all = -(-self.extent.n_sequences // size)
+        self.stride = 1  # shards of a stretch
+        while self._n_in_all > self.stride * _MOST_STRETCHES:
+            self.stride *= 2
         self.n_shards = 0
         self.begun: Probes = {}
-        self._merged = copy.deepcopy(dict(fresh))
+        self._whole, self._stretch = self._new(), self._new()  # sums of stretches; of the last one
         self._told: dict[str, list[Any]] = {name: [] for name in self.growing}
         self._is_whole = True  # whether all of it is of the same shards, so that it may be kept
         state = checkpoint.load()
@@ -78,7 +92,7 @@ class Gathered:
 
     @property
     def n_seen(self) -> int:
-        """The sequences of the sum."""
+        """The sequences of the sums."""
         return min(self.n_shards * self.size, self.extent.n_sequences)
 
     @property
@@ -86,45 +100,63 @@ class Gathered:
         """The sequences behind them."""
         return self.extent.n_sequences - self.n_seen
 
-    def left(self) -> Iterator[tuple[int, Batches]]:
-        """The shards that are not measured, with their numbers."""
-        for index, start in enumerate(range(0, self.extent.n_sequences, self.size)):
-            if index >= self.n_shards and not self._waits(index):
-                stop = min(start + self.size, self.extent.n_sequences)
-                yield index, self.batches.part(start, stop)
+    def left(self) -> Iterator[int]:
+        """The numbers of the shards that are not measured."""
+        for index in range(self._n_in_all):
+            if index >= self.n_shards and not self._waits(index // self.stride):
+                yield index
 
-    def probes_for(self, index: int) -> Probes:
-        """The probes for a shard that is left: those that have begun it, or new ones."""
-        if index > self.n_shards:
-            return copy.deepcopy(dict(self.fresh))
-        self.begun = self.begun or copy.deepcopy(dict(self.fresh))
+    def part(self, shards: range) -> Batches:
+        """The sequences of shards in a row."""
+        stop = min(shards.stop * self.size, self.extent.n_sequences)
+        return self.batches.part(shards.start * self.size, stop)
+
+    def begin(self) -> Probes:
+        """The probes for the next shard: those that have begun it, or new ones."""
+        self.begun = self.begun or self._new()
         return self.begun
 
     def take(self) -> None:
-        """Add the next shard, whose probes have now measured all of it."""
-        probes = self.begun
-        told = write_growing(probes, self.growing, self.n_shards, self.folder.path)
-        self._add(probes, told)
+        """Add the next shard, all of which the probes that have begun it have now measured."""
+        told = write_growing(self.begun, self.growing, self.n_shards, self.folder.path)
+        with self._changing():
+            for name, probe in self.begun.items():
+                if name in told:
+                    self._told[name].append(told[name])
+                else:
+                    self._stretch[name].merge(probe)
+            self.n_shards, self.begun = self.n_shards + 1, {}
+            if not self.n_shards % self.stride or self.n_shards == self._n_in_all:
+                self._close_stretch()
         self._take_waiting()
 
+    def tasks(self) -> Iterator[tuple[int, range, Probes, Probes]]:
+        """The stretches that are left: number, shards, and probes as :class:`Task` has them."""
+        for number, found in groupby(self.left(), lambda index: index // self.stride):
+            left = list(found)
+            shards = range(left[0], left[-1] + 1)
+            if shards.start == self.n_shards:
+                yield number, shards, self.begun, self._stretch
+            else:
+                yield number, shards, {}, self._new()
+
     def receive(self, delivered: Delivered) -> None:
-        """Add a shard that a worker has measured, or keep it until its turn.
+        """Add a stretch that a worker has measured, or keep it until its turn.
 
         Raises:
             InfoFlowError: if it is of another model, or cannot be written.
         """
-        came, index = delivered.received(), delivered.index
+        came = delivered.received()
         for name, digest in delivered.digests.items():
-            if name != STATE:
-                target = self.folder.path / name
+            target = self.folder.path / name
+            with naming_file(target):
                 target.parent.mkdir(exist_ok=True)
-                self.folder.replace(came / name, target, digest)
-        if index == self.n_shards:
-            self._add_state(came / STATE)
+            self.folder.replace(came / name, target, digest)
+        if delivered.stretch == self.n_shards // self.stride:
+            self._add_stretch(came / SUMS)
             self._take_waiting()
         else:
-            waiting = self.folder.path / self._name(index)
-            self.folder.replace(came / STATE, waiting, delivered.digests[STATE])
+            self.folder.replace(came / SUMS, self.folder.path / self._name(delivered.stretch))
         shutil.rmtree(came, ignore_errors=True)
 
     def keep(self, now: bool = False) -> None:
@@ -141,7 +173,7 @@ class Gathered:
         """
         kind, told = self.fresh[name].sharded, self._told.get(name)
         if kind is None or not told:
-            return self._merged[name].result()
+            return self._whole[name].result()
         path = self.folder.path / name
         return kind.of_shards(path, told, kind.of.load(path / "000000").record)
 
@@ -151,47 +183,56 @@ class Gathered:
 
     # How it is kept
 
-    def _name(self, index: int) -> str:
-        path = self.checkpoint.path
-        return f"{path.stem}.{index:06d}{path.suffix}"
+    def _new(self) -> dict[str, Probe[Any]]:
+        return copy.deepcopy(dict(self.fresh))
 
-    def _waits(self, index: int) -> bool:
-        return os.path.lexists(self.folder.path / self._name(index))
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """A second Ctrl-C in here leaves sums that nobody may go on from."""
+        self._is_whole = False
+        yield
+        self._is_whole = True
+
+    def _close_stretch(self) -> None:
+        for name in self.fresh.keys() - self.growing:
+            self._whole[name].merge(self._stretch[name])
+        self._stretch = self._new()
+
+    def _name(self, stretch: int) -> str:
+        path = self.checkpoint.path
+        return f"{path.stem}.{stretch:06d}{path.suffix}"
+
+    def _waits(self, stretch: int) -> bool:
+        return os.path.lexists(self.folder.path / self._name(stretch))
 
     def _take_waiting(self) -> None:
-        while self._waits(self.n_shards):
-            name = self._name(self.n_shards)
+        while self.n_left and self._waits(self.n_shards // self.stride):
+            name = self._name(self.n_shards // self.stride)
             self.folder.holds(name)
-            self._add_state(self.folder.path / name)
+            self._add_stretch(self.folder.path / name)
 
-    def _add_state(self, path: Path) -> None:
-        again = f"expected what this version wrote; delete {path.name} to measure the shard again"
-        state: Any = read_state(path, "the shard", again)[0]
+    def _add_stretch(self, path: Path) -> None:
+        """Add the stretch whose sums a worker has written; they have in them what was begun."""
+        again = f"expected what this version wrote; delete {path.name} to measure it again"
+        state: Any = read_state(path, "the stretch", again)[0]
+        sums = self._new()
         try:
-            told = {name: told_of(part) for name, part in state["told"].items()}
-            states = dict(state["states"])
-            if self.fresh.keys() != told.keys() | states.keys():
-                raise ValueError(f"it holds {', '.join([*told, *states])}")
-            probes = {name: copy.deepcopy(self.fresh[name]) for name in states}
-            for name, probe in probes.items():
-                probe.load_state_dict(states[name])
+            told = {name: [told_of(part) for part in state["told"][name]] for name in self.growing}
+            if self.fresh.keys() - self.growing != state["sums"].keys():
+                raise ValueError(f"it holds {', '.join(state['sums'])}")
+            for name, of_probe in state["sums"].items():
+                sums[name].load_state_dict(of_probe)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InfoFlowError(
-                f"{str(path)!r} is no shard of this run ({type(error).__name__}: {error}): {again}"
+                f"{str(path)!r} is not of this run ({type(error).__name__}: {error}): {again}"
             ) from error
-        self._add(probes, told)
-
-    def _add(self, probes: Probes, told: Mapping[str, Any]) -> None:
-        # from here on a second Ctrl-C leaves sums that nobody may go on from
-        self._is_whole = False
-        for name in self.fresh:
-            if name in told:
-                self._told[name].append(told[name])
-            else:
-                self._merged[name].merge(probes[name])
-        self.n_shards += 1
-        self.begun = {}
-        self._is_whole = True
+        with self._changing():
+            for name, parts in told.items():
+                self._told[name] += parts
+            self._stretch = sums
+            self._close_stretch()
+            ended = (self.n_shards // self.stride + 1) * self.stride
+            self.n_shards, self.begun = min(ended, self._n_in_all), {}
 
     def _state(self) -> dict[str, Any]:
         # where all have taken in the same batches
@@ -200,27 +241,37 @@ class Gathered:
             "n_shards": self.n_shards,
             "n_seen": self.n_seen,  # for who looks at the file
             "told": self._told,
-            "merged": {name: probe.state_dict() for name, probe in self._merged.items()},
-            "begun": {name: probe.state_dict() for name, probe in begun.items()},
+            **{
+                name: {which: probe.state_dict() for which, probe in probes.items()}
+                for name, probes in {
+                    "whole": self._whole,
+                    "stretch": self._stretch if self.n_shards % self.stride else {},
+                    "begun": begun,
+                }.items()
+            },
         }
 
     def _load(self, state: Any) -> None:
         again = f"expected the same; delete {self.checkpoint.path.name} to begin again"
         folder = str(self.folder.path)
         try:
-            merged, begun, told = dict(state["merged"]), dict(state["begun"]), dict(state["told"])
-            if not all(self.fresh.keys() == part.keys() for part in (merged, begun or merged)):
+            told, states = (
+                dict(state["told"]),
+                {n: dict(state[n]) for n in ("whole", "stretch", "begun")},
+            )
+            if any(self.fresh.keys() != (part or self.fresh).keys() for part in states.values()):
                 raise InfoFlowError(
                     f"the unfinished run in {folder!r} is of other probes than "
                     f"{', '.join(self.fresh)}: {again}"
                 )
-            for name, probe in self._merged.items():
-                probe.load_state_dict(merged[name])
+            if states["begun"]:
+                self.begin()
+            into = {"whole": self._whole, "stretch": self._stretch, "begun": self.begun}
+            for which, of_probes in states.items():
+                for name, of_probe in of_probes.items():
+                    into[which][name].load_state_dict(of_probe)
             self._told = {name: [told_of(part) for part in told[name]] for name in self.growing}
             self.n_shards = int(state["n_shards"])
-            if begun:
-                for name, probe in self.probes_for(self.n_shards).items():
-                    probe.load_state_dict(begun[name])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InfoFlowError(
                 f"the unfinished run in {folder!r} cannot be read ({type(error).__name__}: "
@@ -233,8 +284,8 @@ class Gathered:
                     raise InfoFlowError(f"{str(path)!r} is gone: {again}")
 
     def forget_waiting(self) -> None:
-        """Remove the files of shards that are in the sum."""
-        names = {self._name(index) for index in range(self.n_shards)}
+        """Remove the files of stretches that are in the sums."""
+        names = {self._name(number) for number in range(-(-self.n_shards // self.stride))}
         self.folder.remove(*names.intersection(self.folder.names()))
 
 
@@ -276,7 +327,15 @@ def run_in_shards(
     say(f"{', '.join(probes)}" + (f": going on behind {seen} sequences" if seen else ""))
     alone = setting.executor.is_alone or gathered.n_left <= setting.config.shard
     total, done = gathered.extent.n_sequences, seen if alone else gathered.n_seen
-    with progress_bar("probing", total, setting.progress, done=done) as advance:
+    with (
+        progress_bar("probing", total, setting.progress, done=done) as show,
+        word_if_long(say, ", ".join(probes), total - done, gathered.extent.longest) as count,
+    ):
+
+        def advance(n: int) -> None:
+            show(n)
+            count(n)
+
         try:
             if alone:
                 _here(setting, gathered, advance)
@@ -289,13 +348,14 @@ def run_in_shards(
     return gathered
 
 
-def _here(setting: Setting, gathered: Gathered, advance: Advance) -> None:
+def _here(setting: Setting, gathered: Gathered, advance: Callable[[int], None]) -> None:
     """Measure what is left in this process."""
     config, folder = setting.config, gathered.folder.path
     watch = Watch(gathered.n_left, config.shard, gathered.growing, folder)
     with between_steps() as stop_if_asked:
-        for index, part in gathered.left():
-            probes, before = gathered.probes_for(index), gathered.n_seen
+        for index in gathered.left():
+            probes, before = gathered.begin(), gathered.n_seen
+            part = gathered.part(range(index, index + 1))
 
             def after_batch(n: int, probes: Probes = probes) -> None:
                 advance(n)
@@ -309,7 +369,7 @@ def _here(setting: Setting, gathered: Gathered, advance: Advance) -> None:
             advance(gathered.n_seen - before - len(part.sequences()))  # what had waited
 
 
-def _elsewhere(setting: Setting, gathered: Gathered, advance: Advance) -> None:
+def _elsewhere(setting: Setting, gathered: Gathered, advance: Callable[[int], None]) -> None:
     """Measure what is left in workers."""
     config, executor = setting.config, setting.executor
     here = executor.scheduler is None
@@ -318,21 +378,24 @@ def _elsewhere(setting: Setting, gathered: Gathered, advance: Advance) -> None:
     scratch.mkdir()
 
     def units() -> Iterator[Unit]:
-        for index, part in gathered.left():
-            first = index * config.shard
-            # what the shards before it take is no longer free
+        for number, shards, begun, so_far in gathered.tasks():
+            first = shards.start * config.shard
+            # what the shards before take is no longer free
             n_left, at_once = gathered.extent.n_sequences - first, executor.jobs if here else 1
             task = Task(
-                index=index,
-                rows=rows_for(part, here),
+                stretch=number,
+                shards=shards,
+                rows=rows_for(gathered.part(shards), here),
                 extent=gathered.extent,
-                probes=gathered.probes_for(index),
+                fresh=gathered.fresh,
+                begun=begun,
+                so_far=so_far,
                 config=config,
                 fingerprint=fingerprint,
                 watch=Watch(n_left, config.shard, gathered.growing, scratch, at_once),
                 scratch=scratch,
             )
-            yield Unit(f"shard {index} (from sequence {first})", task)
+            yield Unit(f"shard {shards.start} (from sequence {first})", task)
 
     with (
         between_steps() as stop_if_asked,

@@ -133,6 +133,53 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(whole, config, tmp_path, monkey
     assert contents(tmp_path) == contents(whole.out)
 
 
+@pytest.fixture
+def in_stretches(config, tmp_path_factory, monkeypatch):
+    """A run of five shards in three stretches: two, two and one."""
+    monkeypatch.setattr(shards, "_MOST_STRETCHES", 3)
+    return run(tmp_path_factory.mktemp("stretches"), config)
+
+
+def test_stretches_of_shards_give_the_numbers_of_shards(whole, in_stretches):
+    pd.testing.assert_frame_equal(in_stretches.positions.to_frame(), whole.positions.to_frame())
+    pd.testing.assert_frame_equal(
+        in_stretches.recovery.to_frame(), whole.recovery.to_frame(), rtol=1e-6, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("stop", [2, 4, 6, 8, 11, 16])
+def test_who_measures_which_part_of_a_stretch_is_in_no_byte(
+    in_stretches, config, tmp_path, monkeypatch, stop
+):
+    """Begun here, gone on with by workers who come back in turn or backwards, ended here."""
+    passes = []
+
+    def counted(self, *args):
+        passes.append(None)
+        if len(passes) == stop:
+            raise KeyboardInterrupt
+        look(self, *args)
+
+    def two_units(function, units, each_second):
+        order = list(units)
+        for unit in (order if stop % 4 else order[::-1])[:2]:
+            yield function(pickle.loads(pickle.dumps(unit.value)))
+        raise KeyboardInterrupt
+
+    look = room.Watch.look
+    monkeypatch.setattr(room.Watch, "look", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, config)
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "at_work", lambda self, kept: nullcontext(two_units))
+        if stop < 14:  # else one shard is left, which no worker is asked for
+            with pytest.raises(KeyboardInterrupt):
+                run(tmp_path, config, jobs=2)
+    run(tmp_path, config)
+    assert len(passes) == 4 * 4 + 1  # no batch is measured twice
+    assert contents(tmp_path) == contents(in_stretches.out)
+
+
 def test_a_file_of_an_unfinished_run_that_is_gone_is_named(config, tmp_path, monkeypatch):
     def stopping(*args, first_index, **settings):
         if first_index == 20:
