@@ -18,7 +18,6 @@ from infoflow_lens.foundation.record import (
     tokenizer_fingerprint,
 )
 from infoflow_lens.foundation.settings import Count, check
-from infoflow_lens.foundation.workers import check_workers
 from infoflow_lens.hooks import inspect_model
 from infoflow_lens.hooks.model.inputs import Batches, Rows
 from infoflow_lens.hooks.model.texts import readable_tokens
@@ -35,8 +34,8 @@ from infoflow_lens.probing.folder import (
 from infoflow_lens.probing.measuring import measured, parts_with_enough_data, possible_parts
 from infoflow_lens.probing.part import Say, Setting
 from infoflow_lens.probing.result import ProbingResult
-from infoflow_lens.probing.spread import Crew
 from infoflow_lens.probing.store import store, stored_before
+from infoflow_lens.runs.executor import Executor
 from infoflow_lens.runs.finished import say_finished
 from infoflow_lens.runs.folder import RunFolder
 
@@ -93,16 +92,18 @@ def run_probing(
     """
     if batches is None:
         check_data(config.data)
-    check_workers(jobs, scheduler, "a probe run")
     n_threads = check(n_threads, Count | None, "n_threads")
-    if n_threads is None and (jobs > 1 or scheduler is not None):
+    executor = Executor(jobs, scheduler, n_threads or 1, again or "the same call")
+    executor.check("a probe run")
+    if n_threads is None and not executor.is_alone:
         n_threads = 1
-    crew = Crew(jobs, scheduler, n_threads or 1, again or "the same call")
     with (
         RunFolder.open(out, "infoflow-lens probe", ("record.json", "report.html")) as folder,
         nullcontext() if n_threads is None else threads(n_threads),
     ):
-        return _run(folder, config, progress, say, loaded, batches, if_possible, ready, last, crew)
+        return _run(
+            folder, config, progress, say, loaded, batches, if_possible, ready, last, executor
+        )
 
 
 def _run(
@@ -115,7 +116,7 @@ def _run(
     if_possible: bool,
     ready: Callable[[Setting], None],
     last: Callable[[ProbingResult], None],
-    crew: Crew,
+    executor: Executor,
 ) -> ProbingResult:
     out, in_memory = folder.path, loaded is not None or batches is not None
     folder.check(settings_identity(config))
@@ -147,7 +148,7 @@ def _run(
     )
     # refused before the folder is claimed, so that other settings may be tried in it
     batches = Batches(model, stored.sequences, name=config.data)
-    setting = Setting(config, model, capabilities, batches, progress, crew)
+    setting = Setting(config, model, capabilities, batches, progress, executor)
     ready(setting)
     parts = parts_with_enough_data(parts, setting, say, if_possible)
     folder.claim(run_identity(config, record, stored.digest, tokenizer))
@@ -160,7 +161,7 @@ def _run(
         found = measured(folder, parts, setting, say)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"finished batches are kept in {str(out)!r}; go on with {crew.again}"
+            f"finished batches are kept in {str(out)!r}; go on with {executor.again}"
         ) from None
     agreement, predicted, curve = compared(found)
     result = ProbingResult(

@@ -29,7 +29,7 @@ from infoflow_lens import (
 from infoflow_lens.hooks.model import semantics
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.probing import run as run_module
-from infoflow_lens.probing import shards
+from infoflow_lens.probing import shard
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import read_data, stream_data, stream_texts
 from infoflow_lens.probing.page import report_of
@@ -234,7 +234,7 @@ def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypa
             found.mechanisms.to_frame(), whole.mechanisms.to_frame(), rtol=1e-3, atol=1e-7
         )
     with monkeypatch.context() as patch:  # all is finished: nothing is run but the inspection
-        patch.setattr(shards, "run_shard", None)
+        patch.setattr(shard, "run_shard", None)
         patch.setattr(mechanisms_part, "measure_mechanisms", None)
         run(out, only)
 
