@@ -42,8 +42,9 @@ from infoflow_lens.hooks import (
     measure_mechanisms,
 )
 from infoflow_lens.hooks.influence.base import Threshold
-from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs, readable_tokens
+from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import key_count, layer_count, reads_vectors
+from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.hooks.why import WhyAll, measure_why_all
 from infoflow_lens.models.loading import LoadedModel
 
