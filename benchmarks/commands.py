@@ -1,6 +1,7 @@
 """What a whole `infoflow-lens probe` costs beside the same model alone, in seconds of processors.
 
-Run: python -m benchmarks.commands [--few 100] [--many 2000] [--parts start,sequence,tokens,reads]
+Run: python -m benchmarks.commands [--few 100] [--many 2000] [--batch-size 8]
+    [--parts start,sequence,tokens,reads]
 
 The model is a random GPT-2 of two layers, four heads and width 64, with a word a token, in one
 thread; the data are texts of 40 to 63 words; the probes are positions and recovery. Seconds are of
@@ -36,7 +37,6 @@ from infoflow_lens import load_any
 from infoflow_lens.probing.data import stream_data
 from infoflow_lens.probing.store import store
 
-_BATCH = 8
 _LIBRARIES = "import torch, transformer_lens; from transformers import GPT2LMHeadModel"
 
 
@@ -45,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--few", type=int, default=100)
     parser.add_argument("--many", type=int, default=2000)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--parts", default="start,sequence,tokens,reads")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -58,7 +59,7 @@ def main() -> None:
         if "start" in parts:
             _start(home, table)
         if "sequence" in parts:
-            _sequence(home, table, chosen.few, chosen.many)
+            _sequence(home, table, chosen.few, chosen.many, chosen.batch_size)
         if "tokens" in parts or "reads" in parts:
             _data(home, table, parts)
     Console().print(table)
@@ -72,15 +73,15 @@ def _start(home: Path, table: Table) -> None:
     table.add_row("the same again", f"{again:.2f}", f"{again / libraries:.2f}")
 
 
-def _sequence(home: Path, table: Table, few: int, many: int) -> None:
-    each = (_probe(home, "many") - _probe(home, "few")) / (many - few)
+def _sequence(home: Path, table: Table, few: int, many: int, batch_size: int) -> None:
+    each = (_probe(home, "many", batch_size) - _probe(home, "few", batch_size)) / (many - few)
     bridge = load_any(str(home / "model")).model
     ids = torch.randint(64, (1000, 52), generator=torch.Generator().manual_seed(0))
 
     def loop(model: Callable[[torch.Tensor], object]) -> Callable[[], None]:
         def run() -> None:
             with torch.no_grad():
-                for batch in ids.split(_BATCH):
+                for batch in ids.split(batch_size):
                     model(batch)
 
         return run
@@ -150,13 +151,13 @@ def _seconds(function: Callable[[], object], rounds: int = 3) -> float:
     return min(found)
 
 
-def _probe(home: Path, data: str, fresh: bool = True) -> float:
+def _probe(home: Path, data: str, batch_size: int = 8, fresh: bool = True) -> float:
     if fresh:
         shutil.rmtree(home / "out", ignore_errors=True)
     return _command(
         "-W", "ignore", "-m", "infoflow_lens.cli", "probe", home / "model", "--data",
         home / f"{data}.txt", "--out", home / "out", "--probes", "positions,recovery",
-        "--ranks", "1,2", "--batch-size", _BATCH, "--threads", 1, "--quiet",
+        "--ranks", "1,2", "--batch-size", batch_size, "--threads", 1, "--quiet",
     )  # fmt: skip
 
 

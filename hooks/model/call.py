@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import modules_of
 from infoflow_lens.hooks.model.inputs import Batch, mask_argument
 from infoflow_lens.hooks.model.points import TOKENS, hook_points, layer_of, starts_at_layers
 
@@ -197,7 +198,7 @@ def catching(
 
 def has_user_hooks(model: nn.Module) -> bool:
     """Whether hooks stand on the model that no library below, nor this package, put there."""
-    for module in model.modules():
+    for module in modules_of(model):
         handles = getattr(module, "fwd_hooks", None)
         raw = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if handles is None:
