@@ -197,21 +197,6 @@ def test_only_states_that_all_hold_take_part(measured, token_model, token_inputs
     assert found.values["k=1", "last"]["auroc"][:, :, :8].isnan().all()
 
 
-def test_shorter_sequences_choose_among_their_own_sources(token_model, token_inputs):
-    rows = [row[:n] for row, n in zip(token_inputs[:3], (9, 5, 7), strict=True)]
-    probes = [PositionsProbe(), AttentionRollout(), JacobianInfluence("resid_post")]
-    positions, rollout, influence = run_probes(token_model, rows, probes, progress=False)
-    found = compare_rankings({"k=1": propagate(positions.argmax)}, {"rollout": rollout}, influence)
-    (alone,) = (
-        run_probes(token_model, rows[1][None], [probe()], progress=False)[0]
-        for probe in (AttentionRollout,)
-    )
-    assert found.n_candidates[0, 1, :5].tolist() == [0, 1, 2, 3, 4]
-    assert found.n_candidates[0, 1, 5:].isnan().all()
-    assert found.sizes["k=1"][:, 1, 5:].isnan().all()
-    torch.testing.assert_close(alone.scores[:, 0], rollout.scores[:, 1, :5, :5])
-
-
 def test_it_is_drawn_and_shown(measured):
     found = compare_rankings(*measured)
     assert "rollout" in found._repr_html_()
