@@ -309,7 +309,8 @@ OF_A_RUN = (
     "manifest.jsonl", "positions.json", "positions.safetensors", "positions/000001.json",
     "positions/000001.safetensors", "influence.json",
     "influence.safetensors", "influence_attended.json", "influence_attended.safetensors",
-    "influence_positions.json", "inputs/000000.safetensors", ".detail.safetensors",
+    "influence_positions.json", "inputs/sequences.arrow", "inputs/sequences.json",
+    ".detail.safetensors",
 )  # fmt: skip
 
 

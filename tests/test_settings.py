@@ -16,12 +16,12 @@ from infoflow_lens.experiments.language_model.config import preset as language_m
 from infoflow_lens.experiments.language_model.ngram import NGram
 from infoflow_lens.experiments.survey_config import SurveyConfig
 from infoflow_lens.foundation.drawing import SeededRandom
-from infoflow_lens.foundation.workers import check_workers
 from infoflow_lens.models.architecture import TokenArchitecture
 from infoflow_lens.models.constructions import CONSTRUCTIONS
 from infoflow_lens.models.host import build_model, build_token_model
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import stream_data
+from infoflow_lens.runs.executor import Executor
 from infoflow_lens.training import evaluate
 
 NUMBER_TOO_FAR = (-1, -1.0, math.nan, math.inf)
@@ -112,7 +112,7 @@ CONFIGS: dict[str, Config] = {
     "DemoConfig": Config(DemoConfig),
     "flow": flow_of_a_tiny_model(),
     "SeededRandom": Named(SeededRandom, seed=3),
-    "check_workers": Named(lambda jobs: check_workers(jobs, None, "a test"), jobs=1),
+    "Executor": Named(lambda **own: Executor(**own).check("a test"), jobs=1, n_threads=1),
     "NGram": Named(lambda **own: NGram(torch.arange(4), **own), vocabulary=4, order=2),
     "stream_data": Named(
         lambda **own: stream_data(None, "repeated", **own),

@@ -205,11 +205,12 @@ class RunFolder:
             self._check_own([target])
         return self.scratch / f"{target.name}.{uuid.uuid4().hex[:12]}"
 
-    def replace(self, temporary: Path, target: Path) -> None:
-        """Put a finished file in its place, named in the manifest."""
+    def replace(self, temporary: Path, target: Path, digest: str | None = None) -> None:
+        """Put a finished file in its place, named in the manifest; its digest, if it is known."""
         if not self._is_private(target):
             self._check_own([target])
-            self._append(target.relative_to(self.path).as_posix(), digest_of(temporary))
+            digest = digest_of(temporary) if digest is None else digest
+            self._append(target.relative_to(self.path).as_posix(), digest)
         os.replace(temporary, target)
 
     def replace_folder(self, temporary: Path, target: Path) -> None:

@@ -10,13 +10,14 @@ import time
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation import files
 from infoflow_lens.foundation.files import owned_by
 from infoflow_lens.probing import run as run_module
-from infoflow_lens.probing import shards
+from infoflow_lens.probing import shard
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.run import run_probing
@@ -184,12 +185,13 @@ def test_a_run_goes_on_with_the_same_contents_elsewhere(
     out, finished, folder, tmp_path, monkeypatch, change
 ):
     """A requeued job has its model and its data in another folder, and the page may change."""
-    monkeypatch.setattr(shards, "run_shard", None)  # nothing is measured again
+    monkeypatch.setattr(shard, "run_shard", None)  # nothing is measured again
     changes = {}
     if change == "weights elsewhere":
         folder = shutil.copytree(folder, tmp_path / "moved")
     elif change == "data elsewhere":
-        ids = load_file(out / "inputs" / "000000.safetensors")["tokens"]
+        table = Dataset.from_file(str(out / "inputs" / "sequences.arrow"))
+        ids = torch.tensor(list(table["input_ids"]))
         save_file({"ids": ids}, tmp_path / "ids.safetensors")
         changes = {"data": str(tmp_path / "ids.safetensors"), "n": None, "max_length": 100}
     else:
@@ -329,7 +331,7 @@ def test_ctrl_c_keeps_every_finished_batch(tmp_path, folder, number):
         assert sorted(shlex.split(hint)) == sorted(arguments)
         assert "Traceback" not in program.stderr
     state = Checkpoint(RunFolder(tmp_path / "out"), ".all.safetensors").load()
-    assert 0 < state["n_seen"] + state["current"]["positions"]["n_sequences"] < config.n
+    assert 0 < state["n_seen"] + state["begun"]["positions"]["n_sequences"] < config.n
     assert not (tmp_path / "out" / PRIVATE).exists()
 
 

@@ -101,3 +101,22 @@ def test_the_kernel_of_a_gpu_gives_what_torch_gives(tmp_path):
         defined[..., -1] = False  # others that equal the last one may not be counted
         assert places[defined].equal(expected[1][defined]), case
         assert ties[defined].equal(expected[2][defined]), case
+
+
+def test_weights_are_ranked_as_the_scores_they_come_from():
+    scores = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+    scores = scores.masked_fill(torch.ones(9, 9).tril() == 0, -torch.inf)
+    by_score = rank_keys(scores, (1, 2, 3))
+    by_weight = rank_keys(scores.softmax(dim=-1), (1, 2, 3), are_weights=True)
+    assert torch.equal(by_weight.positions, by_score.positions)
+    assert torch.equal(by_weight.ties, by_score.ties)
+    torch.testing.assert_close(by_weight.margins, by_score.margins, equal_nan=True)
+
+
+def test_weights_that_differ_by_less_than_their_logarithms_show_are_no_tie():
+    weight = torch.tensor(0.01)
+    weights = torch.stack([weight, torch.nextafter(weight, torch.tensor(1.0)), 1 - 2 * weight])
+    assert weights[0].log() == weights[1].log()
+    ranked = rank_keys(weights, (1, 2, 3), are_weights=True)
+    assert ranked.positions.tolist() == [2, 1, 0]
+    assert ranked.ties.tolist() == [0, 0, 0]

@@ -29,7 +29,9 @@ def counted(monkeypatch):
     monkeypatch.setattr(
         view,
         "rank_keys",
-        lambda scores, ranks, *more: calls.append(max(ranks)) or rank(scores, ranks, *more),
+        lambda scores, ranks, *more, **by: (
+            calls.append(max(ranks)) or rank(scores, ranks, *more, **by)
+        ),
     )
     return calls
 
