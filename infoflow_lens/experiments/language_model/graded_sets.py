@@ -13,12 +13,11 @@ from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
 from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     final,
-    groups,
     panels,
     stacked,
 )
 from infoflow_lens.experiments.study import Row, Settings, Statement
-from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.experiments.tables import groups, markdown_table
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks import (

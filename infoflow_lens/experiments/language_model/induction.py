@@ -18,12 +18,11 @@ from infoflow_lens.experiments.language_model.study import (
     MODEL,
     OnRepeats,
     final,
-    groups,
     panels,
     step_shown,
 )
 from infoflow_lens.experiments.study import Row, Settings, Statement
-from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.experiments.tables import groups, markdown_table
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.seeds import derived_seed

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
-from infoflow_lens.experiments.language_model.study import LanguageModelStudy, final, groups, panels
+from infoflow_lens.experiments.language_model.study import LanguageModelStudy, final, panels
 from infoflow_lens.experiments.study import Row, Settings, Statement
-from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.experiments.tables import groups, markdown_table
 from infoflow_lens.hooks import (
     AttendedProbe,
     JacobianInfluence,

@@ -19,6 +19,7 @@ from infoflow_lens.experiments.language_model.snapshots import (
     untrained,
 )
 from infoflow_lens.experiments.study import Row, Settings, Study
+from infoflow_lens.experiments.tables import groups
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.configs import shape_of_named
@@ -180,6 +181,34 @@ class BesideUntrained(LanguageModelStudy):
         """The rows of one model, whose ``kind`` is "trained" or "untrained"."""
 
 
+def with_steps(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Rows with their steps of training as tables show them; ``-`` where there is none."""
+    known = results["step"] >= 0
+    if "kind" in results:
+        known &= results["kind"] != UNTRAINED
+    return results.assign(step=results["step"].astype(int).astype(str).where(known, "-"))
+
+
+def model_of(results: "pd.DataFrame") -> str:
+    """The model of some rows, above a panel."""
+    return str(results["model"].iloc[0])
+
+
+def of_heads(
+    results: "pd.DataFrame", columns: Sequence[str], also: Sequence[str] = ()
+) -> "pd.DataFrame":
+    """Means over seeds by model (and more), layer and head, with the head's name."""
+    keys = ["model", *also, "layer", "head"]
+    rows = results.groupby(keys, sort=False)[list(columns)].mean().reset_index()
+    return with_names(rows)
+
+
+def with_names(rows: "pd.DataFrame") -> "pd.DataFrame":
+    """Rows of heads with their names, such as 0.6."""
+    heads = zip(rows["layer"], rows["head"], strict=True)
+    return rows.assign(name=[f"{layer:.0f}.{head:.0f}" for layer, head in heads])
+
+
 def step_shown(step: int, kind: str = TRAINED) -> str:
     """A step of training as tables show it; ``-`` where there is none."""
     return "-" if step < 0 or kind == UNTRAINED else str(int(step))
@@ -223,8 +252,3 @@ def stacked(*results: "pd.DataFrame") -> "pd.DataFrame":
     import pandas as pd
 
     return pd.concat(results, ignore_index=True)
-
-
-def groups(results: "pd.DataFrame", columns: Sequence[str]) -> list[tuple[Any, "pd.DataFrame"]]:
-    """Rows by the values of some columns, in the order in which they come."""
-    return list(results.groupby(list(columns), sort=False))

@@ -15,12 +15,11 @@ from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     by_model,
     final,
-    groups,
     panels,
     step_shown,
 )
 from infoflow_lens.experiments.study import Row, Settings, Statement
-from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.experiments.tables import groups, markdown_table
 from infoflow_lens.hooks import IDEALS, MechanismsResult, measure_mechanisms, replace_greedily
 from infoflow_lens.hooks.mechanisms.ideals import SOFT
 from infoflow_lens.hooks.mechanisms.sufficiency import (
