@@ -82,16 +82,13 @@ class EdgeBudget(LanguageModelStudy):
         """What each choice keeps of what attention is worth; seeds of a kind of model together."""
         lines = [
             Curves("edges", "regained", ("method",), band=True, style=style, rows=rows,
-                   colour=lambda method: "#000000" if method == GRADED else "")
-            for style, rows in (
-                ("-", lambda rows: rows[~rows["method"].isin(_CONTROLS)]),
-                (":", lambda rows: rows[rows["method"].isin(_CONTROLS)]),
-            )
+                   colour=_colour)
+            for style, rows in (("-", partial(_of_kind, False)), (":", partial(_of_kind, True)))
         ]  # fmt: skip
         panels = [
             Panel(lines, Axis("edges of a window", "log"),
                   Axis("share of what attention is worth", limits=(-0.05, 1.05), levels=(_SHARE,)),
-                  lambda rows, part=part: f"{model_of(rows)}: {part}", partial(_curves, part),
+                  partial(_title, part), partial(_curves, part),
                   legend="inside" if part == ALL else "")
             for part in (ONE, ALL)
         ]  # fmt: skip
@@ -216,6 +213,18 @@ def _curves(part: str, results: "pd.DataFrame") -> "pd.DataFrame":
     """What is regained, with the mean number of edges of a budget."""
     rows = final(results[(results["kind"] == "curve") & (results["part"] == part)])
     return rows.assign(edges=rows.groupby(["method", "budget"])["edges"].transform("mean"))
+
+
+def _colour(method: str) -> str:
+    return "#000000" if method == GRADED else ""
+
+
+def _title(part: str, rows: "pd.DataFrame") -> str:
+    return f"{model_of(rows)}: {part}"
+
+
+def _of_kind(control: bool, rows: "pd.DataFrame") -> "pd.DataFrame":
+    return rows[rows["method"].isin(_CONTROLS) == control]
 
 
 def _cell(rows: "pd.DataFrame") -> str:

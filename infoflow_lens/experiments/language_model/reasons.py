@@ -101,7 +101,7 @@ class Reasons(OnRepeats):
         return FigureSpec(
             (Panel((_draw_shares,), y=Axis("share of the margin", levels=(0,)), title=model_of),),
             per="model",
-            size=(9, 3.2),
+            size=(6, 3.6),
             rows=final,
         )
 

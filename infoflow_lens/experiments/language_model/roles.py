@@ -179,14 +179,14 @@ class Roles(BesideUntrained):
                    rows=partial(_of_kind, kind))
             for kind, colour in ((UNTRAINED, "#bbbbbb"), (TRAINED, ORANGE))
         ]  # fmt: skip
-        loss = Axis("rise of the loss (%)", "symlog", levels=(100 * _TOLERANCE,))
+        loss = Axis("rise of the loss (%)", "symlog", (0, None), (100 * _TOLERANCE,))
         return FigureSpec(
             (
                 Panel(curves, Axis("directions a head"), loss, model_of,
                       partial(_of_kind, TRAINED)),
                 Panel(heads, Axis("roles of a head"), Axis("cost without it (nats)")),
                 Panel((_draw_shares,), y=Axis("share of the energy"),
-                      rows=partial(_of_kind, TRAINED)),
+                      rows=partial(_of_kind, TRAINED), legend="above"),
             ),
             per="model",
             rows=final,

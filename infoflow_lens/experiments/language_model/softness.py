@@ -31,6 +31,7 @@ from infoflow_lens.hooks.model.points import hook_name, layer_count, pattern_hoo
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
 
 _EVERY, _EXCESS, _CHANCE = 5, 0.1, 0.1
 _FVU = {
@@ -136,9 +137,9 @@ class Softness(BesideUntrained):
         )  # fmt: skip
         return FigureSpec(
             (
-                Panel(heads, Axis("fvu of untrained heads of the same entropy"),
+                Panel((*heads, _draw_diagonal), Axis("fvu of untrained heads of the same entropy"),
                       Axis("fvu of the head"), model_of, final),
-                Panel((lines,), Axis("training step (a line a head, a colour a layer)", "symlog"),
+                Panel((lines,), Axis("training step (a line a head, a colour a layer)"),
                       Axis("excess (share of the variance)", levels=(_EXCESS,))),
             ),
             per="model",
@@ -173,6 +174,12 @@ class Softness(BesideUntrained):
             "untrained head": stacked(results[~own], drawn[own]),
             "untrained model": stacked(model, model.assign(kind=TRAINED)),
         }
+
+
+def _draw_diagonal(axes: "Axes", rows: "pd.DataFrame") -> None:
+    """Where a head is no better than its control."""
+    ends = [float(rows[["fvu", "fvu_control"]].min().min()), 1]
+    axes.plot(ends, ends, "--", color="#bbbbbb", linewidth=0.8)
 
 
 def _share_learnt(rows: "pd.DataFrame") -> float:

@@ -4,7 +4,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Int
@@ -28,8 +28,6 @@ from infoflow_lens.probing.windows import evenly_spread, token_stream
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MODEL = ("model", "step")
 TRAINED, UNTRAINED = "trained", "untrained"
@@ -207,34 +205,6 @@ def with_names(rows: "pd.DataFrame") -> "pd.DataFrame":
     """Rows of heads with their names, such as 0.6."""
     heads = zip(rows["layer"], rows["head"], strict=True)
     return rows.assign(name=[f"{layer:.0f}.{head:.0f}" for layer, head in heads])
-
-
-def step_shown(step: int, kind: str = TRAINED) -> str:
-    """A step of training as tables show it; ``-`` where there is none."""
-    return "-" if step < 0 or kind == UNTRAINED else str(int(step))
-
-
-def panels(
-    results: "pd.DataFrame", columns: int, width: float, height: float, **shared: Any
-) -> tuple["Figure", list[tuple[str, Sequence["Axes"]]]]:
-    """A figure with a row of panels for each model.
-
-    Args:
-        results: with a column ``model``.
-        columns: panels of a row.
-        width: of the figure, in inches.
-        height: of a row.
-        shared: more for ``Figure.subplots``.
-
-    Returns:
-        The figure, and the panels by model.
-    """
-    from matplotlib.figure import Figure
-
-    models = list(dict.fromkeys(results["model"]))
-    figure = Figure(figsize=(width, height * len(models)), layout="constrained")
-    axes = figure.subplots(len(models), columns, squeeze=False, **shared)
-    return figure, list(zip(models, axes, strict=True))
 
 
 def final(results: "pd.DataFrame") -> "pd.DataFrame":

@@ -107,7 +107,7 @@ class TopK(LanguageModelStudy):
                 Panel(least, Axis("tokens of context T (dotted: random keys)", "log2"),
                       Axis("least k", "log2"), model_of, least_keys),
                 Panel(loss, Axis("keys kept, at the longest context", "log2"),
-                      Axis("rise of the loss (%)", "symlog", levels=(100 * _TOLERANCE,)),
+                      Axis("rise of the loss (%)", "symlog", (0, None), (100 * _TOLERANCE,)),
                       rows=_longest),
             ),
             per="model",
