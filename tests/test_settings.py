@@ -189,8 +189,7 @@ def test_numbers_of_numpy_count_as_what_they_hold(config, name, default):
             assert type(kept) is type(default)
 
 
-def test_findings_of_the_last_look():
-    """Accepted and wrong, raw TypeErrors, and refused though right (finding W10)."""
+def test_settings_of_tasks_and_of_training():
     assert load_task("d_retrieval", n_tokens=np.int64(8)) == load_task("d_retrieval", n_tokens=8)
     for settings in ({"epochs": True}, {"lr": "1e-3"}, {"batch_size": True}, {"momentum": "0"}):
         with pytest.raises(InfoFlowError, match=next(iter(settings))):

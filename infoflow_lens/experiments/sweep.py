@@ -83,6 +83,7 @@ def run_study(
     preset: str | None = None,
     seeds: int | None = None,
     jobs: int = 1,
+    n_threads: int = 1,
     device: str = "cpu",
     resume: bool = False,
     scheduler: str | None = None,
@@ -94,8 +95,8 @@ def run_study(
 
     Writes ``statement.md`` before the first run, ``results.csv`` as runs finish, in the order of
     the sweep, then ``table.md``, ``figure.png``, ``figure.svg`` and ``record.json``. Every finished
-    run is a file of its own in ``runs/``, so that nothing is lost whatever stops the sweep. Each
-    run has one thread, so numbers do not depend on `jobs`. With `together` all missing seeds of a
+    run is a file of its own in ``runs/``, so that nothing is lost whatever stops the sweep. Numbers
+    do not depend on `jobs`. With `together` all missing seeds of a
     configuration are one batched model, and their numbers are the same to rounding.
 
     Args:
@@ -104,6 +105,7 @@ def run_study(
         preset: "smoke", "quick" or "full"; default, "quick", or the only one that there is.
         seeds: how many; default, the preset's.
         jobs: processes at a time.
+        n_threads: of each run; with another number sums are rounded otherwise.
         device: where to train.
         resume: go on with what the folder holds.
         scheduler: address of a dask scheduler, whose workers run in place of local processes.
@@ -133,7 +135,7 @@ def run_study(
             "expected a study that trains them together; leave it out"
         )
     again = again or f"run_study(..., {str(out)!r}, resume=True)"
-    executor = Executor(jobs, scheduler, again=again)
+    executor = Executor(jobs, scheduler, n_threads, again=again)
     executor.check("a study")
     out, cases = Path(out), checked_cases(study, preset)
     runs = [
@@ -148,7 +150,7 @@ def run_study(
         "the study's cases": list(cases),
         **versions_identity(),
     }
-    with RunFolder.open(out, f"infoflow-lens experiment {study.name}", _WRITES) as folder:
+    with RunFolder.open(out, f"infoflow-lens study {study.name}", _WRITES) as folder:
         folder.check(identity)
         if folder.identity is not None and not resume:
             raise InfoFlowError(
@@ -237,10 +239,9 @@ def report_text(
     diverged = f", of which {n_diverged} diverged" if n_diverged else ""
     reasons = "\n".join(f"- {reason}" for reason in verdict.reasons)
     remarks = "".join(f"- {remark}\n" for remark in verdict.remarks)
-    rule = f" {study.acceptance}" if study.acceptance else ""  # claims say it themselves
     return (
         f"{heading}{diverged}.\n\n{study.table(measured)}\n\n"
-        f"**{'Seen' if verdict.passed else 'Not seen'}**, by the rule:{rule}\n\n"
+        f"**{'Seen' if verdict.passed else 'Not seen'}**, by the rule:\n\n"
         f"{reasons}\n" + (f"\nNot judged:\n\n{remarks}" if remarks else "")
     )
 

@@ -235,7 +235,7 @@ def test_two_sweeps_at_once_in_one_folder(tmp_path):
         first = other.submit(run, Squares(tmp_path / "seen", pause=0.2), tmp_path / "out")
         while not any((tmp_path / "seen").iterdir()):
             time.sleep(0.01)
-        with pytest.raises(InfoFlowError, match="is being written by infoflow-lens experiment"):
+        with pytest.raises(InfoFlowError, match="is being written by infoflow-lens study"):
             run(Squares(), tmp_path / "out", resume=True)
     assert first.result().verdict.passed
 

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
 from infoflow_lens import InfoFlowError
@@ -190,7 +191,8 @@ def test_a_run_goes_on_with_the_same_contents_elsewhere(
     if change == "weights elsewhere":
         folder = shutil.copytree(folder, tmp_path / "moved")
     elif change == "data elsewhere":
-        ids = load_file(out / "inputs" / "000000.safetensors")["tokens"]
+        table = Dataset.from_file(str(out / "inputs" / "sequences.arrow"))
+        ids = torch.tensor(list(table["input_ids"]))
         save_file({"ids": ids}, tmp_path / "ids.safetensors")
         changes = {"data": str(tmp_path / "ids.safetensors"), "n": None, "max_length": 100}
     else:

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
 from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
@@ -12,7 +13,7 @@ from infoflow_lens.experiments.language_model.study import (
     groups,
     panels,
 )
-from infoflow_lens.experiments.study import Row, Settings
+from infoflow_lens.experiments.study import Row, Settings, Statement
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.hooks.mechanisms.edge_budget import EdgeBudgetResult, measure_edge_budget
 
@@ -35,12 +36,7 @@ class EdgeBudget(LanguageModelStudy):
 
     name: ClassVar[str] = "edge_budget"
     title: ClassVar[str] = "How many edges does a state need, and which choice finds them?"
-    acceptance: ClassVar[str] = (
-        "in every trained model but the pilot's, for one state and 90% of what attention is worth, "
-        "the graded choice (product x norm) needs at most 5% of the edges, fewer than chance and "
-        "than another window's edges, and is not behind rollout; fewer and behind are times whose "
-        "95% intervals over windows lie on one side of 1"
-    )
+    statement: ClassVar[Statement] = Statement.of("edge_budget")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 64, "full": 256}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 1, "full": 1}
     lengths: ClassVar[Mapping[str, int]] = {"smoke": 12, "quick": 64, "full": 128}
@@ -121,27 +117,63 @@ class EdgeBudget(LanguageModelStudy):
         figure.legend(*handles, loc="outside right upper", frameon=False, fontsize="small")
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
+    def judges(self, settings: Settings) -> bool:
+        """Not the model that pilots looked at."""
+        return bool(settings["model"] != PILOT)
+
+    def claims(self) -> Sequence[Claim]:
         """By one state of the last snapshot of every model but the pilot's."""
-        rows = final(results[(results["kind"] == "needed") & (results["part"] == ONE)])
-        reasons, passed = [], []
-        for (model, _), some in groups(rows, ("model", "seed")):
-            by = {row["method"]: row for row in some.to_dict("records")}
-            own = by[GRADED]
-            share = own["needed"] / own["n_edges"]
-            against = {name: outcome(by[name]) for name in by if name != GRADED}
-            good = (
-                share <= _MOST
-                and all(against[name] == "behind" for name in _CONTROLS)
-                and against[_RIVAL] != "ahead"
-            )
-            told = ", ".join(f"{name} {how}" for name, how in against.items())
-            judged = "not judged" if model == PILOT else "yes" if good else "no"
-            reasons.append(
-                f"{model}: {own['needed']:.0f} edges, {share:.2%}; of the others {told}: {judged}"
-            )
-            passed += [] if model == PILOT else [good]
-        return Verdict(bool(passed) and all(passed), tuple(reasons))
+        times = "needs {bound} times the edges of the graded choice, by the"
+        return (
+            Claim(
+                f"for one state and {_SHARE:.0%} of what attention is worth, the graded choice "
+                f"({GRADED}) needs {{bound}} of the edges, in every model but the pilot's",
+                _share_needed, "<=", _MOST,
+            ),
+            *(
+                Claim(
+                    f"{control} {times} lower end of the 95% interval",
+                    partial(_times, control, "times_low"), ">", 1,
+                )
+                for control in _CONTROLS
+            ),
+            Claim(
+                f"{_RIVAL} {times} upper end of the 95% interval",
+                partial(_times, _RIVAL, "times_high"), ">=", 1,
+            ),
+        )  # fmt: skip
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """The edges of a control in the place of the graded choice, and its own in their place."""
+        found = {}
+        for control in _CONTROLS:
+            changed = results.copy()
+            own = changed["method"] == control
+            needed = changed.loc[own, "needed"].to_numpy()
+            changed.loc[changed["method"] == GRADED, "needed"] = needed
+            changed.loc[own, ["times", "times_low", "times_high"]] = 1.0
+            found[control] = changed
+        return found
+
+
+def _judged(results: "pd.DataFrame", method: str) -> "pd.DataFrame":
+    """What a method needs for one state of each judged model, by model and seed."""
+    rows = final(results[(results["kind"] == "needed") & (results["part"] == ONE)])
+    rows = rows[(rows["model"] != PILOT) & (rows["method"] == method)]
+    several = rows["seed"].nunique() > 1
+    labels = zip(rows["model"], rows["seed"], strict=True)
+    return rows.set_axis([f"{m}, seed {seed}" if several else m for m, seed in labels])
+
+
+def _share_needed(results: "pd.DataFrame") -> Numbers:
+    """The share of all edges that the graded choice needs."""
+    rows = _judged(results, GRADED)
+    return {str(model): share for model, share in (rows["needed"] / rows["n_edges"]).items()}
+
+
+def _times(method: str, end: str, results: "pd.DataFrame") -> Numbers:
+    """How many times the edges of the graded choice a method needs."""
+    return {str(model): times for model, times in _judged(results, method)[end].items()}
 
 
 def family(model: str) -> str:

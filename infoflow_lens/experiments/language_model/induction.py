@@ -1,14 +1,16 @@
 """The induction circuit of a language model, looked at in three ways."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.batches import repeated_random, repeated_stretches
 from infoflow_lens.experiments.language_model.measures import prefix_matching, previous_token
 from infoflow_lens.experiments.language_model.snapshots import loaded
@@ -20,7 +22,7 @@ from infoflow_lens.experiments.language_model.study import (
     panels,
     step_shown,
 )
-from infoflow_lens.experiments.study import Row, Settings
+from infoflow_lens.experiments.study import Row, Settings, Statement
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
@@ -55,14 +57,7 @@ class Induction(OnRepeats):
 
     name: ClassVar[str] = "induction"
     title: ClassVar[str] = "Is the induction circuit what it is said to be?"
-    acceptance: ClassVar[str] = (
-        "in every model with a head of prefix matching above .5, and there is one: the "
-        "previous-token head is labelled specific_position and the induction head max_position; "
-        "their tokens are recovered with half of the variance that a head of that width can "
-        "carry, the control's with at most a tenth of it; without "
-        "the previous-token head, and without all induction heads, the loss on repeated tokens "
-        "rises by more than 1 nat, and by more than without any other head of their layers"
-    )
+    statement: ClassVar[Statement] = Statement.of("induction")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 64, "full": 256}
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
@@ -137,8 +132,10 @@ class Induction(OnRepeats):
         for (model, step), rows in groups(results, MODEL):
             circuit = _Circuit.of(rows)
             ways = [
-                None if way is None else "confirms" if way else "disagrees"
-                for way in circuit.ways().values()
+                ("confirms" if self._confirms(claims, rows) else "disagrees")
+                if circuit.induction
+                else None
+                for claims in self._ways().values()
             ]
             largest = f"{circuit.heads['prefix_matching'].max():.2f}"
             models.append(
@@ -219,23 +216,77 @@ class Induction(OnRepeats):
             right.set_ylabel("rise of the loss without the head (nats)")
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
+    def claims(self) -> Sequence[Claim]:
         """By the last snapshot of every model that has an induction head."""
-        reasons, confirmed = [], []
-        for (model,), rows in groups(final(results), ("model",)):
-            circuit = _Circuit.of(rows)
-            if not circuit.induction:
-                most = circuit.heads["prefix_matching"].max()
-                reasons.append(f"{model}: no induction head (largest prefix matching {most:.2f})")
-                continue
-            ways = circuit.ways()
-            confirmed.append(all(ways.values()))
-            against = [name for name, way in ways.items() if not way]
-            first = "all three ways confirm"
-            if against:
-                first = f"{' and '.join(against)} {'disagree' if against[1:] else 'disagrees'}"
-            reasons.append(f"{model}: {first}; {circuit.sentence()}")
-        return Verdict(bool(confirmed) and all(confirmed), tuple(reasons))
+        there = Claim(
+            f"models with an induction head (prefix matching above {IS_INDUCTION:g}) are {{bound}}",
+            lambda results: {"": len(_of_circuits(lambda circuit: {"": 1}, results))}, ">=", 1,
+        )  # fmt: skip
+        return (there, *(claim for claims in self._ways().values() for claim in claims))
+
+    def _ways(self) -> Mapping[str, Sequence[Claim]]:
+        """The three ways of looking, and what each claims."""
+        return {
+            "mechanism": (
+                Claim(
+                    "of its previous-token head and its induction head {bound} have the labels "
+                    "specific_position and max_position",
+                    partial(_of_circuits, _Circuit.labelled), ">=", 2,
+                ),
+            ),
+            "recovery": (
+                Claim(
+                    "of what a head of that width can carry of their tokens {bound} is recovered",
+                    partial(_of_circuits, _Circuit.recovered), ">=", _CARRIED,
+                ),
+                Claim(
+                    "of the control's {bound}", partial(_of_circuits, _Circuit.by_chance),
+                    "<=", _BY_CHANCE,
+                ),
+            ),
+            "ablation": (
+                Claim(
+                    "without the previous-token head, and without all induction heads, the loss on "
+                    "repeated tokens rises by {bound} nats",
+                    partial(_of_circuits, _Circuit.costs), ">", _COSTS,
+                ),
+                Claim(
+                    "without each of these heads alone it rises by {bound} more than without any "
+                    "other head of its layer",
+                    partial(_of_circuits, _Circuit.beyond_others), ">", 0,
+                ),
+            ),
+        }  # fmt: skip
+
+    @staticmethod
+    def _confirms(claims: Sequence[Claim], snapshot: "pd.DataFrame") -> bool:
+        """Whether what a way claims holds of the rows of one snapshot."""
+        return all(claim.judge(snapshot.assign(final=True)).passed for claim in claims)
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """Models without an induction head."""
+        most = final(results).groupby("model", sort=False)["prefix_matching"].max()
+        return [
+            f"{model}: no induction head (largest prefix matching {score:.2f})"
+            for model, score in most.items()
+            if score <= IS_INDUCTION
+        ]
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """What is recovered of other keys in the place of the attended."""
+        return {name: results.assign(fvu=results[f"fvu_{name}"]) for name in ("random", "shuffled")}
+
+
+def _of_circuits(
+    numbers: "Callable[[_Circuit], Mapping[str, float]]", results: "pd.DataFrame"
+) -> Numbers:
+    """Numbers of the circuit of each model that has an induction head."""
+    found: dict[str, float] = {}
+    for (model,), rows in groups(final(results), ("model",)):
+        circuit = _Circuit.of(rows)
+        if circuit.induction:
+            found |= {f"{model} {label}".strip(): n for label, n in numbers(circuit).items()}
+    return found
 
 
 @dataclass(frozen=True)
@@ -283,56 +334,59 @@ class _Circuit:
             ("induction", "prefix_matching", "fvu_shuffled", self.induction),
         ]
 
-    def ways(self) -> dict[str, bool | None]:
-        """Whether each way confirms; None where there is no induction head."""
-        if not self.induction:
-            return dict.fromkeys(("mechanism", "recovery", "ablation"))
-        if self.previous is None:
-            return dict.fromkeys(("mechanism", "recovery", "ablation"), False)
-        before, after = self.row(self.previous), self.row(self.induction[0])
-        mechanism = (before["mechanism"], after["mechanism"])
+    def labelled(self) -> dict[str, float]:
+        """How many of the two heads have the label that they should have."""
+        labels = dict(
+            zip((self.previous, self.induction[0]), ("specific_position", "max_position"))
+        )
         return {
-            "mechanism": mechanism == ("specific_position", "max_position"),
-            "recovery": self._recovered(before, "fvu_random")
-            and self._recovered(after, "fvu_shuffled"),
-            "ablation": self._needed(),
+            "": float(sum(h is not None and self.row(h)["mechanism"] == labels[h] for h in labels))
         }
 
-    @staticmethod
-    def _recovered(row: Any, control: str) -> bool:
-        room = 1 - row["fvu_bound"]
-        own, other = (1 - row[name] for name in ("fvu", control))
-        return bool(own >= _CARRIED * room and other <= _BY_CHANCE * room)
+    def recovered(self) -> dict[str, float]:
+        """What is recovered of what the width can carry, by head."""
+        return self._share_of_room("fvu", "fvu")
 
-    def _needed(self) -> bool:
-        rise = self.heads["mean_ablated"] - self.loss
-        layers = rise.index.get_level_values("layer")
-        assert self.previous is not None
-        others = rise[(layers == self.previous[0]) & (rise.index != self.previous)]
-        first = rise[self.previous] > max(_COSTS, others.max())
-        jointly = self.together["induction_ablated"] - self.loss > _COSTS
-        each = all(
-            rise[head] > rise[(layers == head[0]) & ~rise.index.isin(self.induction)].max()
-            for head in self.induction
-        )
-        return bool(first and jointly and each)
+    def by_chance(self) -> dict[str, float]:
+        """What of it the controls recover."""
+        return self._share_of_room("fvu_random", "fvu_shuffled")
 
-    def sentence(self) -> str:
-        """The numbers behind it."""
-        if self.previous is None:
-            return f"no layer before the induction head {self.induction[0]}"
-        before, after = self.row(self.previous), self.row(self.induction[0])
-        name, other = ("{}.{}".format(*head) for head in (self.previous, self.induction[0]))
-        rise = self.heads["mean_ablated"] - self.loss
-        jointly = self.together["induction_ablated"] - self.loss
-        return (
-            f"{name} is {before['mechanism']}, recovered with fvu {before['fvu']:.2f} (least "
-            f"{before['fvu_bound']:.2f}, random {before['fvu_random']:.2f}), and costs "
-            f"{rise[self.previous]:.2f} nats; {other} is {after['mechanism']}, recovered with fvu "
-            f"{after['fvu']:.2f} (least {after['fvu_bound']:.2f}, shuffled "
-            f"{after['fvu_shuffled']:.2f}), and costs {rise[self.induction[0]]:.2f} nats alone, "
-            f"{jointly:.2f} with all {len(self.induction)} induction heads"
-        )
+    def _share_of_room(self, before: str, after: str) -> dict[str, float]:
+        found = {}
+        for head, name in ((self.previous, before), (self.induction[0], after)):
+            row = None if head is None else self.row(head)
+            found[_label(head)] = (
+                math.nan if row is None else float((1 - row[name]) / (1 - row["fvu_bound"]))
+            )
+        return found
+
+    def costs(self) -> dict[str, float]:
+        """What the previous-token head costs, and all induction heads at once, in nats."""
+        jointly = float(self.together["induction_ablated"] - self.loss)
+        alone = math.nan if self.previous is None else float(self._rises()[self.previous])
+        return {_label(self.previous): alone, f"{len(self.induction)} induction heads": jointly}
+
+    def beyond_others(self) -> dict[str, float]:
+        """What each head costs beyond the most costly of its layer that is not in the circuit."""
+        rises, circuit = self._rises(), (self.previous, *self.induction)
+        layers = rises.index.get_level_values("layer")
+        found = {}
+        for head in circuit:
+            if head is None:
+                found[_label(head)] = math.nan
+                continue
+            own = (head,) if head == self.previous else self.induction
+            others = rises[(layers == head[0]) & ~rises.index.isin(own)]
+            found[_label(head)] = float(rises[head] - (others.max() if len(others) else 0))
+        return found
+
+    def _rises(self) -> "pd.Series[float]":
+        rises: pd.Series[float] = self.heads["mean_ablated"] - self.loss
+        return rises
+
+
+def _label(head: Head | None) -> str:
+    return "no previous-token head" if head is None else "{}.{}".format(*head)
 
 
 class _Seen:

@@ -1,12 +1,13 @@
 """Why induction heads look where they look: what wrote the keys that they prefer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.batches import repeated_random
 from infoflow_lens.experiments.language_model.induction import IS_INDUCTION, Head, ids_of
 from infoflow_lens.experiments.language_model.measures import prefix_matching, previous_token
@@ -19,9 +20,10 @@ from infoflow_lens.experiments.language_model.study import (
     final,
     groups,
     panels,
+    stacked,
     step_shown,
 )
-from infoflow_lens.experiments.study import Row, Settings
+from infoflow_lens.experiments.study import Row, Settings, Statement
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks import PatternsProbe, WhyAll, measure_why_all, run_probes
@@ -44,13 +46,7 @@ class Reasons(OnRepeats):
 
     name: ClassVar[str] = "reasons"
     title: ClassVar[str] = "Do induction heads look where the previous-token head marks?"
-    acceptance: ClassVar[str] = (
-        "in every model with a head of prefix matching above .5, and there is one: for each such "
-        "head the part of the keys that the previous-token head wrote has more than half of the "
-        "margin between the first and the second key, more than twice what any other head of the "
-        "layers before has, and is the largest part in at least 90% of the lines; in the untrained "
-        "model it is so in at most 25%"
-    )
+    statement: ClassVar[Statement] = Statement.of("reasons")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 32, "full": 128}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 1, "full": None}
 
@@ -145,19 +141,56 @@ class Reasons(OnRepeats):
                 )
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
-        """By the last snapshot of every model that has an induction head."""
-        reasons, passed = [], []
-        for (model,), rows in groups(final(results), ("model",)):
-            trained = rows[rows["kind"] == TRAINED].dropna(subset=["head"])
-            if trained.empty:
-                most = rows["prefix_matching"].max()
-                reasons.append(f"{model}: no induction head (largest prefix matching {most:.2f})")
-            for (layer, head), own in groups(trained, ("layer", "head")):
-                one = _Head(own, _of(rows, UNTRAINED, layer, head))
-                passed.append(one.passes())
-                reasons.append(f"{model}: {layer:.0f}.{head:.0f} {one.sentence()}")
-        return Verdict(bool(passed) and all(passed), tuple(reasons))
+    def claims(self) -> Sequence[Claim]:
+        """By every induction head of the last snapshots."""
+        part = "the part of the keys that the previous-token head wrote"
+        return (
+            Claim(
+                f"for every induction head {part} has {{bound}} of the margin between the first "
+                "and the second key",
+                partial(_of_heads, lambda head: head.part["share"]), ">", _MAIN,
+            ),
+            Claim(
+                "less twice what any other head of the layers before has it has {bound}",
+                partial(_of_heads, lambda head: head.part["share"] - 2 * head.other["share"]),
+                ">", 0,
+            ),
+            Claim(
+                "it is the largest part in {bound} of the lines",
+                partial(_of_heads, lambda head: head.part["largest"]), ">=", _MOSTLY,
+            ),
+            Claim(
+                "in the untrained model it is so in {bound}",
+                partial(_of_heads, lambda head: head.untrained), "<=", _RARELY,
+            ),
+        )  # fmt: skip
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """The numbers of another head before, or of the untrained model."""
+        other = results.copy()
+        for _, own in groups(other[other["kind"] == TRAINED], ("model", "layer", "head", "seed")):
+            heads = own[own["part"].astype(str).str.startswith("head ")]
+            rivals = heads[heads["is_previous"] == 0]["share"]
+            if len(rivals):
+                other.loc[own.index, "is_previous"] = 0.0
+                other.loc[rivals.idxmax(), "is_previous"] = 1.0
+        untrained = results[results["kind"] == UNTRAINED]
+        return {
+            "every other head": other,
+            "untrained": stacked(untrained, untrained.assign(kind=TRAINED)),
+        }
+
+
+def _of_heads(number: "Callable[[_Head], float]", results: "pd.DataFrame") -> Numbers:
+    """A number of each induction head."""
+    last = final(results)
+    trained = last[last["kind"] == TRAINED].dropna(subset=["head"])
+    return {
+        f"{model} {layer:.0f}.{head:.0f}": float(
+            number(_Head(own, _of(last[last["model"] == model], UNTRAINED, layer, head)))
+        )
+        for (model, layer, head), own in groups(trained, ("model", "layer", "head"))
+    }
 
 
 class _Head:
@@ -176,25 +209,6 @@ class _Head:
         heads = means[means.index.str.startswith("head ") & (means["is_previous"] == 0)]
         self.other = heads.loc[heads["share"].idxmax()]
         self.untrained = float(untrained["largest"][untrained["is_previous"] == 1].mean())
-
-    def passes(self) -> bool:
-        """By the stated rule."""
-        share = self.part["share"]
-        return bool(
-            share > _MAIN
-            and share > 2 * self.other["share"]
-            and self.part["largest"] >= _MOSTLY
-            and self.untrained <= _RARELY
-        )
-
-    def sentence(self) -> str:
-        """The numbers behind it."""
-        return (
-            f"{'passes' if self.passes() else 'does not pass'}: {self.part.name} has "
-            f"{self.part['share']:.2f} of the margin, {self.other.name} as the next head "
-            f"{self.other['share']:+.2f}; largest part in {self.part['largest']:.1%} of "
-            f"{self.part['lines']:.0f} lines, untrained in {self.untrained:.1%}"
-        )
 
 
 def _of(rows: "pd.DataFrame", kind: str, layer: Any, head: Any) -> "pd.DataFrame":

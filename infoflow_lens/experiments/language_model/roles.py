@@ -1,7 +1,7 @@
 """In how many directions do heads look, and is that what they are worth?"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.queries import Directions, directions, projecting
 from infoflow_lens.experiments.language_model.study import (
     MODEL,
     TRAINED,
     UNTRAINED,
     BesideUntrained,
+    by_model,
     final,
     groups,
     panels,
+    stacked,
     step_shown,
 )
-from infoflow_lens.experiments.study import Row, Settings
+from infoflow_lens.experiments.study import Row, Settings, Statement
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss
@@ -49,12 +51,7 @@ class Roles(BesideUntrained):
 
     name: ClassVar[str] = "roles"
     title: ClassVar[str] = "Does a head retrieve in one direction, or in several?"
-    acceptance: ClassVar[str] = (
-        "in every trained model more than one direction a head is needed to keep the loss within "
-        "1%, and fewer than of random directions; and the rank correlation of its heads' roles "
-        "with what they cost is positive, above 95% of permutations, and above that of the "
-        "untrained control"
-    )
+    statement: ClassVar[Statement] = Statement.of("roles")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 32, "full": 256}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 4, "full": None}
     draws: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 8}
@@ -146,14 +143,13 @@ class Roles(BesideUntrained):
         """Directions needed and correlations; then every head of the last snapshots."""
         models = []
         for (model, step, kind), rows in groups(results, (*MODEL, "kind")):
-            heads = rows[rows["part"] == "head"]
-            roles = _by_head(heads)["roles"]
+            roles = _by_head(rows)["roles"]
             models.append(
                 (
                     *(model, step_shown(step, kind), kind, f"{rows['loss'].mean():.3f}"),
                     *(_needed(rows, "first"), _needed(rows, "random"), int(rows["rank"].max())),
                     f"{roles.median():.1f} ({roles.min():.1f} to {roles.max():.1f})",
-                    f"{_correlation(heads):+.2f}",
+                    f"{_correlation(rows):+.2f}",
                 )
             )
         note = (
@@ -208,7 +204,7 @@ class Roles(BesideUntrained):
             middle.set_xlabel("roles of a head")
             middle.set_ylabel("cost without it (nats)")
             middle.legend(frameon=False, fontsize="small")
-            heads = _by_head(own[own["part"] == "head"])
+            heads = _by_head(own)
             names = [f"{int(layer)}.{int(head)}" for layer, head in heads.index]
             below = torch.zeros(len(heads)).numpy()
             for name, colour in (("fixed", "#444444"), ("by_token", "#d55e00"),
@@ -221,23 +217,53 @@ class Roles(BesideUntrained):
             right.legend(frameon=False, fontsize="small")
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
-        """By the last snapshot of every model."""
-        reasons, passed = [], True
-        for (model,), rows in groups(final(results), ("model",)):
-            own, control = (rows[rows["kind"] == kind] for kind in (TRAINED, UNTRAINED))
-            needed, random = _needed(own, "first"), _needed(own, "random")
-            heads = own[own["part"] == "head"]
-            rho, level = _correlation(heads), _level(heads)
-            of_control = _correlation(control[control["part"] == "head"])
-            several = needed > 1 and needed < random
-            worth = rho > 0 and level > _LEVEL and not rho <= of_control
-            passed = passed and several and worth
-            reasons.append(
-                f"{model}: {needed} directions needed, {random} of random ones; roles with cost "
-                f"{rho:+.2f}, above {level:.1%} of permutations, untrained {of_control:+.2f}"
-            )
-        return Verdict(passed and bool(reasons), tuple(reasons))
+    def claims(self) -> Sequence[Claim]:
+        """By directions needed, and by what goes with roles."""
+        return (
+            Claim(
+                "to keep the loss within 1%, {bound} direction a head is needed in every model",
+                partial(_of_trained, lambda own: _needed(own, "first")), ">", 1,
+            ),
+            Claim(
+                "of random directions {bound} more are needed",
+                partial(_of_trained, lambda own: _needed(own, "random") - _needed(own, "first")),
+                ">", 0,
+            ),
+            Claim(
+                "the rank correlation of the heads' roles with what they cost is {bound}",
+                partial(_of_trained, _correlation), ">", 0,
+            ),
+            Claim(
+                "it is above a share of {bound} of permutations",
+                partial(_of_trained, _level), ">", _LEVEL,
+            ),
+            Claim(
+                "less that of the untrained model it is {bound}",
+                lambda results: by_model(results, _beyond_untrained), ">", 0,
+            ),
+        )  # fmt: skip
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Random directions in the place of the first; untrained heads in that of the trained."""
+        own = results["kind"] == TRAINED
+        first = results[~(own & (results["of"] == "first"))]
+        drawn = results[own & (results["of"] == "random")].assign(of="first")
+        untrained = results[~own]
+        return {
+            "random directions": stacked(first, drawn),
+            "untrained": stacked(untrained, untrained.assign(kind=TRAINED)),
+        }
+
+
+def _of_trained(number: "Callable[[pd.DataFrame], float]", results: "pd.DataFrame") -> Numbers:
+    """A number of each trained model."""
+    return by_model(results[results["kind"] == TRAINED], number)
+
+
+def _beyond_untrained(rows: "pd.DataFrame") -> float:
+    """The correlation less the untrained model's; all of it where that has none."""
+    own, control = (_correlation(rows[rows["kind"] == kind]) for kind in (TRAINED, UNTRAINED))
+    return own if math.isnan(control) else own - control
 
 
 def _without(
@@ -269,21 +295,22 @@ def _needed(rows: "pd.DataFrame", of: str) -> int:
 
 
 def _by_head(rows: "pd.DataFrame") -> "pd.DataFrame":
+    rows = rows[rows["part"] == "head"]
     columns = ["roles", "roles_without_first", "deviation", "cost", *_SHARES]
     return rows.groupby(["layer", "head"], sort=True)[columns].mean()
 
 
-def _correlation(heads: "pd.DataFrame") -> float:
+def _correlation(rows: "pd.DataFrame") -> float:
     """Spearman's, of roles and cost over heads."""
-    values = _by_head(heads)
+    values = _by_head(rows)
     if len(values) < 3:
         return math.nan
     return float(values["roles"].corr(values["cost"], method="spearman"))
 
 
-def _level(heads: "pd.DataFrame") -> float:
+def _level(rows: "pd.DataFrame") -> float:
     """The share of permutations of the costs whose correlation is smaller."""
-    values = _by_head(heads).rank()
+    values = _by_head(rows).rank()
     roles, cost = (torch.tensor(values[name].to_numpy()) for name in ("roles", "cost"))
     roles, cost = roles - roles.mean(), cost - cost.mean()
     generator = torch.Generator().manual_seed(derived_seed("roles"))

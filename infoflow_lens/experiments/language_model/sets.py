@@ -1,14 +1,16 @@
 """InfoFlow's sets beside attention, rollout, flow, contributions and gradient x input."""
 
+import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
 from infoflow_lens.experiments.language_model.study import LanguageModelStudy, final, groups, panels
-from infoflow_lens.experiments.study import Row, Settings
+from infoflow_lens.experiments.study import Row, Settings, Statement
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.hooks import (
     AttendedProbe,
@@ -43,13 +45,7 @@ class Sets(LanguageModelStudy):
 
     name: ClassVar[str] = "sets"
     title: ClassVar[str] = "Do InfoFlow's sets say what states depend on, better than others do?"
-    acceptance: ClassVar[str] = (
-        "in the last layer of every trained model, at the sizes of k = 1 and for both influences, "
-        "the sets win against a random order, recency and the layer's attention weights, and do "
-        "not lose to attention rollout, attention flow or contribution routes; a win is a lead "
-        "whose 95% intervals over sequences lie above 0 in AUROC and in influence inside, a loss "
-        "one where both lie below"
-    )
+    statement: ClassVar[Statement] = Statement.of("sets")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 1, "full": 1}
     windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 16, "full": 96}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 4, "full": None}
@@ -150,28 +146,43 @@ class Sets(LanguageModelStudy):
                 axis.set_title(f"{model}: {influence}", fontsize="medium")
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
+    def claims(self) -> Sequence[Claim]:
         """By the last layer of the last snapshot of every model but the built circuit."""
-        rows = _last_layer(final(_whole(results)))
-        rows = rows[(rows["size_of"] == _SIZES) & (rows["weights"] != _CIRCUIT)]
-        reasons, passed = [], len(rows) > 0
-        for (model, influence), some in groups(rows, ("model", "influence")):
-            records: list[Any] = some.to_dict("records")
-            outcome = {row["method"]: _outcome(row) for row in records}
-            passed = passed and all(outcome.get(name) == "win" for name in _MUST_WIN)
-            passed = passed and all(outcome.get(name) != "loss" for name in _MUST_NOT_LOSE)
-            told = ", ".join(
-                f"{outcome[name]} against {name}"
-                for name in (
-                    *_MUST_WIN,
-                    *_MUST_NOT_LOSE,
-                    "contribution rollout",
-                    "gradient x input",
-                )
-                if name in outcome
-            )
-            reasons.append(f"{model}, {influence}: {told}")
-        return Verdict(bool(passed), tuple(reasons))
+        wins = (
+            "in the last layer of every trained model, at the sizes of k = 1 and for both "
+            "influences, the sets' lead over {} is {{bound}} by the lower ends of the 95% "
+            "intervals over sequences, in AUROC and in influence inside"
+        )
+        does_not_lose = "their lead over {} is {{bound}} in one of the two, by the upper end"
+        texts = [(wins, "low", name) for name in _MUST_WIN]
+        texts += [(does_not_lose, "high", name) for name in _MUST_NOT_LOSE]
+        return [
+            Claim(text.format(name), partial(_leads, name, end), ">" if end == "low" else ">=", 0)
+            for text, end, name in texts
+        ]
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """A control in the place of the sets has no lead over itself."""
+        found = {}
+        for control in _MUST_WIN[:2]:
+            changed = results.copy()
+            leads = [name for name in changed if name.startswith("lead_")]
+            changed.loc[changed["method"] == control, leads] = 0.0
+            found[control] = changed
+        return found
+
+
+def _leads(method: str, end: str, results: "pd.DataFrame") -> Numbers:
+    """The sets' lead over a method: the lesser of two lower ends, the larger of two upper ones."""
+    rows = _last_layer(final(_whole(results)))
+    rows = rows[(rows["size_of"] == _SIZES) & (rows["weights"] != _CIRCUIT)]
+    ends = [f"lead_{metric}_{end}" for metric in _JUDGED]
+    found: dict[str, float] = {}
+    for (model, influence), some in groups(rows, ("model", "influence")):
+        both = some[some["method"] == method][ends]
+        lead = both.min(axis=1, skipna=False) if end == "low" else both.max(axis=1, skipna=False)
+        found[f"{model}, {influence}"] = float(lead.mean()) if len(lead) else math.nan
+    return found
 
 
 def _draw_final(axis: Any, rows: "pd.DataFrame", methods: Sequence[str]) -> None:

@@ -7,18 +7,20 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim
 from infoflow_lens.experiments.language_model.study import (
     MODEL,
     TRAINED,
     UNTRAINED,
     BesideUntrained,
+    by_model,
     final,
     groups,
     panels,
+    stacked,
     step_shown,
 )
-from infoflow_lens.experiments.study import Row, Settings
+from infoflow_lens.experiments.study import Row, Settings, Statement
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.experiments.tempering import map_errors, mean_entropy, tempered
 from infoflow_lens.foundation.seeds import derived_seed
@@ -47,11 +49,7 @@ class Softness(BesideUntrained):
 
     name: ClassVar[str] = "softness"
     title: ClassVar[str] = "How much of recovery is only that attention is peaked?"
-    acceptance: ClassVar[str] = (
-        "every trained model has heads whose attended token is recovered better than from each of "
-        "nineteen untrained heads of the same entropy, and by .1 of the variance better than from "
-        "their median, in a share above that of the untrained model plus one tenth"
-    )
+    statement: ClassVar[Statement] = Statement.of("softness")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 40, "full": 256}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 3, "full": None}
     draws: ClassVar[Mapping[str, int]] = {"smoke": 3, "quick": 19, "full": 19}
@@ -156,23 +154,43 @@ class Softness(BesideUntrained):
             right.set_ylabel("excess (share of the variance)")
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
-        """By the last snapshot of every model."""
-        reasons, passed = [], True
-        for (model,), rows in groups(final(results), ("model",)):
-            own, control = (_by_head(rows[rows["kind"] == k]) for k in (TRAINED, UNTRAINED))
-            share, chance = float(_learnt(own).mean()), float(_learnt(control).mean())
-            good = share > chance + _CHANCE
-            passed = passed and good
-            best: Any = own["excess"].idxmax()
-            soft = float((own["excess"] < _EXCESS).mean())
-            reasons.append(
-                f"{model}: {share:.0%} of the heads have learnt to retrieve, {chance:.0%} of the "
-                f"untrained model's; the largest excess, {own['excess'].max():+.2f}, has head "
-                f"{int(best[0])}.{int(best[1])}; {soft:.0%} of the heads exceed softness "
-                f"by less than {_EXCESS}"
-            )
-        return Verdict(passed and bool(reasons), tuple(reasons))
+    def claims(self) -> Sequence[Claim]:
+        """By the share of heads, beside that of the untrained model."""
+        share = (
+            "the share of heads whose attended token is recovered better than from each of "
+            "nineteen untrained heads of the same entropy, and by .1 of the variance better than "
+            "from their median, is {bound} more than that of the untrained model, in every model"
+        )
+        return (Claim(share, lambda rows: by_model(rows, _share_learnt), ">", _CHANCE),)
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """What is peaked and no more."""
+        own = final(results)
+        soft = by_model(
+            own[own["kind"] == TRAINED], lambda rows: (_by_head(rows)["excess"] < _EXCESS).mean()
+        )
+        return [
+            f"{model}: {share:.0%} of the heads exceed softness by less than {_EXCESS}"
+            for model, share in soft.items()
+        ]
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """The first tempered head, or the untrained model, in the place of the trained."""
+        drawn = results.assign(
+            fvu=results["fvu_first"], excess=results["fvu_control"] - results["fvu_first"]
+        )
+        own = results["kind"] == TRAINED
+        model = results[~own]
+        return {
+            "untrained head": stacked(results[~own], drawn[own]),
+            "untrained model": stacked(model, model.assign(kind=TRAINED)),
+        }
+
+
+def _share_learnt(rows: "pd.DataFrame") -> float:
+    """The share of a model's heads that have learnt to retrieve, less the untrained model's."""
+    own, control = (_learnt(_by_head(rows[rows["kind"] == k])).mean() for k in (TRAINED, UNTRAINED))
+    return float(own - control)
 
 
 class _Layer:

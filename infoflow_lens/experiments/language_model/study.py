@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from infoflow_lens.experiments.claims import Numbers
 from infoflow_lens.experiments.language_model.corpus import read_corpus
 from infoflow_lens.experiments.language_model.snapshots import (
     Snapshot,
@@ -210,6 +211,18 @@ def panels(
 def final(results: "pd.DataFrame") -> "pd.DataFrame":
     """The rows of each model's last snapshot."""
     return results[results["final"].astype(bool)]
+
+
+def by_model(results: "pd.DataFrame", number: "Callable[[pd.DataFrame], float]") -> Numbers:
+    """A number of the rows of each model's last snapshot."""
+    return {model: number(rows) for (model,), rows in groups(final(results), ("model",))}
+
+
+def stacked(*results: "pd.DataFrame") -> "pd.DataFrame":
+    """Rows below each other."""
+    import pandas as pd
+
+    return pd.concat(results, ignore_index=True)
 
 
 def groups(results: "pd.DataFrame", columns: Sequence[str]) -> list[tuple[Any, "pd.DataFrame"]]:

@@ -2,22 +2,24 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
 from infoflow_lens.experiments.language_model.study import (
     MODEL,
     LanguageModelStudy,
+    by_model,
     final,
     groups,
     panels,
     step_shown,
 )
-from infoflow_lens.experiments.study import Row, Settings
+from infoflow_lens.experiments.study import Row, Settings, Statement
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.hooks import IDEALS, MechanismsResult, measure_mechanisms, replace_greedily
 from infoflow_lens.hooks.mechanisms.ideals import SOFT
@@ -58,14 +60,7 @@ class Sufficiency(LanguageModelStudy):
 
     name: ClassVar[str] = "sufficiency"
     title: ClassVar[str] = "Are the mechanisms of all heads enough together?"
-    acceptance: ClassVar[str] = (
-        "in every trained model, with all heads replaced, (A) the excess loss with mechanisms is "
-        "at most a quarter of that of mean ablation, by the upper end of the 95% interval, and "
-        "mean ablation costs at least .1 nats; (B) it is below that of each of eight random deals "
-        "of the same mechanisms and of every head with one ideal (hard maximum, mean pattern, "
-        "global, own position), by the lower end of the 95% interval of the difference; (C) so it "
-        "is below that of every head with its four largest keys"
-    )
+    statement: ClassVar[Statement] = Statement.of("sufficiency")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 12, "quick": 512, "full": 1024}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 1, "full": None}
     ladder: ClassVar[Mapping[str, Sequence[int]]] = {
@@ -223,35 +218,70 @@ class Sufficiency(LanguageModelStudy):
             by_model[0][1][1].legend(frameon=False, fontsize="small")
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
-        """By the last snapshot of every model, claim by claim."""
-        last = final(results)
-        reasons, passed = [], True
-        for (model,), rows in groups(last[last["kind"] == "assignment"], ("model",)):
-            by = rows.groupby("assignment")
-            number = {name: by[name].mean() for name in ("excess", "share_high", "lead_low")}
-            excess, least = number["excess"], number["lead_low"]
-            own, mean = float(excess[MECHANISMS]), float(excess[MEAN])
-            dealt = [name for name in excess.index if name.startswith(RANDOM)]
-            below = sum(float(least[name]) > 0 for name in dealt)
-            beaten = [name for name in ONE_IDEAL if float(least[name]) > 0]
-            claims = {
-                "A": mean >= _LEAST_COST and float(number["share_high"][MECHANISMS]) <= _SHARE,
-                "B": len(dealt) > 0 and below == len(dealt) and len(beaten) == len(ONE_IDEAL),
-                "C": float(least[TOP_4]) > 0,
-            }
-            passed = passed and all(claims.values())
-            share = f"{own / mean:.0%}" if mean > 0 else "more than all"
-            best = min(ONE_IDEAL, key=lambda name: float(excess[name]))
-            said = ", ".join(f"{name} {'yes' if is_so else 'no'}" for name, is_so in claims.items())
-            reasons.append(
-                f"{model}: mechanisms {own:+.3f} nats, {share} of mean ablation's {mean:+.3f} (up "
-                f"to {float(number['share_high'][MECHANISMS]):.0%}); below {below} of {len(dealt)} "
-                f"random deals and {len(beaten)} of {len(ONE_IDEAL)} single ideals, of which "
-                f"{best.removeprefix(EVERY)} costs least ({float(excess[best]):+.3f}); every head "
-                f"with its top 4 {float(excess[TOP_4]):+.3f}: {said}"
-            )
-        return Verdict(passed and bool(reasons), tuple(reasons))
+    def claims(self) -> Sequence[Claim]:
+        """By the last snapshot of every model."""
+        fewer = (
+            "costs {bound} nats more than the mechanisms, by the lower end of the 95% interval of "
+            "the difference"
+        )
+        return (
+            Claim(
+                "(A) with all heads in their mechanisms the excess loss is {bound} of that of mean "
+                "ablation, by the upper end of the 95% interval, in every model",
+                partial(_least, "share_high", (MECHANISMS,)), "<=", _SHARE,
+            ),
+            Claim(
+                "(A) mean ablation costs {bound} nats", partial(_least, "excess", (MEAN,)),
+                ">=", _LEAST_COST,
+            ),
+            Claim(
+                f"(B) each of eight random deals of the same mechanisms {fewer}",
+                partial(_least, "lead_low", None), ">", 0,
+            ),
+            Claim(
+                "(B) every head with any one ideal (hard maximum, mean pattern, global, own "
+                f"position) {fewer}",
+                partial(_least, "lead_low", ONE_IDEAL), ">", 0,
+            ),
+            Claim(
+                f"(C) every head with its four largest keys {fewer}",
+                partial(_least, "lead_low", (TOP_4,)), ">", 0,
+            ),
+        )  # fmt: skip
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Each assignment in the place of the mechanisms: it costs no less than itself."""
+        found = {}
+        for name, controls in {
+            "mean ablation": (MEAN,),
+            "random deals": _deals(results["assignment"]),
+            "one ideal for every head": ONE_IDEAL,
+            "four largest keys for every head": (TOP_4,),
+        }.items():
+            changed = results.copy()
+            is_control = changed["assignment"].isin(list(controls))
+            for (model,), rows in groups(changed[is_control], ("model",)):
+                own = (changed["model"] == model) & (changed["assignment"] == MECHANISMS)
+                changed.loc[own, "share_high"] = rows["share_high"].min()
+            changed.loc[is_control, "lead_low"] = 0.0
+            found[name] = changed
+        return found
+
+
+def _deals(assignments: Iterable[str]) -> tuple[str, ...]:
+    """The random deals of the mechanisms among some assignments."""
+    return tuple(name for name in dict.fromkeys(assignments) if str(name).startswith(RANDOM))
+
+
+def _least(column: str, names: Sequence[str] | None, results: "pd.DataFrame") -> Numbers:
+    """The least number over assignments, the random deals where none is named; NaN without any."""
+    rows = results[results["kind"] == "assignment"]
+
+    def of_model(own: "pd.DataFrame") -> float:
+        means = own.groupby("assignment")[column].mean()
+        return float(means.reindex(list(names or _deals(means.index))).min(skipna=False))
+
+    return by_model(rows, of_model)
 
 
 def _n_draws(n_windows: int) -> int:

@@ -1,22 +1,25 @@
 """The least number of keys that each layer needs, against the length of the context."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
 from infoflow_lens.experiments.language_model.study import (
     MODEL,
     LanguageModelStudy,
+    by_model,
     final,
     groups,
     panels,
+    stacked,
     step_shown,
 )
-from infoflow_lens.experiments.study import Row, Settings
+from infoflow_lens.experiments.study import Row, Settings, Statement
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.hooks.mechanisms.top_k import LARGEST, RANDOM, measure_top_k
 
@@ -33,11 +36,7 @@ class TopK(LanguageModelStudy):
 
     name: ClassVar[str] = "top_k"
     title: ClassVar[str] = "Do heads need a fixed number of keys, or a share of the context?"
-    acceptance: ClassVar[str] = (
-        "in every trained model every layer that matters (one random key a row costs more than 1% "
-        "of the loss) needs a number of keys that grows with the context with a power of at most "
-        "1/4, and fewer keys at the longest context than random ones"
-    )
+    statement: ClassVar[Statement] = Statement.of("top_k")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 32, "full": 256}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 3, "full": None}
     lengths: ClassVar[Mapping[str, Sequence[int]]] = {
@@ -134,29 +133,41 @@ class TopK(LanguageModelStudy):
         by_model[0][1][0].legend(frameon=False, fontsize="small", title="dotted: random keys")
         return figure
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
+    def claims(self) -> Sequence[Claim]:
         """By the layers that matter in the last snapshot of every model."""
-        reasons, slopes, passed = [], [], True
-        for (model,), rows in groups(final(results), ("model",)):
-            judged = {k: c for k, c in _curves(rows).items() if k != "all" and c.matters}
-            passed = passed and bool(judged)
-            for layer, curve in judged.items():
-                slope = curve.slope(LARGEST)
-                at, random = curve.at_longest(LARGEST), curve.at_longest(RANDOM)
-                slopes.append(slope)
-                passed = passed and slope <= _CONSTANT and at < random
-                reasons.append(
-                    f"{model}, layer {layer}: {curve.at_shortest(LARGEST)} to {at} keys, slope "
-                    f"{slope:.2f}; random keys {random}, slope {curve.slope(RANDOM):.2f}"
-                )
-            if not judged:
-                reasons.append(f"{model}: no layer matters")
+        return (
+            Claim(
+                "every model has {bound} layer that matters (one random key a row costs more than "
+                "1% of the loss)",
+                lambda results: by_model(results, lambda rows: len(_that_matter(rows))), ">=", 1,
+            ),
+            Claim(
+                "the keys that such a layer needs grow with the context with a power of {bound}",
+                partial(_of_layers, lambda curve: curve.slope(LARGEST)), "<=", _CONSTANT,
+            ),
+            Claim(
+                "at the longest context it needs {bound} times as many keys as random ones",
+                partial(
+                    _of_layers, lambda curve: curve.at_longest(LARGEST) / curve.at_longest(RANDOM)
+                ),
+                "<", 1,
+            ),
+        )  # fmt: skip
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """What the slopes are called."""
+        slopes = _of_layers(lambda curve: curve.slope(LARGEST), results).values()
         kind = "mixed"
         if slopes and min(slopes) >= _GROWING:
             kind = "growing (global)"
         elif slopes and max(slopes) <= _CONSTANT:
             kind = "constant (max-position)"
-        return Verdict(passed and bool(slopes), (*reasons, f"over all of these: {kind}"))
+        return [f"over all layers that matter: {kind}"]
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Random keys in the place of the largest."""
+        random = results[results["kept"] == RANDOM]
+        return {"random keys": stacked(random, random.assign(kept=LARGEST))}
 
 
 class _Curve:
@@ -197,6 +208,21 @@ def _least(rows: "pd.DataFrame", most: int) -> int:
             break
         least = int(k)
     return least
+
+
+def _that_matter(rows: "pd.DataFrame") -> dict[str, _Curve]:
+    return {
+        layer: curve for layer, curve in _curves(rows).items() if layer != "all" and curve.matters
+    }
+
+
+def _of_layers(number: "Callable[[_Curve], float]", results: "pd.DataFrame") -> Numbers:
+    """A number of each layer that matters."""
+    return {
+        f"{model}, layer {layer}": number(curve)
+        for (model,), rows in groups(final(results), ("model",))
+        for layer, curve in _that_matter(rows).items()
+    }
 
 
 def _curves(rows: "pd.DataFrame") -> dict[str, _Curve]:

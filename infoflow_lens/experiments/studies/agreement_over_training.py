@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from infoflow_lens.agreement import compare, coverage
 from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.demo import RANKS, DemoConfig
+from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
+from infoflow_lens.experiments.studies.rows import numbers_of
 from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy
-from infoflow_lens.experiments.tables import markdown_table, spread
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups
 from infoflow_lens.hooks import JacobianInfluence, PositionsProbe, RecoveryProbe, run_probes
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
@@ -19,7 +21,6 @@ from infoflow_lens.training import evaluate, train
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
 _AGREES = 0.95
 _LEARNT = 1e-2  # the NMSE beside whose epoch that of agreement is told
@@ -35,6 +36,16 @@ _COLUMNS = {
     "ratio_rank2": "rank-2 recovery error, over initial",
     "concentration": "largest share of attention",
 }
+
+
+def _panel(*columns: str, **of_y: Any) -> Panel:
+    """Means over seeds by epoch, with their range, epoch 0 included."""
+    layers = [
+        Curves("epoch", column, style=".-", band=True, label=_COLUMNS[column], colour=f"C{i}")
+        for i, column in enumerate(columns)
+    ]
+    epochs = Axis("epochs of training", "symlog", (0, None))
+    return Panel(layers, epochs, Axis(**of_y), legend="above")
 
 
 class AgreementOverTraining(VectorStudy):
@@ -116,70 +127,39 @@ class AgreementOverTraining(VectorStudy):
         ]
         return [{**row, **ratio} for row, ratio in zip(rows, ratios, strict=True)]
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """Means and ranges over seeds, a row a checkpoint; then what came first."""
-        groups: Any = results.groupby("epoch")
-        of_epochs = markdown_table(
-            ["epoch", *_COLUMNS.values()],
-            [[epoch, *(spread(rows[column]) for column in _COLUMNS)] for epoch, rows in groups],
+        columns = [Column(name, column) for column, name in _COLUMNS.items()]
+        firsts = (
+            Column(f"AUROC above {_AGREES}", lambda run: _first(run, run["auroc"] > _AGREES)),
+            Column(f"NMSE below {_LEARNT}", lambda run: _first(run, run["nmse"] < _LEARNT)),
         )
-        firsts = markdown_table(
-            ["seed", f"AUROC above {_AGREES}", f"NMSE below {_LEARNT}"],
-            [
-                (seed, _shown(agreement), _shown(error))
-                for seed, agreement, error in _firsts(results)
-            ],
-        )
-        return "\n\n".join(
-            [
-                of_epochs,
-                "First epoch that was looked at with",
-                firsts,
-                "The sets are those of CLS. Predicted: at the end they hold the active tokens. "
-                "Published: nothing between the ends of training; at its end recovery ratios of "
-                ".065-.096 or .34-.78 (rank 1, six or five heads) and .78-1.09 (rank 2), of other "
-                "sizes.",
-            ]
+        return (
+            TableSpec(("epoch",), columns, sort=True),
+            "First epoch that was looked at with",
+            TableSpec(("seed",), firsts, sort=True),
+            "The sets are those of CLS. Predicted: at the end they hold the active tokens. "
+            "Published: nothing between the ends of training; at its end recovery ratios of "
+            ".065-.096 or .34-.78 (rank 1, six or five heads) and .78-1.09 (rank 2), of other "
+            "sizes.",
         )
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """Agreement, error and recovery over epochs; lines are means, bands the range."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(11, 4), layout="constrained")
-        agreement, error, recovery = figure.subplots(1, 3)
-        panels = {
-            agreement: ("auroc", "coverage", "influence_inside"),
-            error: ("nmse",),
-            recovery: ("ratio_rank1", "ratio_rank2", "concentration"),
-        }
-        by_epoch = results.groupby("epoch")
-        for axes, columns in panels.items():
-            for column in columns:
-                mean, low, high = (getattr(by_epoch[column], f)() for f in ("mean", "min", "max"))
-                (line,) = axes.plot(mean.index, mean, ".-", label=_COLUMNS[column])
-                axes.fill_between(mean.index, low, high, color=line.get_color(), alpha=0.2)
-            axes.set_xscale("symlog", base=2, linthresh=1)  # with epoch 0
-            axes.set_xlim(0, None)
-            axes.set_xlabel("epochs of training")
-            axes.xaxis.set_major_formatter("{x:g}")
-            axes.legend(
-                loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False, fontsize="small"
-            )
-        agreement.axhline(_AGREES, color="#444444", linewidth=0.8, linestyle=":")
-        error.set_yscale("log")
-        error.axhline(_LEARNT, color="#444444", linewidth=0.8, linestyle=":")
-        return figure
+        agreement = _panel("auroc", "coverage", "influence_inside", levels=[_AGREES])
+        error = _panel("nmse", scale="log", levels=[_LEARNT])
+        recovery = _panel("ratio_rank1", "ratio_rank2", "concentration")
+        return FigureSpec([agreement, error, recovery], size=(3.7, 4))
 
     def claims(self) -> Sequence[Claim]:
         """By the first and the last checkpoint of every run."""
         auroc = "the AUROC of the predicted sets of CLS against measured influence is {bound}"
         return (
-            Claim(f"{auroc} before training", lambda r: _by_seed(r, "auroc", 0), "<", 0.75),
-            Claim(f"{auroc} at the end", lambda r: _by_seed(r, "auroc", -1), ">", _AGREES),
+            Claim(f"{auroc} before training", lambda r: _at(r, "auroc", 0), "<", 0.75),
+            Claim(f"{auroc} at the end", lambda r: _at(r, "auroc", -1), ">", _AGREES),
             Claim(
                 "these sets hold {bound} of the active tokens at the end",
-                lambda r: _by_seed(r, "coverage", -1),
+                lambda r: _at(r, "coverage", -1),
                 ">",
                 0.97,
             ),
@@ -188,9 +168,10 @@ class AgreementOverTraining(VectorStudy):
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """Which comes first, agreement or a small error."""
         return [
-            f"seed {seed}: first epoch with an AUROC above {_AGREES}: {_shown(agreement)}, "
-            f"with an NMSE below {_LEARNT}: {_shown(error)}"
-            for seed, agreement, error in _firsts(results)
+            f"seed {seed}: first epoch with an AUROC above {_AGREES}: "
+            f"{_first(run, run['auroc'] > _AGREES)}, with an NMSE below {_LEARNT}: "
+            f"{_first(run, run['nmse'] < _LEARNT)}"
+            for (seed,), run in groups(results, ["seed"], sort=True)
         ]
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
@@ -243,29 +224,17 @@ def _state_of(
     }
 
 
-def _firsts(results: "pd.DataFrame") -> list[tuple[int, int | None, int | None]]:
-    """For every seed the first epochs with agreement and with a small error."""
-    groups: Any = results.sort_values("epoch").groupby("seed")
-    return [
-        (
-            int(seed),
-            _first(rows["epoch"], rows["auroc"] > _AGREES),
-            _first(rows["epoch"], rows["nmse"] < _LEARNT),
-        )
-        for seed, rows in groups
-    ]
+def _first(run: "pd.DataFrame", reached: "pd.Series[bool]") -> str:
+    """The first epoch at which it is reached, in words."""
+    return str(int(run["epoch"][reached].min())) if reached.any() else "none"
 
 
-def _first(epochs: "pd.Series[int]", reached: "pd.Series[bool]") -> int | None:
-    return int(epochs[reached].iloc[0]) if reached.any() else None
-
-
-def _shown(epoch: int | None) -> str:
-    return "none" if epoch is None else str(epoch)
-
-
-def _by_seed(results: "pd.DataFrame", column: str, place: int) -> Numbers:
+def _at(results: "pd.DataFrame", column: str, place: int) -> Numbers:
     """A column at the first or the last checkpoint of each run."""
-    groups: Any = results.sort_values("epoch").groupby("seed")
     # first() and last() would pass over undefined numbers
-    return {f"seed {seed}": float(rows[column].iloc[place]) for seed, rows in groups}
+    return numbers_of(
+        results.sort_values(["seed", "epoch"]),
+        ["seed"],
+        lambda run: run[column].iloc[place],
+        "seed {}".format,
+    )

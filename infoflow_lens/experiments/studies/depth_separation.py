@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from infoflow_lens.experiments.claims import Claim, Numbers
+from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.experiments.stages import Stages, train_in_stages
 from infoflow_lens.experiments.study import (
     Pair,
@@ -18,7 +19,7 @@ from infoflow_lens.experiments.study import (
     VectorStudy,
     standardised,
 )
-from infoflow_lens.experiments.tables import markdown_table, spread
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.constructions import build_construction
 from infoflow_lens.models.host import build_model
@@ -29,7 +30,6 @@ from infoflow_lens.training import TrainingConfig, train
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
 _BATCH = 256
 _D_HEAD = 3  # of the single head of every layer; scores x.y of tokens of R^3 need as many
@@ -154,67 +154,28 @@ class DepthSeparationStudy(VectorStudy):
     def _data(self, n_tokens: int, n: int, part: str, seed: int) -> Pair:
         return self.drawn(DepthSeparation(n_tokens=n_tokens, d_token=3), part, n, seed)
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """Errors by parameters, then slopes beside the exponents of the theorem."""
-        groups: Any = results.groupby(["model", "parameters"])
-        errors = markdown_table(
-            ["model", "parameters", "NMSE", "least NMSE"],
-            [
-                (model, parameters, spread(rows["nmse"]), f"{rows['nmse'].min():.2e}")
-                for (model, parameters), rows in groups
-            ],
+        errors = "nmse", Column("least NMSE", "nmse", "least", ".2e")
+        slopes = (
+            Column("fitted slope of log NMSE", lambda r: slope(_least(r)), form=".2f"),
+            Column("exponent of the theorem", lambda rows: _stated(rows)[0]),
+            Column("slope that it stands for", lambda rows: _stated(rows)[1]),
         )
-        n_tokens = int(results["n_tokens"].iloc[0])
-        least = _least(results)
-        slopes = []
-        for model in least.index.unique(level="model"):
-            cells = _stated(n_tokens) if model == _ONE else ("at most 1", "-2 can be reached")
-            slopes.append((model, f"{slope(least[model]):.2f}", *cells))
-        parts = [
-            errors,
-            markdown_table(
-                [
-                    "model",
-                    "fitted slope of log NMSE",
-                    "exponent of the theorem",
-                    "slope that it stands for",
-                ],
-                slopes,
-            ),
-        ]
-        built = results[results["model"] == _BUILT]
-        if len(built):
-            worst = ", ".join(
-                f"{rows['max_error'].max():.2g} (eps = {eps:g})"
-                for eps, rows in built.groupby("eps")
-            )
-            parts.append(f"Largest errors of the built models: {worst}; parameters are those set.")
-        return "\n\n".join([*parts, f"The paper prints no experiment. {_CAVEAT}"])
+        return (
+            TableSpec(("model", "parameters"), errors, sort=True),
+            TableSpec(("model",), slopes, sort=True),
+            _precision,
+            f"The paper prints no experiment. {_CAVEAT}",
+        )
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """NMSE over parameters, log-log, with the fitted lines."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6.5, 4), layout="constrained")
-        axes = figure.subplots()
-        least = _least(results)
-        for index, model in enumerate(least.index.unique(level="model")):
-            rows, best = results[results["model"] == model], least[model]
-            axes.plot(rows["parameters"], rows["nmse"], "o", color=f"C{index}", alpha=0.5)
-            fitted = slope(best)
-            logs = np.log(best.to_numpy())
-            at = np.log(best.index.to_numpy(dtype=float))
-            line = np.exp(logs.mean() + fitted * (at - at.mean()))
-            axes.plot(
-                best.index, line, "--", color=f"C{index}", label=f"{model}, slope {fitted:.2f}"
-            )
-        axes.axhline(1, color="#444444", linewidth=0.8, linestyle=":")
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlabel("parameters (built: those set)")
-        axes.set_ylabel("validation NMSE (dotted: a constant)")
-        axes.legend(frameon=False)
-        return figure
+        seeds = Curves("parameters", "nmse", ["model"], "each", style="o", label="", alpha=0.5)
+        laws = Curves("parameters", "nmse", ["line"], style="--", rows=_fitted)
+        sizes = Axis("parameters (built: those set)", "log")
+        errors = Axis("validation NMSE (dotted: a constant)", "log", levels=[1])
+        return FigureSpec([Panel([seeds, laws], sizes, errors)], size=(6.5, 4))
 
     def claims(self) -> Sequence[Claim]:
         """By the largest two-layer model against every one-layer model, and by the slopes."""
@@ -245,11 +206,10 @@ class DepthSeparationStudy(VectorStudy):
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """The errors and slopes of both."""
         remarks = []
-        groups: Any = _least(results).reset_index().groupby("model", sort=False)
-        for name, rows in groups:
-            errors = rows.set_index("parameters")["nmse"]
+        for (model,), rows in groups(results, ["model"], sort=True):
+            errors = _least(rows)
             remarks.append(
-                f"{name}: least NMSE {errors.min():.2e} to {errors.max():.2e} with "
+                f"{model}: least NMSE {errors.min():.2e} to {errors.max():.2e} with "
                 f"{errors.index.min()} to {errors.index.max()} parameters, slope "
                 f"{slope(errors):.2f}"
             )
@@ -275,8 +235,11 @@ def _built(n_tokens: int, eps: float, data: tuple[torch.Tensor, torch.Tensor]) -
     }
 
 
-def _stated(n_tokens: int) -> tuple[str, str]:
-    """The exponent of one layer, by the theorem and by the sharper count, and its slope."""
+def _stated(rows: "pd.DataFrame") -> tuple[str, str]:
+    """The exponent of a model, by the theorem and by the sharper count, and the slope with it."""
+    if rows["model"].iloc[0] != _ONE:
+        return "at most 1", "-2 can be reached"
+    n_tokens = int(rows["n_tokens"].iloc[0])
     bound, sharp = (
         depth_separation_bound(n_tokens, 1, _D_HEAD, sharp=sharp) for sharp in (False, True)
     )
@@ -289,9 +252,30 @@ def _stated(n_tokens: int) -> tuple[str, str]:
     )
 
 
-def _least(results: "pd.DataFrame") -> "pd.Series[float]":
-    """The least NMSE over seeds, by model and number of parameters."""
-    return results.groupby(["model", "parameters"])["nmse"].min()
+def _precision(results: "pd.DataFrame") -> str:
+    """The largest errors of the models that are built, in words."""
+    built = groups(results[results["model"] == _BUILT], ["eps"], sort=True)
+    worst = ", ".join(f"{rows['max_error'].max():.2g} (eps = {eps:g})" for (eps,), rows in built)
+    return f"Largest errors of the built models: {worst}; parameters are those set."
+
+
+def _fitted(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The fitted power laws, at the sizes that were run."""
+    import pandas as pd
+
+    laws = []
+    for (model,), rows in groups(results, ["model"], sort=True):
+        least = _least(rows)
+        logs, power = np.log(least.index.to_numpy(dtype=float)), slope(least)
+        line = np.exp(np.log(least.to_numpy()).mean() + power * (logs - logs.mean()))
+        law = {"line": f"{model}, slope {power:.2f}", "parameters": least.index, "nmse": line}
+        laws.append(pd.DataFrame(law))
+    return pd.concat(laws)
+
+
+def _least(rows: "pd.DataFrame") -> "pd.Series[float]":
+    """The least NMSE over seeds by the number of parameters, of one kind of model."""
+    return rows.groupby("parameters")["nmse"].min()
 
 
 def slope(errors: "pd.Series[float]") -> float:
@@ -304,7 +288,5 @@ def slope(errors: "pd.Series[float]") -> float:
 
 def _of_depths(results: "pd.DataFrame", number: Callable[[Any, Any], float]) -> Numbers:
     """A number of the least NMSE by parameters, of one layer and of two; nothing without either."""
-    least = _least(results)
-    if not {_ONE, _TWO} <= set(least.index.unique(level="model")):
-        return {}
-    return {"": float(number(least[_ONE], least[_TWO]))}
+    one, two = (_least(results[results["model"] == model]) for model in (_ONE, _TWO))
+    return {} if one.empty or two.empty else {"": float(number(one, two))}

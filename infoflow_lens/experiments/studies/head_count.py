@@ -1,11 +1,13 @@
 """Fewer heads than retrieved tokens cost accuracy (Yu et al. 2026, ICLR, Tables 2, 3 and 5)."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from infoflow_lens.experiments.claims import Claim, Numbers
+from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.experiments.study import Pair, Row, Settings, Statement, TrainedStudy
-from infoflow_lens.experiments.tables import markdown_table, spread
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer
 from infoflow_lens.tasks import DRetrieval
@@ -13,11 +15,11 @@ from infoflow_lens.training import TrainingConfig, TrainingResult
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
 _D = 4  # tokens that the target retrieves
 _LENGTHS = (8, 16, 32, 64, 128)
 _FULL_AT = 16  # T at which preset full is held against Table 3
+_CELL = ["table", "n_tokens", "heads"]
 _NEAR = 2  # cells within this factor of the published are counted
 
 Published = Mapping[int, tuple[float, ...]]  # by heads, for T in _LENGTHS
@@ -130,88 +132,30 @@ class HeadCount(TrainedStudy):
             }
         ]
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """All published cells, ours beside them by both normalisations, and how far they are."""
-        compared = beside_published(results)
-        cells = []
-        for row in compared.to_dict("records"):
-            key = (row["table"], row["n_tokens"], row["heads"])
-            ours = results[
-                (results["table"] == key[0])
-                & (results["n_tokens"] == key[1])
-                & (results["heads"] == key[2])
-            ]
-            shown = ["not run", *[None] * 4]
-            if row["run"]:
-                shown = [
-                    f"{row['relative']:.2e}",
-                    _times(row["relative_times"]),
-                    f"{row['nmse']:.2e}",
-                    _times(row["nmse_times"]),
-                    spread(ours["nmse"]),
-                ]
-            cells.append((*key, f"{row['published']:.2e}", *shown))
-        table = markdown_table(
-            [
-                *("table", "T", "heads", "published", "ours by second moment: least"),
-                *("of published", "ours by variance: least", "of published", "all seeds"),
-            ],
-            cells,
+        columns = (
+            Column("published", "published", "first", ".2e"),
+            Column("ours by second moment: least", _ours),
+            Column("of published", lambda rows: _times(_factor(rows, "relative"))),
+            Column("ours by variance: least", "nmse", "least", ".2e"),
+            Column("of published", lambda rows: _times(_factor(rows, "nmse"))),
+            Column("all seeds", "nmse"),
         )
-        return f"{table}\n\n{self._how_far(compared)}"
+        return TableSpec(_CELL, columns, beside_published), _how_far
 
-    def _how_far(self, compared: "pd.DataFrame") -> str:
-        """How ours and the published cells differ, in words."""
-        run = compared[compared["run"]]
-        if run.empty:
-            return "No published cell was run."
-        near = run["relative_times"].between(1 / _NEAR, _NEAR)
-        low, high = run["relative_times"].min(), run["relative_times"].max()
-        return (
-            f"Run: {len(run)} of {len(compared)} published cells. By second moment {near.sum()} of "
-            f"them lie within a factor of {_NEAR} of the published, and ours are from "
-            f"{_times(low)} to {_times(high)} of them; by variance from "
-            f"{_times(run['nmse_times'].min())} to {_times(run['nmse_times'].max())}. At one T "
-            f"what errors are divided by moves all cells by one factor, and ours and the published "
-            f"differ by factors that are themselves {_times(high / low)} apart: no normalisation "
-            "makes them agree, so these cells do not tell which one the paper has. Published are "
-            "minima over seeds, in Table 2 means."
-        )
-
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """Errors over heads, a panel for each published table; ours by both normalisations."""
-        from matplotlib.figure import Figure
-
-        compared = beside_published(results)
-        figure = Figure(figsize=(13, 4), layout="constrained")
-        panels = figure.subplots(1, len(_TABLES), sharey=True)
-        for axes, (table, rows) in zip(panels, compared.groupby("table"), strict=True):
-            for index, (length, cells) in enumerate(rows.groupby("n_tokens")):
-                colour, run = f"C{index}", cells[cells["run"]]
-                axes.plot(cells["heads"], cells["published"], ":", color=colour, alpha=0.7)
-                axes.plot([], [], color=colour, label=f"T = {length}")
-                axes.plot(run["heads"], run["relative"], "o-", color=colour)
-                axes.plot(run["heads"], run["nmse"], "s--", color=colour, markerfacecolor="none")
-            axes.axvline(_D, color="#444444", linewidth=0.8, linestyle="--")
-            axes.set_yscale("log")
-            count = f"{int(rows['run'].sum())} of {len(rows)} cells run"
-            axes.set_title(f"Table {table}: {count}", fontsize="medium")
-            axes.set_xlabel("heads (dashed: D)")
-            axes.set_xticks(sorted(rows["heads"].unique()))
-        panels[0].set_ylabel("squared error, least over seeds")
-        panels[0].legend(frameon=False, fontsize="small")
-        panels[-1].legend(
-            handles=[
-                *panels[-1].plot([], [], ":", color="#444444", label="published"),
-                *panels[-1].plot([], [], "o-", color="#444444", label="over second moment"),
-                *panels[-1].plot(
-                    [], [], "s--", color="#444444", markerfacecolor="none", label="over variance"
-                ),
-            ],
-            frameon=False,
-            fontsize="small",
+        layers = [
+            Curves("heads", column, ["n_tokens"], "least", style=style,
+                   label="T = {}".format if column == "relative" else "")
+            for column, style in (("published", ":"), ("relative", "o-"), ("nmse", "s--"))
+        ]  # fmt: skip
+        error = Axis(
+            "least error (dots: by second moment,\nsquares: by variance; dotted: published)", "log"
         )
-        return figure
+        panel = Panel(layers, Axis("heads (dotted: D)", levels=[_D]), error, _run_of_table)
+        return FigureSpec([panel], per="table", size=(4.3, 4), share="y", rows=beside_published)
 
     def claims(self) -> Sequence[Claim]:
         """By the fall from D - 1 to D heads of one layer."""
@@ -224,7 +168,7 @@ class HeadCount(TrainedStudy):
             f"T = {_FULL_AT}"
         )
         return (
-            Claim(fall, _falls, ">=", 20),
+            Claim(fall, lambda r: _falls(r[r["table"] == "3"]), ">=", 20),
             Claim(factor, _from_table, "<=", 5, needed=False),
         )
 
@@ -235,19 +179,12 @@ class HeadCount(TrainedStudy):
 
 
 def beside_published(results: "pd.DataFrame") -> "pd.DataFrame":
-    """A row for each published cell.
+    """The rows of the study with the ``published`` number of their cell.
 
-    Args:
-        results: rows of the study.
-
-    Returns:
-        ``table``, ``n_tokens``, ``heads`` and ``published``; whether it was ``run``; the least over
-        seeds by either normalisation (``nmse``, ``relative``), and what share of the published
-        error that is (``nmse_times``, ``relative_times``).
+    A published cell that was not run has one row, without other numbers.
     """
     import pandas as pd
 
-    key = ["table", "n_tokens", "heads"]
     cells = pd.DataFrame(
         [
             (table, length, heads, error)
@@ -255,40 +192,72 @@ def beside_published(results: "pd.DataFrame") -> "pd.DataFrame":
             for heads, errors in published.items()
             for length, error in zip(_LENGTHS, errors, strict=True)
         ],
-        columns=[*key, "published"],
-    ).sort_values(key, ignore_index=True)
-    least = results.groupby(key)[["nmse", "relative"]].min().reset_index()
-    compared = cells.merge(least, on=key, how="left")
-    compared["run"] = compared["nmse"].notna()
-    for name in ("nmse", "relative"):
-        compared[f"{name}_times"] = compared[name] / compared["published"]
-    return compared
+        columns=[*_CELL, "published"],
+    )
+    return cells.merge(results, on=_CELL, how="left").sort_values(_CELL, kind="stable")
 
 
-def _times(factor: float) -> str:
+def _factor(rows: "pd.DataFrame", column: str) -> float:
+    """How many times the published error the least of a cell is; NaN where it was not run."""
+    return float(rows[column].min() / rows["published"].iloc[0])
+
+
+def _times(factor: float) -> str | None:
     """A factor as it stands in the table."""
+    if math.isnan(factor):
+        return None
     return f"{factor:.2g} times" if factor < 100 else f"{factor:.0f} times"
 
 
-def _published(table: str, heads: float, n_tokens: float) -> float:
-    return _TABLES[table][int(heads)][_LENGTHS.index(int(n_tokens))]
+def _ours(rows: "pd.DataFrame") -> str:
+    """The least error by second moment, or that there is none."""
+    least = rows["relative"].min()
+    return "not run" if math.isnan(least) else f"{least:.2e}"
+
+
+def _how_far(results: "pd.DataFrame") -> str:
+    """How ours and the published cells differ, in words."""
+    cells = [rows for _, rows in groups(beside_published(results), _CELL)]
+    run = [rows for rows in cells if rows["nmse"].notna().any()]
+    if not run:
+        return "No published cell was run."
+    by_moment, by_variance = (
+        [_factor(rows, column) for rows in run] for column in ("relative", "nmse")
+    )
+    near = sum(1 / _NEAR <= factor <= _NEAR for factor in by_moment)
+    low, high = min(by_moment), max(by_moment)
+    return (
+        f"Run: {len(run)} of {len(cells)} published cells. By second moment {near} of "
+        f"them lie within a factor of {_NEAR} of the published, and ours are from "
+        f"{_times(low)} to {_times(high)} of them; by variance from "
+        f"{_times(min(by_variance))} to {_times(max(by_variance))}. At one T "
+        f"what errors are divided by moves all cells by one factor, and ours and the published "
+        f"differ by factors that are themselves {_times(high / low)} apart: no normalisation "
+        "makes them agree, so these cells do not tell which one the paper has. Published are "
+        "minima over seeds, in Table 2 means."
+    )
+
+
+def _run_of_table(rows: "pd.DataFrame") -> str:
+    """A published table, and how many of its cells were run."""
+    cells = rows.groupby(_CELL)["nmse"].count()
+    return f"Table {rows['table'].iloc[0]}: {(cells > 0).sum()} of {len(cells)} cells run"
 
 
 def _falls(results: "pd.DataFrame") -> Numbers:
     """How many times the least error of D - 1 heads that of D heads is, by T."""
-    of_table = results[results["table"] == "3"]
-    least = of_table.groupby(["n_tokens", "heads"])["nmse"].min()
+    least = results.groupby(["n_tokens", "heads"])["nmse"].min()
     return {
         f"T = {length}": float(least[length, _D - 1] / least[length, _D])
-        for length in sorted(of_table["n_tokens"].unique())
+        for length in sorted(results["n_tokens"].unique())
     }
 
 
 def _from_table(results: "pd.DataFrame") -> Numbers:
     """The factor between our error and the published one; preset full alone has its sizes."""
-    ours = results[(results["table"] == "3") & (results["preset"] == "full")]
-    ours = ours[(ours["n_tokens"] == _FULL_AT) & (ours["heads"] == _D)]
+    ours = results[(results["preset"] == "full") & (results["n_tokens"] == _FULL_AT)]
+    ours = ours[(ours["table"] == "3") & (ours["heads"] == _D)]
     if ours.empty:
         return {}
-    relative, published = float(ours["relative"].min()), _published("3", _D, _FULL_AT)
-    return {"": max(relative / published, published / relative)}
+    cell = beside_published(ours).dropna(subset="nmse")
+    return {"": max(_factor(cell, "relative"), 1 / _factor(cell, "relative"))}

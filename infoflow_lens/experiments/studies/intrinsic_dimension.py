@@ -1,24 +1,33 @@
 """Two layers need D heads in the first one for D best pairs (InfoFlow 2026, C.4, Fig. 1a)."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infoflow_lens.experiments.claims import Claim
+from infoflow_lens.experiments.claims import Claim, Numbers
+from infoflow_lens.experiments.plots import GREEN, ORANGE, Axis, FigureSpec, Panel, Points
 from infoflow_lens.experiments.stages import StagedResult, StagedStudy
+from infoflow_lens.experiments.studies.rows import (
+    beside_enough,
+    best_runs,
+    first_heads,
+    has_enough_heads,
+    heads_shown,
+    runs_of,
+    with_one_head,
+)
 from infoflow_lens.experiments.study import (
     Pair,
     Row,
     Settings,
     Statement,
 )
-from infoflow_lens.experiments.tables import markdown_table, spread
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, Words, groups
 from infoflow_lens.hooks import PositionsProbe, run_probes
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer
@@ -30,10 +39,14 @@ from infoflow_lens.training import TrainingConfig
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _OWED = 0.1  # what the best hard heads that were found leave, from which on a gap is owed
 _ROUTE = 0.5  # share of queries from which on a head counts as playing a role
+_CELL = ("D", "matrices", "heads")
+NAMES = {"head": "head of layer 1"}
+WORDS: Mapping[str, Words] = {"heads": heads_shown, "head": lambda head: head + 1}
 _PLAIN, _ROTATED, _LINEAR = "gaussian", "orthogonal", "gaussian, linear encoder"
 
 
@@ -148,98 +161,46 @@ class IntrinsicDimensionStudy(StagedStudy):
         x = self.drawn(task, "routes", 2000, seed)[0]
         return [{**shared, **row} for row in route_rows(task, trained.model, x)]
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """Errors by D, matrices and heads, beside what hard heads reach; then the routes."""
-        runs = results.drop_duplicates("run")
-        groups: Any = runs.groupby(["D", "matrices", "heads"], sort=False)
-        least = _least(results)
-        cells = []
-        for (d, kind, heads), rows in groups:
-            key = (d, kind, f"{d} {d}")
-            cells.append(
-                (
-                    d,
-                    kind,
-                    heads_shown(heads),
-                    "allowed" if _first(heads) >= d else "excluded",
-                    spread(rows["floor"]),
-                    "yes" if _first(heads) < d and _owed(rows) else "no",
-                    spread(rows["nmse"]),
-                    f"{least[d, kind, heads]:.3g}",
-                    f"{least[d, kind, heads] / least.get(key, math.nan):.3g}",
-                )
-            )
-        errors = markdown_table(
-            [
-                "D",
-                "matrices",
-                "heads",
-                "count, one role a head",
-                "hard heads reach",
-                "gap owed",
-                "NMSE, all runs",
-                "least over seeds",
-                "times that of (D, D)",
-            ],
-            cells,
+        errors = (
+            Column("count, one role a head", _count),
+            Column("hard heads reach", "floor"),
+            Column("gap owed", lambda r: not has_enough_heads(r).all() and _owed(r)),
+            Column("NMSE, all runs", "nmse"),
+            Column("least over seeds", "least", "first"),
+            Column("times that of (D, D)", "times", "first"),
         )
-        of_heads = [
-            (d, kind, heads_shown(heads), head + 1, *routes_shown(rows))
-            for (d, kind, heads, head), rows in _heads(results)
-        ]
-        routed = markdown_table(
-            ["D", "matrices", "heads", "head of layer 1", "attends to the partner", "roles"],
-            of_heads,
-        )
-        return "\n\n".join(
-            [
-                errors,
-                "Attention of the first layer, of the run of the least error: how often the head's "
-                "first choice, at a token of the best pair of a matrix, is the other one; by "
-                "matrix, from the first / from the second token.",
-                routed,
-                "Least over seeds: by geometric mean over draws. Published, in words and a figure: "
-                "(D, D) lowest, the others higher by two to three orders, with a gap that narrows "
-                "at the largest D; the numbers of Table 11 did not survive in print. What hard "
-                "heads reach is the least error that was found, and bounds that of the best of "
-                f"them from above only: {_searched(results)}.",
-            ]
+        of_heads = Column("attends to the partner", partners), Column("roles", roles)
+        return (
+            TableSpec(_CELL, errors, partial(beside_enough, by=_CELL), WORDS),
+            "Attention of the first layer, of the run of the least error: how often the head's "
+            "first choice, at a token of the best pair of a matrix, is the other one; by "
+            "matrix, from the first / from the second token.",
+            TableSpec([*_CELL, "head"], of_heads, partial(best_runs, by=_CELL), WORDS, NAMES),
+            _note,
         )
 
     def figure(self, results: "pd.DataFrame") -> "Figure":
         """NMSE beside the floor, a panel for each kind of matrices; and the phase diagram."""
-        from matplotlib.figure import Figure
+        from infoflow_lens.report.phase import phase_key
 
-        from infoflow_lens.report.phase import phase_key, phase_panel
-
-        runs = results.drop_duplicates("run")
-        kinds = list(dict.fromkeys(runs["matrices"]))
-        figure = Figure(figsize=(3.4 * (1 + len(kinds)), 3.8), layout="constrained")
-        *panels, phases = figure.subplots(1, 1 + len(kinds))
-        for panel, kind in zip(panels, kinds, strict=True):
-            of_kind = runs[runs["matrices"] == kind]
-            names = sorted(set(zip(of_kind["D"], of_kind["heads"], strict=True)),
-                           key=lambda pair: (pair[0], -_first(pair[1])))  # fmt: skip
-            for place, (d, heads) in enumerate(names):
-                rows = of_kind[(of_kind["D"] == d) & (of_kind["heads"] == heads)]
-                colour = "#009e73" if _first(heads) >= d else "#d55e00"
-                panel.plot([place] * len(rows), rows["nmse"], "o", color=colour, alpha=0.6)
-                if _first(heads) < d:
-                    panel.plot([place] * len(rows), rows["floor"].clip(lower=1e-7), "_",
-                               color="#444444", markersize=16)  # fmt: skip
-            panel.set_yscale("log")
-            labels = [heads_shown(heads) for _, heads in names]
-            panel.set_xticks(range(len(names)), labels, rotation=90 if len(names) > 4 else 0)
-            panel.set_title(kind, fontsize="medium")
-            panel.set_xlabel("heads (bar: hard heads reach)")
-        panels[0].set_ylabel("validation NMSE")
-        d = int(results["D"].max())
-        n_tokens = int(results["n_tokens"].max())
-        task = IntrinsicDimension(n_components=d, n_tokens=n_tokens)
-        lengths = tuple(sorted({4, 8, 16, 32, 64, 128, 256} | {n_tokens}))
-        heads = tuple((h, d) for h in range(1, d + 2))
-        phase_panel(phases, phase_diagram(task, heads, lengths))
-        phases.set_title(f"count, one role: D = {d}, $h_2$ = {d}", fontsize="medium")
+        errors = Points(
+            ["D", "heads"], "nmse", label=lambda d, heads: heads_shown(heads), bar="floor",
+            colour=lambda d, heads: GREEN if first_heads(heads) >= d else ORANGE,
+        )  # fmt: skip
+        panels = [
+            Panel(
+                [errors],
+                Axis("heads (bar: hard heads reach)"),
+                Axis("validation NMSE", "log"),
+                kind,
+                partial(_floors, kind=kind),
+            )
+            for kind in dict.fromkeys(results["matrices"])
+        ]
+        size = (3.4, 3.8)
+        figure = FigureSpec([*panels, Panel([_draw_phases], legend="")], size=size).draw(results)
         phase_key(figure)
         return figure
 
@@ -250,27 +211,25 @@ class IntrinsicDimensionStudy(StagedStudy):
             "layer has {bound} times the NMSE of (D, D) (least over seeds, geometric mean over "
             "draws)"
         )
-        return (
-            Claim(text, lambda r: {n: times for n, times, _, owed in _ratios(r) if owed}, ">=", 10),
-        )
+
+        return (Claim(text, _gaps, ">=", 10),)
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """The errors, and where no gap is owed."""
-        return [
-            f"{name}: {errors}{'' if owed else f', so no gap is owed ({times:.3g} times)'}"
-            for name, times, errors, owed in _ratios(results)
-        ]
+        remarks = []
+        for name, rows in _fewer(results):
+            d, least, times = (rows[column].iloc[0] for column in ("D", "least", "times"))
+            remark = (
+                f"{name}: NMSE {least:.2e}, ({d}, {d}) {least / times:.2e}; hard heads reach "
+                f"{rows['floor'].min():.2g}"
+            )
+            owed = "" if _owed(rows) else f", so no gap is owed ({times:.3g} times)"
+            remarks.append(remark + owed)
+        return remarks
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """(1, 2D - 1) in the place of (D, D)."""
-        numbers = results.copy()
-        few = _least(results)
-        for key, value in few.items():
-            d, kind, heads = cast("tuple[int, str, str]", key)
-            if heads == f"1 {2 * d - 1}":
-                here = (numbers["D"] == d) & (numbers["matrices"] == kind)
-                numbers.loc[here & (numbers["heads"] == f"{d} {d}"), "nmse"] = value
-        return {"fewer heads": numbers}
+        return {"fewer heads": with_one_head(results, _CELL)}
 
 
 def two_layers(settings: Settings, linear: bool, **more: Any) -> Architecture:
@@ -357,21 +316,22 @@ def routes(
     return torch.stack(shares[0], dim=1), torch.stack(shares[1], dim=1)
 
 
-def _least(results: "pd.DataFrame") -> "pd.Series[float]":
-    """Least NMSE over seeds, by D, matrices and heads; the geometric mean over draws."""
-    import numpy as np
+def _note(results: "pd.DataFrame") -> str:
+    """How the table is read, and how what hard heads reach was found."""
+    searched = "these rows have heads of the matrices' own scores, and no search"
+    if "floor_budget" in results:
+        searched = f"by searches of {results['floor_budget'].max():.0f} tries or fewer"
+    return (
+        "Least over seeds: by geometric mean over draws. Published, in words and a figure: "
+        "(D, D) lowest, the others higher by two to three orders, with a gap that narrows "
+        "at the largest D; the numbers of Table 11 did not survive in print. What hard "
+        "heads reach is the least error that was found, and bounds that of the best of "
+        f"them from above only: {searched}."
+    )
 
-    by = ["D", "matrices", "heads"]
-    of_draws = results.groupby([*by, "draw"], sort=False)["nmse"].min()
-    least: Any = np.exp(np.log(of_draws).groupby(level=by, sort=False).mean())
-    return least
 
-
-def _searched(results: "pd.DataFrame") -> str:
-    """How what hard heads reach was found."""
-    if "floor_budget" not in results:
-        return "these rows have heads of the matrices' own scores, and no search"
-    return f"by searches of {results['floor_budget'].max():.0f} tries or fewer"
+def _count(rows: "pd.DataFrame") -> str:
+    return "allowed" if has_enough_heads(rows).all() else "excluded"
 
 
 def _owed(rows: "pd.DataFrame") -> bool:
@@ -379,52 +339,49 @@ def _owed(rows: "pd.DataFrame") -> bool:
     return bool((rows["floor_low"] >= _OWED).all())
 
 
-def _heads(results: "pd.DataFrame") -> list[tuple[tuple[int, str, str, int], "pd.DataFrame"]]:
-    """A row for each head of the best run, by D, matrices, heads and place."""
-    by = ["D", "matrices", "heads"]
-    best = results.loc[results.groupby(by, sort=False)["nmse"].idxmin(), "run"]
-    groups: Any = results[results["run"].isin(best)].groupby([*by, "head"], sort=False)
-    return list(groups)
+def _fewer(results: "pd.DataFrame") -> list[tuple[str, "pd.DataFrame"]]:
+    """The runs of each model with fewer heads than D in the first layer, beside those of (D, D)."""
+    runs = beside_enough(results, _CELL)
+    fewer = groups(runs[~has_enough_heads(runs)], _CELL)
+    return [(f"D = {d}, {kind}, {heads_shown(heads)}", rows) for (d, kind, heads), rows in fewer]
 
 
-def routes_shown(rows: "pd.DataFrame") -> tuple[str, int]:
-    """The shares of a head in words, and how many matrices it serves."""
-    row, shown, roles = rows.iloc[0], [], 0
-    for i in range(1, int(row["D"]) + 1):
-        first, second = float(row[f"first_{i}"]), float(row[f"second_{i}"])
-        roles += max(first, second) >= _ROUTE
-        shown.append(f"{first:.2f} / {second:.2f}")
-    return "; ".join(shown), roles
+def _gaps(results: "pd.DataFrame") -> Numbers:
+    """How many times that of (D, D) the error of fewer heads is, wherever a gap is owed."""
+    fewer = _fewer(results)
+    return {name: float(rows["times"].iloc[0]) for name, rows in fewer if _owed(rows)}
 
 
-def _first(heads: Any) -> int:
-    """h_1 of heads as they stand in results.csv."""
-    return int(str(heads).split()[0])
+def partners(rows: "pd.DataFrame") -> str:
+    """How often a head attends to the partner, matrix by matrix, in words."""
+    row = rows.iloc[0]
+    numbers = range(1, int(row["D"]) + 1)
+    return "; ".join(f"{row[f'first_{i}']:.2f} / {row[f'second_{i}']:.2f}" for i in numbers)
 
 
-def heads_shown(heads: Any) -> str:
-    """Heads of both layers, from the cell of results.csv."""
-    return f"({', '.join(str(heads).split())})"
+def roles(rows: "pd.DataFrame") -> int:
+    """How many matrices a head serves, from either side."""
+    row = rows.iloc[0]
+    numbers = range(1, int(row["D"]) + 1)
+    return sum(max(row[f"first_{i}"], row[f"second_{i}"]) >= _ROUTE for i in numbers)
 
 
-def _ratios(results: "pd.DataFrame") -> list[tuple[str, float, str, bool]]:
-    """Of all models with fewer heads than D in the first layer, in the order of the rows.
+def _floors(results: "pd.DataFrame", kind: str) -> "pd.DataFrame":
+    """The runs of a kind of matrices, (D, D) first; with a floor where there are fewer heads."""
+    runs = runs_of(results[results["matrices"] == kind])
+    floors = runs["floor"].clip(lower=1e-7).mask(has_enough_heads(runs))
+    order = runs["heads"].map(first_heads)
+    runs = runs.assign(floor=floors, order=-order)
+    return runs.sort_values(["D", "order"], kind="stable")
 
-    Returns:
-        the model; its error over that of (D, D); both, and what hard heads reach, in words;
-        whether a gap is owed.
-    """
-    least = _least(results)
-    found = []
-    groups: Any = results.drop_duplicates("run").groupby(["D", "matrices", "heads"], sort=False)
-    for (d, kind, heads), rows in groups:
-        if _first(heads) >= d:
-            continue
-        fewer = float(least[d, kind, heads])
-        ours = float(least.get((d, kind, f"{d} {d}"), math.nan))
-        errors = (
-            f"NMSE {fewer:.2e}, ({d}, {d}) {ours:.2e}; hard heads reach {rows['floor'].min():.2g}"
-        )
-        name = f"D = {d}, {kind}, {heads_shown(heads)}"
-        found.append((name, fewer / ours, errors, _owed(rows)))
-    return found
+
+def _draw_phases(axes: "Axes", results: "pd.DataFrame") -> None:
+    """What counting comparisons says of the largest D, by heads and T."""
+    from infoflow_lens.report.phase import phase_panel
+
+    d, n_tokens = int(results["D"].max()), int(results["n_tokens"].max())
+    lengths = tuple(sorted({4, 8, 16, 32, 64, 128, 256, n_tokens}))
+    heads = tuple((h, d) for h in range(1, d + 2))
+    task = IntrinsicDimension(n_components=d, n_tokens=n_tokens)
+    phase_panel(axes, phase_diagram(task, heads, lengths))
+    axes.set_title(f"count, one role: D = {d}, $h_2$ = {d}", fontsize="medium")

@@ -1,11 +1,12 @@
 """One attention layer and the k-th largest number: only the extremes are easy (Theorem 2)."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from infoflow_lens.experiments.claims import Claim, Numbers
+from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.experiments.study import Pair, Row, Settings, Statement, TrainedStudy
-from infoflow_lens.experiments.tables import markdown_table, spread
+from infoflow_lens.experiments.tables import Column, Part, TableSpec
 from infoflow_lens.hooks import PositionsProbe, run_probes
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer
@@ -14,7 +15,6 @@ from infoflow_lens.training import TrainingConfig, TrainingResult
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
 
 class KthLargestStudy(TrainedStudy):
@@ -82,31 +82,23 @@ class KthLargestStudy(TrainedStudy):
             }
         ]
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """Errors and choices by k."""
-        measured = ("nmse", "chooses_largest", "chooses_kth", "chooses_smallest")
-        groups: Any = results.groupby(["n_tokens", "k"])
-        table = markdown_table(
-            ["T", "k", "NMSE", "attends to the largest", "to the k-th", "to the smallest"],
-            [(*key, *(spread(rows[name]) for name in measured)) for key, rows in groups],
+        columns = (
+            "nmse",
+            Column("attends to the largest", "chooses_largest"),
+            Column("to the k-th", "chooses_kth"),
+            Column("to the smallest", "chooses_smallest"),
         )
-        return f"{table}\n\nThe paper states exponents and prints no experiment."
+        note = "The paper states exponents and prints no experiment."
+        return TableSpec(("n_tokens", "k"), columns), note
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """NMSE over k."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 3.4), layout="constrained")
-        axes = figure.subplots()
-        axes.plot(results["k"], results["nmse"], "o", alpha=0.5, label="each seed")
-        least = results.groupby("k")["nmse"].min()
-        axes.plot(least.index, least, "-", label="least over seeds")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xlabel("k")
-        axes.set_ylabel("validation NMSE")
-        axes.legend(frameon=False)
-        return figure
+        seeds = Curves("k", "nmse", take="each", style="o", label="each seed", alpha=0.5)
+        least = Curves("k", "nmse", take="least", style="-", label="least over seeds", colour="C1")
+        panel = Panel([seeds, least], Axis("k", "log2"), Axis("validation NMSE", "log"))
+        return FigureSpec([panel], size=(6, 3.4))
 
     def claims(self) -> Sequence[Claim]:
         """By the errors between the extremes, and by what the head of k = 1 attends to."""

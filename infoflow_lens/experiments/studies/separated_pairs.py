@@ -1,17 +1,30 @@
 """D heads for D best pairs, where nothing but the heads can be to blame (InfoFlow 2026, C.4)."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 from infoflow_lens.experiments.claims import Claim, Numbers
-from infoflow_lens.experiments.studies.first_layer import TOKENS, recovery_rows
+from infoflow_lens.experiments.plots import GREEN, ORANGE, Axis, FigureSpec, Panel, Points
+from infoflow_lens.experiments.studies.first_layer import IDLE, TOKENS, recovery_rows
 from infoflow_lens.experiments.studies.intrinsic_dimension import (
+    NAMES,
+    WORDS,
     floor,
-    heads_shown,
+    partners,
+    roles,
     route_rows,
-    routes_shown,
     two_layers,
+)
+from infoflow_lens.experiments.studies.rows import (
+    beside_enough,
+    best_runs,
+    first_heads,
+    has_enough_heads,
+    heads_shown,
+    numbers_of,
+    runs_of,
+    with_one_head,
 )
 from infoflow_lens.experiments.study import (
     Pair,
@@ -21,7 +34,7 @@ from infoflow_lens.experiments.study import (
     TrainedStudy,
     standardised,
 )
-from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer
@@ -31,14 +44,14 @@ from infoflow_lens.training import Draw, TrainingConfig, TrainingResult, restore
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
 _SEPARATED, _ORTHOGONAL = "rotoreflection", "orthogonal"
 _LINEAR, _HIDDEN = "linear", "hidden layer"
 _BATCH = 256
 _SMALL, _TIMES = 1e-3, 50  # the error of (D, D), and how much larger the others' are
 _FIRST, _SECOND = 0.1, 0.75  # of the error before training: of the first choice, of the second
-_IDLE = 0.01  # rise of the NMSE below which a head does nothing
+_CELL = ("D", "n_tokens", "matrices", "encoder", "heads")
+_MOST_JUDGED = 3  # D
 
 
 class SeparatedPairs(TrainedStudy):
@@ -170,86 +183,44 @@ class SeparatedPairs(TrainedStudy):
             }
         return [{**shared, **row} for row in rows]
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """Errors of every seed by D, T and heads; then routes and recovery, head by head."""
-        least = _least(results)
-        groups: Any = results.drop_duplicates("run").groupby(_CELL, sort=False)
-        errors = markdown_table(
-            [
-                *("D", "T", "matrices", "encoder", "heads", "hard heads reach"),
-                *("NMSE of every seed, by draw", "least over seeds", "times that of (D, D)"),
-            ],
-            [
-                (
-                    *(*key[:-1], heads_shown(key[-1])),
-                    f"{rows['floor'].min():.2g}",
-                    "; ".join(
-                        ", ".join(f"{error:.2g}" for error in of_draw["nmse"])
-                        for _, of_draw in rows.groupby("draw")
-                    ),
-                    f"{least[key]:.2g}",
-                    f"{least[key] / least.get(_enough(key), math.nan):.3g}",
-                )
-                for key, rows in groups
-            ],
+        errors = (
+            Column("hard heads reach", "floor", "least", ".2g"),
+            Column("NMSE of every seed, by draw", _every_seed),
+            Column("least over seeds", "least", "first", ".2g"),
+            Column("times that of (D, D)", "times", "first"),
         )
-        best = results[results["run"].isin(_best(results))]
-        heads: Any = best.groupby([*_CELL, "draw", "head"], sort=False)
-        routed = markdown_table(
-            [
-                *("D", "T", "matrices", "encoder", "heads", "draw", "head of layer 1"),
-                *("attends to the partner", "roles", "NMSE lost without"),
-                *("first choice", "second choice"),
-            ],
-            [
-                (
-                    *(*key[:4], heads_shown(key[4]), key[5], key[6] + 1, *routes_shown(rows)),
-                    f"{rows['lost_without'].iloc[0]:.2g}",
-                    f"{rows['first_choice'].iloc[0]:.3f}",
-                    f"{rows['second_choice'].iloc[0]:.2f}",
-                )
-                for key, rows in heads
-            ],
+        of_heads = (
+            Column("attends to the partner", partners),
+            Column("roles", roles),
+            Column("NMSE lost without", "lost_without", "first", ".2g"),
+            Column("first choice", "first_choice", "first", ".3f"),
+            Column("second choice", "second_choice", "first", ".2f"),
         )
-        return "\n\n".join(
-            [
-                errors,
-                "Heads of the first layer, of the seed of least error of each draw: how often the "
-                "head's first choice, at a token of the best pair of a matrix, is the other one "
-                "(by matrix, from the first / from the second token); and what a linear map "
-                "recovers of its choices from the states of tokens, over the error before "
-                "training.",
-                routed,
-                "Least over seeds: by geometric mean over draws. Published, in words and a figure: "
-                "(D, D) lowest, the others higher by two to three orders; the numbers of Table 11 "
-                "did not survive in print.",
-            ]
+        by = [*_CELL, "draw"]
+        return (
+            TableSpec(_CELL, errors, partial(beside_enough, by=_CELL), WORDS),
+            "Heads of the first layer, of the seed of least error of each draw: how often the "
+            "head's first choice, at a token of the best pair of a matrix, is the other one "
+            "(by matrix, from the first / from the second token); and what a linear map "
+            "recovers of its choices from the states of tokens, over the error before "
+            "training.",
+            TableSpec([*by, "head"], of_heads, partial(best_runs, by=by), WORDS, NAMES),
+            "Least over seeds: by geometric mean over draws. Published, in words and a figure: "
+            "(D, D) lowest, the others higher by two to three orders; the numbers of Table 11 "
+            "did not survive in print.",
         )
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """Every seed, a panel for each D."""
-        from matplotlib.figure import Figure
-
-        runs = results.drop_duplicates("run")
-        sizes = sorted(set(runs["D"]))
-        figure = Figure(figsize=(3.6 * len(sizes) + 1, 4.2), layout="constrained")
-        panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
-        for panel, d in zip(panels, sizes, strict=True):
-            groups: Any = runs[runs["D"] == d].groupby(_CELL, sort=False)
-            labels = []
-            for place, (key, rows) in enumerate(groups):
-                colour = "#009e73" if key[-1] == f"{d} {d}" else "#d55e00"
-                for draw, of_draw in rows.groupby("draw"):
-                    at = [place + 0.25 * draw] * len(of_draw)
-                    panel.plot(at, of_draw["nmse"], "os"[draw % 2], color=colour, alpha=0.6)
-                name = f"T = {key[1]}, {heads_shown(key[-1])}"
-                labels.append(name if _separated(key) else f"{name}\n{key[2]}, {key[3]}")
-            panel.axhline(_SMALL, color="#444444", linewidth=0.8, linestyle=":")
-            panel.set_yscale("log")
-            panel.set_xticks(range(len(labels)), labels, rotation=90, fontsize="small")
-            panel.set_title(f"D = {d}", fontsize="medium")
-        panels[0].set_ylabel("validation NMSE, every seed (by draw)")
-        return figure
+        seeds = Points(
+            _CELL, "nmse", label=_place, beside="draw",
+            colour=lambda d, *cell: GREEN if first_heads(cell[-1]) == d else ORANGE,
+        )  # fmt: skip
+        error = Axis("validation NMSE, every seed (by draw)", "log", levels=[_SMALL])
+        panel = Panel([seeds], y=error, title=lambda rows: f"D = {rows['D'].iloc[0]}")
+        return FigureSpec([panel], per="D", size=(4.2, 4.2), share="y", rows=_by_d)
 
     def claims(self) -> Sequence[Claim]:
         """By the errors of (D, D) and of the others, and by what is recovered."""
@@ -265,10 +236,10 @@ class SeparatedPairs(TrainedStudy):
         )
         second = "the same of their second choice leaves {bound} of it"
         return (
-            Claim(small, _errors, "<=", _SMALL),
-            Claim(times, _times, ">=", _TIMES),
-            Claim(first, lambda r: _recovered(r, "first_choice"), "<", _FIRST),
-            Claim(second, lambda r: _recovered(r, "second_choice"), ">=", _SECOND),
+            Claim(small, partial(_of_cells, column="least", enough=True), "<=", _SMALL),
+            Claim(times, partial(_of_cells, column="times", enough=False), ">=", _TIMES),
+            Claim(first, partial(_recovered, choice="first_choice"), "<", _FIRST),
+            Claim(second, partial(_recovered, choice="second_choice"), ">=", _SECOND),
         )
 
     def judges(self, settings: Settings) -> bool:
@@ -278,95 +249,67 @@ class SeparatedPairs(TrainedStudy):
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """What either change alone gives, and larger D."""
-        remarks = []
-        for key, error in _least(results).items():
-            cell: Any = key
-            if not _separated(cell):
-                with_both = _least(results).get((*cell[:2], _SEPARATED, _LINEAR, cell[4]), math.nan)
-                beside = "" if math.isnan(with_both) else f", with both {with_both:.2e}"
-                remarks.append(f"{_named(cell)}, {cell[2]}, {cell[3]}: {error:.2e}{beside}")
-            elif cell[0] > _MOST_JUDGED:
-                remarks.append(f"{_named(cell)}: {error:.2e}")
+        runs, remarks = beside_enough(results, _CELL), []
+        for cell, rows in groups(runs, _CELL):
+            d, length, matrices, encoder, heads = cell
+            error = rows["least"].iloc[0]
+            if not _separated(rows).all():
+                both = runs[_separated(runs) & (runs["D"] == d) & (runs["n_tokens"] == length)]
+                both = both[both["heads"] == heads]["least"]
+                beside = "" if both.empty else f", with both {both.iloc[0]:.2e}"
+                remarks.append(f"{_named(*cell)}, {matrices}, {encoder}: {error:.2e}{beside}")
+            elif d > _MOST_JUDGED:
+                remarks.append(f"{_named(*cell)}: {error:.2e}")
         return remarks
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Other models, and the second choice, in the place of what is judged."""
-        least, fewer = _least(results), results.copy()
-        for key in least.index:
-            one_head = (*key[:-1], f"1 {2 * key[0] - 1}")
-            if _judged(key) and key == _enough(key):
-                here = (fewer[_CELL] == list(key)).all(axis=1)
-                fewer.loc[here, "nmse"] = least[one_head]
         return {
-            "fewer heads": fewer,
+            "fewer heads": with_one_head(results, _CELL),
             "second choice": results.assign(first_choice=results["second_choice"]),
         }
 
 
-_CELL = ["D", "n_tokens", "matrices", "encoder", "heads"]
-_MOST_JUDGED = 3  # D
-Cell = tuple[int, int, str, str, str]
+def _by_d(results: "pd.DataFrame") -> "pd.DataFrame":
+    return runs_of(results).sort_values("D", kind="stable")
 
 
-def _enough(cell: Cell) -> Cell:
-    """The cell of (D, D)."""
-    return (*cell[:-1], f"{cell[0]} {cell[0]}")
+def _separated(rows: "pd.DataFrame") -> "pd.Series[bool]":
+    """Those of both changes together."""
+    separated: pd.Series[bool] = rows["matrices"] == _SEPARATED
+    return separated & (rows["encoder"] == _LINEAR)
 
 
-def _separated(cell: Cell) -> bool:
-    return cell[2:4] == (_SEPARATED, _LINEAR)
+def _judged(rows: "pd.DataFrame", *, enough: bool) -> "pd.DataFrame":
+    """Those of both changes together with small D, of (D, D) or of fewer heads."""
+    judged = _separated(rows) & (rows["D"] <= _MOST_JUDGED)
+    return rows[judged & (has_enough_heads(rows) == enough)]
 
 
-def _judged(cell: Cell) -> bool:
-    return _separated(cell) and cell[0] <= _MOST_JUDGED
+def _named(d: int, n_tokens: int, matrices: str, encoder: str, heads: str) -> str:
+    return f"D = {d}, T = {n_tokens}, {heads_shown(heads)}"
 
 
-def _named(cell: Cell) -> str:
-    return f"D = {cell[0]}, T = {cell[1]}, {heads_shown(cell[4])}"
+def _place(d: int, n_tokens: int, matrices: str, encoder: str, heads: str) -> str:
+    name = f"T = {n_tokens}, {heads_shown(heads)}"
+    both = (matrices, encoder) == (_SEPARATED, _LINEAR)
+    return name if both else f"{name}\n{matrices}, {encoder}"
 
 
-def _least(results: "pd.DataFrame") -> "pd.Series[float]":
-    """Least NMSE over seeds by cell; the geometric mean over draws."""
-    import numpy as np
-
-    of_draws = results.groupby([*_CELL, "draw"], sort=False)["nmse"].min()
-    least: Any = np.exp(np.log(of_draws).groupby(level=_CELL, sort=False).mean())
-    return least
+def _every_seed(rows: "pd.DataFrame") -> str:
+    """The errors of a cell, draw by draw."""
+    draws = groups(rows, ["draw"], sort=True)
+    return "; ".join(", ".join(f"{error:.2g}" for error in draw["nmse"]) for _, draw in draws)
 
 
-def _best(results: "pd.DataFrame") -> list[int]:
-    """The run of least error of each cell and draw."""
-    runs = results.drop_duplicates("run").set_index("run")
-    return list(runs.groupby([*_CELL, "draw"], sort=False)["nmse"].idxmin())
-
-
-def _errors(results: "pd.DataFrame") -> Numbers:
-    """Of (D, D), by D and T."""
-    cells: Any = _least(results).items()
-    return {
-        _named(cell): float(error)
-        for cell, error in cells
-        if _judged(cell) and cell == _enough(cell)
-    }
-
-
-def _times(results: "pd.DataFrame") -> Numbers:
-    """How many times that of (D, D) the error of models with fewer heads is."""
-    least = _least(results)
-    cells: Any = least.items()
-    return {
-        _named(cell): float(error / least.get(_enough(cell), math.nan))
-        for cell, error in cells
-        if _judged(cell) and cell != _enough(cell)
-    }
+def _of_cells(results: "pd.DataFrame", column: str, *, enough: bool) -> Numbers:
+    """What stands beside the judged cells, by D, T and heads."""
+    judged = _judged(beside_enough(results, _CELL), enough=enough)
+    return numbers_of(judged, _CELL, lambda rows: rows[column].iloc[0], _named)
 
 
 def _recovered(results: "pd.DataFrame", choice: str) -> Numbers:
     """The mean of heads in use of the best models of (D, D), by D and T."""
-    best = results[results["run"].isin(_best(results)) & (results["lost_without"] >= _IDLE)]
-    groups: Any = best.groupby(_CELL, sort=False)
-    return {
-        _named(cell): float(rows[choice].mean())
-        for cell, rows in groups
-        if _judged(cell) and cell == _enough(cell)
-    }
+    best = _judged(best_runs(results, [*_CELL, "draw"]), enough=True)
+    in_use = best[best["lost_without"] >= IDLE]
+    return numbers_of(in_use, _CELL, lambda rows: rows[choice].mean(), _named)

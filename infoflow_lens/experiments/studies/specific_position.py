@@ -1,14 +1,16 @@
 """One head with positional encoding sums three fixed tokens (InfoFlow 2026, C.3, Fig. 4)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
 from infoflow_lens.experiments.claims import Claim, Numbers
+from infoflow_lens.experiments.plots import Axis, Bars, FigureSpec, Panel
+from infoflow_lens.experiments.studies.rows import numbers_of, runs_of
 from infoflow_lens.experiments.study import Row, Settings, Statement, VectorStudy
-from infoflow_lens.experiments.tables import markdown_table, spread
+from infoflow_lens.experiments.tables import Column, Part, TableSpec
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.model.call import call
@@ -19,7 +21,6 @@ from infoflow_lens.training import TrainingConfig, train
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
 _N_SUMMED = 3
 _TAIL_RATE = 1e-4
@@ -118,59 +119,43 @@ class SpecificPosition(VectorStudy):
             for position in range(task.n_tokens)
         ]
 
-    def table(self, results: "pd.DataFrame") -> str:
-        """Mean weights by position, beside the published ones."""
-        groups: Any = results.groupby(["model", "position"], sort=False)
-        table = markdown_table(
-            [
-                *("model", "position", "weight of CLS, over seeds"),
-                *("deviation between samples", "published"),
-            ],
-            [
-                (
-                    model,
-                    position,
-                    spread(rows["weight"]),
-                    spread(rows["weight_deviation"]),
-                    "1/3" if int(position) <= _N_SUMMED else "0",
-                )
-                for (model, position), rows in groups
-            ],
+    def tables(self) -> Sequence[Part]:
+        """Errors, and mean weights by position, beside the published ones."""
+        errors = Column("test MSE", "mse"), Column("published", lambda rows: "near zero")
+        weights = (
+            Column("weight of CLS, over seeds", "weight"),
+            Column("deviation between samples", "weight_deviation"),
+            Column("published", lambda r: "1/3" if r["position"].iloc[0] <= _N_SUMMED else "0"),
         )
-        errors = markdown_table(
-            ["model", "test MSE", "published"],
-            [
-                (model, spread(rows["mse"]), "near zero")
-                for model, rows in results.drop_duplicates("run").groupby("model", sort=False)
-            ],
+        return (
+            TableSpec(("model",), errors, runs_of),
+            TableSpec(("model", "position"), weights),
         )
-        return f"{errors}\n\n{table}"
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """Weights by position, a bar each, with the spread between samples."""
-        from matplotlib.figure import Figure
-
-        models = list(dict.fromkeys(results["model"]))
-        figure = Figure(figsize=(6 * len(models), 3.2), layout="constrained")
-        panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
-        for axes, model in zip(panels, models, strict=True):
-            by_position = results[results["model"] == model].groupby("position")
-            mean, deviation = by_position["weight"].mean(), by_position["weight_deviation"].mean()
-            axes.bar(mean.index, mean, yerr=deviation, color="#009e73", capsize=3, label="trained")
-            axes.axhline(1 / _N_SUMMED, color="#444444", linestyle=":", label="1/3")
-            axes.set_xlabel("position")
-            axes.set_title(model, fontsize="medium")
-        panels[0].set_ylabel("attention of CLS")
-        panels[0].legend(frameon=False)
-        return figure
+        bars = Bars("position", "weight", error="weight_deviation")
+        weight = Axis("attention of CLS (dotted: 1/3)", levels=[1 / _N_SUMMED])
+        panel = Panel([bars], Axis("position"), weight, lambda rows: rows["model"].iloc[0])
+        return FigureSpec([panel], per="model", size=(6, 3.2), share="y")
 
     def claims(self) -> Sequence[Claim]:
         """By the errors and the weights of every run."""
         weights = "the mean weights of CLS on positions 1 to 3 are {bound} from 1/3"
         return (
-            Claim("the test MSE is {bound} in every run", _largest_error, "<", 1e-3),
-            Claim(weights, _gap, "<=", 0.03),
-            Claim("its mean weights elsewhere are {bound}", _elsewhere, "<", 0.02),
+            Claim(
+                "the test MSE is {bound} in every run",
+                lambda r: numbers_of(r, ["model"], "mse"),
+                "<",
+                1e-3,
+            ),
+            Claim(weights, _gaps, "<=", 0.03),
+            Claim(
+                "its mean weights elsewhere are {bound}",
+                _elsewhere,
+                "<",
+                0.02,
+            ),
         )
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
@@ -179,20 +164,11 @@ class SpecificPosition(VectorStudy):
         return {"other positions": results.assign(position=last - results["position"])}
 
 
-def _by_model(results: "pd.DataFrame", number: "Callable[[pd.DataFrame], float]") -> Numbers:
-    groups: Any = results.groupby("model", sort=False)
-    return {model: float(number(rows)) for model, rows in groups}
-
-
-def _largest_error(results: "pd.DataFrame") -> Numbers:
-    return _by_model(results, lambda rows: rows["mse"].max())
-
-
-def _gap(results: "pd.DataFrame") -> Numbers:
+def _gaps(results: "pd.DataFrame") -> Numbers:
+    """The largest distance from 1/3 of a weight on the summed positions, by model."""
     summed = results[results["position"] <= _N_SUMMED]
-    return _by_model(summed, lambda rows: (rows["weight"] - 1 / _N_SUMMED).abs().max())
+    return numbers_of(summed.assign(gap=(summed["weight"] - 1 / _N_SUMMED).abs()), ["model"], "gap")
 
 
 def _elsewhere(results: "pd.DataFrame") -> Numbers:
-    others = results[results["position"] > _N_SUMMED]
-    return _by_model(others, lambda rows: rows["weight"].max())
+    return numbers_of(results[results["position"] > _N_SUMMED], ["model"], "weight")

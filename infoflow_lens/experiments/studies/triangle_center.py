@@ -1,20 +1,23 @@
 """Comparing triples is hard for two layers of any size (InfoFlow 2026, App. C.5, Table 12)."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from infoflow_lens.experiments.claims import Claim, Numbers
+from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.experiments.stages import StagedResult, StagedStudy
+from infoflow_lens.experiments.studies.rows import heads_shown
 from infoflow_lens.experiments.study import (
     Pair,
     Row,
     Settings,
     Statement,
 )
-from infoflow_lens.experiments.tables import markdown_table, spread
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, Words
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.tasks import DepthSeparation, DRetrieval, Target, TriangleCenter
 from infoflow_lens.tasks.target import RetrievalTask
@@ -23,7 +26,6 @@ from infoflow_lens.training import TrainingConfig
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
 _SIZES = ((2, 16), (4, 32), (8, 64))  # heads of either layer, E
 _NOISE, _CEILING = 0.01, 0.9  # by which NMSE above the second may fall from one T to the next
@@ -122,75 +124,44 @@ class TriangleCenterStudy(StagedStudy):
             }
         ]
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """Errors by T and size, and what was estimated."""
-        cells = []
-        groups: Any = results.groupby(["target", "n_tokens", "d_model"], sort=False)
-        for (target, n_tokens, d_model), rows in groups:
-            one = rows.iloc[0]
-            cells.append(
-                (
-                    target,
-                    n_tokens,
-                    one["heads"].replace(" ", ", "),
-                    d_model,
-                    spread(rows["nmse"]),
-                    spread(rows["train_nmse"]),
-                    f"{one['information']}, {one['information_proved']}",
-                    f"{one['exponent_lower']:.3g}, {one['exponent_upper']:.3g}",
-                )
-            )
-        return "\n\n".join(
-            [
-                markdown_table(
-                    [
-                        "target",
-                        "T",
-                        "heads",
-                        "E",
-                        "NMSE",
-                        "on training data",
-                        "|I| by counting: paper, proved",
-                        "exponent: at least, at most",
-                    ],
-                    cells,
-                ),
-                "Published (the numbers of Table 12 do not survive): NMSE grows fast with T and "
-                "approaches 1, almost identically for all three sizes. The exponent is that of the "
-                "cost law, |I| d/E, with |I| from counting (paper) and from the best schedule; "
-                "up to 1 a state can hold all of I uncoded. By the law a larger E is cheaper, so "
-                "that sizes perform alike does not follow from it.",
-            ]
+        columns = (
+            "nmse",
+            Column("on training data", "train_nmse"),
+            Column("|I| by counting: paper, proved", _information),
+            Column("exponent: at least, at most", _exponents),
+        )
+        words: Mapping[str, Words] = {"heads": lambda heads: ", ".join(heads.split())}
+        return (
+            TableSpec(("target", "n_tokens", "heads", "d_model"), columns, words=words),
+            "Published (the numbers of Table 12 do not survive): NMSE grows fast with T and "
+            "approaches 1, almost identically for all three sizes. The exponent is that of the "
+            "cost law, |I| d/E, with |I| from counting (paper) and from the best schedule; "
+            "up to 1 a state can hold all of I uncoded. By the law a larger E is cheaper, so "
+            "that sizes perform alike does not follow from it.",
         )
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """NMSE over T for each size, and the range of the estimated exponent."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(8.5, 3.6), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        for place, target in enumerate(_CONTROLS):
-            errors = results[results["target"] == target].groupby("n_tokens")["nmse"].mean()
-            left.plot(errors.index, errors, "s:", color=f"C{5 + place}", label=f"control: {target}")
-        triples = results[results["target"] == _TRIPLES]
-        for index, (d_model, rows) in enumerate(triples.groupby("d_model")):
-            by_length = rows.groupby("n_tokens")
-            nmse, colour = by_length["nmse"], f"C{index}"
-            label = f"heads ({rows['heads'].iloc[0].replace(' ', ', ')}), E = {d_model}"
-            left.plot(nmse.mean().index, nmse.mean(), "o-", color=colour, label=label)
-            left.fill_between(nmse.mean().index, nmse.min(), nmse.max(), color=colour, alpha=0.2)
-            lower, upper = (by_length[f"exponent_{end}"].first() for end in ("lower", "upper"))
-            right.fill_between(lower.index, lower, upper, color=colour, alpha=0.25)
-            right.plot(upper.index, upper, color=colour, linewidth=0.8)
-        for axes in (left, right):
-            axes.axhline(1, color="#444444", linewidth=0.8, linestyle=":")
-            axes.set_xscale("log", base=2)
-            axes.set_xlabel("T")
-        left.set_ylim(0, None)
-        left.set_ylabel("validation NMSE (dotted: a constant)")
-        left.legend(frameon=False)
-        right.set_ylabel("estimated exponent |I| d / E")
-        return figure
+        controls = [
+            Curves("n_tokens", "nmse", style="s:", label=f"control: {target}", colour=colour,
+                   rows=partial(_of, target=target))
+            for target, colour in zip(_CONTROLS, ("C5", "C6"), strict=True)
+        ]  # fmt: skip
+        triples = Curves(
+            "n_tokens", "nmse", ["heads", "d_model"], band=True, rows=_of,
+            label=lambda heads, e: f"heads {heads_shown(heads)}, E = {e}",
+        )  # fmt: skip
+        ends = [
+            Curves("n_tokens", f"exponent_{end}", ["d_model"], style=style, label="", rows=_of)
+            for end, style in (("upper", "-"), ("lower", ":"))
+        ]
+        length = Axis("T", "log2")
+        error = Axis("validation NMSE (dotted: a constant)", limits=(0, None), levels=[1])
+        exponent = Axis("|I| d / E by estimate (dotted: at least)", levels=[1])
+        panels = [Panel([*controls, triples], length, error), Panel(ends, length, exponent)]
+        return FigureSpec(panels, size=(4.25, 3.6))
 
     def claims(self) -> Sequence[Claim]:
         """By the means over seeds of every T and size."""
@@ -249,10 +220,23 @@ def task_of(target: str, n_tokens: int, d_token: int) -> RetrievalTask:
     return Target(components=components, tokens=tokens, name=f"control {target}", **sizes)
 
 
+def _of(results: "pd.DataFrame", target: str = _TRIPLES) -> "pd.DataFrame":
+    return results[results["target"] == target]
+
+
+def _information(rows: "pd.DataFrame") -> str:
+    row = rows.iloc[0]
+    return f"{row['information']}, {row['information_proved']}"
+
+
+def _exponents(rows: "pd.DataFrame") -> str:
+    row = rows.iloc[0]
+    return f"{row['exponent_lower']:.3g}, {row['exponent_upper']:.3g}"
+
+
 def _means(results: "pd.DataFrame") -> "pd.DataFrame":
     """The mean NMSE of triples over seeds, T by E."""
-    triples = results[results["target"] == _TRIPLES]
-    return triples.groupby(["n_tokens", "d_model"])["nmse"].mean().unstack()
+    return _of(results).groupby(["n_tokens", "d_model"])["nmse"].mean().unstack()
 
 
 def _cells(means: "pd.DataFrame") -> Numbers:
