@@ -139,6 +139,16 @@ def test_bad_values_are_named(call, message):
         call()
 
 
+@pytest.mark.parametrize(("d", "heads"), [(3, (1, 1)), (7, (1, 1, 1, 1))])
+def test_token_heads_over_single_tokens_are_jobs(d, heads):
+    """Tokens hold what CLS has no head for, and hand it on (findings T3)."""
+    found = estimated("d_retrieval", heads, task={"n_components": d})
+    assert (found.verdict, found.verified) == ("allowed", 1.0)
+    assert found.upper_information == d
+    fewer = estimated("d_retrieval", heads[:-1], task={"n_components": d})
+    assert fewer.verdict == ("excluded, proved" if d == 3 else "no schedule found")
+
+
 def test_only_the_proved_count_certifies():
     """The ordered count asks for |I| >= 11, but it is an upper bound on the need (T4)."""
     found = estimated("intrinsic_dimension", (2, 4), task={"n_components": 4}, verify=0)
