@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from infoflow_lens.probing.part import Say
 
@@ -42,7 +42,8 @@ def word_if_long(say: Say, what: str, n: int, longest: int) -> Iterator[Callable
 
     timer = threading.Timer(_SOON, word)
     timer.daemon = True
-    timer.start()
+    with suppress(RuntimeError):  # no room for a thread, and so no word
+        timer.start()
     try:
         yield advance
     finally:

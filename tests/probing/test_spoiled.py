@@ -1,5 +1,6 @@
 """Folders of runs that somebody has spoiled, shares, or fills: nothing wrong, nothing let in."""
 
+import errno
 import json
 import os
 import shlex
@@ -275,19 +276,26 @@ def test_a_link_to_the_folder_of_another_run_is_refused(name, other_weights, fol
     assert {p: p.read_bytes() for p in other_weights.rglob("*") if p.is_file()} == before
 
 
-def test_a_full_disk_is_one_error_and_what_was_finished_stays(tmp_path, folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.ENOSPC, "No space left on device.*is kept"), (errno.EXDEV, "cross-device.*one disk")],
+)
+def test_a_full_disk_or_another_one_is_one_error_and_what_was_finished_stays(
+    tmp_path, folder, monkeypatch, number, remedy
+):
+    """A part of the folder may be mounted from elsewhere."""
     finished = []
     replace = os.replace
 
     def full(source, target):
         if "influence" in target.name:
-            raise OSError(28, "No space left on device")
+            raise OSError(number, os.strerror(number))
         finished.append(target.name)
         replace(source, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        with pytest.raises(InfoFlowError, match=r"cannot write .*No space left on device.*is kept"):
+        with pytest.raises(InfoFlowError, match=rf"cannot write .*{remedy}"):
             run(tmp_path / "out", settings(folder))
     assert "positions.json" in finished
     assert (tmp_path / "out" / "positions.json").is_file()
