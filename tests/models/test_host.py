@@ -152,6 +152,20 @@ def test_the_seed_makes_the_model_and_leaves_the_global_state(name):
     assert not first.blocks[0].attn.W_Q.equal(other.blocks[0].attn.W_Q)
 
 
+@pytest.mark.parametrize("mode", ["gpt2", "xavier_uniform", "kaiming_normal"])
+def test_every_weight_is_initialised(mode):
+    model = build_model(
+        Architecture(
+            n_heads=(2, 1), d_model=6, d_token=3, n_tokens=4, init_mode=mode, d_encoder=5,
+            positional_embedding="learned",
+        )
+    )  # fmt: skip
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+        is_weight = "W_" in name
+        assert bool(parameter.abs().sum() > 0) == is_weight, name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @KINDS
 def test_saving_and_loading(name, dtype, x, tmp_path):
