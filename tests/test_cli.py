@@ -82,6 +82,7 @@ def test_estimate_prints_a_verdict():
     assert "max-position retrieval alone: excluded, proved" in " ".join(result.output.split())
     assert "Because" in result.output
     assert "Mind" in result.output
+    assert "|I|: tokens that" in result.output  # the signs of the table in words
 
 
 def test_estimate_for_machines():

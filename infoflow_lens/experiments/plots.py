@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Scale: TypeAlias = Literal["linear", "log", "log2", "symlog"]
+Legend: TypeAlias = Literal["inside", "above", ""]
 Layer: TypeAlias = "Callable[[Axes, pd.DataFrame], None]"
 Rows: TypeAlias = "Callable[[pd.DataFrame], pd.DataFrame]"
 
@@ -57,7 +58,8 @@ class Curves:
             rows. None for one line.
         take: which of several numbers at one place: their mean, the least, or each as a point.
         band: whether the range of these numbers is shaded.
-        label: the name of a line, from the values of `by`; a text for the first line alone.
+        label: the name of a line, from the values of `by`, or of all lines; "" for no name. Lines
+            of one name share it.
         rows: which rows, or what is made of them first.
         style: of line and points.
         colour: of the lines; from the values of `by`, or one for all. By default in turn.
@@ -69,7 +71,7 @@ class Curves:
     by: Sequence[str] = ()
     take: Literal["mean", "least", "each"] = "mean"
     band: bool = False
-    label: str | Callable[..., str | None] = _text
+    label: str | Callable[..., str] = _text
     rows: Rows = _all
     style: str = "o-"
     colour: str | Callable[..., str] = ""
@@ -78,13 +80,13 @@ class Curves:
     def __call__(self, axes: "Axes", results: "pd.DataFrame") -> None:
         """Draw the lines."""
         for index, (key, rows) in enumerate(groups(self.rows(results), self.by)):
-            label = (
-                (None if index else self.label)
-                if isinstance(self.label, str)
-                else (self.label(*key) or None)
-            )
+            label = (self.label(*key) if callable(self.label) else self.label) or None
             given = self.colour(*key) if callable(self.colour) else self.colour
-            style: Any = {"color": given or f"C{index}", "alpha": self.alpha, "label": label}
+            style: Any = {
+                "color": given or f"C{index}",
+                "alpha": self.alpha,
+                "label": label or None,
+            }
             if self.take == "each":
                 axes.plot(rows[self.x], rows[self.y], self.style, **style)
                 continue
@@ -166,16 +168,22 @@ class HeatMap:
 
     Attributes:
         row, column, value: columns of the rows; rows of the matrix go downwards.
+        names: a column whose words name the rows of the matrix and its columns.
     """
 
     row: str
     column: str
     value: str
+    names: str = ""
 
     def __call__(self, axes: "Axes", results: "pd.DataFrame") -> None:
         """Draw the matrix."""
         grid = results.pivot(index=self.row, columns=self.column, values=self.value)
         axes.imshow(grid / max(float(grid.max().max()), 1e-30), cmap="Blues", vmin=0)
+        if self.names:
+            words = str(results[self.names].iloc[0]).split()
+            axes.set_xticks(range(len(words)), words)
+            axes.set_yticks(range(len(words)), words)
 
 
 @dataclass(frozen=True)
@@ -196,7 +204,7 @@ class Panel:
     y: Axis = Axis()
     title: "str | Callable[[pd.DataFrame], str]" = ""
     rows: Rows = _all
-    legend: Literal["inside", "above", ""] = "inside"
+    legend: Legend = "inside"
     width: float = 1.0
 
     def draw(self, axes: "Axes", results: "pd.DataFrame") -> None:
@@ -213,15 +221,22 @@ class Panel:
                 getattr(axes, f"{name}axis").set_major_formatter("{x:g}")
             elif axis.scale != "linear":
                 scale("log", base=2 if axis.scale == "log2" else 10)
+                if name == "x":
+                    axes.tick_params("x", which="minor", labelsize="xx-small", labelrotation=90)
             if axis.limits:
                 getattr(axes, f"set_{name}lim")(*axis.limits)
             if axis.label:
                 getattr(axes, f"set_{name}label")(axis.label)
-        axes.set_title(self.title(rows) if callable(self.title) else self.title, fontsize="medium")
-        if self.legend and axes.get_legend_handles_labels()[0]:
+        title = self.title(rows) if callable(self.title) else self.title
+        if title:
+            axes.set_title(title, fontsize="medium")
+        lines, names = axes.get_legend_handles_labels()
+        if self.legend and names:
+            by_name = dict(zip(reversed(names), reversed(lines), strict=True))  # each name once
             place: Any = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
             above = place if self.legend == "above" else {}
-            axes.legend(frameon=False, fontsize="small", **above)
+            handles = [by_name[name] for name in dict.fromkeys(names)]
+            axes.legend(handles=handles, frameon=False, fontsize="small", **above)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.versions import versions_identity
-from infoflow_lens.foundation.workers import check_workers, workers
+from infoflow_lens.runs.executor import Executor, Unit, own_device
 from infoflow_lens.runs.folder import RunFolder
 from infoflow_lens.training import TrainingDivergedError
 
@@ -134,7 +134,9 @@ def run_study(
             f"together is asked for, but the seeds of {study.name} are measured one by one: "
             "expected a study that trains them together; leave it out"
         )
-    check_workers(jobs, scheduler, "a study")
+    again = again or f"run_study(..., {str(out)!r}, resume=True)"
+    executor = Executor(jobs, scheduler, n_threads, again=again)
+    executor.check("a study")
     out, cases = Path(out), checked_cases(study, preset)
     runs = [
         Run(index, settings, seed)
@@ -163,19 +165,14 @@ def run_study(
             check_memory(needed, device, jobs)
         # connected first: where no run can start, the folder stays free
         with (
-            workers(
-                jobs,
-                scheduler,
-                finished=f"finished runs are kept in {str(out)!r}",
-                again=again or f"run_study(..., {str(out)!r}, resume=True)",
-                n_threads=n_threads,
-            ) as spread,
+            executor.at_work(f"finished runs are kept in {str(out)!r}") as run_units,
             progress_bar(study.name, len(runs), progress, done=len(kept)) as advance,
         ):
             folder.claim(identity)
             write_statement(study, out)
             writable_folder(out / "runs")
-            for measured in spread(measure_unit, ((study, unit, device) for unit in units)):
+            named = (Unit(_described(unit), (study, unit, device)) for unit in units)
+            for measured in run_units(measure_unit, named):
                 for run, rows in measured:
                     write_signed(out / _name(run), _RUN, {"rows": rows})
                     kept[run.index] = _kept(out, run)
@@ -303,9 +300,14 @@ def _units(runs: Sequence[Run], together: bool) -> list[list[Run]]:
     return list(of_cases.values())
 
 
+def _described(unit: Sequence[Run]) -> str:
+    """What errors call the runs of a unit."""
+    return f"run {', '.join(str(run.index) for run in unit)} ({dict(unit[0].settings)})"
+
+
 def measure_unit(task: tuple[Study, Sequence[Run], str]) -> list[tuple[Run, list[Row]]]:
     """Runs of one configuration on a device; a training that diverges is a row that says so."""
-    study, runs, device = task
+    study, runs, device = *task[:2], own_device(task[2])
     measured: list[list[Row] | None]
     if len(runs) > 1:
         assert isinstance(study, TogetherStudy)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -10,7 +11,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from infoflow_lens.experiments.claims import Claim, Numbers
+from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.experiments.studies.depth_separation import slope
+from infoflow_lens.experiments.studies.rows import numbers_of
 from infoflow_lens.experiments.study import (
     Pair,
     Row,
@@ -19,7 +22,7 @@ from infoflow_lens.experiments.study import (
     Study,
     standardised,
 )
-from infoflow_lens.experiments.tables import markdown_table, spread
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, Words
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.architecture import Architecture
@@ -31,7 +34,7 @@ from infoflow_lens.training import TrainingConfig, train
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 _CODE, _TRAINED = "digit code", "trained"
 _DECODER, _LAYERS = "trained decoder of the digit code", "two layers"
@@ -197,123 +200,84 @@ class CostLaw(Study):
         model = build_model(architecture, seed=seed, device=device)
         return train(model, *data, config, progress=False).nmse
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """Errors beside the law's, by |I| d / E and units; then two layers by E."""
-        cells = []
-        of_codes = results[results["model"] != _LAYERS]
-        groups: Any = of_codes.groupby(["model", "law", *_SIZES, "width"], sort=False)
-        for (model, law, size, d, e, width), rows in groups:
-            at_law, least = float(rows["law_nmse"].iloc[0]), float(rows["nmse"].min())
-            times = f"{least / at_law:.3g}" if at_law else "-"
-            sizes = (f"{law:.3g}", size, d, e, int(width), f"{width / e:g}")
-            cells.append((model, *sizes, spread(rows["nmse"]), f"{at_law:.3g}", times))
-        codes = markdown_table(
-            [
-                *("code", "|I| d / E", "|I|", "d", "E", "decoder units", "for each latent"),
-                *("NMSE", "by the law", "least, times the law's"),
-            ],
-            cells,
+        codes = (
+            Column("for each latent", "units", "first", "g"),
+            "nmse",
+            Column("by the law", "law_nmse", "first"),
+            Column("least, times the law's", _times_law),
         )
-        falls = markdown_table(
-            ["code", "state", "|I| d / E", "fall of log NMSE with units, over the law's"],
-            [
-                (model, state, f"{law:.3g}", f"{share:.2f}")
-                for model in (_CODE, _TRAINED, _DECODER)
-                for (state, law), share in _shares(results, model).items()
-            ],
+        falls = (Column("fall of log NMSE with units, over the law's", _fall, form=".2f"),)
+        layers = (
+            Column("|I| d / E", "law", "first"),
+            "nmse",
+            Column("least", "nmse", "least", ".2g"),
         )
-        layers = results[results["model"] == _LAYERS]
-        of_widths: Any = layers.groupby("d_model")
-        two = markdown_table(
-            ["E", "|I| d / E", "NMSE", "least"],
-            [
-                (e, f"{rows['law'].iloc[0]:.3g}", spread(rows["nmse"]), f"{rows['nmse'].min():.2g}")
-                for e, rows in of_widths
-            ],
-        )
-        return "\n\n".join(
-            [
-                codes,
-                "NMSE over all coordinates, mean (least to largest) over seeds. By the law: "
-                "units for each latent to the power -2 E / (|I| d), which the digit code has; 0 "
-                "where all coordinates fit.",
-                falls,
-                "Slopes of the least NMSE over seeds against units, log-log; 1 is the law's "
-                "exponent, 0 says that more units bring nothing.",
-                "Two-layer Transformers on the best pair, heads (1, 1):",
-                two,
-            ]
+        names = {"model": "code", "law": "|I| d / E", "width": "decoder units"}
+        words: Mapping[str, Words] = {"law": "{:.3g}".format, "width": "{:.0f}".format}
+        return (
+            TableSpec(["model", "law", *_SIZES, "width"], codes, _codes, words, names),
+            "NMSE over all coordinates, mean (least to largest) over seeds. By the law: "
+            "units for each latent to the power -2 E / (|I| d), which the digit code has; 0 "
+            "where all coordinates fit.",
+            TableSpec(["model", "state", "law"], falls, _short_codes, words, names),
+            "Slopes of the least NMSE over seeds against units, log-log; 1 is the law's "
+            "exponent, 0 says that more units bring nothing.",
+            "Two-layer Transformers on the best pair, heads (1, 1):",
+            TableSpec(["d_model"], layers, _two_layers, sort=True),
         )
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """NMSE over units for each latent, by |I| d / E; two layers over E."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(10, 4), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=[1.7, 1])
-        laws = sorted({law for law in results["law"] if law > 1})
-        for index, law in enumerate(laws):
-            units = np.array([2.0, 80.0])
-            left.plot(units, units ** (-2 / law), "--", color=f"C{index}", linewidth=0.8)
-        for model, style in ((_CODE, "s"), (_TRAINED, "o-"), (_DECODER, "x:")):
-            rows = results[(results["model"] == model) & (results["law"] > 1)]
-            for i, ((law, *_), some) in enumerate(rows.groupby(["law", *_SIZES])):
-                errors = some.groupby("width")["nmse"].min()
-                units = errors.index.to_numpy() / some["d_model"].iloc[0]
-                label = f"{model}, |I| d / E = {law:.3g}" if model == _TRAINED else None
-                label = model if label is None and not i else label
-                left.plot(units, errors, style, color=f"C{laws.index(law)}", label=label)
-        left.set_xlabel("decoder units for each latent (dashed: the law)")
-        left.set_ylabel("NMSE, least over seeds")
-        left.legend(frameon=False, fontsize="x-small")
-        layers = results[results["model"] == _LAYERS]
-        right.plot(layers["d_model"], layers["nmse"], "o", alpha=0.6)
-        right.axvline(6, color="#444444", linewidth=0.8, linestyle=":")
-        right.set_xlabel("E of two layers (dotted: |I| d)")
-        right.set_ylabel("validation NMSE")
-        for axes in (left, right):
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-        return figure
+        labels: Mapping[str, Any] = {
+            _CODE: _CODE,
+            _TRAINED: lambda law, state: f"{_TRAINED}, |I| d / E = {law:.3g}",
+            _DECODER: _DECODER,
+        }
+        codes = [
+            Curves(
+                "units", "nmse", ["law", "state"], "least", style=style, label=labels[model],
+                rows=partial(_short_codes, model=model), colour=lambda law, *_: _colour(law),
+            )
+            for model, style in ((_CODE, "s"), (_TRAINED, "o-"), (_DECODER, "x:"))
+        ]  # fmt: skip
+        seeds = Curves("d_model", "nmse", take="each", style="o", alpha=0.6, rows=_two_layers)
+        units = Axis("decoder units for each latent (dashed: the law)", "log2")
+        widths = Axis("E of two layers (dotted: |I| d)", "log2", levels=[6])
+        panels = [
+            Panel([_draw_laws, *codes], units, Axis("NMSE, least over seeds", "log"), width=1.7),
+            Panel([seeds], widths, Axis("validation NMSE", "log"), legend=""),
+        ]
+        return FigureSpec(panels, size=(3.7, 4))
 
     def claims(self) -> Sequence[Claim]:
         """By the slopes of built and trained codes, and by errors between states."""
         fall = "the slope of log NMSE over log units is {bound} times the law's, for every state"
+        fits = (
+            "the NMSE of a trained code is {bound} wherever |I| d <= E (least over seeds, the most "
+            "units)"
+        )
+        unlike = (
+            "of trained codes with the same |I| d / E and units for each latent, the largest NMSE "
+            "is {bound} times the smallest"
+        )
+        growth = (
+            "from each |I| d / E to the next larger one the NMSE of trained codes grows by {bound} "
+            "times (geometric mean over states, the most units)"
+        )
         return (
-            Claim(
-                f"of the digit code {fall}",
-                lambda r: _named(_shares(r, _CODE)),
-                "within",
-                (0.9, 1.1),
-            ),
-            Claim(
-                "the NMSE of a trained code is {bound} wherever |I| d <= E (least over seeds, the "
-                "most units)",
-                lambda r: {state: error for (state, law), error in _widest(r).items() if law <= 1},
-                "<",
-                0.01,
-            ),
-            Claim(
-                "of trained codes with the same |I| d / E and units for each latent, the largest "
-                "NMSE is {bound} times the smallest",
-                _unlike,
-                "<=",
-                2,
-            ),
-            Claim(
-                "from each |I| d / E to the next larger one the NMSE of trained codes grows by "
-                "{bound} times (geometric mean over states, the most units)",
-                _growth,
-                ">=",
-                1.2,
-            ),
-            Claim(f"of trained codes {fall}", lambda r: _named(_shares(r, _TRAINED)), ">=", 0.5),
+            Claim(f"of the digit code {fall}", partial(_falls, model=_CODE), "within", (0.9, 1.1)),
+            Claim(fits, _where_all_fits, "<", 0.01),
+            Claim(unlike, _unlike, "<=", 2),
+            Claim(growth, _growth, ">=", 1.2),
+            Claim(f"of trained codes {fall}", partial(_falls, model=_TRAINED), ">=", 0.5),
         )
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """Decoders alone, and two layers."""
-        alone = _named(_shares(results, _DECODER))
-        layers = results[results["model"] == _LAYERS].groupby("d_model")["nmse"].min()
+        alone = _falls(results, _DECODER)
+        layers = _two_layers(results).groupby("d_model")["nmse"].min()
         return [
             *(
                 f"{_DECODER}, {state}: {share:.2f} of the law's slope"
@@ -324,25 +288,19 @@ class CostLaw(Study):
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """The narrowest decoder for every width, and one |I| d / E for all."""
-        trained = results["model"] == _TRAINED
-        least = results[trained].groupby(_SIZES)["width"].min()
-        narrow = results["width"] == [
-            least.get(tuple(s), math.nan) for s in results[_SIZES].to_numpy()
+        codes = _codes(results)
+        short = _short_codes(results, _TRAINED)
+        narrow = codes[
+            codes["width"] == codes.groupby(["model", "state"])["width"].transform("min")
         ]
-        of_narrow = results[trained & narrow].groupby(_SIZES)["nmse"].min()
-        put = [of_narrow.get(tuple(s), math.nan) for s in results[_SIZES].to_numpy()]
-        some = results[trained & (results["law"] > 1)]
-        alike = (
-            some[some["law"] == some["law"].min()]
-            .groupby(some["width"] / some["d_model"])["nmse"]
-            .min()
-        )
-        units = results["width"] / results["d_model"]
+        of_narrow = narrow[narrow["model"] == _TRAINED].groupby("state")["nmse"].min()
+        alike = short[short["law"] == short["law"].min()].groupby("units")["nmse"].min()
+        trained = codes["model"] == _TRAINED
+        one_width = codes["nmse"].mask(trained, codes["state"].map(of_narrow))
+        one_exponent = codes["nmse"].mask(trained & (codes["law"] > 1), codes["units"].map(alike))
         return {
-            "one width": results.assign(nmse=results["nmse"].mask(trained, put)),
-            "one exponent": results.assign(
-                nmse=results["nmse"].mask(trained & (results["law"] > 1), units.map(alike))
-            ),
+            "one width": codes.assign(nmse=one_width),
+            "one exponent": codes.assign(nmse=one_exponent),
         }
 
 
@@ -381,55 +339,81 @@ def _layers(sizes: Sequence[tuple[int, int]]) -> list[nn.Module]:
     return modules[:-1]
 
 
-def _state(sizes: Sequence[Any]) -> str:
-    """In words."""
-    return "|I| = {}, d = {}, E = {}".format(*(int(size) for size in sizes))
+# Results
 
 
-def _shares(results: "pd.DataFrame", model: str) -> dict[tuple[str, float], float]:
-    """By state and |I| d / E, the slope of log NMSE over log units, over the law's -2 E/(|I| d)."""
-    rows = results[(results["model"] == model) & (results["law"] > 1)]
-    found = {}
-    for sizes, some in rows.groupby(_SIZES, sort=False):
-        law = float(some["law"].iloc[0])
-        found[_state(sizes), law] = slope(some.groupby("width")["nmse"].min()) * law / -2
-    return found
+def _codes(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The rows of codes, with their states in words and the units for each latent."""
+    codes = results[results["model"] != _LAYERS]
+    sizes = zip(*(codes[name] for name in _SIZES), strict=True)
+    state = ["|I| = {}, d = {}, E = {}".format(*map(int, of_state)) for of_state in sizes]
+    return codes.assign(state=state, units=codes["width"] / codes["d_model"])
 
 
-def _named(values: Mapping[tuple[str, float], float]) -> Numbers:
-    return {state: value for (state, _), value in values.items()}
+def _short_codes(results: "pd.DataFrame", model: str = "") -> "pd.DataFrame":
+    """Those in whose states not all fits, of one kind or of all."""
+    codes = _codes(results)
+    codes = codes[codes["law"] > 1]
+    return codes[codes["model"] == model] if model else codes
 
 
-def _widest(results: "pd.DataFrame") -> dict[tuple[str, float], float]:
-    """By state and |I| d / E the least NMSE of a trained code with the most units."""
-    rows = results[results["model"] == _TRAINED]
-    found = {}
-    for sizes, some in rows.groupby(_SIZES, sort=False):
-        widest = some[some["width"] == some["width"].max()]
-        found[_state(sizes), float(some["law"].iloc[0])] = float(widest["nmse"].min())
-    return found
+def _two_layers(results: "pd.DataFrame") -> "pd.DataFrame":
+    return results[results["model"] == _LAYERS]
+
+
+def _fall(rows: "pd.DataFrame") -> float:
+    """The slope of log NMSE over log units, over the law's -2 E / (|I| d), in one state."""
+    return slope(rows.groupby("width")["nmse"].min()) * float(rows["law"].iloc[0]) / -2
+
+
+def _falls(results: "pd.DataFrame", model: str) -> Numbers:
+    return numbers_of(_short_codes(results, model), ["state"], _fall)
+
+
+def _times_law(rows: "pd.DataFrame") -> float | None:
+    """How many times the error by the law the least is; None where all coordinates fit."""
+    at_law = float(rows["law_nmse"].iloc[0])
+    return float(rows["nmse"].min()) / at_law if at_law else None
+
+
+def _widest(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Trained codes with the most units of their state."""
+    codes = _codes(results)
+    codes = codes[codes["model"] == _TRAINED]
+    return codes[codes["width"] == codes.groupby("state")["width"].transform("max")]
+
+
+def _where_all_fits(results: "pd.DataFrame") -> Numbers:
+    widest = _widest(results)
+    return numbers_of(widest[widest["law"] <= 1], ["state"], lambda rows: rows["nmse"].min())
 
 
 def _unlike(results: "pd.DataFrame") -> Numbers:
     """By |I| d / E and units, the largest NMSE over the smallest, where several states have it."""
-    rows = results[(results["model"] == _TRAINED) & (results["law"] > 1)]
-    least = rows.assign(units=rows["width"] / rows["d_model"]).groupby(["law", "units", *_SIZES])
-    groups: Any = least["nmse"].min().groupby(level=["law", "units"])
-    return {
-        f"{law:.3g}, {units:g} units": float(errors.max() / errors.min())
-        for (law, units), errors in groups
-        if len(errors) > 1
-    }
+    codes = _short_codes(results, _TRAINED)
+    least = codes.groupby(["law", "units", "state"])["nmse"].min().groupby(level=["law", "units"])
+    ratios: Any = (least.max() / least.min())[least.size() > 1].items()
+    return {f"{law:.3g}, {units:g} units": float(ratio) for (law, units), ratio in ratios}
 
 
 def _growth(results: "pd.DataFrame") -> Numbers:
     """The mean NMSE of each |I| d / E over that of the one before."""
-    errors: dict[float, list[float]] = {}
-    for (_, law), error in _widest(results).items():
-        errors.setdefault(law, []).append(error)
-    laws = sorted(errors)
-    means = [float(np.exp(np.mean(np.log(np.maximum(errors[law], 1e-300))))) for law in laws]
+    least = _widest(results).groupby(["law", "state"])["nmse"].min().clip(lower=1e-300)
+    logs: Any = np.log(least)
+    means = np.exp(logs.groupby(level="law").mean())
+    growth = means / means.shift()
     return {
-        f"{low:.3g} to {high:.3g}": after / before
-        for low, high, before, after in zip(laws, laws[1:], means, means[1:], strict=False)
+        f"{low:.3g} to {high:.3g}": float(growth[high])
+        for low, high in zip(means.index, means.index[1:], strict=False)
     }
+
+
+def _colour(law: float) -> str:
+    """For laws that differ by halves."""
+    return f"C{round(2 * law)}"
+
+
+def _draw_laws(axes: "Axes", results: "pd.DataFrame") -> None:
+    units = np.array([2.0, 80.0])
+    for law in sorted(set(_short_codes(results)["law"])):
+        axes.plot(units, units ** (-2 / law), "--", color=_colour(law), linewidth=0.8)

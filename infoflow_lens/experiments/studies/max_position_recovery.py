@@ -2,14 +2,33 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from infoflow_lens.experiments.claims import Claim, Numbers
+from infoflow_lens.experiments.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    Axis,
+    Curves,
+    FigureSpec,
+    Legend,
+    Panel,
+)
 from infoflow_lens.experiments.stages import StagedResult, StagedStudy
 from infoflow_lens.experiments.studies.first_layer import (
     CLS,
+    IDLE,
     TOKENS,
     recovery_rows,
+)
+from infoflow_lens.experiments.studies.rows import (
+    best_runs,
+    has_enough_heads,
+    heads_shown,
+    numbers_of,
 )
 from infoflow_lens.experiments.study import (
     Pair,
@@ -17,22 +36,20 @@ from infoflow_lens.experiments.study import (
     Settings,
     Statement,
 )
-from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, Words, groups, markdown_table
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.tasks import DRetrieval, IntrinsicDimension
 from infoflow_lens.training import TrainingConfig, restored
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 _PAIRS, _SINGLES = "pairs", "single tokens"
 _RANKS = (1, 2)
 _BELOW = 0.1  # what is left of the initial error, at most
 _NO_BETTER = 0.75  # the same for the second choice, on average and at least
-_IDLE = 0.01  # a head without which the NMSE rises by less does nothing
 _CASE = ["target", "D", "heads"]
-_COLOURS = {1: "#d55e00", 2: "#0072b2"}  # by rank
 
 RecoveryTask: TypeAlias = IntrinsicDimension | DRetrieval
 
@@ -169,40 +186,25 @@ class MaxPositionRecovery(StagedStudy):
             for row in recovery_rows(initial, trained.model, x, y, _RANKS)
         ]
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """Every head of every seed, for both kinds of queries; then the published ratios."""
-        best = set(_best(results))
-        cells = []
-        by = [*_CASE, "seed", "head", "queries"]
-        groups: Any = results.groupby(by, sort=False)
-        for (target, d, heads, seed, head, queries), rows in groups:
-            first, second = (rows[rows["rank"] == rank].iloc[0] for rank in _RANKS)
-            used = first["lost_without"] >= _IDLE
-            cells.append(
-                (
-                    *(target, d, _shown(heads)),
-                    f"{seed}{', best' if first['run'] in best else ''}",
-                    f"{first['nmse']:.1e}",
-                    *(head + 1, queries),
-                    f"{first['lost_without']:.2g}" if used else "nothing",
-                    f"{first['entropy']:.2f}",
-                    f"{first['initial_second_moment']:.3f}",
-                    f"{first['trained_second_moment']:.4f}",
-                    f"{first['ratio']:.3f}",
-                    f"{first['tempered_ratio']:.3f}",
-                    f"{second['ratio']:.2f}",
-                    f"{second['tempered_ratio']:.2f}",
-                    f"{first['trained_fvu']:.3f}",
-                )
-            )
-        table = markdown_table(
-            [
-                *("target", "D", "heads", "seed", "NMSE", "head", "queries", "NMSE lost without"),
-                *("entropy", "rank 1: initial", "trained", "ratio", "tempered: ratio"),
-                *("rank 2: ratio", "tempered: ratio", "rank 1: fvu"),
-            ],
-            cells,
+
+        def of_rank(name: str, rank: int, column: str, form: str) -> Column:
+            return Column(name, lambda r: r[r["rank"] == rank][column].iloc[0], form=form)
+
+        columns = (
+            Column("NMSE", "nmse", "first", ".1e"),
+            Column("NMSE lost without", _lost),
+            Column("entropy", "entropy", "first", ".2f"),
+            of_rank("rank 1: initial", 1, "initial_second_moment", ".3f"),
+            of_rank("trained", 1, "trained_second_moment", ".4f"),
+            of_rank("ratio", 1, "ratio", ".3f"),
+            of_rank("tempered: ratio", 1, "tempered_ratio", ".3f"),
+            of_rank("rank 2: ratio", 2, "ratio", ".2f"),
+            of_rank("tempered: ratio", 2, "tempered_ratio", ".2f"),
+            of_rank("rank 1: fvu", 1, "trained_fvu", ".3f"),
         )
+        words: Mapping[str, Words] = {"heads": heads_shown, "head": lambda head: head + 1}
         published = markdown_table(
             ["published", "heads of layer 1", "ratio of each head"],
             [
@@ -211,73 +213,34 @@ class MaxPositionRecovery(StagedStudy):
                 for ratios in configurations
             ],
         )
-        return f"{table}\n\n{published}\n\n{_NOTE}"
+        by = [*_CASE, "seed", "head", "queries"]
+        return TableSpec(by, columns, _with_best_seeds, words), published, _NOTE
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """Every head by configuration, and why: ratios over entropy, beside tempered heads."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(13, 4.2), layout="constrained")
-        left, *right = figure.subplots(1, 3, width_ratios=[1.4, 1, 1], sharey=True)
-        best = set(_best(results))
-        names = list(dict.fromkeys(zip(*(results[name] for name in _CASE), strict=True)))
-        for place, (target, d, heads) in enumerate(names):
-            of_case = (results["target"] == target) & (results["D"] == d)
-            rows = results[of_case & (results["heads"] == heads)]
-            for row in rows.to_dict("records"):
-                at_cls, colour = row["queries"] == CLS, _COLOURS[row["rank"]]
-                left.plot(
-                    place + 0.15 * at_cls + 0.4 * (row["rank"] == _RANKS[1]),
-                    row["ratio"],
-                    "s" if at_cls else "o",
-                    color=colour,
-                    markerfacecolor=colour if row["lost_without"] >= _IDLE else "none",
-                    markersize=7 if row["run"] in best else 3.5,
-                )
-        left.axhspan(0.065, 0.096, color="#009e73", alpha=0.2, linewidth=0)
-        left.set_yscale("log")
-        labels = [f"{_shown(h)}\nD = {d}\n" + t.replace(" ", "\n") for t, d, h in names]
-        left.set_xticks(range(len(names)), labels, fontsize="small")
-        left.set_ylabel("recovery error, over that before training")
-        left.set_title(
+        ratio = Axis("recovery error, over that before training", "log", levels=[1, _BELOW])
+        title = (
             "rank 1 (orange), rank 2 (blue); hollow: does nothing;\n"
-            "squares: CLS; large: best seed; band: published",
-            fontsize="small",
+            "squares: CLS; large: best seed; band: published"
         )
-        first = _in_use(results[results["rank"] == 1])
-        for axes, target in zip(right, (_PAIRS, _SINGLES), strict=True):
-            rows = first[first["target"] == target]
-            for queries, marker in ((TOKENS, "o"), (CLS, "s")):
-                some = rows[rows["queries"] == queries]
-                axes.vlines(
-                    some["entropy"],
-                    some["ratio"],
-                    some["tempered_ratio"],
-                    color="#bbbbbb",
-                    linewidth=0.8,
-                )
-                axes.plot(
-                    some["entropy"],
-                    some["tempered_ratio"],
-                    marker,
-                    color="#444444",
-                    markerfacecolor="none",
-                    label=f"untrained, tempered ({queries})",
-                )
-                axes.plot(
-                    some["entropy"],
-                    some["ratio"],
-                    marker,
-                    color=_COLOURS[1],
-                    label=f"trained ({queries})",
-                )
-            axes.set_xlabel("entropy of attention (nats)")
-            axes.set_title(f"{target}: heads in use", fontsize="small")
-        right[0].legend(frameon=False, fontsize="x-small")
-        for axes in (left, *right):
-            axes.axhline(_BELOW, color="#444444", linewidth=0.8, linestyle=":")
-            axes.axhline(1, color="#444444", linewidth=0.8)
-        return figure
+        every = Panel([_draw_heads], y=ratio, title=title, legend="", width=1.4)
+        stages = {"tempered_ratio": ("untrained, tempered", GREY), "ratio": ("trained", ORANGE)}
+        points = [
+            Curves(
+                "entropy", column, ["queries"], "each", style=marker, colour=colour,
+                label=f"{name} ({queries})", rows=partial(_where, queries=queries),
+            )
+            for column, (name, colour) in stages.items()
+            for queries, marker in ((TOKENS, "o"), (CLS, "s"))
+        ]  # fmt: skip
+        entropy = Axis("entropy of attention (nats)")
+        legends: Mapping[str, Legend] = {_PAIRS: "inside", _SINGLES: ""}
+        by_target = [
+            Panel([_draw_gaps, *points], entropy, ratio, f"{target}: heads in use",
+                  partial(_first_in_use, target=target), legend)
+            for target, legend in legends.items()
+        ]  # fmt: skip
+        return FigureSpec([every, *by_target], size=(3.8, 4.2), share="y")
 
     def claims(self) -> Sequence[Claim]:
         """By the heads that do something, of the best seed of every configuration on pairs."""
@@ -295,23 +258,21 @@ class MaxPositionRecovery(StagedStudy):
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """Tempered heads, fewer heads, and all seeds."""
-        judged = _judged(results)
-        tempered = judged[judged["rank"] == 1]["tempered_ratio"]
+        tempered = _judged(results, 1)["tempered_ratio"]
         remarks = [
             f"the same heads untrained, tempered to the same entropy: {tempered.min():.3f} to "
             f"{tempered.max():.3f}"
         ]
-        fewer = _in_use(results[~_enough(results) & results["run"].isin(_best(results))])
-        for (target, _, heads), rows in fewer[fewer["rank"] == 1].groupby(_CASE, sort=False):
+        fewer = _in_use(best_runs(results[~_enough(results)], _CASE), 1)
+        for (target, _, heads), rows in groups(fewer, _CASE):
             ratios = rows["ratio"]
             remarks.append(
-                f"{target}, heads {_shown(heads)}: {ratios.min():.3f} to {ratios.max():.3f}"
+                f"{target}, heads {heads_shown(heads)}: {ratios.min():.3f} to {ratios.max():.3f}"
             )
-        every = _in_use(results[_enough(results) & (results["rank"] == 1)])
-        below = int((every["ratio"] < _BELOW).sum())
+        every = _in_use(results[_enough(results)], 1)["ratio"]
         remarks.append(
-            f"all seeds: {below} of {len(every)} below {_BELOW:g}, the largest "
-            f"{every['ratio'].max():.3f}"
+            f"all seeds: {(every < _BELOW).sum()} of {len(every)} below {_BELOW:g}, the largest "
+            f"{every.max():.3f}"
         )
         return remarks
 
@@ -329,52 +290,86 @@ class MaxPositionRecovery(StagedStudy):
 
 def _enough(results: "pd.DataFrame") -> "pd.Series[bool]":
     """Rows of models on pairs with at least D heads in the first layer."""
-    heads = results["heads"].str.split().str[0].astype(int)
-    enough: pd.Series[bool] = (results["target"] == _PAIRS) & (heads >= results["D"])
-    return enough
+    return has_enough_heads(results) & (results["target"] == _PAIRS)
 
 
-def _in_use(results: "pd.DataFrame") -> "pd.DataFrame":
-    """Rows of heads that do something at these queries."""
-    return results[results["lost_without"] >= _IDLE]
+def _in_use(results: "pd.DataFrame", rank: int) -> "pd.DataFrame":
+    """Rows of heads that do something at these queries, of their choice of a rank."""
+    return results[(results["lost_without"] >= IDLE) & (results["rank"] == rank)]
 
 
-def _judged(results: "pd.DataFrame") -> "pd.DataFrame":
+def _judged(results: "pd.DataFrame", rank: int) -> "pd.DataFrame":
     """Heads in use of the best seeds with at least D heads."""
-    return _in_use(results[_enough(results) & results["run"].isin(_best(results))])
-
-
-def _best(results: "pd.DataFrame") -> list[int]:
-    """The run of least validation error of each configuration."""
-    runs = results.drop_duplicates("run").set_index("run")
-    return list(runs.groupby(_CASE, sort=False)["nmse"].idxmin())
-
-
-def _shown(heads: Any) -> str:
-    return f"({', '.join(str(heads).split())})"
+    return _in_use(best_runs(results[_enough(results)], _CASE), rank)
 
 
 def _in_use_of_all(results: "pd.DataFrame") -> Numbers:
     """The share of the judged configurations that have heads in use."""
     cases = results[_CASE].drop_duplicates()
-    return {"": _judged(results)["run"].nunique() / max(1, int(_enough(cases).sum()))}
+    return {"": _judged(results, 1)["run"].nunique() / max(1, int(_enough(cases).sum()))}
 
 
 def _first_choices(results: "pd.DataFrame") -> Numbers:
     """What is left of the error before training, of every judged head and kind of query."""
-    judged = _judged(results)
-    rows: Any = judged[judged["rank"] == 1].to_dict("records")
-    return {
-        f"D = {row['D']}, {_shown(row['heads'])}, head {row['head']} at {row['queries']}": float(
-            row["ratio"]
-        )
-        for row in rows
-    }
+    return numbers_of(
+        _judged(results, 1),
+        ["D", "heads", "head", "queries"],
+        "ratio",
+        lambda d, heads, head, at: f"D = {d}, {heads_shown(heads)}, head {head} at {at}",
+    )
 
 
 def _second_choices(results: "pd.DataFrame") -> Numbers:
     """The mean over judged heads, of each configuration."""
-    judged = _judged(results)
-    means = judged[judged["rank"] == 2].groupby(["D", "heads"], sort=False)["ratio"].mean()
-    cells: Any = means.items()
-    return {f"D = {d}, {_shown(heads)}": float(mean) for (d, heads), mean in cells}
+    return numbers_of(
+        _judged(results, 2),
+        ["D", "heads"],
+        lambda rows: rows["ratio"].mean(),
+        lambda d, heads: f"D = {d}, {heads_shown(heads)}",
+    )
+
+
+def _lost(rows: "pd.DataFrame") -> str:
+    lost = rows["lost_without"].iloc[0]
+    return f"{lost:.2g}" if lost >= IDLE else "nothing"
+
+
+def _with_best_seeds(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The rows with seeds in words, which say the one of least error of each configuration."""
+    best = results["run"].isin(best_runs(results, _CASE)["run"])
+    return results.assign(seed=results["seed"].astype(str) + best.map({True: ", best", False: ""}))
+
+
+def _first_in_use(results: "pd.DataFrame", target: str) -> "pd.DataFrame":
+    """First choices of the heads in use, of a target."""
+    return _in_use(results[results["target"] == target], 1)
+
+
+def _where(results: "pd.DataFrame", queries: str) -> "pd.DataFrame":
+    return results[results["queries"] == queries]
+
+
+def _draw_gaps(axes: "Axes", results: "pd.DataFrame") -> None:
+    """From each trained head to the tempered one."""
+    ratio, tempered = results["ratio"], results["tempered_ratio"]
+    axes.vlines(results["entropy"], ratio, tempered, color="#bbbbbb", linewidth=0.8)
+
+
+def _draw_heads(axes: "Axes", results: "pd.DataFrame") -> None:
+    """The ratio of every head, at a place for each configuration."""
+    best = set(best_runs(results, _CASE)["run"])
+    labels = []
+    for place, ((target, d, heads), rows) in enumerate(groups(results, _CASE)):
+        labels.append(f"{heads_shown(heads)}\nD = {d}\n" + target.replace(" ", "\n"))
+        for row in rows.to_dict("records"):
+            at_cls, colour = row["queries"] == CLS, ORANGE if row["rank"] == 1 else BLUE
+            axes.plot(
+                place + 0.15 * at_cls + 0.4 * (row["rank"] == 2),
+                row["ratio"],
+                "s" if at_cls else "o",
+                color=colour,
+                markerfacecolor=colour if row["lost_without"] >= IDLE else "none",
+                markersize=7 if row["run"] in best else 3.5,
+            )
+    axes.axhspan(0.065, 0.096, color=GREEN, alpha=0.2, linewidth=0)
+    axes.set_xticks(range(len(labels)), labels, fontsize="small")

@@ -220,7 +220,7 @@ class SeparatedPairs(TrainedStudy):
         )  # fmt: skip
         error = Axis("validation NMSE, every seed (by draw)", "log", levels=[_SMALL])
         panel = Panel([seeds], y=error, title=lambda rows: f"D = {rows['D'].iloc[0]}")
-        return FigureSpec([panel], per="D", size=(4.2, 4.2), share="y", rows=runs_of)
+        return FigureSpec([panel], per="D", size=(4.2, 4.2), share="y", rows=_by_d)
 
     def claims(self) -> Sequence[Claim]:
         """By the errors of (D, D) and of the others, and by what is recovered."""
@@ -268,6 +268,10 @@ class SeparatedPairs(TrainedStudy):
             "fewer heads": with_one_head(results, _CELL),
             "second choice": results.assign(first_choice=results["second_choice"]),
         }
+
+
+def _by_d(results: "pd.DataFrame") -> "pd.DataFrame":
+    return runs_of(results).sort_values("D", kind="stable")
 
 
 def _separated(rows: "pd.DataFrame") -> "pd.Series[bool]":

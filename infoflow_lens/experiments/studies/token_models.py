@@ -1,6 +1,6 @@
 """What the studies of Chen & Zou 2024 share: starts, training settings, chance, and runs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,6 @@ from infoflow_lens.training import TrainingConfig, TrainingResult, evaluate_labe
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 TASKS: Mapping[str, str] = {
     "memorization": "memorization",
@@ -49,6 +47,7 @@ STARTS: Mapping[str, str] = {
     WHOLE: "random start, whole matrices",
     CONSTRUCTED: "construction plus noise",
 }
+WORDS: Mapping[str, Mapping[str, str]] = {"start": STARTS, "task": TASKS}  # of tables
 # What replaces the paper's SGD for random starts [chosen].
 ADAMW: Mapping[str, Any] = {"optimizer": "adamw", "lr": 3e-3, "scale": None}
 # Every step on sequences that no step has seen; epochs of 50 steps [chosen].
@@ -394,50 +393,14 @@ def epochs_until(results: "pd.DataFrame", accuracy: float) -> "pd.Series[float]"
     return reached.astype(float).reindex(results["run"].unique())
 
 
-def curves_figure(
-    results: "pd.DataFrame",
-    by: str,
-    label: Callable[[Any], str],
-    dashed: Callable[..., float],
-    start: str,
-) -> "Figure":
-    """Accuracy (above) and loss over epochs from a start, a column for each task.
-
-    Solid: validation sequences; dotted: training sequences; a line for each run.
-
-    Args:
-        results: a row for each epoch.
-        by: the column that has a colour for each value.
-        label: its values in words.
-        dashed: the accuracy, from the rows of a task, to draw a line at.
-        start: of the runs to draw.
-    """
-    from matplotlib.figure import Figure
-
-    results = results[results["start"] == start]
-    tasks = [task for task in TASKS if (results["task"] == task).any()]
-    figure = Figure(figsize=(3.2 * max(1, len(tasks)), 5), layout="constrained")
-    axes = figure.subplots(2, max(1, len(tasks)), squeeze=False)
-    for column, task in enumerate(tasks):
-        of_task = results[results["task"] == task]
-        for row, what in enumerate(("accuracy", "loss")):
-            for index, (value, runs) in enumerate(of_task.groupby(by, sort=False)):
-                _draw_curves(axes[row, column], runs, what, f"C{index}", label(value))
-        axes[0, column].axhline(dashed(of_task), color="#444444", linestyle="--", linewidth=0.8)
-        axes[0, column].set_title(TASKS[task])
-        axes[0, column].set_ylim(-0.03, 1.03)
-        axes[0, column].legend(frameon=False, fontsize="small")
-        axes[1, column].set_yscale("log")
-        axes[1, column].set_xlabel("epoch")
-    axes[1, 0].set_ylabel("loss (dotted: training)")
-    return figure
+def solving(runs: "pd.DataFrame") -> str:
+    """How many of some runs solve their task, in words."""
+    return f"{int((runs['test_accuracy'] >= SOLVED).sum())} of {len(runs)}"
 
 
-def _draw_curves(axes: "Axes", results: "pd.DataFrame", what: str, colour: str, label: str) -> None:
-    for index, (_, run) in enumerate(results.groupby("run")):
-        name = label if index == 0 else None
-        axes.plot(run["epoch"], run[f"validation_{what}"], color=colour, label=name)
-        axes.plot(run["epoch"], run[f"train_{what}"], ":", color=colour, alpha=0.6)
+def task_shown(results: "pd.DataFrame") -> str:
+    """The name of the task of some rows."""
+    return TASKS[results["task"].iloc[0]]
 
 
 def counted(n: int, what: str) -> str:

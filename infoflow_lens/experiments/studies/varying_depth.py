@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from infoflow_lens.experiments.claims import Claim, Numbers
+from infoflow_lens.experiments.plots import GREY, Axis, Curves, FigureSpec, Panel
 from infoflow_lens.experiments.studies.token_models import (
     ABOVE_CHANCE,
     FRESH,
@@ -17,21 +18,22 @@ from infoflow_lens.experiments.studies.token_models import (
     SIZES,
     SOFTMAX,
     SOLVED,
-    STARTS,
     TASKS,
     WHOLE,
+    WORDS,
     TokenRun,
     TokenStudy,
     chance_to_see,
     chosen_accuracy,
     counted,
-    curves_figure,
     last_epochs,
     paper_training,
+    solving,
     start_model,
+    task_shown,
 )
 from infoflow_lens.experiments.study import Row, Settings, Statement
-from infoflow_lens.experiments.tables import markdown_table, spread
+from infoflow_lens.experiments.tables import Column, Part, TableSpec
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.host import TokenTransformer
 from infoflow_lens.tasks.question_answering import InContextQA
@@ -40,7 +42,7 @@ from infoflow_lens.tasks.tokens import TokenTask
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 # The layers of Theorems 1, 3, 5 and 6; the caption of Fig. 2 names the same depths.
 _ENOUGH: Mapping[str, int] = {
@@ -116,64 +118,47 @@ class VaryingDepth(TokenStudy):
         x, y = task.sample(512, seed=seed)
         return {"context_gradient": context_gradient(model, x, y, context_length(task))}
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """Test accuracies by task and layers, and whether the start could move."""
-        cells = []
-        runs = last_epochs(results)
-        by = ["start", "task", "layers", "heads"]
-        for _, rows in runs.groupby(by, sort=False):
-            start, task, layers, heads = (rows[name].iloc[0] for name in by)
-            solved = int((rows["test_accuracy"] >= SOLVED).sum())
-            cells.append(
-                (
-                    STARTS[start],
-                    TASKS[task],
-                    layers,
-                    heads,
-                    f"{rows['chance'].mean():.3g} ({rows['floor'].mean():.3g})",
-                    _gradients(rows["context_gradient"]),
-                    spread(rows["train_accuracy"]),
-                    spread(rows["test_accuracy"]),
-                    f"{solved} of {len(rows)}",
-                )
-            )
-        return "\n\n".join(
-            [
-                markdown_table(
-                    [
-                        "start",
-                        "task",
-                        "layers",
-                        "heads",
-                        "chance (floor)",
-                        "gradient at the context",
-                        "train accuracy",
-                        "test accuracy",
-                        "seeds >= .95",
-                    ],
-                    cells,
-                ),
-                "Accuracies over seeds, mean (least to largest); train: of the last epoch; test: "
-                "of the epoch of the least validation loss. Chance: any of the answers in the "
-                "context (1/k), the most frequent template, one of N; floor: one of all labels. "
-                "Gradient: the largest of the loss at the columns of the context before training, "
-                "the least over seeds; where it is 0 no step learns to read the context, so that "
-                "the start forces the result by itself. Of Fig. 2 the caption "
-                "survives, which says which depths fail and which do not, and no number.",
-            ]
+        columns = (
+            Column("chance (floor)", _chance),
+            Column("gradient at the context", _least_gradient_shown),
+            "train_accuracy",
+            "test_accuracy",
+            Column("seeds >= .95", solving),
+        )
+        return (
+            TableSpec(("start", "task", "layers", "heads"), columns, last_epochs, WORDS),
+            "Accuracies over seeds, mean (least to largest); train: of the last epoch; test: "
+            "of the epoch of the least validation loss. Chance: any of the answers in the "
+            "context (1/k), the most frequent template, one of N; floor: one of all labels. "
+            "Gradient: the largest of the loss at the columns of the context before training, "
+            "the least over seeds; where it is 0 no step learns to read the context, so that "
+            "the start forces the result by itself. Of Fig. 2 the caption "
+            "survives, which says which depths fail and which do not, and no number.",
         )
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """Accuracy and loss over epochs from the paper's start plus noise, a line for each seed."""
-        figure = curves_figure(
-            results,
-            "layers",
-            lambda layers: counted(int(layers), "layer"),
-            lambda rows: float(rows["chance"].mean()),
-            start=NOISY,
-        )
-        figure.axes[0].set_ylabel("accuracy (dashed: chance)")
-        return figure
+
+        def curves(what: str) -> list[Curves]:
+            """Solid: validation; dotted: training."""
+            return [
+                Curves(
+                    "epoch", f"{split}_{what}", ["layers", "run"], "each", style=style,
+                    label=lambda layers, run: counted(int(layers), "layer"),
+                    colour=lambda layers, run: f"C{int(layers) - 1}",
+                )
+                for split, style in (("validation", "-"), ("train", ":"))
+            ]  # fmt: skip
+
+        accuracy = Axis("accuracy (dashed: chance)", limits=(-0.03, 1.03))
+        loss = Axis("loss (dotted: training)", "log")
+        panels = [
+            Panel([*curves("accuracy"), _draw_chance], y=accuracy, title=task_shown),
+            Panel(curves("loss"), Axis("epoch"), loss, legend=""),
+        ]
+        return FigureSpec(panels, "task", (3.2, 2.5), rows=lambda r: r[r["start"] == NOISY])
 
     def claims(self) -> Sequence[Claim]:
         """By test accuracy and gradients with too few layers, and accuracy with just enough."""
@@ -235,9 +220,17 @@ class VaryingDepth(TokenStudy):
         }
 
 
-def _gradients(values: "pd.Series[float]") -> str:
-    least = float(values.min())
+def _chance(runs: "pd.DataFrame") -> str:
+    return f"{runs['chance'].mean():.3g} ({runs['floor'].mean():.3g})"
+
+
+def _least_gradient_shown(runs: "pd.DataFrame") -> str:
+    least = float(runs["context_gradient"].min())
     return "0" if least == 0 else f"{least:.1e}"
+
+
+def _draw_chance(axes: "Axes", results: "pd.DataFrame") -> None:
+    axes.axhline(float(results["chance"].mean()), color=GREY, linestyle="--", linewidth=0.8)
 
 
 def context_gradient(model: TokenTransformer, x: Tensor, y: Tensor, n_context: int) -> float:

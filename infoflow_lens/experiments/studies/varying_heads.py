@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from infoflow_lens.experiments.claims import Claim, Numbers
+from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.experiments.studies.token_models import (
     FRESH,
     MEMORIZATION,
@@ -16,19 +18,20 @@ from infoflow_lens.experiments.studies.token_models import (
     STARTS,
     SUMMED,
     TASKS,
+    WORDS,
     TokenStudy,
     chance_to_see,
     chosen_accuracy,
     epochs_until,
     last_epochs,
     paper_training,
+    task_shown,
 )
 from infoflow_lens.experiments.study import Settings, Statement
-from infoflow_lens.experiments.tables import markdown_table, spread
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
 _MEMORY, _CONTEXTUAL = MEMORIZATION, "in_context_template_matching"
 # Heads of each layer, the first of a task with one head a layer. The paper's are not readable.
@@ -37,6 +40,12 @@ _HEADS: Mapping[str, tuple[tuple[int, ...], ...]] = {
     "in_context_qa": ((1, 1), (2, 2), (4, 4)),
     "template_matching": ((1, 1), (2, 2), (4, 4)),
     _CONTEXTUAL: ((1, 1, 1), (1, 1, 4), (1, 1, 1, 1)),
+}
+_PUBLISHED: Mapping[str, str] = {
+    _MEMORY: "more heads, faster",
+    "in_context_qa": "no significant effect",
+    "template_matching": "no significant effect",
+    _CONTEXTUAL: "four layers faster than three; one head in the last faster (4 pairs)",
 }
 # One grid for all head counts of a task; at the paper's sizes memorization takes higher ones.
 _RATES: Mapping[str, tuple[float, ...]] = {
@@ -113,88 +122,44 @@ class VaryingHeads(TokenStudy):
             for rate in rates_of[task][:few]
         ]
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """The rate that was chosen, epochs to .95 and test accuracies by heads."""
-        cells = []
-        published = {
-            _MEMORY: "more heads, faster",
-            "in_context_qa": "no significant effect",
-            "template_matching": "no significant effect",
-            _CONTEXTUAL: "four layers faster than three; one head in the last faster (4 pairs)",
-        }
-        for (start, task, heads), runs in _groups(results):
-            reached = runs["until"].dropna()
-            cells.append(
-                (
-                    STARTS[start],
-                    TASKS[task],
-                    heads,
-                    f"{runs['rate'].iloc[0]:g}",
-                    spread(reached),
-                    f"{len(reached)} of {len(runs)}",
-                    spread(runs["test_accuracy"]),
-                    published[task],
-                )
-            )
-        return "\n\n".join(
-            [
-                markdown_table(
-                    [
-                        "start",
-                        "task",
-                        "heads of each layer",
-                        "learning rate",
-                        "epochs to .95",
-                        "seeds that reach it",
-                        "test accuracy",
-                        "published",
-                    ],
-                    cells,
-                ),
-                "The rate of each row was chosen on other seeds. Over seeds, mean (least to "
-                "largest); epochs to .95: the first epoch after which the validation accuracy is "
-                "at least .95, of the seeds that reach it. Fig. 4 to 7 are curves without numbers.",
-            ]
+        columns = (
+            Column("learning rate", "rate", "first", "g"),
+            Column("epochs to .95", "until"),
+            Column("seeds that reach it", lambda r: f"{r['until'].count()} of {len(r)}"),
+            "test_accuracy",
+            Column("published", lambda runs: _PUBLISHED[runs["task"].iloc[0]]),
+        )
+        return (
+            TableSpec(_CELL, columns, _judged, WORDS, {"heads": "heads of each layer"}),
+            "The rate of each row was chosen on other seeds. Over seeds, mean (least to "
+            "largest); epochs to .95: the first epoch after which the validation accuracy is "
+            "at least .95, of the seeds that reach it. Fig. 4 to 7 are curves without numbers.",
         )
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """Epochs to .95 over the rate, and over the rate per head, a column for each task."""
-        from matplotlib.figure import Figure
 
-        runs = last_epochs(results).set_index("run")
-        runs["until"] = epochs_until(results, SOLVED)
-        tasks = [task for task in TASKS if (runs["task"] == task).any()]
-        figure = Figure(figsize=(3.2 * max(1, len(tasks)), 5), layout="constrained")
-        axes = figure.subplots(2, max(1, len(tasks)), squeeze=False, sharey="col")
-        for column, task in enumerate(tasks):
-            of_task = runs[runs["task"] == task]
-            colours = {h: f"C{i}" for i, h in enumerate(dict.fromkeys(of_task["heads"].map(str)))}
-            for (start, heads), rows in of_task.groupby(["start", of_task["heads"].astype(str)]):
-                reached = rows.dropna(subset="until").groupby("rate")["until"].mean()
-                style = "o-" if start in _AVERAGED else "s:"
-                label = f"[{heads.replace(' ', ', ')}]" if start in _AVERAGED else None
-                # summed heads each have the whole rate
-                shared = max(map(int, heads.split())) if start in _AVERAGED else 1
-                for row, rates in enumerate((reached.index, reached.index / shared)):
-                    axes[row, column].plot(
-                        rates, reached, style, color=colours[heads], label=label, alpha=0.8
-                    )
-            most = max(int(n) for heads in colours for n in heads.split())
-            for row, what in enumerate(("learning rate", "learning rate / heads if averaged")):
-                axes[row, column].set_xscale("log")
-                # also where no rate reaches it
-                least = of_task["rate"].min() / (most if row else 1)
-                axes[row, column].set_xlim(0.7 * least, 1.4 * of_task["rate"].max())
-                ticks = sorted({r / (most if row else 1) for r in of_task["rate"]})
-                ticks = _apart(sorted({*ticks, *of_task["rate"]}))
-                axes[row, column].set_xticks(ticks, [f"{t:.2g}" for t in ticks], rotation=90)
-                axes[row, column].minorticks_off()
-                axes[row, column].set_xlabel(what)
-            axes[0, column].set_title(TASKS[task])
-            axes[0, column].legend(frameon=False, fontsize="small")
-        axes[0, 0].set_ylabel("epochs to .95")
-        axes[1, 0].set_ylabel("epochs to .95 (dotted: heads summed)")
-        return figure
+        def curves(rate: str) -> list[Curves]:
+            """Solid: heads averaged; dotted: heads summed, which each have the whole rate."""
+            return [
+                Curves(
+                    rate, "until", ["heads"], style=style, alpha=0.8,
+                    label=(lambda heads: f"[{heads.replace(' ', ', ')}]") if averaged else "",
+                    colour=lambda heads: f"C{sum(map(int, heads.split()))}",
+                    rows=partial(_of_starts, averaged=averaged),
+                )
+                for averaged, style in ((True, "o-"), (False, "s:"))
+            ]  # fmt: skip
+
+        epochs = Axis("epochs to .95\n(dotted: heads summed)")
+        per_head = Axis("learning rate / heads if averaged", "log")
+        panels = [
+            Panel(curves("rate"), Axis("learning rate", "log"), epochs, task_shown),
+            Panel(curves("rate_per_head"), per_head, epochs, legend=""),
+        ]
+        return FigureSpec(panels, "task", (3.2, 2.5), rows=_runs)
 
     def claims(self) -> Sequence[Claim]:
         """By epochs to .95 at the chosen rates, and test accuracies; heads averaged."""
@@ -238,7 +203,7 @@ class VaryingHeads(TokenStudy):
             *(
                 f"{TASKS[task]}, {STARTS[start]}, heads {heads}: epochs to {SOLVED} of the fastest "
                 f"seed {_shown(_fastest(rows))}, mean {_shown(_mean_epochs(rows))}"
-                for (start, task, heads), rows in _groups(results)
+                for (start, task, heads), rows in groups(_judged(results), _CELL)
             ),
         ]
 
@@ -252,41 +217,42 @@ class VaryingHeads(TokenStudy):
         most = max(heads[memory], key=int)
         of_most = memory & (heads == most)
         twin = one.assign(heads=most, run=one["run"] + results["run"].max() + 1)
-        rate = next(rows["rate"].iloc[0] for _, rows in _groups(one))
+        rate = _judged(one)["rate"].iloc[0]
         return {
             "one head": pd.concat([results[~of_most], twin]),
             "one rate for all": results[~of_most | (results["rate"] == rate)],
         }
 
 
-def _apart(ticks: Sequence[float]) -> list[float]:
-    """Those that can be read beside each other on a logarithmic axis."""
-    kept = [ticks[0]]
-    for tick in ticks[1:]:
-        if tick >= 1.25 * kept[-1]:
-            kept.append(tick)
-    return kept
-
-
-Runs = Mapping[str, "pd.DataFrame"]
 _CELL = ("start", "task", "heads")
 
 
-def _groups(results: "pd.DataFrame") -> list[tuple[tuple[str, str, str], "pd.DataFrame"]]:
-    """The judged runs of each start, task and head counts at its rate, with epochs to .95."""
-    runs = last_epochs(results).set_index("run")
-    runs["until"] = epochs_until(results, SOLVED)
-    runs["heads"] = runs["heads"].astype(str)
+def _runs(results: "pd.DataFrame") -> "pd.DataFrame":
+    """A row for each run, with epochs to .95, and its rate for each of the heads of a layer."""
+    runs = last_epochs(results).set_index("run", drop=False)
+    averaged = runs["start"].isin(_AVERAGED)
+    most = runs["heads"].map(lambda heads: max(map(int, str(heads).split())))
+    return runs.assign(
+        until=epochs_until(results, SOLVED),
+        heads=runs["heads"].astype(str),
+        rate_per_head=runs["rate"] / most.where(averaged, 1),
+    )
+
+
+def _of_starts(runs: "pd.DataFrame", averaged: bool) -> "pd.DataFrame":
+    return runs[(runs["start"].isin(_AVERAGED) == averaged) & runs["until"].notna()]
+
+
+def _judged(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The judged runs of each start, task and head counts, at the rate that the others choose."""
+    runs = _runs(results)
     seeds = sorted(runs["seed"].unique())
     half = len(seeds) // 2
     choosing, judged = seeds[:half] or seeds, seeds[half:]
     chosen = _best_rates(runs[runs["seed"].isin(choosing)])
-    groups: Any = runs[runs["seed"].isin(judged)].groupby([*_CELL, "rate"], sort=False)
-    return [
-        ((start, task, heads), rows)
-        for (start, task, heads, rate), rows in groups
-        if chosen.get((start, task, heads)) == rate
-    ]
+    cells = zip(*(runs[name] for name in _CELL), strict=True)
+    at_best = runs["rate"] == [chosen.get(cell) for cell in cells]
+    return runs[runs["seed"].isin(judged) & at_best]
 
 
 def _best_rates(runs: "pd.DataFrame") -> dict[tuple[str, str, str], float]:
@@ -312,10 +278,12 @@ def _shown(epochs: float) -> str:
     return "never" if math.isinf(epochs) else f"{epochs:.3g}"
 
 
-def _of_task(results: "pd.DataFrame", task: str) -> Runs:
+def _of_task(results: "pd.DataFrame", task: str) -> Mapping[str, "pd.DataFrame"]:
     """The judged runs of a task with averaged heads, by heads."""
     averaged = results[results["start"].isin(_AVERAGED) & (results["task"] == task)]
-    return {heads: rows for (_, _, heads), rows in _groups(averaged)} if len(averaged) else {}
+    if averaged.empty:
+        return {}
+    return {heads: rows for (heads,), rows in groups(_judged(averaged), ["heads"])}
 
 
 def _more_heads(results: "pd.DataFrame") -> Numbers:
