@@ -166,16 +166,6 @@ def test_the_coverage_curve_is_the_share_inside_the_sets_of_k_positions(model, i
     assert frame["size"].is_monotonic_increasing
 
 
-def test_coverage_needs_positions_of_the_same_states(model, inputs):
-    positions, influence = run_probes(
-        model, inputs, [PositionsProbe((1, 2)), JacobianInfluence()], progress=False
-    )
-    with pytest.raises(InfoFlowError, match="expected \\[batch, head, pos, rank\\]"):
-        coverage_curve(positions.positions[:1], influence.influence)
-    with pytest.raises(InfoFlowError, match="negative, infinite or NaN"):
-        coverage_curve(positions.positions, -influence.influence)
-
-
 @settings(max_examples=20)
 @given(st.integers(0, 10**6), st.integers(0, 1))
 def test_padding_takes_no_part(seed, extra):
@@ -278,20 +268,6 @@ def test_positions_together_give_the_layers():
         assert rows["predicted_size"].mean() == pytest.approx(whole.layers[layer].predicted_size)
     last = table[(table["layer"] == 1) & (table["position"] == 6)]
     assert float(last["auroc"].iloc[0]) == pytest.approx(whole.cls.auroc)
-
-
-def test_states_that_were_not_measured_take_no_part(token_model, token_inputs):
-    probes = [PositionsProbe(), JacobianInfluence(), JacobianInfluence(positions=(-1, 2))]
-    positions, all_states, some = run_probes(token_model, token_inputs, probes, progress=False)
-    predicted = propagate(positions.argmax)
-    by_position = compare_by_position(predicted, all_states)
-    rows = compare_by_position(predicted, some)
-    assert set(rows["position"]) == {2, 8}
-    expected = by_position[by_position["position"].isin([2, 8])].reset_index(drop=True)
-    np.testing.assert_allclose(rows["influence_inside"], expected["influence_inside"], rtol=1e-4)
-    assert compare(predicted, some).layers[0].n_states == 2 * 19
-    whole, part = compare(predicted, all_states), compare(predicted, some)
-    assert part.cls.auroc == pytest.approx(whole.cls.auroc)
 
 
 # Sequences of different lengths

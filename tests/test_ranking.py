@@ -57,7 +57,7 @@ def integers(generator, *shape, most=3):
     return torch.randint(0, most + 1, shape, generator=generator).float()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_numbers_are_means_over_all_ways_to_break_ties(seed):
     """Small integers as scores and as influence, so that ties are everywhere."""
     generator = torch.Generator().manual_seed(seed)
@@ -195,21 +195,6 @@ def test_only_states_that_all_hold_take_part(measured, token_model, token_inputs
     assert not measured_there[:, :, :8].any()
     assert measured_there[:, :, 8].all()
     assert found.values["k=1", "last"]["auroc"][:, :, :8].isnan().all()
-
-
-def test_shorter_sequences_choose_among_their_own_sources(token_model, token_inputs):
-    rows = [row[:n] for row, n in zip(token_inputs[:3], (9, 5, 7), strict=True)]
-    probes = [PositionsProbe(), AttentionRollout(), JacobianInfluence("resid_post")]
-    positions, rollout, influence = run_probes(token_model, rows, probes, progress=False)
-    found = compare_rankings({"k=1": propagate(positions.argmax)}, {"rollout": rollout}, influence)
-    (alone,) = (
-        run_probes(token_model, rows[1][None], [probe()], progress=False)[0]
-        for probe in (AttentionRollout,)
-    )
-    assert found.n_candidates[0, 1, :5].tolist() == [0, 1, 2, 3, 4]
-    assert found.n_candidates[0, 1, 5:].isnan().all()
-    assert found.sizes["k=1"][:, 1, 5:].isnan().all()
-    torch.testing.assert_close(alone.scores[:, 0], rollout.scores[:, 1, :5, :5])
 
 
 def test_it_is_drawn_and_shown(measured):

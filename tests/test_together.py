@@ -132,17 +132,6 @@ def test_every_epoch_may_have_data_of_its_own():
     assert_same(shared, one_by_one(architecture, config, lambda seed: data(1)))
 
 
-def test_labels_are_learned_too():
-    def labelled(seed):
-        (x, y), (validation_x, validation_y) = data(seed)
-        return (x, (y[:, 0] > 1).long()), (validation_x, (validation_y[:, 0] > 1).long())
-
-    config = TrainingConfig(epochs=2, batch_size=32)
-    architecture = replace(ARCHITECTURES["two layers"], d_output=2)
-    together = train_together(models(architecture), labelled, SEEDS, config, progress=False)
-    assert_same(together, one_by_one(architecture, config, labelled))
-
-
 def test_a_seed_that_diverges_leaves_the_others_alone():
     def spoiled(seed):
         (x, y), validation = data(seed)

@@ -103,17 +103,6 @@ def test_nmse_of_the_best_constant_is_one():
     assert nmse(y, y) == 0
 
 
-def test_the_same_seed_gives_the_same_numbers(data):
-    first = train(new_model(), *data, CONFIG, progress=False)
-    torch.manual_seed(77)
-    second = train(new_model(), *data, CONFIG, progress=False)
-    assert numbers(first) == numbers(second)
-    other = train(
-        new_model(), *data, TrainingConfig(**(vars(CONFIG) | {"seed": 4})), progress=False
-    )
-    assert numbers(first) != numbers(other)
-
-
 class StopAt:
     """Raises `error` when the model has run `calls` times."""
 
@@ -269,30 +258,6 @@ def test_after_each_epoch_a_copy_of_the_model_is_shown(data):
     ]
 
 
-def test_no_epoch_is_passed_over_when_a_run_is_resumed(data, tmp_path):
-    seen, options = [], {"checkpoint_dir": tmp_path, "checkpoint_every": 2, "progress": False}
-
-    def look(epoch, model):
-        seen.append(epoch)
-
-    def stop(epoch, model):
-        if epoch == 2:
-            raise KeyboardInterrupt
-
-    undisturbed = train(new_model(), *data, CONFIG, progress=False)
-    with pytest.raises(TrainingInterrupted) as stopped:  # before epoch 2 was kept
-        train(new_model(), *data, CONFIG, after_epoch=stop, **options)
-    assert numbers(stopped.value.result) == numbers(undisturbed)[:2]
-    model = new_model()
-    StopAt(model, 30, KeyboardInterrupt)  # in the middle of epoch 4
-    with pytest.raises(TrainingInterrupted):
-        train(model, *data, CONFIG, after_epoch=look, **options)
-    assert seen == [1, 2, 3]
-    resumed = train(new_model(), *data, CONFIG, after_epoch=look, **options)
-    assert seen == [1, 2, 3, 3, 4, 5, 6]
-    assert numbers(resumed) == numbers(undisturbed)
-
-
 def test_randomness_inside_the_model_follows_the_seed(data):
     x, y = (data[0].with_format("torch")[:][c] for c in ("x", "y"))
 
@@ -318,16 +283,6 @@ def test_patience_stops_early(data, monkeypatch):
     assert result.stopped == "early"
     assert [row["validation_nmse"] for row in result.history] == [5.0, 3.0, 4.0, 3.5]
     assert result.best_epoch == 2
-
-
-def test_a_slow_drift_is_no_improvement(data, monkeypatch):
-    errors = iter([5.0, 4.0, 3.9, 3.8, 3.5, 3.4, 3.3])
-    monkeypatch.setattr("infoflow_lens.objectives.nmse", lambda *arguments: next(errors))
-    config = TrainingConfig(epochs=30, batch_size=32, patience=2, improvement=0.1)
-    result = train(new_model(), *data, config, progress=False)
-    # 3.9 and 3.8 are not a tenth below 4.0
-    assert [row["validation_nmse"] for row in result.history] == [5.0, 4.0, 3.9, 3.8]
-    assert result.best_epoch == 4  # the best weights are kept all the same
 
 
 def test_a_low_error_stops_early(data, monkeypatch, tmp_path):
@@ -462,6 +417,7 @@ def test_one_layer_memorises_a_table():
     assert model(table[0])[:, -1].argmax(dim=1).equal(table[1])
 
 
+@pytest.mark.slow
 def test_two_layers_answer_in_context_and_one_does_not(questions):
     """Theorems 2 and 3 of Chen & Zou, on sequences that were never seen."""
     config = TrainingConfig(epochs=25, batch_size=64, lr=1e-2, weight_decay=0)
@@ -473,38 +429,6 @@ def test_two_layers_answer_in_context_and_one_does_not(questions):
     assert scores[0].accuracy < 0.7  # one of the two answers of the context, at random: a half
     assert scores[1].accuracy > 0.95
     assert scores[1].loss < 0.1 < scores[0].loss
-
-
-def test_history_of_labels_and_the_best_epoch(questions):
-    model = new_token_model(questions)
-    result = train_tokens(model, questions)
-    assert list(result.history[0]) == [
-        "epoch",
-        "lr",
-        "train_loss",
-        "train_accuracy",
-        "validation_loss",
-        "validation_accuracy",
-    ]
-    best = result.history[result.best_epoch - 1]
-    assert (
-        result.loss == best["validation_loss"] == min(r["validation_loss"] for r in result.history)
-    )
-    assert result.accuracy == best["validation_accuracy"]
-    x, y = (questions.dataset("validation", 60, seed=3).with_format("torch")[:][c] for c in "xy")
-    logits = model(x)[:, -1].double()  # the model holds the best weights
-    loss = -logits.log_softmax(dim=1).gather(1, y[:, None]).mean().detach()
-    assert result.loss == pytest.approx(float(loss), rel=1e-5)
-    assert result.accuracy == pytest.approx(float((logits.argmax(dim=1) == y).double().mean()))
-
-
-def test_a_task_trains_on_its_own_splits(questions):
-    """As with its datasets, whose splits share no sequence."""
-    parts = [
-        questions.dataset(split, n, seed=3) for split, n in (("train", 150), ("validation", 60))
-    ]
-    by_hand = train(new_token_model(questions), *parts, LABELS, progress=False)
-    assert rows(by_hand) == rows(train_tokens(new_token_model(questions), questions))
 
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9, "weight_decay": 0.1}])

@@ -221,6 +221,8 @@ class Panel:
                 getattr(axes, f"{name}axis").set_major_formatter("{x:g}")
             elif axis.scale != "linear":
                 scale("log", base=2 if axis.scale == "log2" else 10)
+                if name == "x":
+                    axes.tick_params("x", which="minor", labelsize="xx-small", labelrotation=90)
             if axis.limits:
                 getattr(axes, f"set_{name}lim")(*axis.limits)
             if axis.label:

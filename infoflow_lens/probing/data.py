@@ -74,6 +74,8 @@ def stream_data(
     """
     if not data:
         raise InfoFlowError("data is empty: expected a file, a task or the name of a dataset")
+    if column not in (None, "text") and Path(data).suffix == ".txt":
+        raise InfoFlowError(f"{data!r} has lines of text, without {column}: leave the column out")
     if window is not None:
         max_length = min(window, max_length or window)
         texts = stream_texts(data, column, scratch)

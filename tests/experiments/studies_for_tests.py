@@ -54,12 +54,12 @@ class Squares(Study):
         return figure
 
     def claims(self):
-        return [Claim("the square of 3 is {bound} more than that of 2", growth, ">", 0)]
+        return [Claim("the square of 3 is {bound} times that of 2", growth, ">", 1)]
 
 
 def growth(results):
     means = results.groupby("number")["square"].mean()
-    return {"": means[3] - means[2]}
+    return {"": means[3] / means[2]}
 
 
 def smoke_rows(study, **changes):

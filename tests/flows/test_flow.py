@@ -1,7 +1,5 @@
 """One call from a model and a text to predicted sets beside measured influence."""
 
-import math
-
 import matplotlib.figure
 import numpy as np
 import pytest
@@ -19,8 +17,6 @@ from infoflow_lens import (
     run_probes,
     why_all,
 )
-from infoflow_lens.foundation.record import model_fingerprint
-from tests.conftest import make_token_model
 from tests.reference import zoo
 
 TEXT = "w5 w7 w9 w11 w5 w7"
@@ -98,19 +94,6 @@ def test_several_texts_of_different_lengths_are_each_as_alone(found, host):
     assert list(again["predicted"]) == list(expected["predicted"])
     np.testing.assert_allclose(again["influence"], expected["influence"], rtol=1e-4)
     assert both.view.inputs[1].influence.shape == (2, 4, 4)
-
-
-def test_all_positions_and_chosen_layers(host):
-    everywhere = quick(host, TEXT, position="all", layer=-1)
-    assert everywhere.layers == (1,)
-    assert everywhere.asked == (tuple(range(7)),)
-    (influence,) = run_probes(
-        host, host.to_tokens(TEXT), [JacobianInfluence("resid_post")], progress=False
-    )
-    torch.testing.assert_close(everywhere.influence.influence[0], influence.influence[1])
-    viewed = everywhere.view.inputs[0].influence
-    assert viewed[0].isnan().all()
-    assert not viewed[1].isnan().any()
 
 
 def test_vectors_and_a_cls_token(model, inputs):
@@ -334,25 +317,6 @@ def test_one_token_alone(host):
     assert isinstance(found.plot(), matplotlib.figure.Figure)
     with pytest.raises(InfoFlowError, match=r"the text has 0 other tokens, .* give reference="):
         quick(host, [[5]], influence="resample")
-
-
-def test_its_repr_is_a_sentence(found):
-    assert len(repr(found)) < 300
-    share = found.explained.inside
-    rows = found.to_frame().query("layer == 1 and predicted")  # of the own token it is NaN
-    assert rows["share"].sum() == pytest.approx(share)
-    assert f"{share:.0%} of the influence of other tokens on position 6" in repr(found)
-    assert not math.isnan(share)
-
-
-def test_it_leaves_the_model_and_the_random_state_alone():
-    model = make_token_model()
-    model.train()
-    before, state = model_fingerprint(model), torch.random.get_rng_state()
-    quick(model, [[1, 2, 3]], influence="estimate")
-    assert model_fingerprint(model) == before
-    assert model.training
-    assert torch.random.get_rng_state().equal(state)
 
 
 def test_the_still_picture_shows_the_paths_and_the_influence(found):

@@ -8,7 +8,6 @@ import torch
 from infoflow_lens import InfoFlowError, PositionsProbe, run_probes
 from tests.conftest import HEADS, N_TOKENS, make_token_model
 from tests.reference import ranking
-from tests.reference.induction import induction_model, repeated_segments
 
 
 def test_probe_reports_every_layer_head_and_query(model, inputs):
@@ -63,16 +62,6 @@ def test_the_summary_counts_what_positions_explain(model, inputs):
         assert row["by_index"] == pytest.approx(indices.most_common(1)[0][1] / len(pairs))
         assert row["by_position"] == pytest.approx(explained)
         assert row["by_content"] == pytest.approx(1 - explained)
-
-
-def test_a_previous_token_head_is_position_like_and_a_matching_head_is_not():
-    model = induction_model(n_vocab=11, n_ctx=9)
-    tokens, _ = repeated_segments(11, 200)
-    (result,) = run_probes(model, tokens, [PositionsProbe((1,))], progress=False)
-    previous, matching = result.summary(skip=6).to_dict("records")
-    assert (previous["by_offset"], previous["offset"]) == (1, -1)
-    assert previous["by_content"] == 0
-    assert matching["by_content"] > 0.3
 
 
 def test_a_summary_needs_rank_1_and_a_query(model, inputs):

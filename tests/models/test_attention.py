@@ -117,16 +117,6 @@ def test_hard_maxima_go_to_the_lowest_of_equals_and_skip_rows_without_keys():
     assert hardmax_pattern(scores).equal(expected)
 
 
-def test_a_hosted_model_takes_its_attention_from_the_architecture(architecture, inputs, kind):
-    import dataclasses
-
-    model = build_model(dataclasses.replace(architecture, attention=kind), seed=5)
-    _, cache = model.run_with_cache(inputs)
-    scores, pattern = cache["attn_scores", 0], cache["pattern", 0]
-    torch.testing.assert_close(pattern, by_hand(kind, scores))
-    torch.testing.assert_close(model(inputs), model.forward_readout(inputs))
-
-
 def test_what_cannot_be_changed_is_refused(host):
     model = with_softmax(host)
     with pytest.raises(InfoFlowError, match="kind is 'sparsemax'"):

@@ -647,22 +647,6 @@ def test_the_table_says_what_changed(show, pair):
         assert said["next tokens"] == [f"0{nth} 50%", f"1{place} 50%"]
 
 
-def test_the_link_and_the_saved_picture_have_both_sides(show, pair, tmp_path):
-    page = show(render_flow(pair), fragment="#picture=0&layer=1&position=6&lines=4")
-    page.locator(".changed td").first.wait_for()
-    assert [side_of(page, side)[1] for side in (0, 1)] == [6, 5]
-    with page.expect_download() as download:
-        page.get_by_role("button", name="SVG").click()
-    download.value.save_as(tmp_path / "pair.svg")
-    root = ElementTree.parse(tmp_path / "pair.svg").getroot()
-    said = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"before", EVIL, "new"} <= set(said)
-    assert said.count("layer 2") == 4  # in lattice and strips of both
-    assert page.evaluate("document.documentElement.scrollWidth") <= 1200
-    page.set_viewport_size({"width": 390, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-
-
 def test_without_scripts_the_first_set_is_still_there(show, html, inputs):
     page = show(html, java_script_enabled=False)
     said = page.locator("[data-infoflow]").inner_text()

@@ -15,10 +15,6 @@ from infoflow_lens.theory.bounds import (
     softmin_gap,
 )
 from infoflow_lens.theory.comparison import information_needed, triangle_center_profile
-from tests.reference.pigeonholes import (
-    ball_centres,
-    largest_radius,
-)
 
 
 def test_formulas():
@@ -97,17 +93,6 @@ def test_proposition_2():
         assert growing_information(1 / 6, 3, 3, 4, 2, t) <= exact
     with pytest.raises(InfoFlowError, match="order is 2"):
         growing_information(1.0, 2, 2, 1, 2, 100)
-
-
-@pytest.mark.parametrize("n_heads", [1, 2, 5, 12, 40])
-def test_the_balls_of_theorem_1_fit_on_the_sphere(n_heads):
-    """h + 1 disjoint caps, and nothing in one near the antipode of another but its own centre."""
-    radius, centres = largest_radius(n_heads), ball_centres(n_heads + 1)
-    assert torch.allclose(centres.norm(dim=1), torch.ones(n_heads + 1, dtype=torch.float64))
-    assert torch.pdist(centres).min() > 2 * radius
-    assert (centres[:, None] + centres).norm(dim=-1).min() > 3 * radius
-    # caps cannot cover more than the sphere: (h + 1) L^2 <= 4
-    assert (n_heads + 1) * radius**2 <= 4
 
 
 def test_the_gap_of_a_softmin_over_numbers_beyond_floats():

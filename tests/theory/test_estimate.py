@@ -6,12 +6,9 @@ from infoflow_lens import Architecture, InfoFlowError, load_task
 from infoflow_lens.tasks import TriangleCenter
 from infoflow_lens.theory.comparison import (
     d_retrieval_profile,
-    intrinsic_dimension_profile,
-    triangle_center_profile,
 )
 from infoflow_lens.theory.estimate import (
     estimate,
-    min_heads,
     phase_diagram,
 )
 from infoflow_lens.theory.shapes import ModelShape
@@ -39,19 +36,6 @@ class Inconsistent(TriangleCenter):
     @property
     def comparison(self):
         return d_retrieval_profile(1)
-
-
-@pytest.mark.parametrize("d", [2, 3, 4, 6])
-def test_heads_that_counting_asks_for(d):
-    one = d_retrieval_profile(d)
-    assert min_heads(one, (1,), "paper") == min_heads(one, (1,), "proved") == d
-    pairs = intrinsic_dimension_profile(d)
-    assert min_heads(pairs, (1, 5), "paper") == d
-    assert min_heads(pairs, (1, 5), "unordered") == -(-d // 2)
-    assert min_heads(pairs, (1, 5), "proved") == 1
-    assert min_heads(pairs, (1, 1, 5), "paper") == max(1, d - 1)  # hidden layers share the work
-    assert min_heads(triangle_center_profile(), (1, 5), "proved") is None
-    assert min_heads(one, (1, 1), "paper") == 1
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,16 @@ def test_local_layers_alternate(tmp_path):
     assert shape.reach(50) == 50
 
 
+def test_what_no_window_reaches_is_excluded_for_certain():
+    """Three layers that look four positions back reach twelve tokens."""
+    task = load_task("d_retrieval", n_tokens=16, n_components=1)
+    shape = ModelShape((4,) * 3, (32,) * 3, 16, True, causal=True, windows=(5, 5, 5))
+    assert shape.reach(16) == 12
+    found = estimate(shape, task)
+    assert found.verdict == "excluded, proved"
+    assert "only the last 12 of 16" in found.why
+
+
 def test_width_of_each_layer_enters_the_exponent():
     task = load_task("intrinsic_dimension", n_tokens=64, n_components=3)
     narrow = estimate(ModelShape((3, 3), (16, 16), 64), task, verify=0)

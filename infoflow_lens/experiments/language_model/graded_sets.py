@@ -13,12 +13,12 @@ from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
 from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     final,
-    groups,
-    panels,
+    model_of,
     stacked,
 )
+from infoflow_lens.experiments.plots import Axis, FigureSpec, Panel
 from infoflow_lens.experiments.study import Row, Settings, Statement
-from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.experiments.tables import groups, markdown_table
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks import (
@@ -42,7 +42,7 @@ from infoflow_lens.theory.graded import Path
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 _RANDOM, _PILOT = "random 12 x 12", "stdlib-2l"
 _SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 96, "vocab_size": 256}
@@ -202,27 +202,14 @@ class GradedSetsStudy(LanguageModelStudy):
             parts += [f"### {model}", table_of(rows)]
         return "\n\n".join(parts)
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """Spearman and the share inside of every method in the last layer, by model."""
-        rows = _last_layer(_test(results))
-        methods = list(dict.fromkeys(rows["method"]))
-        chosen = chosen_of(results)
-        figure, by_model = panels(rows, 2, 11, 3.4, sharey=True)
-        for model, axes in by_model:
-            for axis, metric in zip(axes, _JUDGED, strict=True):
-                for influence, marker in zip(_INFLUENCES, ("o", "s"), strict=True):
-                    some = rows[(rows["model"] == model) & (rows["influence"] == influence)]
-                    for place, method in enumerate(methods):
-                        mean, half = _mean(some[some["method"] == method][metric])
-                        axis.errorbar(
-                            mean, place, xerr=half, marker=marker, markersize=4,
-                            color="#000000" if method == chosen else "C0",
-                            mfc=None if marker == "o" else "white",
-                        )  # fmt: skip
-                axis.set_title(f"{model}: {metric} (filled: jacobian)", fontsize="medium")
-            axes[0].set_yticks(range(len(methods)), methods, fontsize="small")
-            axes[0].invert_yaxis()
-        return figure
+        panels = [
+            Panel((partial(_draw_methods, metric),), Axis(f"{metric} (filled: jacobian)"),
+                  title=model_of)
+            for metric in _JUDGED
+        ]  # fmt: skip
+        return FigureSpec(panels, per="model", rows=_in_figure, share="y")
 
     def claims(self) -> Sequence[Claim]:
         """By the last layer of the judged models, on text that did not choose the strength."""
@@ -284,6 +271,26 @@ def _ends_of_lead(
         leads = [_lead(some, chosen, _ROLLOUT, metric) for metric in _JUDGED]
         found[f"{model}, {influence}"] = of_two([mean + sign * half for mean, half in leads])
     return found
+
+
+def _in_figure(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The last layer on the test text, with the method that was chosen."""
+    return _last_layer(_test(results)).assign(chosen=chosen_of(results))
+
+
+def _draw_methods(metric: str, axes: "Axes", rows: "pd.DataFrame") -> None:
+    """A point with its interval for each method and influence."""
+    methods = list(dict.fromkeys(rows["method"]))
+    for (method, influence, chosen), some in groups(rows, ("method", "influence", "chosen")):
+        mean, half = _mean(some[metric])
+        axes.errorbar(
+            mean, methods.index(method), xerr=half, markersize=4,
+            marker="o" if influence == _INFLUENCES[0] else "s",
+            mfc=None if influence == _INFLUENCES[0] else "white",
+            color="#000000" if method == chosen else "C0",
+        )  # fmt: skip
+    axes.set_yticks(range(len(methods)), methods, fontsize="small")
+    axes.set_ylim(len(methods) - 0.5, -0.5)
 
 
 def chosen_of(results: "pd.DataFrame") -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -9,20 +10,23 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from infoflow_lens.experiments.claims import Claim, Numbers
+from infoflow_lens.experiments.plots import FigureSpec, HeatMap, Panel
+from infoflow_lens.experiments.studies.rows import numbers_of
 from infoflow_lens.experiments.studies.token_models import (
     ADAMW,
     PAPER,
     RANDOM,
     SOLVED,
-    STARTS,
     TASKS,
+    WORDS,
     TokenRun,
     TokenStudy,
     paper_training,
+    task_shown,
     train_run,
 )
 from infoflow_lens.experiments.study import Row, Settings, Statement
-from infoflow_lens.experiments.tables import markdown_table, spread
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, Words, groups, spread
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks import (
@@ -41,7 +45,6 @@ from infoflow_lens.training import evaluate_labels, restored
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
 _QA, _TEMPLATES = "in_context_qa", "template_matching"
 _DRAWS = 0.1  # the least share of a row's largest weight that moves a value [chosen]
@@ -149,95 +152,42 @@ class AttentionMaps(TokenStudy):
         rows += _mean_maps(run)
         return [{**about, **row} for row in rows]
 
-    def table(self, results: "pd.DataFrame") -> str:
-        """Shares by operation and model."""
-        shares = []
-        operations: Any = results[results["kind"] == "operation"].groupby(
-            ["start", "task", "operation"], sort=False
+    def tables(self) -> Sequence[Part]:
+        """Shares by operation and model, and the mechanisms of heads."""
+        shares = (
+            Column("", "share", across="model"),
+            Column("by chance", lambda rows: spread(_trained(rows)["chance"])),
+            Column("test accuracy", lambda rows: spread(_trained(rows)["test_accuracy"])),
         )
-        for (start, task, operation), rows in operations:
-            of = {name: rows[rows["model"] == name] for name in ("trained", "initial")}
-            built = rows.loc[rows["model"] == "construction", "share"]
-            shares.append(
-                (
-                    STARTS[start],
-                    TASKS[task],
-                    operation,
-                    spread(of["trained"]["share"]),
-                    spread(of["initial"]["share"]),
-                    spread(built),
-                    spread(of["trained"]["chance"]),
-                    spread(of["trained"]["test_accuracy"]),
-                )
-            )
-        mechanisms = []
-        heads: Any = results[results["kind"] == "head"].groupby(
-            ["start", "task", "layer"], sort=False
+        mechanisms = (
+            Column("mechanism of the head, a seed each", lambda r: ", ".join(r["mechanism"])),
+            Column("KL if it attends to its own position alone", "own_position_kl"),
         )
-        for (start, task, layer), rows in heads:
-            mechanisms.append(
-                (
-                    STARTS[start],
-                    TASKS[task],
-                    int(layer) + 1,
-                    ", ".join(rows["mechanism"]),
-                    spread(rows["own_position_kl"]),
-                )
-            )
-        return "\n\n".join(
-            [
-                markdown_table(
-                    [
-                        "start",
-                        "task",
-                        "operation",
-                        "trained",
-                        "before training",
-                        "construction",
-                        "by chance",
-                        "test accuracy",
-                    ],
-                    shares,
-                ),
-                "\n".join(f"- {operation}, {what}" for operation, what in _OPERATIONS.items()),
-                markdown_table(
-                    [
-                        "start",
-                        "task",
-                        "layer",
-                        "mechanism of the head, a seed each",
-                        "KL if it attends to its own position alone",
-                    ],
-                    mechanisms,
-                ),
-                "Shares of test sequences, over seeds, mean (least to largest). The paper shows "
-                "maps of single sequences, without numbers.",
-            ]
+        words: Mapping[str, Words] = {
+            **WORDS,
+            "model": lambda model: "before training" if model == "initial" else model,
+            "layer": lambda layer: int(layer) + 1,
+        }
+        return (
+            TableSpec(("start", "task", "operation"), shares, partial(_of, "operation"), words),
+            "\n".join(f"- {operation}, {what}" for operation, what in _OPERATIONS.items()),
+            TableSpec(("start", "task", "layer"), mechanisms, partial(_of, "head"), words),
+            "Shares of test sequences, over seeds, mean (least to largest). The paper shows "
+            "maps of single sequences, without numbers.",
         )
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
-        """Mean maps of the first seed from the paper's start, a row for each task.
+    def plots(self) -> FigureSpec:
+        """Mean maps of the first seed from the paper's start, a column for each task.
 
         Queries downwards, keys to the right; weights as shares of the largest of each map.
         """
-        from matplotlib.figure import Figure
-
-        maps = results[(results["kind"] == "map") & (results["start"] == PAPER)]
-        tasks = list(dict.fromkeys(maps["task"]))
-        figure = Figure(figsize=(11, 2.9 * max(1, len(tasks))), layout="constrained")
-        panels = figure.subplots(max(1, len(tasks)), 4, squeeze=False)
-        for row, task in zip(panels, tasks, strict=False):
-            of_task = maps[maps["task"] == task]
-            of_task = of_task[of_task["run"] == of_task["run"].min()]
-            groups: Any = of_task.groupby(["example", "layer"], sort=False)
-            for panel, ((example, layer), cells) in zip(row, groups, strict=False):
-                grid = cells.pivot(index="query", columns="key", values="weight")
-                panel.imshow(grid / max(float(grid.max().max()), 1e-30), cmap="Blues", vmin=0)
-                tokens = str(example).split()
-                panel.set_xticks(range(len(tokens)), tokens)
-                panel.set_yticks(range(len(tokens)), tokens)
-                panel.set_title(f"{TASKS[task]}, layer {int(layer) + 1}", fontsize="small")
-        return figure
+        cells = HeatMap("query", "key", "weight", names="example")
+        panels = [
+            Panel([cells], rows=partial(_map, example, layer), title=_map_shown)
+            for example in range(2)
+            for layer in range(2)
+        ]
+        return FigureSpec(panels, "task", (2.9, 2.9), rows=partial(_of, "map", start=PAPER))
 
     def claims(self) -> Sequence[Claim]:
         """By the shares in the models that solve their task."""
@@ -435,27 +385,43 @@ def _training(preset: str, task: str) -> dict[str, Any]:
     return {**settings, **changes.get(preset, {})}
 
 
-def _operations(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The judged rows: operations of models from the paper's start."""
-    return results[(results["kind"] == "operation") & (results["start"] == PAPER)]
+def _of(kind: str, results: "pd.DataFrame", start: str = "") -> "pd.DataFrame":
+    """The rows of a kind, from one start or from all."""
+    return results[(results["kind"] == kind) & (results["start"].eq(start) | (not start))]
+
+
+def _trained(rows: "pd.DataFrame") -> "pd.DataFrame":
+    return rows[rows["model"] == "trained"]
+
+
+def _map(example: int, layer: int, results: "pd.DataFrame") -> "pd.DataFrame":
+    """The cells of a layer's map of one of the examples, of the first run."""
+    names = list(dict.fromkeys(results["example"]))
+    here = (results["example"] == names[example]) & (results["layer"] == layer)
+    return results[here & (results["run"] == results["run"].min())]
+
+
+def _map_shown(cells: "pd.DataFrame") -> str:
+    return f"{task_shown(cells)}, layer {int(cells['layer'].iloc[0]) + 1}"
 
 
 def _solving(results: "pd.DataFrame") -> Numbers:
     """How many models of each task solve it."""
-    groups: Any = _operations(results).groupby("task", sort=False)
-    return {
-        TASKS[task]: rows[rows["test_accuracy"] >= SOLVED]["run"].nunique() for task, rows in groups
-    }
+    return numbers_of(
+        _of("operation", results, PAPER),
+        ["task"],
+        lambda rows: rows[rows["test_accuracy"] >= SOLVED]["run"].nunique(),
+        lambda task: TASKS[task],
+    )
 
 
 def _shares(results: "pd.DataFrame") -> list[tuple[str, "pd.DataFrame"]]:
     """By task and operation, its share in each model that solves the task, before and after."""
-    rows = _operations(results)
+    rows = _of("operation", results, PAPER)
     rows = rows[(rows["test_accuracy"] >= SOLVED) & rows["operation"].isin(_JUDGED)]
-    groups: Any = rows.groupby(["task", "operation"], sort=False)
     return [
         (f"{TASKS[task]}, {operation}", of.pivot(index="run", columns="model", values="share"))
-        for (task, operation), of in groups
+        for (task, operation), of in groups(rows, ["task", "operation"])
     ]
 
 

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from infoflow_lens.experiments.claims import Claim, Numbers
+from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.experiments.studies.token_models import (
     ABOVE_CHANCE,
     CONSTRUCTED,
@@ -23,11 +24,12 @@ from infoflow_lens.experiments.studies.token_models import (
     data_of,
     held_out,
     last_epochs,
+    solving,
     start_model,
     training_config,
 )
 from infoflow_lens.experiments.study import Pair, Row, Settings, Statement
-from infoflow_lens.experiments.tables import markdown_table, spread
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.host import TokenTransformer
 from infoflow_lens.tasks.tokens import TokenTask
@@ -35,7 +37,6 @@ from infoflow_lens.training import TrainingResult, evaluate_labels, train
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
 _HOPS, _JUDGED_HOPS = (1, 2, 3), 2
 _GROWING, _AT_ONCE = "growing", "at once"
@@ -175,120 +176,69 @@ class NestedQuestions(TokenStudy):
         """Constructions with noise are reported."""
         return settings["start"] != CONSTRUCTED
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """Test accuracies by start, hops and layers; then the layers that are enough by hand."""
-        runs = last_epochs(results)
-        cells = []
-        for start, rows in _by_start(runs):
-            groups: Any = rows.groupby(["hops", "layers"], sort=True)
-            for (hops, layers), of_depth in groups:
-                near = [
-                    f"{of_depth[f'from_{n}'].mean():.3g}" if n < hops else "-"
-                    for n in range(1, max(_HOPS))
-                ]
-                cells.append(
-                    (
-                        start,
-                        hops,
-                        layers,
-                        f"{of_depth['chance'].mean():.3g}",
-                        spread(of_depth["before"]),
-                        spread(of_depth["test_accuracy"]),
-                        f"{int((of_depth['test_accuracy'] >= SOLVED).sum())} of {len(of_depth)}",
-                        *(
-                            spread(of_depth[name]) if hops > 1 else "-"
-                            for name in ("end_last", "end_before")
-                        ),
-                        *near,
-                    )
-                )
-        hops = sorted(int(n) for n in runs["hops"].unique())
-        return "\n\n".join(
-            [
-                markdown_table(
-                    [
-                        "start, and how training asks",
-                        "hops",
-                        "layers",
-                        "chance",
-                        "before training",
-                        "test accuracy",
-                        "seeds >= .95",
-                        "last fact ends a chain",
-                        "it does not",
-                        *(
-                            f"asked {counted(n, 'hop')} before the end"
-                            for n in range(1, max(_HOPS))
-                        ),
-                    ],
-                    cells,
-                ),
-                "Test accuracy over seeds, mean (least to largest), of the epoch of the least "
-                "validation loss, for questions from the starts of chains; of these, where the "
-                "last fact of the context ends one of the chains, and where it does not; in the "
-                "last columns the same models are asked from within. The paper proposes the task "
-                "and gives no numbers. Layers of one head that are enough by weights set by hand, "
-                "of which the last need two heads:",
-                markdown_table(
-                    [
-                        "hops",
-                        "at least",
-                        "copy-match a hop (the paper's design)",
-                        "copy once, match a hop",
-                        "matching at facts, too",
-                    ],
-                    [(n, layers_needed(n), 2 * n, n + 1, 1 + n.bit_length()) for n in hops],
-                ),
-            ]
+
+        def layers(name: str, enough: Callable[[int], int]) -> Column:
+            return Column(name, lambda runs: enough(int(runs["hops"].iloc[0])))
+
+        columns: Sequence[Column | str] = (
+            Column("chance", "chance", "mean"),
+            Column("before training", "before"),
+            "test_accuracy",
+            Column("seeds >= .95", solving),
+            Column("last fact ends a chain", "end_last"),
+            Column("it does not", "end_before"),
+            *(
+                Column(f"asked {counted(n, 'hop')} before the end", f"from_{n}", "mean")
+                for n in range(1, max(_HOPS))
+            ),
+        )
+        by_hand = (
+            layers("at least", layers_needed),
+            layers("copy-match a hop (the paper's design)", lambda hops: 2 * hops),
+            layers("copy once, match a hop", lambda hops: hops + 1),
+            layers("matching at facts, too", lambda hops: 1 + hops.bit_length()),
+        )
+        names = {"start": "start, and how training asks"}
+        return (
+            TableSpec(("start", "hops", "layers"), columns, _by_start, names=names),
+            "Test accuracy over seeds, mean (least to largest), of the epoch of the least "
+            "validation loss, for questions from the starts of chains; of these, where the "
+            "last fact of the context ends one of the chains, and where it does not; in the "
+            "last columns the same models are asked from within. The paper proposes the task "
+            "and gives no numbers. Layers of one head that are enough by weights set by hand, "
+            "of which the last need two heads:",
+            TableSpec(("hops",), by_hand, sort=True),
         )
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """The plateau that growing distances avoid, what is learnt of chains, and noise."""
-        from matplotlib.figure import Figure
 
-        runs = last_epochs(results)
-        figure = Figure(figsize=(11.5, 3.4), layout="constrained")
-        curves, distances, noise = figure.subplots(1, 3)
-        judged = results[(results["hops"] == _JUDGED_HOPS) & (results["start"] == WHOLE)]
-        judged = judged[judged["layers"] == _JUDGED_HOPS + 1]
-        for index, (asked, rows) in enumerate(judged.groupby("asked")):
-            for place, (_, run) in enumerate(rows.groupby("run")):
-                label = _ASKED[str(asked)] if place == 0 else None
-                curves.plot(run["epoch"], run["validation_loss"], color=f"C{index}", label=label)
-        curves.axhline(math.log(2), color="#444444", linestyle="--", linewidth=0.8)
-        curves.set_yscale("log")
-        curves.set_ylim(1e-3, 10)
-        curves.set_xlabel("epoch")
-        curves.set_ylabel("validation loss (dashed: ln 2, either end)")
-        curves.set_title(f"{counted(_JUDGED_HOPS, 'hop')}, {counted(_JUDGED_HOPS + 1, 'layer')}")
-        grown = runs[runs["asked"] == _GROWING]
-        for index, ((hops, layers), rows) in enumerate(grown.groupby(["hops", "layers"])):
-            near = range(1, int(hops) + 1)
-            best = rows.sort_values("best_validation_loss").iloc[0]
-            label = f"{counted(int(hops), 'hop')}, {counted(int(layers), 'layer')}"
-            values = [best[f"from_{n}"] for n in near]
-            distances.plot(near, values, "o-", color=f"C{index}", label=label, alpha=0.8)
-        distances.axhline(float(runs["chance"].mean()), color="#444444", ls="--", linewidth=0.8)
-        distances.set_xticks(range(1, 1 + int(runs["hops"].max())))
-        distances.set_xlabel("hops from the query to the end")
-        distances.set_ylabel("test accuracy (dashed: chance)")
-        distances.set_title("asked from growing distances")
-        constructed = runs[runs["start"] == CONSTRUCTED]
-        for index, (hops, rows) in enumerate(constructed.groupby("hops")):
-            colour, by_noise = f"C{index}", rows.groupby("noise")
-            label = f"{counted(int(hops), 'hop')}, {counted(int(hops) + 1, 'layer')}"
-            after, before = (by_noise[name].mean() for name in ("test_accuracy", "before"))
-            noise.plot(after.index, after, "o-", color=colour, label=label)
-            noise.plot(before.index, before, "o:", color=colour, alpha=0.6)
-        noise.set_xlabel("noise on all weights")
-        noise.set_ylabel("test accuracy (dotted: before training)")
-        noise.set_title("construction plus noise")
-        for axes in (distances, noise):
-            axes.set_ylim(-0.03, 1.03)
-        for axes in (curves, distances, noise):
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(frameon=False, fontsize="small")
-        return figure
+        def sizes(hops: float, layers: float) -> str:
+            return f"{counted(int(hops), 'hop')}, {counted(int(layers), 'layer')}"
+
+        colours = {_GROWING: "C1", _AT_ONCE: "C0"}
+        losses = Curves(
+            "epoch", "validation_loss", ["asked", "run"], "each", style="-",
+            label=lambda asked, run: _ASKED[asked], colour=lambda asked, run: colours[asked],
+        )  # fmt: skip
+        asked = Curves("hops from the end", "accuracy", ["hops", "layers"], label=sizes, alpha=0.8)
+        after, before = (
+            Curves("noise", name, ["hops", "layers"], style=style, label=label)
+            for name, style, label in (("test_accuracy", "o-", sizes), ("before", "o:", ""))
+        )
+        loss = Axis("validation loss (dotted: ln 2, either end)", "log", (1e-3, 10), [math.log(2)])
+        accuracy = Axis("test accuracy (dotted: chance)", "linear", (-0.03, 1.03), [0.5])
+        of_noise = Axis("test accuracy (dotted: before training)", "linear", (-0.03, 1.03))
+        panels = [
+            Panel([losses], Axis("epoch"), loss, sizes(_JUDGED_HOPS, _JUDGED_HOPS + 1), _compared),
+            Panel([asked], Axis("hops from the query to the end"), accuracy, _ASKED[_GROWING],
+                  _by_distance),
+            Panel([after, before], Axis("noise on all weights"), of_noise,
+                  "construction plus noise", _constructed),
+        ]  # fmt: skip
+        return FigureSpec(panels, size=(3.8, 3.4))
 
     def claims(self) -> Sequence[Claim]:
         """By test accuracy with too few layers, with just enough, and without growing distances."""
@@ -460,18 +410,40 @@ def _asked_within(
     return asked
 
 
-def _by_start(runs: "pd.DataFrame") -> "list[tuple[str, pd.DataFrame]]":
-    """Runs by start, way of asking and noise, with a name for each."""
-    groups: Any = runs.groupby(["start", "asked", "noise"], sort=False, dropna=False)
-    return [
-        (
-            f"construction plus noise of {noise:g}, {_ASKED[asked]}"
-            if start == CONSTRUCTED
-            else f"{STARTS[start]}, {_ASKED[asked]}",
-            rows,
-        )
-        for (start, asked, noise), rows in groups
-    ]
+def _by_start(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Runs by start, way of asking and noise, with a name for these; distances below the hops."""
+    import pandas as pd
+
+    runs = last_epochs(results)
+    parts = []
+    for (start, asked, noise), some in groups(runs, ["start", "asked", "noise"]):
+        name = f"construction plus noise of {noise:g}" if start == CONSTRUCTED else STARTS[start]
+        parts.append(some.assign(start=f"{name}, {_ASKED[asked]}").sort_values(["hops", "layers"]))
+    by_start = pd.concat(parts)
+    places = dict.fromkeys(("end_last", "end_before"), 1)
+    for name, hops in {**places, **{f"from_{n}": n for n in _HOPS}}.items():
+        by_start[name] = by_start[name].where(by_start["hops"] > hops)
+    return by_start
+
+
+def _compared(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The epochs of the runs with which both ways of asking are compared."""
+    judged = results[(results["hops"] == _JUDGED_HOPS) & (results["start"] == WHOLE)]
+    return judged[judged["layers"] == _JUDGED_HOPS + 1]
+
+
+def _by_distance(results: "pd.DataFrame") -> "pd.DataFrame":
+    """By hops from the end, the accuracy of the run of least validation loss of each depth."""
+    runs = last_epochs(results).sort_values("best_validation_loss", kind="stable")
+    runs = runs[runs["asked"] == _GROWING].drop_duplicates(["hops", "layers"])
+    runs = runs.sort_values(["hops", "layers"]).rename(columns={f"from_{n}": n for n in _HOPS})
+    at = runs.melt(["hops", "layers"], list(_HOPS), "hops from the end", "accuracy")
+    return at.dropna(subset="accuracy").sort_values(["hops", "layers"], kind="stable")
+
+
+def _constructed(results: "pd.DataFrame") -> "pd.DataFrame":
+    runs = last_epochs(results)
+    return runs[runs["start"] == CONSTRUCTED]
 
 
 def _with_few_layers(results: "pd.DataFrame") -> Numbers:

@@ -153,10 +153,10 @@ class VaryingHeads(TokenStudy):
                 for averaged, style in ((True, "o-"), (False, "s:"))
             ]  # fmt: skip
 
-        epochs = Axis("epochs to .95 (dotted: heads summed)")
-        per_head = Axis("learning rate / heads if averaged", "log2")
+        epochs = Axis("epochs to .95\n(dotted: heads summed)")
+        per_head = Axis("learning rate / heads if averaged", "log")
         panels = [
-            Panel(curves("rate"), Axis("learning rate", "log2"), epochs, task_shown),
+            Panel(curves("rate"), Axis("learning rate", "log"), epochs, task_shown),
             Panel(curves("rate_per_head"), per_head, epochs, legend=""),
         ]
         return FigureSpec(panels, "task", (3.2, 2.5), rows=_runs)

@@ -188,19 +188,6 @@ def test_from_any_layer_to_any_layer():
         torch.testing.assert_close(result.influence[row, 0], norms(jacobian), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("data", ["vectors", "tokens"])
-def test_half_precision_agrees_with_single(model, inputs, token_model, token_inputs, data):
-    subject, some = (model, inputs[:4]) if data == "vectors" else (token_model, token_inputs[:4])
-    exact = probed(subject, some).influence
-    subject.to(torch.bfloat16)
-    rounded = some.bfloat16() if data == "vectors" else some
-    for arguments in ({}, {"positions": (0, -1), "layers": (1,)}):
-        result = probed(subject, rounded, **arguments)
-        target = exact if not arguments else exact[1:, :, [0, -1]]
-        assert result.influence.dtype == torch.float32
-        assert (result.influence - target).norm() < 0.05 * target.norm()
-
-
 # An estimate by random directions
 
 
@@ -265,67 +252,6 @@ def test_the_stated_error_covers_all_batches(tmp_path):
 
 
 # Sequences of different lengths, and other models
-
-
-def ragged(tokens, lengths):
-    return [row[:length] for row, length in zip(tokens, lengths, strict=True)]
-
-
-def check_each_is_as_alone(model, sequences, make, tolerance=1e-5):
-    """What a padded batch shows of a sequence is what the sequence alone shows."""
-    (together,) = run_probes(model, sequences, [make()], batch_size=3, progress=False)
-    assert together.lengths.tolist() == [len(sequence) for sequence in sequences]
-    n_positions = max(len(sequence) for sequence in sequences)
-    assert together.n_positions == n_positions
-    for index, sequence in enumerate(sequences):
-        (alone,) = run_probes(model, sequence[None], [make()], progress=False)
-        n_rows, n_source = alone.influence.shape[2:]
-        padded = torch.zeros_like(together.influence[:, index])
-        padded[:, :n_rows, :n_source] = alone.influence[:, 0]
-        assert alone.influence.gt(0).any(dim=-1).all()
-        largest = float(alone.influence.max())
-        torch.testing.assert_close(
-            together.influence[:, index], padded, rtol=tolerance, atol=tolerance * largest
-        )
-        assert together.positions[index, :n_rows].tolist() == alone.positions[0].tolist()
-        assert together.positions[index, n_rows:].eq(-1).all()
-    return together
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"state": "resid_post", "positions": (-1, 0), "estimate": 3},
-        {"state": "resid_post", "positions": (-2,), "layers": (1,), "source_layer": 1},
-    ],
-)
-def test_padded_sequences_are_as_alone(token_model, token_inputs, arguments):
-    sequences = ragged(token_inputs[:5], (9, 4, 6, 5, 3))
-    together = check_each_is_as_alone(
-        token_model, sequences, lambda: JacobianInfluence(**arguments)
-    )
-    frame = together.to_frame()
-    rows = len(arguments.get("positions", ())) or None
-    expected = sum((rows or length) * length for length in (9, 4, 6, 5, 3))
-    assert len(frame) == expected * len(together.layers)
-    assert (frame["influence"] >= 0).all()
-    assert set(frame["layer"]) == set(together.layers)
-
-
-def test_a_position_that_some_sequences_lack(token_model, token_inputs):
-    (result,) = run_probes(
-        token_model,
-        ragged(token_inputs[:3], (9, 4, 6)),
-        [JacobianInfluence(positions=(5, 0))],
-        progress=False,
-    )
-    assert result.positions.tolist() == [[5, 0], [-1, 0], [5, 0]]
-    assert result.influence[:, 1, 0].eq(0).all()
-    assert result.influence[:, [0, 2]].gt(0).any(dim=-1).all()
-    assert "1 of 3 sequences have no position 5" in result.notes
-    assert result.sets().members.shape == (2, 3, 9, 9)
-    assert [a.get_title() for a in result.plot(sample=1).axes[:2]] == ["layer 0", "layer 1"]
 
 
 BRIDGES = ("gpt2", "llama", "bloom", "gpt_oss", "bert")  # bloom, gpt_oss: no forward mode

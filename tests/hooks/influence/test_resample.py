@@ -12,9 +12,7 @@ from infoflow_lens import (
 )
 from infoflow_lens.agreement import auroc
 from infoflow_lens.hooks import InfluenceResult
-from infoflow_lens.hooks.model.points import starts_at_layers
 from tests.conftest import make_token_model
-from tests.reference import zoo
 
 
 def by_hand(model, inputs, donors, name):
@@ -160,27 +158,6 @@ def test_from_a_layer_at_chosen_positions(token_inputs):
     assert result.influence[0, :, 0, 8].eq(0).all()
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_bridges_run_whole(tmp_path, name):
-    from transformer_lens.model_bridge import TransformerBridge
-
-    model = TransformerBridge.boot_transformers(
-        str(zoo.save(name, tmp_path)), device="cpu", dtype=torch.float32
-    )
-    ids, donors = zoo.tokens(3, 7, seed=1), zoo.tokens(3, 8, seed=2)
-    probe = ResampleInfluence(donors, state="resid_post", layers=(0,))
-    (result,) = run_probes(
-        model, [ids[0], ids[1, :4], ids[2, :6]], [probe], batch_size=3, progress=False
-    )
-    for index, length in enumerate((7, 4, 6)):
-        alone = ids[index : index + 1, :length]
-        expected = one_by_one(model, alone, donors[:, :length], 0).quantile(0.5, dim=0)[0]
-        torch.testing.assert_close(
-            result.influence[0, index, :length, :length], expected, rtol=1e-4, atol=1e-5
-        )
-        assert result.influence[0, index, length:].eq(0).all()
-
-
 # Donors
 
 
@@ -215,14 +192,3 @@ def test_the_mean_token_of_the_donors(model, inputs, token_model, token_inputs):
             rtol=1e-5,
             atol=1e-5,
         )
-
-
-def test_donors_run_once_for_all_batches(token_model, token_inputs):
-    batches = []
-    token_model.hook_embed.add_perma_hook(lambda activation, hook: batches.append(len(activation)))
-    probe = ResampleInfluence(token_inputs[:4], positions=(-1,))
-    run_probes(token_model, token_inputs[4:], [probe], batch_size=5, progress=False)
-    if starts_at_layers(token_model):
-        assert batches == [5, 4, 5, 5]
-    else:  # whole passes with changed rows, too; the donors alone are four sequences
-        assert batches.count(4) == 1

@@ -14,13 +14,11 @@ from infoflow_lens.hooks.mechanisms import (
     driver,
     measure,
     measure_mechanisms,
-    replace_greedily,
     substituted,
 )
 from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern
 from infoflow_lens.hooks.model.inputs import read_inputs
 from tests.reference import zoo
-from tests.reference.induction import induction_model, repeated_segments
 
 
 def damage_by_whole_passes(model, ids, heads):
@@ -73,27 +71,6 @@ def test_a_users_hook_acts_once(token_model, token_inputs, kind, name):
     expected = damage_by_whole_passes(token_model, token_inputs, {(1, 2): "global"})
     measured = float(found.damage[1][2, IDEALS.index("global")])
     assert measured == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_gain_at_one_position_hides_no_loss_at_another():
-    """An induction head is sure and wrong where a repetition ends: its absence is a gain there."""
-    model = induction_model(n_vocab=11, n_ctx=9)
-    tokens, _ = repeated_segments(11, 40)
-    tokens[:30, -1] = (tokens[:30, -1] + 1) % 11  # it repeats in the last ten sequences only
-
-    def losses(heads=None, means=None):
-        with torch.no_grad(), substituted(model, heads or {}, means):
-            return model(tokens, return_type="loss", loss_per_token=True)
-
-    rise = losses({(1, 0): "global"}) - losses()
-    assert rise.mean() < -1  # nats: a gain on the whole
-    assert rise[:, -2].mean() > 1  # where tokens repeat, a loss
-    found = measure_mechanisms(model, tokens, metric="loss", progress=False)
-    assert found.mechanisms() == (("specific_position",), ("top_k",))  # all that match alike
-    joint = replace_greedily(model, tokens, found, budget=0.05, progress=False)
-    assert joint.share == 1
-    assert joint.damage < 1e-3
-    assert (losses(joint.heads, found.mean_patterns) - losses()).max() < 1e-3
 
 
 def test_keys_that_equal_the_kth_largest_are_all_kept():

@@ -80,25 +80,6 @@ def test_each_sequence_is_judged_by_the_mean_pattern_of_the_others(model, layer,
     assert [records[name]["n_calibration"] for name in found] == [None, None, 7]
 
 
-def test_sequences_of_different_lengths_leave_themselves_out(model):
-    tokens = [row[:n] for row, n in zip(ids(4), (9, 6, 4, 6), strict=True)]
-    found = measure_mechanisms(model, tokens, **EXACT)
-    own = [patterns_of(model, row[None], 1)[0, 1] for row in tokens]
-    expected = 0.0
-    for i, row in enumerate(tokens):
-        mean = torch.zeros(len(row), len(row))
-        for query in range(len(row)):
-            rows = [p[query] for j, p in enumerate(own) if j != i and len(p) > query]
-            if rows:
-                padded = [torch.nn.functional.pad(r, (0, 9 - len(r))) for r in rows]
-                mean[query] = torch.stack(padded).mean(dim=0)[: len(row)]
-            else:
-                mean[query, : query + 1] = 1 / (query + 1)
-        expected += damage_by_hand(model, row[None], 1, 1, [mean]) * len(row)
-    measured = float(found.damage[1][1, MEAN])
-    assert measured == pytest.approx(expected / sum(map(len, tokens)), rel=1e-3)
-
-
 def test_the_error_is_the_spread_over_other_sequences_and_other_calibrations(model):
     """Both drawn anew many times. The share of the mean patterns is to first order, which in a
     model of so peaked attention tells too much, never too little."""

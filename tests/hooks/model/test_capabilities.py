@@ -1,7 +1,6 @@
 """What models are and can be asked, on one small model of each kind."""
 
 import json
-import warnings
 
 import pytest
 import torch
@@ -148,34 +147,6 @@ def test_a_bridge_that_shows_the_pattern_as_scores_is_told_with_what_follows(bri
     for problem, beginning in zip(problems, expected):
         assert problem.startswith(beginning)
         assert advice in problem
-
-
-@needs_hooked_transformer  # 4 makes the attention eager
-def test_a_bridge_without_eager_attention_shows_no_pattern(tmp_path):
-    from transformer_lens.model_bridge import TransformerBridge
-    from transformers import AutoModelForCausalLM
-
-    folder = zoo.save("opt", tmp_path)
-    fast = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
-    bridge = TransformerBridge.boot_transformers(str(folder), hf_model=fast, device="cpu")
-    found = inspect_model(bridge, zoo.tokens(2, 6))
-    assert {(layer.n_heads, layer.attends, layer.scores) for layer in found.layers} == {
-        (None, "unknown", "missing")
-    }
-    assert len(found.problems()) == 1
-    assert "layers 0-1: hook_pattern does not fire" in found.problems()[0]
-    assert "attn_implementation='eager'" in found.problems()[0]
-
-
-def test_compatibility_mode_is_found_out_too(tmp_path):
-    bridge = load_any(zoo.save("llama", tmp_path)).model
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        bridge.enable_compatibility_mode(no_processing=True)
-    found = inspect_model(bridge, zoo.tokens(4, 12))
-    assert {(layer.n_key_value_heads, layer.attends, layer.scores) for layer in found.layers} == {
-        (2, "causal", "scores")
-    }
 
 
 @pytest.mark.parametrize("points", [("hook_k",), ("hook_k", "hook_z")])

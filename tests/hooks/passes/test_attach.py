@@ -158,7 +158,7 @@ def test_one_partial_pass_is_no_silence(model, inputs):
 
 def test_no_pass_at_all(model):
     with attach(model, PositionsProbe()) as probes:
-        pass
+        assert len(probes) == 1
     with pytest.raises(InfoFlowError, match="has measured nothing"):
         probes.results()
 
@@ -258,16 +258,6 @@ def test_a_compiled_wrapper_of_an_attached_model_is_measured(case):
         assert one.equal(other)
 
 
-def test_resetting_hooks_takes_none_of_ours(model, inputs):
-    """Between calls there are none, so a user's reset cannot leave a pass out in silence."""
-    with attach(model, PositionsProbe()) as probes:
-        model(inputs[:5])
-        model.reset_hooks(including_permanent=True)
-        model(inputs[5:])
-    assert probes[0].n_sequences == 23
-    assert probes[0].result().notes == ()
-
-
 def test_inference_mode_and_ordinary_passes_add_up(model, inputs):
     with attach(model, RecoveryProbe(), PositionsProbe()) as probes:
         with torch.inference_mode():
@@ -353,6 +343,8 @@ def test_bad_token_ids_are_named(token_model, token_inputs):
         run_probes(token_model, token_inputs.float(), [PositionsProbe()], progress=False)
     with pytest.raises(InfoFlowError, match="reads token ids"):
         run_probes(token_model, token_inputs[:, :, None], [PositionsProbe()], progress=False)
+    with pytest.raises(InfoFlowError, match="expected real vector tokens"):
+        run_probes(token_model, token_inputs.to(torch.complex64), [PositionsProbe()])
     for wrong in (-100, 17):
         ids = token_inputs.clone()
         ids[3, 3] = wrong
@@ -495,29 +487,6 @@ def test_tokens_and_masks_must_be_those_of_the_cache(token_model, token_inputs):
 
 
 # What a hostile look at the collector found
-
-
-def test_backward_hooks_of_the_user_take_no_part(token_model, token_inputs):
-    """They would change derivatives that the probe takes for itself."""
-    x = token_inputs[:3]
-    probes = [JacobianInfluence(positions=(-1,)), JacobianInfluence(estimate=4)]
-    expected = run_probes(token_model, x, probes, progress=False)
-    fired = []
-
-    def block(gradient, hook):
-        fired.append(1)
-        return (gradient * 0,)
-
-    token_model.add_hook("blocks.0.hook_attn_out", block, dir="bwd")
-    found = run_probes(
-        token_model,
-        x,
-        [JacobianInfluence(positions=(-1,)), JacobianInfluence(estimate=4)],
-        progress=False,
-    )
-    for one, other in zip(found, expected, strict=True):
-        assert one.influence.equal(other.influence)
-    assert not fired
 
 
 def test_passes_of_plain_hooks_are_not_stitched_together(model, inputs):

@@ -267,34 +267,6 @@ def test_random_keys_are_allowed_uniform_and_tied_to_the_sequence():
     assert state.equal(torch.random.get_rng_state())
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"controls": True, "source": "head"},
-        {"target": "identity", "controls": ("shuffled",)},
-        {"sketch": 5, "ridge": "gcv", "blocks": 3},
-        {"buffer_rows": 10, "controls": True},
-    ],
-)
-def test_the_batch_size_changes_no_setting(settings):
-    model = make_token_model()
-    x = torch.randint(17, (60, 9), generator=torch.Generator().manual_seed(0))
-    results = [
-        run_probes(model, x, [RecoveryProbe((1, 2), **settings)], batch_size=size, progress=False)[
-            0
-        ]
-        for size in (7, 60)
-    ]
-    for other in results[1:]:
-        torch.testing.assert_close(
-            torch.tensor(other.to_frame().to_numpy(dtype=float)),
-            torch.tensor(results[0].to_frame().to_numpy(dtype=float)),
-            rtol=1e-6,
-            atol=1e-9,
-            equal_nan=True,
-        )
-
-
 def test_a_ridge_is_scikit_learns(reference):
     result = reference.probe(ridge=2.5)
     target = reference.at(reference.cache["hook_embed"], reference.keys(1, 0, 1))

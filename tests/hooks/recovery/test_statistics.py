@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import LinearRegression, Ridge
 
-from infoflow_lens.hooks.recovery.buffer import RowBuffer, Rows
 from infoflow_lens.hooks.recovery.statistics import RegressionStatistics
 
 
@@ -158,28 +157,6 @@ def test_rows_that_memory_ran_out_on_are_added_once(n_targets, monkeypatch):
     interrupted.update_chosen(x, values, chosen)
     assert interrupted.n == len(x)
     torch.testing.assert_close(interrupted.cross, whole.cross, rtol=1e-12, atol=1e-12)
-
-
-def test_buffered_rows_are_added_in_the_same_portions_whatever_the_batches():
-    x, values, chosen = chosen_data(n=120, n_targets=3)
-    portions = []
-    for batch in (1, 3, 40):  # sequences of three rows
-        buffer, sizes = RowBuffer(10), []
-        add = buffer.statistics.update_chosen
-        buffer.statistics.update_chosen = lambda x, *rest, s=sizes, add=add: (
-            s.append(len(x)), add(x, *rest)
-        )  # fmt: skip
-        for first in range(0, 40, batch):
-            rows = slice(3 * first, 3 * (first + batch))
-            n = len(x[rows])
-            buffer.append(Rows(x[rows], chosen[rows], values, list(range(3, n + 1, 3))))
-            buffer.settle()
-        buffer.settle(everything=True)
-        assert buffer.n == 120
-        portions.append((sizes, buffer.statistics.cross))
-    assert portions[0][0] == portions[1][0] == portions[2][0] == [12] * 10
-    assert portions[0][1].equal(portions[1][1])
-    assert portions[0][1].equal(portions[2][1])
 
 
 @pytest.mark.parametrize("penalty", [1e-3, 40.0])

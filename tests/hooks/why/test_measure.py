@@ -91,57 +91,6 @@ def test_models_whose_scores_are_no_such_sums_are_refused_by_name(name, reason, 
         measure_why_all(model, zoo.tokens(1, 12))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
-def test_key_parts_with_rotary_embeddings_are_those_of_transformers(name, tmp_path):
-    """The key without the part, projected and rotated by the functions of transformers alone."""
-    from transformers.models.gpt_neox import modeling_gpt_neox
-    from transformers.models.llama import modeling_llama
-
-    alone, ids = zoo.build(name), zoo.tokens(1, 9)
-    inner = alone.model if name == "llama" else alone.gpt_neox
-    module = modeling_llama if name == "llama" else modeling_gpt_neox
-    layer = inner.layers[1]
-    norm = layer.input_layernorm
-    attention = layer.self_attn if name == "llama" else layer.attention
-    with torch.no_grad():
-        states = alone(ids, output_hidden_states=True).hidden_states
-        first, x = states[0][0].double(), states[1][0].double()
-        cos, sin = inner.rotary_emb(states[0], torch.arange(9)[None])
-        host = load_any(zoo.build(name)).model
-        found = measure_why(host, ids, 1, 3, 8)
-
-        def margin(key_states):
-            """With norms of the whole states."""
-            parts = []
-            for state in (x, key_states):
-                if name == "llama":
-                    scale = (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
-                    parts.append(state / scale * norm.weight)
-                else:
-                    scale = (x.var(-1, keepdim=True, correction=0) + norm.eps).sqrt()
-                    centred = state - state.mean(-1, keepdim=True)
-                    parts.append(centred / scale * norm.weight + norm.bias)
-            query, key = (part.float() for part in parts)
-            if name == "llama":
-                q = attention.q_proj(query).view(1, 9, 4, 4).transpose(1, 2)
-                k = attention.k_proj(key).view(1, 9, 2, 4).transpose(1, 2)
-                q, k = module.apply_rotary_pos_emb(q, k, cos, sin)
-                k = k.repeat_interleave(2, dim=1)
-            else:
-                q, k = (
-                    attention.query_key_value(part).view(1, 9, 4, 12).transpose(1, 2)
-                    for part in (query, key)
-                )
-                q, k = module.apply_rotary_pos_emb(q[..., :4], k[..., 4:8], cos, sin)
-            scores = (q[0, 3, 8] @ k[0, 3].T) / 2
-            return float(scores[found.keys[0]] - scores[found.keys[1]])
-
-        given = dict(zip(found.key_parts, found.by_key().values.tolist(), strict=True))
-        assert margin(x) == pytest.approx(found.margin, abs=1e-4)
-        lost = margin(x) - margin(x - first)
-    assert given["token embedding"] == pytest.approx(lost, abs=1e-4)
-
-
 HOOKED = for_each(
     [
         ({"normalization_type": "LN"},),
