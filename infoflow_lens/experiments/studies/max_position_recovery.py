@@ -24,6 +24,7 @@ from infoflow_lens.experiments.studies.first_layer import (
     TOKENS,
     recovery_rows,
 )
+from infoflow_lens.experiments.studies.intrinsic_dimension import two_layers
 from infoflow_lens.experiments.studies.rows import (
     best_runs,
     has_enough_heads,
@@ -141,17 +142,8 @@ class MaxPositionRecovery(StagedStudy):
 
     def architecture(self, settings: Settings) -> Architecture:
         """Two layers, with a width that grows with the heads of the first."""
-        return Architecture(
-            n_heads=tuple(settings["heads"]),
-            d_head=(settings["d_head"],) * 2,
-            d_model=16 * settings["heads"][0],
-            d_token=settings["d_token"],
-            n_tokens=settings["n_tokens"],
-            d_mlp=settings["d_mlp"],
-            d_encoder=settings["d_mlp"],
-            act_fn="gelu",
-            init_mode="xavier_normal",
-        )
+        sizes = {**settings, "d_model": 16 * settings["heads"][0]}
+        return two_layers(sizes, linear=False, init_mode="xavier_normal")
 
     def task(self, settings: Settings, seed: int) -> RecoveryTask:
         """The target, drawn anew for each seed."""

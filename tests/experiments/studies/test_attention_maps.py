@@ -7,10 +7,6 @@ import torch
 from infoflow_lens import InfoFlowError, build_construction
 from infoflow_lens.experiments.studies.attention_maps import (
     AttentionMaps,
-    _copied,
-    _paired,
-    _parsed,
-    _shuffled,
     find_operations,
 )
 from infoflow_lens.experiments.studies.token_models import start_model
@@ -73,49 +69,6 @@ def test_another_match_is_no_match():
     found = find_operations(model, task, task.sample(100, seed=0)[0], seed=0)
     assert bool(found.happens["copying"].all())
     assert not found.happens["matching"].any()
-
-
-def test_copying_by_hand():
-    # positions: question, answer, query, sign
-    pair = torch.tensor([[True, True, False, False]])
-    draws = torch.zeros(3, 4, 4, dtype=torch.bool)
-    draws[0, 1, 0] = draws[0, 3, 2] = True  # the answer's position holds the pair, the sign a
-    draws[1, 1, 0] = True  # the sign holds nothing
-    draws[2, 0, 2] = draws[2, 3, 2] = True  # the pair is nowhere together
-    has_pair, copied = _copied(draws, pair.expand(3, -1))
-    assert copied.tolist() == [True, False, False]
-    assert has_pair.tolist() == [[False, True], [False, True], [False, False]]
-
-
-def test_parsing_by_hand():
-    words = torch.tensor([[5, 5, 2]]).expand(4, -1)
-    draws = torch.eye(4, dtype=torch.bool).repeat(4, 1, 1)  # a word may draw from itself, or not
-    draws[0, 0, 1] = draws[0, 1, 0] = True
-    draws[1, 0, 1] = True  # one way alone
-    draws[2] = draws[0]
-    draws[2, 2, 0] = True  # and from a word that is another
-    draws[3] = draws[0]
-    draws[3, :, 3] = True  # the sign is no word
-    assert _parsed(draws, words).tolist() == [True, False, False, True]
-
-
-def test_repeated_words_choose_equal_ones_by_hand():
-    words = torch.tensor([[5, 5, 2], [5, 5, 2], [7, 3, 7], [1, 2, 3]])
-    chosen = torch.tensor([[1, 0, 0], [1, 2, 0], [2, 0, 0], [1, 0, 0]])[:, :, None]
-    weight = torch.ones_like(chosen, dtype=torch.bool)
-    # the last has no repeated word; in the second, the second word chooses another
-    assert _paired(chosen, words, weight).tolist() == [True, False, True]
-    weight[2, 0] = False
-    assert _paired(chosen, words, weight).tolist() == [True, False, False]
-
-
-def test_random_keys_are_as_many_and_never_ones_own():
-    draws = torch.rand(50, 6, 6, generator=torch.Generator().manual_seed(1)) < 0.4
-    shuffled = _shuffled(draws, torch.Generator().manual_seed(0))
-    own = torch.eye(6, dtype=torch.bool)
-    assert torch.equal(shuffled.sum(dim=2), (draws & ~own).sum(dim=2))
-    assert not (shuffled & own).any()
-    assert not torch.equal(shuffled, draws & ~own)
 
 
 # Results

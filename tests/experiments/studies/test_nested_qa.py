@@ -95,13 +95,6 @@ def test_anything_else_does_not(changed, accuracies, claim):
     assert broken(STUDY, frame(predicted() | {changed: accuracies})) == [claim]
 
 
-@pytest.mark.parametrize("missing", [case(1, 1), case(1, 2), case(2, 3), case(2, 3, "at once")])
-def test_a_run_that_is_missing_does_not_pass_in_silence(missing):
-    accuracies = predicted()
-    del accuracies[missing]
-    assert not STUDY.verdict(frame(accuracies)).passed
-
-
 def test_three_hops_and_noise_are_told_and_not_judged():
     three = {case(3, 4): (0.2, 0.1), case(2, 3, "at once", 0.1): (0.1, 0.1)}
     verdict = STUDY.verdict(frame(predicted() | three))
@@ -117,27 +110,6 @@ def test_the_seed_is_chosen_by_validation():
     of_one_hop = (results["hops"] == 1) & (results["layers"] == 2)
     results.loc[of_one_hop & (results["test_accuracy"] == 1), "best_validation_loss"] = 9.0
     assert not STUDY.verdict(results).passed
-
-
-def test_the_table_has_starts_hops_and_layers():
-    table = STUDY.table(frame(predicted()))
-    assert (
-        "| random start, whole matrices, asked from growing distances | 2 | 3 | 0.5 | "
-        "0.1 (0.1 to 0.1) | 0.795 (0.6 to 0.99) | 1 of 2 | 0.795 (0.6 to 0.99) | "
-        "0.795 (0.6 to 0.99) | 0.97 | - |"
-    ) in table
-    assert "| construction plus noise of 0.3, asked from the starts alone | 2 | 3 |" in table
-    assert table.endswith("| 2 | 3 | 4 | 3 | 3 |\n| 3 | 3 | 6 | 4 | 3 |")
-
-
-def test_the_figure_shows_the_plateau_the_distances_and_the_noise():
-    curves, distances, noise = STUDY.figure(frame(predicted())).axes
-    labels = [line.get_label() for line in curves.lines if not line.get_label().startswith("_")]
-    assert labels == ["asked from the starts alone", "asked from growing distances"]
-    lines = {line.get_label(): list(line.get_ydata()) for line in distances.lines}
-    assert lines["2 hops, 3 layers"] == [0.97, 0.99]
-    assert lines["3 hops, 4 layers"] == [0.97, 0.97, 0.52]
-    assert [list(line.get_ydata()) for line in noise.lines] == [[1.0, 0.25], [0.1, 0.1]]
 
 
 # Training

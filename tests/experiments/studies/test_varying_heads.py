@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from infoflow_lens.experiments.studies.token_models import epochs_until, start_model
+from infoflow_lens.experiments.studies.token_models import start_model
 from infoflow_lens.experiments.studies.varying_heads import VaryingHeads
 from infoflow_lens.experiments.sweep import Run, measure_unit
 from tests.experiments.studies_for_tests import broken
@@ -144,26 +144,6 @@ def test_summed_heads_are_shown_and_not_judged():
     )
 
 
-def test_the_table_counts_the_seeds_that_reach_it():
-    table = STUDY.table(frame(PUBLISHED))
-    assert (
-        "| the paper's start | memorization | 1 | 1 | 45 (40 to 50) | 2 of 2 | "
-        "0.96 (0.96 to 0.96) | more heads, faster |"
-    ) in table
-    assert "| reasoning | 1 1 | 1 | 10 | 1 of 2 | 0.93 (0.9 to 0.96) | no significant" in table
-
-
-def test_the_figure_has_epochs_over_the_rate_and_over_the_rate_per_head():
-    axes = STUDY.figure(passing()).axes
-    assert [a.get_title() for a in axes[:2]] == ["memorization", "reasoning"]
-    lines = {line.get_label(): line for line in axes[0].lines}
-    assert set(lines) == {"[1]", "[2]", "[8]"}
-    assert list(lines["[8]"].get_xdata()) == [1, 8]
-    per_head = {line.get_label(): line for line in axes[4].lines}
-    assert list(per_head["[8]"].get_xdata()) == [1 / 8, 1]
-    assert list(per_head["[1]"].get_xdata()) == [1]
-
-
 def test_the_figure_is_drawn_where_no_rate_reaches_it():
     results = frame({"memorization": {"1": (9, 9)}})
     results["validation_accuracy"] = 0.5
@@ -171,13 +151,6 @@ def test_the_figure_is_drawn_where_no_rate_reaches_it():
     figure.canvas.draw()
     low, high = figure.axes[0].get_xlim()
     assert 0 < low < 1 < high
-
-
-def test_epochs_until_an_accuracy():
-    results = frame({"memorization": {"1": (7, NAN)}})
-    until = epochs_until(results, 0.95)
-    assert until[2] == 7
-    assert until.isna()[3]
 
 
 @pytest.mark.parametrize("preset", ["quick", "full"])
