@@ -36,6 +36,14 @@ class PatternsResult(Result):
     scores: tuple[Float[Tensor, "sample _head query key"], ...]
     lengths: Int[Tensor, " sample"]
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether no query reads a later key."""
+        return not any(
+            bool((layer > -math.inf).flatten(0, 1).any(dim=0).triu(1).any())
+            for layer in self.scores
+        )
+
     def to_frame(self) -> "pd.DataFrame":
         """One row for each layer, sample, head, query and allowed key."""
         dims = ("layer", "sample", "head", "query", "key")

@@ -102,39 +102,57 @@ def demo(
     console.print(f"numbers: {result.out / 'summary.json'}", soft_wrap=True, markup=False)
 
 
-@app.command(short_help="Reproduce a table or figure of the papers.")
-def experiment(
+@app.command(short_help="Reproduce the papers, or put their open questions to language models.")
+def study(
     context: typer.Context,
     name: StudyName = None,
     list_all: ListAll = False,
     summary: Annotated[
         bool,
         typer.Option(
-            "--summary", help="Write table.md of each run in --out, and the table of README.md."
+            "--summary",
+            help="Write table.md of each run in --out, and the pages that have a template there.",
         ),
     ] = False,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of studies of language models: a folder (with checkpoints/step-... where it has "
+            "some), a name, or owner/name@revision,revision of the hub; may be repeated."
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the same: a file of held-out text, or rows with a column of texts; default, "
+            "the part of this Python's standard library that stdlib-2l has not seen."
+        ),
+    ] = None,
     preset: Preset = "quick",
     seeds: Seeds = None,
     jobs: Jobs = 1,
+    threads: Annotated[
+        int, typer.Option(help="Threads of each run; another number rounds differently.")
+    ] = 1,
     device: Device = "cpu",
     out: StudyFolder = None,
-    resume: Resume = False,
     scheduler: Annotated[
         str | None, typer.Option(help="Address of a dask scheduler whose workers run the study.")
     ] = None,
     together: Annotated[
         bool, typer.Option("--together", help="Train the seeds of a configuration as one batch.")
     ] = False,
+    resume: Resume = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train, probe, compare with the prediction, and print our numbers beside the published."""
+    """Train or load models, measure, compare with the prediction, and judge by the stated rule."""
     with _reported():
-        from infoflow_lens.experiments.studies import STUDIES, find_study
+        from infoflow_lens.experiments.registry import STUDY_KINDS, find_study
         from infoflow_lens.foundation.errors import InfoFlowError
 
         if list_all:
-            for study in STUDIES.values():
-                typer.echo(f"{study.name}: {study.title}\n  {study.source}\n  {study.rule()}")
+            for kind in STUDY_KINDS.values():
+                typer.echo(f"{kind.name}: {kind.title}\n  {kind.source}\n  {kind().rule()}")
             return
         if summary:
             from infoflow_lens.experiments.summary import summarise
@@ -144,13 +162,16 @@ def experiment(
             typer.echo(f"summary: {folder / 'README.md'}")
             return
         if name is None:
-            raise InfoFlowError(f"no study is named: expected one of {', '.join(STUDIES)}")
-        _run_study(
-            find_study(name),
-            out,
+            raise InfoFlowError(f"no study is named: expected one of {', '.join(STUDY_KINDS)}")
+        from infoflow_lens.experiments.sweep import run_study
+
+        result = run_study(
+            find_study(name, model or (), data),
+            out or Path("results") / f"{name}-{preset}",
             preset=preset,
             seeds=seeds,
             jobs=jobs,
+            n_threads=threads,
             device=device,
             resume=resume,
             scheduler=scheduler,
@@ -158,71 +179,11 @@ def experiment(
             progress=not quiet,
             again=own_command(context, "--resume"),
         )
+        typer.echo((result.out / "table.md").read_text(encoding="utf-8"))
+        typer.echo(f"numbers: {result.out}")
 
 
-def _run_study(study: Any, out: Path | None, preset: str, **settings: Any) -> None:
-    """Run a study, and print its table."""
-    from infoflow_lens.experiments.sweep import run_study
-
-    folder = out or Path("results") / f"{study.name}-{preset}"
-    result = run_study(study, folder, preset=preset, **settings)
-    typer.echo((result.out / "table.md").read_text(encoding="utf-8"))
-    typer.echo(f"numbers: {result.out}")
-
-
-@app.command(short_help="Put open questions of InfoFlow to trained language models.")
-def study(
-    context: typer.Context,
-    name: StudyName = None,
-    list_all: ListAll = False,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A folder (with checkpoints/step-... where it has some), a name, or "
-            "owner/name@revision,revision of the hub; may be repeated."
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="A file of held-out text, or rows with a column of texts; default, the part of "
-            "this Python's standard library that stdlib-2l has not seen."
-        ),
-    ] = None,
-    preset: Preset = "quick",
-    seeds: Seeds = None,
-    jobs: Jobs = 1,
-    device: Device = "cpu",
-    out: StudyFolder = None,
-    resume: Resume = False,
-    quiet: Quiet = False,
-) -> None:
-    """Measure language models over training and context, and judge by the study's stated rule."""
-    with _reported():
-        from infoflow_lens.experiments.language_model.studies import (
-            LANGUAGE_MODEL_STUDIES,
-            find_language_model_study,
-        )
-        from infoflow_lens.foundation.errors import InfoFlowError
-
-        if list_all:
-            for kind in LANGUAGE_MODEL_STUDIES.values():
-                typer.echo(f"{kind.name}: {kind.title}\n  {kind.acceptance}")
-            return
-        if name is None:
-            known = ", ".join(LANGUAGE_MODEL_STUDIES)
-            raise InfoFlowError(f"no study is named: expected one of {known}")
-        _run_study(
-            find_language_model_study(name)(model or (), data),
-            out,
-            preset=preset,
-            seeds=seeds,
-            jobs=jobs,
-            device=device,
-            resume=resume,
-            progress=not quiet,
-            again=own_command(context, "--resume"),
-        )
+app.command("experiment", hidden=True)(study)  # its earlier name, for scripts
 
 
 @app.command("inspect", short_help="Show what a model is, and what can be measured on it.")

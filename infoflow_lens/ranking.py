@@ -219,14 +219,14 @@ def _of(values: Float[Tensor, "batch pos"]) -> tuple[float, Float[Tensor, " sequ
 
 def _interval(values: Float[Tensor, " sequence"], confidence: float) -> tuple[float, float, float]:
     """Mean, and Student's t interval."""
-    from scipy.stats import t
+    from scipy.special import stdtrit
 
     if not len(values):
         return math.nan, math.nan, math.nan
     mean = float(values.mean())
     if len(values) == 1:
         return mean, math.nan, math.nan
-    half = float(t.ppf((1 + confidence) / 2, len(values) - 1) * values.std() / len(values) ** 0.5)
+    half = float(stdtrit(len(values) - 1, (1 + confidence) / 2) * values.std() / len(values) ** 0.5)
     return mean, mean - half, mean + half
 
 

@@ -1,7 +1,7 @@
 """Whatever happens to a run, it ends with the bytes of an undisturbed one, or says what to do.
 
 ``python -m tests.chaos --rounds 200`` sends signals at random times, kills workers, spoils files,
-fills the disk and starts runs twice in one folder, over probe, demo and experiment, alone, with
+fills the disk and starts runs twice in one folder, over every command that goes on, alone, with
 jobs and on a dask cluster; then lets each run end, and prints a table. tests/test_chaos.py runs a
 few rounds.
 """
@@ -59,6 +59,28 @@ try:
 except typer.Exit as left:
     sys.exit(left.exit_code)
 """
+_SMALL_TRAINING = """
+import sys
+from pathlib import Path
+
+import typer
+
+from infoflow_lens.commands.common import reported
+from infoflow_lens.experiments.language_model.config import LanguageModelConfig
+from infoflow_lens.experiments.language_model.corpus import Corpus
+from infoflow_lens.experiments.language_model.training import train_language_model
+config = LanguageModelConfig(d_model=16, n_heads=2, n_context=24, vocabulary=300, n_steps=40,
+                             batch_size=4, warmup_steps=2, shortest_repeat=3, longest_repeat=8,
+                             evaluate_every=5, save_every=2, threads=1)
+lines = [f"def f_{i}(x, y={i % 7}):\\n    return x + y * {i % 5}\\n\\n" for i in range(120)]
+places = {"train": lines[:90], "validation": lines[90:105], "test": lines[105:]}
+corpus = Corpus({name: {"a.py": "".join(some)} for name, some in places.items()}, "ours")
+try:
+    with reported():
+        train_language_model(Path(sys.argv[1]), config, corpus=corpus, progress=False)
+except typer.Exit as left:
+    sys.exit(left.exit_code)
+"""
 
 
 @dataclass
@@ -82,8 +104,9 @@ class Place:
 
 def commands(home: Path, address: str | None) -> dict[str, list[str]]:
     """What is run, without its folder."""
-    demo = home / "demo.py"
+    demo, training = home / "demo.py", home / "training.py"
     demo.write_text(_SMALL_DEMO)
+    training.write_text(_SMALL_TRAINING)
     lens = "infoflow_lens.cli"
     probe = [lens, "probe", str(home / "model"), "--data", "repeated", "--n", "60",
              "--max-length", "12", "--batch-size", "2", "--n-detail", "6", "--ranks", "1,2",
@@ -93,10 +116,15 @@ def commands(home: Path, address: str | None) -> dict[str, list[str]]:
     found = {
         "probe": [*probe, "--out"],
         "probe, jobs": [*probe, "--jobs", "2", "--out"],
+        "survey": [lens, "survey", str(home / "model"), "--data", "repeated", "--n", "12",
+                   "--window", "8", "--quiet", "--out"],
         "demo": [str(demo)],
+        "train-language-model": [str(training)],
         "experiment": [*study, "--out"],
+        "study": [lens, "study", "top_k", "--model", str(home / "model"), "--preset", "smoke",
+                  "--quiet", "--resume", "--out"],
         "experiment, jobs": [*study, "--jobs", "2", "--out"],
-    }
+    }  # fmt: skip
     if address is not None:
         found["probe, dask"] = [*probe, "--scheduler", address, "--out"]
         found["experiment, dask"] = [*study, "--scheduler", address, "--out"]
@@ -246,6 +274,7 @@ def main() -> None:
     parser.add_argument("--command", action="append", default=None)
     chosen = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell lets & ignore
     with tempfile.TemporaryDirectory(prefix="chaos") as home:
         found = []
         with suppress(KeyboardInterrupt):  # the table is of the rounds so far
@@ -255,7 +284,7 @@ def main() -> None:
                 sys.stdout.flush()
     table = Counter((name, kind, outcome) for name, kind, outcome, _ in found)
     for (name, kind, outcome), n in sorted(table.items()):
-        sys.stdout.write(f"{name:18} {kind:10} {outcome:18} {n:4}\n")
+        sys.stdout.write(f"{name:20} {kind:10} {outcome:18} {n:4}\n")
     wrong = [row for row in found if row[2] != "same bytes"]
     for name, kind, outcome, said in wrong[:5]:
         sys.stdout.write(f"{name}, {kind}: {outcome} {said[-3000:]}\n")

@@ -1,6 +1,6 @@
 """Whatever a user gives is right, or refused by name, within 5 seconds and 500 MB.
 
-``python -m tests.fuzz --cases 2000`` draws so many cases in all and prints a table;
+``python -m tests.fuzz --cases 2000 --seed 1`` draws so many cases in all and prints a table;
 tests/test_fuzz.py draws a few of each kind.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -309,7 +309,8 @@ OF_A_RUN = (
     "manifest.jsonl", "positions.json", "positions.safetensors", "positions/000001.json",
     "positions/000001.safetensors", "influence.json",
     "influence.safetensors", "influence_attended.json", "influence_attended.safetensors",
-    "influence_positions.json", "inputs/000000.safetensors", ".detail.safetensors",
+    "influence_positions.json", "inputs/sequences.arrow", "inputs/sequences.json",
+    ".detail.safetensors",
 )  # fmt: skip
 
 
@@ -425,8 +426,8 @@ RUN: dict[str, Callable[..., None]] = {
 }
 
 
-def check(kind: str, n: int, derandomize: bool = False) -> None:
-    """Draw `n` cases of a kind.
+def check(kind: str, n: int, derandomize: bool = False, drawn_from: int | None = None) -> None:
+    """Draw `n` cases of a kind, from a seed where one is given.
 
     Raises:
         AssertionError: with the smallest case that is neither right nor refused within bounds.
@@ -442,7 +443,8 @@ def check(kind: str, n: int, derandomize: bool = False) -> None:
         max_examples=n, deadline=None, derandomize=derandomize, database=None,
         suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate],
     )  # fmt: skip
-    profile(KINDS[kind][1](RUN[kind]))()
+    draw = KINDS[kind][1](RUN[kind])
+    profile(draw if drawn_from is None else seed(drawn_from)(draw))()
 
 
 def main() -> None:
@@ -450,13 +452,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--kind", choices=KINDS, default=None)
+    parser.add_argument("--seed", type=int, default=None)
     chosen = parser.parse_args()
     failed = []
     with contextlib.redirect_stderr(open(os.devnull, "w")):
         for kind, (share, _) in KINDS.items():
             if chosen.kind in (None, kind):
                 try:
-                    check(kind, max(1, round(share * chosen.cases)))
+                    check(kind, max(1, round(share * chosen.cases)), drawn_from=chosen.seed)
                 except BaseException as error:
                     failed.append((kind, error))
     for kind in RUN:

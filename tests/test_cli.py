@@ -82,6 +82,7 @@ def test_estimate_prints_a_verdict():
     assert "max-position retrieval alone: excluded, proved" in " ".join(result.output.split())
     assert "Because" in result.output
     assert "Mind" in result.output
+    assert "|I|: tokens that" in result.output  # the signs of the table in words
 
 
 def test_estimate_for_machines():
@@ -332,6 +333,7 @@ def test_bad_probe_runs_are_one_line(small, tmp_path, arguments, message):
         ["experiment", "head_count", "--preset", "smoke", "--jobs", "2", "--out", "a b"],
         ["experiment", "specific_position", "--scheduler", "tcp://x:1", "--resume", "--quiet"],
         ["study", "sufficiency", "--model", "stdlib-2l", "--model", "x y", "--data", "t.txt"],
+        ["study", "top_k", "--model", "m", "--scheduler", "tcp://x:1", "--threads", "4"],
     ],
 )
 def test_the_hint_how_to_go_on_is_the_command_as_it_was_given(given, monkeypatch):
@@ -351,17 +353,24 @@ def test_the_hint_how_to_go_on_is_the_command_as_it_was_given(given, monkeypatch
     assert seen[1] == seen[0]
 
 
-def test_experiment_lists_the_studies_with_their_rules():
-    from infoflow_lens.experiments.studies import STUDIES
+def test_studies_are_listed_with_their_rules():
+    from infoflow_lens.experiments.registry import STUDY_KINDS
 
-    listed = CliRunner().invoke(app, ["experiment", "--list"]).output
-    for name, study in STUDIES.items():
-        assert f"{name}: {study.title}" in listed
-        assert study.rule() in listed
+    listed = CliRunner().invoke(app, ["study", "--list"]).output
+    for name, kind in STUDY_KINDS.items():
+        assert f"{name}: {kind.title}" in listed
+        assert kind().rule() in listed
 
 
-def test_experiment_runs_a_study_and_prints_its_verdict(tmp_path):
-    arguments = ["experiment", "specific_position", "--preset", "smoke", "--out", str(tmp_path)]
+def test_experiment_is_the_earlier_name_of_study():
+    commands = {command.name or command.callback.__name__: command for command in
+                app.registered_commands}  # fmt: skip
+    assert commands["experiment"].callback is commands["study"].callback
+    assert commands["experiment"].hidden
+
+
+def test_study_runs_a_study_and_prints_its_verdict(tmp_path):
+    arguments = ["study", "specific_position", "--preset", "smoke", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, [*arguments, "--quiet"])
     assert result.exit_code == 0, result.output
     assert "een**, by the rule" in result.output  # seen or not, after so few epochs
@@ -377,10 +386,12 @@ def test_experiment_runs_a_study_and_prints_its_verdict(tmp_path):
         (["specific_positions"], "did you mean 'specific_position'"),
         ([], "no study is named"),
         (["head_count", "--preset", "fast"], "preset is 'fast'"),
+        (["head_count", "--model", "gpt2"], "head_count trains models of its own"),
+        (["top_k"], "no model is named"),
     ],
 )
-def test_bad_experiments_are_one_line(tmp_path, arguments, message):
-    result = CliRunner().invoke(app, ["experiment", *arguments, "--out", str(tmp_path), "--quiet"])
+def test_bad_studies_are_one_line(tmp_path, arguments, message):
+    result = CliRunner().invoke(app, ["study", *arguments, "--out", str(tmp_path), "--quiet"])
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     assert message in result.stderr

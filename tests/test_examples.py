@@ -89,6 +89,7 @@ SMALLER = {
     "probe": ["--n", "4", "--n-detail", "1", "--probes", "positions", "--max-length", "12"],
     "survey": ["--n", "8", "--device", "cpu"],
     "experiment": ["--preset", "smoke", "--jobs", "1"],
+    "study": ["--preset", "smoke", "--jobs", "1"],
     "estimate": ["--heads", "2,2", "--components", "2", "--tokens", "16"],
 }
 COMMANDS = sorted({" ".join(words): words for page in PAGES for words in commands(page)}.values())

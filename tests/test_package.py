@@ -220,12 +220,3 @@ def test_importing_the_package_loads_nothing_heavy():
         "print([m for m in heavy if m in sys.modules])"
     )
     assert run("-c", script, folder=ROOT) == "[]"
-
-
-@pytest.mark.slow
-def test_probes_and_theory_do_without_transformer_lens():
-    script = (
-        "import sys, infoflow_lens.hooks, infoflow_lens.theory, infoflow_lens.tasks\n"
-        "print('transformer_lens' in sys.modules)"
-    )
-    assert run("-c", script, folder=ROOT) == "False"

@@ -16,12 +16,12 @@ from infoflow_lens.experiments.language_model.config import preset as language_m
 from infoflow_lens.experiments.language_model.ngram import NGram
 from infoflow_lens.experiments.survey_config import SurveyConfig
 from infoflow_lens.foundation.drawing import SeededRandom
-from infoflow_lens.foundation.workers import check_workers
 from infoflow_lens.models.architecture import TokenArchitecture
 from infoflow_lens.models.constructions import CONSTRUCTIONS
 from infoflow_lens.models.host import build_model, build_token_model
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import stream_data
+from infoflow_lens.runs.executor import Executor
 from infoflow_lens.training import evaluate
 
 NUMBER_TOO_FAR = (-1, -1.0, math.nan, math.inf)
@@ -112,7 +112,7 @@ CONFIGS: dict[str, Config] = {
     "DemoConfig": Config(DemoConfig),
     "flow": flow_of_a_tiny_model(),
     "SeededRandom": Named(SeededRandom, seed=3),
-    "check_workers": Named(lambda jobs: check_workers(jobs, None, "a test"), jobs=1),
+    "Executor": Named(lambda **own: Executor(**own).check("a test"), jobs=1, n_threads=1),
     "NGram": Named(lambda **own: NGram(torch.arange(4), **own), vocabulary=4, order=2),
     "stream_data": Named(
         lambda **own: stream_data(None, "repeated", **own),
@@ -189,8 +189,7 @@ def test_numbers_of_numpy_count_as_what_they_hold(config, name, default):
             assert type(kept) is type(default)
 
 
-def test_findings_of_the_last_look():
-    """Accepted and wrong, raw TypeErrors, and refused though right (finding W10)."""
+def test_settings_of_tasks_and_of_training():
     assert load_task("d_retrieval", n_tokens=np.int64(8)) == load_task("d_retrieval", n_tokens=8)
     for settings in ({"epochs": True}, {"lr": "1e-3"}, {"batch_size": True}, {"momentum": "0"}):
         with pytest.raises(InfoFlowError, match=next(iter(settings))):

@@ -196,14 +196,14 @@ class JacobianInfluence(StateInfluence):
     def _relative_error(self) -> tuple[float, ...] | None:
         if self.estimate is None:
             return None
-        from scipy.stats import t
+        from scipy.special import stdtrit
 
         error, energy = self.errors.unbind(dim=1)
         standard = (error / energy.clamp(min=1e-300)).sqrt()
         # all sources and sequences share the directions of a position
         positions = self.places.unique()
         freedom = (self.estimate - 1) * max(1, int((positions >= 0).sum()))
-        return tuple((float(t.ppf(0.975, freedom)) * standard).tolist())
+        return tuple((float(stdtrit(freedom, 0.975)) * standard).tolist())
 
     def notes(self) -> tuple[str, ...]:
         """What a reader of the result must know."""

@@ -3,9 +3,11 @@
 import inspect
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -24,9 +26,9 @@ from infoflow_lens.hooks.model.points import (
     starts_at_layers,
     takes_model,
 )
+from infoflow_lens.hooks.model.texts import tokenized
 
 COLUMNS = ("input_ids", "tokens", "text", "x")  # of datasets, in this order
-_LONG_TEXT = 2**16  # characters; shorter ones are tokenised whole
 _LONGEST_EXAMPLE = 256  # a longer window does not show in it
 _MASKS = ("attention_mask", "one_zero_attention_mask")  # HookedEncoder has the second
 
@@ -141,8 +143,9 @@ class Batches:
             yield from map(Batch, rows.split(batch_size) if len(rows) else ())
             return
         together: list[Tensor] = []
+        padded = may_be_padded(self._model)
         for row in rows:
-            fits = not together or may_be_padded(self._model) or len(row) == len(together[0])
+            fits = not together or padded or len(row) == len(together[0])
             if len(together) == batch_size or not fits:
                 yield _together(together)
                 together = []
@@ -202,6 +205,7 @@ def _extent(sequences: Tensor | Sequence[Tensor]) -> Extent:
     return Extent(len(lengths), max(lengths), min(lengths))
 
 
+Rows: TypeAlias = Tensor | Sequence[Tensor]
 Inputs: TypeAlias = Tensor | str | Sequence[str] | Sequence[Tensor] | Iterable[Any] | Batches
 
 
@@ -236,11 +240,17 @@ def depends_on_length(model: nn.Module) -> bool:
     """Whether what the model gives for a position depends on the length of its batch.
 
     These are the kinds of rotary embedding for which transformers writes the frequencies anew in
-    every pass.
+    every pass. It is looked for once in a model, as every pass asks.
     """
-    types = [getattr(module, "rope_type", None) for module in model.modules()]
-    kinds = [k for t in types for k in (t.values() if isinstance(t, Mapping) else (t,))]
-    return any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
+    if model not in _depends_on_length:
+        types = [getattr(module, "rope_type", None) for module in model.modules()]
+        kinds = [k for t in types for k in (t.values() if isinstance(t, Mapping) else (t,))]
+        found = any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
+        _depends_on_length[model] = found
+    return _depends_on_length[model]
+
+
+_depends_on_length: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def _masks_by_itself(model: nn.Module, padding_side: Any = None) -> bool:
@@ -404,10 +414,27 @@ class _Reader:
                 "put .with_format('torch') on the dataset, or give a collate_fn"
             )
         sequences = self._sequences(given, mask, first)
-        for index, row in enumerate(sequences, first):
-            check_inputs(self.model, row[None], f"{self.name}[{index}]")
+        self._check(sequences, first)
         same = len({len(row) for row in sequences}) == 1
         return _Read(torch.stack(sequences) if same else sequences, is_single)
+
+    def _check(self, rows: list[Tensor], first: int) -> None:
+        """Refuse sequences that the model cannot read, naming the first of them.
+
+        Raises:
+            InfoFlowError: see :func:`check_inputs`.
+        """
+        alike = len({(row.dtype, row.shape[1:]) for row in rows}) == 1
+        lengths = {len(row) for row in rows}
+        may_differ = not hasattr(self.model, "check_input")
+        if alike and 0 not in lengths and (may_differ or len(lengths) == 1):
+            with suppress(InfoFlowError):  # together, with one that is there in place of padding
+                fill = float(rows[0].flatten()[0])
+                together = pad_sequence(rows, batch_first=True, padding_value=fill)
+                return check_inputs(self.model, together, self.name)
+        for index, row in enumerate(rows, first):
+            check_inputs(self.model, row[None], f"{self.name}[{index}]")
+        return None
 
     def _column_of(self, table: Any) -> tuple[Any, Any]:
         """The column of a table that holds the inputs, and their mask; None if it has none.
@@ -447,9 +474,7 @@ class _Reader:
         """The real tokens of sequences, cut; vectors are not cut."""
         kind = "texts" if isinstance(given[0], str) else "vector tokens"
         if kind == "texts":
-            texts = enumerate(given, first)
-            length = self.max_length
-            rows = [tokenized(self.model, text, f"{self.name}[{i}]", length) for i, text in texts]
+            rows = tokenized(self.model, given, self.name, self.max_length, first)
         else:
             rows = [_tensor(row, f"{self.name}[{i}]", "token ids") for i, row in enumerate(given)]
         if mask is not None:
@@ -600,65 +625,6 @@ def check_mask(mask: Any, name: str) -> Bool[Tensor, "batch pos"]:
             "padding before or behind it"
         )
     return real
-
-
-def tokenized(
-    model: nn.Module, text: str, name: str, max_length: int | None = None
-) -> Int[Tensor, " pos"]:
-    """The ids of a text, as the model itself tokenises it, with BOS where that is its default.
-
-    Of a long text no more is read than its first tokens need: tokenizers take hundreds of bytes for
-    each character. What is read ends at a blank, and has twice the tokens that are kept, so that
-    the end does not change them.
-
-    Args:
-        model: with its tokenizer.
-        text: to be tokenised.
-        name: what errors call it.
-        max_length: tokens that will be kept; default, one more than the model takes.
-
-    Raises:
-        InfoFlowError: for an empty text, or a model without a tokenizer.
-    """
-    if getattr(model, "tokenizer", None) is None:
-        raise InfoFlowError(
-            f"{name} is a text, but the model has no tokenizer: expected token ids; tokenise "
-            "first, or load the model with its tokenizer"
-        )
-    if not isinstance(text, str) or not text:
-        raise InfoFlowError(f"{name} is {text!r}: expected a text that is not empty")
-    kept = max_length or int(getattr(getattr(model, "cfg", None), "n_ctx", None) or 2**20) + 1
-    length = max(_LONG_TEXT, 16 * kept)
-    while True:
-        part = text[: max(text.rfind(" ", length // 2, length), 0) or length]
-        part = text if length >= len(text) else part
-        tokens: Tensor = model.to_tokens(part, truncate=False)  # type: ignore[operator]
-        if part is text:
-            return tokens[0].cpu()
-        if tokens.shape[1] >= 2 * kept + 16:
-            return tokens[0, :kept].cpu()
-        length *= 4
-
-
-def readable_tokens(model: nn.Module, sequences: Iterable[Tensor]) -> tuple[tuple[str, ...], ...]:
-    """The tokens of every sequence as one reads them: words of the model's tokenizer, with blanks
-    and line breaks that can be seen; else ids, and places where tokens are vectors.
-    """
-    tokenizer = getattr(model, "tokenizer", None)
-    return tuple(
-        tuple(str(place) for place in range(len(row)))
-        if row.ndim > 1
-        else tuple(
-            str(i) if tokenizer is None else _readable(tokenizer.decode([i])) for i in row.tolist()
-        )
-        for row in sequences
-    )
-
-
-def _readable(token: str) -> str:
-    if token.isprintable() and token.strip():
-        return token
-    return repr(token)[1:-1].replace(" ", "\u00b7")
 
 
 def call_inputs(

@@ -30,6 +30,8 @@ def rank_keys(
     scores: Float[Tensor, "*query key"],
     ranks: Sequence[int],
     visible: Bool[Tensor, "*query key"] | None = None,
+    *,
+    are_weights: bool = False,
 ) -> Ranked:
     """The keys of the k-th largest scores, for each k in `ranks` (1 is the argmax).
 
@@ -40,11 +42,18 @@ def rank_keys(
         scores: attention scores, [batch, head, query, key] where `visible` is given.
         ranks: which k.
         visible: [batch or 1, query, key], the keys that a query may see; None for all.
+        are_weights: whether `scores` are weights of the pattern. Keys of weight 0 are never chosen,
+            and margins are those of the weights' logarithms, which differ from the scores by a
+            constant in each row.
     """
     ranks, deepest, n_keys = tuple(ranks), max(ranks), scores.shape[-1]
     dtype = torch.int16 if n_keys < 2**15 else torch.int32
     n = min(deepest + 1, n_keys)  # one more than asked for, for the last margin
-    values, places, ties = largest_keys(scores.detach(), n, visible)
+    values, places, ties = largest_keys(
+        scores.detach(), n, visible, 0 if are_weights else -torch.inf
+    )
+    if are_weights:  # of the chosen ones alone: logarithms of thousands of zeros are slow
+        values = values.log()
     missing = (0, deepest + 1 - n)
     values = torch.nn.functional.pad(values, missing, value=-torch.inf)
     places, ties = (
@@ -61,13 +70,17 @@ def rank_keys(
 
 
 def largest_keys(
-    scores: Float[Tensor, "*query key"], n: int, visible: Bool[Tensor, "*query key"] | None = None
+    scores: Float[Tensor, "*query key"],
+    n: int,
+    visible: Bool[Tensor, "*query key"] | None = None,
+    closed: float = -torch.inf,
 ) -> tuple[Float[Tensor, "*query n"], Int[Tensor, "*query n"], Int[Tensor, "*query n"]]:
     """The `n` largest scores of each row, their positions, and how many others equal each.
 
     The largest comes first, the lowest position among equals; keys that are not visible count as
-    -inf. Of the last one the value alone is certain: others that equal it may not be counted. On a
-    GPU it is one kernel, which never waits for the device.
+    -inf. Others that equal `closed`, the score of keys that nobody may see, are not counted; nor
+    are, of the last one, others outside the `n`. On a GPU it is one kernel, which never waits for
+    the device.
     """
     if kernels.can_run(scores):
         return kernels.largest_keys(scores, n, visible)
@@ -76,7 +89,7 @@ def largest_keys(
         scores = scores.masked_fill(~visible.unsqueeze(-3), -torch.inf)
     values, places = scores.topk(n, dim=-1)
     ties = torch.zeros_like(places)
-    equal = (values[..., :-1] == values[..., 1:]) & (values[..., 1:] > -torch.inf)
+    equal = (values[..., :-1] == values[..., 1:]) & (values[..., 1:] > closed)
     tied = equal.any(dim=-1)
     if tied.any():  # topk breaks ties as it likes
         rows = scores[tied]

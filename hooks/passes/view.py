@@ -335,28 +335,28 @@ class Pass:
 
     def _shown_scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
         """Scores as the model shows them, masked as it masks, -inf for padding."""
-        if hook_semantics(self.model).scores[layer] != "scores":
-            return self.pattern(layer).float().log()
         return self._attention(scores_hook(self.model, layer), -torch.inf)
 
+    def _shows_weights(self, layer: int) -> bool:
+        """Whether the pattern stands in the place of scores; keys of weight 0 are closed."""
+        return hook_semantics(self.model).scores[layer] != "scores"
+
     def _scores(self, layer: int) -> Float[Tensor, "batch head query key"]:
+        if self._shows_weights(layer):
+            return self.pattern(layer).float().log()
         scores = self._shown_scores(layer)
-        if self._are_masked(layer, scores):
+        if visibility(self.model, scores.shape[-1]) is None:  # closed keys have -inf
             return scores
         return scores.masked_fill(~self.visible(layer)[:, None], -torch.inf)
 
-    def _are_masked(self, layer: int, scores: Tensor) -> bool:
-        """Whether closed keys have -inf: TransformerLens masks so, and so is a weight of 0."""
-        by_weight = hook_semantics(self.model).scores[layer] != "scores"
-        return by_weight or visibility(self.model, scores.shape[-1]) is None
-
     def _visible(self, layer: int) -> Bool[Tensor, "sequence query key"]:
-        shown = self._shown_scores(layer)
+        by_weight = self._shows_weights(layer)
+        shown = self.pattern(layer) if by_weight else self._shown_scores(layer)
         n_pos = shown.shape[-1]
         known = visibility(self.model, n_pos)
         if known is None:
             longest = 0 if self.lengths is None else int(self.lengths.argmax())
-            keys = (shown[longest] > -torch.inf).any(dim=0)
+            keys = (shown[longest] > (0 if by_weight else -torch.inf)).any(dim=0)
         else:
             keys = known.keys[layer][:n_pos, :n_pos].to(shown.device)
         if self.lengths is None:
@@ -365,14 +365,15 @@ class Pass:
         return keys & real[:, :, None] & real[:, None, :]
 
     def _ranked(self, layer: int, without: tuple[int, ...], ranks: range) -> Ranked:
-        scores, visible = self._shown_scores(layer), None
-        if not self._are_masked(layer, scores):
+        by_weight, visible = self._shows_weights(layer), None
+        scores = self.pattern(layer) if by_weight else self._shown_scores(layer)
+        if not by_weight and visibility(self.model, scores.shape[-1]) is not None:
             visible = self.visible(layer)
         left_out = [key for key in without if key < scores.shape[-1]]
         if left_out:
             keys = torch.tensor(left_out, device=scores.device)
-            scores = scores.index_fill(-1, keys, -torch.inf)
-        return rank_keys(scores, ranks, visible)
+            scores = scores.index_fill(-1, keys, 0 if by_weight else -torch.inf)
+        return rank_keys(scores, ranks, visible, are_weights=by_weight)
 
     def _state(self, layer: int, point: str) -> Tensor:
         names = _state_points(self.model, layer, point)

@@ -12,9 +12,10 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import Count, checked
-from infoflow_lens.hooks.model.inputs import Inputs, read_inputs, readable_tokens
+from infoflow_lens.hooks.model.inputs import Inputs, read_inputs
 from infoflow_lens.hooks.model.points import check_one_device, layer_count, takes_model
 from infoflow_lens.hooks.model.semantics import hook_semantics
+from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass, padded_together
 from infoflow_lens.hooks.why.reading import Layer, readings, refusal

@@ -22,6 +22,17 @@ _SIGNS = {
     "no schedule found": ".",
 }
 _MOST_ROWS = 20_000
+_WORDS = (  # what `estimate` prints last
+    "comparison: which of two tuples of tokens has the larger score; to find the largest of T "
+    "scores takes T - 1 of them",
+    "K: how many trees of such comparisons a position runs at once (eq 5)",
+    "h_1: heads of the first layer; a head of one role serves one component of the target",
+    "|I|: tokens that the fullest state must hold at once",
+    "exponent k: a precision eps costs about eps^-k parameters, 0 where the state has room; lower, "
+    "by counting, and upper, by the schedule. Law: k = |I| d / E. Effective: 0 where |I| d <= E, "
+    "else the law. Certified: |I| d / E - 1, which is proved",
+    "schedule: a job for each head, layer by layer, by which the last state holds what it needs",
+)
 
 
 def estimate(
@@ -199,6 +210,7 @@ def _print_estimate(result: Any) -> None:
     out.print(table)
     print_lines("Because", result.reasons)
     print_lines("Mind", result.flags)
+    print_lines("Words", _WORDS)
 
 
 def _exponents(by_mode: dict[str, float]) -> str:

@@ -37,8 +37,9 @@ ABOUT = ("run", "status", "seed")  # columns that every row of a study has
 class Statement:
     """What is said of a study before it is run, so that its numbers can be held against it.
 
-    It is a text in Markdown with a title and the parts below, each behind its name in bold. Code
-    reads it, and never writes it.
+    It is a text in Markdown: a title, and parts of which each stands behind its name, in bold at
+    the beginning of a paragraph (``**Rule.** ...``) or as a heading (``## Rule``). Code reads it,
+    and never writes it.
 
     Attributes:
         text: all of it.
@@ -56,34 +57,42 @@ class Statement:
         "Controls.",
         "What would refute it.",
     )
+    HEADINGS: ClassVar[tuple[str, ...]] = ("Question", "Rule")
 
     def __post_init__(self) -> None:
-        if not self.text.startswith("# ") or any(f"**{p}**" not in self.text for p in self.PARTS):
+        expected = [f"**{part}**" for part in self.PARTS]
+        if "\n## " in self.text:
+            expected = [f"\n## {part}\n" for part in self.HEADINGS]
+        if not self.text.startswith("# ") or any(part not in self.text for part in expected):
             raise InfoFlowError(
                 f"a statement begins {self.text[:40]!r}: expected Markdown with a title and the "
-                f"parts {', '.join(f'**{part}**' for part in self.PARTS)}"
+                f"parts {', '.join(part.strip() for part in expected)}"
             )
 
     @classmethod
     def of(cls, name: str) -> "Statement":
-        """That of a study of the package, which stands beside its code."""
-        path = Path(__file__).parent / "studies" / "statements" / f"{name}.md"
+        """That of a study of the package, which stands in the room of its code."""
+        (path,) = Path(__file__).parent.glob(f"*/statements/{name}.md")
         return cls(path.read_text(encoding="utf-8"))
 
     def part(self, name: str) -> str:
-        """What stands behind the name of a part, up to the next one."""
-        text = self.text.split(f"**{name}**")[1]
+        """What stands behind the name of a part, up to the next one; nothing without the part."""
+        heading = f"\n## {name.rstrip('.')}\n"
+        if heading in self.text:
+            return self.text.split(heading)[1].split("\n## ")[0].strip()
+        text = self.text.partition(f"**{name}**")[2]
         return re.split(r"\n\n\*\*", text)[0].strip()
 
     @property
     def in_short(self) -> str:
-        """The prediction in a line, for the summary of all studies."""
-        return self.part("In short.")
+        """The prediction in a line, for the summary of all studies; else the question."""
+        return self.part("In short.") or self.text.splitlines()[0].removeprefix("# ")
 
     @property
     def controls(self) -> tuple[str, ...]:
         """The names of comparisons without which the rule could pass for another reason."""
-        return tuple(re.findall(r"^- ([^:\n]+):", self.part("Controls."), re.M))
+        items = re.findall(r"^- (?:\*\*(.+?)\*\*|([^:\n]+):)", self.part("Controls."), re.M)
+        return tuple(bold.lower() or plain for bold, plain in items)
 
 
 class Study(ABC):
@@ -97,7 +106,6 @@ class Study(ABC):
         name: as on the command line.
         title: what is asked, in a line.
         source: paper, section, table.
-        acceptance: the rule of the verdict in words, of a study that overrides `verdict`.
         statement: prediction, controls, and what would refute it, written before the run; a run
             puts it into its folder before it starts.
         presets: for each preset, how many seeds it runs by default.
@@ -107,7 +115,6 @@ class Study(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     source: ClassVar[str] = "A study of one's own"
-    acceptance: ClassVar[str] = ""
     statement: ClassVar[Statement | None] = None
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
     judges_every_run: ClassVar[bool] = False
@@ -174,7 +181,7 @@ class Study(ABC):
 
     def rule(self) -> str:
         """The rule in words."""
-        return self.acceptance or "; ".join(claim.rule() for claim in self.claims())
+        return "; ".join(claim.rule() for claim in self.claims())
 
     def verdict(self, results: "pd.DataFrame") -> Verdict:
         """Whether the effect was seen, by the stated rule."""

@@ -1,13 +1,18 @@
 """The page over all studies: its table is written from their rows, not by hand."""
 
 import json
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.language_model.card import comparison, measured_models
+from infoflow_lens.experiments.pages import TEMPLATE, cell_of, render_page
+from infoflow_lens.experiments.registry import LANGUAGE_MODEL_STUDIES, STUDY_KINDS
 from infoflow_lens.experiments.studies import STUDIES
 from infoflow_lens.experiments.study import Study
 from infoflow_lens.experiments.sweep import (
@@ -25,17 +30,21 @@ if TYPE_CHECKING:
 BEGIN, END = "<!-- summary -->", "<!-- end of summary -->"
 # folders within a study's: a run by settings that it no longer has, and one of preset full
 EARLIER, FULL = "earlier", "full"
-_RUN_AGAIN = "expected what `infoflow-lens experiment` wrote; run the study again"
+# columns in which a measured number may stand in the place of the setting: a run has its own rate
+# in each epoch, and its own states where sets leave some out
+_MEASURED = ("lr", "n_states")
+_RUN_AGAIN = "expected what `infoflow-lens study` wrote; run the study again"
 
 
 def summarise(folder: Path) -> None:
-    """Write tables and the summary of a folder that has a folder for each study.
+    """Write tables and pages of a folder that has a folder for each study.
 
     Each study's ``table.md`` is written anew from its code and its
-    ``results.csv`` (or ``results.csv.gz``), and the table of all studies into ``README.md``,
-    between the lines ``<!-- summary -->`` and ``<!-- end of summary -->``. A run of preset full
-    stands in the folder ``full`` of its study. A study whose settings changed after its run is said
-    to wait for one.
+    ``results.csv`` (or ``results.csv.gz``), the table of all studies into ``README.md``,
+    between the lines ``<!-- summary -->`` and ``<!-- end of summary -->``, and each page that has a
+    template beside it (``PAGE.md.jinja``). A run of preset full stands in the folder ``full`` of
+    its study. A study whose settings changed after its run is said to wait for one. Studies of
+    language models have the folder ``language_model``, where one study may have several runs.
 
     Raises:
         InfoFlowError: where there is no README.md with these lines, or a run that cannot be read.
@@ -50,21 +59,69 @@ def summarise(folder: Path) -> None:
     if "\ufffd" in text:
         raise InfoFlowError(f"{str(page)!r} is not UTF-8: expected a page in it; convert the page")
     # all of it before anything is written
-    rows, reports = [], {}
+    rows, pages = [], {}
     for study in STUDIES.values():
         for path in (folder / study.name, folder / study.name / FULL):
             run = recorded_run(study, path) if _has_run(study, path) else None
             if run is not None:
-                reports[path / "table.md"] = _report(study, path, run)
+                pages[path / "table.md"] = _report(study, path, run)
             if path.name != FULL or path.is_dir():
                 rows.append(_summary_row(study, folder, path, run))
     summary = markdown_table(
         ["experiment", "what theory says", "what was measured", "by its rule"], rows
     )
-    for path, report in reports.items():
-        write_text(path, report)
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    write_text(page, f"{before}{BEGIN}\n{summary}\n{END}{after}")
+    pages[page] = f"{before}{BEGIN}\n{summary}\n{END}{after}"
+    for path in language_model_runs(folder):
+        study = LANGUAGE_MODEL_STUDIES[_config(path / "record.json")["study"]]()
+        pages[path / "table.md"] = _report(study, path, recorded_run(study, path))
+    for template in sorted(folder.rglob(f"*.md{TEMPLATE}")):
+        pages[template.with_suffix("")] = _page(template, pages)
+    for path, content in pages.items():
+        write_text(path, content)
+
+
+def language_model_runs(folder: Path) -> list[Path]:
+    """The folders of runs of language-model studies below the folder of all studies."""
+    return [path.parent for path in sorted((folder / "language_model").glob("*/record.json"))]
+
+
+def _page(template: Path, pages: Mapping[Path, str]) -> str:
+    """A page filled from the runs in the folders beside it, and their tables."""
+
+    def table(run: str) -> str:
+        return pages[template.parent / run / "table.md"]
+
+    def section(run: str, heading: str) -> str:
+        """What a run's table.md has below a heading."""
+        text = table(run).partition(f"\n### {heading}\n")[2]
+        if not text:
+            raise KeyError(f"{heading} in table.md of {run}")
+        return re.split(r"\n\n(?:### |\*\*)", text)[0].strip()
+
+    @cache
+    def of_run(run: str) -> tuple[Study, RecordedRun]:
+        study = STUDY_KINDS[_config(template.parent / run / "record.json")["study"]]()
+        return study, recorded_run(study, template.parent / run)
+
+    def holds(run: str, place: int, label: str) -> bool:
+        """Whether a claim of a study holds of what one of its numbers is of."""
+        study, recorded = of_run(run)
+        claim = study.claims()[place]
+        return claim.holds(claim.numbers(recorded.finished)[label])
+
+    return render_page(
+        template,
+        {
+            "rows": cache(lambda run: rows_of(template.parent / run)),
+            "verdict": lambda run: of_run(run)[1].verdict,
+            "seen": lambda run: "**Seen**" if of_run(run)[1].verdict.passed else "**Not seen**",
+            "holds": holds,
+            "models": lambda: comparison(measured_models(template.parent / "models")),
+            "section": section,
+            "cell": lambda run, column, *first: cell_of(table(run), column, *first),
+        },
+    )
 
 
 def _summary_row(
@@ -185,8 +242,8 @@ def _check_rows(path: Path, rows: "pd.DataFrame", config: Mapping[str, Any]) -> 
     if rows.duplicated().any():
         run = rows["run"][rows.duplicated()].iloc[0]
         raise InfoFlowError(f"{str(path)!r} has a row of run {run} twice: {_RUN_AGAIN}")
-    # a run has its own rate in each epoch
-    names = ["seed", *(name for name in dict.fromkeys(k for c in cases for k in c) if name != "lr")]
+    settings = dict.fromkeys(name for case in cases for name in case)
+    names = ["seed", *(name for name in settings if name not in _MEASURED)]
     missing = [name for name in names if name not in rows]
     if missing:
         raise InfoFlowError(f"{str(path)!r} has no column {missing[0]!r}: {_RUN_AGAIN}")

@@ -27,7 +27,7 @@ from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.versions import versions_identity
-from infoflow_lens.foundation.workers import check_workers, workers
+from infoflow_lens.runs.executor import Executor, Unit, own_device
 from infoflow_lens.runs.folder import RunFolder
 from infoflow_lens.training import TrainingDivergedError
 
@@ -83,6 +83,7 @@ def run_study(
     preset: str | None = None,
     seeds: int | None = None,
     jobs: int = 1,
+    n_threads: int = 1,
     device: str = "cpu",
     resume: bool = False,
     scheduler: str | None = None,
@@ -94,8 +95,8 @@ def run_study(
 
     Writes ``statement.md`` before the first run, ``results.csv`` as runs finish, in the order of
     the sweep, then ``table.md``, ``figure.png``, ``figure.svg`` and ``record.json``. Every finished
-    run is a file of its own in ``runs/``, so that nothing is lost whatever stops the sweep. Each
-    run has one thread, so numbers do not depend on `jobs`. With `together` all missing seeds of a
+    run is a file of its own in ``runs/``, so that nothing is lost whatever stops the sweep. Numbers
+    do not depend on `jobs`. With `together` all missing seeds of a
     configuration are one batched model, and their numbers are the same to rounding.
 
     Args:
@@ -104,6 +105,7 @@ def run_study(
         preset: "smoke", "quick" or "full"; default, "quick", or the only one that there is.
         seeds: how many; default, the preset's.
         jobs: processes at a time.
+        n_threads: of each run; with another number sums are rounded otherwise.
         device: where to train.
         resume: go on with what the folder holds.
         scheduler: address of a dask scheduler, whose workers run in place of local processes.
@@ -132,7 +134,9 @@ def run_study(
             f"together is asked for, but the seeds of {study.name} are measured one by one: "
             "expected a study that trains them together; leave it out"
         )
-    check_workers(jobs, scheduler, "a study")
+    again = again or f"run_study(..., {str(out)!r}, resume=True)"
+    executor = Executor(jobs, scheduler, n_threads, again=again)
+    executor.check("a study")
     out, cases = Path(out), checked_cases(study, preset)
     runs = [
         Run(index, settings, seed)
@@ -146,7 +150,7 @@ def run_study(
         "the study's cases": list(cases),
         **versions_identity(),
     }
-    with RunFolder.open(out, f"infoflow-lens experiment {study.name}", _WRITES) as folder:
+    with RunFolder.open(out, f"infoflow-lens study {study.name}", _WRITES) as folder:
         folder.check(identity)
         if folder.identity is not None and not resume:
             raise InfoFlowError(
@@ -161,18 +165,14 @@ def run_study(
             check_memory(needed, device, jobs)
         # connected first: where no run can start, the folder stays free
         with (
-            workers(
-                jobs,
-                scheduler,
-                finished=f"finished runs are kept in {str(out)!r}",
-                again=again or f"run_study(..., {str(out)!r}, resume=True)",
-            ) as spread,
+            executor.at_work(f"finished runs are kept in {str(out)!r}") as run_units,
             progress_bar(study.name, len(runs), progress, done=len(kept)) as advance,
         ):
             folder.claim(identity)
             write_statement(study, out)
             writable_folder(out / "runs")
-            for measured in spread(measure_unit, ((study, unit, device) for unit in units)):
+            named = (Unit(_described(unit), (study, unit, device)) for unit in units)
+            for measured in run_units(measure_unit, named):
                 for run, rows in measured:
                     write_signed(out / _name(run), _RUN, {"rows": rows})
                     kept[run.index] = _kept(out, run)
@@ -239,10 +239,9 @@ def report_text(
     diverged = f", of which {n_diverged} diverged" if n_diverged else ""
     reasons = "\n".join(f"- {reason}" for reason in verdict.reasons)
     remarks = "".join(f"- {remark}\n" for remark in verdict.remarks)
-    rule = f" {study.acceptance}" if study.acceptance else ""  # claims say it themselves
     return (
         f"{heading}{diverged}.\n\n{study.table(measured)}\n\n"
-        f"**{'Seen' if verdict.passed else 'Not seen'}**, by the rule:{rule}\n\n"
+        f"**{'Seen' if verdict.passed else 'Not seen'}**, by the rule:\n\n"
         f"{reasons}\n" + (f"\nNot judged:\n\n{remarks}" if remarks else "")
     )
 
@@ -301,9 +300,14 @@ def _units(runs: Sequence[Run], together: bool) -> list[list[Run]]:
     return list(of_cases.values())
 
 
+def _described(unit: Sequence[Run]) -> str:
+    """What errors call the runs of a unit."""
+    return f"run {', '.join(str(run.index) for run in unit)} ({dict(unit[0].settings)})"
+
+
 def measure_unit(task: tuple[Study, Sequence[Run], str]) -> list[tuple[Run, list[Row]]]:
     """Runs of one configuration on a device; a training that diverges is a row that says so."""
-    study, runs, device = task
+    study, runs, device = *task[:2], own_device(task[2])
     measured: list[list[Row] | None]
     if len(runs) > 1:
         assert isinstance(study, TogetherStudy)

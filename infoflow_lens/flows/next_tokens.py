@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.modules import eval_mode
-from infoflow_lens.hooks.model.inputs import readable_tokens
 from infoflow_lens.hooks.model.points import reads_vectors
+from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.hooks.passes.run import run
 
 NextTokens: TypeAlias = tuple[tuple[tuple[str, float], ...], ...]

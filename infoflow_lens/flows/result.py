@@ -276,11 +276,3 @@ class Flow:
         from infoflow_lens.report.flow import render_flow
 
         return render_flow(self.view, fragment=True)
-
-
-def is_causal(attention: PatternsResult) -> bool:
-    """Whether no query reads a later key."""
-    return not any(
-        bool((layer > -math.inf).flatten(0, 1).any(dim=0).triu(1).any())
-        for layer in attention.scores
-    )

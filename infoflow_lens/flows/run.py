@@ -17,7 +17,7 @@ from infoflow_lens.flows.measuring import (
 from infoflow_lens.flows.next_tokens import next_tokens, replaced_tokens
 from infoflow_lens.flows.opening import load_and_read
 from infoflow_lens.flows.predicting import predict
-from infoflow_lens.flows.result import Flow, is_causal
+from infoflow_lens.flows.result import Flow
 from infoflow_lens.flows.settings import (
     FEWEST,
     Directions,
@@ -42,8 +42,9 @@ from infoflow_lens.hooks import (
     measure_mechanisms,
 )
 from infoflow_lens.hooks.influence.base import Threshold
-from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs, readable_tokens
+from infoflow_lens.hooks.model.inputs import Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import key_count, layer_count, reads_vectors
+from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.hooks.why import WhyAll, measure_why_all
 from infoflow_lens.models.loading import LoadedModel
 
@@ -163,7 +164,7 @@ def flow(
     if everywhere is not None:
         (elsewhere,) = measured(host, inputs, [everywhere], progress)
     reasons, unknown = _reasons(host, inputs, chosen)
-    said = next_tokens(host, rows) if is_causal(found["attention"]) else None
+    said = next_tokens(host, rows) if found["attention"].is_causal else None
     config = {
         "flow": loaded.description.split(":")[0],
         "rule": rule_name,

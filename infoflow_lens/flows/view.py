@@ -1,11 +1,12 @@
 """A flow as what the interactive picture shows."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from infoflow_lens.flows.next_tokens import Replaced
-from infoflow_lens.flows.result import Flow, is_causal
 from infoflow_lens.hooks import InfluenceResult
 from infoflow_lens.report.flow_view import (
     RULES,
@@ -17,6 +18,9 @@ from infoflow_lens.report.flow_view import (
 )
 from infoflow_lens.theory.rules import Rule
 
+if TYPE_CHECKING:
+    from infoflow_lens.flows.result import Flow
+
 _UNMEASURED = (
     "It was measured where it was asked for, and elsewhere only where all positions take some "
     "seconds. flow(model, text, position='all') measures all of them, and so does "
@@ -25,7 +29,7 @@ _UNMEASURED = (
 _MOST_PATTERNS = 2_000_000  # weights that the picture takes along
 
 
-def view_of(flow: Flow) -> FlowView:
+def view_of(flow: "Flow") -> FlowView:
     """What the interactive picture shows."""
     n_patterns = sum(layer[0].numel() for layer in flow.attention.patterns)
     with_patterns = n_patterns * len(flow.tokens) <= _MOST_PATTERNS
@@ -46,7 +50,7 @@ def view_of(flow: Flow) -> FlowView:
     )
 
 
-def _viewed(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
+def _viewed(flow: "Flow", index: int, with_patterns: bool) -> ViewedInput:
     n_source = len(flow.tokens[index])
     members = flow.sets.members
     n_states = n_source + members.shape[2] - members.shape[3]
@@ -82,7 +86,7 @@ def _viewed(flow: Flow, index: int, with_patterns: bool) -> ViewedInput:
         reasons=_reasons(flow, index, n_states),
         next_tokens=None if flow.next_tokens is None else flow.next_tokens[index],
         replaced=None if flow.replaced is None else _replaced(flow.replaced[index]),
-        causal=is_causal(flow.attention),
+        causal=flow.attention.is_causal,
     )
 
 
@@ -90,7 +94,7 @@ def _replaced(found: Replaced) -> ViewedReplaced:
     return ViewedReplaced(found.by, found.next_tokens)
 
 
-def _reasons(flow: Flow, index: int, n_states: int) -> ViewedReasons | None:
+def _reasons(flow: "Flow", index: int, n_states: int) -> ViewedReasons | None:
     if flow.reasons is None:
         return None
     found, of_input = flow.reasons, (index, slice(None), slice(n_states))
@@ -104,7 +108,7 @@ def _reasons(flow: Flow, index: int, n_states: int) -> ViewedReasons | None:
     )
 
 
-def _mechanisms(flow: Flow, index: int, n_states: int) -> list[list[ViewedMechanism]] | None:
+def _mechanisms(flow: "Flow", index: int, n_states: int) -> list[list[ViewedMechanism]] | None:
     if flow.rules is None or flow.mechanisms is None:
         return None
     layers = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -87,11 +88,14 @@ def naming_file(target: Path, verb: str = "write") -> Iterator[None]:
         yield
     except (OSError, SafetensorError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise InfoFlowError(
-            f"cannot {verb} {str(target)!r} ({reason}): expected room on the disk and a folder "
-            "that you may use; what was finished before is kept: make room, and run the same again "
-            "(an experiment with --resume)"
-        ) from error
+        remedy = (
+            "expected all of a run on one disk, where files take each other's place whole; choose "
+            "an output folder on that disk"
+            if getattr(error, "errno", None) == errno.EXDEV
+            else "expected room on the disk and a folder that you may use; what was finished "
+            "before is kept: make room, and run the same again (an experiment with --resume)"
+        )
+        raise InfoFlowError(f"cannot {verb} {str(target)!r} ({reason}): {remedy}") from error
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -132,12 +132,12 @@ def probe(
                 config.model, device=config.device, dtype=config.dtype, backend=config.backend
             )
         batches = _read(loaded.model, data, config)
-    crew: dict[str, Any] = {"jobs": jobs, "scheduler": scheduler, "n_threads": n_threads}
+    workers: dict[str, Any] = {"jobs": jobs, "scheduler": scheduler, "n_threads": n_threads}
     if out is not None:
-        return run_probing(Path(out), config, progress, say, loaded, batches, **crew)
+        return run_probing(Path(out), config, progress, say, loaded, batches, **workers)
     folder = Path(tempfile.mkdtemp(prefix="infoflow-probe-"))
     try:
-        result = run_probing(folder, config, progress, say, loaded, batches, **crew)
+        result = run_probing(folder, config, progress, say, loaded, batches, **workers)
         in_memory = {
             name: part.whole() if isinstance(part, ShardedResult) else part
             for name, part in result.found.items()

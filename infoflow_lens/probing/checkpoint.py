@@ -43,10 +43,12 @@ class Checkpoint:
         write_state(self.path, state, {})
         self._written = time.monotonic()
 
-    def keep(self, state: Callable[[], Any]) -> None:
-        """Write the state if the last time is long ago."""
-        if time.monotonic() - self._written >= self.seconds:
+    def keep(self, state: Callable[[], Any], now: bool = False) -> bool:
+        """Write the state if the last time is long ago, or it must be now; whether it was."""
+        if now or time.monotonic() - self._written >= self.seconds:
             self.save(state())
+            return True
+        return False
 
     def remove(self) -> None:
         """The run is finished."""

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError, first_line
+from infoflow_lens.foundation.files import digest_of
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.settings import Count, Seed, checked
-from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, read_inputs
+from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, Rows, read_inputs
 from infoflow_lens.probing.windows import windows
+from infoflow_lens.runs.finished import contents
 from infoflow_lens.tasks import TokenTask, is_task, list_tasks, load_task
 
 REPEATED = "repeated"  # random tokens, twice: the test of induction
@@ -32,7 +34,7 @@ _LINE = 2**26  # characters of a text that is a line of its own, at most
 
 def read_data(model: nn.Module, data: str, **settings: Any) -> Batches:
     """The sequences that a user names, in memory; arguments as for :func:`stream_data`."""
-    rows = list(stream_data(model, data, **settings))
+    rows = [row for part in stream_data(model, data, **settings) for row in part]
     together = len({len(row) for row in rows}) == 1
     return Batches(model, torch.stack(rows) if together else rows, name=data)
 
@@ -48,10 +50,10 @@ def stream_data(
     window: Count | None = None,
     seed: Seed = 0,
     scratch: Path | None = None,
-) -> Iterator[Tensor]:
+) -> Iterator[Rows]:
     """The sequences that a user names, tokenised as they are read: token ids [pos], or vectors.
 
-    Of texts and rows in files no more is in memory than some hundreds of sequences.
+    They come some at a time: of texts and rows in files no more is in memory than some hundreds.
 
     Args:
         model: the model that will read them.
@@ -65,16 +67,18 @@ def stream_data(
         window: join all texts, and cut them into sequences of so many tokens, `n` of them spread
             evenly; a text file is one text, with its line breaks. Ids are cut to it.
         seed: of what is drawn.
-        scratch: a folder for what does not fit in memory; default, the system's.
+        scratch: a folder for what does not fit in memory; None keeps all in memory.
 
     Raises:
         InfoFlowError: for data that are not there or cannot be read, naming them.
     """
     if not data:
         raise InfoFlowError("data is empty: expected a file, a task or the name of a dataset")
+    if column not in (None, "text") and Path(data).suffix == ".txt":
+        raise InfoFlowError(f"{data!r} has lines of text, without {column}: leave the column out")
     if window is not None:
         max_length = min(window, max_length or window)
-        texts = stream_texts(data, column)
+        texts = stream_texts(data, column, scratch)
         if texts is not None:
             one_text = Path(data).suffix == ".txt"
             yield from windows(
@@ -82,15 +86,34 @@ def stream_data(
             )
             return
     seen = 0
-    for part in _parts(model, data, n or 256, max_length, seed):
+    for part in _parts(model, data, n or 256, max_length, seed, scratch):
         if n is not None:
             most = min(n - seen, len(part))
-            part = part[:most] if isinstance(part, Tensor) else part.select(range(most))
+            part = part.select(range(most)) if hasattr(part, "column_names") else part[:most]
         read = read_inputs(model, part, column=column, max_length=max_length, name=data, first=seen)
-        yield from read.sequences()
+        yield read.sequences()
         seen += len(part)
         if seen == n:
             return
+
+
+def data_identity(data: str) -> Any:
+    """What tells that named data are as they were: digests of files; None where they are drawn.
+
+    Returns:
+        JSON-compatible values, in which no path stands.
+
+    Raises:
+        InfoFlowError: for a dataset of the hub that cannot be had.
+    """
+    path = Path(data)
+    if data == REPEATED or is_task(data):
+        return None
+    if path.is_file():
+        return [path.suffix, digest_of(path)]
+    if path.is_dir():
+        return contents(path)
+    return _from_hub(data)._fingerprint
 
 
 def check_data(data: str) -> None:
@@ -120,13 +143,16 @@ def read_texts(data: str, column: str | None = None) -> list[str] | None:
     return ["".join(found)] if Path(data).suffix == ".txt" else found or None
 
 
-def stream_texts(data: str, column: str | None = None) -> Iterator[str] | None:
+def stream_texts(
+    data: str, column: str | None = None, scratch: Path | None = None
+) -> Iterator[str] | None:
     """The texts that a user names, as they are read; None for what holds ids or vectors.
 
     Args:
         data: a text file, which is one text, given in pieces that end with a line; rows with a
             column of texts; or a name on the hub.
         column: of the rows.
+        scratch: as for :func:`stream_data`.
 
     Raises:
         InfoFlowError: for data that are not there, cannot be read, or are empty.
@@ -137,7 +163,7 @@ def stream_texts(data: str, column: str | None = None) -> Iterator[str] | None:
     if path.suffix in _TENSORS or data == REPEATED or is_task(data):
         return None
     is_file = path.is_dir() or path.suffix in _TABLES
-    parts = _rows_of(path) if is_file else iter([_from_hub(data)])
+    parts = _rows_of(path, scratch) if is_file else iter([_from_hub(data)])
     first = next(parts)
     chosen = column or next((name for name in COLUMNS if name in first.column_names), "")
     if chosen not in first.column_names or not isinstance(first[0][chosen], str):
@@ -169,13 +195,20 @@ def _pieces(path: Path) -> Iterator[str]:
         raise InfoFlowError(f"{str(path)!r} holds no text: expected some")
 
 
-def _parts(model: nn.Module, data: str, n: int, max_length: int | None, seed: int) -> Iterator[Any]:
+def _parts(
+    model: nn.Module,
+    data: str,
+    n: int,
+    max_length: int | None,
+    seed: int,
+    scratch: Path | None,
+) -> Iterator[Any]:
     """What a user names, some sequences at a time."""
     path = Path(data)
     if path.suffix in _TENSORS and path.is_file():
         yield from _of_tensor(path)
     elif path.is_dir() or path.suffix in _TABLES:
-        yield from _rows_of(path)
+        yield from _rows_of(path, scratch)
     elif data == REPEATED:
         yield _repeated(model, n, max_length, seed)
     elif is_task(data):
@@ -190,7 +223,7 @@ def _some(table: Any) -> Iterator[Any]:
         yield table.select(range(start, min(start + _ROWS, len(table))))
 
 
-def _rows_of(path: Path) -> Iterator[Any]:
+def _rows_of(path: Path, scratch: Path | None = None) -> Iterator[Any]:
     """The rows of a file or of a saved dataset, in tables of some rows.
 
     Raises:
@@ -204,23 +237,21 @@ def _rows_of(path: Path) -> Iterator[Any]:
     if not path.stat().st_size:
         raise InfoFlowError(f"{str(path)!r} is empty: expected at least one text or row")
     n = 0
-    for part in _lines_of(path) if path.suffix == ".txt" else _streamed(path):
+    for part in _lines_of(path) if path.suffix == ".txt" else _streamed(path, scratch):
         n += 1
         yield part
     if not n:
         raise InfoFlowError(f"{str(path)!r} holds no rows: expected at least one text")
 
 
-def _lines_of(path: Path) -> Iterator[Any]:
+def _lines_of(path: Path) -> Iterator[list[str]]:
     """The lines of a text file, without blank ones, which part paragraphs."""
-    import datasets
-
     try:
         with path.open(encoding="utf-8") as file:
             lines = (line.rstrip("\n") for line in _bounded(file))
             texts = (line for line in lines if line.strip())
             while some := list(islice(texts, _ROWS)):
-                yield datasets.Dataset.from_dict({"text": some})
+                yield some
     except (OSError, UnicodeDecodeError) as error:
         raise InfoFlowError(
             f"{str(path)!r} cannot be read ({type(error).__name__}: {error}): expected texts in "
@@ -236,7 +267,7 @@ def _bounded(file: TextIO) -> Iterator[str]:
             line = file.readline(_LINE)
 
 
-def _streamed(path: Path) -> Iterator[Any]:
+def _streamed(path: Path, scratch: Path | None) -> Iterator[Any]:
     """Rows of a json, jsonl, csv or parquet file by ``datasets``, which reads them as they come."""
     import datasets
 
@@ -246,7 +277,12 @@ def _streamed(path: Path) -> Iterator[Any]:
         # else parquet is read by groups of rows, which may be as large as the file unpacked
         sizes = {"batch_size": _ROWS} if path.suffix == ".parquet" else {}
         rows = datasets.load_dataset(
-            _TABLES[path.suffix], data_files=str(path), split="train", streaming=True, **sizes
+            _TABLES[path.suffix],
+            data_files=str(path),
+            split="train",
+            streaming=True,
+            cache_dir=scratch and str(scratch),  # it puts a lock there
+            **sizes,
         )
         for part in rows.iter(batch_size=_ROWS):
             yield datasets.Dataset.from_dict(part)
@@ -279,7 +315,11 @@ def read_rows(data: str) -> Any:
             f"there is no file {data!r}: expected a file of rows ({', '.join(_TABLES)}), a saved "
             "dataset, or a task"
         )
-    return datasets.concatenate_datasets(list(_rows_of(path)))
+    parts = (
+        datasets.Dataset.from_dict({"text": part}) if isinstance(part, list) else part
+        for part in _rows_of(path)
+    )
+    return datasets.concatenate_datasets(list(parts))
 
 
 def _folder(path: Path) -> Any:

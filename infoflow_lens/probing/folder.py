@@ -9,6 +9,7 @@ from infoflow_lens.foundation.files import write_text
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.data import data_identity
 
 if TYPE_CHECKING:
     from infoflow_lens.probing.result import ProbingResult
@@ -16,9 +17,8 @@ if TYPE_CHECKING:
 
 # Settings on which no number depends: they name the model and the data, whose contents are
 # digested, or say where it runs and what the page shows.
-_IN_NO_NUMBER = (
-    "model", "data", "column", "n", "max_length", "window", "device", "n_shown"
-)  # fmt: skip
+_OF_SEQUENCES = ("column", "n", "max_length", "window")
+_IN_NO_NUMBER = ("model", "data", *_OF_SEQUENCES, "device", "n_shown")
 
 
 def settings_identity(config: ProbingConfig) -> dict[str, Any]:
@@ -45,6 +45,24 @@ def run_identity(
         **settings_identity(config),
         **versions_identity(),
     }
+
+
+def sequences_identity(
+    config: ProbingConfig, configuration: str, tokenizer: str | None
+) -> dict[str, Any] | None:
+    """What tokenised sequences depend on, so that they need not be made again; None if unknown.
+
+    Args:
+        config: the settings.
+        configuration, tokenizer: digests of the model's configuration and code, and of the
+            tokenizer's words and rules.
+    """
+    data = data_identity(config.data)
+    if data is None:
+        return None
+    settings = {name: getattr(config, name) for name in (*_OF_SEQUENCES, "backend")}
+    model = {"configuration": configuration, "tokenizer": tokenizer}
+    return {"data": data, **settings, **model, **versions_identity()}
 
 
 def write_tables(out: Path, result: "ProbingResult") -> None:

@@ -1,15 +1,17 @@
 """The heads of a run: what each does, with the evidence."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from infoflow_lens.hooks import PositionsResult
 from infoflow_lens.probing.parts.recovery import too_few_rows
 from infoflow_lens.probing.per_head import per_head
-from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.report.charts import Table
+
+if TYPE_CHECKING:
+    from infoflow_lens.probing.result import ProbingResult
 
 _EXAMPLES = 3
 _COLUMNS = {
@@ -27,7 +29,7 @@ _COLUMNS = {
 }
 
 
-def heads_table(result: ProbingResult) -> Table | None:
+def heads_table(result: "ProbingResult") -> Table | None:
     """A row for each head; None where nothing that concerns heads was measured."""
     recovery = result.recovery
     if result.positions is None and result.mechanisms is None and recovery is None:
@@ -61,7 +63,7 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def examples(result: ProbingResult) -> dict[str, list[list[float]]]:
+def examples(result: "ProbingResult") -> dict[str, list[list[float]]]:
     """For each head, "layer.head", the queries of the shown sequences that attend most to one key:
     (sequence, query, key, share of the weight), where keys are not the query itself."""
     positions = result.found.get("influence_positions")

@@ -9,6 +9,7 @@ from infoflow_lens.hooks import ModelCapabilities, Probe, Result
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.part import Part, Say, Setting
+from infoflow_lens.probing.patience import word_if_long
 from infoflow_lens.probing.registry import load_part, part_names
 from infoflow_lens.probing.shards import run_in_shards
 from infoflow_lens.runs.folder import RunFolder
@@ -148,8 +149,7 @@ def _probed(
     checkpoint = Checkpoint(folder, f".{which}.safetensors")
     batches = setting.batches if which == "all" else setting.detail
     # the comparison reads what is measured of the first sequences, and so it stays whole
-    grows_in = folder.path if which == "all" else None
-    gathered = run_in_shards(setting, batches, wanted, checkpoint, say, grows_in)
+    gathered = run_in_shards(setting, batches, wanted, checkpoint, say, to_disk=which == "all")
     found, failed = {}, []
     for name in wanted:
         try:
@@ -159,7 +159,7 @@ def _probed(
             continue
         found[name].save(folder.path / name)
     if failed:
-        checkpoint.save(gathered.state())
+        gathered.keep(now=True)
         raise InfoFlowError("; ".join(failed))
     checkpoint.remove()
     return found
@@ -172,7 +172,10 @@ def _measured(folder: RunFolder, name: str, part: Part, setting: Setting, say: S
         return finished
     say(name)
     checkpoint = Checkpoint(folder, f".{name}.safetensors")
-    result = part.measure(setting, checkpoint)
+    extent = setting.batches.extent
+    n, longest = (extent.n_sequences, extent.longest) if extent else (0, 0)
+    with word_if_long(say, name, min(n, setting.config.n_detail), longest):
+        result = part.measure(setting, checkpoint)
     if result is None:
         raise InfoFlowError(
             f"{type(part).__name__} gave neither a probe called {name!r} nor a result of its own: "

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,15 +13,17 @@ from infoflow_lens.probing.overview import overview_table
 from infoflow_lens.probing.part import Part
 from infoflow_lens.probing.parts.routes import RoutesComparison, RoutesPart
 from infoflow_lens.probing.picture import flow_of
-from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.report.charts import HeatMap, Lines, NameMap, Table
 from infoflow_lens.report.probing import ProbingReport, Section
 from infoflow_lens.theory import propagate
 
+if TYPE_CHECKING:
+    from infoflow_lens.probing.result import ProbingResult
+
 _MOST = 0.9  # of the influence, for which the strongest tokens are counted [chosen]
 
 
-def report_of(result: ProbingResult) -> ProbingReport:
+def report_of(result: "ProbingResult") -> ProbingReport:
     """What the page shows of it."""
     config, found = result.config, result.capabilities
     facts = [("layers", str(len(found.layers))), ("weights", f"{found.dtype} on {found.device}")]
@@ -72,7 +74,7 @@ def _headline(row: Explained) -> str:
     )
 
 
-def _by_strength(result: ProbingResult) -> str:
+def _by_strength(result: "ProbingResult") -> str:
     """How much of the influence on the last states their strongest tokens have, in the mean.
 
     The strength of a token is that of its best path, of the first keys of all heads; as many count
@@ -106,7 +108,7 @@ def _by_strength(result: ProbingResult) -> str:
     )
 
 
-def _ranked(result: ProbingResult) -> str:
+def _ranked(result: "ProbingResult") -> str:
     """Whether a baseline tells better than the set what the last states depend on."""
     part, found = result.parts.get("routes"), result.found.get("routes")
     if not isinstance(part, RoutesPart) or not isinstance(found, RoutesComparison):
@@ -133,7 +135,7 @@ def _charts(part: Part, result: Any) -> Iterator[Any]:
             yield Table.of_frame(part.table(result))
 
 
-def _by_place(result: ProbingResult) -> Iterator[HeatMap]:
+def _by_place(result: "ProbingResult") -> Iterator[HeatMap]:
     """Influence inside the sets of the model's own rule, by layer and position."""
     influence = result.influence
     if (

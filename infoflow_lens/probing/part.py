@@ -15,7 +15,7 @@ from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Probe, Res
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.spread import Crew
+from infoflow_lens.runs.executor import Executor
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,7 +33,7 @@ class Setting:
         capabilities: what it can be asked.
         batches: all sequences.
         progress: whether to show bars.
-        crew: who measures what is spread over processes.
+        executor: where what is spread over processes is measured.
         found: the results of the parts before, by name.
     """
 
@@ -42,7 +42,7 @@ class Setting:
     capabilities: ModelCapabilities
     batches: Batches
     progress: bool
-    crew: Crew = field(default_factory=Crew)
+    executor: Executor = field(default_factory=Executor)
     found: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -3,12 +3,12 @@
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.memory import free_memory, shown_bytes
 from infoflow_lens.hooks import Probe
-from infoflow_lens.probing.growing import Growing
 
 
 @dataclass
@@ -18,15 +18,15 @@ class Watch:
     Attributes:
         n_left: sequences to be measured.
         shard: sequences that are measured together.
-        growing: where results that grow are written, shard by shard; None keeps all in memory.
-        here: whether that is on a disk of this machine.
+        on_disk: the probes whose results are written shard by shard.
+        folder: where they are written; one that this machine does not see is not asked for room.
         at_once: processes that measure, on this machine.
     """
 
     n_left: int
     shard: int
-    growing: Growing | None
-    here: bool = True
+    on_disk: frozenset[str]
+    folder: Path
     at_once: int = 1
     _before: dict[str, int] | None = field(default=None, init=False)
     _is_done: bool = field(default=False, init=False)
@@ -49,8 +49,7 @@ class Watch:
             return
         self._is_done = True
         grown = {name: max(now[name] - self._before[name], 0) / n for name in now}
-        on_disk = frozenset() if self.growing is None else self.growing.names
-        by_shard = sum(bytes_ for name, bytes_ in grown.items() if name in on_disk)
+        by_shard = sum(bytes_ for name, bytes_ in grown.items() if name in self.on_disk)
         in_all = sum(grown.values()) - by_shard
         # what probes hold, and once more when it is put together or kept
         needed = 2 * int(in_all * self.n_left + by_shard * min(self.n_left, self.shard))
@@ -62,9 +61,9 @@ class Watch:
                 "expected it to fit; give fewer sequences (n, n_detail), shorter ones (max_length) "
                 "or smaller shards (shard)"
             )
-        if self.growing is None or not self.here:
+        if not self.on_disk or not self.folder.is_dir():
             return
-        free = shutil.disk_usage(self.growing.out).free
+        free = shutil.disk_usage(self.folder).free
         if by_shard * self.n_left > free:
             raise InfoFlowError(
                 f"results of {self.n_left} sequences need about "

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from infoflow_lens.foundation.files import write_signed
 from infoflow_lens.foundation.processes import threads
@@ -18,21 +18,28 @@ from infoflow_lens.foundation.record import (
     tokenizer_fingerprint,
 )
 from infoflow_lens.foundation.settings import Count, check
-from infoflow_lens.foundation.workers import check_workers
 from infoflow_lens.hooks import inspect_model
-from infoflow_lens.hooks.model.inputs import Batches, readable_tokens
+from infoflow_lens.hooks.model.inputs import Batches, Rows
+from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.compared import compared
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import check_data, stream_data
-from infoflow_lens.probing.folder import run_identity, settings_identity, write_tables
+from infoflow_lens.probing.folder import (
+    run_identity,
+    sequences_identity,
+    settings_identity,
+    write_tables,
+)
 from infoflow_lens.probing.measuring import measured, parts_with_enough_data, possible_parts
 from infoflow_lens.probing.part import Say, Setting
 from infoflow_lens.probing.result import ProbingResult
-from infoflow_lens.probing.spread import Crew
-from infoflow_lens.probing.store import settle, store, unless_settled
+from infoflow_lens.probing.store import store, stored_before
+from infoflow_lens.runs.executor import Executor
 from infoflow_lens.runs.finished import say_finished
 from infoflow_lens.runs.folder import RunFolder
+
+_AT_ONCE = 1000  # sequences
 
 
 def run_probing(
@@ -85,16 +92,18 @@ def run_probing(
     """
     if batches is None:
         check_data(config.data)
-    check_workers(jobs, scheduler, "a probe run")
     n_threads = check(n_threads, Count | None, "n_threads")
-    if n_threads is None and (jobs > 1 or scheduler is not None):
+    executor = Executor(jobs, scheduler, n_threads or 1, again or "the same call")
+    executor.check("a probe run")
+    if n_threads is None and not executor.is_alone:
         n_threads = 1
-    crew = Crew(jobs, scheduler, n_threads or 1, again or "the same call")
     with (
         RunFolder.open(out, "infoflow-lens probe", ("record.json", "report.html")) as folder,
         nullcontext() if n_threads is None else threads(n_threads),
     ):
-        return _run(folder, config, progress, say, loaded, batches, if_possible, ready, last, crew)
+        return _run(
+            folder, config, progress, say, loaded, batches, if_possible, ready, last, executor
+        )
 
 
 def _run(
@@ -107,7 +116,7 @@ def _run(
     if_possible: bool,
     ready: Callable[[Setting], None],
     last: Callable[[ProbingResult], None],
-    crew: Crew,
+    executor: Executor,
 ) -> ProbingResult:
     out, in_memory = folder.path, loaded is not None or batches is not None
     folder.check(settings_identity(config))
@@ -117,38 +126,42 @@ def _run(
                 config.model, device=config.device, dtype=config.dtype, backend=config.backend
             )
         model = loaded.model
-        coming = iter(
-            _rows(model, config, folder.scratch) if batches is None else batches.sequences()
-        )
-        first = next(coming)
-        capabilities = inspect_model(model, first[None])
-        parts = possible_parts(capabilities, config, say, if_possible)
-        stored, digest = store(chain([first], coming), folder.scratch, config.data)
-    with unless_settled(stored):
-        say(f"{loaded.description}; {len(stored)} sequences")
         tokenizer = tokenizer_fingerprint(loaded.tokenizer)
-        record = RunRecord(
-            config={**asdict(config), "inputs": digest, "tokenizer": tokenizer},
-            seed=config.seed,
-            model_fingerprint=model_fingerprint(model),
-            configuration_fingerprint=configuration_fingerprint(model),
-            weight_processing=capabilities.normalization,
-        )
-        # refused before the folder is claimed, so that other settings may be tried in it
-        batches = Batches(model, stored, name=config.data)
-        setting = Setting(config, model, capabilities, batches, progress, crew)
-        ready(setting)
-        parts = parts_with_enough_data(parts, setting, say, if_possible)
-        folder.claim(run_identity(config, record, digest, tokenizer))
-        if not folder.holds("record.json"):
-            write_signed(out / "record.json", "infoflow-lens probe 2", record.to_dict())
-        batches = Batches(model, settle(stored, out / "inputs", folder), name=config.data)
+        configuration = configuration_fingerprint(model)
+        made_from = None
+        if batches is None:
+            made_from = sequences_identity(config, configuration, tokenizer)
+        stored = stored_before(folder, made_from)
+        coming = _parts(model, config, folder.scratch, batches) if stored is None else iter(())
+        begin = next(coming) if stored is None else stored.sequences
+        capabilities = inspect_model(model, begin[0][None])
+        parts = possible_parts(capabilities, config, say, if_possible)
+        if stored is None:
+            stored = store(chain([begin], coming), folder.scratch, config.data)
+    say(f"{loaded.description}; {stored.extent.n_sequences} sequences")
+    record = RunRecord(
+        config={**asdict(config), "inputs": stored.digest, "tokenizer": tokenizer},
+        seed=config.seed,
+        model_fingerprint=model_fingerprint(model),
+        configuration_fingerprint=configuration,
+        weight_processing=capabilities.normalization,
+    )
+    # refused before the folder is claimed, so that other settings may be tried in it
+    batches = Batches(model, stored.sequences, name=config.data)
+    setting = Setting(config, model, capabilities, batches, progress, executor)
+    ready(setting)
+    parts = parts_with_enough_data(parts, setting, say, if_possible)
+    folder.claim(run_identity(config, record, stored.digest, tokenizer))
+    if not folder.holds("record.json"):
+        write_signed(out / "record.json", "infoflow-lens probe 2", record.to_dict())
+    stored = stored.settle(folder, made_from)
+    batches = Batches(model, stored.sequences, name=config.data)
     setting = replace(setting, batches=batches)
     try:
         found = measured(folder, parts, setting, say)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"finished batches are kept in {str(out)!r}; go on with {crew.again}"
+            f"finished batches are kept in {str(out)!r}; go on with {executor.again}"
         ) from None
     agreement, predicted, curve = compared(found)
     result = ProbingResult(
@@ -171,15 +184,15 @@ def _run(
     return result
 
 
-def _rows(model: nn.Module, config: ProbingConfig, scratch: Path) -> Iterator[Tensor]:
-    """The sequences that the settings name."""
-    return stream_data(
-        model,
-        config.data,
-        column=config.column,
-        n=config.n,
-        max_length=config.max_length,
-        window=config.window,
-        seed=config.seed,
-        scratch=scratch,
-    )
+def _parts(
+    model: nn.Module, config: ProbingConfig, scratch: Path, batches: Batches | None
+) -> Iterator[Rows]:
+    """The sequences in memory, or those that the settings name, some at a time."""
+    if batches is None:
+        names = ("column", "n", "max_length", "window", "seed")
+        settings = {name: getattr(config, name) for name in names}
+        yield from stream_data(model, config.data, **settings, scratch=scratch)
+        return
+    rows = batches.sequences()
+    for start in range(0, len(rows), _AT_ONCE):
+        yield rows[start : start + _AT_ONCE]

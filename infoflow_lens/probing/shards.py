@@ -1,77 +1,98 @@
 """Probes over many sequences, shard by shard, behind those that a run before has measured.
 
-A shard is some sequences in a row. Each is measured by probes that have seen nothing else, and the
-shards are put together in their order, so that numbers do not depend on who has measured which.
+A shard is some sequences in a row. Each is measured by probes that have seen nothing else. Shards
+are added up in their order, in stretches of as many as the length of the data says, and these
+stretches in theirs, so that numbers do not depend on who has measured which. A worker adds up a
+stretch by itself: of a run with many shards few sums are sent.
 """
 
 import copy
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import naming_file
 from infoflow_lens.foundation.interrupts import between_steps
-from infoflow_lens.foundation.progress import Advance, progress_bar
+from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import model_fingerprint
-from infoflow_lens.foundation.state import state_from_bytes
+from infoflow_lens.foundation.state import read_state
 from infoflow_lens.hooks import Probe
-from infoflow_lens.hooks.model.inputs import Batches, Extent
-from infoflow_lens.hooks.passes.run import run_shard
+from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.probing.checkpoint import Checkpoint
-from infoflow_lens.probing.growing import Growing, told_of
 from infoflow_lens.probing.part import Say, Setting
+from infoflow_lens.probing.patience import word_if_long
 from infoflow_lens.probing.room import Watch
-from infoflow_lens.probing.spread import Measured, Task, measure_shard, rows_for
+from infoflow_lens.probing.shard import (
+    SUMS,
+    Delivered,
+    Probes,
+    Task,
+    measure,
+    measure_in_worker,
+    rows_for,
+    write_growing,
+)
+from infoflow_lens.runs.executor import Unit
 
-Probes = Mapping[str, Probe[Any]]
-States = Mapping[str, Mapping[str, Any]]
+_MOST_STRETCHES = 128
 
 
-@dataclass
 class Gathered:
-    """What the shards so far have measured.
+    """What is measured already, on disk and in memory.
+
+    In the folder lie the sum of the shards up to one, in the checkpoint; the stretches behind it
+    that workers have measured before their turn, ``<checkpoint>.NNNNNN.safetensors``; and of
+    results that grow with the sequences a file for each shard. What is there when this is made is
+    read.
+
+    Args:
+        fresh: the probes as they were given, which have seen nothing.
+        batches: all sequences, those seen before too.
+        size: sequences of a shard; the last may have fewer.
+        checkpoint: where this is kept.
+        to_disk: whether results that grow are written shard by shard, not kept in memory.
 
     Attributes:
-        fresh: the probes as they were given, which have seen nothing.
-        extent: of all sequences.
-        size: sequences of a shard; the last may have fewer.
-        growing: where results are written that grow with the sequences; None keeps them in memory.
-        checkpoint: where this is kept.
-        merged: the probes of all shards so far, but for what is on disk.
-        told: by probe whose result grows, what is known of its shards.
-        n_shards: how many are in it.
-        is_whole: whether all of it is of the same shards, so that it may be kept.
+        growing: the names of the probes whose results are written shard by shard.
+        n_shards: how many shards are in the sums.
+        begun: the probes of the shard behind them, of which a part may be measured.
+
+    Raises:
+        InfoFlowError: if what is there is of other probes, or cannot be read.
     """
 
-    fresh: Probes
-    extent: Extent
-    size: int
-    growing: Growing | None
-    checkpoint: Checkpoint
-    merged: dict[str, Probe[Any]] = field(default_factory=dict)
-    told: dict[str, list[Any]] = field(default_factory=dict)
-    n_shards: int = 0
-    is_whole: bool = True
-
-    def __post_init__(self) -> None:
-        self.merged = copy.deepcopy(dict(self.fresh))
-
-    @classmethod
-    def of(
-        cls, fresh: Probes, extent: Extent, size: int, out: Path | None, checkpoint: Checkpoint
-    ) -> "Gathered":
-        """Nothing so far; with a folder and several shards, what grows is written there."""
-        names = frozenset(name for name, probe in fresh.items() if probe.sharded is not None)
-        growing = None
-        if out is not None and names and extent.n_sequences > size:
-            growing = Growing(out, names)
-        return cls(fresh, extent, size, growing, checkpoint)
+    def __init__(
+        self, fresh: Probes, batches: Batches, size: int, checkpoint: Checkpoint, to_disk: bool
+    ) -> None:
+        assert batches.extent is not None  # as they are not of a loader
+        self.fresh, self.batches, self.size = fresh, batches, size
+        self.extent, self.checkpoint = batches.extent, checkpoint
+        self.folder = checkpoint.folder
+        to_disk = to_disk and self.extent.n_sequences > size
+        self.growing = frozenset(n for n, p in fresh.items() if to_disk and p.sharded is not None)
+        self._n_in_all = -(-self.extent.n_sequences // size)
+        self.stride = 1  # shards of a stretch
+        while self._n_in_all > self.stride * _MOST_STRETCHES:
+            self.stride *= 2
+        self.n_shards = 0
+        self.begun: Probes = {}
+        self._whole, self._stretch = self._new(), self._new()  # sums of stretches; of the last one
+        self._told: dict[str, list[Any]] = {name: [] for name in self.growing}
+        self._is_whole = True  # whether all of it is of the same shards, so that it may be kept
+        state = checkpoint.load()
+        if state is not None:
+            self._load(state)
+        self._take_waiting()
 
     @property
     def n_seen(self) -> int:
-        """The sequences of its shards."""
+        """The sequences of the sums."""
         return min(self.n_shards * self.size, self.extent.n_sequences)
 
     @property
@@ -79,45 +100,69 @@ class Gathered:
         """The sequences behind them."""
         return self.extent.n_sequences - self.n_seen
 
-    def remaining(self, batches: Batches) -> Iterator[tuple[int, Batches]]:
-        """The shards behind those that are gathered, with their numbers."""
-        first, n = self.n_shards, self.extent.n_sequences
-        for index, start in enumerate(range(first * self.size, n, self.size), first):
-            yield index, batches.part(start, min(start + self.size, n))
+    def left(self) -> Iterator[int]:
+        """The numbers of the shards that are not measured."""
+        for index in range(self._n_in_all):
+            if index >= self.n_shards and not self._waits(index // self.stride):
+                yield index
 
-    def take(self, probes: Probes, told: Mapping[str, Any] | None = None) -> None:
-        """Add the next shard.
+    def part(self, shards: range) -> Batches:
+        """The sequences of shards in a row."""
+        stop = min(shards.stop * self.size, self.extent.n_sequences)
+        return self.batches.part(shards.start * self.size, stop)
 
-        Args:
-            probes: that have measured it, by name; those in `told` may be missing.
-            told: of what grows, where a worker has written it.
+    def begin(self) -> Probes:
+        """The probes for the next shard: those that have begun it, or new ones."""
+        self.begun = self.begun or self._new()
+        return self.begun
+
+    def take(self) -> None:
+        """Add the next shard, all of which the probes that have begun it have now measured."""
+        told = write_growing(self.begun, self.growing, self.n_shards, self.folder.path)
+        with self._changing():
+            for name, probe in self.begun.items():
+                if name in told:
+                    self._told[name].append(told[name])
+                else:
+                    self._stretch[name].merge(probe)
+            self.n_shards, self.begun = self.n_shards + 1, {}
+            if not self.n_shards % self.stride or self.n_shards == self._n_in_all:
+                self._close_stretch()
+        self._take_waiting()
+
+    def tasks(self) -> Iterator[tuple[int, range, Probes, Probes]]:
+        """The stretches that are left: number, shards, and probes as :class:`Task` has them."""
+        for number, found in groupby(self.left(), lambda index: index // self.stride):
+            left = list(found)
+            shards = range(left[0], left[-1] + 1)
+            if shards.start == self.n_shards:
+                yield number, shards, self.begun, self._stretch
+            else:
+                yield number, shards, {}, self._new()
+
+    def receive(self, delivered: Delivered) -> None:
+        """Add a stretch that a worker has measured, or keep it until its turn.
 
         Raises:
             InfoFlowError: if it is of another model, or cannot be written.
         """
-        if not told:
-            told = {} if self.growing is None else self.growing.write(probes, self.n_shards)
-        # from here on a second Ctrl-C leaves sums that nobody may go on from
-        self.is_whole = False
-        for name in self.fresh:
-            if name in told:
-                self.told.setdefault(name, []).append(told[name])
-            else:
-                self.merged[name].merge(probes[name])
-        self.n_shards += 1
-        self.is_whole = True
+        came = delivered.received()
+        for name, digest in delivered.digests.items():
+            target = self.folder.path / name
+            with naming_file(target):
+                target.parent.mkdir(exist_ok=True)
+            self.folder.replace(came / name, target, digest)
+        if delivered.stretch == self.n_shards // self.stride:
+            self._add_stretch(came / SUMS)
+            self._take_waiting()
+        else:
+            self.folder.replace(came / SUMS, self.folder.path / self._name(delivered.stretch))
+        shutil.rmtree(came, ignore_errors=True)
 
-    def take_measured(self, measured: Measured) -> None:
-        """Add the next shard, which a worker has measured; see :meth:`take`."""
-        if self.fresh.keys() != measured.told.keys() | measured.states.keys():
-            raise InfoFlowError(
-                f"a shard holds {', '.join([*measured.told, *measured.states])}: expected "
-                f"{', '.join(self.fresh)}; delete {self.checkpoint.path.stem}.* to begin again"
-            )
-        probes = {name: copy.deepcopy(self.fresh[name]) for name in measured.states}
-        for name, probe in probes.items():
-            probe.load_state_dict(measured.states[name])
-        self.take(probes, measured.told)
+    def keep(self, now: bool = False) -> None:
+        """Write where it stands, if the last time is long ago or it must be now."""
+        if self._is_whole and self.checkpoint.keep(self._state, now):
+            self.forget_waiting()
 
     def result(self, name: str) -> Any:
         """The result of a probe.
@@ -126,63 +171,131 @@ class Gathered:
             NothingMeasuredError: if it saw nothing that it could measure.
             InfoFlowError: for what the probe refuses.
         """
-        kind = self.fresh[name].sharded
-        if kind is None or self.growing is None or name not in self.told:
-            return self.merged[name].result()
-        path = self.growing.path_of(name)
-        return kind.of_shards(path, self.told[name], kind.of.load(path / "000000").record)
+        kind, told = self.fresh[name].sharded, self._told.get(name)
+        if kind is None or not told:
+            return self._whole[name].result()
+        path = self.folder.path / name
+        return kind.of_shards(path, told, kind.of.load(path / "000000").record)
 
     def results(self) -> dict[str, Any]:
         """The results of all probes; see :meth:`result`."""
         return {name: self.result(name) for name in self.fresh}
 
-    def state(self) -> dict[str, Any]:
-        """All of it, for :meth:`load`."""
+    # How it is kept
+
+    def _new(self) -> dict[str, Probe[Any]]:
+        return copy.deepcopy(dict(self.fresh))
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """A second Ctrl-C in here leaves sums that nobody may go on from."""
+        self._is_whole = False
+        yield
+        self._is_whole = True
+
+    def _close_stretch(self) -> None:
+        for name in self.fresh.keys() - self.growing:
+            self._whole[name].merge(self._stretch[name])
+        self._stretch = self._new()
+
+    def _name(self, stretch: int) -> str:
+        path = self.checkpoint.path
+        return f"{path.stem}.{stretch:06d}{path.suffix}"
+
+    def _waits(self, stretch: int) -> bool:
+        return os.path.lexists(self.folder.path / self._name(stretch))
+
+    def _take_waiting(self) -> None:
+        while self.n_left and self._waits(self.n_shards // self.stride):
+            name = self._name(self.n_shards // self.stride)
+            self.folder.holds(name)
+            self._add_stretch(self.folder.path / name)
+
+    def _add_stretch(self, path: Path) -> None:
+        """Add the stretch whose sums a worker has written; they have in them what was begun."""
+        again = f"expected what this version wrote; delete {path.name} to measure it again"
+        state: Any = read_state(path, "the stretch", again)[0]
+        sums = self._new()
+        try:
+            told = {name: [told_of(part) for part in state["told"][name]] for name in self.growing}
+            if self.fresh.keys() - self.growing != state["sums"].keys():
+                raise ValueError(f"it holds {', '.join(state['sums'])}")
+            for name, of_probe in state["sums"].items():
+                sums[name].load_state_dict(of_probe)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InfoFlowError(
+                f"{str(path)!r} is not of this run ({type(error).__name__}: {error}): {again}"
+            ) from error
+        with self._changing():
+            for name, parts in told.items():
+                self._told[name] += parts
+            self._stretch = sums
+            self._close_stretch()
+            ended = (self.n_shards // self.stride + 1) * self.stride
+            self.n_shards, self.begun = min(ended, self._n_in_all), {}
+
+    def _state(self) -> dict[str, Any]:
+        # where all have taken in the same batches
+        begun = self.begun if len({p.n_sequences for p in self.begun.values()}) == 1 else {}
         return {
             "n_shards": self.n_shards,
             "n_seen": self.n_seen,  # for who looks at the file
-            "told": self.told,
-            "merged": {name: probe.state_dict() for name, probe in self.merged.items()},
+            "told": self._told,
+            **{
+                name: {which: probe.state_dict() for which, probe in probes.items()}
+                for name, probes in {
+                    "whole": self._whole,
+                    "stretch": self._stretch if self.n_shards % self.stride else {},
+                    "begun": begun,
+                }.items()
+            },
         }
 
-    def load(self, state: Any) -> States | None:
-        """Go on from what a run before had kept.
-
-        Returns:
-            The states of the shard that was not finished, by probe; None if there was none.
-
-        Raises:
-            InfoFlowError: if it is of other probes, or cannot be read.
-        """
+    def _load(self, state: Any) -> None:
         again = f"expected the same; delete {self.checkpoint.path.name} to begin again"
-        folder = str(self.checkpoint.path.parent)
+        folder = str(self.folder.path)
         try:
-            merged, current, told = dict(state["merged"]), state["current"], dict(state["told"])
-            if not all(self.fresh.keys() == part.keys() for part in (merged, current or merged)):
+            told, states = (
+                dict(state["told"]),
+                {n: dict(state[n]) for n in ("whole", "stretch", "begun")},
+            )
+            if any(self.fresh.keys() != (part or self.fresh).keys() for part in states.values()):
                 raise InfoFlowError(
                     f"the unfinished run in {folder!r} is of other probes than "
                     f"{', '.join(self.fresh)}: {again}"
                 )
-            for name, probe in self.merged.items():
-                probe.load_state_dict(merged[name])
-            self.told = {
-                name: [told_of(part) for part in parts]
-                for name, parts in told.items()
-                if self.growing is not None and name in self.growing.names
-            }
+            if states["begun"]:
+                self.begin()
+            into = {"whole": self._whole, "stretch": self._stretch, "begun": self.begun}
+            for which, of_probes in states.items():
+                for name, of_probe in of_probes.items():
+                    into[which][name].load_state_dict(of_probe)
+            self._told = {name: [told_of(part) for part in told[name]] for name in self.growing}
             self.n_shards = int(state["n_shards"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InfoFlowError(
                 f"the unfinished run in {folder!r} cannot be read ({type(error).__name__}: "
                 f"{error}): {again}"
             ) from error
-        for name, parts in self.told.items():
-            assert self.growing is not None
-            for index in range(len(parts)):
-                path = self.growing.path_of(name) / f"{index:06d}.json"
+        for name in self.growing:
+            for index in range(self.n_shards):
+                path = self.folder.path / name / f"{index:06d}.json"
                 if not path.is_file():
                     raise InfoFlowError(f"{str(path)!r} is gone: {again}")
-        return current
+
+    def forget_waiting(self) -> None:
+        """Remove the files of stretches that are in the sums."""
+        names = {self._name(number) for number in range(-(-self.n_shards // self.stride))}
+        self.folder.remove(*names.intersection(self.folder.names()))
+
+
+def told_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What a shard has told, read again; KeyError, TypeError or ValueError for anything else."""
+    return {
+        "n_sequences": int(part["n_sequences"]),
+        "notes": list(part["notes"]),
+        "digest": str(part["digest"]),
+    }
 
 
 def run_in_shards(
@@ -191,7 +304,7 @@ def run_in_shards(
     probes: Probes,
     checkpoint: Checkpoint,
     say: Say = lambda line: None,
-    out: Path | None = None,
+    to_disk: bool = False,
 ) -> Gathered:
     """Run probes together over sequences, behind the last that the checkpoint holds.
 
@@ -201,185 +314,95 @@ def run_in_shards(
         probes: by name; they have seen nothing.
         checkpoint: where it stands; it is not removed.
         say: called with the probes' names and from where they go on.
-        out: folder for results that grow with the sequences, where there are several shards; None
-            keeps all in memory.
+        to_disk: write results that grow with the sequences where there are several shards.
 
     Raises:
         InfoFlowError: for a checkpoint of other probes, for results that will not fit in memory or
             on the disk, for workers that are gone, and for what probes refuse.
         KeyboardInterrupt: behind the batch in which it was asked for; the state is on disk.
     """
-    extent, size = batches.extent, setting.config.shard
-    assert extent is not None  # as they are not of a loader
-    gathered = Gathered.of(probes, extent, size, out, checkpoint)
-    state, current = checkpoint.load(), None
-    if state is not None:
-        current = gathered.load(state)
-    else:  # what a run has left that was not kept
-        _Waiting(checkpoint).forget()
-        if gathered.growing is not None:
-            gathered.growing.clear()
-    begun = [int(part.get("n_sequences", 0)) for part in (current or {}).values()]
-    seen = gathered.n_seen + max(begun, default=0)
+    gathered = Gathered(probes, batches, setting.config.shard, checkpoint, to_disk)
+    begun = max((probe.n_sequences for probe in gathered.begun.values()), default=0)
+    seen = gathered.n_seen + begun
     say(f"{', '.join(probes)}" + (f": going on behind {seen} sequences" if seen else ""))
-    alone = setting.crew.is_alone or gathered.n_left <= size
-    with progress_bar(
-        "probing", extent.n_sequences, setting.progress, done=seen if alone else gathered.n_seen
-    ) as advance:
-        if alone:
-            _here(setting, batches, gathered, current, advance)
-        else:
-            _elsewhere(setting, batches, gathered, advance)
+    alone = setting.executor.is_alone or gathered.n_left <= setting.config.shard
+    total, done = gathered.extent.n_sequences, seen if alone else gathered.n_seen
+    with (
+        progress_bar("probing", total, setting.progress, done=done) as show,
+        word_if_long(say, ", ".join(probes), total - done, gathered.extent.longest) as count,
+    ):
+
+        def advance(n: int) -> None:
+            show(n)
+            count(n)
+
+        try:
+            if alone:
+                _here(setting, gathered, advance)
+            else:
+                _elsewhere(setting, gathered, advance)
+        except BaseException:
+            gathered.keep(now=True)
+            raise
+    gathered.forget_waiting()
     return gathered
 
 
-def _here(
-    setting: Setting,
-    batches: Batches,
-    gathered: Gathered,
-    current: States | None,
-    advance: Advance,
-) -> None:
+def _here(setting: Setting, gathered: Gathered, advance: Callable[[int], None]) -> None:
     """Measure what is left in this process."""
-    checkpoint, config = gathered.checkpoint, setting.config
-    probes: dict[str, Probe[Any]] = {}
-    waiting = _Waiting(checkpoint)
-
-    def now() -> dict[str, Any]:
-        counts = {probe.n_sequences for probe in probes.values()}
-        whole = len(counts) == 1 and counts != {0}  # each has taken in the same batches
-        states = {name: probe.state_dict() for name, probe in probes.items()} if whole else None
-        return {**gathered.state(), "current": states}
-
+    config, folder = setting.config, gathered.folder.path
+    watch = Watch(gathered.n_left, config.shard, gathered.growing, folder)
     with between_steps() as stop_if_asked:
-        watch = Watch(gathered.n_left, config.shard, gathered.growing)
-        try:
-            for index, part in gathered.remaining(batches):
-                if waiting.has(index):  # a run with workers has measured it
-                    gathered.take_measured(waiting.load(index))
-                    advance(part.n_sequences or 0)
-                    current = None
-                    continue
-                probes = copy.deepcopy(dict(gathered.fresh))
-                if current is not None:
-                    for name, probe in probes.items():
-                        probe.load_state_dict(current.get(name, {}))
-                    current = None
+        for index in gathered.left():
+            probes, before = gathered.begin(), gathered.n_seen
+            part = gathered.part(range(index, index + 1))
 
-                def after_batch(n: int, probes: Probes = probes) -> None:
-                    advance(n)
-                    stop_if_asked()
-                    watch.look(probes, n)
-                    checkpoint.keep(now)
-
-                run_shard(
-                    setting.model,
-                    part,
-                    list(probes.values()),
-                    extent=gathered.extent,
-                    first_index=index * config.shard,
-                    batch_size=config.batch_size,
-                    skip=next(iter(probes.values())).n_sequences,
-                    after_batch=after_batch,
-                )
-                gathered.take(probes)
-                probes = {}
-                checkpoint.keep(now)
-        except BaseException:
-            if gathered.is_whole:
-                checkpoint.save(now())
-            raise
-    waiting.forget(gathered.n_shards)
-
-
-def _elsewhere(setting: Setting, batches: Batches, gathered: Gathered, advance: Advance) -> None:
-    """Measure what is left in workers; what comes before its turn waits on disk."""
-    checkpoint, config = gathered.checkpoint, setting.config
-    fingerprint = model_fingerprint(setting.model)
-    waiting = _Waiting(checkpoint)
-
-    def tasks(places: str) -> Iterator[Task]:
-        here = setting.crew.scheduler is None
-        at_once = setting.crew.jobs if here else 1
-        for index, part in gathered.remaining(batches):
-            if not waiting.has(index):
-                # what the shards before it take is no longer free
-                n_left = gathered.extent.n_sequences - index * config.shard
-                yield Task(
-                    index=index,
-                    rows=rows_for(part, here),
-                    extent=gathered.extent,
-                    probes=gathered.fresh,
-                    config=config,
-                    fingerprint=fingerprint,
-                    watch=Watch(n_left, config.shard, gathered.growing, here, at_once),
-                    growing=gathered.growing if here else None,
-                    places=places,
-                )
-
-    def take(measured: Measured) -> None:
-        before = gathered.n_seen
-        gathered.take_measured(measured)
-        advance(gathered.n_seen - before)
-
-    def take_waiting() -> None:
-        while waiting.has(gathered.n_shards):
-            take(waiting.load(gathered.n_shards))
-
-    def now() -> dict[str, Any]:
-        return {**gathered.state(), "current": None}
-
-    try:
-        with between_steps() as stop_if_asked, setting.crew.at_work() as (spread, places):
-            for index, sent in spread(measure_shard, tasks(places)):
-                measured = Measured.of_plain(state_from_bytes(sent))
-                if index == gathered.n_shards:
-                    take(measured)
-                else:
-                    waiting.save(index, measured)
-                take_waiting()
-                checkpoint.keep(now)
+            def after_batch(n: int, probes: Probes = probes) -> None:
+                advance(n)
                 stop_if_asked()
-            take_waiting()
-    except BaseException:
-        if gathered.is_whole:
-            checkpoint.save(now())
-            waiting.forget(gathered.n_shards)
-        raise
-    waiting.forget(gathered.n_shards)
+                watch.look(probes, n)
+                gathered.keep()
+
+            measure(setting.model, part, probes, index, gathered.extent, config, after_batch)
+            gathered.take()
+            gathered.keep()
+            advance(gathered.n_seen - before - len(part.sequences()))  # what had waited
 
 
-class _Waiting:
-    """Shards that are measured before their turn, on disk."""
+def _elsewhere(setting: Setting, gathered: Gathered, advance: Callable[[int], None]) -> None:
+    """Measure what is left in workers."""
+    config, executor = setting.config, setting.executor
+    here = executor.scheduler is None
+    fingerprint = model_fingerprint(setting.model)
+    scratch = gathered.folder.scratch.absolute() / uuid.uuid4().hex
+    scratch.mkdir()
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    def units() -> Iterator[Unit]:
+        for number, shards, begun, so_far in gathered.tasks():
+            first = shards.start * config.shard
+            # what the shards before take is no longer free
+            n_left, at_once = gathered.extent.n_sequences - first, executor.jobs if here else 1
+            task = Task(
+                stretch=number,
+                shards=shards,
+                rows=rows_for(gathered.part(shards), here),
+                extent=gathered.extent,
+                fresh=gathered.fresh,
+                begun=begun,
+                so_far=so_far,
+                config=config,
+                fingerprint=fingerprint,
+                watch=Watch(n_left, config.shard, gathered.growing, scratch, at_once),
+                scratch=scratch,
+            )
+            yield Unit(f"shard {shards.start} (from sequence {first})", task)
 
-    def _of(self, index: int) -> Checkpoint:
-        path = self._checkpoint.path
-        name = f"{path.stem}.{index:06d}{path.suffix}"
-        return Checkpoint(self._checkpoint.folder, name)
-
-    def has(self, index: int) -> bool:
-        return self._of(index).path.is_file()
-
-    def save(self, index: int, measured: Measured) -> None:
-        self._of(index).save(measured.to_plain())
-
-    def load(self, index: int) -> Measured:
-        try:
-            return Measured.of_plain(self._of(index).load())
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            path = self._of(index).path
-            raise InfoFlowError(
-                f"{str(path)!r} is no shard of this version ({type(error).__name__}: {error}): "
-                "expected what this version wrote; delete it to measure the shard again"
-            ) from error
-
-    def forget(self, stop: float = math.inf) -> None:
-        """Remove those before `stop`, which are in what was kept."""
-        path = self._checkpoint.path
-        for found in path.parent.glob(f"{path.stem}.*{path.suffix}"):
-            number = found.name[len(path.stem) + 1 : -len(path.suffix)]
-            if number.isdigit() and int(number) < stop:
-                self._checkpoint.folder.remove(found.name)
+    with (
+        between_steps() as stop_if_asked,
+        executor.at_work("finished shards are kept") as run,
+    ):
+        for delivered in run(measure_in_worker, units(), stop_if_asked):
+            before = gathered.n_seen
+            gathered.receive(delivered)
+            advance(gathered.n_seen - before)
+            gathered.keep()

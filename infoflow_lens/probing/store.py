@@ -1,46 +1,48 @@
-"""Sequences on disk, in shards of which one is in memory at a time."""
+"""The sequences of a run: one Arrow file, which is mapped into memory, and what it was made from.
+
+``datasets.Dataset.from_file`` opens the file, too: its column is "input_ids", or "x" for vectors.
+"""
 
 import hashlib
-import shutil
+import json
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import islice
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import naming_file
-from infoflow_lens.hooks.model.inputs import Extent
+from infoflow_lens.foundation.files import naming_file, read_signed, write_signed
+from infoflow_lens.hooks.model.inputs import Extent, Rows
 from infoflow_lens.runs.folder import RunFolder
 
-_SHARD = 1024  # sequences in a file
+_FOLDER, _FILE, _ABOUT = "inputs", "sequences.arrow", "sequences.json"
+_SCHEMA = "infoflow-lens sequences 1"
+_DTYPE = b"torch.dtype"  # Arrow has no bfloat16, and ids need half of int64
+_AT_ONCE = 256  # sequences that are read together
+_BATCH = 2**22  # bytes that are written together
+_MAPPED = 2**26  # bytes after whose reading the file is mapped anew, so that none stay in memory
 
 
 class StoredSequences(Sequence[Tensor]):
     """The sequences that :func:`store` wrote, or some of them in a row, read as they are needed.
 
     Attributes:
-        folder: of the files.
         extent: how many, and how long.
     """
 
     def __init__(
-        self, folder: Path, extent: Extent, start: int = 0, longest: int | None = None
+        self, file: "_ArrowFile", extent: Extent, start: int = 0, longest: int | None = None
     ) -> None:
-        self.folder, self.extent = folder, extent
-        self._start, self._longest = start, longest
-        self._read: tuple[int, list[Tensor]] = (-1, [])
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what was read, which another process reads by itself."""
-        return {**vars(self), "_read": (-1, [])}
+        self.extent = extent
+        self._file, self._start, self._longest = file, start, longest
 
     def __len__(self) -> int:
         return self.extent.n_sequences
@@ -56,133 +58,211 @@ class StoredSequences(Sequence[Tensor]):
             start, stop, step = index.indices(len(self))
             if step != 1:
                 raise InfoFlowError(f"step is {step}: expected sequences in their own order")
-            return self._rows(start, max(start, stop))
+            return self._part(start, max(start, stop))
         place = range(len(self))[index] + self._start
-        return self._cut(self._shard(place // _SHARD)[place % _SHARD])
+        return self._file.rows(place, place + 1)[0][: self._longest]
 
     def __iter__(self) -> Iterator[Tensor]:
         stop = self._start + len(self)
-        for shard in range(self._start // _SHARD, -(-stop // _SHARD)):
-            first = shard * _SHARD
-            for row in self._shard(shard)[max(self._start - first, 0) : stop - first]:
-                yield self._cut(row)
+        for start in range(self._start, stop, _AT_ONCE):
+            for row in self._file.rows(start, min(start + _AT_ONCE, stop)):
+                yield row[: self._longest]
 
     def cut(self, longest: int) -> "StoredSequences":
         """The same sequences, of at most so many tokens each."""
-        extent = Extent(
-            len(self), min(self.extent.longest, longest), min(self.extent.shortest, longest)
-        )
-        return StoredSequences(self.folder, extent, self._start, longest)
+        most, least = min(self.extent.longest, longest), min(self.extent.shortest, longest)
+        return StoredSequences(self._file, Extent(len(self), most, least), self._start, longest)
 
-    def _cut(self, row: Tensor) -> Tensor:
-        return row[: self._longest]
+    def _part(self, start: int, stop: int) -> "StoredSequences":
+        extent = self.extent
+        if stop - start < len(self):
+            longest, shortest = self._file.lengths(self._start + start, self._start + stop)
+            most = self._longest or longest
+            extent = Extent(stop - start, min(longest, most), min(shortest, most))
+        return StoredSequences(self._file, extent, self._start + start, self._longest)
 
-    def _rows(self, start: int, stop: int) -> "StoredSequences":
-        part = StoredSequences(
-            self.folder, Extent(stop - start, 0, 0), self._start + start, self._longest
-        )
-        if stop - start == len(self):
-            part.extent = self.extent
-        elif stop > start:
-            lengths = self._lengths(part._start, part._start + len(part))
-            if self._longest is not None:
-                lengths = [min(length, self._longest) for length in lengths]
-            part.extent = Extent(len(lengths), max(lengths), min(lengths))
-        return part
 
-    def _lengths(self, start: int, stop: int) -> list[int]:
-        """The lengths of some sequences, as they were stored."""
-        lengths: list[int] = []
-        for number in range(start // _SHARD, -(-stop // _SHARD)):
-            with self._opened(number) as file:
-                lengths += file.get_tensor("lengths").tolist()
-        first = start // _SHARD * _SHARD
-        return lengths[start - first : stop - first]
+class _ArrowFile:
+    """An Arrow file of sequences, opened where it is first read."""
 
-    def _shard(self, number: int) -> list[Tensor]:
-        """The sequences of a file."""
-        if self._read[0] != number:
-            with self._opened(number) as file:
-                tokens, lengths = file.get_tensor("tokens").clone(), file.get_tensor("lengths")
-                rows = [row[:length] for row, length in zip(tokens, lengths.tolist(), strict=True)]
-            self._read = (number, rows)
-        return self._read[1]
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._table: pa.Table | None = None
+        self._n_read = 0
 
-    @contextmanager
-    def _opened(self, number: int) -> Iterator[Any]:
-        """A file.
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is open, which another process opens by itself."""
+        return {"path": self.path, "_table": None, "_n_read": 0}
+
+    def rows(self, start: int, stop: int) -> list[Tensor]:
+        """The sequences from `start` to before `stop`.
 
         Raises:
-            InfoFlowError: if it is spoiled or gone.
+            InfoFlowError: if the file is spoiled or gone.
         """
-        path = _path(self.folder, number)
+        with self._reading(start, stop) as (table, column):
+            rows = column.combine_chunks()
+            offsets = rows.offsets.to_numpy()
+            values = rows.values.slice(offsets[0], offsets[-1] - offsets[0])
+            shape: tuple[int, ...] = (-1,)
+            if pa.types.is_fixed_size_list(values.type):
+                shape = (-1, values.type.list_size)
+                values = values.flatten()
+            dtype = getattr(torch, table.schema.metadata[_DTYPE].decode())
+            numbers = torch.from_numpy(np.array(values.to_numpy(zero_copy_only=False)))
+            self._n_read += numbers.nbytes
+            return list(numbers.to(dtype).reshape(shape).split(np.diff(offsets).tolist()))
+
+    def lengths(self, start: int, stop: int) -> tuple[int, int]:
+        """The tokens of the longest and of the shortest of some sequences; 0 for none."""
+        with self._reading(start, stop) as (_, column):
+            found = pc.min_max(pc.list_value_length(column)).as_py()
+            return found["max"] or 0, found["min"] or 0
+
+    @contextmanager
+    def _reading(self, start: int, stop: int) -> Iterator[tuple[pa.Table, pa.ChunkedArray]]:
         try:
-            with safe_open(path, framework="pt") as file:
-                yield file
-        except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+            if self._table is None or self._n_read > _MAPPED:
+                self._table, self._n_read = None, 0
+                with pa.memory_map(str(self.path)) as file, pa.ipc.open_stream(file) as reader:
+                    self._table = reader.read_all()
+            column = self._table.column(0).slice(start, stop - start)
+            if len(column) != stop - start:
+                raise ValueError(f"it holds {len(self._table)} sequences, not {stop}")
+            yield self._table, column
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as e:
             raise InfoFlowError(
-                f"{str(path)!r} cannot be read ({error}): expected the sequences of this run; "
+                f"{str(self.path)!r} cannot be read ({e}): expected the sequences of this run; "
                 "run the same again, which writes them anew"
-            ) from error
+            ) from e
 
 
-def store(rows: Iterable[Tensor], scratch: Path, what: str) -> tuple[StoredSequences, str]:
-    """Write sequences as they come, to a folder in `scratch` until :func:`settle`.
+@dataclass(frozen=True)
+class Stored:
+    """Sequences on disk, with their identity.
+
+    Attributes:
+        path: of the file.
+        extent: how many, and how long.
+        digest: of their numbers, types and lengths, whatever the file looks like.
+    """
+
+    path: Path
+    extent: Extent
+    digest: str
+
+    @property
+    def sequences(self) -> StoredSequences:
+        """The sequences, to be read."""
+        return StoredSequences(_ArrowFile(self.path), self.extent)
+
+    def settle(self, into: RunFolder, made_from: Any) -> "Stored":
+        """Put them in the folder of the run, in the place of those that it had there.
+
+        Args:
+            into: the folder.
+            made_from: JSON-compatible, by which :func:`stored_before` knows them; None keeps them
+                for this run alone.
+        """
+        if self.path.parent == into.path / _FOLDER:
+            return self
+        about = {**asdict(self.extent), "identity": self.digest, "made_from": made_from}
+        write_signed(self.path.parent / _ABOUT, _SCHEMA, about)
+        into.replace_folder(self.path.parent, into.path / _FOLDER)
+        return replace(self, path=into.path / _FOLDER / _FILE)
+
+
+def stored_before(folder: RunFolder, made_from: Any) -> Stored | None:
+    """The sequences in the folder of a run, if they are whole and were made from the same.
 
     Args:
-        rows: token ids [pos] or vectors [pos, d_token].
-        scratch: a folder.
-        what: what errors call the rows.
+        folder: of the run.
+        made_from: as :meth:`Stored.settle` was told.
+    """
+    names = [f"{_FOLDER}/{name}" for name in (_ABOUT, _FILE)]
+    try:
+        if made_from is None or not folder.holds(*names):
+            return None
+        about = read_signed(folder.path / names[0], _SCHEMA, "note on sequences", "")
+    except InfoFlowError:  # they are written anew, where the folder may be written
+        return None
+    if about["made_from"] != json.loads(json.dumps(made_from)):
+        return None
+    extent = Extent(about["n_sequences"], about["longest"], about["shortest"])
+    return Stored(folder.path / names[1], extent, about["identity"])
 
-    Returns:
-        The sequences, and a digest of them all.
+
+def store(parts: Iterable[Rows], scratch: Path, what: str) -> Stored:
+    """Write sequences as they come, to a folder in `scratch`, where they lie until they settle.
+
+    Args:
+        parts: some sequences at a time: token ids [pos] or vectors [pos, d_token].
+        scratch: a folder.
+        what: what errors call the sequences.
 
     Raises:
-        InfoFlowError: for no rows, and where they cannot be written.
+        InfoFlowError: for no sequences, and where they cannot be written.
     """
-    new = scratch / f"sequences.{uuid.uuid4().hex[:12]}"
-    with naming_file(new):
-        new.mkdir(parents=True)
+    path = scratch / f"sequences.{uuid.uuid4().hex[:12]}" / _FILE
     digest = hashlib.sha256()
-    n, longest, shortest = 0, 0, 0
-    coming = iter(rows)
-    try:
-        while together := list(islice(coming, _SHARD)):
-            lengths = [len(row) for row in together]
-            for row in together:
-                digest.update(f"{row.dtype}{tuple(row.shape)}".encode())
-                digest.update(row.contiguous().view(torch.uint8).numpy().tobytes())
-            contents = {
-                "tokens": pad_sequence(together, batch_first=True).contiguous(),
-                "lengths": torch.tensor(lengths),
-            }
-            with naming_file(_path(new, n // _SHARD)):
-                save_file(contents, _path(new, n // _SHARD))
-            shortest = min(lengths) if not n else min(shortest, *lengths)
-            longest = max(longest, *lengths)
-            n += len(together)
-        if not n:
-            raise InfoFlowError(f"{what} is empty: expected at least one sequence")
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    return StoredSequences(new, Extent(n, longest, shortest)), digest.hexdigest()[:16]
+    lengths: list[int] = []
+    n, longest, shortest = 0, 0, 2**63
+    with ExitStack() as stack:
+        writer = None
+        for rows in parts:
+            if not len(rows):
+                continue
+            lengths = [len(row) for row in rows]
+            numbers = rows.flatten(0, 1) if isinstance(rows, Tensor) else torch.cat(list(rows))
+            _add_to(digest, numbers, lengths)
+            batch = _as_arrow(numbers, lengths, what)
+            with naming_file(path):
+                if writer is None:
+                    path.parent.mkdir(parents=True)
+                    file = stack.enter_context(pa.OSFile(str(path), "wb"))
+                    schema = batch.schema
+                    writer = stack.enter_context(pa.ipc.new_stream(file, schema))
+                elif not batch.schema.equals(schema, check_metadata=True):
+                    raise InfoFlowError(
+                        f"{what} holds {numbers.dtype} {list(numbers.shape[1:])} behind others: "
+                        "expected sequences of one type"
+                    )
+                writer.write_batch(batch)
+            longest, shortest = max(longest, *lengths), min(shortest, *lengths)
+            n += len(rows)
+        with naming_file(path):
+            stack.close()
+    if not n:
+        raise InfoFlowError(f"{what} is empty: expected at least one sequence")
+    return Stored(path, Extent(n, longest, shortest), digest.hexdigest()[:16])
 
 
-@contextmanager
-def unless_settled(stored: StoredSequences) -> Iterator[None]:
-    """Remove stored sequences if the block ends before they are settled."""
-    try:
-        yield
-    finally:
-        shutil.rmtree(stored.folder, ignore_errors=True)
+def _add_to(digest: Any, numbers: Tensor, lengths: Sequence[int]) -> None:
+    """Add sequences to a digest, each with its type and its shape before its numbers."""
+    told = numbers.contiguous().view(torch.uint8).numpy().reshape(-1)
+    size = len(told) // len(numbers)
+    stop = 0
+    for length in lengths:
+        start, stop = stop, stop + length * size
+        digest.update(f"{numbers.dtype}{(length, *numbers.shape[1:])}".encode())
+        digest.update(told[start:stop])
 
 
-def settle(stored: StoredSequences, folder: Path, into: RunFolder) -> StoredSequences:
-    """Stored sequences in their folder, in the place of those that the run had there."""
-    into.replace_folder(stored.folder, folder)
-    return StoredSequences(folder, stored.extent)
-
-
-def _path(folder: Path, number: int) -> Path:
-    return folder / f"{number:06d}.safetensors"
+def _as_arrow(numbers: Tensor, lengths: Sequence[int], what: str) -> pa.RecordBatch:
+    """Sequences, one behind the other in `numbers`, as rows of an Arrow table."""
+    kept = numbers.float() if numbers.dtype == torch.bfloat16 else numbers
+    values = pa.array(kept.flatten().numpy())
+    if not numbers.is_floating_point():
+        try:
+            values = values.cast(pa.int32())
+        except pa.ArrowInvalid as error:
+            raise InfoFlowError(
+                f"{what} has token ids up to {int(numbers.max())}: expected less than 2**31"
+            ) from error
+    if numbers.ndim > 1:
+        values = pa.FixedSizeListArray.from_arrays(values, numbers.shape[1])
+    offsets = np.cumsum([0, *lengths], dtype=np.int32)
+    rows = pa.ListArray.from_arrays(pa.array(offsets), values)
+    name = "x" if numbers.ndim > 1 else "input_ids"
+    batch = pa.record_batch([rows], names=[name])
+    return batch.replace_schema_metadata({_DTYPE: str(numbers.dtype).removeprefix("torch.")})

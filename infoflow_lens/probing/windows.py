@@ -1,8 +1,9 @@
 """Texts joined, and cut into windows of one length."""
 
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -10,14 +11,16 @@ import numpy as np
 import torch
 from annotated_types import Ge
 from jaxtyping import Int
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import naming_file
 from infoflow_lens.foundation.settings import check
-from infoflow_lens.hooks.model.inputs import tokenized
+from infoflow_lens.hooks.model.texts import by_size, ids_of_texts, tokenized
 
 _PIECE = 2**20  # characters that are tokenised at a time, about; each takes hundreds of bytes
+_AT_ONCE = 1000  # windows
 
 
 def token_stream(
@@ -36,12 +39,7 @@ def token_stream(
     Raises:
         InfoFlowError: for no text, or a model without a tokenizer.
     """
-    if not texts:
-        raise InfoFlowError("there are no texts: expected at least one")
-    prefix = _prefix(model, texts[0])
-    parts = [
-        ids for text in texts for ids in (prefix, *(_bare(model, part) for part in _pieces(text)))
-    ]
+    prefix, *parts = _prefix_and_stream(model, texts)
     return prefix, torch.cat(parts)
 
 
@@ -63,11 +61,7 @@ def evenly_spread(
     Raises:
         InfoFlowError: for a length without room, or a stream shorter than one window.
     """
-    # the stream's own first prefix is cut off: each window brings its own
-    stream = stream[len(prefix) :]
-    starts, own = _starts(len(prefix), len(stream), length, n, name)
-    rows = stream[starts[:, None] + torch.arange(own)]
-    return torch.cat([prefix.expand(len(rows), -1), rows], dim=1)
+    return torch.cat(list(_spread(prefix, stream.numpy().take, len(stream), length, n, name)))
 
 
 def windows(
@@ -79,54 +73,96 @@ def windows(
     *,
     one_text: bool = False,
     scratch: Path | None = None,
-) -> Iterator[Int[Tensor, " length"]]:
-    """What :func:`evenly_spread` gives of a :func:`token_stream`, which stays on disk meanwhile.
+) -> Iterator[Int[Tensor, "window length"]]:
+    """What :func:`evenly_spread` gives of a :func:`token_stream`, some windows at a time.
 
     Args:
         model: with a tokenizer.
         texts: as they are read.
         length, n, name: as there.
         one_text: whether these are pieces of one text.
-        scratch: a folder for the stream, of four bytes a token; default, the system's.
+        scratch: a folder for the stream, of four bytes a token; None keeps it in memory.
 
     Raises:
         InfoFlowError: as there, and where the stream cannot be written.
     """
-    prefix = torch.tensor([], dtype=torch.long)
+    parts = _prefix_and_stream(model, texts, one_text)
+    prefix = next(parts)
+    if scratch is None:
+        yield evenly_spread(prefix, torch.cat(list(parts)), length, n, name)
+        return
     n_stream = 0
     with ExitStack() as stack:
-        with naming_file(scratch or Path(tempfile.gettempdir())):
+        with naming_file(scratch):
             file = stack.enter_context(tempfile.TemporaryFile(dir=scratch))
-        for index, text in enumerate(texts):
-            if not index:
-                prefix = _prefix(model, text)
-            for place, piece in enumerate(_pieces(text)):
-                ids = _bare(model, piece)
-                if index and not place and not one_text:
-                    ids = torch.cat([prefix, ids])
-                with naming_file(scratch or Path(tempfile.gettempdir())):
-                    file.write(ids.to(torch.int32).numpy().tobytes())
-                n_stream += len(ids)
-        starts, own = _starts(len(prefix), n_stream, length, n, name)
-        for start in starts.tolist():
-            file.seek(4 * start)
-            ids = torch.from_numpy(np.frombuffer(file.read(4 * own), np.int32).astype(np.int64))
-            yield torch.cat([prefix, ids])
+        for ids in parts:
+            n_stream += len(ids)
+            with naming_file(scratch):
+                file.write(ids.to(torch.int32).numpy().tobytes())
+        with naming_file(scratch):
+            file.flush()
+        # mapped anew for every part, so that what was read does not stay in memory
+        yield from _spread(
+            prefix, lambda places: np.memmap(file, np.int32, "r")[places], n_stream, length, n, name
+        )
 
 
-def _starts(
-    n_prefix: int, n_stream: int, length: int, n: int | None, name: str
-) -> tuple[Int[Tensor, " window"], int]:
-    """Where windows begin, and how many tokens of the stream each holds."""
-    own: int = check(length, Annotated[int, Ge(n_prefix + 1)], "window") - n_prefix
+def _spread(
+    prefix: Tensor,
+    read: Callable[[NDArray[np.int64]], NDArray[np.integer]],
+    n_stream: int,
+    length: int,
+    n: int | None,
+    name: str,
+) -> Iterator[Tensor]:
+    """Windows of a stream that is read by places; see :func:`evenly_spread`."""
+    own: int = check(length, Annotated[int, Ge(len(prefix) + 1)], "window") - len(prefix)
+    n_stream -= len(prefix)  # the stream begins with one, and each window brings its own
     most = n_stream // own
     if most < 1:
         raise InfoFlowError(
             f"{name} has {n_stream} tokens: expected at least {own}, one window; give more text "
             "or a shorter window"
         )
-    chosen = min(most, n or most)
-    return torch.linspace(0, n_stream - own, chosen, dtype=torch.float64).long(), own
+    chosen = torch.linspace(0, n_stream - own, min(most, n or most), dtype=torch.float64).long()
+    for starts in (chosen + len(prefix)).split(_AT_ONCE):
+        rows = torch.from_numpy(np.array(read(starts.numpy()[:, None] + np.arange(own)))).long()
+        yield torch.cat([prefix.expand(len(rows), -1), rows], dim=1)
+
+
+def _prefix_and_stream(
+    model: nn.Module, texts: Iterable[str], one_text: bool = False
+) -> Iterator[Tensor]:
+    """What the tokenizer puts before a text; and then the ids of all texts, each behind it.
+
+    Args:
+        model: with a tokenizer.
+        texts: as they are read.
+        one_text: whether these are pieces of one text, and only the first is behind it.
+
+    Raises:
+        InfoFlowError: for no text, or a model without a tokenizer.
+    """
+    coming = iter(texts)
+    first = next(coming, None)
+    if first is None:
+        raise InfoFlowError("there are no texts: expected at least one")
+    beginning = [first[:256]]
+    (whole,), (bare,) = (
+        tokenized(model, beginning, "the texts"), ids_of_texts(model, beginning, bare=True)
+    )  # fmt: skip
+    prefix = whole[: len(whole) - len(bare)]
+    yield prefix
+    pieces = (
+        (piece, place == 0 and not (one_text and index))
+        for index, text in enumerate(chain([first], coming))
+        for place, piece in enumerate(_pieces(text))
+    )
+    for group in by_size(pieces, size=lambda pair: len(pair[0])):
+        rows = ids_of_texts(model, [piece for piece, _ in group], bare=True)
+        yield torch.cat(
+            [torch.cat([prefix, row]) if begins else row for row, (_, begins) in zip(rows, group)]
+        )
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -139,20 +175,3 @@ def _pieces(text: str) -> Iterator[str]:
         yield text[start:stop]
         start = stop
     yield text[start:]
-
-
-def _bare(model: nn.Module, text: str) -> Int[Tensor, " pos"]:
-    """The ids of a text without what the tokenizer puts before it."""
-    ids: Tensor = model.to_tokens(text, truncate=False, prepend_bos=False)  # type: ignore[operator]
-    return ids[0].cpu()
-
-
-def _prefix(model: nn.Module, text: str) -> Int[Tensor, " prefix"]:
-    """What the model's tokenizer puts before a text.
-
-    Raises:
-        InfoFlowError: for an empty text, or a model without a tokenizer.
-    """
-    beginning = text[:256]
-    whole = tokenized(model, beginning, "the first text")
-    return whole[: len(whole) - len(_bare(model, beginning))]

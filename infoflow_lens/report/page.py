@@ -12,7 +12,6 @@ from torch import Tensor
 from infoflow_lens.agreement import Agreement, SetAgreement
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import RecoveryResult
-from infoflow_lens.report import figures
 from infoflow_lens.report.assets import with_policy
 from infoflow_lens.report.charts import render_chart
 from infoflow_lens.report.flow import fallback, mounting, picture_data, picture_element
@@ -106,6 +105,8 @@ def _number(value: float) -> str:
 
 def render_report(report: Report) -> str:
     """The report as one HTML page that fetches nothing; it opens on the interactive picture."""
+    from infoflow_lens.report import figures  # pages of probe runs need no matplotlib
+
     flow = picture_of(report)
     data = picture_data(flow)
     recovery = figures.recovery({stage.name: stage.recovery for stage in report.stages})

@@ -37,7 +37,7 @@ def say_finished(
         sources: by name, the files or folders that the run has read.
         said: what the run prints at its end: "sentences", and the "title" and "rows" of a table.
     """
-    found = {name: _contents(path) for name, path in sources.items()}
+    found = {name: contents(path) for name, path in sources.items()}
     if all(files is not None for files in found.values()):
         values = {
             "asked": dict(asked),
@@ -78,12 +78,12 @@ def finished_before(
     if not whole or any(values.get(name) != value for name, value in now.items()):
         return None
     for name, source in sources.items():
-        if values["sources"].get(name) != _contents(source):
+        if values["sources"].get(name) != contents(source):
             return None
     return said
 
 
-def _contents(source: Path) -> dict[str, str] | None:
+def contents(source: Path) -> dict[str, str] | None:
     """The digests of a file, or of the files of a folder; None for neither, and for very many."""
     if source.is_file():
         return {source.name: digest_of(source)}

@@ -205,12 +205,15 @@ class RunFolder:
             self._check_own([target])
         return self.scratch / f"{target.name}.{uuid.uuid4().hex[:12]}"
 
-    def replace(self, temporary: Path, target: Path) -> None:
-        """Put a finished file in its place, named in the manifest."""
+    def replace(self, temporary: Path, target: Path, digest: str | None = None) -> None:
+        """Put a finished file in its place, named in the manifest; its digest, if it is known."""
         if not self._is_private(target):
             self._check_own([target])
-            self._append(target.relative_to(self.path).as_posix(), digest_of(temporary))
-        os.replace(temporary, target)
+            with naming_file(temporary, "read"):
+                digest = digest_of(temporary) if digest is None else digest
+            self._append(target.relative_to(self.path).as_posix(), digest)
+        with naming_file(target):
+            os.replace(temporary, target)
 
     def replace_folder(self, temporary: Path, target: Path) -> None:
         """Put the files of a finished folder in the place of the run's own in `target`."""
@@ -226,8 +229,7 @@ class RunFolder:
         new = {f"{below}/{file.name}" for file in files}
         self.remove(*(name for name in self.names(below) if name not in new))
         for file in files:
-            with naming_file(target / file.name):
-                self.replace(file, target / file.name)
+            self.replace(file, target / file.name)
         shutil.rmtree(temporary, ignore_errors=True)
 
     def _is_private(self, target: Path) -> bool:

@@ -23,7 +23,6 @@ import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from scipy import sparse
-from scipy.optimize import linprog
 from torch import Tensor
 
 from infoflow_lens.foundation.display import Displayed
@@ -608,6 +607,8 @@ def dependence(sequences: Any, *, max_sequences: Count = MAX_SEQUENCES) -> Depen
 
 
 def _short_dependence(phi: Any, pivots: Integers) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    from scipy.optimize import linprog  # which takes long, and most never need
+
     n = phi.shape[0]
     extra = int(np.setdiff1d(np.arange(n), pivots)[0])
     equations = sparse.hstack([phi.T, -phi.T]).tocsr()

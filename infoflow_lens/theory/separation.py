@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
-from scipy.optimize import linprog, minimize
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import Advance
@@ -174,6 +173,8 @@ def _descend(problem: Problem, iterations: int = 300) -> tuple[Floats, Floats]:
     Returns:
         Weights [feature, class] and hinges [sequence, class].
     """
+    from scipy.optimize import minimize
+
     phi = problem.sequences.phi()
     transposed = phi.T.tocsr()
     shape = (phi.shape[1], problem.n_classes)
@@ -234,6 +235,8 @@ def _solve_pairs(problem: Problem, rows: Integers, columns: Integers) -> tuple[b
     Returns:
         True and weights [feature, class], or False and the dual solution [pair].
     """
+    from scipy.optimize import linprog
+
     matrix, variables = _pair_matrix(problem, rows, columns)
     n = len(variables)
     constraints = sparse.hstack([-matrix, -np.ones((len(rows), 1))]).tocsr()
@@ -278,6 +281,8 @@ def _exact_multipliers(
 
 def _sparser(problem: Problem, found: Multipliers, rows: Integers, columns: Integers) -> Any:
     """A witness with fewer pairs, if least sums with one pair at 1 give one [chosen]."""
+    from scipy.optimize import linprog
+
     if len(found.values) > 64 or len(rows) > 5000:
         return found
     matrix, _ = _pair_matrix(problem, rows, columns)

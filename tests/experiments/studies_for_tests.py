@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim
 from infoflow_lens.experiments.study import Study
 from infoflow_lens.training import TrainingDivergedError
 
@@ -21,7 +21,6 @@ class Squares(Study):
     name = "squares"
     title = "Do squares grow?"
     source = "the tests"
-    acceptance = "the square of 3 is larger than that of 2"
     presets = {"smoke": 1, "quick": 2}  # noqa: RUF012
 
     def __init__(self, folder=None, diverging=(), pause=0.0):
@@ -54,9 +53,13 @@ class Squares(Study):
         figure.subplots().plot(results["number"], results["square"])
         return figure
 
-    def verdict(self, results):
-        means = results.groupby("number")["square"].mean()
-        return Verdict(bool(means[3] > means[2]), (f"{means[3]:.1f} against {means[2]:.1f}",))
+    def claims(self):
+        return [Claim("the square of 3 is {bound} times that of 2", growth, ">", 1)]
+
+
+def growth(results):
+    means = results.groupby("number")["square"].mean()
+    return {"": means[3] / means[2]}
 
 
 def smoke_rows(study, **changes):

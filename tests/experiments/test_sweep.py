@@ -35,7 +35,7 @@ def test_a_sweep_writes_rows_table_figure_and_record(tmp_path):
     assert result.verdict.passed
     table = (tmp_path / "table.md").read_text()
     assert "Preset smoke, 4 runs." in table
-    assert "**Seen**, by the rule: the square of 3 is larger" in table
+    assert "the square of 3 is above 1 times that of 2: yes" in table
     about = json.loads((tmp_path / "record.json").read_text())
     assert about["config"]["verdict"]["passed"] is True
     assert about["versions"]["torch"]
@@ -235,7 +235,7 @@ def test_two_sweeps_at_once_in_one_folder(tmp_path):
         first = other.submit(run, Squares(tmp_path / "seen", pause=0.2), tmp_path / "out")
         while not any((tmp_path / "seen").iterdir()):
             time.sleep(0.01)
-        with pytest.raises(InfoFlowError, match="is being written by infoflow-lens experiment"):
+        with pytest.raises(InfoFlowError, match="is being written by infoflow-lens study"):
             run(Squares(), tmp_path / "out", resume=True)
     assert first.result().verdict.passed
 

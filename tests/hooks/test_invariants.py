@@ -5,10 +5,11 @@ an entry in MAKES a test fails.
 """
 
 import copy
-import functools
 import gc
 import inspect
 import random
+import weakref
+from itertools import product
 
 import numpy as np
 import pytest
@@ -138,40 +139,26 @@ def test_every_probe_is_held_to_the_invariants():
     assert set(concrete(Probe)) == set(MAKES)
 
 
-EVERY = [(kind, index) for kind, makes in MAKES.items() for index in range(len(makes))]
+EVERY = {
+    f"{kind.__name__} {i}": make for kind, makes in MAKES.items() for i, make in enumerate(makes)
+}
 
 
 @pytest.fixture(scope="module")
-def made(folders):
-    return {}
+def case_of(folders):
+    """A model and inputs by name, each made once."""
+    made = {}
 
+    def get(name):
+        if name not in made:
+            make, data = MODELS[name]
+            made[name] = make(folders), data()
+            with torch.no_grad():
+                made[name][0](made[name][1])  # bridges put hooks of their own in place at first
+        made[name][0].eval()
+        return made[name]
 
-@pytest.fixture(params=MODELS)
-def case(request, folders, made):
-    name = request.param
-    if name not in made:
-        make, data = MODELS[name]
-        made[name] = make(folders), data()
-        with torch.no_grad():
-            made[name][0](made[name][1])  # bridges put hooks of their own in place when first run
-    made[name][0].eval()
-    return made[name]
-
-
-def for_every_probe(test):
-    """Run a test with each way to make a probe; an error says with which."""
-
-    @functools.wraps(test)
-    def every(*args, **kwargs):
-        for kind, index in EVERY:
-            try:
-                test(*args, **kwargs, make=MAKES[kind][index])
-            except (Exception, pytest.fail.Exception) as error:
-                raise AssertionError(f"{kind.__name__}, number {index}: {error}") from error
-
-    given = [p for p in inspect.signature(test).parameters.values() if p.name != "make"]
-    every.__signature__ = inspect.Signature(given)
-    return every
+    return get
 
 
 def numbers(result):
@@ -226,10 +213,8 @@ def assert_no_traces(model, before):
             assert value == after[name], name
 
 
-@for_every_probe
-def test_the_model_is_left_as_found(case, make):
+def the_model_is_left_as_found(model, x, make):
     """With gradients, a frozen weight, a hook, and one block in training."""
-    model, x = case
     before, fired = traces(model), []
     output = model(x)
     getattr(output, "logits", output).square().mean().backward()
@@ -252,25 +237,28 @@ def test_the_model_is_left_as_found(case, make):
     assert_no_traces(model, before)
 
 
-@for_every_probe
-def test_the_model_is_left_as_found_after_an_exception(case, monkeypatch, make):
-    model, x = case
+def the_model_is_left_as_found_after_an_exception(model, x, make):
+    """In the probe, and in the model."""
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("on the way")
+
     before = traces(model)
-    probe = make(x)
+    for inside_model in (True, False):
+        probe, handle = make(x), None
+        if inside_model:
+            handle = model.blocks[0].register_forward_pre_hook(fail)
+        else:
+            probe.update = fail
+        with pytest.raises(RuntimeError, match="on the way"), attach(model, probe):
+            model(x)
+        if handle is not None:
+            handle.remove()
+        assert_no_traces(model, before)
+        assert probe.n_sequences == 0
 
-    def fail(*args):
-        raise RuntimeError("inside the probe")
 
-    monkeypatch.setattr(probe, "update", fail)
-    with pytest.raises(RuntimeError, match="inside the probe"), attach(model, probe):
-        model(x)
-    assert_no_traces(model, before)
-    assert probe.n_sequences == 0
-
-
-@for_every_probe
-def test_blocks_end_in_any_order(case, make):
-    model, x = case
+def blocks_end_in_any_order(model, x, make):
     before = traces(model)
     first, second = attach(model, make(x)), attach(model, make(x))
     one, other = first.__enter__(), second.__enter__()
@@ -284,18 +272,14 @@ def test_blocks_end_in_any_order(case, make):
     assert (one[0].n_sequences, other[0].n_sequences) == (N, 2 * N)
 
 
-@for_every_probe
-def test_batches_and_their_order_do_not_matter(case, make):
-    model, x = case
+def batches_and_their_order_do_not_matter(model, x, make):
     (whole,) = run_probes(model, x, [make(x)], batch_size=N, progress=False)
     (parts,) = run_probes(model, x, [make(x)], batch_size=5, progress=False)
     # float32 kernels round by the size of the batch
     assert_equal(whole, parts, tolerance=2e-4)
 
 
-@for_every_probe
-def test_settling_changes_no_result(case, make):
-    model, x = case
+def settling_changes_no_result(model, x, make):
     whole, settled = make(x), make(x)
     for probe in (whole, settled):
         with attach(model, probe), torch.no_grad():
@@ -308,9 +292,7 @@ def test_settling_changes_no_result(case, make):
     assert settled.growing_bytes() <= bytes_in(settled.state_dict()["measured"])
 
 
-@for_every_probe
-def test_padding_on_either_side_does_not_matter(case, make):
-    model, x = case
+def padding_on_either_side_does_not_matter(model, x, make):
     if x.is_floating_point():
         with pytest.raises((InfoFlowError, TypeError), match=r"attention_mask|mask"):
             model(x, attention_mask=torch.ones(x.shape[:2]))
@@ -356,9 +338,7 @@ def same(one, other):
     return one == other
 
 
-@for_every_probe
-def test_going_on_from_a_snapshot_equals_not_having_stopped(case, make):
-    model, x = case
+def going_on_from_a_snapshot_equals_not_having_stopped(model, x, make):
     whole, first, second, third = make(x), make(x), make(x), make(x)
     run = {"progress": False, "batch_size": 4}
     empty = copy.deepcopy(whole.state_dict())
@@ -383,10 +363,8 @@ def test_going_on_from_a_snapshot_equals_not_having_stopped(case, make):
     assert_equal(second.result(), whole.result())
 
 
-@for_every_probe
-def test_merging_in_any_order_is_the_same(case, make):
+def merging_in_any_order_is_the_same(model, x, make):
     """Rows of sequences come in the order of merging; everything else is the same."""
-    model, x = case
     parts = [make(x) for _ in range(3)]
     for place, probe in enumerate(parts):
         with attach(model, probe, first_index=4 * place), torch.no_grad():
@@ -407,15 +385,48 @@ def test_merging_in_any_order_is_the_same(case, make):
         torch.testing.assert_close(one[name], value, rtol=1e-5, atol=1e-8, equal_nan=True, msg=name)
 
 
+PROPERTIES = (
+    the_model_is_left_as_found,
+    the_model_is_left_as_found_after_an_exception,
+    blocks_end_in_any_order,
+    batches_and_their_order_do_not_matter,
+    settling_changes_no_result,
+    padding_on_either_side_does_not_matter,
+    going_on_from_a_snapshot_equals_not_having_stopped,
+    merging_in_any_order_is_the_same,
+)
+
+
+def latin_square():
+    """Each property of each probe on one model; each probe meets every model."""
+    for first, holds in enumerate(PROPERTIES):
+        for second, probe in enumerate(EVERY):
+            yield holds, probe, list(MODELS)[(first + second) % len(MODELS)]
+
+
+@pytest.mark.parametrize(
+    ("holds", "probe", "name"),
+    [
+        pytest.param(*each, id=f"{each[0].__name__}, {each[1]}, {each[2]}")
+        for each in latin_square()
+    ],
+)
+def test_what_holds_for_every_probe(holds, probe, name, case_of):
+    holds(*case_of(name), EVERY[probe])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("holds", PROPERTIES, ids=lambda holds: holds.__name__)
+def test_what_holds_for_every_probe_on_every_model(holds, name, case_of):
+    for make in EVERY.values():
+        holds(*case_of(name), make)
+
+
 CHANGES = ("step", "data", "load_state_dict", "double", "new parameter")
 CHANGED = [
-    *(
-        (name, by, PositionsProbe)
-        for name in ("hosted, vector tokens", "bridge, gpt2")
-        for by in CHANGES
-    ),
-    *(("token ids", by, PositionsProbe) for by in CHANGES[2:]),
-    *(("token ids", by, kind) for by in CHANGES[:2] for kind in MAKES),
+    *product(("hosted, vector tokens", "bridge, gpt2", "token ids"), CHANGES, (PositionsProbe,)),
+    *(("token ids", CHANGES[i % len(CHANGES)], kind) for i, kind in enumerate(MAKES)),
 ]
 
 
@@ -454,17 +465,15 @@ def test_changed_weights_are_refused(name, by, kind, folders):
         assert probe.n_sequences == N
 
 
-@for_every_probe
-def test_nothing_is_kept_alive(token_model, make):
+def test_nothing_is_kept_alive(token_model):
     """A model that is no longer used is forgotten, with its activations."""
-    import weakref
-
-    x = token_ids()
-    with attach(token_model, make(x)):
-        token_model(x)
-    clone = copy.deepcopy(token_model)
-    run_probes(clone, x, [make(x)], progress=False)
-    gone = weakref.ref(clone)
-    del clone
+    x, gone = token_ids(), {}
+    for name, make in EVERY.items():
+        with attach(token_model, make(x)):
+            token_model(x)
+        clone = copy.deepcopy(token_model)
+        run_probes(clone, x, [make(x)], progress=False)
+        gone[name] = weakref.ref(clone)
+        del clone
     gc.collect()
-    assert gone() is None
+    assert not [name for name, model in gone.items() if model() is not None]

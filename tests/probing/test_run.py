@@ -3,13 +3,14 @@
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 
 import datasets
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from infoflow_lens import (
     InfoFlowError,
@@ -27,9 +28,10 @@ from infoflow_lens import (
 )
 from infoflow_lens.hooks.model import semantics
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
-from infoflow_lens.probing import shards
+from infoflow_lens.probing import run as run_module
+from infoflow_lens.probing import shard
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.data import read_data, stream_texts
+from infoflow_lens.probing.data import read_data, stream_data, stream_texts
 from infoflow_lens.probing.page import report_of
 from infoflow_lens.probing.parts import mechanisms as mechanisms_part
 from infoflow_lens.probing.picture import flow_of
@@ -103,8 +105,8 @@ def test_a_run_writes_tables_tensors_record_and_report(tmp_path, config):
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["config"]["ranks"] == [1, 2]
     assert record["model_fingerprint"] == found.record.model_fingerprint
-    saved = load_file(tmp_path / "inputs" / "000000.safetensors")
-    assert saved["lengths"].tolist() == [5 + i % 5 for i in range(20)]  # with BOS
+    saved = datasets.Dataset.from_file(str(tmp_path / "inputs" / "sequences.arrow"))
+    assert [len(row) for row in saved["input_ids"]] == [5 + i % 5 for i in range(20)]  # with BOS
     page = (tmp_path / "report.html").read_text()
     assert "default-src 'none'" in page  # it fetches nothing
     assert "max_position" in page
@@ -232,7 +234,7 @@ def test_an_interrupted_run_goes_on_without_repeating(tmp_path, config, monkeypa
             found.mechanisms.to_frame(), whole.mechanisms.to_frame(), rtol=1e-3, atol=1e-7
         )
     with monkeypatch.context() as patch:  # all is finished: nothing is run but the inspection
-        patch.setattr(shards, "run_shard", None)
+        patch.setattr(shard, "run_shard", None)
         patch.setattr(mechanisms_part, "measure_mechanisms", None)
         run(out, only)
 
@@ -272,6 +274,45 @@ def test_changed_data_are_refused(tmp_path, config):
     data.write_text("w5 w6 w7\nw8 w10\n")
     with pytest.raises(InfoFlowError, match="the data changed"):
         run(tmp_path / "out", only)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_what_is_tokenised_is_not_tokenised_again(tmp_path, config, texts, monkeypatch, window):
+    """By the contents of the data, the tokenizer and the settings, wherever the data lie."""
+    only = replace(config, probes=("positions",), window=window)
+    whole = run(tmp_path / "out", only)
+    moved = shutil.copy(texts, tmp_path / "moved.txt")
+    (tmp_path / "out" / "positions.json").unlink()  # it is not finished
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "stream_data", None)
+        again = run(tmp_path / "out", replace(only, data=str(moved)))
+    assert again.positions.to_frame().equals(whole.positions.to_frame())
+    asked = []
+    monkeypatch.setattr(
+        run_module, "stream_data", lambda *a, **s: asked.append(s) or stream_data(*a, **s)
+    )
+    with pytest.raises(InfoFlowError, match="the data changed"):
+        run(tmp_path / "out", replace(only, n=5))
+    (tmp_path / "out" / "inputs" / "sequences.arrow").write_bytes(b"spoiled")
+    run(tmp_path / "out", only)
+    assert len(asked) == 2
+
+
+def test_nothing_is_written_but_below_the_folder_of_the_run(tmp_path, config, monkeypatch):
+    """`datasets` would keep what it reads in a cache at home."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("HF_DATASETS_CACHE", "HF_MODULES_CACHE"):
+        monkeypatch.setattr(datasets.config, name, home / name)
+    monkeypatch.setattr("tempfile.tempdir", str(home))
+    for window in (None, 6):
+        run(
+            tmp_path / str(window),
+            replace(config, data=str(rows), window=window, probes=("positions",)),
+        )
+    assert list(home.rglob("*")) == []
 
 
 def test_finished_parts_stay_when_a_later_one_fails(tmp_path, config, monkeypatch):

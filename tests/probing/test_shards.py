@@ -1,7 +1,9 @@
 """Shards: the same numbers whoever measures them, and whatever stops them."""
 
+import os
 import pickle
 import shutil
+import signal
 from contextlib import nullcontext
 
 import pandas as pd
@@ -21,10 +23,12 @@ from infoflow_lens.foundation.files import owned_by
 from infoflow_lens.foundation.memory import bytes_in
 from infoflow_lens.foundation.state import write_state
 from infoflow_lens.hooks import Result, ShardedPositions
-from infoflow_lens.probing import room, shards, spread
+from infoflow_lens.probing import room, shard, shards
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import read_data
 from infoflow_lens.probing.run import run_probing
+from infoflow_lens.runs import executor
+from infoflow_lens.runs.executor import Executor
 from infoflow_lens.runs.folder import RunFolder
 from tests.processes import losing_a_worker
 from tests.reference import zoo
@@ -119,14 +123,61 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(whole, config, tmp_path, monkey
 
         return original(model, batches, probes, after_batch=after, **settings)
 
-    original = shards.run_shard
+    original = shard.run_shard
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "run_shard", stopping)
+        patch.setattr(shard, "run_shard", stopping)
         with pytest.raises(KeyboardInterrupt, match="go on with the same call"):
             run(tmp_path, config)
         run(tmp_path, config)
     assert len(passes) == 4 * 4 + 1  # of four shards of ten and one of three; none twice
     assert contents(tmp_path) == contents(whole.out)
+
+
+@pytest.fixture
+def in_stretches(config, tmp_path_factory, monkeypatch):
+    """A run of five shards in three stretches: two, two and one."""
+    monkeypatch.setattr(shards, "_MOST_STRETCHES", 3)
+    return run(tmp_path_factory.mktemp("stretches"), config)
+
+
+def test_stretches_of_shards_give_the_numbers_of_shards(whole, in_stretches):
+    pd.testing.assert_frame_equal(in_stretches.positions.to_frame(), whole.positions.to_frame())
+    pd.testing.assert_frame_equal(
+        in_stretches.recovery.to_frame(), whole.recovery.to_frame(), rtol=1e-6, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("stop", [2, 4, 6, 8, 11, 16])
+def test_who_measures_which_part_of_a_stretch_is_in_no_byte(
+    in_stretches, config, tmp_path, monkeypatch, stop
+):
+    """Begun here, gone on with by workers who come back in turn or backwards, ended here."""
+    passes = []
+
+    def counted(self, *args):
+        passes.append(None)
+        if len(passes) == stop:
+            raise KeyboardInterrupt
+        look(self, *args)
+
+    def two_units(function, units, each_second):
+        order = list(units)
+        for unit in (order if stop % 4 else order[::-1])[:2]:
+            yield function(pickle.loads(pickle.dumps(unit.value)))
+        raise KeyboardInterrupt
+
+    look = room.Watch.look
+    monkeypatch.setattr(room.Watch, "look", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, config)
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "at_work", lambda self, kept: nullcontext(two_units))
+        if stop < 14:  # else one shard is left, which no worker is asked for
+            with pytest.raises(KeyboardInterrupt):
+                run(tmp_path, config, jobs=2)
+    run(tmp_path, config)
+    assert len(passes) == 4 * 4 + 1  # no batch is measured twice
+    assert contents(tmp_path) == contents(in_stretches.out)
 
 
 def test_a_file_of_an_unfinished_run_that_is_gone_is_named(config, tmp_path, monkeypatch):
@@ -135,9 +186,9 @@ def test_a_file_of_an_unfinished_run_that_is_gone_is_named(config, tmp_path, mon
             raise KeyboardInterrupt
         return original(*args, first_index=first_index, **settings)
 
-    original = shards.run_shard
+    original = shard.run_shard
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "run_shard", stopping)
+        patch.setattr(shard, "run_shard", stopping)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, config)
     (tmp_path / "positions" / "000001.json").unlink()
@@ -167,13 +218,13 @@ def test_workers_go_on_where_one_process_was_stopped(whole, config, tmp_path, mo
 def three_from_the_end(config, tmp_path, monkeypatch):
     """A stopped run whose worker has measured the last three shards, and nothing before."""
 
-    def backwards(function, tasks):
-        for task in list(tasks)[:1:-1]:
-            yield function(pickle.loads(pickle.dumps(task)))
+    def backwards(function, units, each_second):
+        for unit in list(units)[:1:-1]:
+            yield function(pickle.loads(pickle.dumps(unit.value)))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(spread.Crew, "at_work", lambda crew: nullcontext((backwards, "")))
+        patch.setattr(Executor, "at_work", lambda self, kept: nullcontext(backwards))
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, config, jobs=2)
     return tmp_path
@@ -182,9 +233,9 @@ def three_from_the_end(config, tmp_path, monkeypatch):
 def test_shards_before_their_turn_are_not_measured_again(
     whole, config, three_from_the_end, monkeypatch
 ):
-    measured, measure = [], shards.run_shard
+    measured, measure = [], shard.run_shard
     monkeypatch.setattr(
-        shards, "run_shard", lambda *a, **s: measured.append(s["first_index"]) or measure(*a, **s)
+        shard, "run_shard", lambda *a, **s: measured.append(s["first_index"]) or measure(*a, **s)
     )
     run(three_from_the_end, config)
     assert measured == [0, 10]
@@ -221,8 +272,8 @@ def test_a_model_that_changes_between_shards_is_refused(config, tmp_path, monkey
                 next(iter(model.parameters())).mul_(2)
         return original(model, *args, first_index=first_index, **settings)
 
-    original = shards.run_shard
-    monkeypatch.setattr(shards, "run_shard", meddling)
+    original = shard.run_shard
+    monkeypatch.setattr(shard, "run_shard", meddling)
     with pytest.raises(InfoFlowError, match="weights"):
         run(tmp_path, config, loaded=loaded)
 
@@ -237,8 +288,8 @@ def test_what_will_not_fit_is_refused_after_two_batches(config, tmp_path, monkey
 
         return original(*args, after_batch=after, **settings)
 
-    original = shards.run_shard
-    monkeypatch.setattr(shards, "run_shard", counting)
+    original = shard.run_shard
+    monkeypatch.setattr(shard, "run_shard", counting)
     with monkeypatch.context() as patch:
         patch.setattr(room, "free_memory", lambda: 5000)
         with pytest.raises(InfoFlowError, match=r"of 43 sequences needs about .* is free"):
@@ -253,9 +304,9 @@ def test_what_will_not_fit_is_refused_after_two_batches(config, tmp_path, monkey
 def test_what_is_written_already_is_not_asked_of_the_disk_again(config, tmp_path, monkeypatch):
     """A disk with room for all but little more is enough for workers, too."""
 
-    def in_turn(function, tasks):
-        for task in tasks:
-            yield function(pickle.loads(pickle.dumps(task)))
+    def in_turn(function, units, each_second):
+        for unit in units:
+            yield function(pickle.loads(pickle.dumps(unit.value)))
 
     def usage(path):
         taken = sum(file.stat().st_size for file in (tmp_path / "positions").glob("*"))
@@ -263,21 +314,24 @@ def test_what_is_written_already_is_not_asked_of_the_disk_again(config, tmp_path
 
     real = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(room.shutil, "disk_usage", usage)
-    monkeypatch.setattr(spread.Crew, "at_work", lambda crew: nullcontext((in_turn, "")))
+    monkeypatch.setattr(Executor, "at_work", lambda self, kept: nullcontext(in_turn))
     assert run(tmp_path, config, jobs=2).positions.n_sequences == 43
 
 
-def test_rows_that_wait_are_not_taken_for_ever_more_of_them(config, monkeypatch):
+def test_rows_that_wait_are_not_taken_for_ever_more_of_them(config, tmp_path, monkeypatch):
     """Recovery holds sums; how much of its rows wait after two batches says nothing of all."""
     model = load_any(config.model).model
     data = read_data(model, config.data)
-    recovery, watch = RecoveryProbe((1, 2)), room.Watch(10**9, 512, None, at_once=64)
+    recovery, watch = (
+        RecoveryProbe((1, 2)),
+        room.Watch(10**9, 512, frozenset(), tmp_path, at_once=64),
+    )
     monkeypatch.setattr(room, "free_memory", lambda: 2**20)
     run_probes(
         model, data, [recovery], batch_size=3, progress=False,
         after_batch=lambda n: watch.look({"recovery": recovery}, n),
     )  # fmt: skip
-    positions, watch = PositionsProbe(), room.Watch(10**9, 512, None)
+    positions, watch = PositionsProbe(), room.Watch(10**9, 512, frozenset(), tmp_path)
     with pytest.raises(InfoFlowError, match="of 1000000000 sequences needs about"):
         run_probes(
             model, data, [positions], batch_size=3, progress=False,
@@ -290,24 +344,11 @@ def test_of_what_grows_with_the_sequences_nothing_stays_in_memory(config, tmp_pa
 
     def watched(self, *args):
         take(self, *args)
-        sizes.append(bytes_in(self.state()))
+        sizes.append(bytes_in(self._state()))
 
     monkeypatch.setattr(shards.Gathered, "take", watched)
     run(tmp_path, ProbingConfig(**{**vars(config), "probes": ("positions",), "shard": 5}))
     assert sizes == [0] * 9
-
-
-def test_workers_share_the_gpus_of_a_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    held, chosen = [], []
-    for _ in range(3):  # as three processes would
-        monkeypatch.setattr(spread, "_place", [])
-        chosen += [spread._device("cuda", str(tmp_path)) for _ in range(2)]
-        held.append(spread._place)
-    assert chosen == ["cuda:0", "cuda:0", "cuda:1", "cuda:1", "cuda:0", "cuda:0"]
-    assert spread._device("cuda:1", str(tmp_path)) == "cuda:1"  # as it was asked
-    assert spread._device("cuda", "") == "cuda"  # each worker of a cluster has its own
-    assert spread._device("cpu", str(tmp_path)) == "cpu"
 
 
 def test_without_a_folder_all_comes_back_in_memory(config):
@@ -332,6 +373,34 @@ def test_workers_that_cannot_be_had(config, tmp_path, arguments, message):
     with pytest.raises(InfoFlowError, match=message):
         run_probing(tmp_path, config, progress=False, **arguments)
     run_probing(tmp_path, config, progress=False)  # nothing in the folder is in its way
+
+
+@pytest.mark.slow
+def test_a_run_whose_worker_process_is_killed_gives_the_same_bytes(
+    whole, config, tmp_path, monkeypatch
+):
+    """It ends by itself, behind the shard that is measured again."""
+    out, results = tmp_path / "out", []
+
+    def killing(workers, future):
+        """The result of one shard; behind the first, a worker that measures is killed."""
+        try:
+            results.append(result(workers, future))
+        except BaseException as error:
+            results.append(error)
+            raise
+        if len(results) == 1:
+            for pool in workers._busy.values():
+                for process in pool._processes.values():
+                    os.kill(process.pid, signal.SIGKILL)
+        return results[-1]
+
+    result = executor._Processes.result
+    monkeypatch.setattr(executor._Processes, "result", killing)
+    run(out, config, jobs=2)
+    assert sum(isinstance(found, BaseException) for found in results) == 1
+    assert sum(not isinstance(found, BaseException) for found in results) == 5
+    assert contents(out) == contents(whole.out)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Folders of runs that somebody has spoiled, shares, or fills: nothing wrong, nothing let in."""
 
+import errno
 import json
 import os
 import shlex
@@ -10,13 +11,14 @@ import time
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation import files
 from infoflow_lens.foundation.files import owned_by
 from infoflow_lens.probing import run as run_module
-from infoflow_lens.probing import shards
+from infoflow_lens.probing import shard
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.run import run_probing
@@ -184,12 +186,13 @@ def test_a_run_goes_on_with_the_same_contents_elsewhere(
     out, finished, folder, tmp_path, monkeypatch, change
 ):
     """A requeued job has its model and its data in another folder, and the page may change."""
-    monkeypatch.setattr(shards, "run_shard", None)  # nothing is measured again
+    monkeypatch.setattr(shard, "run_shard", None)  # nothing is measured again
     changes = {}
     if change == "weights elsewhere":
         folder = shutil.copytree(folder, tmp_path / "moved")
     elif change == "data elsewhere":
-        ids = load_file(out / "inputs" / "000000.safetensors")["tokens"]
+        table = Dataset.from_file(str(out / "inputs" / "sequences.arrow"))
+        ids = torch.tensor(list(table["input_ids"]))
         save_file({"ids": ids}, tmp_path / "ids.safetensors")
         changes = {"data": str(tmp_path / "ids.safetensors"), "n": None, "max_length": 100}
     else:
@@ -273,19 +276,26 @@ def test_a_link_to_the_folder_of_another_run_is_refused(name, other_weights, fol
     assert {p: p.read_bytes() for p in other_weights.rglob("*") if p.is_file()} == before
 
 
-def test_a_full_disk_is_one_error_and_what_was_finished_stays(tmp_path, folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.ENOSPC, "No space left on device.*is kept"), (errno.EXDEV, "cross-device.*one disk")],
+)
+def test_a_full_disk_or_another_one_is_one_error_and_what_was_finished_stays(
+    tmp_path, folder, monkeypatch, number, remedy
+):
+    """A part of the folder may be mounted from elsewhere."""
     finished = []
     replace = os.replace
 
     def full(source, target):
         if "influence" in target.name:
-            raise OSError(28, "No space left on device")
+            raise OSError(number, os.strerror(number))
         finished.append(target.name)
         replace(source, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        with pytest.raises(InfoFlowError, match=r"cannot write .*No space left on device.*is kept"):
+        with pytest.raises(InfoFlowError, match=rf"cannot write .*{remedy}"):
             run(tmp_path / "out", settings(folder))
     assert "positions.json" in finished
     assert (tmp_path / "out" / "positions.json").is_file()
@@ -329,7 +339,7 @@ def test_ctrl_c_keeps_every_finished_batch(tmp_path, folder, number):
         assert sorted(shlex.split(hint)) == sorted(arguments)
         assert "Traceback" not in program.stderr
     state = Checkpoint(RunFolder(tmp_path / "out"), ".all.safetensors").load()
-    assert 0 < state["n_seen"] + state["current"]["positions"]["n_sequences"] < config.n
+    assert 0 < state["n_seen"] + state["begun"]["positions"]["n_sequences"] < config.n
     assert not (tmp_path / "out" / PRIVATE).exists()
 
 

@@ -1,5 +1,8 @@
 """Sequences on disk are the sequences that were given, whatever part of them is asked for."""
 
+import pickle
+
+import datasets
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,42 +10,58 @@ from hypothesis import strategies as st
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.probing import store as storing
-from infoflow_lens.probing.store import settle, store
+from infoflow_lens.probing.store import store, stored_before
 from infoflow_lens.runs.folder import MANIFEST, RunFolder
 
+DTYPES = ["int64", "float32", "float64", "float16", "bfloat16"]
 
-def rows(n, vectors=False):
+
+def rows(n, dtype="int64"):
     generator = torch.Generator().manual_seed(n)
-    if vectors:
-        return list(torch.randn(n, 5, 3, generator=generator))
+    if dtype != "int64":
+        return list(torch.randn(n, 5, 3, generator=generator).to(getattr(torch, dtype)))
     lengths = [1 + (3 * i) % 7 for i in range(n)]
     return [torch.randint(50, (length,), generator=generator) for length in lengths]
 
 
-def stored(given, folder):
+def in_parts(given, size=3):
+    return (given[start : start + size] for start in range(0, len(given), size))
+
+
+def stored(given, folder, made_from=None):
     with RunFolder.open(folder, "a run") as of_run:
-        found, _ = store(given, of_run.scratch, "rows")
-        return settle(found, folder / "rows", of_run)
+        return store(in_parts(given), of_run.scratch, "rows").settle(of_run, made_from)
 
 
 @pytest.fixture(autouse=True)
-def small_files(monkeypatch):
-    monkeypatch.setattr(storing, "_SHARD", 4)
+def few_at_once(monkeypatch):
+    monkeypatch.setattr(storing, "_AT_ONCE", 4)
+    monkeypatch.setattr(storing, "_MAPPED", 100)
 
 
-@pytest.mark.parametrize("vectors", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [1, 4, 11])
-def test_they_come_back_as_they_were(tmp_path, n, vectors):
-    given = rows(n, vectors)
-    found = stored(iter(given), tmp_path)
-    assert len(found) == n
-    for one, other in zip(found, given, strict=True):
+def test_they_come_back_as_they_were(tmp_path, n, dtype):
+    given = rows(n, dtype)
+    found = stored(given, tmp_path)
+    sequences = found.sequences
+    assert len(sequences) == n
+    for one, other in zip(sequences, given, strict=True):
         assert one.equal(other)
         assert one.dtype == other.dtype
-    assert found[-1].equal(given[-1])
-    extent = found.extent
+    assert sequences[-1].equal(given[-1])
     lengths = [len(row) for row in given]
-    assert (extent.longest, extent.shortest) == (max(lengths), min(lengths))
+    assert (found.extent.longest, found.extent.shortest) == (max(lengths), min(lengths))
+    elsewhere = pickle.loads(pickle.dumps(sequences))  # as workers get them
+    assert [row.tolist() for row in elsewhere] == [row.tolist() for row in given]
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float32"])
+def test_datasets_opens_them(tmp_path, dtype):
+    given = rows(11, dtype)
+    table = datasets.Dataset.from_file(str(stored(given, tmp_path).path))
+    (column,) = table.column_names
+    assert list(table[column]) == [row.tolist() for row in given]
 
 
 @settings(max_examples=40, deadline=None)
@@ -54,7 +73,7 @@ def test_they_come_back_as_they_were(tmp_path, n, vectors):
 )
 def test_any_part_is_that_of_a_list(tmp_path_factory, start, stop, inner, longest):
     given = rows(11)
-    found = stored(given, tmp_path_factory.mktemp("rows"))[start:stop].cut(longest)
+    found = stored(given, tmp_path_factory.mktemp("rows")).sequences[start:stop].cut(longest)
     expected = [row[:longest] for row in given[start:stop]]
     for a, b in ((None, None), inner):
         part, wanted = found[a:b], expected[a:b]
@@ -73,29 +92,65 @@ def test_the_digest_knows_every_number_and_where_sequences_end(tmp_path):
         [torch.tensor([1.0, 2.0]), torch.tensor([3.0])],
         [torch.tensor([3]), torch.tensor([1, 2])],
     ]
-    digests = [store(some, tmp_path, "rows")[1] for some in (given, given, *others)]
+    digests = [store([some], tmp_path, "rows").digest for some in (given, given, *others)]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_digest_does_not_know_how_they_came(tmp_path, dtype):
+    given = rows(11, dtype)
+    digests = {store(in_parts(given, size), tmp_path, "rows").digest for size in (1, 3, 11)}
+    if dtype != "int64":
+        digests.add(store([torch.stack(given)], tmp_path, "rows").digest)
+    assert len(digests) == 1
+
+
+def test_those_of_the_same_source_are_found_again(tmp_path):
+    before = stored(rows(5), tmp_path, {"data": "x", "n": None})
+    with RunFolder.open(tmp_path, "a run") as of_run:
+        assert stored_before(of_run, {"data": "x", "n": None}) == before
+        for other in ({"data": "y", "n": None}, {"data": "x", "n": 5}, None):
+            assert stored_before(of_run, other) is None
+    for name in ("sequences.arrow", "sequences.json"):
+        content = (tmp_path / "inputs" / name).read_bytes()
+        (tmp_path / "inputs" / name).write_bytes(content.replace(b"e", b"f", 1))
+        with RunFolder.open(tmp_path, "a run") as of_run:
+            assert stored_before(of_run, {"data": "x", "n": None}) is None
+        (tmp_path / "inputs" / name).write_bytes(content)
 
 
 def test_what_was_there_stays_until_the_new_ones_settle(tmp_path):
     before = stored(rows(5), tmp_path)
 
     def failing():
-        yield torch.tensor([1])
+        yield [torch.tensor([1])]
         raise InfoFlowError("row 1 is bad")
 
-    with pytest.raises(InfoFlowError, match="row 1 is bad"):
-        store(failing(), tmp_path, "rows")
-    with pytest.raises(InfoFlowError, match="rows is empty"):
-        store([], tmp_path, "rows")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [MANIFEST, "rows"]
-    assert len(list(before)) == 5
+    with RunFolder.open(tmp_path, "a run") as of_run:
+        with pytest.raises(InfoFlowError, match="row 1 is bad"):
+            store(failing(), of_run.scratch, "rows")
+        with pytest.raises(InfoFlowError, match="rows is empty"):
+            store([], of_run.scratch, "rows")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["inputs", MANIFEST]
+    assert len(list(before.sequences)) == 5
 
 
-def test_a_file_that_is_gone_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ([torch.ones(2, 3)], "expected sequences of one type"),
+        ([torch.tensor([2**31])], "2147483648"),
+    ],
+)
+def test_what_cannot_stand_beside_the_others_is_refused(tmp_path, others, message):
+    with pytest.raises(InfoFlowError, match=message):
+        store([[torch.tensor([1, 2])], others], tmp_path, "rows")
+
+
+@pytest.mark.parametrize("spoil", [lambda path: path.unlink(), lambda path: path.write_bytes(b"x")])
+def test_a_file_that_is_gone_or_spoiled_is_named(tmp_path, spoil):
     found = stored(rows(9), tmp_path)
-    (tmp_path / "rows" / "000001.safetensors").unlink()
-    assert len(found[:4][0]) == 1
-    with pytest.raises(InfoFlowError, match=r"000001.safetensors' cannot be read .* run the same"):
-        list(found)
+    spoil(found.path)
+    with pytest.raises(InfoFlowError, match=r"sequences.arrow' cannot be read .* run the same"):
+        list(found.sequences)

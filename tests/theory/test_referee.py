@@ -11,7 +11,7 @@ from infoflow_lens.theory.exclusion import excluding
 from infoflow_lens.theory.shapes import ModelShape
 from tests.reference.networks import Heads, make
 
-BLOCK = 60
+BLOCK = 20
 
 
 def built(seed):
@@ -40,13 +40,18 @@ def _fits(made, d):
 
 
 BLOCKS = [
-    pytest.param(block, marks=[pytest.mark.acceptance] if block >= 2 else []) for block in range(10)
+    pytest.param(block, marks=[pytest.mark.acceptance] if block >= 3 else []) for block in range(30)
 ]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_nothing_that_a_network_does_is_excluded(block):
-    """Ten targets of each family; 480 more with the marker acceptance."""
+    """Ten targets of each family; 540 more with the marker acceptance, any number by make hunt."""
+    referee(block)
+
+
+def referee(block):
+    """Judge the targets of one block of seeds."""
     said = Counter()
     for seed in range(BLOCK * block, BLOCK * (block + 1)):
         family, task, heads, error = built(seed)

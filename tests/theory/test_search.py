@@ -38,7 +38,7 @@ def random_case(seed):
 
 
 BLOCKS = [
-    pytest.param(block, marks=[pytest.mark.acceptance] if block >= 2 else []) for block in range(20)
+    pytest.param(block, marks=[pytest.mark.acceptance] if block >= 2 else []) for block in range(50)
 ]
 
 
@@ -46,9 +46,14 @@ BLOCKS = [
 def test_the_search_finds_a_schedule_where_brute_force_does_and_nowhere_else(block):
     """Random targets and architectures; "excluded, proved" never contradicts a schedule.
 
-    200 of them; 1800 more with the marker acceptance.
+    80 of them; 1920 more with the marker acceptance, any number by make hunt.
     """
-    for seed in range(100 * block, 100 * (block + 1)):
+    by_brute_force(block)
+
+
+def by_brute_force(block):
+    """Compare the search with all schedules, for one block of seeds."""
+    for seed in range(40 * block, 40 * (block + 1)):
         task, heads = random_case(seed)
         x, _ = task.sample(24, seed)
         case = Case(task.components, x, task.active_index_set(x))
@@ -80,14 +85,6 @@ def test_ranks_double_with_every_layer_of_token_heads(k, heads):
         assert learns(task, found, 40) == 1.0
 
 
-def test_ranks_are_counted_from_the_nearer_end():
-    number = Component(1, lambda x: x[..., 0, 0], symmetric=True, rank=14)
-    task = Target(components=(number,), n_tokens=16, d_token=1, tokens="unit")
-    found = find(task.components, (1, 1), 16, max_position_only=True).schedule
-    assert found.size <= 4
-    assert learns(task, found, 40) == 1.0
-
-
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_causal_tokens_see_the_past_only(symmetric):
     """An ordered pair is found from its later token, which takes a head for either order."""
@@ -100,16 +97,3 @@ def test_causal_tokens_see_the_past_only(symmetric):
     two = find(task.components, (2, 1), 12, max_position_only=True, causal=True).schedule
     assert (one is not None) == symmetric
     assert learns(task, two, 60, causal=True) == 1.0
-
-
-def test_wide_layers_take_the_large_sets():
-    """|I| is weighed by the width of its layer."""
-    task = Target(
-        components=tuple(random_component(2, torch.Generator().manual_seed(i)) for i in range(3)),
-        n_tokens=64,
-        d_token=D_TOKEN,
-    )
-    sizes = find(task.components, (3, 3, 3), 64, d_model=(8, 8, 8)).schedule.sizes
-    wide = find(task.components, (3, 3, 3), 64, d_model=(8, 8, 64)).schedule.sizes
-    assert max(wide[:2]) <= max(sizes)
-    assert max(s / e for s, e in zip(wide, (8, 8, 64), strict=True)) <= max(sizes) / 8

@@ -1,8 +1,11 @@
 """The model card, and models side by side, made from what was measured."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from infoflow_lens.experiments.language_model.config import PRESETS
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.shipped import SHIPPED
@@ -164,6 +167,13 @@ def model_card(name: str, measured: Mapping[str, Any]) -> str:
             for head, (matched, previous) in enumerate(zip(matches, before, strict=True))
         ),
     )
+
+
+def measured_models(folder: Path) -> dict[str, Any]:
+    """What training measured of the models in a folder, ``NAME.json``; the presets first."""
+    names = sorted(path.stem for path in folder.glob("*.json"))
+    names.sort(key=lambda name: [*PRESETS, name].index(name))
+    return {name: json.loads((folder / f"{name}.json").read_text("utf-8")) for name in names}
 
 
 def comparison(measured: Mapping[str, Mapping[str, Any]]) -> str:

@@ -2,23 +2,24 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
 from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     final,
-    groups,
-    panels,
+    model_of,
+    stacked,
 )
-from infoflow_lens.experiments.study import Row, Settings
-from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
+from infoflow_lens.experiments.study import Row, Settings, Statement
+from infoflow_lens.experiments.tables import Column, Part, TableSpec
 from infoflow_lens.hooks.mechanisms.edge_budget import EdgeBudgetResult, measure_edge_budget
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
 GRADED, PILOT = "product x norm", "stdlib-2l"
 ONE, ALL = "one state", "all states"
@@ -35,12 +36,7 @@ class EdgeBudget(LanguageModelStudy):
 
     name: ClassVar[str] = "edge_budget"
     title: ClassVar[str] = "How many edges does a state need, and which choice finds them?"
-    acceptance: ClassVar[str] = (
-        "in every trained model but the pilot's, for one state and 90% of what attention is worth, "
-        "the graded choice (product x norm) needs at most 5% of the edges, fewer than chance and "
-        "than another window's edges, and is not behind rollout; fewer and behind are times whose "
-        "95% intervals over windows lie on one side of 1"
-    )
+    statement: ClassVar[Statement] = Statement.of("edge_budget")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 64, "full": 256}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 1, "full": 1}
     lengths: ClassVar[Mapping[str, int]] = {"smoke": 12, "quick": 64, "full": 128}
@@ -64,84 +60,99 @@ class EdgeBudget(LanguageModelStudy):
             rows += [{"part": part, **row} for row in _rows(found)]
         return rows
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """The edges that are needed, and how many times those of the graded choice."""
-        needed = final(results[results["kind"] == "needed"])
-        parts = []
-        for part in (ONE, ALL):
-            rows = needed[needed["part"] == part]
-            models = [model for (model,), _ in groups(rows, ("model",))]
-            facts = [
-                ("what attention is worth (nats)", "worth", ".3f"),
-                ("edges", "n_edges", ".0f"),
-            ]
-            lines: list[tuple[str | None, ...]] = []
-            for name, column, form in facts:
-                of_model = rows.groupby("model")[column].mean()
-                lines.append((name, *(f"{of_model[model]:{form}}" for model in models)))
-            for (method,), some in groups(rows, ("method",)):
-                by_model = some.groupby("model")
-                lines.append((method, *(_cell(by_model.get_group(m)) for m in models)))
-            parts += [
-                f"### Edges of a window needed for {_SHARE:.0%}: {part}",
-                "In brackets the 95% interval over windows; behind it how many times the edges of "
-                f"the graded choice ({GRADED}) that is, *ahead* and *behind* where the interval of "
-                "this lies on one side of 1.",
-                markdown_table(("chosen by", *models), lines),
-            ]
-        return "\n\n".join(parts)
+        return [part for state in (ONE, ALL) for part in self._of_states(state)]
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def _of_states(self, part: str) -> Sequence[Part]:
+        return (
+            f"### Edges of a window needed for {_SHARE:.0%}: {part}",
+            "In brackets the 95% interval over windows; behind it how many times the edges of "
+            f"the graded choice ({GRADED}) that is, *ahead* and *behind* where the interval of "
+            "this lies on one side of 1.",
+            TableSpec(
+                ("method",),
+                (Column("", _cell, across="model"),),
+                rows=partial(_with_facts, part),
+                names={"method": "chosen by"},
+            ),
+        )
+
+    def plots(self) -> FigureSpec:
         """What each choice keeps of what attention is worth; seeds of a kind of model together."""
-        curves = final(results[results["kind"] == "curve"])
-        curves = curves.assign(model=curves["model"].map(family))
-        figure, by_model = panels(curves, 2, 11, 3.4, sharey=True)
-        for model, axes in by_model:
-            for axis, part in zip(axes, (ONE, ALL), strict=True):
-                rows = curves[(curves["model"] == model) & (curves["part"] == part)]
-                for index, ((method,), some) in enumerate(groups(rows, ("method",))):
-                    by = some.groupby("budget")
-                    edges, regained = by["edges"].mean(), by["regained"].agg(["mean", "min", "max"])
-                    style = ":" if method in _CONTROLS else "-"
-                    colour = "#000000" if method == GRADED else f"C{index % 10}"
-                    axis.plot(
-                        edges, regained["mean"], style, color=colour, label=method,
-                        linewidth=2.2 if method == GRADED else 1.2,
-                    )  # fmt: skip
-                    axis.fill_between(
-                        edges, regained["min"], regained["max"], color=colour, alpha=0.1
-                    )
-                axis.set_xscale("log")
-                axis.set_ylim(-0.05, 1.05)
-                axis.axhline(_SHARE, color="#999999", linewidth=0.6)
-                axis.set_title(f"{model}: {part}", fontsize="medium")
-                axis.set_xlabel("edges of a window")
-            axes[0].set_ylabel("share of what attention is worth")
-        handles = by_model[0][1][1].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside right upper", frameon=False, fontsize="small")
-        return figure
+        lines = [
+            Curves("edges", "regained", ("method",), band=True, style=style, rows=rows,
+                   colour=_colour)
+            for style, rows in (("-", partial(_of_kind, False)), (":", partial(_of_kind, True)))
+        ]  # fmt: skip
+        panels = [
+            Panel(lines, Axis("edges of a window", "log"),
+                  Axis("share of what attention is worth", limits=(-0.05, 1.05), levels=(_SHARE,)),
+                  partial(_title, part), partial(_curves, part),
+                  legend="inside" if part == ALL else "")
+            for part in (ONE, ALL)
+        ]  # fmt: skip
+        return FigureSpec(
+            panels, per="model", rows=lambda rows: rows.assign(model=rows["model"].map(family))
+        )
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
+    def judges(self, settings: Settings) -> bool:
+        """Not the model that pilots looked at."""
+        return bool(settings["model"] != PILOT)
+
+    def claims(self) -> Sequence[Claim]:
         """By one state of the last snapshot of every model but the pilot's."""
-        rows = final(results[(results["kind"] == "needed") & (results["part"] == ONE)])
-        reasons, passed = [], []
-        for (model, _), some in groups(rows, ("model", "seed")):
-            by = {row["method"]: row for row in some.to_dict("records")}
-            own = by[GRADED]
-            share = own["needed"] / own["n_edges"]
-            against = {name: outcome(by[name]) for name in by if name != GRADED}
-            good = (
-                share <= _MOST
-                and all(against[name] == "behind" for name in _CONTROLS)
-                and against[_RIVAL] != "ahead"
-            )
-            told = ", ".join(f"{name} {how}" for name, how in against.items())
-            judged = "not judged" if model == PILOT else "yes" if good else "no"
-            reasons.append(
-                f"{model}: {own['needed']:.0f} edges, {share:.2%}; of the others {told}: {judged}"
-            )
-            passed += [] if model == PILOT else [good]
-        return Verdict(bool(passed) and all(passed), tuple(reasons))
+        times = "needs {bound} times the edges of the graded choice, by the"
+        return (
+            Claim(
+                f"for one state and {_SHARE:.0%} of what attention is worth, the graded choice "
+                f"({GRADED}) needs {{bound}} of the edges, in every model but the pilot's",
+                _share_needed, "<=", _MOST,
+            ),
+            *(
+                Claim(
+                    f"{control} {times} lower end of the 95% interval",
+                    partial(_times, control, "times_low"), ">", 1,
+                )
+                for control in _CONTROLS
+            ),
+            Claim(
+                f"{_RIVAL} {times} upper end of the 95% interval",
+                partial(_times, _RIVAL, "times_high"), ">=", 1,
+            ),
+        )  # fmt: skip
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """The edges of a control in the place of the graded choice, and its own in their place."""
+        found = {}
+        for control in _CONTROLS:
+            changed = results.copy()
+            own = changed["method"] == control
+            needed = changed.loc[own, "needed"].to_numpy()
+            changed.loc[changed["method"] == GRADED, "needed"] = needed
+            changed.loc[own, ["times", "times_low", "times_high"]] = 1.0
+            found[control] = changed
+        return found
+
+
+def _judged(results: "pd.DataFrame", method: str) -> "pd.DataFrame":
+    """What a method needs for one state of each judged model, by model and seed."""
+    rows = final(results[(results["kind"] == "needed") & (results["part"] == ONE)])
+    rows = rows[(rows["model"] != PILOT) & (rows["method"] == method)]
+    several = rows["seed"].nunique() > 1
+    labels = zip(rows["model"], rows["seed"], strict=True)
+    return rows.set_axis([f"{m}, seed {seed}" if several else m for m, seed in labels])
+
+
+def _share_needed(results: "pd.DataFrame") -> Numbers:
+    """The share of all edges that the graded choice needs."""
+    rows = _judged(results, GRADED)
+    return {str(model): share for model, share in (rows["needed"] / rows["n_edges"]).items()}
+
+
+def _times(method: str, end: str, results: "pd.DataFrame") -> Numbers:
+    """How many times the edges of the graded choice a method needs."""
+    return {str(model): times for model, times in _judged(results, method)[end].items()}
 
 
 def family(model: str) -> str:
@@ -188,10 +199,40 @@ def _rows(found: EdgeBudgetResult) -> list[Row]:
     return rows
 
 
+_WORTH, _EDGES = "what attention is worth (nats)", "edges"  # lines above the methods
+
+
+def _with_facts(part: str, results: "pd.DataFrame") -> "pd.DataFrame":
+    """What each method needs, below what is so of all."""
+    needed = final(results[(results["kind"] == "needed") & (results["part"] == part)])
+    facts = [needed[needed["method"] == GRADED].assign(method=name) for name in (_WORTH, _EDGES)]
+    return stacked(*facts, needed)
+
+
+def _curves(part: str, results: "pd.DataFrame") -> "pd.DataFrame":
+    """What is regained, with the mean number of edges of a budget."""
+    rows = final(results[(results["kind"] == "curve") & (results["part"] == part)])
+    return rows.assign(edges=rows.groupby(["method", "budget"])["edges"].transform("mean"))
+
+
+def _colour(method: str) -> str:
+    return "#000000" if method == GRADED else ""
+
+
+def _title(part: str, rows: "pd.DataFrame") -> str:
+    return f"{model_of(rows)}: {part}"
+
+
+def _of_kind(control: bool, rows: "pd.DataFrame") -> "pd.DataFrame":
+    return rows[rows["method"].isin(_CONTROLS) == control]
+
+
 def _cell(rows: "pd.DataFrame") -> str:
-    at = rows.mean(numeric_only=True)
+    at, method = rows.mean(numeric_only=True), rows["method"].iloc[0]
+    if method in (_WORTH, _EDGES):
+        return f"{at['worth']:.3f}" if method == _WORTH else f"{at['n_edges']:.0f}"
     text = f"{at['needed']:.0f} ({at['low']:.0f} to {at['high']:.0f})"
-    if rows["method"].iloc[0] == GRADED:
+    if method == GRADED:
         return text
     how = outcome(at.to_dict())
     return f"{text}; {at['times']:.2g}" + ("" if how == "level" else f", *{how}*")

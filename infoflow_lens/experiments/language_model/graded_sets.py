@@ -1,17 +1,24 @@
 """Graded information sets beside rollout and the other measures of what states depend on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.corpus import read_corpus
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
-from infoflow_lens.experiments.language_model.study import LanguageModelStudy, final, groups, panels
-from infoflow_lens.experiments.study import Row, Settings
-from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.experiments.language_model.study import (
+    LanguageModelStudy,
+    final,
+    model_of,
+    stacked,
+)
+from infoflow_lens.experiments.plots import Axis, FigureSpec, Panel
+from infoflow_lens.experiments.study import Row, Settings, Statement
+from infoflow_lens.experiments.tables import groups, markdown_table
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks import (
@@ -35,7 +42,7 @@ from infoflow_lens.theory.graded import Path
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 _RANDOM, _PILOT = "random 12 x 12", "stdlib-2l"
 _SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 96, "vocab_size": 256}
@@ -59,13 +66,7 @@ class GradedSetsStudy(LanguageModelStudy):
 
     name: ClassVar[str] = "graded_sets"
     title: ClassVar[str] = "Do graded sets say what states depend on, also where sets hold all?"
-    acceptance: ClassVar[str] = (
-        "in the last layer and for both influences, the graded sets that other text chose are "
-        "behind attention rollout on no judged model, and ahead of it on every one with MLPs; "
-        "ahead is a lead whose 95% intervals over sequences lie above 0 in Spearman's correlation "
-        "with influence and in the share of influence inside a quarter of the tokens, behind one "
-        "where both lie below"
-    )
+    statement: ClassVar[Statement] = Statement.of("graded_sets")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 1, "full": 1}
     windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 12, "full": 96}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 1, "full": 1}
@@ -201,51 +202,95 @@ class GradedSetsStudy(LanguageModelStudy):
             parts += [f"### {model}", table_of(rows)]
         return "\n\n".join(parts)
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """Spearman and the share inside of every method in the last layer, by model."""
-        rows = _last_layer(_test(results))
-        methods = list(dict.fromkeys(rows["method"]))
-        chosen = chosen_of(results)
-        figure, by_model = panels(rows, 2, 11, 3.4, sharey=True)
-        for model, axes in by_model:
-            for axis, metric in zip(axes, _JUDGED, strict=True):
-                for influence, marker in zip(_INFLUENCES, ("o", "s"), strict=True):
-                    some = rows[(rows["model"] == model) & (rows["influence"] == influence)]
-                    for place, method in enumerate(methods):
-                        mean, half = _mean(some[some["method"] == method][metric])
-                        axis.errorbar(
-                            mean, place, xerr=half, marker=marker, markersize=4,
-                            color="#000000" if method == chosen else "C0",
-                            mfc=None if marker == "o" else "white",
-                        )  # fmt: skip
-                axis.set_title(f"{model}: {metric} (filled: jacobian)", fontsize="medium")
-            axes[0].set_yticks(range(len(methods)), methods, fontsize="small")
-            axes[0].invert_yaxis()
-        return figure
+        panels = [
+            Panel((partial(_draw_methods, metric),), Axis(f"{metric} (filled: jacobian)"),
+                  title=model_of)
+            for metric in _JUDGED
+        ]  # fmt: skip
+        return FigureSpec(panels, per="model", rows=_in_figure, share="y")
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
-        """By the last layer of the trained models, on text that did not choose the strength."""
+    def claims(self) -> Sequence[Claim]:
+        """By the last layer of the judged models, on text that did not choose the strength."""
+        lead = (
+            "by the {} ends of the 95% intervals over sequences, in Spearman's correlation with "
+            "influence and in the share of influence inside a quarter of the tokens, for both "
+            "influences"
+        )
+        return (
+            Claim(
+                "in the last layer the lead of the graded sets that other text chose over "
+                f"{_ROLLOUT} is {{bound}} in one of the two on every judged model, "
+                f"{lead.format('upper')}",
+                partial(_ends_of_lead, max, False), ">=", 0,
+            ),
+            Claim(
+                "on every judged model with MLPs it is {bound} in both, by the lower ends",
+                partial(_ends_of_lead, min, True), ">", 0, needed=False,
+            ),
+        )  # fmt: skip
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """What was chosen, and its leads over rollout on all trained models."""
         chosen = chosen_of(results)
         rows = _last_layer(_test(results))
-        judged = rows["model"].map(lambda model: self.judges({"model": model}))
-        reasons, passed = [f"chosen on other text: {chosen}"], bool(judged.any())
+        told = [f"chosen on other text: {chosen}"]
         for (model, influence), some in groups(
             rows[rows["weights"] != _RANDOM], ("model", "influence")
         ):
-            mlp = bool(some["mlp"].iloc[0])
-            found = outcome(some, chosen, _ROLLOUT)
-            if self.judges({"model": model}):
-                passed = passed and (found == "ahead" if mlp else found != "behind")
             leads = "; ".join(
                 f"{metric} {_mean(some[some['method'] == chosen][metric])[0]:.3f} to "
                 f"{_mean(some[some['method'] == _ROLLOUT][metric])[0]:.3f}, lead "
                 f"{_interval(some, chosen, _ROLLOUT, metric)}"
                 for metric in _JUDGED
             )
-            kind = "with MLPs" if mlp else "without MLPs"
+            kind = "with MLPs" if some["mlp"].iloc[0] else "without MLPs"
             kind += "" if self.judges({"model": model}) else "; of pilots, not judged"
-            reasons.append(f"{model} ({kind}), {influence}: {found} against rollout; {leads}")
-        return Verdict(bool(passed), tuple(reasons))
+            found = outcome(some, chosen, _ROLLOUT)
+            told.append(f"{model} ({kind}), {influence}: {found} against rollout; {leads}")
+        return told
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """The sets of first choices in the place of the chosen graded sets."""
+        chosen, test = chosen_of(results), results["on"] == "test"
+        others = results[~(test & (results["method"] == chosen))]
+        first = results[test & (results["method"] == _FIRST)].assign(method=chosen)
+        return {"first choices": stacked(others, first)}
+
+
+def _ends_of_lead(
+    of_two: "Callable[[Sequence[float]], float]", mlp: bool, results: "pd.DataFrame"
+) -> Numbers:
+    """Of the chosen sets' lead over rollout, the lower ends' minimum or the upper ends' maximum."""
+    chosen, sign = chosen_of(results), -1 if of_two is min else 1
+    rows = _last_layer(_test(results))
+    rows = rows[~rows["model"].isin([_PILOT, _RANDOM]) & (rows["mlp"].astype(bool) | (not mlp))]
+    found: dict[str, float] = {}
+    for (model, influence), some in groups(rows, ("model", "influence")):
+        leads = [_lead(some, chosen, _ROLLOUT, metric) for metric in _JUDGED]
+        found[f"{model}, {influence}"] = of_two([mean + sign * half for mean, half in leads])
+    return found
+
+
+def _in_figure(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The last layer on the test text, with the method that was chosen."""
+    return _last_layer(_test(results)).assign(chosen=chosen_of(results))
+
+
+def _draw_methods(metric: str, axes: "Axes", rows: "pd.DataFrame") -> None:
+    """A point with its interval for each method and influence."""
+    methods = list(dict.fromkeys(rows["method"]))
+    for (method, influence, chosen), some in groups(rows, ("method", "influence", "chosen")):
+        mean, half = _mean(some[metric])
+        axes.errorbar(
+            mean, methods.index(method), xerr=half, markersize=4,
+            marker="o" if influence == _INFLUENCES[0] else "s",
+            mfc=None if influence == _INFLUENCES[0] else "white",
+            color="#000000" if method == chosen else "C0",
+        )  # fmt: skip
+    axes.set_yticks(range(len(methods)), methods, fontsize="small")
+    axes.set_ylim(len(methods) - 0.5, -0.5)
 
 
 def chosen_of(results: "pd.DataFrame") -> str:

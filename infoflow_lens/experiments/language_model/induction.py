@@ -1,27 +1,23 @@
 """The induction circuit of a language model, looked at in three ways."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.batches import repeated_random, repeated_stretches
 from infoflow_lens.experiments.language_model.measures import prefix_matching, previous_token
 from infoflow_lens.experiments.language_model.snapshots import loaded
-from infoflow_lens.experiments.language_model.study import (
-    MODEL,
-    OnRepeats,
-    final,
-    groups,
-    panels,
-    step_shown,
-)
-from infoflow_lens.experiments.study import Row, Settings
-from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.experiments.language_model.study import OnRepeats, final, model_of, with_steps
+from infoflow_lens.experiments.plots import BLUE, GREY, ORANGE, Axis, Curves, FigureSpec, Panel
+from infoflow_lens.experiments.study import Row, Settings, Statement
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.seeds import derived_seed
@@ -31,7 +27,7 @@ from infoflow_lens.hooks.model.points import hook_name, layer_count, pattern_hoo
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 _BATCH = 32
 IS_INDUCTION = 0.5  # prefix matching above it
@@ -44,25 +40,12 @@ _MORE = 4  # times as many sequences for recovery, whose maps are large
 Head = tuple[int, int]
 
 
-_MODELS = (
-    "model", "step", "loss on repeats (nats)", "induction heads", "largest prefix matching",
-    "mechanism", "recovery", "ablation",
-)  # fmt: skip
-
-
 class Induction(OnRepeats):
     """Mechanism, recovery and ablation of the heads that prefix matching names."""
 
     name: ClassVar[str] = "induction"
     title: ClassVar[str] = "Is the induction circuit what it is said to be?"
-    acceptance: ClassVar[str] = (
-        "in every model with a head of prefix matching above .5, and there is one: the "
-        "previous-token head is labelled specific_position and the induction head max_position; "
-        "their tokens are recovered with half of the variance that a head of that width can "
-        "carry, the control's with at most a tenth of it; without "
-        "the previous-token head, and without all induction heads, the loss on repeated tokens "
-        "rises by more than 1 nat, and by more than without any other head of their layers"
-    )
+    statement: ClassVar[Statement] = Statement.of("induction")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 64, "full": 256}
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
@@ -131,111 +114,205 @@ class Induction(OnRepeats):
             )
         return rows
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """Each way by model and step; then the heads of the circuit."""
-        models = []
-        for (model, step), rows in groups(results, MODEL):
-            circuit = _Circuit.of(rows)
-            ways = [
-                None if way is None else "confirms" if way else "disagrees"
-                for way in circuit.ways().values()
-            ]
-            largest = f"{circuit.heads['prefix_matching'].max():.2f}"
-            models.append(
+        return (
+            TableSpec(
+                ("model", "step"),
                 (
-                    *(model, step_shown(step), f"{circuit.loss:.2f}", len(circuit.induction)),
-                    *(largest, *ways),
-                )
-            )
-        note = (
+                    Column(
+                        "loss on repeats (nats)", lambda rows: _Circuit.of(rows).loss, form=".2f"
+                    ),
+                    Column("induction heads", lambda rows: len(_Circuit.of(rows).induction)),
+                    Column("largest prefix matching", "prefix_matching", "most", ".2f"),
+                    *(
+                        Column(way, partial(_confirms, claims))
+                        for way, claims in self._ways().items()
+                    ),
+                ),
+                rows=with_steps,
+            ),
             "Heads of the circuits at the last step: damage in nats of divergence when the pattern "
             "is replaced, fvu of the attended token beside its control's (random keys for the "
             "previous-token head, shuffled ones for induction heads) and the least that a linear "
             "map behind one head of that width can reach, and the rise of the loss when the output "
-            "is replaced by its mean or by zero"
-        )
-        of_heads, together = [], []
-        for (model,), rows in groups(final(results), ("model",)):
-            circuit = _Circuit.of(rows)
-            for role, score, control, heads in circuit.roles():
-                for layer, head in heads:
-                    row = circuit.row((layer, head))
-                    of_heads.append(
-                        (
-                            *(model, f"{layer}.{head}", role, f"{row[score]:.2f}"),
-                            row["mechanism"],
-                            *(f"{row[f'damage_{ideal}']:.3f}" for ideal in IDEALS[:4]),
-                            *(f"{row[name]:.2f}" for name in ("fvu", "fvu_bound", control)),
-                            f"{row['mean_ablated'] - circuit.loss:+.2f}",
-                            f"{row['zero_ablated'] - circuit.loss:+.2f}",
-                        )
-                    )
-            if circuit.induction:
-                cells = (f"{circuit.together[f'induction_{ideal}']:.3f}" for ideal in IDEALS)
-                rise = circuit.together["induction_ablated"] - circuit.loss
-                together.append((model, *cells, f"{rise:+.2f}"))
-        ideals = [ideal.replace("_", " ") for ideal in IDEALS]
-        damages = ("score", "mechanism", *ideals[:4], "fvu", "least", "control", "mean", "zero")
-        return "\n\n".join(
-            (
-                markdown_table(_MODELS, models),
-                note,
-                markdown_table(("model", "head", "role", *damages), of_heads),
-                "All induction heads at once, replaced by one ideal (nats of divergence), or by "
-                "their mean outputs (rise of the loss)",
-                markdown_table(("model", *ideals, "ablated"), together),
-            )
+            "is replaced by its mean or by zero",
+            TableSpec(
+                ("model", "name"),
+                (
+                    Column("role", "role", "first"),
+                    Column("score", "score", "first", ".2f"),
+                    Column("mechanism", "mechanism", "first"),
+                    *(
+                        Column(ideal.replace("_", " "), f"damage_{ideal}", "first", ".3f")
+                        for ideal in IDEALS[:4]
+                    ),
+                    Column("fvu", "fvu", "first", ".2f"),
+                    Column("least", "fvu_bound", "first", ".2f"),
+                    Column("control", "control", "first", ".2f"),
+                    Column("mean", "mean", "first", "+.2f"),
+                    Column("zero", "zero", "first", "+.2f"),
+                ),
+                rows=_heads,
+                names={"name": "head"},
+            ),
+            "All induction heads at once, replaced by one ideal (nats of divergence), or by "
+            "their mean outputs (rise of the loss)",
+            TableSpec(
+                ("model",),
+                (
+                    *(
+                        Column(ideal.replace("_", " "), f"induction_{ideal}", "mean", ".3f")
+                        for ideal in IDEALS
+                    ),
+                    Column("ablated", "ablated", "mean", "+.2f"),
+                ),
+                rows=_together,
+            ),
         )
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """Scores and losses over training, and what each head's ablation costs at its end."""
-        figure, by_model = panels(results, 2, 9, 3.2)
-        for model, (left, right) in by_model:
-            rows = results[results["model"] == model]
-            over = rows.groupby("step")
-            for column, colour in (("prefix_matching", "#d55e00"), ("previous_token", "#0072b2")):
-                line = over[column].max()
-                label = f"largest {column.replace('_', ' ')}"
-                left.plot(line.index, line, ".-", color=colour, label=label)
-            left.set_ylabel(f"{model}\nattention")
-            left.set_ylim(0, 1)
-            left.set_xscale("symlog", linthresh=100)
-            left.set_xlabel("training step")
-            beside = left.twinx()
-            line = over["loss"].mean()
-            beside.plot(line.index, line, ".:", color="#444444")
-            beside.set_ylabel("loss on repeats (nats, dotted)")
-            left.legend(frameon=False, fontsize="small", loc="center left")
-            circuit = _Circuit.of(final(rows))
-            rises = circuit.heads["mean_ablated"] - circuit.loss
-            right.bar(
-                [f"{layer}.{head}" for layer, head in rises.index],
-                rises,
-                color=["#d55e00" if head in circuit.induction else
-                       "#0072b2" if head == circuit.previous else "#bbbbbb"
-                       for head in rises.index],
-            )  # fmt: skip
-            right.tick_params(axis="x", rotation=90, labelsize="small")
-            right.set_ylabel("rise of the loss without the head (nats)")
-        return figure
+        scores = [
+            Curves(
+                "step", column, style=".-", colour=colour, label=f"largest {name}", rows=_largest
+            )
+            for column, name, colour in (
+                ("prefix_matching", "prefix matching", ORANGE),
+                ("previous_token", "previous token", BLUE),
+            )
+        ]
+        loss = Curves("step", "loss", style=".:", colour=GREY, label="")
+        costs = Axis("rise of the loss without the head (nats)")
+        return FigureSpec(
+            (
+                Panel(scores, Axis("training step"), Axis("attention", limits=(0, 1)), model_of),
+                Panel((loss,), Axis("training step"), Axis("loss on repeats (nats)")),
+                Panel((_draw_costs,), y=costs, rows=final),
+            ),
+            per="model",
+        )
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
+    def claims(self) -> Sequence[Claim]:
         """By the last snapshot of every model that has an induction head."""
-        reasons, confirmed = [], []
-        for (model,), rows in groups(final(results), ("model",)):
-            circuit = _Circuit.of(rows)
-            if not circuit.induction:
-                most = circuit.heads["prefix_matching"].max()
-                reasons.append(f"{model}: no induction head (largest prefix matching {most:.2f})")
-                continue
-            ways = circuit.ways()
-            confirmed.append(all(ways.values()))
-            against = [name for name, way in ways.items() if not way]
-            first = "all three ways confirm"
-            if against:
-                first = f"{' and '.join(against)} {'disagree' if against[1:] else 'disagrees'}"
-            reasons.append(f"{model}: {first}; {circuit.sentence()}")
-        return Verdict(bool(confirmed) and all(confirmed), tuple(reasons))
+        there = Claim(
+            f"models with an induction head (prefix matching above {IS_INDUCTION:g}) are {{bound}}",
+            lambda results: {"": len(_of_circuits(lambda circuit: {"": 1}, results))}, ">=", 1,
+        )  # fmt: skip
+        return (there, *(claim for claims in self._ways().values() for claim in claims))
+
+    def _ways(self) -> Mapping[str, Sequence[Claim]]:
+        """The three ways of looking, and what each claims."""
+        return {
+            "mechanism": (
+                Claim(
+                    "of its previous-token head and its induction head {bound} have the labels "
+                    "specific_position and max_position",
+                    partial(_of_circuits, _Circuit.labelled), ">=", 2,
+                ),
+            ),
+            "recovery": (
+                Claim(
+                    "of what a head of that width can carry of their tokens {bound} is recovered",
+                    partial(_of_circuits, _Circuit.recovered), ">=", _CARRIED,
+                ),
+                Claim(
+                    "of the control's {bound}", partial(_of_circuits, _Circuit.by_chance),
+                    "<=", _BY_CHANCE,
+                ),
+            ),
+            "ablation": (
+                Claim(
+                    "without the previous-token head, and without all induction heads, the loss on "
+                    "repeated tokens rises by {bound} nats",
+                    partial(_of_circuits, _Circuit.costs), ">", _COSTS,
+                ),
+                Claim(
+                    "without each of these heads alone it rises by {bound} more than without any "
+                    "other head of its layer",
+                    partial(_of_circuits, _Circuit.beyond_others), ">", 0,
+                ),
+            ),
+        }  # fmt: skip
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """Models without an induction head."""
+        most = final(results).groupby("model", sort=False)["prefix_matching"].max()
+        return [
+            f"{model}: no induction head (largest prefix matching {score:.2f})"
+            for model, score in most.items()
+            if score <= IS_INDUCTION
+        ]
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """What is recovered of other keys in the place of the attended."""
+        return {name: results.assign(fvu=results[f"fvu_{name}"]) for name in ("random", "shuffled")}
+
+
+def _confirms(claims: Sequence[Claim], snapshot: "pd.DataFrame") -> str | None:
+    """Whether what a way claims holds of the rows of one snapshot; None without a circuit."""
+    if not _Circuit.of(snapshot).induction:
+        return None
+    verdicts = [claim.judge(snapshot.assign(final=True)) for claim in claims]
+    return "confirms" if all(verdict.passed for verdict in verdicts) else "disagrees"
+
+
+def _circuits(results: "pd.DataFrame") -> "dict[str, _Circuit]":
+    """The circuit of the last snapshot of each model that has an induction head."""
+    found = {model: _Circuit.of(rows) for (model,), rows in groups(final(results), ("model",))}
+    return {model: circuit for model, circuit in found.items() if circuit.induction}
+
+
+def _of_circuits(
+    numbers: "Callable[[_Circuit], Mapping[str, float]]", results: "pd.DataFrame"
+) -> Numbers:
+    """Numbers of each circuit."""
+    return {
+        f"{model} {label}".strip(): number
+        for model, circuit in _circuits(results).items()
+        for label, number in numbers(circuit).items()
+    }
+
+
+def _heads(results: "pd.DataFrame") -> "pd.DataFrame":
+    """A row for each head of the circuits."""
+    import pandas as pd
+
+    rows = [
+        {
+            **circuit.row(head), "model": model, "name": _label(head), "role": role,
+            "score": circuit.row(head)[score], "control": circuit.row(head)[control],
+            "mean": circuit.row(head)["mean_ablated"] - circuit.loss,
+            "zero": circuit.row(head)["zero_ablated"] - circuit.loss,
+        }
+        for model, circuit in _circuits(results).items()
+        for role, score, control, heads in circuit.roles()
+        for head in heads
+    ]  # fmt: skip
+    return pd.DataFrame(rows, columns=None if rows else ["model", "name"])
+
+
+def _together(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The rows of models with a circuit, with what its induction heads cost together."""
+    rows = final(results)
+    rows = rows[rows["model"].isin(list(_circuits(results)))]
+    return rows.assign(ablated=rows["induction_ablated"] - rows["loss"])
+
+
+def _largest(rows: "pd.DataFrame") -> "pd.DataFrame":
+    return rows.groupby("step")[["prefix_matching", "previous_token"]].max().reset_index()
+
+
+def _draw_costs(axes: "Axes", rows: "pd.DataFrame") -> None:
+    """What each head's ablation costs; the circuit in colour."""
+    circuit = _Circuit.of(rows)
+    rises = circuit.rises()
+    axes.bar(
+        [_label(head) for head in rises.index], rises,
+        color=[ORANGE if head in circuit.induction else BLUE if head == circuit.previous else
+               "#bbbbbb" for head in rises.index],
+    )  # fmt: skip
+    axes.tick_params(axis="x", rotation=90, labelsize="small")
 
 
 @dataclass(frozen=True)
@@ -283,56 +360,60 @@ class _Circuit:
             ("induction", "prefix_matching", "fvu_shuffled", self.induction),
         ]
 
-    def ways(self) -> dict[str, bool | None]:
-        """Whether each way confirms; None where there is no induction head."""
-        if not self.induction:
-            return dict.fromkeys(("mechanism", "recovery", "ablation"))
-        if self.previous is None:
-            return dict.fromkeys(("mechanism", "recovery", "ablation"), False)
-        before, after = self.row(self.previous), self.row(self.induction[0])
-        mechanism = (before["mechanism"], after["mechanism"])
+    def labelled(self) -> dict[str, float]:
+        """How many of the two heads have the label that they should have."""
+        labels = dict(
+            zip((self.previous, self.induction[0]), ("specific_position", "max_position"))
+        )
         return {
-            "mechanism": mechanism == ("specific_position", "max_position"),
-            "recovery": self._recovered(before, "fvu_random")
-            and self._recovered(after, "fvu_shuffled"),
-            "ablation": self._needed(),
+            "": float(sum(h is not None and self.row(h)["mechanism"] == labels[h] for h in labels))
         }
 
-    @staticmethod
-    def _recovered(row: Any, control: str) -> bool:
-        room = 1 - row["fvu_bound"]
-        own, other = (1 - row[name] for name in ("fvu", control))
-        return bool(own >= _CARRIED * room and other <= _BY_CHANCE * room)
+    def recovered(self) -> dict[str, float]:
+        """What is recovered of what the width can carry, by head."""
+        return self._share_of_room("fvu", "fvu")
 
-    def _needed(self) -> bool:
-        rise = self.heads["mean_ablated"] - self.loss
-        layers = rise.index.get_level_values("layer")
-        assert self.previous is not None
-        others = rise[(layers == self.previous[0]) & (rise.index != self.previous)]
-        first = rise[self.previous] > max(_COSTS, others.max())
-        jointly = self.together["induction_ablated"] - self.loss > _COSTS
-        each = all(
-            rise[head] > rise[(layers == head[0]) & ~rise.index.isin(self.induction)].max()
-            for head in self.induction
-        )
-        return bool(first and jointly and each)
+    def by_chance(self) -> dict[str, float]:
+        """What of it the controls recover."""
+        return self._share_of_room("fvu_random", "fvu_shuffled")
 
-    def sentence(self) -> str:
-        """The numbers behind it."""
-        if self.previous is None:
-            return f"no layer before the induction head {self.induction[0]}"
-        before, after = self.row(self.previous), self.row(self.induction[0])
-        name, other = ("{}.{}".format(*head) for head in (self.previous, self.induction[0]))
-        rise = self.heads["mean_ablated"] - self.loss
-        jointly = self.together["induction_ablated"] - self.loss
-        return (
-            f"{name} is {before['mechanism']}, recovered with fvu {before['fvu']:.2f} (least "
-            f"{before['fvu_bound']:.2f}, random {before['fvu_random']:.2f}), and costs "
-            f"{rise[self.previous]:.2f} nats; {other} is {after['mechanism']}, recovered with fvu "
-            f"{after['fvu']:.2f} (least {after['fvu_bound']:.2f}, shuffled "
-            f"{after['fvu_shuffled']:.2f}), and costs {rise[self.induction[0]]:.2f} nats alone, "
-            f"{jointly:.2f} with all {len(self.induction)} induction heads"
-        )
+    def _share_of_room(self, before: str, after: str) -> dict[str, float]:
+        found = {}
+        for head, name in ((self.previous, before), (self.induction[0], after)):
+            row = None if head is None else self.row(head)
+            found[_label(head)] = (
+                math.nan if row is None else float((1 - row[name]) / (1 - row["fvu_bound"]))
+            )
+        return found
+
+    def costs(self) -> dict[str, float]:
+        """What the previous-token head costs, and all induction heads at once, in nats."""
+        jointly = float(self.together["induction_ablated"] - self.loss)
+        alone = math.nan if self.previous is None else float(self.rises()[self.previous])
+        return {_label(self.previous): alone, f"{len(self.induction)} induction heads": jointly}
+
+    def beyond_others(self) -> dict[str, float]:
+        """What each head costs beyond the most costly of its layer that is not in the circuit."""
+        rises, circuit = self.rises(), (self.previous, *self.induction)
+        layers = rises.index.get_level_values("layer")
+        found = {}
+        for head in circuit:
+            if head is None:
+                found[_label(head)] = math.nan
+                continue
+            own = (head,) if head == self.previous else self.induction
+            others = rises[(layers == head[0]) & ~rises.index.isin(own)]
+            found[_label(head)] = float(rises[head] - (others.max() if len(others) else 0))
+        return found
+
+    def rises(self) -> "pd.Series[float]":
+        """What the loss rises by without each head, in nats."""
+        rises: pd.Series[float] = self.heads["mean_ablated"] - self.loss
+        return rises
+
+
+def _label(head: Head | None) -> str:
+    return "no previous-token head" if head is None else "{}.{}".format(*head)
 
 
 class _Seen:

@@ -1,39 +1,41 @@
 """Why induction heads look where they look: what wrote the keys that they prefer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.batches import repeated_random
 from infoflow_lens.experiments.language_model.induction import IS_INDUCTION, Head, ids_of
 from infoflow_lens.experiments.language_model.measures import prefix_matching, previous_token
 from infoflow_lens.experiments.language_model.snapshots import loaded, untrained
 from infoflow_lens.experiments.language_model.study import (
-    MODEL,
     TRAINED,
     UNTRAINED,
     OnRepeats,
     final,
-    groups,
-    panels,
-    step_shown,
+    model_of,
+    stacked,
+    with_names,
+    with_steps,
 )
-from infoflow_lens.experiments.study import Row, Settings
-from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.experiments.plots import Axis, FigureSpec, Panel
+from infoflow_lens.experiments.study import Row, Settings, Statement
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks import PatternsProbe, WhyAll, measure_why_all, run_probes
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 _MAIN, _MOSTLY, _RARELY = 0.5, 0.9, 0.25
 _EVERY = 10_000  # parts of keys: all of them
 _COLUMNS = (
-    "model", "step", "head", "lines", "first key is the target", "previous-token head",
+    "lines", "first key is the target", "previous-token head",
     "its share", "of single lines (5% to 95%)", "largest part in",
     "largest other head", "untrained: largest part in",
 )  # fmt: skip
@@ -44,13 +46,7 @@ class Reasons(OnRepeats):
 
     name: ClassVar[str] = "reasons"
     title: ClassVar[str] = "Do induction heads look where the previous-token head marks?"
-    acceptance: ClassVar[str] = (
-        "in every model with a head of prefix matching above .5, and there is one: for each such "
-        "head the part of the keys that the previous-token head wrote has more than half of the "
-        "margin between the first and the second key, more than twice what any other head of the "
-        "layers before has, and is the largest part in at least 90% of the lines; in the untrained "
-        "model it is so in at most 25%"
-    )
+    statement: ClassVar[Statement] = Statement.of("reasons")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 32, "full": 128}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 1, "full": None}
 
@@ -82,82 +78,124 @@ class Reasons(OnRepeats):
                 rows += _rows(UNTRAINED, lines, head, previous, half, {})
         return rows
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """A row for each induction head; then the parts of the keys of the last snapshots."""
-        shown = []
-        for (model, step), rows in groups(results, MODEL):
-            trained = rows[rows["kind"] == TRAINED].dropna(subset=["head"])
-            if trained.empty:
-                most = rows["prefix_matching"].max()
-                shown.append((model, step_shown(step), f"none ({most:.2f})", *[""] * 8))
-            for (layer, head), own in groups(trained, ("layer", "head")):
-                one = _Head(own, _of(rows, UNTRAINED, layer, head))
-                part, other = one.part, one.other
-                shown.append(
-                    (
-                        *(model, step_shown(step), f"{layer:.0f}.{head:.0f}"),
-                        *(f"{part['lines']:.0f}", f"{part['on_target']:.1%}"),
-                        *(part.name.removeprefix("head "), f"{part['share']:.2f}"),
-                        f"{part['low']:.2f} to {part['high']:.2f}",
-                        f"{part['largest']:.1%}",
-                        f"{other.name.removeprefix('head ')} ({other['share']:+.2f})",
-                        f"{one.untrained:.1%}",
-                    )
-                )
-        last = final(results)
-        last = last[last["kind"] == TRAINED].dropna(subset=["head"])
-        parts = []
-        for (model, layer, head), own in groups(last, ("model", "layer", "head")):
-            means = own.groupby("part")["share"].mean()
-            order = means.abs().sort_values(ascending=False).index
-            said = ", ".join(f"{name} {means[name]:+.2f}" for name in order[:6])
-            parts.append((model, f"{layer:.0f}.{head:.0f}", said))
-        return "\n\n".join(
-            (
-                markdown_table(_COLUMNS, shown),
-                "Shares of the margin, summed over lines: the six largest parts of the keys of "
-                "each induction head",
-                markdown_table(("model", "head", "parts of the keys"), parts),
-            )
+        return (
+            TableSpec(
+                ("model", "step", "head"),
+                [Column(name, name, "first") for name in _COLUMNS],
+                rows=_lines,
+            ),
+            "Shares of the margin, summed over lines: the six largest parts of the keys of "
+            "each induction head",
+            TableSpec(
+                ("model", "name"),
+                (Column("parts of the keys", _largest_parts),),
+                rows=lambda results: _parts(TRAINED, final(results)),
+                names={"name": "head"},
+            ),
         )
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """Shares of all parts of the keys, trained and untrained."""
-        last = final(results)
-        last = last.dropna(subset=["head"]) if last["head"].notna().any() else last
-        figure, by_model = panels(last, 1, 9, 3.2)
-        for model, (axes,) in by_model:
-            rows = last[last["model"] == model].dropna(subset=["head"])
-            for kind, marker in ((UNTRAINED, "x"), (TRAINED, "o")):
-                some = groups(rows[rows["kind"] == kind], ("layer", "head"))
-                for number, ((layer, head), own) in enumerate(some):
-                    means = own.groupby("part", sort=False)["share"].mean()
-                    style: dict[str, Any] = {"label": f"{layer:.0f}.{head:.0f}"}
-                    if kind == UNTRAINED:  # one name for all of them
-                        style = {"color": "#bbbbbb", "label": None if number else UNTRAINED}
-                    axes.plot(means.index, means, marker, **style)
-            axes.axhline(0, color="#999999", linewidth=0.6)
-            axes.set_ylabel(f"{model}\nshare of the margin")
-            axes.tick_params(axis="x", rotation=90, labelsize="small")
-            if not rows.empty:
-                axes.legend(
-                    frameon=False, fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1)
-                )
-        return figure
+        return FigureSpec(
+            (Panel((_draw_shares,), y=Axis("share of the margin", levels=(0,)), title=model_of),),
+            per="model",
+            size=(6, 3.6),
+            rows=final,
+        )
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
-        """By the last snapshot of every model that has an induction head."""
-        reasons, passed = [], []
-        for (model,), rows in groups(final(results), ("model",)):
-            trained = rows[rows["kind"] == TRAINED].dropna(subset=["head"])
-            if trained.empty:
-                most = rows["prefix_matching"].max()
-                reasons.append(f"{model}: no induction head (largest prefix matching {most:.2f})")
-            for (layer, head), own in groups(trained, ("layer", "head")):
-                one = _Head(own, _of(rows, UNTRAINED, layer, head))
-                passed.append(one.passes())
-                reasons.append(f"{model}: {layer:.0f}.{head:.0f} {one.sentence()}")
-        return Verdict(bool(passed) and all(passed), tuple(reasons))
+    def claims(self) -> Sequence[Claim]:
+        """By every induction head of the last snapshots."""
+        part = "the part of the keys that the previous-token head wrote"
+        return (
+            Claim(
+                f"for every induction head {part} has {{bound}} of the margin between the first "
+                "and the second key",
+                partial(_of_heads, lambda head: head.part["share"]), ">", _MAIN,
+            ),
+            Claim(
+                "less twice what any other head of the layers before has it has {bound}",
+                partial(_of_heads, lambda head: head.part["share"] - 2 * head.other["share"]),
+                ">", 0,
+            ),
+            Claim(
+                "it is the largest part in {bound} of the lines",
+                partial(_of_heads, lambda head: head.part["largest"]), ">=", _MOSTLY,
+            ),
+            Claim(
+                "in the untrained model it is so in {bound}",
+                partial(_of_heads, lambda head: head.untrained), "<=", _RARELY,
+            ),
+        )  # fmt: skip
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """The numbers of another head before, or of the untrained model."""
+        other = results.copy()
+        for _, own in groups(other[other["kind"] == TRAINED], ("model", "layer", "head", "seed")):
+            heads = own[own["part"].astype(str).str.startswith("head ")]
+            rivals = heads[heads["is_previous"] == 0]["share"]
+            if len(rivals):
+                other.loc[own.index, "is_previous"] = 0.0
+                other.loc[rivals.idxmax(), "is_previous"] = 1.0
+        untrained = results[results["kind"] == UNTRAINED]
+        return {
+            "every other head": other,
+            "untrained": stacked(untrained, untrained.assign(kind=TRAINED)),
+        }
+
+
+def _parts(kind: str, results: "pd.DataFrame") -> "pd.DataFrame":
+    """The parts of the keys of induction heads, with the heads' names."""
+    return with_names(results[results["kind"] == kind].dropna(subset=["head"]))
+
+
+def _heads(results: "pd.DataFrame") -> "Iterator[tuple[str, int, str, _Head]]":
+    """Model, step and name of each induction head, and what the rule reads of it."""
+    untrained = _parts(UNTRAINED, results)
+    for (model, step, name), own in groups(_parts(TRAINED, results), ("model", "step", "name")):
+        beside = (untrained["model"] == model) & (untrained["step"] == step)
+        yield model, step, name, _Head(own, untrained[beside & (untrained["name"] == name)])
+
+
+def _of_heads(number: "Callable[[_Head], float]", results: "pd.DataFrame") -> Numbers:
+    """A number of each induction head."""
+    found = _heads(final(results))
+    return {f"{model} {name}": float(number(head)) for model, _, name, head in found}
+
+
+def _lines(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The cells of each induction head; of a model without any, how near it comes."""
+    import pandas as pd
+
+    lines = []
+    for (model, step), rows in groups(results, ("model", "step")):
+        found = [
+            {"model": model, "step": step, "head": name, **head.cells()}
+            for *_, name, head in _heads(rows)
+        ]
+        most = f"none ({rows['prefix_matching'].max():.2f})"
+        nothing = {"model": model, "step": step, "head": most, **dict.fromkeys(_COLUMNS, "")}
+        lines += found or [nothing]
+    return with_steps(pd.DataFrame(lines))
+
+
+def _largest_parts(rows: "pd.DataFrame") -> str:
+    means = rows.groupby("part")["share"].mean()
+    order = means.abs().sort_values(ascending=False).index
+    return ", ".join(f"{name} {means[name]:+.2f}" for name in order[:6])
+
+
+def _draw_shares(axes: "Axes", rows: "pd.DataFrame") -> None:
+    """The share of each part, a marker for each head."""
+    for kind, marker in ((UNTRAINED, "x"), (TRAINED, "o")):
+        for number, ((name,), own) in enumerate(groups(_parts(kind, rows), ("name",))):
+            means = own.groupby("part", sort=False)["share"].mean()
+            style: dict[str, Any] = {"label": name}
+            if kind == UNTRAINED:  # one name for all of them
+                style = {"color": "#bbbbbb", "label": None if number else UNTRAINED}
+            axes.plot(means.index, means, marker, **style)
+    axes.tick_params(axis="x", rotation=90, labelsize="small")
 
 
 class _Head:
@@ -177,28 +215,16 @@ class _Head:
         self.other = heads.loc[heads["share"].idxmax()]
         self.untrained = float(untrained["largest"][untrained["is_previous"] == 1].mean())
 
-    def passes(self) -> bool:
-        """By the stated rule."""
-        share = self.part["share"]
-        return bool(
-            share > _MAIN
-            and share > 2 * self.other["share"]
-            and self.part["largest"] >= _MOSTLY
-            and self.untrained <= _RARELY
-        )
-
-    def sentence(self) -> str:
-        """The numbers behind it."""
-        return (
-            f"{'passes' if self.passes() else 'does not pass'}: {self.part.name} has "
-            f"{self.part['share']:.2f} of the margin, {self.other.name} as the next head "
-            f"{self.other['share']:+.2f}; largest part in {self.part['largest']:.1%} of "
-            f"{self.part['lines']:.0f} lines, untrained in {self.untrained:.1%}"
-        )
-
-
-def _of(rows: "pd.DataFrame", kind: str, layer: Any, head: Any) -> "pd.DataFrame":
-    return rows[(rows["kind"] == kind) & (rows["layer"] == layer) & (rows["head"] == head)]
+    def cells(self) -> dict[str, str]:
+        """Its numbers as a table shows them."""
+        part, other = self.part, self.other
+        shown = (
+            f"{part['lines']:.0f}", f"{part['on_target']:.1%}", part.name.removeprefix("head "),
+            f"{part['share']:.2f}", f"{part['low']:.2f} to {part['high']:.2f}",
+            f"{part['largest']:.1%}", f"{other.name.removeprefix('head ')} ({other['share']:+.2f})",
+            f"{self.untrained:.1%}",
+        )  # fmt: skip
+        return dict(zip(_COLUMNS, shown, strict=True))
 
 
 def _scores(model: nn.Module, ids: Tensor) -> tuple[dict[Head, float], dict[Head, float]]:

@@ -1,7 +1,7 @@
 """In how many directions do heads look, and is that what they are worth?"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.queries import Directions, directions, projecting
 from infoflow_lens.experiments.language_model.study import (
-    MODEL,
     TRAINED,
     UNTRAINED,
     BesideUntrained,
+    by_model,
     final,
-    groups,
-    panels,
-    step_shown,
+    model_of,
+    of_heads,
+    stacked,
+    with_steps,
 )
-from infoflow_lens.experiments.study import Row, Settings
-from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.experiments.plots import GREEN, GREY, ORANGE, Axis, Curves, FigureSpec, Panel
+from infoflow_lens.experiments.study import Row, Settings, Statement
+from infoflow_lens.experiments.tables import Column, Part, TableSpec
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss
 from infoflow_lens.hooks.mechanisms.sufficiency import mean_ablated, mean_outputs
@@ -30,18 +32,11 @@ from infoflow_lens.hooks.model.inputs import Batch, read_inputs
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 _TOLERANCE, _BATCH, _PERMUTATIONS, _LEVEL = 0.01, 16, 1000, 0.95
 _RANKS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 _SHARES = ("fixed", "by_token", "by_token_shuffled", "by_position")
-_MODELS = (
-    "model", "step", "weights", "loss", "directions needed", "of random ones", "of d_head",
-    "roles (median, range)", "roles with cost",
-)  # fmt: skip
-_HEADS = (
-    "model", "head", "deviation", "roles", "fixed", "by token", "by position", "cost (nats)",
-)  # fmt: skip
 
 
 class Roles(BesideUntrained):
@@ -49,12 +44,7 @@ class Roles(BesideUntrained):
 
     name: ClassVar[str] = "roles"
     title: ClassVar[str] = "Does a head retrieve in one direction, or in several?"
-    acceptance: ClassVar[str] = (
-        "in every trained model more than one direction a head is needed to keep the loss within "
-        "1%, and fewer than of random directions; and the rank correlation of its heads' roles "
-        "with what they cost is positive, above 95% of permutations, and above that of the "
-        "untrained control"
-    )
+    statement: ClassVar[Statement] = Statement.of("roles")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 32, "full": 256}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 4, "full": None}
     draws: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 8}
@@ -142,102 +132,117 @@ class Roles(BesideUntrained):
                     rows.append({"part": "curve", "of": name, "rank": rank, "rise": rise})
         return rows
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """Directions needed and correlations; then every head of the last snapshots."""
-        models = []
-        for (model, step, kind), rows in groups(results, (*MODEL, "kind")):
-            heads = rows[rows["part"] == "head"]
-            roles = _by_head(heads)["roles"]
-            models.append(
+        return (
+            TableSpec(
+                ("model", "step", "kind"),
                 (
-                    *(model, step_shown(step, kind), kind, f"{rows['loss'].mean():.3f}"),
-                    *(_needed(rows, "first"), _needed(rows, "random"), int(rows["rank"].max())),
-                    f"{roles.median():.1f} ({roles.min():.1f} to {roles.max():.1f})",
-                    f"{_correlation(heads):+.2f}",
-                )
-            )
-        note = (
+                    Column("loss", "loss", "mean", ".3f"),
+                    Column("directions needed", partial(_needed, "first")),
+                    Column("of random ones", partial(_needed, "random")),
+                    Column("of d_head", lambda rows: int(rows["rank"].max())),
+                    Column("roles (median, range)", _range_of_roles),
+                    Column("roles with cost", _correlation, form="+.2f"),
+                ),
+                rows=with_steps,
+                names={"kind": "weights"},
+            ),
             "The heads of the last snapshots: the deviation of scores over keys (nats), roles (in "
             "brackets where the first token is no key, told and not judged), shares of the energy "
             "(fixed direction; by the query's token, in brackets with "
-            "shuffled tokens; by position), and what the loss rises by without the head"
-        )
-        last = final(results)
-        last = last[(last["part"] == "head") & (last["kind"] == TRAINED)]
-        of_heads = []
-        for (model,), rows in groups(last, ("model",)):
-            for row in _by_head(rows).reset_index().to_dict("records"):
-                of_heads.append(
-                    (
-                        *(
-                            model,
-                            f"{row['layer']:.0f}.{row['head']:.0f}",
-                            f"{row['deviation']:.2f}",
-                        ),
-                        f"{row['roles']:.1f} ({row['roles_without_first']:.1f})",
-                        f"{row['fixed']:.2f}",
-                        f"{row['by_token']:.2f} ({row['by_token_shuffled']:.2f})",
-                        f"{row['by_position']:.2f}",
-                        f"{row['cost']:+.3f}",
-                    )
-                )
-        return "\n\n".join(
-            (markdown_table(_MODELS, models), note, markdown_table(_HEADS, of_heads))
+            "shuffled tokens; by position), and what the loss rises by without the head",
+            TableSpec(
+                ("model", "name"),
+                (
+                    Column("deviation", "deviation", "first", ".2f"),
+                    Column("roles", partial(_beside, "roles", "roles_without_first", ".1f")),
+                    Column("fixed", "fixed", "first", ".2f"),
+                    Column("by token", partial(_beside, "by_token", "by_token_shuffled", ".2f")),
+                    Column("by position", "by_position", "first", ".2f"),
+                    Column("cost (nats)", "cost", "first", "+.3f"),
+                ),
+                rows=lambda results: _by_head(_of_kind(TRAINED, final(results))),
+                names={"name": "head"},
+            ),
         )
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """Loss by directions, cost by roles, shares of the energy."""
-        last = final(results)
-        figure, by_model = panels(last, 3, 11, 3.3)
-        for model, (left, middle, right) in by_model:
-            rows = last[last["model"] == model]
-            own = rows[rows["kind"] == TRAINED]
-            for name, style in (("first", ".-"), ("random", ".:")):
-                some = own[(own["part"] == "curve") & (own["of"] == name)]
-                by = some.groupby("rank")["rise"].mean()
-                left.plot(by.index, 100 * by, style, color="#d55e00", label=f"{name} directions")
-            left.axhline(100 * _TOLERANCE, color="#999999", linewidth=0.6)
-            left.set_yscale("symlog", linthresh=1)
-            left.set_xlabel("directions a head")
-            left.set_ylabel(f"{model}\nrise of the loss (%)")
-            left.legend(frameon=False, fontsize="small")
-            for kind, colour in ((UNTRAINED, "#bbbbbb"), (TRAINED, "#d55e00")):
-                heads = rows[(rows["part"] == "head") & (rows["kind"] == kind)]
-                middle.scatter(heads["roles"], heads["cost"], s=14, color=colour, label=kind)
-            middle.set_yscale("symlog", linthresh=0.01)
-            middle.set_xlabel("roles of a head")
-            middle.set_ylabel("cost without it (nats)")
-            middle.legend(frameon=False, fontsize="small")
-            heads = _by_head(own[own["part"] == "head"])
-            names = [f"{int(layer)}.{int(head)}" for layer, head in heads.index]
-            below = torch.zeros(len(heads)).numpy()
-            for name, colour in (("fixed", "#444444"), ("by_token", "#d55e00"),
-                                 ("by_position", "#009e73")):  # fmt: skip
-                share = heads[name].clip(lower=0).to_numpy()
-                right.bar(names, share, bottom=below, color=colour, label=name.replace("_", " "))
-                below = below + share
-            right.tick_params(axis="x", rotation=90, labelsize="x-small")
-            right.set_ylabel("share of the energy")
-            right.legend(frameon=False, fontsize="small")
-        return figure
+        curves = [
+            Curves("rank", "percent", style=style, colour=ORANGE, label=f"{of} directions",
+                   rows=partial(_curve, of))
+            for of, style in (("first", ".-"), ("random", ".:"))
+        ]  # fmt: skip
+        heads = [
+            Curves("roles", "cost", take="each", style="o", colour=colour, label=kind,
+                   rows=partial(_of_kind, kind))
+            for kind, colour in ((UNTRAINED, "#bbbbbb"), (TRAINED, ORANGE))
+        ]  # fmt: skip
+        loss = Axis("rise of the loss (%)", "symlog", (0, None), (100 * _TOLERANCE,))
+        return FigureSpec(
+            (
+                Panel(curves, Axis("directions a head"), loss, model_of,
+                      partial(_of_kind, TRAINED)),
+                Panel(heads, Axis("roles of a head"), Axis("cost without it (nats)")),
+                Panel((_draw_shares,), y=Axis("share of the energy"),
+                      rows=partial(_of_kind, TRAINED), legend="above"),
+            ),
+            per="model",
+            rows=final,
+        )  # fmt: skip
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
-        """By the last snapshot of every model."""
-        reasons, passed = [], True
-        for (model,), rows in groups(final(results), ("model",)):
-            own, control = (rows[rows["kind"] == kind] for kind in (TRAINED, UNTRAINED))
-            needed, random = _needed(own, "first"), _needed(own, "random")
-            heads = own[own["part"] == "head"]
-            rho, level = _correlation(heads), _level(heads)
-            of_control = _correlation(control[control["part"] == "head"])
-            several = needed > 1 and needed < random
-            worth = rho > 0 and level > _LEVEL and not rho <= of_control
-            passed = passed and several and worth
-            reasons.append(
-                f"{model}: {needed} directions needed, {random} of random ones; roles with cost "
-                f"{rho:+.2f}, above {level:.1%} of permutations, untrained {of_control:+.2f}"
-            )
-        return Verdict(passed and bool(reasons), tuple(reasons))
+    def claims(self) -> Sequence[Claim]:
+        """By directions needed, and by what goes with roles."""
+        return (
+            Claim(
+                "to keep the loss within 1%, {bound} direction a head is needed in every model",
+                partial(_of_trained, partial(_needed, "first")), ">", 1,
+            ),
+            Claim(
+                "of random directions {bound} more are needed",
+                partial(_of_trained, lambda own: _needed("random", own) - _needed("first", own)),
+                ">", 0,
+            ),
+            Claim(
+                "the rank correlation of the heads' roles with what they cost is {bound}",
+                partial(_of_trained, _correlation), ">", 0,
+            ),
+            Claim(
+                "it is above a share of {bound} of permutations",
+                partial(_of_trained, _level), ">", _LEVEL,
+            ),
+            Claim(
+                "less that of the untrained model it is {bound}",
+                lambda results: by_model(results, _beyond_untrained), ">", 0,
+            ),
+        )  # fmt: skip
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Random directions in the place of the first; untrained heads in that of the trained."""
+        own = results["kind"] == TRAINED
+        first = results[~(own & (results["of"] == "first"))]
+        drawn = results[own & (results["of"] == "random")].assign(of="first")
+        untrained = results[~own]
+        return {
+            "random directions": stacked(first, drawn),
+            "untrained": stacked(untrained, untrained.assign(kind=TRAINED)),
+        }
+
+
+def _of_kind(kind: str, rows: "pd.DataFrame") -> "pd.DataFrame":
+    return rows[rows["kind"] == kind]
+
+
+def _of_trained(number: "Callable[[pd.DataFrame], float]", results: "pd.DataFrame") -> Numbers:
+    """A number of each trained model."""
+    return by_model(_of_kind(TRAINED, results), number)
+
+
+def _beyond_untrained(rows: "pd.DataFrame") -> float:
+    """The correlation less the untrained model's; all of it where that has none."""
+    own, control = (_correlation(_of_kind(kind, rows)) for kind in (TRAINED, UNTRAINED))
+    return own if math.isnan(control) else own - control
 
 
 def _without(
@@ -256,10 +261,15 @@ def _random(own: Directions, rank: int, seed: int) -> Tensor:
     return torch.linalg.qr(drawn).Q[:, :, :rank]
 
 
-def _needed(rows: "pd.DataFrame", of: str) -> int:
-    """The least number of directions from which on the mean rise is within."""
+def _curve(of: str, rows: "pd.DataFrame") -> "pd.DataFrame":
+    """What projections cost, by the number of directions."""
     curve = rows[(rows["part"] == "curve") & (rows["of"] == of)]
-    by_rank = curve.groupby("rank")["rise"].mean().sort_index()
+    return curve.assign(percent=100 * curve["rise"])
+
+
+def _needed(of: str, rows: "pd.DataFrame") -> int:
+    """The least number of directions from which on the mean rise is within."""
+    by_rank = _curve(of, rows).groupby("rank")["rise"].mean().sort_index()
     least = int(by_rank.index[-1])
     for rank, rise in reversed(list(by_rank.items())):
         if rise > _TOLERANCE:
@@ -270,20 +280,41 @@ def _needed(rows: "pd.DataFrame", of: str) -> int:
 
 def _by_head(rows: "pd.DataFrame") -> "pd.DataFrame":
     columns = ["roles", "roles_without_first", "deviation", "cost", *_SHARES]
-    return rows.groupby(["layer", "head"], sort=True)[columns].mean()
+    return of_heads(rows[rows["part"] == "head"], columns)
 
 
-def _correlation(heads: "pd.DataFrame") -> float:
+def _range_of_roles(rows: "pd.DataFrame") -> str:
+    roles = _by_head(rows)["roles"]
+    return f"{roles.median():.1f} ({roles.min():.1f} to {roles.max():.1f})"
+
+
+def _beside(name: str, other: str, form: str, heads: "pd.DataFrame") -> str:
+    """A number of a head, and another in brackets."""
+    return f"{heads[name].iloc[0]:{form}} ({heads[other].iloc[0]:{form}})"
+
+
+def _draw_shares(axes: "Axes", rows: "pd.DataFrame") -> None:
+    """Bars of the shares of each head, on each other."""
+    heads = _by_head(rows)
+    below = 0 * heads["fixed"]
+    for name, colour in (("fixed", GREY), ("by_token", ORANGE), ("by_position", GREEN)):
+        share, label = heads[name].clip(lower=0), name.replace("_", " ")
+        axes.bar(heads["name"], share, bottom=below, color=colour, label=label)
+        below = below + share
+    axes.tick_params(axis="x", rotation=90, labelsize="x-small")
+
+
+def _correlation(rows: "pd.DataFrame") -> float:
     """Spearman's, of roles and cost over heads."""
-    values = _by_head(heads)
+    values = _by_head(rows)
     if len(values) < 3:
         return math.nan
     return float(values["roles"].corr(values["cost"], method="spearman"))
 
 
-def _level(heads: "pd.DataFrame") -> float:
+def _level(rows: "pd.DataFrame") -> float:
     """The share of permutations of the costs whose correlation is smaller."""
-    values = _by_head(heads).rank()
+    values = _by_head(rows).rank()
     roles, cost = (torch.tensor(values[name].to_numpy()) for name in ("roles", "cost"))
     roles, cost = roles - roles.mean(), cost - cost.mean()
     generator = torch.Generator().manual_seed(derived_seed("roles"))

@@ -1,15 +1,18 @@
 """InfoFlow's sets beside attention, rollout, flow, contributions and gradient x input."""
 
+import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
-from infoflow_lens.experiments.language_model.study import LanguageModelStudy, final, groups, panels
-from infoflow_lens.experiments.study import Row, Settings
-from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.experiments.language_model.study import LanguageModelStudy, final, model_of
+from infoflow_lens.experiments.plots import Axis, FigureSpec, Panel
+from infoflow_lens.experiments.study import Row, Settings, Statement
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups, render
 from infoflow_lens.hooks import (
     AttendedProbe,
     JacobianInfluence,
@@ -25,7 +28,7 @@ from infoflow_lens.ranking import CONTROLS, METRICS, RankingAgreement, compare_r
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 _CIRCUIT = "in_context_qa_softmax"
 _QUESTIONS = {"n_questions": 20, "n_answers": 10, "n_pairs": 10}
@@ -43,13 +46,7 @@ class Sets(LanguageModelStudy):
 
     name: ClassVar[str] = "sets"
     title: ClassVar[str] = "Do InfoFlow's sets say what states depend on, better than others do?"
-    acceptance: ClassVar[str] = (
-        "in the last layer of every trained model, at the sizes of k = 1 and for both influences, "
-        "the sets win against a random order, recency and the layer's attention weights, and do "
-        "not lose to attention rollout, attention flow or contribution routes; a win is a lead "
-        "whose 95% intervals over sequences lie above 0 in AUROC and in influence inside, a loss "
-        "one where both lie below"
-    )
+    statement: ClassVar[Statement] = Statement.of("sets")
     presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 1, "full": 1}
     windows: ClassVar[Mapping[str, int]] = {"smoke": 4, "quick": 16, "full": 96}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 4, "full": None}
@@ -121,98 +118,114 @@ class Sets(LanguageModelStudy):
 
     def table(self, results: "pd.DataFrame") -> str:
         """The last snapshots, a table for each model; then the leads, and the training."""
-        parts = [
+        whole = _whole(results)
+        parts: list[Part] = [
             "AUROC, and the share of influence inside, at the sizes of k = 1 (mean over "
             "sequences, and half the 95% interval). Mechanisms have their own sizes."
         ]
-        whole = _whole(results)
         for (model,), rows in groups(final(whole), ("model",)):
-            parts += [f"### {model}", _table_of(rows)]
-        training = whole[~whole["final"].astype(bool)]
-        if len(training):
-            parts += ["### Over training: AUROC in the last layer, k = 1", _over_training(whole)]
-        return "\n\n".join(parts)
-
-    def figure(self, results: "pd.DataFrame") -> "Figure":
-        """AUROC of every method in the last layer, at the end and over training, by model."""
-        rows = _last_layer(_whole(results))
-        rows = rows[rows["size_of"] == _SIZES]
-        methods = list(dict.fromkeys(rows["method"]))
-        figure, by_model = panels(rows, 3, 11, 3.1)
-        for model, (dots, *lines) in by_model:
-            here = rows[rows["model"] == model]
-            _draw_final(dots, final(here), methods)
-            dots.set_title(f"{model}, at the end", fontsize="medium")
-            trained = here["step"].nunique() > 1
-            for axis, influence in zip(lines, _INFLUENCES, strict=True):
-                axis.set_visible(trained)
-                _draw_training(axis, here[here["influence"] == influence], methods)
-                axis.set_title(f"{model}: {influence}", fontsize="medium")
-        return figure
-
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
-        """By the last layer of the last snapshot of every model but the built circuit."""
-        rows = _last_layer(final(_whole(results)))
-        rows = rows[(rows["size_of"] == _SIZES) & (rows["weights"] != _CIRCUIT)]
-        reasons, passed = [], len(rows) > 0
-        for (model, influence), some in groups(rows, ("model", "influence")):
-            records: list[Any] = some.to_dict("records")
-            outcome = {row["method"]: _outcome(row) for row in records}
-            passed = passed and all(outcome.get(name) == "win" for name in _MUST_WIN)
-            passed = passed and all(outcome.get(name) != "loss" for name in _MUST_NOT_LOSE)
-            told = ", ".join(
-                f"{outcome[name]} against {name}"
-                for name in (
-                    *_MUST_WIN,
-                    *_MUST_NOT_LOSE,
-                    "contribution rollout",
-                    "gradient x input",
-                )
-                if name in outcome
+            wanted = rows[(rows["size_of"] == _SIZES) | (rows["method"] == rows["size_of"])]
+            places = wanted["influence"] + ", layer " + wanted["layer"].astype(str)
+            table = TableSpec(("method",), (Column("", _cell, across="place"),))
+            parts += [f"### {model}", table.render(wanted.assign(place=places)), _sizes(wanted)]
+        if not whole["final"].all():
+            training = TableSpec(
+                ("model", "influence", "step"),
+                (Column("", "auroc", "first", ".3f", across="method"),),
+                rows=lambda rows: _judged(_last_layer(rows)),
             )
-            reasons.append(f"{model}, {influence}: {told}")
-        return Verdict(bool(passed), tuple(reasons))
+            parts += ["### Over training: AUROC in the last layer, k = 1", training]
+        return render(parts, whole)
 
-
-def _draw_final(axis: Any, rows: "pd.DataFrame", methods: Sequence[str]) -> None:
-    """A point with its interval for each method and influence."""
-    for shift, (influence, marker) in enumerate(zip(_INFLUENCES, ("o", "s"), strict=True)):
-        some = rows[rows["influence"] == influence].set_index("method")
-        for index, method in enumerate(methods):
-            if method in some.index:
-                at: Any = some.loc[method]
-                axis.errorbar(
-                    at["auroc"], index + 0.24 * shift - 0.12,
-                    xerr=(at["auroc_high"] - at["auroc_low"]) / 2, marker=marker, markersize=4,
-                    color=_colour(method, index), mfc=None if shift == 0 else "white",
-                )  # fmt: skip
-    axis.set_yticks(range(len(methods)), [_label(method) for method in methods], fontsize="small")
-    axis.invert_yaxis()
-    axis.axvline(0.5, color="#999999", linewidth=0.6)
-    axis.set_xlabel("AUROC, last layer (filled: jacobian, open: resample)", fontsize="small")
-
-
-def _draw_training(axis: Any, rows: "pd.DataFrame", methods: Sequence[str]) -> None:
-    """A line for each method."""
-    for index, method in enumerate(methods):
-        some = rows[rows["method"] == method].sort_values("step")
-        steps, colour = some["step"].clip(lower=0), _colour(method, index)
-        style = ":" if method in CONTROLS else "-"
-        axis.plot(
-            steps, some["auroc"], style, marker=".", color=colour,
-            linewidth=2.2 if method == _SIZES else 1.2,
+    def plots(self) -> FigureSpec:
+        """AUROC of every method in the last layer, at the end and over training, by model."""
+        return FigureSpec(
+            (
+                Panel(
+                    (_draw_final,), Axis("AUROC, last layer (filled: jacobian, open: resample)"),
+                    title=lambda rows: f"{model_of(rows)}, at the end", rows=final,
+                ),
+                *(
+                    Panel((_draw_training,), Axis("step"), title=influence, legend="",
+                          rows=partial(_of_influence, influence))
+                    for influence in _INFLUENCES
+                ),
+            ),
+            per="model",
+            rows=lambda results: _at_sizes(_last_layer(_whole(results))),
         )  # fmt: skip
-        axis.fill_between(steps, some["auroc_low"], some["auroc_high"], color=colour, alpha=0.1)
-    axis.set_xscale("symlog", linthresh=100)
-    axis.set_xlabel("step", fontsize="small")
+
+    def claims(self) -> Sequence[Claim]:
+        """By the last layer of the last snapshot of every model but the built circuit."""
+        wins = (
+            "in the last layer of every trained model, at the sizes of k = 1 and for both "
+            "influences, the sets' lead over {} is {{bound}} by the lower ends of the 95% "
+            "intervals over sequences, in AUROC and in influence inside"
+        )
+        does_not_lose = "their lead over {} is {{bound}} in one of the two, by the upper end"
+        texts = [(wins, "low", name) for name in _MUST_WIN]
+        texts += [(does_not_lose, "high", name) for name in _MUST_NOT_LOSE]
+        return [
+            Claim(text.format(name), partial(_leads, name, end), ">" if end == "low" else ">=", 0)
+            for text, end, name in texts
+        ]
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """A control in the place of the sets has no lead over itself."""
+        found = {}
+        for control in _MUST_WIN[:2]:
+            changed = results.copy()
+            leads = [name for name in changed if name.startswith("lead_")]
+            changed.loc[changed["method"] == control, leads] = 0.0
+            found[control] = changed
+        return found
 
 
-def _colour(method: str, index: int) -> str:
-    return "#000000" if method == _SIZES else f"C{index % 10}"
+def _leads(method: str, end: str, results: "pd.DataFrame") -> Numbers:
+    """The sets' lead over a method: the lesser of two lower ends, the larger of two upper ones."""
+    rows = _judged(_last_layer(final(_whole(results))))
+    ends = [f"lead_{metric}_{end}" for metric in _JUDGED]
+    found: dict[str, float] = {}
+    for (model, influence), some in groups(rows, ("model", "influence")):
+        both = some[some["method"] == method][ends]
+        lead = both.min(axis=1, skipna=False) if end == "low" else both.max(axis=1, skipna=False)
+        found[f"{model}, {influence}"] = float(lead.mean()) if len(lead) else math.nan
+    return found
 
 
-def _label(method: str) -> str:
-    return "InfoFlow, k = 1" if method == _SIZES else method
+def _draw_final(axes: "Axes", rows: "pd.DataFrame") -> None:
+    """A point with its interval for each method and influence."""
+    methods = list(dict.fromkeys(rows["method"]))
+    for shift, (influence, marker) in enumerate(zip(_INFLUENCES, ("o", "s"), strict=True)):
+        for row in _of_influence(influence, rows).itertuples():
+            at: Any = row
+            axes.errorbar(
+                at.auroc, methods.index(at.method) + 0.24 * shift - 0.12,
+                xerr=(at.auroc_high - at.auroc_low) / 2, marker=marker, markersize=4,
+                color=_colour(at.method, methods), mfc=None if shift == 0 else "white",
+            )  # fmt: skip
+    labels = ["InfoFlow, k = 1" if method == _SIZES else method for method in methods]
+    axes.set_yticks(range(len(methods)), labels, fontsize="small")
+    axes.invert_yaxis()
+    axes.axvline(0.5, color="#999999", linewidth=0.6)
+
+
+def _draw_training(axes: "Axes", rows: "pd.DataFrame") -> None:
+    """A line with its interval for each method."""
+    methods = list(dict.fromkeys(rows["method"]))
+    for (method,), some in groups(rows.sort_values("step", kind="stable"), ("method",)):
+        steps, colour = some["step"].clip(lower=0), _colour(method, methods)
+        style, width = ":" if method in CONTROLS else "-", 2.2 if method == _SIZES else 1.2
+        axes.plot(steps, some["auroc"], style, marker=".", color=colour, linewidth=width)
+        axes.fill_between(steps, some["auroc_low"], some["auroc_high"], color=colour, alpha=0.1)
+
+
+def _colour(method: str, methods: Sequence[str]) -> str:
+    return "#000000" if method == _SIZES else f"C{methods.index(method) % 10}"
+
+
+def _of_influence(influence: str, rows: "pd.DataFrame") -> "pd.DataFrame":
+    return rows[rows["influence"] == influence]
 
 
 def _rows(agreement: RankingAgreement, starts: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -239,38 +252,32 @@ def _last_layer(rows: "pd.DataFrame") -> "pd.DataFrame":
     return rows[rows["layer"] == rows.groupby("model")["layer"].transform("max")]
 
 
-def _outcome(row: Mapping[str, Any]) -> str:
-    """Of the sets against the method of a row."""
-    if all(row[f"lead_{metric}_low"] > 0 for metric in _JUDGED):
-        return "win"
-    return "loss" if all(row[f"lead_{metric}_high"] < 0 for metric in _JUDGED) else "level"
+def _at_sizes(rows: "pd.DataFrame") -> "pd.DataFrame":
+    return rows[rows["size_of"] == _SIZES]
 
 
-def _cell(row: Mapping[str, Any], metric: str) -> str:
-    half = (row[f"{metric}_high"] - row[f"{metric}_low"]) / 2
-    return f"{row[metric]:.3f} ± {half:.3f}" if half == half else f"{row[metric]:.3f}"
+def _judged(rows: "pd.DataFrame") -> "pd.DataFrame":
+    """At the sizes of the rule, of trained models."""
+    rows = _at_sizes(rows)
+    return rows[rows["weights"] != _CIRCUIT]
 
 
-def _table_of(rows: "pd.DataFrame") -> str:
-    """A model's last snapshot: methods by influence and layer."""
-    wanted = rows[(rows["size_of"] == _SIZES) | (rows["method"] == rows["size_of"])]
-    columns = [
-        (influence, layer) for (influence, layer), _ in groups(wanted, ("influence", "layer"))
-    ]
-    lines = []
-    for (method,), some in groups(wanted, ("method",)):
-        cells: list[str | None] = []
-        for influence, layer in columns:
-            at = some[(some["influence"] == influence) & (some["layer"] == layer)]
-            record: Any = at.to_dict("records")
-            if not record or record[0]["auroc"] != record[0]["auroc"]:
-                cells.append(None)
-                continue
-            sign = ""
-            if method not in ("measured",) and record[0]["size_of"] != method:
-                sign = {"win": " (behind)", "loss": " (ahead)", "level": ""}[_outcome(record[0])]
-            cells.append(f"{_cell(record[0], 'auroc')}; {record[0]['influence_inside']:.3f}{sign}")
-        lines.append((method, *cells))
+def _cell(rows: "pd.DataFrame") -> str | None:
+    """AUROC with its interval, influence inside, and whether the sets are ahead by the rule."""
+    row: Any = rows.iloc[0]
+    half = (row["auroc_high"] - row["auroc_low"]) / 2
+    if math.isnan(row["auroc"]):
+        return None
+    sign = ""
+    if row["method"] != "measured":
+        low, high = ([row[f"lead_{name}_{end}"] for name in _JUDGED] for end in ("low", "high"))
+        sign = " (behind)" if min(low) > 0 else " (ahead)" if max(high) < 0 else ""
+    interval = "" if math.isnan(half) else f" ± {half:.3f}"
+    return f"{row['auroc']:.3f}{interval}; {row['influence_inside']:.3f}{sign}"
+
+
+def _sizes(wanted: "pd.DataFrame") -> str:
+    """How large the sets are, in a sentence."""
     sizes = wanted[wanted["method"] == wanted["size_of"]]
     told = "; ".join(
         f"{row['size_of']}, layer {row['layer']}: "
@@ -281,20 +288,9 @@ def _table_of(rows: "pd.DataFrame") -> str:
             else ""
         )
         + f"all in {row['n_whole']}, none in {row['n_empty']}"
-        for row in sizes[sizes["influence"] == columns[0][0]].to_dict("records")
+        for row in _of_influence(wanted["influence"].iloc[0], sizes).to_dict("records")
     )
-    note = "(ahead): k = 1 loses to it by the rule's intervals; (behind): it loses to k = 1"
-    names = (f"{influence}, layer {layer}" for influence, layer in columns)
-    return f"{markdown_table(('method', *names), lines)}\n\n{note}. Sizes: {told}."
-
-
-def _over_training(rows: "pd.DataFrame") -> str:
-    last = _last_layer(rows)
-    last = last[(last["size_of"] == _SIZES) & (last["weights"] != _CIRCUIT)]
-    methods = list(dict.fromkeys(last["method"]))
-    lines = []
-    for (model, influence, step), some in groups(last, ("model", "influence", "step")):
-        by_method = dict(zip(some["method"], some["auroc"], strict=True))
-        cells = (f"{by_method[m]:.3f}" if m in by_method else None for m in methods)
-        lines.append((model, influence, step, *cells))
-    return markdown_table(("model", "influence", "step", *methods), lines)
+    return (
+        "(ahead): k = 1 loses to it by the rule's intervals; (behind): it loses to k = 1. Sizes: "
+        f"{told}."
+    )

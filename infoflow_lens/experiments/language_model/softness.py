@@ -1,25 +1,28 @@
 """Recovery of the attended token, against untrained heads of the same softness."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim
 from infoflow_lens.experiments.language_model.study import (
-    MODEL,
     TRAINED,
     UNTRAINED,
     BesideUntrained,
+    by_model,
     final,
-    groups,
-    panels,
-    step_shown,
+    model_of,
+    of_heads,
+    stacked,
+    with_steps,
 )
-from infoflow_lens.experiments.study import Row, Settings
-from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.experiments.plots import ORANGE, Axis, Curves, FigureSpec, Panel
+from infoflow_lens.experiments.study import Row, Settings, Statement
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups
 from infoflow_lens.experiments.tempering import map_errors, mean_entropy, tempered
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks.model.call import call
@@ -28,18 +31,15 @@ from infoflow_lens.hooks.model.points import hook_name, layer_count, pattern_hoo
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 _EVERY, _EXCESS, _CHANCE = 5, 0.1, 0.1
-_FVU = ("fvu", "fvu_control", "fvu_least", "fvu_pattern")
-_MODELS = (
-    "model", "step", "weights", "heads", "of these learnt", "fvu (median)",
-    "of tempered untrained heads", "excess (median)", "largest",
-)  # fmt: skip
-_HEADS = (
-    "model", "head", "entropy (nats)", "fvu", "untrained", "least", "untrained pattern", "excess",
-    "learnt",
-)  # fmt: skip
+_FVU = {
+    "fvu": "fvu",
+    "untrained": "fvu_control",
+    "least": "fvu_least",
+    "untrained pattern": "fvu_pattern",
+}
 
 
 class Softness(BesideUntrained):
@@ -47,11 +47,7 @@ class Softness(BesideUntrained):
 
     name: ClassVar[str] = "softness"
     title: ClassVar[str] = "How much of recovery is only that attention is peaked?"
-    acceptance: ClassVar[str] = (
-        "every trained model has heads whose attended token is recovered better than from each of "
-        "nineteen untrained heads of the same entropy, and by .1 of the variance better than from "
-        "their median, in a share above that of the untrained model plus one tenth"
-    )
+    statement: ClassVar[Statement] = Statement.of("softness")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 40, "full": 256}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 3, "full": None}
     draws: ClassVar[Mapping[str, int]] = {"smoke": 3, "quick": 19, "full": 19}
@@ -97,82 +93,100 @@ class Softness(BesideUntrained):
                 )
         return rows
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """Shares of heads; then every head of the last snapshots."""
-        models = []
-        for (model, step, kind), rows in groups(results, (*MODEL, "kind")):
-            heads = _by_head(rows)
-            models.append(
+        return (
+            TableSpec(
+                ("model", "step", "kind"),
                 (
-                    *(model, step_shown(step, kind), kind, len(heads)),
-                    *(int(_learnt(heads).sum()), f"{heads['fvu'].median():.2f}"),
-                    f"{heads['fvu_control'].median():.2f}",
-                    f"{heads['excess'].median():+.2f}",
-                    f"{heads['excess'].max():+.2f}",
-                )
-            )
-        note = (
+                    Column("heads", len),
+                    Column("of these learnt", lambda heads: int(heads["learnt"].sum())),
+                    Column("fvu (median)", "fvu", "median", ".2f"),
+                    Column("of tempered untrained heads", "fvu_control", "median", ".2f"),
+                    Column("excess (median)", "excess", "median", "+.2f"),
+                    Column("largest", "excess", "most", "+.2f"),
+                ),
+                rows=lambda results: _by_head(with_steps(results)),
+                names={"kind": "weights"},
+            ),
             "The heads of the last snapshots: fvu of the head, of tempered untrained heads (median "
-            "and least of the draws), and of such patterns with the head's own values"
-        )
-        of_heads = []
-        last = final(results)
-        for (model,), rows in groups(last[last["kind"] == TRAINED], ("model",)):
-            heads = _by_head(rows)
-            for row in heads.assign(learnt=_learnt(heads)).reset_index().to_dict("records"):
-                fvu = (f"{row[name]:.2f}" for name in _FVU)
-                of_heads.append(
-                    (
-                        *(model, f"{row['layer']}.{row['head']}", f"{row['entropy']:.2f}", *fvu),
-                        *(f"{row['excess']:+.2f}", "yes" if row["learnt"] else "no"),
-                    )
-                )
-        return "\n\n".join(
-            (markdown_table(_MODELS, models), note, markdown_table(_HEADS, of_heads))
+            "and least of the draws), and of such patterns with the head's own values",
+            TableSpec(
+                ("model", "name"),
+                (
+                    Column("entropy (nats)", "entropy", "first", ".2f"),
+                    *(Column(name, column, "first", ".2f") for name, column in _FVU.items()),
+                    Column("excess", "excess", "first", "+.2f"),
+                    Column("learnt", "learnt", "first"),
+                ),
+                rows=lambda results: _of_kind(TRAINED, _by_head(final(results))),
+                names={"name": "head"},
+            ),
         )
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """Each head against its control, and the excess over training."""
-        figure, by_model = panels(results, 2, 9, 3.6)
-        for model, (left, right) in by_model:
-            rows = results[results["model"] == model]
-            for kind, colour in ((UNTRAINED, "#bbbbbb"), (TRAINED, "#d55e00")):
-                some = _by_head(final(rows)[final(rows)["kind"] == kind])
-                left.scatter(some["fvu_control"], some["fvu"], s=14, color=colour, label=kind)
-            ends = [0, max(1.0, float(rows[["fvu", "fvu_control"]].max().max()))]
-            left.plot(ends, ends, "--", color="#bbbbbb", linewidth=0.8)
-            left.set_xlabel("fvu of untrained heads of the same entropy")
-            left.set_ylabel(f"{model}\nfvu of the head")
-            left.legend(frameon=False, fontsize="small")
-            own = rows[rows["kind"] == TRAINED]
-            by = own.groupby(["layer", "head", "step"])["excess"].mean()
-            for (layer, _), line in by.groupby(level=[0, 1]):
-                steps = line.index.get_level_values("step")
-                right.plot(steps, line, ".-", color=f"C{int(layer)}", alpha=0.6)
-            right.axhline(_EXCESS, color="#999999", linewidth=0.6)
-            right.set_xscale("symlog", linthresh=100)
-            right.set_xlim(0, None)
-            right.set_xlabel("training step (a line a head, a colour a layer)")
-            right.set_ylabel("excess (share of the variance)")
-        return figure
+        heads = [
+            Curves("fvu_control", "fvu", take="each", style="o", colour=colour, label=kind,
+                   rows=partial(_of_kind, kind))
+            for kind, colour in ((UNTRAINED, "#bbbbbb"), (TRAINED, ORANGE))
+        ]  # fmt: skip
+        lines = Curves(
+            "step", "excess", ("layer", "head"), style=".-", label="", alpha=0.6,
+            colour=lambda layer, head: f"C{int(layer)}", rows=partial(_of_kind, TRAINED),
+        )  # fmt: skip
+        return FigureSpec(
+            (
+                Panel((*heads, _draw_diagonal), Axis("fvu of untrained heads of the same entropy"),
+                      Axis("fvu of the head"), model_of, final),
+                Panel((lines,), Axis("training step (a line a head, a colour a layer)"),
+                      Axis("excess (share of the variance)", levels=(_EXCESS,))),
+            ),
+            per="model",
+        )  # fmt: skip
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
-        """By the last snapshot of every model."""
-        reasons, passed = [], True
-        for (model,), rows in groups(final(results), ("model",)):
-            own, control = (_by_head(rows[rows["kind"] == k]) for k in (TRAINED, UNTRAINED))
-            share, chance = float(_learnt(own).mean()), float(_learnt(control).mean())
-            good = share > chance + _CHANCE
-            passed = passed and good
-            best: Any = own["excess"].idxmax()
-            soft = float((own["excess"] < _EXCESS).mean())
-            reasons.append(
-                f"{model}: {share:.0%} of the heads have learnt to retrieve, {chance:.0%} of the "
-                f"untrained model's; the largest excess, {own['excess'].max():+.2f}, has head "
-                f"{int(best[0])}.{int(best[1])}; {soft:.0%} of the heads exceed softness "
-                f"by less than {_EXCESS}"
-            )
-        return Verdict(passed and bool(reasons), tuple(reasons))
+    def claims(self) -> Sequence[Claim]:
+        """By the share of heads, beside that of the untrained model."""
+        share = (
+            "the share of heads whose attended token is recovered better than from each of "
+            "nineteen untrained heads of the same entropy, and by .1 of the variance better than "
+            "from their median, is {bound} more than that of the untrained model, in every model"
+        )
+        return (Claim(share, lambda rows: by_model(rows, _share_learnt), ">", _CHANCE),)
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """What is peaked and no more."""
+        heads = _of_kind(TRAINED, _by_head(final(results)))
+        return [
+            f"{model}: {(some['excess'] < _EXCESS).mean():.0%} of the heads exceed softness by "
+            f"less than {_EXCESS}"
+            for (model,), some in groups(heads, ("model",))
+        ]
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """The first tempered head, or the untrained model, in the place of the trained."""
+        drawn = results.assign(
+            fvu=results["fvu_first"], excess=results["fvu_control"] - results["fvu_first"]
+        )
+        own = results["kind"] == TRAINED
+        model = results[~own]
+        return {
+            "untrained head": stacked(results[~own], drawn[own]),
+            "untrained model": stacked(model, model.assign(kind=TRAINED)),
+        }
+
+
+def _draw_diagonal(axes: "Axes", rows: "pd.DataFrame") -> None:
+    """Where a head is no better than its control."""
+    ends = [float(rows[["fvu", "fvu_control"]].min().min()), 1]
+    axes.plot(ends, ends, "--", color="#bbbbbb", linewidth=0.8)
+
+
+def _share_learnt(rows: "pd.DataFrame") -> float:
+    """The share of a model's heads that have learnt to retrieve, less the untrained model's."""
+    heads = _by_head(rows)
+    own, control = (_of_kind(kind, heads)["learnt"].mean() for kind in (TRAINED, UNTRAINED))
+    return float(own - control)
 
 
 class _Layer:
@@ -232,11 +246,12 @@ class _Control:
         self.scores = query @ key.transpose(1, 2)
 
 
+def _of_kind(kind: str, rows: "pd.DataFrame") -> "pd.DataFrame":
+    return rows[rows["kind"] == kind]
+
+
 def _by_head(rows: "pd.DataFrame") -> "pd.DataFrame":
-    columns = ["entropy", *_FVU, "excess"]
-    return rows.groupby(["layer", "head"], sort=True)[columns].mean()
-
-
-def _learnt(heads: "pd.DataFrame") -> "pd.Series[bool]":
-    learnt: pd.Series[bool] = (heads["fvu"] < heads["fvu_least"]) & (heads["excess"] >= _EXCESS)
-    return learnt
+    """Means over seeds of each head, and whether it has learnt to retrieve."""
+    found = of_heads(rows, ("entropy", *_FVU.values(), "excess"), ("step", "kind"))
+    learnt = (found["fvu"] < found["fvu_least"]) & (found["excess"] >= _EXCESS)
+    return found.assign(learnt=learnt)

@@ -2,14 +2,15 @@
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from infoflow_lens.experiments.claims import Numbers
 from infoflow_lens.experiments.language_model.corpus import read_corpus
 from infoflow_lens.experiments.language_model.snapshots import (
     Snapshot,
@@ -18,6 +19,7 @@ from infoflow_lens.experiments.language_model.snapshots import (
     untrained,
 )
 from infoflow_lens.experiments.study import Row, Settings, Study
+from infoflow_lens.experiments.tables import groups
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.configs import shape_of_named
@@ -26,8 +28,6 @@ from infoflow_lens.probing.windows import evenly_spread, token_stream
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MODEL = ("model", "step")
 TRAINED, UNTRAINED = "trained", "untrained"
@@ -179,32 +179,32 @@ class BesideUntrained(LanguageModelStudy):
         """The rows of one model, whose ``kind`` is "trained" or "untrained"."""
 
 
-def step_shown(step: int, kind: str = TRAINED) -> str:
-    """A step of training as tables show it; ``-`` where there is none."""
-    return "-" if step < 0 or kind == UNTRAINED else str(int(step))
+def with_steps(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Rows with their steps of training as tables show them; ``-`` where there is none."""
+    known = results["step"] >= 0
+    if "kind" in results:
+        known &= results["kind"] != UNTRAINED
+    return results.assign(step=results["step"].astype(int).astype(str).where(known, "-"))
 
 
-def panels(
-    results: "pd.DataFrame", columns: int, width: float, height: float, **shared: Any
-) -> tuple["Figure", list[tuple[str, Sequence["Axes"]]]]:
-    """A figure with a row of panels for each model.
+def model_of(results: "pd.DataFrame") -> str:
+    """The model of some rows, above a panel."""
+    return str(results["model"].iloc[0])
 
-    Args:
-        results: with a column ``model``.
-        columns: panels of a row.
-        width: of the figure, in inches.
-        height: of a row.
-        shared: more for ``Figure.subplots``.
 
-    Returns:
-        The figure, and the panels by model.
-    """
-    from matplotlib.figure import Figure
+def of_heads(
+    results: "pd.DataFrame", columns: Sequence[str], also: Sequence[str] = ()
+) -> "pd.DataFrame":
+    """Means over seeds by model (and more), layer and head, with the head's name."""
+    keys = ["model", *also, "layer", "head"]
+    rows = results.groupby(keys, sort=False)[list(columns)].mean().reset_index()
+    return with_names(rows)
 
-    models = list(dict.fromkeys(results["model"]))
-    figure = Figure(figsize=(width, height * len(models)), layout="constrained")
-    axes = figure.subplots(len(models), columns, squeeze=False, **shared)
-    return figure, list(zip(models, axes, strict=True))
+
+def with_names(rows: "pd.DataFrame") -> "pd.DataFrame":
+    """Rows of heads with their names, such as 0.6."""
+    heads = zip(rows["layer"], rows["head"], strict=True)
+    return rows.assign(name=[f"{layer:.0f}.{head:.0f}" for layer, head in heads])
 
 
 def final(results: "pd.DataFrame") -> "pd.DataFrame":
@@ -212,6 +212,13 @@ def final(results: "pd.DataFrame") -> "pd.DataFrame":
     return results[results["final"].astype(bool)]
 
 
-def groups(results: "pd.DataFrame", columns: Sequence[str]) -> list[tuple[Any, "pd.DataFrame"]]:
-    """Rows by the values of some columns, in the order in which they come."""
-    return list(results.groupby(list(columns), sort=False))
+def by_model(results: "pd.DataFrame", number: "Callable[[pd.DataFrame], float]") -> Numbers:
+    """A number of the rows of each model's last snapshot."""
+    return {model: number(rows) for (model,), rows in groups(final(results), ("model",))}
+
+
+def stacked(*results: "pd.DataFrame") -> "pd.DataFrame":
+    """Rows below each other."""
+    import pandas as pd
+
+    return pd.concat(results, ignore_index=True)

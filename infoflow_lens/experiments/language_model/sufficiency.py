@@ -1,24 +1,27 @@
 """Every head's pattern replaced at once: by its mechanism, and by one ideal for all heads."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
 from infoflow_lens.experiments.language_model.study import (
-    MODEL,
     LanguageModelStudy,
+    by_model,
     final,
-    groups,
-    panels,
-    step_shown,
+    model_of,
+    stacked,
+    with_names,
+    with_steps,
 )
-from infoflow_lens.experiments.study import Row, Settings
-from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.experiments.plots import GREEN, GREY, ORANGE, Axis, FigureSpec, Panel
+from infoflow_lens.experiments.study import Row, Settings, Statement
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups, render
 from infoflow_lens.hooks import IDEALS, MechanismsResult, measure_mechanisms, replace_greedily
 from infoflow_lens.hooks.mechanisms.ideals import SOFT
 from infoflow_lens.hooks.mechanisms.sufficiency import (
@@ -37,7 +40,7 @@ from infoflow_lens.models.configs import shape_of_named
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 _SHARE, _LEAST_COST, _THRESHOLD = 0.25, 0.1, 0.05
 _DRAWS, _BATCH, _GREEDY_WINDOWS = 8, 16, 16
@@ -47,10 +50,6 @@ _SAME, _OTHERS = "same windows", "held out"
 BEST, GREEDY = "best of three", "greedy"
 ONE_IDEAL = (f"{EVERY}top 1", *(EVERY + i for i in ("specific_position", "global", "own_position")))
 TOP_4 = f"{EVERY}top 4"
-_NOTE = (
-    "All heads replaced: by how many nats a token the loss rises, and in brackets the 95% interval "
-    "of its share of what mean ablation costs"
-)
 
 
 class Sufficiency(LanguageModelStudy):
@@ -58,14 +57,7 @@ class Sufficiency(LanguageModelStudy):
 
     name: ClassVar[str] = "sufficiency"
     title: ClassVar[str] = "Are the mechanisms of all heads enough together?"
-    acceptance: ClassVar[str] = (
-        "in every trained model, with all heads replaced, (A) the excess loss with mechanisms is "
-        "at most a quarter of that of mean ablation, by the upper end of the 95% interval, and "
-        "mean ablation costs at least .1 nats; (B) it is below that of each of eight random deals "
-        "of the same mechanisms and of every head with one ideal (hard maximum, mean pattern, "
-        "global, own position), by the lower end of the 95% interval of the difference; (C) so it "
-        "is below that of every head with its four largest keys"
-    )
+    statement: ClassVar[Statement] = Statement.of("sufficiency")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 12, "quick": 512, "full": 1024}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 1, "full": None}
     ladder: ClassVar[Mapping[str, Sequence[int]]] = {
@@ -116,142 +108,92 @@ class Sufficiency(LanguageModelStudy):
     def table(self, results: "pd.DataFrame") -> str:
         """The curve of one ideal for every head; what single heads need; numbers of windows."""
         last = final(results)
-        curve = last[last["kind"] == "assignment"]
-        models = list(dict.fromkeys(curve["model"]))
-        lines = []
-        for name in _order(curve["assignment"]):
-            cells = [_cell(curve[curve["model"] == model], name) for model in models]
-            lines.append((name, *cells))
-        about = curve.groupby("model", sort=False)[["n_context", "n_windows", "loss"]].first()
-        context = (f"{int(row.n_context)} tokens, {row.loss:.3f}" for row in about.itertuples())
-        lines.insert(0, ("none: context, loss", *context))
-        parts = [_NOTE, markdown_table(("replaced by", *models), lines)]
-        heads = last[last["kind"] == "head"]
-        single = []
-        for (model,), rows in groups(heads, ("model",)):
-            enough = [f"{int(rows[f'sufficient_{i}'].sum())}" for i in IDEALS]
-            labels = Counter(rows["mechanism"])
-            single.append((model, len(rows), *enough, *(labels[i] for i in (*IDEALS, SOFT))))
-        shown = [ideal.replace("_", " ") for ideal in IDEALS]
-        parts += [
-            "Heads for which an ideal alone is enough (damage at most .05 nats on windows that "
-            "chose nothing), each ideal by itself; then the label, the first that is enough",
-            markdown_table(
-                ("model", "heads", *shown, *(f"label {name}" for name in (*shown, SOFT))), single
-            ),
-        ]
-        hard = []
-        for (model,), rows in groups(heads, ("model",)):
-            able = rows[rows["damage_max_position"] <= 2 * _THRESHOLD]
-            for row in able.sort_values("damage_max_position").to_dict("records"):
-                damage, error = row["damage_max_position"], row["error_max_position"]
-                hard.append(
-                    (
-                        model, f"{row['layer']:.0f}.{row['head']:.0f}", f"{damage:.4f}",
-                        f"{damage - 1.96 * error:.4f} to {damage + 1.96 * error:.4f}",
-                        row["mechanism"].replace("_", " "),
-                        "yes" if damage <= _THRESHOLD else "no",
-                    )
-                )  # fmt: skip
-        parts += [
-            "Heads whose hard maximum costs at most .1 nats of divergence, with 95% intervals",
-            markdown_table(("model", "head", "damage", "interval", "label", "enough"), hard),
-        ]
-        ladder = last[last["kind"] == "windows"]
-        if len(ladder):
-            parts += [
-                "Mechanisms chosen on half of the windows, all heads replaced on the other half: "
-                "mean patterns of the windows that judge them (as published on 2026-11-22) and of "
-                "others; heads labelled specific position, and the share of mean ablation's cost",
-                _windows_table(ladder),
-            ]
         early = results[(results["kind"] == "assignment") & ~results["final"].astype(bool)]
-        if len(early):
-            over = [
-                (model, step_shown(step), *(_cell(rows, name) for name in (MECHANISMS, TOP_4)))
-                for (model, step), rows in groups(early, MODEL)
-            ]
-            parts += [
-                "Over training",
-                markdown_table(("model", "step", MECHANISMS, TOP_4), over),
-            ]
-        return "\n\n".join(parts)
+        parts = [*_OF_ASSIGNMENTS, *_OF_HEADS]
+        parts += _OF_WINDOWS if (last["kind"] == "windows").any() else ()
+        text = render(parts, last)
+        return f"{text}\n\n{render(_OVER_TRAINING, early)}" if len(early) else text
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """Every head with its k largest keys, beside assignments; shares by numbers of windows."""
-        last = final(results)
-        figure, by_model = panels(last, 2, 10, 3.0)
-        for model, (left, right) in by_model:
-            rows = last[(last["model"] == model) & (last["kind"] == "assignment")]
-            excess = rows.groupby("assignment")["excess"].mean()
-            tops = [excess[f"{EVERY}top {k}"] for k in KS]
-            left.plot(KS, tops, "o-", color="#cc79a7", label="every head: k largest keys")
-            for name, label, colour, style in (
-                (MEAN, "mean ablation", "#444444", "-"),
-                (f"{EVERY}global", "every head: global", "#56b4e9", ":"),
-                (f"{EVERY}specific_position", "every head: mean pattern", "#009e73", ":"),
-                (BEST, "best of the theory's three", "#e69f00", "--"),
-                (GREEDY, "the three, chosen greedily", "#e69f00", ":"),
-                (MECHANISMS, "mechanisms", "#d55e00", "-"),
-            ):
-                left.axhline(excess[name], color=colour, linestyle=style, label=label)
-            dealt = excess[excess.index.str.startswith(RANDOM)]
-            left.axhspan(dealt.min(), dealt.max(), color="#999999", alpha=0.25, label="dealt")
-            left.set_xscale("log", base=2)
-            left.xaxis.set_major_formatter("{x:g}")
-            left.set_ylim(0, None)
-            left.set_xlabel("keys kept by every head")
-            left.set_ylabel(f"{model}\nexcess loss (nats a token)")
-            ladder = last[(last["model"] == model) & (last["kind"] == "windows")]
-            for measure, colour, by in ((_SAME, "#444444", 0.97), (_OTHERS, "#d55e00", 1.03)):
-                some = ladder[ladder["measure"] == measure] if len(ladder) else ladder
-                if some.empty:
-                    continue
-                spread = (some["share"] - some["share_low"], some["share_high"] - some["share"])
-                right.errorbar(some["n_windows"] * by, some["share"], spread, fmt="o", ms=3,
-                               color=colour, label=measure)  # fmt: skip
-            right.set_ylim(0, None)
-            right.axhline(_SHARE, color="#999999", linewidth=0.6)
-            right.set_xscale("log", base=2)
-            right.xaxis.set_major_formatter("{x:g}")
-            right.set_xlabel("windows")
-            right.set_ylabel("share of mean ablation")
-            right.set_visible(len(ladder) > 0)
-        handles, labels = by_model[0][1][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small")
-        if by_model[0][1][1].get_visible():
-            by_model[0][1][1].legend(frameon=False, fontsize="small")
-        return figure
+        return FigureSpec(
+            (
+                Panel((_draw_assignments,), Axis("keys kept by every head", "log2"),
+                      Axis("excess loss (nats a token)", limits=(0, None)), model_of,
+                      partial(_of_kind, "assignment"), legend="above"),
+                Panel((_draw_windows,), Axis("windows", "log2"),
+                      Axis("share of mean ablation", limits=(0, None), levels=(_SHARE,)),
+                      rows=partial(_of_kind, "windows")),
+            ),
+            per="model",
+            size=(4.6, 3.6),
+            rows=final,
+        )  # fmt: skip
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
-        """By the last snapshot of every model, claim by claim."""
-        last = final(results)
-        reasons, passed = [], True
-        for (model,), rows in groups(last[last["kind"] == "assignment"], ("model",)):
-            by = rows.groupby("assignment")
-            number = {name: by[name].mean() for name in ("excess", "share_high", "lead_low")}
-            excess, least = number["excess"], number["lead_low"]
-            own, mean = float(excess[MECHANISMS]), float(excess[MEAN])
-            dealt = [name for name in excess.index if name.startswith(RANDOM)]
-            below = sum(float(least[name]) > 0 for name in dealt)
-            beaten = [name for name in ONE_IDEAL if float(least[name]) > 0]
-            claims = {
-                "A": mean >= _LEAST_COST and float(number["share_high"][MECHANISMS]) <= _SHARE,
-                "B": len(dealt) > 0 and below == len(dealt) and len(beaten) == len(ONE_IDEAL),
-                "C": float(least[TOP_4]) > 0,
-            }
-            passed = passed and all(claims.values())
-            share = f"{own / mean:.0%}" if mean > 0 else "more than all"
-            best = min(ONE_IDEAL, key=lambda name: float(excess[name]))
-            said = ", ".join(f"{name} {'yes' if is_so else 'no'}" for name, is_so in claims.items())
-            reasons.append(
-                f"{model}: mechanisms {own:+.3f} nats, {share} of mean ablation's {mean:+.3f} (up "
-                f"to {float(number['share_high'][MECHANISMS]):.0%}); below {below} of {len(dealt)} "
-                f"random deals and {len(beaten)} of {len(ONE_IDEAL)} single ideals, of which "
-                f"{best.removeprefix(EVERY)} costs least ({float(excess[best]):+.3f}); every head "
-                f"with its top 4 {float(excess[TOP_4]):+.3f}: {said}"
-            )
-        return Verdict(passed and bool(reasons), tuple(reasons))
+    def claims(self) -> Sequence[Claim]:
+        """By the last snapshot of every model."""
+        fewer = (
+            "costs {bound} nats more than the mechanisms, by the lower end of the 95% interval of "
+            "the difference"
+        )
+        return (
+            Claim(
+                "(A) with all heads in their mechanisms the excess loss is {bound} of that of mean "
+                "ablation, by the upper end of the 95% interval, in every model",
+                partial(_least, "share_high", (MECHANISMS,)), "<=", _SHARE,
+            ),
+            Claim(
+                "(A) mean ablation costs {bound} nats", partial(_least, "excess", (MEAN,)),
+                ">=", _LEAST_COST,
+            ),
+            Claim(
+                f"(B) each of eight random deals of the same mechanisms {fewer}",
+                partial(_least, "lead_low", None), ">", 0,
+            ),
+            Claim(
+                "(B) every head with any one ideal (hard maximum, mean pattern, global, own "
+                f"position) {fewer}",
+                partial(_least, "lead_low", ONE_IDEAL), ">", 0,
+            ),
+            Claim(
+                f"(C) every head with its four largest keys {fewer}",
+                partial(_least, "lead_low", (TOP_4,)), ">", 0,
+            ),
+        )  # fmt: skip
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Each assignment in the place of the mechanisms: it costs no less than itself."""
+        found = {}
+        for name, controls in {
+            "mean ablation": (MEAN,),
+            "random deals": _deals(results["assignment"]),
+            "one ideal for every head": ONE_IDEAL,
+            "four largest keys for every head": (TOP_4,),
+        }.items():
+            changed = results.copy()
+            is_control = changed["assignment"].isin(list(controls))
+            for (model,), rows in groups(changed[is_control], ("model",)):
+                own = (changed["model"] == model) & (changed["assignment"] == MECHANISMS)
+                changed.loc[own, "share_high"] = rows["share_high"].min()
+            changed.loc[is_control, "lead_low"] = 0.0
+            found[name] = changed
+        return found
+
+
+def _deals(assignments: Iterable[str]) -> tuple[str, ...]:
+    """The random deals of the mechanisms among some assignments."""
+    return tuple(name for name in dict.fromkeys(assignments) if str(name).startswith(RANDOM))
+
+
+def _least(column: str, names: Sequence[str] | None, results: "pd.DataFrame") -> Numbers:
+    """The least number over assignments, the random deals where none is named; NaN without any."""
+    rows = _of_kind("assignment", results)
+
+    def of_model(own: "pd.DataFrame") -> float:
+        means = own.groupby("assignment")[column].mean()
+        return float(means.reindex(list(names or _deals(means.index))).min(skipna=False))
+
+    return by_model(rows, of_model)
 
 
 def _n_draws(n_windows: int) -> int:
@@ -320,46 +262,164 @@ def _by_windows(model: nn.Module, windows: Tensor, seed: int) -> list[Row]:
     return rows
 
 
-def _order(names: Iterable[str]) -> list[str]:
-    """Assignments without repeats, the random deals as one, mean ablation behind."""
-    found = list(dict.fromkeys(RANDOM if name.startswith(RANDOM) else name for name in names))
-    return [*(name for name in found if name not in (RANDOM, MEAN)), RANDOM, MEAN]
+# Tables and figures
 
 
-def _cell(rows: "pd.DataFrame", name: str) -> str | None:
+def _of_kind(kind: str, results: "pd.DataFrame") -> "pd.DataFrame":
+    return results[results["kind"] == kind]
+
+
+def _assignments(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Assignments below the model as it is; random deals as one, mean ablation behind."""
+    rows = _of_kind("assignment", results)
+    deals = rows["assignment"].str.startswith(RANDOM)
+    rows = rows.assign(assignment=rows["assignment"].where(~deals, RANDOM))
+    bare = rows.drop_duplicates("model").assign(assignment=_BARE)
+    last = rows["assignment"].isin([RANDOM, MEAN])
+    ends = [rows[rows["assignment"] == name] for name in (RANDOM, MEAN)]
+    return stacked(bare, rows[~last], *ends)
+
+
+def _cell(rows: "pd.DataFrame") -> str:
     """The excess of an assignment and its share; of random deals the median and the range."""
-    some = (
-        rows[rows["assignment"].str.startswith(name)]
-        if name == RANDOM
-        else (rows[rows["assignment"] == name])
-    )
-    if some.empty:
-        return None
+    name, excess = rows["assignment"].iloc[0], rows["excess"]
+    if name == _BARE:
+        return f"{rows['n_context'].iloc[0]:.0f} tokens, {rows['loss'].iloc[0]:.3f}"
     if name == RANDOM:
-        excess = some["excess"]
         return f"{excess.median():+.3f} ({excess.min():+.3f} to {excess.max():+.3f})"
-    row = some[["excess", "share", "share_low", "share_high"]].mean()
-    inside = "" if name == MEAN else f" ({row['share_low']:.0%} to {row['share_high']:.0%})"
-    return f"{row['excess']:+.3f}{inside}"
+    inside = "" if name == MEAN else f" ({_ends(rows)})"
+    return f"{excess.mean():+.3f}{inside}"
 
 
-def _windows_table(ladder: "pd.DataFrame") -> str:
-    """A line for each number of windows and draw, the two ways beside each other."""
-    lines = []
-    for (model, n, draw), rows in groups(ladder, ("model", "n_windows", "draw")):
-        cells = []
-        for measure in (_SAME, _OTHERS):
-            row = rows[rows["measure"] == measure].iloc[0]
-            within = "yes" if row["share"] <= _SHARE else "no"
-            cells += [
-                int(row["n_specific_position"]),
-                int(row["enough_specific_position"]),
-                f"{row['share']:.0%} ({row['share_low']:.0%} to {row['share_high']:.0%})",
-                within,
-            ]
-        lines.append((model, int(n), int(draw) + 1, *cells))
-    columns = ("label", "enough", "share", "within a quarter")
-    return markdown_table(
-        ("model", "windows", "draw", *(f"{c}, {m}" for m in (_SAME, _OTHERS) for c in columns)),
-        lines,
-    )
+def _ends(rows: "pd.DataFrame") -> str:
+    return f"{rows['share_low'].mean():.0%} to {rows['share_high'].mean():.0%}"
+
+
+def _able(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Heads for which a hard maximum is not far from enough, by model; what it costs them."""
+    rows = _of_kind("head", results)
+    rows = with_names(rows[rows["damage_max_position"] <= 2 * _THRESHOLD])
+    models = {model: place for place, model in enumerate(dict.fromkeys(results["model"]))}
+    by_damage = rows.sort_values("damage_max_position")
+    return by_damage.sort_values("model", key=lambda names: names.map(models), kind="stable")
+
+
+def _interval_of_damage(rows: "pd.DataFrame") -> str:
+    damage, error = (rows[f"{name}_max_position"].iloc[0] for name in ("damage", "error"))
+    return f"{damage - 1.96 * error:.4f} to {damage + 1.96 * error:.4f}"
+
+
+def _with_label(label: str, rows: "pd.DataFrame") -> int:
+    return int((rows["mechanism"] == label).sum())
+
+
+def _enough(ideal: str, rows: "pd.DataFrame") -> int:
+    return int(rows[f"sufficient_{ideal}"].sum())
+
+
+def _of_measure(measure: str) -> list[Column]:
+    """What one way to choose on few windows gave."""
+
+    def own(number: "Callable[[pd.DataFrame], object]") -> "Callable[[pd.DataFrame], object]":
+        return lambda rows: number(rows[rows["measure"] == measure])
+
+    return [
+        Column(f"label, {measure}", own(lambda rows: int(rows["n_specific_position"].iloc[0]))),
+        Column(
+            f"enough, {measure}", own(lambda rows: int(rows["enough_specific_position"].iloc[0]))
+        ),
+        Column(
+            f"share, {measure}", own(lambda rows: f"{rows['share'].iloc[0]:.0%} ({_ends(rows)})")
+        ),
+        Column(f"within a quarter, {measure}", own(lambda rows: rows["share"].iloc[0] <= _SHARE)),
+    ]
+
+
+def _early(results: "pd.DataFrame") -> "pd.DataFrame":
+    return with_steps(results[results["assignment"].isin([MECHANISMS, TOP_4])])
+
+
+_BARE = "none: context, loss"
+_SHOWN = {ideal: ideal.replace("_", " ") for ideal in IDEALS}
+_OF_ASSIGNMENTS: tuple[Part, ...] = (
+    "All heads replaced: by how many nats a token the loss rises, and in brackets the 95% interval "
+    "of its share of what mean ablation costs",
+    TableSpec(
+        ("assignment",),
+        (Column("", _cell, across="model"),),
+        rows=_assignments,
+        names={"assignment": "replaced by"},
+    ),
+)
+_OF_HEADS: tuple[Part, ...] = (
+    "Heads for which an ideal alone is enough (damage at most .05 nats on windows that "
+    "chose nothing), each ideal by itself; then the label, the first that is enough",
+    TableSpec(
+        ("model",),
+        (
+            Column("heads", len),
+            *(Column(name, partial(_enough, ideal)) for ideal, name in _SHOWN.items()),
+            *(
+                Column(f"label {name}", partial(_with_label, label))
+                for label, name in (*_SHOWN.items(), (SOFT, SOFT))
+            ),
+        ),
+        rows=partial(_of_kind, "head"),
+    ),
+    "Heads whose hard maximum costs at most .1 nats of divergence, with 95% intervals",
+    TableSpec(
+        ("model", "name"),
+        (
+            Column("damage", "damage_max_position", "first", ".4f"),
+            Column("interval", _interval_of_damage),
+            Column("label", lambda rows: rows["mechanism"].iloc[0].replace("_", " ")),
+            Column("enough", lambda rows: rows["damage_max_position"].iloc[0] <= _THRESHOLD),
+        ),
+        rows=_able,
+        names={"name": "head"},
+    ),
+)
+_OF_WINDOWS: tuple[Part, ...] = (
+    "Mechanisms chosen on half of the windows, all heads replaced on the other half: "
+    "mean patterns of the windows that judge them (as published on 2026-11-22) and of "
+    "others; heads labelled specific position, and the share of mean ablation's cost",
+    TableSpec(
+        ("model", "n_windows", "draw"),
+        [*_of_measure(_SAME), *_of_measure(_OTHERS)],
+        rows=partial(_of_kind, "windows"),
+        words={"draw": lambda draw: int(draw) + 1},
+        names={"n_windows": "windows"},
+    ),
+)
+_OVER_TRAINING: tuple[Part, ...] = (
+    "Over training",
+    TableSpec(("model", "step"), (Column("", _cell, across="assignment"),), rows=_early),
+)
+
+
+def _draw_assignments(axes: "Axes", rows: "pd.DataFrame") -> None:
+    """Every head with its k largest keys; assignments as levels, random deals as a band."""
+    excess = rows.groupby("assignment")["excess"].mean()
+    tops = [excess[f"{EVERY}top {k}"] for k in KS]
+    axes.plot(KS, tops, "o-", color="#cc79a7", label="every head: k largest keys")
+    for name, label, colour, style in (
+        (MEAN, "mean ablation", GREY, "-"),
+        (f"{EVERY}global", "every head: global", "#56b4e9", ":"),
+        (f"{EVERY}specific_position", "every head: mean pattern", GREEN, ":"),
+        (BEST, "best of the theory's three", "#e69f00", "--"),
+        (GREEDY, "the three, chosen greedily", "#e69f00", ":"),
+        (MECHANISMS, "mechanisms", ORANGE, "-"),
+    ):
+        axes.axhline(excess[name], color=colour, linestyle=style, label=label)
+    dealt = excess[excess.index.str.startswith(RANDOM)]
+    axes.axhspan(dealt.min(), dealt.max(), color="#999999", alpha=0.25, label="dealt")
+
+
+def _draw_windows(axes: "Axes", rows: "pd.DataFrame") -> None:
+    """Shares with their intervals, the two ways beside each other."""
+    for measure, colour, by in ((_SAME, GREY, 0.97), (_OTHERS, ORANGE, 1.03)):
+        some = rows[rows["measure"] == measure]
+        if len(some):
+            ends = (some["share"] - some["share_low"], some["share_high"] - some["share"])
+            axes.errorbar(some["n_windows"] * by, some["share"], ends, fmt="o", ms=3,
+                          color=colour, label=measure)  # fmt: skip

@@ -1,28 +1,29 @@
 """The least number of keys that each layer needs, against the length of the context."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
 from infoflow_lens.experiments.language_model.study import (
-    MODEL,
     LanguageModelStudy,
+    by_model,
     final,
-    groups,
-    panels,
-    step_shown,
+    model_of,
+    stacked,
+    with_steps,
 )
-from infoflow_lens.experiments.study import Row, Settings
-from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
+from infoflow_lens.experiments.study import Row, Settings, Statement
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups
 from infoflow_lens.hooks.mechanisms.top_k import LARGEST, RANDOM, measure_top_k
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
 _TOLERANCE, _CONSTANT, _GROWING, _BATCH = 0.01, 0.25, 0.5, 16
 _KS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
@@ -33,11 +34,7 @@ class TopK(LanguageModelStudy):
 
     name: ClassVar[str] = "top_k"
     title: ClassVar[str] = "Do heads need a fixed number of keys, or a share of the context?"
-    acceptance: ClassVar[str] = (
-        "in every trained model every layer that matters (one random key a row costs more than 1% "
-        "of the loss) needs a number of keys that grows with the context with a power of at most "
-        "1/4, and fewer keys at the longest context than random ones"
-    )
+    statement: ClassVar[Statement] = Statement.of("top_k")
     windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 32, "full": 256}
     steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 3, "full": None}
     lengths: ClassVar[Mapping[str, Sequence[int]]] = {
@@ -76,116 +73,100 @@ class TopK(LanguageModelStudy):
         frame: list[Any] = found.to_frame().to_dict("records")
         return [{**row, "bare": found.loss} for row in frame]
 
-    def table(self, results: "pd.DataFrame") -> str:
+    def tables(self) -> Sequence[Part]:
         """The least k by context, a row a layer."""
-        lengths = sorted(set(results["n_context"]))
-        note = (
+        return (
             "The least k that keeps the loss within 1%, in brackets with random keys; a layer "
-            "matters if one random key a row costs more than 1%"
+            "matters if one random key a row costs more than 1%",
+            TableSpec(
+                ("model", "step", "layer"),
+                (
+                    Column("matters", _matters),
+                    Column("T =", _both, across="n_context"),
+                    Column("slope", partial(_slope, LARGEST), form=".2f"),
+                    Column("with random keys", partial(_slope, RANDOM), form=".2f"),
+                ),
+                rows=lambda results: with_steps(least_keys(results)),
+            ),
         )
-        lines = []
-        for (model, step), rows in groups(results, MODEL):
-            for layer, curve in _curves(rows).items():
-                cells = [
-                    f"{curve.least[LARGEST][t]} ({curve.least[RANDOM][t]})"
-                    if t in curve.least[LARGEST]
-                    else None
-                    for t in lengths
-                ]
-                matters = "yes" if curve.matters else "no"
-                slopes = (f"{curve.slope(kind):.2f}" for kind in (LARGEST, RANDOM))
-                lines.append((model, step_shown(step), layer, matters, *cells, *slopes))
-        by_length = (f"T = {t}" for t in lengths)
-        columns = ("model", "step", "layer", "matters", *by_length, "slope", "with random keys")
-        return f"{note}\n\n{markdown_table(columns, lines)}"
 
-    def figure(self, results: "pd.DataFrame") -> "Figure":
+    def plots(self) -> FigureSpec:
         """The least k against the context, and the loss against k at the longest."""
-        last = final(results)
-        figure, by_model = panels(last, 2, 9, 3.4)
-        for model, (left, right) in by_model:
-            rows = last[last["model"] == model]
-            for index, (layer, curve) in enumerate(_curves(rows).items()):
-                colour = "#444444" if layer == "all" else f"C{index}"
-                label = "all at once" if layer == "all" else f"layer {layer}"
-                for kind, style in ((LARGEST, ".-"), (RANDOM, ".:")):
-                    least = curve.least[kind]
-                    left.plot(
-                        list(least), list(least.values()), style, color=colour,
-                        label=label if kind == LARGEST else None,
-                    )  # fmt: skip
-                longest = rows[rows["n_context"] == rows["n_context"].max()]
-                for kind, style in ((LARGEST, ".-"), (RANDOM, ".:")):
-                    some = longest[(longest["layer"] == layer) & (longest["kept"] == kind)]
-                    right.plot(some["k"], 100 * some["rise"], style, color=colour)
-            left.plot(sorted(set(rows["n_context"])), sorted(set(rows["n_context"])), "--",
-                      color="#bbbbbb", label="all keys")  # fmt: skip
-            for axis in (left, right):
-                axis.set_xscale("log", base=2)
-                axis.xaxis.set_major_formatter("{x:g}")
-            left.set_yscale("log", base=2)
-            left.yaxis.set_major_formatter("{x:g}")
-            left.set_xlabel("tokens of context T")
-            left.set_ylabel(f"{model}\nleast k")
-            right.set_xlabel("keys kept, at the longest context")
-            right.set_ylabel("rise of the loss (%)")
-            right.set_yscale("symlog", linthresh=1)
-            right.axhline(100 * _TOLERANCE, color="#999999", linewidth=0.6)
-        by_model[0][1][0].legend(frameon=False, fontsize="small", title="dotted: random keys")
-        return figure
+        kinds = ((LARGEST, ".-"), (RANDOM, ".:"))
+        least = [
+            Curves("n_context", "least", ("layer",), style=style, rows=partial(_kept, kind),
+                   label=lambda layer, kind=kind: layer if kind == LARGEST else "")
+            for kind, style in kinds
+        ]  # fmt: skip
+        loss = [
+            Curves("k", "percent", ("layer",), style=style, rows=partial(_kept, kind), label="")
+            for kind, style in kinds
+        ]
+        return FigureSpec(
+            (
+                Panel(least, Axis("tokens of context T (dotted: random keys)", "log2"),
+                      Axis("least k", "log2"), model_of, least_keys),
+                Panel(loss, Axis("keys kept, at the longest context", "log2"),
+                      Axis("rise of the loss (%)", "symlog", (0, None), (100 * _TOLERANCE,)),
+                      rows=_longest),
+            ),
+            per="model",
+            rows=final,
+        )  # fmt: skip
 
-    def verdict(self, results: "pd.DataFrame") -> Verdict:
+    def claims(self) -> Sequence[Claim]:
         """By the layers that matter in the last snapshot of every model."""
-        reasons, slopes, passed = [], [], True
-        for (model,), rows in groups(final(results), ("model",)):
-            judged = {k: c for k, c in _curves(rows).items() if k != "all" and c.matters}
-            passed = passed and bool(judged)
-            for layer, curve in judged.items():
-                slope = curve.slope(LARGEST)
-                at, random = curve.at_longest(LARGEST), curve.at_longest(RANDOM)
-                slopes.append(slope)
-                passed = passed and slope <= _CONSTANT and at < random
-                reasons.append(
-                    f"{model}, layer {layer}: {curve.at_shortest(LARGEST)} to {at} keys, slope "
-                    f"{slope:.2f}; random keys {random}, slope {curve.slope(RANDOM):.2f}"
-                )
-            if not judged:
-                reasons.append(f"{model}: no layer matters")
+        return (
+            Claim(
+                "every model has {bound} layer that matters (one random key a row costs more than "
+                "1% of the loss)",
+                lambda results: by_model(results, lambda own: len(_of_layers(_matters, own))),
+                ">=", 1,
+            ),
+            Claim(
+                "the keys that such a layer needs grow with the context with a power of {bound}",
+                partial(_of_layers, partial(_slope, LARGEST)), "<=", _CONSTANT,
+            ),
+            Claim(
+                "at the longest context it needs {bound} times as many keys as random ones",
+                partial(_of_layers, _of_random), "<", 1,
+            ),
+        )  # fmt: skip
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """What the slopes are called."""
+        slopes = _of_layers(partial(_slope, LARGEST), results).values()
         kind = "mixed"
         if slopes and min(slopes) >= _GROWING:
             kind = "growing (global)"
         elif slopes and max(slopes) <= _CONSTANT:
             kind = "constant (max-position)"
-        return Verdict(passed and bool(slopes), (*reasons, f"over all of these: {kind}"))
+        return [f"over all layers that matter: {kind}"]
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Random keys in the place of the largest."""
+        random = _kept(RANDOM, results)
+        return {"random keys": stacked(random, random.assign(kept=LARGEST))}
 
 
-class _Curve:
-    """The least k of one layer by context."""
+def least_keys(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The least k of each layer at each context, of the largest and of random keys.
 
-    def __init__(self, rows: "pd.DataFrame") -> None:
-        self.least: dict[str, dict[int, int]] = {}
-        for kind in (LARGEST, RANDOM):
-            some = rows[rows["kept"] == kind]
-            self.least[kind] = {
-                int(t): _least(at, int(t)) for (t,), at in groups(some, ("n_context",))
-            }
-        longest = rows[rows["n_context"] == rows["n_context"].max()]
-        one = longest[(longest["kept"] == RANDOM) & (longest["k"] == 1)]["rise"]
-        self.matters = bool((one > _TOLERANCE).all())
+    With what one key a row costs (``one``), the least over seeds; contexts from the shortest on.
+    """
+    import pandas as pd
 
-    def at_longest(self, kind: str) -> int:
-        return self.least[kind][max(self.least[kind])]
-
-    def at_shortest(self, kind: str) -> int:
-        return self.least[kind][min(self.least[kind])]
-
-    def slope(self, kind: str) -> float:
-        """The power of the length with which k grows; NaN for one length."""
-        lengths = sorted(self.least[kind])
-        if len(lengths) < 2:
-            return math.nan
-        rise = math.log(self.at_longest(kind) / self.at_shortest(kind))
-        return rise / math.log(lengths[-1] / lengths[0])
+    keys = ("model", "step", "final", "layer", "n_context", "kept")
+    rows = results.assign(layer=results["layer"].astype(str))
+    found = [
+        {
+            **dict(zip(keys, key, strict=True)),
+            "least": _least(some, int(key[4])),
+            "one": some[some["k"] == 1]["rise"].min(),
+        }
+        for key, some in groups(rows, keys)
+    ]
+    return pd.DataFrame(found).sort_values("n_context", kind="stable")
 
 
 def _least(rows: "pd.DataFrame", most: int) -> int:
@@ -199,6 +180,48 @@ def _least(rows: "pd.DataFrame", most: int) -> int:
     return least
 
 
-def _curves(rows: "pd.DataFrame") -> dict[str, _Curve]:
-    named = rows.assign(layer=rows["layer"].astype(str))
-    return {layer[0]: _Curve(some) for layer, some in groups(named, ("layer",))}
+def _kept(kind: str, rows: "pd.DataFrame") -> "pd.DataFrame":
+    return rows[rows["kept"] == kind]
+
+
+def _longest(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The rows of the longest context, layers as texts."""
+    rows = results[results["n_context"] == results["n_context"].max()]
+    return rows.assign(layer=rows["layer"].astype(str), percent=100 * rows["rise"])
+
+
+def _matters(least: "pd.DataFrame") -> bool:
+    """Whether a layer loses by one random key a row."""
+    return bool(_kept(RANDOM, least)["one"].iloc[-1] > _TOLERANCE)
+
+
+def _both(least: "pd.DataFrame") -> str:
+    own, random = (_kept(kind, least)["least"].item() for kind in (LARGEST, RANDOM))
+    return f"{own} ({random})"
+
+
+def _slope(kind: str, least: "pd.DataFrame") -> float:
+    """The power of the length with which k grows; NaN for one length."""
+    rows = _kept(kind, least)
+    if len(rows) < 2:
+        return math.nan
+    ends = rows.iloc[[0, -1]][["least", "n_context"]].astype(float)
+    keys, lengths = (math.log(ends[name].iloc[1] / ends[name].iloc[0]) for name in ends)
+    return keys / lengths
+
+
+def _of_random(least: "pd.DataFrame") -> float:
+    """The keys at the longest context, over those of random ones."""
+    own, random = (_kept(kind, least)["least"].iloc[-1] for kind in (LARGEST, RANDOM))
+    return float(own / random)
+
+
+def _of_layers(number: "Callable[[pd.DataFrame], float]", results: "pd.DataFrame") -> Numbers:
+    """A number of each layer that matters."""
+    last = final(results)
+    found = groups(least_keys(last), ("model", "layer")) if len(last) else []
+    return {
+        f"{model}, layer {layer}": number(least)
+        for (model, layer), least in found
+        if layer != "all" and _matters(least)
+    }

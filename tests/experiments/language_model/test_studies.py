@@ -1,17 +1,15 @@
 """Studies of language models: run small, and their verdicts given what their controls gave."""
 
 import warnings
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from infoflow_lens import InfoFlowError
-from infoflow_lens.experiments.language_model.edge_budget import GRADED, ONE, EdgeBudget
-from infoflow_lens.experiments.language_model.roles import Roles
-from infoflow_lens.experiments.language_model.softness import Softness
-from infoflow_lens.experiments.language_model.studies import LANGUAGE_MODEL_STUDIES
-from infoflow_lens.experiments.language_model.sufficiency import Sufficiency
-from infoflow_lens.experiments.language_model.topk import TopK
+from infoflow_lens.experiments.language_model.edge_budget import GRADED, ONE
+from infoflow_lens.experiments.registry import LANGUAGE_MODEL_STUDIES, find_study
+from infoflow_lens.experiments.summary import rows_of
 from infoflow_lens.experiments.sweep import run_study
 from tests.reference import zoo
 
@@ -55,14 +53,14 @@ def test_a_study_gives_rows_a_table_a_figure_and_a_verdict(name, given, tmp_path
 )
 def test_what_is_missing_is_refused_before_work(models, data, message):
     with pytest.raises(InfoFlowError, match=message):
-        Sufficiency(models, data).cases("smoke")
+        find_study("sufficiency", models, data).cases("smoke")
 
 
-# Verdicts
-
-COMMON = {"model": "m", "step": 10, "final": True, "n_context": 64}
+# Rows that pass, as the studies' statements have it
 
 
+RESULTS = Path(__file__).parents[3] / "docs" / "results" / "language_model"
+COMMON = {"model": "m", "step": 10, "final": True, "n_context": 64, "seed": 0}
 CONTROLS = {
     "mean ablation": 2.0,
     "every head top 1": 1.7,
@@ -74,7 +72,7 @@ CONTROLS = {
 }
 
 
-def sufficiency_rows(own, **changed):
+def sufficiency_rows(own=0.3, **changed):
     """Every interval reaches .01 nats to both sides."""
     excess = {"mechanisms": own, **CONTROLS, **changed}
     mean = excess["mean ablation"]
@@ -87,54 +85,23 @@ def sufficiency_rows(own, **changed):
     )  # fmt: skip
 
 
-def test_sufficiency_is_seen_and_not_with_the_numbers_of_its_controls():
-    study = Sufficiency()
-    assert study.verdict(sufficiency_rows(0.3)).passed
-    for control in CONTROLS.values():
-        assert not study.verdict(sufficiency_rows(control)).passed
+SMALL, LARGE = {32: 2, 128: 2}, {32: 16, 128: 64}
 
 
-def test_each_claim_of_sufficiency_is_told_by_itself():
-    def claims(rows):
-        (reason,) = Sufficiency().verdict(rows).reasons
-        return reason.rpartition(": ")[2]
-
-    assert claims(sufficiency_rows(0.3)) == "A yes, B yes, C yes"
-    assert claims(sufficiency_rows(0.495)) == "A no, B yes, C yes"  # the interval reaches beyond
-    assert claims(sufficiency_rows(0.3, **{"random mechanisms 3": 0.305})) == "A yes, B no, C yes"
-    assert claims(sufficiency_rows(0.3, **{"every head global": 0.2})) == "A yes, B no, C yes"
-    assert claims(sufficiency_rows(0.3, **{"every head top 4": 0.305})) == "A yes, B yes, C no"
-    assert claims(sufficiency_rows(0.01, **{"mean ablation": 0.09})).startswith("A no")
-    untold = sufficiency_rows(0.3)
-    untold = untold[~untold["assignment"].str.startswith("random")]
-    assert claims(untold) == "A yes, B no, C yes"
-
-
-def top_k_rows(own, random):
+def top_k_rows(own=SMALL, random=LARGE):
     """Least k by length, of the largest and of random keys."""
-    rows = []
-    for kept, least in (("largest", own), ("random", random)):
-        for length, k in least.items():
-            for tried in (1, 2, 4, 8, 16, 32, 64):
-                rise = 0.0 if tried >= k else 0.2
-                rows.append(
-                    {**COMMON, "n_context": length, "kept": kept, "layer": "0", "k": tried,
-                     "rise": rise}
-                )  # fmt: skip
-    return pd.DataFrame(rows)
+    return pd.DataFrame(
+        [
+            {**COMMON, "n_context": length, "kept": kept, "layer": "0", "k": tried,
+             "rise": 0.0 if tried >= k else 0.2}
+            for kept, least in (("largest", own), ("random", random))
+            for length, k in least.items()
+            for tried in (1, 2, 4, 8, 16, 32, 64)
+        ]
+    )  # fmt: skip
 
 
-def test_top_k_is_constant_and_not_with_random_keys():
-    study, own, random = TopK(), {32: 2, 128: 2}, {32: 16, 128: 64}
-    assert study.verdict(top_k_rows(own, random)).passed
-    assert not study.verdict(top_k_rows(random, random)).passed
-    assert not study.verdict(top_k_rows(own, own)).passed  # which keys does not matter
-    growing = study.verdict(top_k_rows({32: 2, 128: 8}, random))
-    assert not growing.passed
-    assert "growing (global)" in growing.reasons[-1]
-
-
-def roles_rows(needed, cost):
+def roles_rows(needed=4, cost=lambda roles: roles):
     """Roles 1 to 12 of twelve heads; what they cost, by a function of their roles."""
     rows = []
     for kind, cost_of, least in (("trained", cost, needed), ("untrained", lambda r: -r, 0)):
@@ -154,17 +121,7 @@ def roles_rows(needed, cost):
     return pd.DataFrame(rows)
 
 
-def test_roles_are_seen_and_not_with_the_numbers_of_their_controls():
-    study = Roles()
-    assert study.verdict(roles_rows(4, lambda r: r)).passed
-    assert not study.verdict(roles_rows(1, lambda r: r)).passed  # one direction is enough
-    assert not study.verdict(roles_rows(8, lambda r: r)).passed  # as many as random ones
-    assert not study.verdict(roles_rows(4, lambda r: -r)).passed  # as untrained
-    shuffled = [5, 12, 1, 8, 3, 10, 6, 2, 11, 4, 9, 7]
-    assert not study.verdict(roles_rows(4, lambda r: shuffled[r - 1])).passed
-
-
-def softness_rows(column):
+def softness_rows(column="fvu"):
     """Four heads, of which two have learnt; the trained numbers taken from a column."""
     rows = []
     for kind, learnt in (("trained", 2), ("untrained", 0)):
@@ -178,20 +135,13 @@ def softness_rows(column):
     return pd.DataFrame(rows)
 
 
-def test_learnt_retrieval_is_seen_and_not_with_a_tempered_untrained_head():
-    study = Softness()
-    assert study.verdict(softness_rows("fvu")).passed
-    for control in ("fvu_first", "fvu_least", "fvu_control"):
-        assert not study.verdict(softness_rows(control)).passed
-
-
 def edge_rows(needed=50, model="m", **times):
     """What one state needs: the graded choice, and how many times that others need."""
     around = {"chance": 90, "another window": 40, "rollout": 1.1, "gradient": 0.5} | times
     rows = [(GRADED, 1), *around.items()]
     return pd.DataFrame(
         [
-            {**COMMON, "model": model, "seed": 0, "kind": "needed", "part": ONE, "method": name,
+            {**COMMON, "model": model, "kind": "needed", "part": ONE, "method": name,
              "needed": needed * n, "low": needed * n, "high": needed * n, "times": n,
              "times_low": 0.8 * n, "times_high": 1.25 * n, "n_edges": 2000}
             for name, n in rows
@@ -199,15 +149,75 @@ def edge_rows(needed=50, model="m", **times):
     )  # fmt: skip
 
 
-def test_few_edges_are_enough_and_not_with_the_numbers_of_the_controls():
-    study = EdgeBudget()
-    assert study.verdict(edge_rows()).passed
-    assert not study.verdict(edge_rows(needed=150)).passed  # too many
-    assert not study.verdict(edge_rows(chance=1.1)).passed
-    assert not study.verdict(edge_rows(**{"another window": 1.1})).passed
-    assert not study.verdict(edge_rows(rollout=0.7)).passed  # behind rollout
-    both = pd.concat([edge_rows(), edge_rows(rollout=0.7, model="m-s1")])
-    assert not study.verdict(both).passed
-    pilot = edge_rows(rollout=0.7, model="stdlib-2l")  # seen before the rule
-    assert study.verdict(pd.concat([edge_rows(), pilot])).passed
-    assert not study.verdict(pilot).passed
+def sets_rows():
+    """The committed rows, had the sets led everywhere."""
+    rows = rows_of(RESULTS / "sets")
+    return rows.assign(**{name: 0.1 for name in rows if name.startswith("lead_")})
+
+
+def graded_rows():
+    """The committed rows, without the model on which the graded sets were level with rollout."""
+    rows = rows_of(RESULTS / "graded_sets")
+    return rows[rows["model"] != "stdlib-2l-mlp-s0"]
+
+
+PASSING = {
+    "sufficiency": sufficiency_rows,
+    "top_k": top_k_rows,
+    "sets": sets_rows,
+    "graded_sets": graded_rows,
+    "roles": roles_rows,
+    "softness": softness_rows,
+    "induction": lambda: rows_of(RESULTS / "induction"),
+    "reasons": lambda: rows_of(RESULTS / "reasons"),
+    "edge_budget": edge_rows,
+}
+SHUFFLED = [5, 12, 1, 8, 3, 10, 6, 2, 11, 4, 9, 7]
+PILOT = edge_rows(rollout=0.7, model="stdlib-2l")  # seen before the rule
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "broken"),
+    [
+        ("sufficiency", sufficiency_rows(0.495), [0]),  # the interval reaches beyond
+        ("sufficiency", sufficiency_rows(0.01, **{"mean ablation": 0.09}), [1]),
+        ("sufficiency", sufficiency_rows(**{"random mechanisms 3": 0.305}), [2]),
+        ("sufficiency", sufficiency_rows(**{"every head global": 0.2}), [3]),
+        ("sufficiency", sufficiency_rows(**{"every head top 4": 0.305}), [4]),
+        ("sufficiency", sufficiency_rows()[:7], [2]),  # without random deals
+        ("sufficiency", sufficiency_rows()[:0], [0, 1, 2, 3, 4]),
+        ("top_k", top_k_rows({32: 2, 128: 8}), [1]),
+        ("top_k", top_k_rows(SMALL, SMALL), [2]),  # which keys does not matter
+        ("top_k", top_k_rows({32: 1, 128: 1}, {32: 1, 128: 1}), [0, 1, 2]),  # no layer does
+        ("roles", roles_rows(1), [0]),  # one direction is enough
+        ("roles", roles_rows(8), [1]),  # as many as random ones
+        ("roles", roles_rows(4, lambda roles: -roles), [2, 3, 4]),  # as untrained
+        ("roles", roles_rows(4, lambda roles: SHUFFLED[roles - 1]), [3]),
+        ("softness", softness_rows("fvu_least"), [0]),
+        ("edge_budget", edge_rows(needed=150), [0]),
+        ("edge_budget", edge_rows(chance=1.1), [1]),
+        ("edge_budget", edge_rows(**{"another window": 1.1}), [2]),
+        ("edge_budget", edge_rows(rollout=0.7), [3]),  # behind rollout
+        ("edge_budget", pd.concat([edge_rows(), edge_rows(rollout=0.7, model="m-s1")]), [3]),
+        ("edge_budget", pd.concat([edge_rows(), PILOT]), []),
+        ("edge_budget", PILOT, [0, 1, 2, 3]),
+        ("induction", rows_of(RESULTS / "induction_mlp"), [1, 2, 5]),
+        ("reasons", rows_of(RESULTS / "reasons_trained"), [0, 1, 2]),
+    ],
+)
+def test_each_claim_is_broken_by_what_breaks_it(name, rows, broken):
+    study = LANGUAGE_MODEL_STUDIES[name]()
+    places = [i for i, claim in enumerate(study.claims()) if not claim.judge(rows).passed]
+    assert places == broken
+    assert study.verdict(rows).passed is not bool(places)
+
+
+def test_keys_that_grow_with_the_context_are_called_so():
+    (remark,) = LANGUAGE_MODEL_STUDIES["top_k"]().remarks(top_k_rows({32: 2, 128: 8}))
+    assert remark.endswith("growing (global)")
+
+
+def test_models_and_data_are_for_studies_of_language_models():
+    assert find_study("top_k", ("gpt2",), "texts.txt").models == ("gpt2",)
+    with pytest.raises(InfoFlowError, match="head_count trains models of its own"):
+        find_study("head_count", ("gpt2",))

@@ -4,6 +4,7 @@ import json
 import os
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -70,6 +71,7 @@ def answers_of(target, folder, model):
     return found, [process.exitcode for process in ranks]
 
 
+@pytest.mark.slow
 def test_several_processes_see_the_whole(model, tmp_path):
     model = model.double()
     answers, codes = answers_of(work, tmp_path, model)
@@ -100,6 +102,7 @@ def dying(rank, folder, model):
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_an_error_in_the_others(model, tmp_path):
     begun = time.monotonic()
     answers, codes = answers_of(dying, tmp_path, model)

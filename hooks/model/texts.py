@@ -1,0 +1,151 @@
+"""Texts as a model's tokenizer reads them: ids as the model itself would give, many at a time."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+
+_LONG_TEXT = 2**16  # characters; shorter ones are tokenised whole
+_TRIED = 256  # characters, by which the model's own rules are tried
+_TOGETHER = 2**20  # characters that are tokenised together; each takes hundreds of bytes
+
+Part = TypeVar("Part")
+
+
+def tokenized(
+    model: nn.Module, texts: Sequence[Any], name: str, max_length: int | None = None, first: int = 0
+) -> list[Int[Tensor, " pos"]]:
+    """The ids of texts, each as the model itself tokenises it, with BOS where that is its default.
+
+    Of a long text no more is read than its first tokens need: tokenizers take hundreds of bytes for
+    each character. What is read ends at a blank, and has twice the tokens that are kept, so that
+    the end does not change them.
+
+    Args:
+        model: with its tokenizer.
+        texts: to be tokenised.
+        name: what errors call them.
+        max_length: tokens that will be kept of each; default, one more than the model takes.
+        first: the number of the first.
+
+    Raises:
+        InfoFlowError: for an empty text, or a model without a tokenizer.
+    """
+    for index, text in enumerate(texts, first):
+        if getattr(model, "tokenizer", None) is None:
+            raise InfoFlowError(
+                f"{name}[{index}] is a text, but the model has no tokenizer: expected token ids; "
+                "tokenise first, or load the model with its tokenizer"
+            )
+        if not isinstance(text, str) or not text:
+            raise InfoFlowError(f"{name}[{index}] is {text!r}: expected a text that is not empty")
+    kept = max_length or int(getattr(getattr(model, "cfg", None), "n_ctx", None) or 2**20) + 1
+    length = max(_LONG_TEXT, 16 * kept)
+    rows: list[Tensor] = []
+    for some in by_size(texts):
+        long = len(some) == 1 and len(some[0]) > length
+        rows += [_beginning(model, some[0], length, kept)] if long else ids_of_texts(model, some)
+    return rows
+
+
+def _beginning(model: nn.Module, text: str, length: int, kept: int) -> Tensor:
+    """At least the first `kept` ids of a long text, of which some `length` characters are read."""
+    while True:
+        part = text[: max(text.rfind(" ", length // 2, length), 0) or length]
+        part = text if length >= len(text) else part
+        (tokens,) = ids_of_texts(model, [part])
+        if part is text:
+            return tokens
+        if len(tokens) >= 2 * kept + 16:
+            return tokens[:kept]
+        length *= 4
+
+
+def by_size(
+    texts: Iterable[Part], size: Callable[[Part], int] = len  # type: ignore[assignment]
+) -> Iterator[list[Part]]:  # fmt: skip
+    """Texts in groups that are tokenised together; a long one is alone."""
+    group: list[Part] = []
+    total = 0
+    for text in texts:
+        n = size(text)
+        if group and (total + n > _TOGETHER or n > _LONG_TEXT):
+            yield group
+            group, total = [], 0
+        group.append(text)
+        total += _TOGETHER if n > _LONG_TEXT else n
+    if group:
+        yield group
+
+
+def ids_of_texts(
+    model: nn.Module, texts: Sequence[str], *, bare: bool = False
+) -> list[Int[Tensor, " pos"]]:
+    """What ``model.to_tokens(text, truncate=False)`` gives of each text alone, in one call.
+
+    The tokenizer's own call on many texts uses all cores. What the model does beside it (BOS before
+    the text, EOS off its end) is done here, and tried on a few words; where the model does anything
+    else, it is asked for each text.
+
+    Args:
+        model: with its tokenizer.
+        texts: to be tokenised.
+        bare: without what the tokenizer puts before a text.
+    """
+    settings = {"prepend_bos": False} if bare else {}
+
+    def alone(text: str) -> Tensor:
+        ids: Tensor = model.to_tokens(text, truncate=False, **settings)  # type: ignore[operator]
+        return ids[0].cpu()
+
+    few = [texts[0][:_TRIED], texts[-1][-_TRIED:]]
+    if _together(model, few, bare) != [alone(text).tolist() for text in few]:
+        return [alone(text) for text in texts]
+    rows = _together(model, texts, bare)
+    flat = torch.from_numpy(np.fromiter(chain.from_iterable(rows), np.int64))
+    return list(flat.split([len(row) for row in rows]))
+
+
+def _together(model: nn.Module, texts: Sequence[str], bare: bool) -> list[list[int]]:
+    """Ids of texts by one call of the tokenizer, with TransformerLens's rules of BOS and EOS."""
+    tokenizer: Any = model.tokenizer
+    cfg: Any = model.cfg
+    wanted = not bare and getattr(cfg, "default_prepend_bos", True)
+    has_bos = getattr(cfg, "tokenizer_prepends_bos", True)
+    if wanted and not has_bos:
+        bos = tokenizer.bos_token or ""
+        is_one = len(tokenizer(bos, add_special_tokens=False)["input_ids"]) == 1
+        texts = [bos + text for text in texts] if is_one else texts
+    rows: list[list[int]] = tokenizer(list(texts), return_attention_mask=False)["input_ids"]
+    if getattr(cfg, "tokenizer_appends_eos", False):
+        for row in rows:
+            while len(row) > 1 and row[-1] == tokenizer.eos_token_id:
+                del row[-1]
+    return [row[1:] for row in rows] if has_bos and not wanted else rows
+
+
+def readable_tokens(model: nn.Module, sequences: Iterable[Tensor]) -> tuple[tuple[str, ...], ...]:
+    """The tokens of every sequence as one reads them: words of the model's tokenizer, with blanks
+    and line breaks that can be seen; else ids, and places where tokens are vectors.
+    """
+    tokenizer = getattr(model, "tokenizer", None)
+    return tuple(
+        tuple(str(place) for place in range(len(row)))
+        if row.ndim > 1
+        else tuple(
+            str(i) if tokenizer is None else _readable(tokenizer.decode([i])) for i in row.tolist()
+        )
+        for row in sequences
+    )
+
+
+def _readable(token: str) -> str:
+    if token.isprintable() and token.strip():
+        return token
+    return repr(token)[1:-1].replace(" ", "\u00b7")

@@ -1,0 +1,116 @@
+"""Pages of results: templates that stand beside them, filled from the rows of the runs."""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from infoflow_lens.experiments.study import Statement
+from infoflow_lens.foundation.errors import InfoFlowError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TEMPLATE = ".jinja"  # behind the name of the page
+
+
+def render_page(template: Path, more: Mapping[str, Callable[..., Any]]) -> str:
+    """A page from its template, in Jinja.
+
+    A template has, as functions and as filters, what :data:`FORMS` names, the filters ``n``,
+    ``span`` and ``number`` (the first one of a cell), and ``statement(name)``, what a study stated
+    beforehand.
+
+    Args:
+        template: the file.
+        more: what it can call beside these, such as ``rows(name)``.
+
+    Raises:
+        InfoFlowError: if it cannot be filled, naming the file.
+    """
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(FORMS, n=short, span=span, number=_first_number)
+    environment.globals.update(
+        FORMS, statement=lambda name: Statement.of(name).text.rstrip(), **more
+    )
+    try:
+        return environment.from_string(template.read_text(encoding="utf-8")).render()
+    except (jinja2.TemplateError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise InfoFlowError(
+            f"{str(template)!r} cannot be filled ({type(error).__name__}: {error}): expected a "
+            "template for the rows beside it; mend it, or run the study again"
+        ) from error
+
+
+def short(value: float, digits: int = 3, sign: bool = False) -> str:
+    """A number as prose has it: without the zero before the point."""
+    return without_zero(f"{value:{'+' if sign else ''}.{digits}f}")
+
+
+def without_zero(text: str) -> str:
+    """Numbers below 1 without the zero before the point."""
+    return re.sub(r"(?<!\d)0\.(?=\d)", ".", text)
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """A share in percent."""
+    return f"{share:.{digits}%}"
+
+
+def commas(count: float) -> str:
+    """A count, with commas between thousands."""
+    return f"{count:,.0f}"
+
+
+def span(values: "pd.Series[float]", form: Callable[[float], str] = short) -> str:
+    """The least and the most; or the one."""
+    ends = [form(float(end)) for end in (values.min(), values.max())]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def two_digits(value: float) -> str:
+    """A factor with two digits that count."""
+    digits = max(0, 1 - math.floor(math.log10(abs(round(value, 9))))) if value else 0
+    return short(value, digits)
+
+
+def _first_number(cell: str) -> str:
+    return without_zero(cell.split(" ")[0].lstrip("+"))
+
+
+FORMS: Mapping[str, Callable[..., str]] = {
+    "commas": commas,
+    "pct": percent,
+    "two_digits": two_digits,
+    "one_digit": partial(short, digits=1),
+}
+
+
+def cell_of(text: str, column: str, *first: str) -> str:
+    """A cell of the tables of a text in Markdown.
+
+    Args:
+        text: with tables.
+        column: the cell's.
+        first: the first cells of its row.
+
+    Raises:
+        KeyError: if no table has it.
+    """
+    columns: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if not cells or not columns:  # a table begins with its columns
+            columns = cells
+        elif cells[: len(first)] == list(first) and column in columns[len(first) :]:
+            return cells[columns.index(column)]
+    raise KeyError(f"no table has a column {column!r} and a row {' | '.join(first)}")

@@ -1,0 +1,57 @@
+"""A word to whoever waits: that it will take long, and what takes less."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from infoflow_lens.probing.part import Say
+
+_SOON = 60.0  # seconds until there is a word
+_LONG = 300.0  # what is left then, so that it is worth one
+
+
+@contextmanager
+def word_if_long(say: Say, what: str, n: int, longest: int) -> Iterator[Callable[[int], None]]:
+    """After a minute of a block, say once how long it will be, if that is long.
+
+    Args:
+        say: called with the line, from another thread.
+        what: is measured.
+        n, longest: of the sequences that are left, how many and how long.
+
+    Yields:
+        What is to be called with the number of sequences that have been measured.
+    """
+    begun, done = time.monotonic(), 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+
+    def word() -> None:
+        left = (time.monotonic() - begun) / done * (n - done) if done else None
+        if left is None or left > _LONG:
+            how = "no batch of them has ended" if left is None else f"about {_duration(left)} left"
+            say(
+                f"{what}: {n} sequences of up to {longest} tokens, {how} after "
+                f"{_duration(_SOON)}; fewer (n, n_detail) or shorter ones (max_length) take less, "
+                "a smaller batch_size shows more often how far it is, and parts that are not named "
+                "in probes are left out"
+            )
+
+    timer = threading.Timer(_SOON, word)
+    timer.daemon = True
+    with suppress(RuntimeError):  # no room for a thread, and so no word
+        timer.start()
+    try:
+        yield advance
+    finally:
+        timer.cancel()
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} seconds"

@@ -1,0 +1,204 @@
+"""Shards of a probe run: measured here, or by a worker that loads the model itself."""
+
+import copy
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.files import digest_of
+from infoflow_lens.foundation.progress import no_bars_of_libraries
+from infoflow_lens.foundation.state import write_state
+from infoflow_lens.hooks import Probe
+from infoflow_lens.hooks.model.inputs import Batches, Extent
+from infoflow_lens.hooks.passes.run import run_shard
+from infoflow_lens.models.loading import LoadedModel, load_any
+from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.room import Watch
+from infoflow_lens.probing.store import StoredSequences
+from infoflow_lens.runs.executor import own_device
+
+Probes = Mapping[str, Probe[Any]]
+SUMS = "sums.safetensors"
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences one behind the other: one tensor is sent much faster than many.
+
+    Attributes:
+        together: [pos of all] or [pos of all, d_token].
+        lengths: of the sequences.
+    """
+
+    together: Tensor
+    lengths: list[int]
+
+    def unpacked(self) -> list[Tensor]:
+        """The sequences."""
+        return list(self.together.split(self.lengths))
+
+
+def rows_for(batches: Batches, here: bool) -> StoredSequences | Packed:
+    """Sequences as they are sent to a worker: those in files of this machine it reads itself."""
+    rows = batches.sequences()
+    if here and isinstance(rows, StoredSequences):
+        return rows
+    rows = list(rows)
+    return Packed(torch.cat(rows), [len(row) for row in rows])
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is needed to measure a stretch: some shards in a row, whose sum comes back.
+
+    Attributes:
+        stretch: its number.
+        shards: the numbers of the shards that are left of it.
+        rows: their sequences, as :func:`rows_for` gives them.
+        extent: of all sequences.
+        fresh: probes which have seen nothing, by name.
+        begun: those that have seen a part of the first of these shards; empty where none have.
+        so_far: the sum of the shards before these in the stretch.
+        config: of the run: model, sizes.
+        fingerprint: of the weights of the model.
+        watch: looks whether what is measured fits.
+        scratch: a folder for what the worker writes, if it sees it.
+    """
+
+    stretch: int
+    shards: range
+    rows: StoredSequences | Packed
+    extent: Extent
+    fresh: Probes
+    begun: Probes
+    so_far: Probes
+    config: ProbingConfig
+    fingerprint: str
+    watch: Watch
+    scratch: Path
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """What a worker has measured of a stretch, in files: sums, and what grows with the sequences.
+
+    Attributes:
+        stretch: its number.
+        digests: by the names of the files of what grows, as
+            :func:`~infoflow_lens.foundation.files.digest_of`.
+        folder: where they lie.
+        contents: the files themselves, by name, from a worker that does not see the folder.
+    """
+
+    stretch: int
+    digests: Mapping[str, str]
+    folder: Path
+    contents: Mapping[str, bytes]
+
+    def received(self) -> Path:
+        """The folder of the files on this machine."""
+        for name, content in self.contents.items():
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        return self.folder
+
+
+def measure(
+    model: nn.Module,
+    shard: Batches,
+    probes: Probes,
+    index: int,
+    extent: Extent,
+    config: ProbingConfig,
+    after_batch: Callable[[int], None],
+) -> None:
+    """Measure what probes have not seen of a shard.
+
+    Args:
+        model: a TransformerLens model.
+        shard: the sequences.
+        probes: by name; they have seen the same sequences of it, or none.
+        index: of the shard.
+        extent: of all sequences.
+        config: of the run: sizes.
+        after_batch: called after each with the number of its sequences.
+    """
+    run_shard(
+        model,
+        shard,
+        list(probes.values()),
+        extent=extent,
+        first_index=index * config.shard,
+        batch_size=config.batch_size,
+        skip=next(iter(probes.values())).n_sequences,
+        after_batch=after_batch,
+    )
+
+
+def write_growing(
+    probes: Probes, names: frozenset[str], index: int, out: Path
+) -> dict[str, dict[str, Any]]:
+    """Write what grows of a shard below a folder; by name, what the whole result must know of it.
+
+    Writing a shard once more, such as after a stop, gives the same files.
+    """
+    told = {}
+    for name in sorted(names):
+        kind = probes[name].sharded
+        assert kind is not None
+        told[name] = kind.save_shard(out / name, index, probes[name].result())
+    return told
+
+
+def measure_in_worker(task: Task) -> Delivered:
+    """Measure a stretch in a process that may be on another machine."""
+    sees = task.scratch.is_dir()  # the name is drawn, so that no other machine has one like it
+    folder = Path(tempfile.mkdtemp(prefix="stretch-", dir=task.scratch if sees else None))
+    try:
+        _measure_into(folder, task)
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        files = {path.relative_to(folder).as_posix(): path for path in paths}
+        digests = {name: digest_of(path) for name, path in files.items() if name != SUMS}
+        if sees:
+            return Delivered(task.stretch, digests, folder, {})
+        contents = {name: path.read_bytes() for name, path in files.items()}
+        return Delivered(task.stretch, digests, task.scratch / folder.name, contents)
+    finally:
+        if not sees:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _measure_into(folder: Path, task: Task) -> None:
+    config, growing = task.config, task.watch.on_disk
+    loaded = _loaded(config.model, own_device(config.device), config.dtype, config.backend)
+    rows = task.rows.unpacked() if isinstance(task.rows, Packed) else task.rows
+    batches, n, look = Batches(loaded.model, rows), config.shard, task.watch.look
+    told: dict[str, list[Any]] = {name: [] for name in growing}
+    for place, index in enumerate(task.shards):
+        probes = task.begun if task.begun and not place else copy.deepcopy(dict(task.fresh))
+        part = batches.part(place * n, min((place + 1) * n, len(rows)))
+        after_batch = partial(look, probes)
+        measure(loaded.model, part, probes, index, task.extent, config, after_batch)
+        for name, probe in probes.items():
+            probe.check_model(task.fingerprint)
+            if name not in growing:
+                task.so_far[name].merge(probe)
+        for name, of_shard in write_growing(probes, growing, index, folder).items():
+            told[name].append(of_shard)
+    sums = {name: task.so_far[name].state_dict() for name in task.fresh if name not in growing}
+    write_state(folder / SUMS, {"told": told, "sums": sums}, {})
+
+
+@lru_cache(maxsize=1)
+def _loaded(model: str, device: str, dtype: str | None, backend: Any) -> LoadedModel:
+    """The model, loaded once in a process."""
+    with no_bars_of_libraries():
+        return load_any(model, device=device, dtype=dtype, backend=backend)

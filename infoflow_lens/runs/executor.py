@@ -1,0 +1,359 @@
+"""Where units of work run: here, in processes of this machine, or on a dask cluster.
+
+One loop for all three: a unit whose worker died runs again, and workers that join later are used.
+"""
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import torch
+from annotated_types import Interval
+from filelock import FileLock, Timeout
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.extras import optional
+from infoflow_lens.foundation.processes import end_with, threads
+from infoflow_lens.foundation.settings import Count, check
+
+Jobs = Annotated[int, Interval(ge=1, le=4096)]
+_PATIENCE = 30.0  # seconds until a scheduler must have a worker
+_PATIENCE_LATER = 600.0  # and for which it may lose all of them, as where jobs are queued again
+_MOST_LOSSES = 2  # of the workers of one unit, behind which it runs again
+
+
+@dataclass
+class Unit:
+    """A part of the work that runs in one call.
+
+    Attributes:
+        name: what errors call it.
+        value: what the function is called with.
+        n_losses: how many workers have died under it.
+    """
+
+    name: str
+    value: Any
+    n_losses: int = 0
+
+
+class Run(Protocol):
+    """Calls a function with the value of each unit; results come as they are ready."""
+
+    def __call__(
+        self,
+        function: Callable[[Any], Any],
+        units: Iterable[Unit],
+        each_second: Callable[[], None] = lambda: None,
+    ) -> Iterator[Any]:
+        """Units are drawn as workers become free, so they may be many.
+
+        `each_second` is called while this process waits; what it raises ends the run.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Executor:
+    """Where units of work run.
+
+    Attributes:
+        jobs: processes at a time; 1 is this one alone.
+        scheduler: address of a dask scheduler, whose workers are used in place of own processes.
+        n_threads: with which each unit is computed.
+        again: the command or the call that goes on after a loss or Ctrl-C.
+    """
+
+    jobs: int = 1
+    scheduler: str | None = None
+    n_threads: int = 1
+    again: str = "the same call"
+
+    def check(self, what: str) -> None:
+        """Refuse workers that cannot be had, before work starts.
+
+        Args:
+            what: what shall be spread over them, as errors call it.
+
+        Raises:
+            InfoFlowError: for numbers that make no sense, and without the packages that several
+                processes (extra ``studies``) or a scheduler (``cluster``) need.
+        """
+        check(self.jobs, Jobs, "jobs")
+        check(self.n_threads, Count, "n_threads")
+        if self.scheduler is not None:
+            optional("distributed", "cluster", f"the scheduler {self.scheduler!r}")
+        elif self.jobs > 1:
+            optional("joblib", "studies", f"{what} in several processes")
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody but this process."""
+        return self.jobs == 1 and self.scheduler is None
+
+    @contextmanager
+    def at_work(self, kept: str) -> Iterator[Run]:
+        """The workers, for the length of a block; they end with this process, even by kill -9.
+
+        Args:
+            kept: what is kept when all ends early, such as "finished runs are kept".
+
+        Raises:
+            InfoFlowError: if the scheduler does not answer or is gone, and for a unit under which
+                three workers have died; what the function raises is raised as it is.
+            KeyboardInterrupt: when it is stopped, with how to go on.
+        """
+        try:
+            if self.is_alone:
+                yield self._run_here
+            else:
+                with self._workers() as workers:
+                    yield lambda function, units, each_second=lambda: None: _results(
+                        workers, function, units, each_second
+                    )
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"{kept}; go on with {self.again}") from None
+        except _GoneError as error:
+            raise InfoFlowError(f"{error}: {kept}; go on with {self.again}") from error.__cause__
+
+    def _run_here(
+        self,
+        function: Callable[[Any], Any],
+        units: Iterable[Unit],
+        each_second: Callable[[], None] = lambda: None,
+    ) -> Iterator[Any]:
+        for unit in units:
+            yield _called(function, unit.value, self.n_threads)
+            each_second()
+
+    @contextmanager
+    def _workers(self) -> Iterator["_Workers"]:
+        workers: _Workers
+        if self.scheduler is None:
+            workers = _Processes(self.jobs, self.n_threads)
+        else:
+            workers = _Cluster(self.scheduler, self.n_threads)
+        try:
+            yield workers
+        finally:
+            workers.close()
+
+
+class _GoneError(Exception):
+    """Workers, or what leads to them, are gone for good."""
+
+
+class _WorkerDiedError(Exception):
+    """The worker of one unit is gone."""
+
+
+class _Workers(Protocol):
+    def room(self) -> int:
+        """How many units may be under way now."""
+        ...
+
+    def submit(self, function: Callable[[Any], Any], value: Any) -> "Future[Any]": ...
+
+    def result(self, future: "Future[Any]") -> Any:
+        """What a unit gave; _WorkerDiedError for one that may run again."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def _results(
+    workers: _Workers,
+    function: Callable[[Any], Any],
+    units: Iterable[Unit],
+    each_second: Callable[[], None],
+) -> Iterator[Any]:
+    coming, running = iter(units), dict[Future[Any], Unit]()
+
+    def fill() -> None:
+        for unit in islice(coming, max(0, workers.room() - len(running))):
+            running[workers.submit(function, unit.value)] = unit
+
+    fill()
+    while running:
+        done, _ = wait(running, timeout=1, return_when=FIRST_COMPLETED)
+        each_second()
+        for future in done:
+            unit = running.pop(future)
+            try:
+                found = workers.result(future)
+            except _WorkerDiedError as error:
+                unit.n_losses += 1
+                if unit.n_losses > _MOST_LOSSES:
+                    raise _GoneError(
+                        f"{unit.name} has lost {unit.n_losses} workers ({error}), mostly for lack "
+                        "of memory; expected room for it: give fewer jobs or smaller batches"
+                    ) from error
+                coming = chain([unit], coming)
+                continue
+            fill()  # first: workers go on while the caller takes the result in
+            yield found
+        fill()  # what was lost, and for workers that have joined
+
+
+def _called(function: Callable[[Any], Any], value: Any, n_threads: int) -> Any:
+    with threads(n_threads):
+        return function(value)
+
+
+class _Processes:
+    """Processes of this machine, each with a pool of its own: a kill is of one unit alone."""
+
+    def __init__(self, jobs: int, n_threads: int) -> None:
+        self._jobs, self._n_threads = jobs, n_threads
+        self._idle: list[Any] = []
+        self._busy: dict[Future[Any], Any] = {}
+
+    def room(self) -> int:
+        return self._jobs
+
+    def submit(self, function: Callable[[Any], Any], value: Any) -> "Future[Any]":
+        from joblib.externals.loky import ProcessPoolExecutor
+
+        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+        pool = self._idle.pop() if self._idle else ProcessPoolExecutor(
+            1,
+            initializer=_begin,
+            initargs=(os.getpid(),),
+            env=dict.fromkeys(names, str(self._n_threads)),
+        )  # fmt: skip
+        future: Future[Any] = pool.submit(_called, function, value, self._n_threads)
+        self._busy[future] = pool
+        return future
+
+    def result(self, future: "Future[Any]") -> Any:
+        pool = self._busy.pop(future)
+        error = future.exception()
+        if isinstance(error, BrokenProcessPool):
+            pool.shutdown(wait=False, kill_workers=True)
+            how = str(error).rpartition("exit codes of the workers are {")[2].partition("}")[0]
+            raise _WorkerDiedError(how or type(error).__name__) from error
+        self._idle.append(pool)
+        return future.result()
+
+    def close(self) -> None:
+        for pool in [*self._idle, *self._busy.values()]:
+            pool.shutdown(wait=True, kill_workers=True)
+
+
+def _begin(parent: int) -> None:
+    """What a process does first: Ctrl-C is for the one that has started it, with which it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with(parent)
+
+
+class _Cluster:
+    """The workers of a dask scheduler, which runs units again whose workers died."""
+
+    def __init__(self, scheduler: str, n_threads: int) -> None:
+        from distributed import Client
+
+        self._scheduler, self._n_threads = scheduler, n_threads
+        try:
+            self._client = Client(scheduler, timeout="3s")
+        except Exception as error:  # an address that is none raises errors of many kinds
+            raise InfoFlowError(
+                f"there is no dask scheduler at {scheduler!r} ({type(error).__name__}: {error}): "
+                "expected the address of a running one, such as tcp://127.0.0.1:8786"
+            ) from error
+        try:
+            self._client.wait_for_workers(1, timeout=_PATIENCE)
+        except TimeoutError as error:
+            self.close()
+            raise InfoFlowError(
+                f"the dask scheduler at {scheduler!r} has no workers: expected at least one within "
+                f"{_PATIENCE:.0f} seconds; start some, such as `dask worker {scheduler}`"
+            ) from error
+        self._executor = self._client.get_executor(pure=False)
+        self._seen = time.monotonic()
+
+    def room(self) -> int:
+        """Two units for each thread of the workers that are there now."""
+        try:
+            n_threads = sum(self._client.nthreads().values())
+        except Exception as error:
+            raise self._gone(error) from error
+        if n_threads:
+            self._seen = time.monotonic()
+        elif time.monotonic() - self._seen > _PATIENCE_LATER:
+            raise _GoneError(
+                f"the dask scheduler at {self._scheduler!r} has had no workers for "
+                f"{_PATIENCE_LATER:.0f} seconds"
+            )
+        return 2 * n_threads
+
+    def submit(self, function: Callable[[Any], Any], value: Any) -> "Future[Any]":
+        try:
+            future: Future[Any] = self._executor.submit(_called, function, value, self._n_threads)
+        except Exception as error:
+            raise self._gone(error) from error
+        return future
+
+    def result(self, future: "Future[Any]") -> Any:
+        from distributed import KilledWorker
+
+        try:
+            return future.result()
+        except KilledWorker as error:
+            raise _GoneError(
+                "a unit has lost as many workers as the scheduler allows (its setting "
+                "allowed-failures), mostly for lack of memory; expected room for it: give smaller "
+                "batches, or workers more memory"
+            ) from error
+        except CancelledError as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: BaseException) -> _GoneError:
+        return _GoneError(
+            f"the dask scheduler at {self._scheduler!r} is gone ({type(error).__name__})"
+        )
+
+    def close(self) -> None:
+        with suppress(Exception):  # it may be gone, which has been said
+            self._client.close(timeout=1)
+
+
+_held: list[tuple[FileLock, int]] = []  # a GPU, for as long as this process lives
+
+
+def own_device(device: str) -> str:
+    """A GPU for each process of a machine that asks, in turn, where "cuda" leaves it open.
+
+    It is the first that no other process of this user holds, of those that this process may see
+    (``CUDA_VISIBLE_DEVICES``, in its order); where there are more processes than GPUs, these are
+    dealt once more.
+    """
+    n = torch.cuda.device_count() if device == "cuda" else 0
+    if n < 2:
+        return device
+    if not _held:
+        named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        _held.append(_free_of(named if len(named) == n else [str(number) for number in range(n)]))
+    return f"cuda:{_held[0][1]}"
+
+
+def _free_of(names: list[str]) -> tuple[FileLock, int]:
+    """The lock and the place of the first GPU that is free."""
+    user = getattr(os, "getuid", lambda: os.environ.get("USERNAME", ""))()
+    folder = Path(tempfile.gettempdir()) / f"infoflow-lens-gpus-{user}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for turn in count():
+        for place, name in enumerate(names):
+            lock = FileLock(folder / f"{name}.{turn}.lock")
+            with suppress(Timeout):
+                lock.acquire(timeout=0)
+                return lock, place
+    raise AssertionError  # count() has no end

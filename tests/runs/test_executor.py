@@ -1,0 +1,213 @@
+"""Units of work: their results, and what becomes of them when workers die."""
+
+import json
+import os
+import signal
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import joblib
+import pytest
+import torch
+
+from infoflow_lens import InfoFlowError
+from infoflow_lens.runs import executor as module
+from infoflow_lens.runs.executor import Executor, Unit, own_device
+from tests.processes import started
+
+
+def units(values):
+    return (Unit(f"unit {value}", value) for value in values)
+
+
+def at_work(jobs=2, scheduler=None, n_threads=1):
+    return Executor(jobs, scheduler, n_threads, "lens go").at_work("runs are kept")
+
+
+@pytest.mark.parametrize(("jobs", "n_threads"), [(1, 1), (2, 2)])
+def test_every_call_is_made_once_with_so_many_threads(jobs, n_threads):
+    before = torch.get_num_threads()
+    with at_work(jobs, n_threads=n_threads) as run:
+        found = sorted(run(abs, units(range(-5, 1))))
+        assert found == list(range(6))
+        assert set(run(_threads, units(range(4)))) == {n_threads}
+    assert torch.get_num_threads() == before
+
+
+def _threads(value):
+    return torch.get_num_threads()
+
+
+def test_workers_work_in_the_folder_of_the_call(tmp_path, monkeypatch):
+    joblib.Parallel(n_jobs=2)(joblib.delayed(os.getcwd)() for _ in range(4))
+    monkeypatch.chdir(tmp_path)
+    with at_work() as run:
+        assert set(run(_folder, units(range(4)))) == {str(tmp_path)}
+
+
+def _folder(value):
+    return os.getcwd()
+
+
+@pytest.mark.parametrize("n", [0, 7])
+def test_units_that_cannot_be_drawn_are_an_error_and_no_wait(n):
+    def some():
+        yield from units(range(n))
+        raise InfoFlowError("inputs are gone")
+
+    with at_work() as run, pytest.raises(InfoFlowError, match="inputs are gone"):
+        list(run(abs, some()))
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_a_unit_raises_is_raised_as_it_is(jobs):
+    with pytest.raises(FileNotFoundError, match="no-such"), at_work(jobs) as run:
+        list(run(_opened, units(["no-such"])))
+
+
+def _opened(path):
+    return Path(path).read_text()
+
+
+def test_a_unit_whose_worker_is_killed_runs_again(tmp_path):
+    """Twice; the others are not touched, and each gives its result once."""
+    with at_work() as run:
+        found = sorted(run(_killed_at_first, units((tmp_path, value) for value in range(5))))
+    assert found == list(range(5))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2.0", "2.1"]
+
+
+def _killed_at_first(task):
+    folder, value = task
+    for attempt in range(2):
+        if value == 2 and not (folder / f"2.{attempt}").exists():
+            (folder / f"2.{attempt}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return value
+
+
+def test_a_unit_that_kills_every_worker_is_an_error_with_its_name_and_what_to_do():
+    message = (
+        r"unit 3 has lost 3 workers \(SIGKILL.*fewer jobs.*: runs are kept; go on with lens go"
+    )
+    with pytest.raises(InfoFlowError, match=message), at_work() as run:
+        list(run(_killed, units([3])))
+
+
+def _killed(value):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_workers_that_join_later_are_used():
+    """There is room for one unit at first, and for four when the first is done."""
+
+    class Growing:
+        most, under_way = 0, 0
+
+        def room(self):
+            return 1 if not self.most else 4
+
+        def submit(self, function, value):
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+            future = Future()
+            future.set_result(function(value))
+            return future
+
+        def result(self, future):
+            self.under_way -= 1
+            return future.result()
+
+    growing = Growing()
+    assert sorted(module._results(growing, abs, units(range(9)), lambda: None)) == list(range(9))
+    assert growing.most == 4
+
+
+def test_ctrl_c_tells_how_to_go_on():
+    with pytest.raises(KeyboardInterrupt, match="runs are kept; go on with lens go"), at_work(1):
+        raise KeyboardInterrupt
+
+
+def test_what_is_asked_each_second_ends_a_wait_for_workers():
+    def stop():
+        raise KeyboardInterrupt
+
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), at_work() as run:
+        list(run(time.sleep, units([60]), stop))
+    assert time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize("visible", [None, "5,3", "GPU-a,GPU-b", "0,1,2"])
+def test_processes_share_the_gpus_of_a_machine(tmp_path, monkeypatch, visible):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    held = []
+    for place in (0, 1, 0):  # as three processes would
+        monkeypatch.setattr(module, "_held", [])
+        assert [own_device("cuda") for _ in range(2)] == [f"cuda:{place}"] * 2
+        held.append(module._held)
+    assert own_device("cuda:1") == "cuda:1"  # as it was asked
+    assert own_device("cpu") == "cpu"
+
+
+def test_workers_to_each_of_which_a_scheduler_gives_another_first_gpu_take_it(
+    tmp_path, monkeypatch
+):
+    """As dask-cuda does it, which rotates the list; and one that sees its own alone."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    held = []
+    for visible in ("0,1,2", "1,2,0", "2,0,1", "7"):
+        n = visible.count(",") + 1
+        monkeypatch.setattr(torch.cuda, "device_count", lambda n=n: n)
+        monkeypatch.setattr(module, "_held", [])
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert own_device("cuda") == ("cuda" if visible == "7" else "cuda:0")
+        held.append(module._held)
+
+
+@pytest.fixture
+def scheduler(tmp_path):
+    """A dask scheduler in a process of its own, with its address."""
+    pytest.importorskip("distributed")
+    file = tmp_path / "scheduler.json"
+    with started(
+        "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0",
+        "--no-dashboard", "--scheduler-file", str(file), folder=tmp_path,
+    ) as program:  # fmt: skip
+        program.wait_until(file.is_file)
+        yield program, json.loads(file.read_text())["address"]
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_dies_in_mid_run_is_one_error_with_the_command(scheduler, tmp_path):
+    program, address = scheduler
+
+    def some():
+        with at_work(1, address) as run:
+            for index, _ in enumerate(run(time.sleep, units([0.1] * 200))):
+                if index == 2:
+                    program.send_signal(signal.SIGKILL)
+
+    with started(
+        "-m", "distributed.cli.dask_worker", address, "--no-nanny", "--no-dashboard",
+        "--nthreads", "1", folder=tmp_path,
+    ):  # fmt: skip
+        begun = time.monotonic()
+        said = rf"the dask scheduler at '{address}' is gone .* with lens go"
+        with pytest.raises(InfoFlowError, match=said):
+            some()
+        assert time.monotonic() - begun < 60
+
+
+def test_a_scheduler_without_workers_is_named(scheduler, monkeypatch):
+    monkeypatch.setattr(module, "_PATIENCE", 0.5)
+    with (
+        pytest.raises(InfoFlowError, match=r"has no workers: expected .* `dask worker tcp://"),
+        at_work(1, scheduler[1]),
+    ):
+        pass
