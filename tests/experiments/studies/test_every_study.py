@@ -9,7 +9,7 @@ import torch
 
 from infoflow_lens.experiments.studies import STUDIES
 from infoflow_lens.experiments.sweep import Run, measure_unit
-from tests.experiments.test_results import RESULTS
+from tests.experiments.test_results import RESULTS, rows_of
 
 of_every_study = pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
 # what makes a run brief where smoke's is not
@@ -56,8 +56,8 @@ def test_a_seed_gives_the_same_rows_whatever_the_global_seed_and_another_gives_o
 def test_rows_of_a_run_make_a_page(study):
     measured_rows = measured(study.name)
     rows = pd.DataFrame(json.loads(json.dumps(measured_rows)))
-    settings = {name for case in study.cases("smoke") for name in case}
-    rows = rows.reindex(columns=[*rows, *(settings - set(rows))])
+    others = set(rows_of(RESULTS / study.name)) - set(rows)  # which other cases have
+    rows = rows.reindex(columns=[*rows, *others])
     assert "|---|" in study.table(rows)
     assert study.figure(rows).axes
 
