@@ -76,38 +76,28 @@ def test_another_match_is_no_match():
 
 def frame(shares, accuracy=0.99, initial=None, start="paper"):
     before = {"copying": 1.0, "matching": 0.5, "parsing": 1.0} | (initial or {})
-    rows = []
-    for operation, trained in shares.items():
-        task = "template_matching" if operation == "parsing" else "in_context_qa"
-        for seed, share in enumerate(trained):
-            for model, value in (
-                ("trained", share),
-                ("initial", before[operation]),
-                ("construction", 1.0),
-            ):
-                rows.append(
-                    {
-                        "run": seed + 2 * (task == "template_matching"),
-                        "seed": seed,
-                        "start": start,
-                        "task": task,
-                        "kind": "operation",
-                        "operation": operation,
-                        "model": model,
-                        "share": value,
-                        "chance": 0.25,
-                        "test_accuracy": accuracy if seed == 0 else 0.97,
-                    }
-                )
-    about = {
-        "run": 0,
-        "seed": 0,
-        "start": start,
-        "task": "in_context_qa",
-        "test_accuracy": accuracy,
-    }
+    rows = [
+        {
+            "run": seed + 2 * (operation == "parsing"),
+            "seed": seed,
+            "start": start,
+            "task": "template_matching" if operation == "parsing" else "in_context_qa",
+            "kind": "operation",
+            "operation": operation,
+            "model": model,
+            "share": value,
+            "chance": 0.25,
+            "test_accuracy": accuracy if seed == 0 else 0.97,
+        }
+        for operation, trained in shares.items()
+        for seed, share in enumerate(trained)
+        for model, value in zip(
+            ("trained", "initial", "construction"), (share, before[operation], 1.0), strict=True
+        )
+    ]
     head = {"kind": "head", "layer": 1, "mechanism": "soft", "own_position_kl": 2.0}
-    return pd.DataFrame([*rows, {**about, **head}])
+    about = {"run": 0, "seed": 0, "start": start, "task": "in_context_qa"}
+    return pd.DataFrame([*rows, {**about, **head, "test_accuracy": accuracy}])  # fmt: skip
 
 
 SEEN = {"copying": (1.0, 0.98), "matching": (0.95, 0.97), "parsing": (0.93, 1.0)}

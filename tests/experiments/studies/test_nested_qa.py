@@ -2,7 +2,6 @@
 
 import itertools
 
-import pandas as pd
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from infoflow_lens.experiments.studies.nested_qa import (
 )
 from infoflow_lens.experiments.studies.token_models import start_model
 from infoflow_lens.tasks import load_task
-from tests.experiments.studies_for_tests import broken
+from tests.experiments.studies_for_tests import broken, token_rows
 
 STUDY = NestedQuestions()
 
@@ -36,24 +35,19 @@ def test_the_layers_needed_are_those_of_sets_that_double(hops):
 
 
 def frame(accuracies):
-    """Runs of two epochs by (start, asked, hops, layers, noise): test accuracies of the seeds."""
-    rows = []
+    """Runs by (start, asked, hops, layers, noise): test accuracies of the seeds."""
+    names = ("start", "asked", "hops", "layers", "noise")
     runs = [
-        (*case, seed, accuracy)
+        {**dict(zip(names, case, strict=True)), "seed": seed, "test_accuracy": accuracy}
         for case, seeds in accuracies.items()
         for seed, accuracy in enumerate(seeds)
     ]
-    for run, (start, asked, hops, layers, noise, seed, accuracy) in enumerate(runs):
-        about = {"run": run, "seed": seed, "start": start, "asked": asked, "noise": noise}
-        scores = {"best_validation_loss": 1 - accuracy, "test_accuracy": accuracy, "chance": 0.5}
-        near = {
-            f"from_{n}": accuracy if n == hops else 0.97 if n < hops else None for n in (1, 2, 3)
-        }
-        by_place = dict.fromkeys(("end_last", "end_before"), accuracy if hops > 1 else None)
-        both = {**about, "hops": hops, "layers": layers, **scores, **near, **by_place}
-        both["before"] = 0.1
-        rows += [{**both, "epoch": epoch, "validation_loss": 1 / epoch} for epoch in (1, 2)]
-    return pd.DataFrame(rows)
+    for run in runs:
+        hops, accuracy = run["hops"], run["test_accuracy"]
+        near = {n: accuracy if n == hops else 0.97 if n < hops else None for n in (1, 2, 3)}
+        run |= {f"from_{n}": value for n, value in near.items()}
+        run |= dict.fromkeys(("end_last", "end_before"), accuracy if hops > 1 else None)
+    return token_rows(runs, chance=0.5, before=0.1)
 
 
 def case(hops, layers, asked="growing", noise=None):

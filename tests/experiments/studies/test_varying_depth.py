@@ -13,7 +13,7 @@ from infoflow_lens.experiments.studies.varying_depth import (
     context_length,
 )
 from infoflow_lens.tasks import load_task
-from tests.experiments.studies_for_tests import broken
+from tests.experiments.studies_for_tests import broken, token_rows
 
 STUDY = VaryingDepth()
 ENOUGH = {
@@ -35,36 +35,16 @@ def a_case(**changes):
 # Hand-made results
 
 
-def frame(accuracies, start="noisy", chance=0.25, gradient=1e-3):
-    """Two epochs of a run for every (task, layers): accuracies of the seeds."""
-    rows = []
-    for run, (task, layers, seed, accuracy) in enumerate(
-        (task, layers, seed, accuracy)
+def frame(accuracies, start="noisy", gradient=1e-3):
+    """Runs for every (task, layers): accuracies of the seeds."""
+    runs = [
+        {"task": task, "layers": layers, "seed": seed, "test_accuracy": accuracy}
         for (task, layers), seeds in accuracies.items()
         for seed, accuracy in enumerate(seeds)
-    ):
-        rows += [
-            {
-                "run": run,
-                "seed": seed,
-                "start": start,
-                "task": task,
-                "layers": layers,
-                "heads": 1,
-                "epoch": epoch,
-                "train_accuracy": accuracy * epoch / 2,
-                "train_loss": 2 - accuracy,
-                "validation_accuracy": accuracy,
-                "validation_loss": 2 - accuracy,
-                "best_validation_loss": 2 - accuracy,
-                "test_accuracy": accuracy,
-                "chance": chance,
-                "floor": 0.05,
-                "context_gradient": gradient,
-            }
-            for epoch in (1, 2)
-        ]
-    return pd.DataFrame(rows)
+    ]
+    return token_rows(
+        runs, start=start, heads=1, chance=0.25, floor=0.05, context_gradient=gradient
+    )
 
 
 def as_published():
