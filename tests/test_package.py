@@ -8,9 +8,13 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections import Counter
 from pathlib import Path
 
+import grimp
 import pytest
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import connected_components
 
 import infoflow_lens
 from tests.processes import printed_by
@@ -220,3 +224,18 @@ def test_importing_the_package_loads_nothing_heavy():
         "print([m for m in heavy if m in sys.modules])"
     )
     assert run("-c", script, folder=ROOT) == "[]"
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    """Imports inside functions count; those for types alone do not."""
+    graph = grimp.build_graph("infoflow_lens", exclude_type_checking_imports=True, cache_dir=None)
+    names = sorted(graph.modules)
+    place = {name: i for i, name in enumerate(names)}
+    edges = [
+        (place[a], place[b]) for a in names for b in graph.find_modules_directly_imported_by(a)
+    ]
+    rows, columns = zip(*edges, strict=True)
+    matrix = csr_matrix(([1] * len(edges), (rows, columns)), shape=(len(names),) * 2)
+    _, component = connected_components(matrix, connection="strong")
+    members = Counter(component.tolist())
+    assert [name for name in names if members[component[place[name]]] > 1] == []

@@ -14,12 +14,12 @@ from torch import nn
 from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Probe, Result
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.probing.checkpoint import Checkpoint
-from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.runs.executor import Executor
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from infoflow_lens.probing.config import ProbingConfig
     from infoflow_lens.report.charts import Chart
 
 
@@ -37,7 +37,7 @@ class Setting:
         found: the results of the parts before, by name.
     """
 
-    config: ProbingConfig
+    config: "ProbingConfig"
     model: nn.Module
     capabilities: ModelCapabilities
     batches: Batches
