@@ -168,6 +168,7 @@ class Result(Displayed):
             ValueError, TypeError: if the parts are not those of such a result.
         """
         values = dict(plain)
+        values.pop("of_run", None)  # which version 0.2 wrote into parts of a run
         kind = Result.kinds.get(str(values.pop("kind", "")))
         if kind is None or not issubclass(kind, cls):
             raise InfoFlowError(
