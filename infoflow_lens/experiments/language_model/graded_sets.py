@@ -13,6 +13,7 @@ from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
 from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     final,
+    last_layer,
     model_of,
     stacked,
 )
@@ -256,7 +257,7 @@ class GradedSetsStudy(LanguageModelStudy):
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """What was chosen, and its leads over rollout on all trained models."""
         chosen = chosen_of(results)
-        rows = _last_layer(_test(results))
+        rows = last_layer(_test(results))
         told = [f"chosen on other text: {chosen}"]
         for (model, influence), some in groups(
             rows[rows["weights"] != _RANDOM], ("model", "influence")
@@ -286,7 +287,7 @@ def _ends_of_lead(
 ) -> Numbers:
     """Of the chosen sets' lead over rollout, the lower ends' minimum or the upper ends' maximum."""
     chosen, sign = chosen_of(results), -1 if of_two is min else 1
-    rows = _last_layer(_test(results))
+    rows = last_layer(_test(results))
     rows = rows[~rows["model"].isin([_PILOT, _RANDOM]) & (rows["mlp"].astype(bool) | (not mlp))]
     found: dict[str, float] = {}
     for (model, influence), some in groups(rows, ("model", "influence")):
@@ -297,7 +298,7 @@ def _ends_of_lead(
 
 def _in_figure(results: "pd.DataFrame") -> "pd.DataFrame":
     """The last layer on the test text, with the method that was chosen."""
-    return _last_layer(_test(results)).assign(chosen=chosen_of(results))
+    return last_layer(_test(results)).assign(chosen=chosen_of(results))
 
 
 def _draw_methods(metric: str, axes: "Axes", rows: "pd.DataFrame") -> None:
@@ -330,7 +331,7 @@ def _by_method(rows: "pd.DataFrame") -> "list[tuple[Any, pd.DataFrame]]":
 
 def _choosing(results: "pd.DataFrame") -> "pd.DataFrame":
     """The rows that choose: graded sets in the last layer of trained models, on the other text."""
-    rows = _last_layer(final(results))
+    rows = last_layer(final(results))
     rows = rows[(rows["on"] == "validation") & rows["method"].isin(list(_VARIANTS))]
     if (rows["weights"] != _RANDOM).any():
         rows = rows[rows["weights"] != _RANDOM]
@@ -373,7 +374,7 @@ def _mean(values: "pd.Series[float]") -> tuple[float, float]:
 
 def _compared(influence: str, results: "pd.DataFrame") -> "pd.DataFrame":
     """The last layer of every model, with what each method is beside the chosen graded sets."""
-    chosen, rows = chosen_of(results), _last_layer(_test(results))
+    chosen, rows = chosen_of(results), last_layer(_test(results))
     rows = rows[rows["influence"] == influence]
     found = {
         (model, method): outcome(some, method, chosen)
@@ -395,7 +396,7 @@ def tally(results: "pd.DataFrame") -> "pd.DataFrame":
     """Whether the chosen sets are ahead of each method, by trained model and influence."""
     import pandas as pd
 
-    chosen, rows = chosen_of(results), _last_layer(_test(results))
+    chosen, rows = chosen_of(results), last_layer(_test(results))
     return pd.DataFrame(
         [
             {"model": model, "influence": influence, "method": method,
@@ -442,10 +443,6 @@ def _sizes(rows: "pd.DataFrame") -> str:
         "In brackets the share inside as many tokens as the set of first choices holds, where it "
         f"leaves some out. It holds {told}."
     )
-
-
-def _last_layer(rows: "pd.DataFrame") -> "pd.DataFrame":
-    return rows[rows["layer"] == rows.groupby("model")["layer"].transform("max")]
 
 
 def _test(results: "pd.DataFrame") -> "pd.DataFrame":

@@ -17,6 +17,8 @@ from infoflow_lens.experiments.language_model.study import (
     BesideUntrained,
     by_model,
     final,
+    having,
+    least_within,
     model_of,
     of_heads,
     stacked,
@@ -162,7 +164,7 @@ class Roles(BesideUntrained):
                     Column("by position", "by_position", "first", ".2f"),
                     Column("cost (nats)", "cost", "first", "+.3f"),
                 ),
-                rows=lambda results: _by_head(_of_kind(TRAINED, final(results))),
+                rows=lambda results: _by_head(having("kind", TRAINED, final(results))),
                 names={"name": "head"},
             ),
         )
@@ -176,17 +178,17 @@ class Roles(BesideUntrained):
         ]  # fmt: skip
         heads = [
             Curves("roles", "cost", take="each", style="o", colour=colour, label=kind,
-                   rows=partial(_of_kind, kind))
+                   rows=partial(having, "kind", kind))
             for kind, colour in ((UNTRAINED, "#bbbbbb"), (TRAINED, ORANGE))
         ]  # fmt: skip
         loss = Axis("rise of the loss (%)", "symlog", (0, None), (100 * _TOLERANCE,))
         return FigureSpec(
             (
                 Panel(curves, Axis("directions a head"), loss, model_of,
-                      partial(_of_kind, TRAINED)),
+                      partial(having, "kind", TRAINED)),
                 Panel(heads, Axis("roles of a head"), Axis("cost without it (nats)")),
                 Panel((_draw_shares,), y=Axis("share of the energy"),
-                      rows=partial(_of_kind, TRAINED), legend="above"),
+                      rows=partial(having, "kind", TRAINED), legend="above"),
             ),
             per="model",
             rows=final,
@@ -230,18 +232,14 @@ class Roles(BesideUntrained):
         }
 
 
-def _of_kind(kind: str, rows: "pd.DataFrame") -> "pd.DataFrame":
-    return rows[rows["kind"] == kind]
-
-
 def _of_trained(number: "Callable[[pd.DataFrame], float]", results: "pd.DataFrame") -> Numbers:
     """A number of each trained model."""
-    return by_model(_of_kind(TRAINED, results), number)
+    return by_model(having("kind", TRAINED, results), number)
 
 
 def _beyond_untrained(rows: "pd.DataFrame") -> float:
     """The correlation less the untrained model's; all of it where that has none."""
-    own, control = (_correlation(_of_kind(kind, rows)) for kind in (TRAINED, UNTRAINED))
+    own, control = (_correlation(having("kind", kind, rows)) for kind in (TRAINED, UNTRAINED))
     return own if math.isnan(control) else own - control
 
 
@@ -269,13 +267,9 @@ def _curve(of: str, rows: "pd.DataFrame") -> "pd.DataFrame":
 
 def _needed(of: str, rows: "pd.DataFrame") -> int:
     """The least number of directions from which on the mean rise is within."""
-    by_rank = _curve(of, rows).groupby("rank")["rise"].mean().sort_index()
-    least = int(by_rank.index[-1])
-    for rank, rise in reversed(list(by_rank.items())):
-        if rise > _TOLERANCE:
-            break
-        least = int(rank)
-    return least
+    curve = _curve(of, rows)
+    least = least_within(curve, "rank", _TOLERANCE)
+    return int(curve["rank"].max()) if least is None else least
 
 
 def _by_head(rows: "pd.DataFrame") -> "pd.DataFrame":

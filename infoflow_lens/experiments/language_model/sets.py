@@ -9,7 +9,13 @@ from torch import Tensor, nn
 
 from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
-from infoflow_lens.experiments.language_model.study import LanguageModelStudy, final, model_of
+from infoflow_lens.experiments.language_model.study import (
+    LanguageModelStudy,
+    final,
+    having,
+    last_layer,
+    model_of,
+)
 from infoflow_lens.experiments.plots import Axis, FigureSpec, Panel
 from infoflow_lens.experiments.study import Row, Settings, Statement
 from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups, render
@@ -132,7 +138,7 @@ class Sets(LanguageModelStudy):
             training = TableSpec(
                 ("model", "influence", "step"),
                 (Column("", "auroc", "first", ".3f", across="method"),),
-                rows=lambda rows: _judged(_last_layer(rows)),
+                rows=lambda rows: _judged(last_layer(rows)),
             )
             parts += ["### Over training: AUROC in the last layer, k = 1", training]
         return render(parts, whole)
@@ -147,12 +153,12 @@ class Sets(LanguageModelStudy):
                 ),
                 *(
                     Panel((_draw_training,), Axis("step"), title=influence, legend="",
-                          rows=partial(_of_influence, influence))
+                          rows=partial(having, "influence", influence))
                     for influence in _INFLUENCES
                 ),
             ),
             per="model",
-            rows=lambda results: _at_sizes(_last_layer(_whole(results))),
+            rows=lambda results: _at_sizes(last_layer(_whole(results))),
         )  # fmt: skip
 
     def claims(self) -> Sequence[Claim]:
@@ -183,7 +189,7 @@ class Sets(LanguageModelStudy):
 
 def _leads(method: str, end: str, results: "pd.DataFrame") -> Numbers:
     """The sets' lead over a method: the lesser of two lower ends, the larger of two upper ones."""
-    rows = _judged(_last_layer(final(_whole(results))))
+    rows = _judged(last_layer(final(_whole(results))))
     ends = [f"lead_{metric}_{end}" for metric in _JUDGED]
     found: dict[str, float] = {}
     for (model, influence), some in groups(rows, ("model", "influence")):
@@ -197,7 +203,7 @@ def _draw_final(axes: "Axes", rows: "pd.DataFrame") -> None:
     """A point with its interval for each method and influence."""
     methods = list(dict.fromkeys(rows["method"]))
     for shift, (influence, marker) in enumerate(zip(_INFLUENCES, ("o", "s"), strict=True)):
-        for row in _of_influence(influence, rows).itertuples():
+        for row in having("influence", influence, rows).itertuples():
             at: Any = row
             axes.errorbar(
                 at.auroc, methods.index(at.method) + 0.24 * shift - 0.12,
@@ -224,10 +230,6 @@ def _colour(method: str, methods: Sequence[str]) -> str:
     return "#000000" if method == _SIZES else f"C{methods.index(method) % 10}"
 
 
-def _of_influence(influence: str, rows: "pd.DataFrame") -> "pd.DataFrame":
-    return rows[rows["influence"] == influence]
-
-
 def _rows(agreement: RankingAgreement, starts: tuple[int, ...]) -> list[dict[str, Any]]:
     """The table with the leads of the sets, rounded: intervals are wider than a thousandth."""
     frame = agreement.to_frame(starts)
@@ -246,10 +248,6 @@ def _rows(agreement: RankingAgreement, starts: tuple[int, ...]) -> list[dict[str
 
 def _whole(results: "pd.DataFrame") -> "pd.DataFrame":
     return results[results["part"] == "all"]
-
-
-def _last_layer(rows: "pd.DataFrame") -> "pd.DataFrame":
-    return rows[rows["layer"] == rows.groupby("model")["layer"].transform("max")]
 
 
 def _at_sizes(rows: "pd.DataFrame") -> "pd.DataFrame":
@@ -288,7 +286,7 @@ def _sizes(wanted: "pd.DataFrame") -> str:
             else ""
         )
         + f"all in {row['n_whole']}, none in {row['n_empty']}"
-        for row in _of_influence(wanted["influence"].iloc[0], sizes).to_dict("records")
+        for row in having("influence", wanted["influence"].iloc[0], sizes).to_dict("records")
     )
     return (
         "(ahead): k = 1 loses to it by the rule's intervals; (behind): it loses to k = 1. Sizes: "

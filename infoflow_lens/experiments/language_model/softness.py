@@ -15,6 +15,7 @@ from infoflow_lens.experiments.language_model.study import (
     BesideUntrained,
     by_model,
     final,
+    having,
     model_of,
     of_heads,
     stacked,
@@ -119,7 +120,7 @@ class Softness(BesideUntrained):
                     Column("excess", "excess", "first", "+.2f"),
                     Column("learnt", "learnt", "first"),
                 ),
-                rows=lambda results: _of_kind(TRAINED, _by_head(final(results))),
+                rows=lambda results: having("kind", TRAINED, _by_head(final(results))),
                 names={"name": "head"},
             ),
         )
@@ -128,12 +129,12 @@ class Softness(BesideUntrained):
         """Each head against its control, and the excess over training."""
         heads = [
             Curves("fvu_control", "fvu", take="each", style="o", colour=colour, label=kind,
-                   rows=partial(_of_kind, kind))
+                   rows=partial(having, "kind", kind))
             for kind, colour in ((UNTRAINED, "#bbbbbb"), (TRAINED, ORANGE))
         ]  # fmt: skip
         lines = Curves(
             "step", "excess", ("layer", "head"), style=".-", label="", alpha=0.6,
-            colour=lambda layer, head: f"C{int(layer)}", rows=partial(_of_kind, TRAINED),
+            colour=lambda layer, head: f"C{int(layer)}", rows=partial(having, "kind", TRAINED),
         )  # fmt: skip
         return FigureSpec(
             (
@@ -156,7 +157,7 @@ class Softness(BesideUntrained):
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """What is peaked and no more."""
-        heads = _of_kind(TRAINED, _by_head(final(results)))
+        heads = having("kind", TRAINED, _by_head(final(results)))
         return [
             f"{model}: {(some['excess'] < _EXCESS).mean():.0%} of the heads exceed softness by "
             f"less than {_EXCESS}"
@@ -185,7 +186,7 @@ def _draw_diagonal(axes: "Axes", rows: "pd.DataFrame") -> None:
 def _share_learnt(rows: "pd.DataFrame") -> float:
     """The share of a model's heads that have learnt to retrieve, less the untrained model's."""
     heads = _by_head(rows)
-    own, control = (_of_kind(kind, heads)["learnt"].mean() for kind in (TRAINED, UNTRAINED))
+    own, control = (having("kind", kind, heads)["learnt"].mean() for kind in (TRAINED, UNTRAINED))
     return float(own - control)
 
 
@@ -244,10 +245,6 @@ class _Control:
         drawn = torch.randn(3, d_model, d_head, generator=generator) / d_model**0.5
         query, key, self.values = (seen.reads @ weight for weight in drawn)
         self.scores = query @ key.transpose(1, 2)
-
-
-def _of_kind(kind: str, rows: "pd.DataFrame") -> "pd.DataFrame":
-    return rows[rows["kind"] == kind]
 
 
 def _by_head(rows: "pd.DataFrame") -> "pd.DataFrame":

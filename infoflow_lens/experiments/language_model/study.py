@@ -232,3 +232,27 @@ def stacked(*results: "pd.DataFrame") -> "pd.DataFrame":
     import pandas as pd
 
     return pd.concat(results, ignore_index=True)
+
+
+def having(column: str, value: object, results: "pd.DataFrame") -> "pd.DataFrame":
+    """The rows that have a value in a column."""
+    return results[results[column] == value]
+
+
+def last_layer(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The rows of each model's last layer."""
+    return results[results["layer"] == results.groupby("model")["layer"].transform("max")]
+
+
+def least_within(curve: "pd.DataFrame", by: str, tolerance: float) -> int | None:
+    """The least value of a column from which on the mean rise of the loss is within; None without.
+
+    Args:
+        curve: rows with the column and ``rise``.
+        by: the column, of integers.
+        tolerance: the largest rise.
+    """
+    means = curve.groupby(by)["rise"].mean().sort_index()
+    beyond = means.index[means > tolerance]
+    within = means.index[means.index > beyond.max()] if len(beyond) else means.index
+    return int(within[0]) if len(within) else None

@@ -14,6 +14,7 @@ from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     by_model,
     final,
+    having,
     model_of,
     stacked,
     with_names,
@@ -120,10 +121,10 @@ class Sufficiency(LanguageModelStudy):
             (
                 Panel((_draw_assignments,), Axis("keys kept by every head", "log2"),
                       Axis("excess loss (nats a token)", limits=(0, None)), model_of,
-                      partial(_of_kind, "assignment"), legend="above"),
+                      partial(having, "kind", "assignment"), legend="above"),
                 Panel((_draw_windows,), Axis("windows", "log2"),
                       Axis("share of mean ablation", limits=(0, None), levels=(_SHARE,)),
-                      rows=partial(_of_kind, "windows")),
+                      rows=partial(having, "kind", "windows")),
             ),
             per="model",
             size=(4.6, 3.6),
@@ -187,7 +188,7 @@ def _deals(assignments: Iterable[str]) -> tuple[str, ...]:
 
 def _least(column: str, names: Sequence[str] | None, results: "pd.DataFrame") -> Numbers:
     """The least number over assignments, the random deals where none is named; NaN without any."""
-    rows = _of_kind("assignment", results)
+    rows = having("kind", "assignment", results)
 
     def of_model(own: "pd.DataFrame") -> float:
         means = own.groupby("assignment")[column].mean()
@@ -265,13 +266,9 @@ def _by_windows(model: nn.Module, windows: Tensor, seed: int) -> list[Row]:
 # Tables and figures
 
 
-def _of_kind(kind: str, results: "pd.DataFrame") -> "pd.DataFrame":
-    return results[results["kind"] == kind]
-
-
 def _assignments(results: "pd.DataFrame") -> "pd.DataFrame":
     """Assignments below the model as it is; random deals as one, mean ablation behind."""
-    rows = _of_kind("assignment", results)
+    rows = having("kind", "assignment", results)
     deals = rows["assignment"].str.startswith(RANDOM)
     rows = rows.assign(assignment=rows["assignment"].where(~deals, RANDOM))
     bare = rows.drop_duplicates("model").assign(assignment=_BARE)
@@ -297,7 +294,7 @@ def _ends(rows: "pd.DataFrame") -> str:
 
 def _able(results: "pd.DataFrame") -> "pd.DataFrame":
     """Heads for which a hard maximum is not far from enough, by model; what it costs them."""
-    rows = _of_kind("head", results)
+    rows = having("kind", "head", results)
     rows = with_names(rows[rows["damage_max_position"] <= 2 * _THRESHOLD])
     models = {model: place for place, model in enumerate(dict.fromkeys(results["model"]))}
     by_damage = rows.sort_values("damage_max_position")
@@ -364,7 +361,7 @@ _OF_HEADS: tuple[Part, ...] = (
                 for label, name in (*_SHOWN.items(), (SOFT, SOFT))
             ),
         ),
-        rows=partial(_of_kind, "head"),
+        rows=partial(having, "kind", "head"),
     ),
     "Heads whose hard maximum costs at most .1 nats of divergence, with 95% intervals",
     TableSpec(
@@ -386,7 +383,7 @@ _OF_WINDOWS: tuple[Part, ...] = (
     TableSpec(
         ("model", "n_windows", "draw"),
         [*_of_measure(_SAME), *_of_measure(_OTHERS)],
-        rows=partial(_of_kind, "windows"),
+        rows=partial(having, "kind", "windows"),
         words={"draw": lambda draw: int(draw) + 1},
         names={"n_windows": "windows"},
     ),

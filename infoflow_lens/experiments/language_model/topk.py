@@ -13,6 +13,8 @@ from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     by_model,
     final,
+    having,
+    least_within,
     model_of,
     stacked,
     with_steps,
@@ -92,16 +94,13 @@ class TopK(LanguageModelStudy):
 
     def plots(self) -> FigureSpec:
         """The least k against the context, and the loss against k at the longest."""
-        kinds = ((LARGEST, ".-"), (RANDOM, ".:"))
-        least = [
-            Curves("n_context", "least", ("layer",), style=style, rows=partial(_kept, kind),
-                   label=lambda layer, kind=kind: layer if kind == LARGEST else "")
-            for kind, style in kinds
-        ]  # fmt: skip
-        loss = [
-            Curves("k", "percent", ("layer",), style=style, rows=partial(_kept, kind), label="")
-            for kind, style in kinds
-        ]
+        least, loss = [], []
+        for kind, style in ((LARGEST, ".-"), (RANDOM, ".:")):
+            rows, label = partial(having, "kept", kind), str if kind == LARGEST else ""
+            least.append(
+                Curves("n_context", "least", ("layer",), style=style, rows=rows, label=label)
+            )
+            loss.append(Curves("k", "percent", ("layer",), style=style, rows=rows, label=""))
         return FigureSpec(
             (
                 Panel(least, Axis("tokens of context T (dotted: random keys)", "log2"),
@@ -145,7 +144,7 @@ class TopK(LanguageModelStudy):
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """Random keys in the place of the largest."""
-        random = _kept(RANDOM, results)
+        random = having("kept", RANDOM, results)
         return {"random keys": stacked(random, random.assign(kept=LARGEST))}
 
 
@@ -161,27 +160,12 @@ def least_keys(results: "pd.DataFrame") -> "pd.DataFrame":
     found = [
         {
             **dict(zip(keys, key, strict=True)),
-            "least": _least(some, int(key[4])),
+            "least": least_within(some, "k", _TOLERANCE) or int(key[4]),
             "one": some[some["k"] == 1]["rise"].min(),
         }
         for key, some in groups(rows, keys)
     ]
     return pd.DataFrame(found).sort_values("n_context", kind="stable")
-
-
-def _least(rows: "pd.DataFrame", most: int) -> int:
-    """The least k from which on the mean rise is within; all keys if none is."""
-    by_k = rows.groupby("k")["rise"].mean().sort_index()
-    least = most
-    for k, rise in reversed(list(by_k.items())):
-        if rise > _TOLERANCE:
-            break
-        least = int(k)
-    return least
-
-
-def _kept(kind: str, rows: "pd.DataFrame") -> "pd.DataFrame":
-    return rows[rows["kept"] == kind]
 
 
 def _longest(results: "pd.DataFrame") -> "pd.DataFrame":
@@ -192,17 +176,17 @@ def _longest(results: "pd.DataFrame") -> "pd.DataFrame":
 
 def _matters(least: "pd.DataFrame") -> bool:
     """Whether a layer loses by one random key a row."""
-    return bool(_kept(RANDOM, least)["one"].iloc[-1] > _TOLERANCE)
+    return bool(having("kept", RANDOM, least)["one"].iloc[-1] > _TOLERANCE)
 
 
 def _both(least: "pd.DataFrame") -> str:
-    own, random = (_kept(kind, least)["least"].item() for kind in (LARGEST, RANDOM))
+    own, random = (having("kept", kind, least)["least"].item() for kind in (LARGEST, RANDOM))
     return f"{own} ({random})"
 
 
 def _slope(kind: str, least: "pd.DataFrame") -> float:
     """The power of the length with which k grows; NaN for one length."""
-    rows = _kept(kind, least)
+    rows = having("kept", kind, least)
     if len(rows) < 2:
         return math.nan
     ends = rows.iloc[[0, -1]][["least", "n_context"]].astype(float)
@@ -212,7 +196,7 @@ def _slope(kind: str, least: "pd.DataFrame") -> float:
 
 def _of_random(least: "pd.DataFrame") -> float:
     """The keys at the longest context, over those of random ones."""
-    own, random = (_kept(kind, least)["least"].iloc[-1] for kind in (LARGEST, RANDOM))
+    own, random = (having("kept", kind, least)["least"].iloc[-1] for kind in (LARGEST, RANDOM))
     return float(own / random)
 
 
