@@ -29,7 +29,6 @@ from infoflow_lens.foundation.settings import Count, check
 Jobs = Annotated[int, Interval(ge=1, le=4096)]
 _PATIENCE = 30.0  # seconds until a scheduler must have a worker
 _PATIENCE_LATER = 600.0  # and for which it may lose all of them, as where jobs are queued again
-_MOST_LOSSES = 2  # of the workers of one unit, behind which it runs again
 
 
 @dataclass
@@ -163,10 +162,11 @@ def _results(
                 found = workers.result(future)
             except _WorkerDiedError as error:
                 unit.n_losses += 1
-                if unit.n_losses > _MOST_LOSSES:
+                if unit.n_losses > workers.most_losses:
                     raise _GoneError(
-                        f"{unit.name} has lost {unit.n_losses} workers ({error}), mostly for lack "
-                        "of memory; expected room for it: give fewer jobs or smaller batches"
+                        f"{unit.name} has lost every worker that took it ({error}), mostly for "
+                        "lack of memory; expected room for it: give fewer jobs or smaller batches, "
+                        "or workers more memory"
                     ) from error
                 coming = chain([unit], coming)
                 continue
@@ -182,6 +182,8 @@ def _called(function: Callable[[Any], Any], value: Any, n_threads: int) -> Any:
 
 class _Processes:
     """Processes of this machine, each with a pool of its own: a kill is of one unit alone."""
+
+    most_losses = 2  # of workers of one unit, behind which it runs again
 
     def __init__(self, jobs: int, n_threads: int) -> None:
         self._jobs, self._n_threads = jobs, n_threads
@@ -227,7 +229,9 @@ def _begin(parent: int) -> None:
 
 
 class _Cluster:
-    """The workers of a dask scheduler, which runs units again whose workers died."""
+    """The workers of a dask scheduler, which itself runs units again whose workers died."""
+
+    most_losses = 0
 
     def __init__(self, scheduler: str, n_threads: int) -> None:
         from distributed import Client
@@ -278,12 +282,8 @@ class _Cluster:
 
         try:
             return future.result()
-        except KilledWorker as error:
-            raise _GoneError(
-                "a unit has lost as many workers as the scheduler allows (its setting "
-                "allowed-failures), mostly for lack of memory; expected room for it: give smaller "
-                "batches, or workers more memory"
-            ) from error
+        except KilledWorker as error:  # for as often as its setting allowed-failures says
+            raise _WorkerDiedError(f"KilledWorker, by {self._scheduler!r}") from error
         except CancelledError as error:
             raise self._gone(error) from error
 

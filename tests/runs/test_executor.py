@@ -88,15 +88,27 @@ def _killed_at_first(task):
 
 
 def test_a_unit_that_kills_every_worker_is_an_error_with_its_name_and_what_to_do():
-    message = (
-        r"unit 3 has lost 3 workers \(SIGKILL.*fewer jobs.*: runs are kept; go on with lens go"
-    )
+    message = r"unit 3 has lost every worker that took it \(SIGKILL.*fewer jobs.*: runs are kept; go on with lens go"
     with pytest.raises(InfoFlowError, match=message), at_work() as run:
         list(run(_killed, units([3])))
 
 
 def _killed(value):
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_unit_that_a_scheduler_gives_up_is_named(monkeypatch):
+    distributed = pytest.importorskip("distributed")
+    lost = Future()
+    lost.set_exception(distributed.KilledWorker("task", None, 3))
+    monkeypatch.setattr(module._Cluster, "__init__", lambda *args: None)
+    monkeypatch.setattr(module._Cluster, "_scheduler", "tcp://x", raising=False)
+    monkeypatch.setattr(module._Cluster, "room", lambda self: 1)
+    monkeypatch.setattr(module._Cluster, "submit", lambda *args: lost)
+    monkeypatch.setattr(module._Cluster, "close", lambda self: None)
+    message = "unit 3 has lost every worker .*Killed.*more memory.*go on with lens go"
+    with pytest.raises(InfoFlowError, match=message), at_work(1, "tcp://x") as run:
+        list(run(abs, units([3])))
 
 
 def test_workers_that_join_later_are_used():
