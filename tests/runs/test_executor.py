@@ -88,7 +88,7 @@ def _killed_at_first(task):
 
 
 def test_a_unit_that_kills_every_worker_is_an_error_with_its_name_and_what_to_do():
-    message = r"unit 3 has lost every worker that took it \(SIGKILL.*fewer jobs.*: runs are kept; go on with lens go"
+    message = r"unit 3 has lost every worker that took it \(SIGKILL.*fewer jobs.*go on with lens go"
     with pytest.raises(InfoFlowError, match=message), at_work() as run:
         list(run(_killed, units([3])))
 
