@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count, islice
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +27,7 @@ from infoflow_lens.foundation.processes import end_with, threads
 from infoflow_lens.foundation.settings import Count, check
 
 Jobs = Annotated[int, Interval(ge=1, le=4096)]
+_PAUSE = 1.0  # seconds between two looks at who is there
 _PATIENCE = 30.0  # seconds until a scheduler must have a worker
 _PATIENCE_LATER = 600.0  # and for which it may lose all of them, as where jobs are queued again
 
@@ -147,14 +148,22 @@ def _results(
     each_second: Callable[[], None] = lambda: None,
 ) -> Iterator[Any]:
     coming, running = iter(units), dict[Future[Any], Unit]()
+    is_drawn = False  # whether all units are
 
     def fill() -> None:
-        for unit in islice(coming, max(0, workers.room() - len(running))):
+        nonlocal is_drawn
+        for _ in range(workers.room() - len(running)):
+            unit = next(coming, None)
+            is_drawn = unit is None
+            if unit is None:
+                return
             running[workers.submit(function, unit.value)] = unit
 
     fill()
-    while running:
-        done, _ = wait(running, timeout=1, return_when=FIRST_COMPLETED)
+    while running or not is_drawn:
+        if not running:
+            time.sleep(_PAUSE)  # until there are workers again
+        done, _ = wait(running, timeout=_PAUSE, return_when=FIRST_COMPLETED)
         each_second()
         for future in done:
             unit = running.pop(future)
@@ -168,7 +177,7 @@ def _results(
                         "lack of memory; expected room for it: give fewer jobs or smaller batches, "
                         "or workers more memory"
                     ) from error
-                coming = chain([unit], coming)
+                coming, is_drawn = chain([unit], coming), False
                 continue
             fill()  # first: workers go on while the caller takes the result in
             yield found

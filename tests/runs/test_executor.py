@@ -111,14 +111,15 @@ def test_a_unit_that_a_scheduler_gives_up_is_named(monkeypatch):
         list(run(abs, units([3])))
 
 
-def test_workers_that_join_later_are_used():
-    """There is room for one unit at first, and for four when the first is done."""
+@pytest.mark.parametrize("rooms", [[1], [0, 0, 1], [1, 1, 0, 0, 0], [2, 0, 0, 1, 0, 0]])
+def test_workers_that_join_later_are_used_and_none_for_a_while_lose_nothing(monkeypatch, rooms):
+    """There is room for so many units, look by look, and for four from then on."""
 
-    class Growing:
+    class Changing:
         most, under_way = 0, 0
 
         def room(self):
-            return 1 if not self.most else 4
+            return rooms.pop(0) if rooms else 4
 
         def submit(self, function, value):
             self.under_way += 1
@@ -131,9 +132,10 @@ def test_workers_that_join_later_are_used():
             self.under_way -= 1
             return future.result()
 
-    growing = Growing()
-    assert sorted(module._results(growing, abs, units(range(9)), lambda: None)) == list(range(9))
-    assert growing.most == 4
+    monkeypatch.setattr(module, "_PAUSE", 0.01)
+    changing = Changing()
+    assert sorted(module._results(changing, abs, units(range(20)))) == list(range(20))
+    assert changing.most == 4
 
 
 def test_ctrl_c_tells_how_to_go_on():
