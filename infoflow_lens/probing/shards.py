@@ -334,6 +334,7 @@ def run_in_shards(
         except BaseException:
             gathered.keep(now=True)
             raise
+    assert not gathered.n_left  # else sums of a part would pass for those of all
     gathered.forget_waiting()
     return gathered
 

@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count, islice
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,9 +27,9 @@ from infoflow_lens.foundation.processes import end_with, threads
 from infoflow_lens.foundation.settings import Count, check
 
 Jobs = Annotated[int, Interval(ge=1, le=4096)]
+_PAUSE = 1.0  # seconds between two looks at who is there
 _PATIENCE = 30.0  # seconds until a scheduler must have a worker
 _PATIENCE_LATER = 600.0  # and for which it may lose all of them, as where jobs are queued again
-_MOST_LOSSES = 2  # of the workers of one unit, behind which it runs again
 
 
 @dataclass
@@ -148,14 +148,22 @@ def _results(
     each_second: Callable[[], None] = lambda: None,
 ) -> Iterator[Any]:
     coming, running = iter(units), dict[Future[Any], Unit]()
+    is_drawn = False  # whether all units are
 
     def fill() -> None:
-        for unit in islice(coming, max(0, workers.room() - len(running))):
+        nonlocal is_drawn
+        for _ in range(workers.room() - len(running)):
+            unit = next(coming, None)
+            is_drawn = unit is None
+            if unit is None:
+                return
             running[workers.submit(function, unit.value)] = unit
 
     fill()
-    while running:
-        done, _ = wait(running, timeout=1, return_when=FIRST_COMPLETED)
+    while running or not is_drawn:
+        if not running:
+            time.sleep(_PAUSE)  # until there are workers again
+        done, _ = wait(running, timeout=_PAUSE, return_when=FIRST_COMPLETED)
         each_second()
         for future in done:
             unit = running.pop(future)
@@ -163,12 +171,13 @@ def _results(
                 found = workers.result(future)
             except _WorkerDiedError as error:
                 unit.n_losses += 1
-                if unit.n_losses > _MOST_LOSSES:
+                if unit.n_losses > workers.most_losses:
                     raise _GoneError(
-                        f"{unit.name} has lost {unit.n_losses} workers ({error}), mostly for lack "
-                        "of memory; expected room for it: give fewer jobs or smaller batches"
+                        f"{unit.name} has lost every worker that took it ({error}), mostly for "
+                        "lack of memory; expected room for it: give fewer jobs or smaller batches, "
+                        "or workers more memory"
                     ) from error
-                coming = chain([unit], coming)
+                coming, is_drawn = chain([unit], coming), False
                 continue
             fill()  # first: workers go on while the caller takes the result in
             yield found
@@ -182,6 +191,8 @@ def _called(function: Callable[[Any], Any], value: Any, n_threads: int) -> Any:
 
 class _Processes:
     """Processes of this machine, each with a pool of its own: a kill is of one unit alone."""
+
+    most_losses = 2  # of workers of one unit, behind which it runs again
 
     def __init__(self, jobs: int, n_threads: int) -> None:
         self._jobs, self._n_threads = jobs, n_threads
@@ -227,7 +238,9 @@ def _begin(parent: int) -> None:
 
 
 class _Cluster:
-    """The workers of a dask scheduler, which runs units again whose workers died."""
+    """The workers of a dask scheduler, which itself runs units again whose workers died."""
+
+    most_losses = 0
 
     def __init__(self, scheduler: str, n_threads: int) -> None:
         from distributed import Client
@@ -278,12 +291,8 @@ class _Cluster:
 
         try:
             return future.result()
-        except KilledWorker as error:
-            raise _GoneError(
-                "a unit has lost as many workers as the scheduler allows (its setting "
-                "allowed-failures), mostly for lack of memory; expected room for it: give smaller "
-                "batches, or workers more memory"
-            ) from error
+        except KilledWorker as error:  # for as often as its setting allowed-failures says
+            raise _WorkerDiedError(f"KilledWorker, by {self._scheduler!r}") from error
         except CancelledError as error:
             raise self._gone(error) from error
 

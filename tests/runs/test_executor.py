@@ -88,9 +88,7 @@ def _killed_at_first(task):
 
 
 def test_a_unit_that_kills_every_worker_is_an_error_with_its_name_and_what_to_do():
-    message = (
-        r"unit 3 has lost 3 workers \(SIGKILL.*fewer jobs.*: runs are kept; go on with lens go"
-    )
+    message = r"unit 3 has lost every worker that took it \(SIGKILL.*fewer jobs.*go on with lens go"
     with pytest.raises(InfoFlowError, match=message), at_work() as run:
         list(run(_killed, units([3])))
 
@@ -99,14 +97,29 @@ def _killed(value):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_workers_that_join_later_are_used():
-    """There is room for one unit at first, and for four when the first is done."""
+def test_a_unit_that_a_scheduler_gives_up_is_named(monkeypatch):
+    distributed = pytest.importorskip("distributed")
+    lost = Future()
+    lost.set_exception(distributed.KilledWorker("task", None, 3))
+    monkeypatch.setattr(module._Cluster, "__init__", lambda *args: None)
+    monkeypatch.setattr(module._Cluster, "_scheduler", "tcp://x", raising=False)
+    monkeypatch.setattr(module._Cluster, "room", lambda self: 1)
+    monkeypatch.setattr(module._Cluster, "submit", lambda *args: lost)
+    monkeypatch.setattr(module._Cluster, "close", lambda self: None)
+    message = "unit 3 has lost every worker .*Killed.*more memory.*go on with lens go"
+    with pytest.raises(InfoFlowError, match=message), at_work(1, "tcp://x") as run:
+        list(run(abs, units([3])))
 
-    class Growing:
+
+@pytest.mark.parametrize("rooms", [[1], [0, 0, 1], [1, 1, 0, 0, 0], [2, 0, 0, 1, 0, 0]])
+def test_workers_that_join_later_are_used_and_none_for_a_while_lose_nothing(monkeypatch, rooms):
+    """There is room for so many units, look by look, and for four from then on."""
+
+    class Changing:
         most, under_way = 0, 0
 
         def room(self):
-            return 1 if not self.most else 4
+            return rooms.pop(0) if rooms else 4
 
         def submit(self, function, value):
             self.under_way += 1
@@ -119,9 +132,10 @@ def test_workers_that_join_later_are_used():
             self.under_way -= 1
             return future.result()
 
-    growing = Growing()
-    assert sorted(module._results(growing, abs, units(range(9)), lambda: None)) == list(range(9))
-    assert growing.most == 4
+    monkeypatch.setattr(module, "_PAUSE", 0.01)
+    changing = Changing()
+    assert sorted(module._results(changing, abs, units(range(20)))) == list(range(20))
+    assert changing.most == 4
 
 
 def test_ctrl_c_tells_how_to_go_on():
