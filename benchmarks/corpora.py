@@ -44,8 +44,8 @@ def main() -> None:
     console = Console()
     with tempfile.TemporaryDirectory() as scratch:
         home = Path(scratch)
-        _save_model(home / "model")
-        _save_texts(home / "texts.txt", max(chosen.most, chosen.shared))
+        save_model(home / "model")
+        save_texts(home / "texts.txt", max(chosen.most, chosen.shared))
         sizes = [max(chosen.most // 100, 1), max(chosen.most // 10, 1), chosen.most]
         table = Table("sequences", "largest memory", "beside the first", "sequences a second")
         first = 0
@@ -65,7 +65,8 @@ def main() -> None:
         console.print(table)
 
 
-def _save_model(folder: Path) -> None:
+def save_model(folder: Path, width: int = 32, n_positions: int = 32) -> None:
+    """A random GPT-2 of two layers, and a tokenizer with a word a token."""
     words = {"<|endoftext|>": 0, **{f"w{i}": i + 1 for i in range(_WORDS)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -76,18 +77,20 @@ def _save_model(folder: Path) -> None:
         torch.manual_seed(0)
         GPT2LMHeadModel(
             GPT2Config(
-                n_layer=2, n_head=4, n_embd=32, vocab_size=len(words), n_positions=32,
+                n_layer=2, n_head=4, n_embd=width, vocab_size=len(words),
+                n_positions=n_positions,
                 bos_token_id=0, eos_token_id=0,
             )
         ).save_pretrained(folder)  # fmt: skip
 
 
-def _save_texts(path: Path, n: int) -> None:
+def save_texts(path: Path, n: int, words: tuple[int, int] = (3, 9)) -> None:
+    """A file with a text a line, of so many words at least and at most."""
     drawn = random.Random(0)
     with path.open("w") as file:
         for _ in range(n):
-            words = drawn.choices(range(_WORDS), k=drawn.randint(3, 9))
-            file.write(" ".join(f"w{word}" for word in words) + "\n")
+            chosen = drawn.choices(range(_WORDS), k=drawn.randint(*words))
+            file.write(" ".join(f"w{word}" for word in chosen) + "\n")
 
 
 def _run(home: Path, n: int, shard: int, jobs: int) -> tuple[float, int, str]:

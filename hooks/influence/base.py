@@ -16,7 +16,7 @@ from infoflow_lens.foundation.settings import Count, Distinct, Index, checked
 from infoflow_lens.hooks.influence.rerun import Rerun, start_point
 from infoflow_lens.hooks.model.call import call, restore_module_tensors, without_user_hooks
 from infoflow_lens.hooks.model.inputs import Batch, may_be_padded
-from infoflow_lens.hooks.model.points import layer_count
+from infoflow_lens.hooks.model.points import hook_points, layer_count
 from infoflow_lens.hooks.model.semantics import state_hooks
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, existing
@@ -215,7 +215,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             InfoFlowError: naming the hook point.
         """
         model, point = seen.model, start_point(seen.model, self.source_layer)
-        points: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
+        points = hook_points(model)
         hooks = [hook for hook in points[point].fwd_hooks if not hook.is_permanent]
         if all(getattr(getattr(hook, "user_hook", None), "only_looks", False) for hook in hooks):
             return

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import modules_of
 from infoflow_lens.hooks.model.inputs import Batch, mask_argument
-from infoflow_lens.hooks.model.points import TOKENS, layer_of, starts_at_layers
+from infoflow_lens.hooks.model.points import TOKENS, hook_points, layer_of, starts_at_layers
 
 
 @runtime_checkable
@@ -116,7 +117,7 @@ def _called(
     if can_start(model):
         kind = {} if output else {"return_type": None}
         return model(entering, start_at_layer=layer_of(point) or 0, **kind)
-    points: Mapping[str, nn.Module] = model.hook_dict  # type: ignore[assignment]
+    points = hook_points(model)
     whole = batch if isinstance(batch, Batch) else Batch(batch)
     handle = points[point].register_forward_pre_hook(
         lambda module, inputs: (entering,), prepend=True
@@ -153,7 +154,7 @@ def catching(
 
     Hooks stand on the model for the length of the block only.
     """
-    points: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
+    points = hook_points(model)
     caught, missing, mine = Caught(), set(want), threading.get_ident()
 
     def keep(name: str) -> HookFunction:
@@ -197,7 +198,7 @@ def catching(
 
 def has_user_hooks(model: nn.Module) -> bool:
     """Whether hooks stand on the model that no library below, nor this package, put there."""
-    for module in model.modules():
+    for module in modules_of(model):
         handles = getattr(module, "fwd_hooks", None)
         raw = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if handles is None:
@@ -244,7 +245,7 @@ def without_user_hooks(model: nn.Module) -> Iterator[None]:
     """The model with its permanent hooks only (those that belong to it), for the block's length."""
     saved: list[tuple[Any, str, Any]] = []
     try:
-        for point in set(model.hook_dict.values()):  # type: ignore[operator]
+        for point in set(hook_points(model).values()):
             for name, handles in (
                 ("_forward_hooks", point.fwd_hooks),
                 ("_backward_hooks", point.bwd_hooks),

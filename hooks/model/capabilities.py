@@ -18,6 +18,7 @@ from infoflow_lens.hooks.model.inputs import example_input as inputs_of_examples
 from infoflow_lens.hooks.model.points import (
     check_inputs,
     devices_of,
+    hook_points,
     instead_of_a_bridge,
     layer_count,
     reads_vectors,
@@ -291,7 +292,7 @@ def _pass(
     """A pass with its output; with an edit, random numbers are added to an activation of a layer,
     as large as it is.
     """
-    known: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
+    known = hook_points(model)
     layers = list(layers)
     names = [f"blocks.{layer}.{point}" for layer in layers for point in points]
     generator = torch.Generator().manual_seed(0)

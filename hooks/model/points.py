@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
@@ -46,7 +47,7 @@ def layer_count(model: nn.Module) -> int:
             TransformerLens.
     """
     blocks = getattr(model, "blocks", None)
-    if blocks is None or not hasattr(model, "hook_dict") or len(blocks) == 0:
+    if blocks is None or not hook_points(model) or len(blocks) == 0:
         raise InfoFlowError(
             f"{_words(model)} has no transformer blocks with hook points: expected a "
             f"TransformerLens model such as HookedTransformer{_what_to_give(model)}"
@@ -88,13 +89,35 @@ def check_one_device(model: nn.Module) -> None:
         )
 
 
+_known: WeakKeyDictionary[nn.Module, tuple[Any, Mapping[str, Any]]] = WeakKeyDictionary()
+
+
+def hook_points(model: nn.Module) -> Mapping[str, Any]:
+    """The hook points of a model by name; to be looked at, not changed.
+
+    A bridge puts its table together at every look, which takes longer than a small layer. So it is
+    kept as long as what it is made of is the same.
+    """
+    registry = getattr(model, "_hook_registry", None)
+    if registry is None:
+        return getattr(model, "hook_dict", {})
+    made_of = (
+        dict(registry),
+        dict(getattr(model, "hook_aliases", {})),
+        getattr(model, "compatibility_mode", None),
+    )
+    if model not in _known or _known[model][0] != made_of:
+        _known[model] = (made_of, model.hook_dict)  # type: ignore[assignment]
+    return _known[model][1]
+
+
 def hook_name(model: nn.Module, name: str) -> str:
     """`name`, if the model has that hook point.
 
     Raises:
         InfoFlowError: if not, with the hook points that this layer does have.
     """
-    known: Mapping[str, Any] = getattr(model, "hook_dict", {})
+    known = hook_points(model)
     if name in known:
         return name
     block = name.rsplit(".hook_", 1)[0]
@@ -112,7 +135,7 @@ def scores_hook(model: nn.Module, layer: int) -> str:
 
 def attention_kind(model: nn.Module) -> str:
     """How scores become a pattern: "softmax", unless the model's pattern hook says otherwise."""
-    point = getattr(model, "hook_dict", {}).get("blocks.0.attn.hook_pattern")
+    point = hook_points(model).get("blocks.0.attn.hook_pattern")
     return str(getattr(point, "kind", "softmax"))
 
 

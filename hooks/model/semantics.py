@@ -22,6 +22,7 @@ from infoflow_lens.hooks.model.call import (
 from infoflow_lens.hooks.model.inputs import depends_on_length, example_input
 from infoflow_lens.hooks.model.points import (
     hook_name,
+    hook_points,
     is_bridge,
     layer_count,
     pattern_hook,
@@ -86,7 +87,7 @@ def hook_semantics(model: nn.Module) -> HookSemantics:
     """
     if is_bridge(model):
         return _found(model).semantics
-    points: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
+    points = hook_points(model)
     scores, pattern = (
         [f"blocks.{layer}.attn.{name}" in points for layer in range(layer_count(model))]
         for name in ("hook_attn_scores", "hook_pattern")
@@ -120,7 +121,7 @@ def visibility(model: nn.Module, n_pos: int) -> Visibility | None:
 
 
 def _found(model: nn.Module) -> _Known:
-    state = (len(model.hook_dict), getattr(model, "compatibility_mode", None))  # type: ignore[arg-type]
+    state = (len(hook_points(model)), getattr(model, "compatibility_mode", None))
     if model not in _known or _known[model].state != state:  # users may switch the mode
         _known[model] = _Known(state, _semantics(model))
     return _known[model]
@@ -133,7 +134,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _semantics(model: nn.Module) -> HookSemantics:
-    points: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
+    points = hook_points(model)
     attention = [
         (f"blocks.{layer}.attn.hook_attn_scores", f"blocks.{layer}.attn.hook_pattern")
         for layer in range(layer_count(model))
@@ -193,7 +194,7 @@ def _visible(model: nn.Module, semantics: HookSemantics, length: int) -> Visibil
         return torch.zeros_like(activation)
 
     # queries of 0 have equal scores with all keys, so that no weight of an open key underflows
-    points: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
+    points = hook_points(model)
     queries = [f"blocks.{layer}.attn.hook_q" for layer in range(len(semantics.scores))]
     equal = [(name, without_preference) for name in queries if name in points]
     with _untouched(model), ignore_edit_warnings():
@@ -276,7 +277,7 @@ def post_attention_hooks(model: nn.Module, layer: int) -> tuple[str, ...]:
     Raises:
         InfoFlowError: if the model lacks a hook point, or has no residual stream.
     """
-    known: Mapping[str, Any] = getattr(model, "hook_dict", {})
+    known = hook_points(model)
     middle = f"blocks.{layer}.hook_resid_mid"
     if not is_bridge(model) and middle in known:
         return (middle,)

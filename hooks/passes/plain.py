@@ -1,7 +1,7 @@
 """The hooks of one probe for ``run_with_hooks``, which do not see the call."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import WeightState, model_fingerprint
 from infoflow_lens.hooks.model.call import HookFunction, NamedHook, in_own_call
-from infoflow_lens.hooks.model.points import token_hook
+from infoflow_lens.hooks.model.points import hook_points, token_hook
 from infoflow_lens.hooks.model.semantics import attention_hook
 from infoflow_lens.hooks.passes.view import Needs, Pass, check_no_padding
 
@@ -39,7 +39,7 @@ def hooks_of(probe: TakesPasses, model: nn.Module, split: Any) -> list[NamedHook
     weights = WeightState(model)
     needs = probe.prepare(model, model_fingerprint(model, weights))
     needs |= Needs((attention_hook(model, 0),))  # shows padding
-    points: Mapping[str, Any] = model.hook_dict  # type: ignore[assignment]
+    points = hook_points(model)
     begins = token_hook(model)  # fires first in every pass that is whole
     names = tuple(dict.fromkeys((begins, *needs.points)))
     caught: dict[str, Tensor] = {}

@@ -59,6 +59,8 @@ class RowBuffer:
 
     def settle(self, everything: bool = False) -> None:
         """Add waiting rows to the statistics. If memory runs out, they go on waiting."""
+        if not everything and sum(rows.ends[-1] for rows in self.waiting) < self.capacity:
+            return  # as after most passes
         while self.waiting:
             taken, count = [], 0
             for rows in self.waiting:

@@ -76,7 +76,19 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 def _modules_of(model: nn.Module) -> Iterator[nn.Module]:
     """All modules, and those that a bridge of TransformerLens holds beside its own."""
-    yield from model.modules()
+    yield from modules_of(model)
     behind = getattr(model, "original_model", None)
     if isinstance(behind, nn.Module):
-        yield from behind.modules()
+        yield from modules_of(behind)
+
+
+def modules_of(model: nn.Module) -> Iterator[nn.Module]:
+    """``model.modules()`` in another order, and several times as fast: every pass asks for it."""
+    seen, waiting = {model}, [model]
+    while waiting:
+        module = waiting.pop()
+        yield module
+        for part in module._modules.values():
+            if part is not None and part not in seen:
+                seen.add(part)
+                waiting.append(part)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import modules_of
 from infoflow_lens.foundation.versions import package_versions
 
 # What a config says of where a model was found, and by which version it was written.
@@ -189,7 +190,7 @@ class WeightState:
 
 
 def _parameter_count(model: nn.Module) -> int:
-    return sum(len(module._parameters) for module in model.modules())
+    return sum(len(module._parameters) for module in modules_of(model))
 
 
 _SAMPLED = 256  # numbers of a tensor; more than a layer has heads
