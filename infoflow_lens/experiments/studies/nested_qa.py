@@ -140,7 +140,7 @@ class NestedQuestions(tokens.TokenStudy):
             return _trained_growing(self.name, settings, seed, device)
         return super().trained(settings, seed, device)
 
-    def also(self, settings: Settings, seed: int, run: tokens.TokenRun) -> Row:
+    def extra_columns(self, settings: Settings, seed: int, run: tokens.TokenRun) -> Row:
         """Test accuracy before training, and of the trained model by distance from the end."""
         hops = int(settings["hops"])
         untrained, _ = tokens.start_model(settings, derived_seed(self.name, "weights", seed))

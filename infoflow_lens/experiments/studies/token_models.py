@@ -136,7 +136,7 @@ class TokenStudy(Study):
             "best_validation_loss": run.training.loss,
             "test_accuracy": test.accuracy,
             "test_loss": test.loss,
-            **self.also(settings, seed, run),
+            **self.extra_columns(settings, seed, run),
         }
         return [{**whole, **epoch} for epoch in run.training.history]
 
@@ -144,7 +144,7 @@ class TokenStudy(Study):
         """One trained model."""
         return train_run(self.name, settings, seed, device)
 
-    def also(self, settings: Settings, seed: int, run: "TokenRun") -> Row:
+    def extra_columns(self, settings: Settings, seed: int, run: "TokenRun") -> Row:
         """What a study measures of a run beside its test scores."""
         return {}
 

@@ -90,7 +90,7 @@ class VaryingDepth(tokens.TokenStudy):
                 cases.append({**settings, **case, "heads": heads, "attention": "softmax"})
         return cases
 
-    def also(self, settings: Settings, seed: int, run: tokens.TokenRun) -> Row:
+    def extra_columns(self, settings: Settings, seed: int, run: tokens.TokenRun) -> Row:
         """The largest gradient at the context before training."""
         model, task = tokens.start_model(settings, derived_seed(self.name, "weights", seed))
         x, y = task.sample(512, seed=seed)

@@ -5,6 +5,7 @@ import pytest
 
 from infoflow_lens.experiments.studies.separated_pairs import SeparatedPairs
 from infoflow_lens.tasks.tuples import largest_overlap
+from tests.experiments.studies.test_every_study import measured
 
 STUDY = SeparatedPairs()
 BOTH = ("rotoreflection", "linear")
@@ -92,5 +93,5 @@ def test_seeds_together_have_the_rows_of_seeds_one_by_one():
     assert together[0] != together[1]
     for seed, rows in zip((0, 1), together, strict=True):
         assert [row["head"] for row in rows] == [0, 1]
-        for row, expected in zip(rows, STUDY.measure(settings, seed, "cpu"), strict=True):
-            assert row == pytest.approx(expected, rel=1e-2)
+        for row, alone in zip(rows, measured(STUDY.name, seed), strict=True):
+            assert row == pytest.approx({name: alone[name] for name in row}, rel=1e-2)
