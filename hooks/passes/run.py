@@ -283,8 +283,7 @@ def run_shard(
         InfoFlowError: as for :func:`run_probes`.
     """
     split = Split(first=first_index)
-    n_evaluate = Split().n_held_out(extent.n_sequences)
-    _check_data(model, probes, extent.n_sequences - n_evaluate, n_evaluate, [extent.longest])
+    check_extent(model, probes, extent)
     _measure_parts(
         model,
         [("by_index", shard)],
@@ -297,6 +296,16 @@ def run_shard(
     )
     for probe in probes:
         probe.settle()
+
+
+def check_extent(model: nn.Module, probes: Sequence[Probe[Any]], extent: Extent) -> None:
+    """Refuse sequences that a probe cannot work on, before any forward pass.
+
+    Raises:
+        InfoFlowError: as the probes say.
+    """
+    n_evaluate = Split().n_held_out(extent.n_sequences)
+    _check_data(model, probes, extent.n_sequences - n_evaluate, n_evaluate, [extent.longest])
 
 
 def _check_data(

@@ -93,7 +93,7 @@ def naming_file(target: Path, verb: str = "write") -> Iterator[None]:
             "an output folder on that disk"
             if getattr(error, "errno", None) == errno.EXDEV
             else "expected room on the disk and a folder that you may use; what was finished "
-            "before is kept: make room, and run the same again (an experiment with --resume)"
+            "before is kept: make room, and run the same again (a study with --resume)"
         )
         raise InfoFlowError(f"cannot {verb} {str(target)!r} ({reason}): {remedy}") from error
 

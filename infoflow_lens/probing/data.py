@@ -13,6 +13,7 @@ from infoflow_lens.foundation.files import digest_of
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, Rows, read_inputs
+from infoflow_lens.hooks.model.points import check_inputs
 from infoflow_lens.probing.windows import windows
 from infoflow_lens.runs.finished import contents
 from infoflow_lens.tasks import TokenTask, is_task, list_tasks, load_task
@@ -27,6 +28,7 @@ _TABLES = {
     ".parquet": "parquet",
 }
 _TENSORS = (".pt", ".npy", ".safetensors")
+_UTF_8 = "utf-8-sig"  # the mark with which some editors begin a file is no text
 _ROWS = 1000  # read at a time
 _PIECE = 2**20  # characters of a text that is joined, at a time
 _LINE = 2**26  # characters of a text that is a line of its own, at most
@@ -81,9 +83,11 @@ def stream_data(
         texts = stream_texts(data, column, scratch)
         if texts is not None:
             one_text = Path(data).suffix == ".txt"
-            yield from windows(
+            for rows in windows(
                 model, texts, max_length, n, data, one_text=one_text, scratch=scratch
-            )
+            ):
+                check_inputs(model, rows, data)
+                yield rows
             return
     seen = 0
     for part in _parts(model, data, n or 256, max_length, seed, scratch):
@@ -180,7 +184,7 @@ def _pieces(path: Path) -> Iterator[str]:
     """
     empty, rest = True, ""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding=_UTF_8) as file:
             while read := file.read(_PIECE):
                 empty = empty and not read.strip()
                 text = rest + read
@@ -247,7 +251,7 @@ def _rows_of(path: Path, scratch: Path | None = None) -> Iterator[Any]:
 def _lines_of(path: Path) -> Iterator[list[str]]:
     """The lines of a text file, without blank ones, which part paragraphs."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding=_UTF_8) as file:
             lines = (line.rstrip("\n") for line in _bounded(file))
             texts = (line for line in lines if line.strip())
             while some := list(islice(texts, _ROWS)):
@@ -290,7 +294,7 @@ def _streamed(path: Path, scratch: Path | None) -> Iterator[Any]:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        reason = (str(cause) or type(cause).__name__).splitlines()[0]
+        reason = " ".join(str(cause).split())[:300] or type(cause).__name__
         raise InfoFlowError(
             f"{str(path)!r} cannot be read ({type(cause).__name__}: {reason}): expected rows of "
             f"{_TABLES[path.suffix]} in UTF-8"
@@ -360,6 +364,10 @@ def _of_tensor(path: Path) -> Iterator[Tensor]:
             found = next(iter(tensors.values()))
         else:
             found = torch.load(path, weights_only=True, mmap=True)
+        if isinstance(found, np.ndarray):
+            torch.from_numpy(_native(found[:0]))  # of a type that torch has
+        elif isinstance(found, Tensor) and found.layout != torch.strided:
+            raise TypeError(f"it is {found.layout}")
     except Exception as error:
         raise InfoFlowError(
             f"{str(path)!r} cannot be read as a tensor ({error}): expected token ids [n, pos] or "
@@ -374,7 +382,12 @@ def _of_tensor(path: Path) -> Iterator[Tensor]:
         )
     for start in range(0, max(len(found), 1), _ROWS):
         part = found[start : start + _ROWS]
-        yield torch.from_numpy(np.array(part)) if isinstance(part, np.ndarray) else part.clone()
+        yield torch.from_numpy(_native(part)) if isinstance(part, np.ndarray) else part.clone()
+
+
+def _native(array: Any) -> Any:
+    """A copy of an array, with its bytes in the order of this machine."""
+    return array.astype(array.dtype.newbyteorder("="))
 
 
 def _repeated(model: nn.Module, n: int, max_length: int | None, seed: int) -> Tensor:

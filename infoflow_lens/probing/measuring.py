@@ -6,6 +6,7 @@ from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.hooks import ModelCapabilities, Probe, Result
+from infoflow_lens.hooks.passes.run import check_extent
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.part import Part, Say, Setting
@@ -66,6 +67,9 @@ def parts_with_enough_data(
             _leave_out(name, why, setting.config, say, if_possible)
             continue
         part.check(setting)
+        extent = (setting.batches if part.sequences == "all" else setting.detail).extent
+        if extent is not None:
+            check_extent(setting.model, list(part.probes(setting).values()), extent)
         enough[name] = part
     return enough
 

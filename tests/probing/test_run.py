@@ -536,3 +536,13 @@ def test_a_parquet_file_is_read_some_rows_at_a_time(tmp_path):
     texts = stream_texts(str(tmp_path / "x.parquet"))
     assert next(texts) == "w5 w6 w7 w8 w9"
     assert pyarrow.total_allocated_bytes() - before < 30e6
+
+
+def test_ranks_beyond_the_keys_leave_the_folder_to_other_ranks(folder, tmp_path):
+    """They are refused before the folder is claimed."""
+    path, out = tmp_path / "texts.txt", tmp_path / "out"
+    path.write_text("\n".join(TEXTS))
+    config = ProbingConfig(model=str(folder), data=str(path), probes=("positions",), max_length=2)
+    with pytest.raises(InfoFlowError, match="rank 4 is beyond the number of keys"):
+        run_probing(out, config, progress=False)
+    run_probing(out, replace(config, ranks=(1, 2)), progress=False)

@@ -1,0 +1,60 @@
+"""Data by what a user types: what is read, and what is refused in words."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from infoflow_lens import InfoFlowError, load_any
+from infoflow_lens.probing.data import read_data, read_texts
+from tests.reference import zoo
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt2")
+    zoo.save("gpt2", folder)
+    return load_any(folder).model
+
+
+def test_the_mark_at_the_beginning_of_a_file_is_no_text(model, tmp_path):
+    plain, marked = tmp_path / "plain.txt", tmp_path / "marked.txt"
+    plain.write_text("w5 w6\nw7 w8\n", encoding="utf-8")
+    marked.write_text("w5 w6\nw7 w8\n", encoding="utf-8-sig")
+    assert read_texts(str(marked)) == read_texts(str(plain))
+    found, expected = (read_data(model, str(path)).sequences() for path in (marked, plain))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", ["<i4", ">i4", ">i8", "<u2"])
+def test_arrays_of_integers_of_every_kind(model, tmp_path, dtype):
+    ids = zoo.tokens(4, 9)
+    np.save(tmp_path / "ids.npy", ids.numpy().astype(dtype))
+    assert read_data(model, str(tmp_path / "ids.npy")).sequences().equal(ids)
+
+
+def test_files_of_no_numbers_are_refused(model, tmp_path):
+    words, sparse = tmp_path / "words.npy", tmp_path / "sparse.pt"
+    np.save(words, np.array([["a", "b"]]))
+    torch.save(zoo.tokens(4, 9).to_sparse(), sparse)
+    for path in (words, sparse):
+        with pytest.raises(InfoFlowError, match="cannot be read as a tensor"):
+            read_data(model, str(path))
+
+
+def test_a_window_that_the_model_does_not_take_is_refused_by_the_name_of_the_data(model, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("w5 w6 w7 w8 " * 2000)
+    with pytest.raises(InfoFlowError, match="text.txt has sequences of 4000 tokens"):
+        read_data(model, str(path), window=4000)
+
+
+def test_rows_that_change_their_columns_late_are_refused_with_the_columns(model, tmp_path):
+    """The first block of a large file tells the columns."""
+    path = tmp_path / "rows.jsonl"
+    first, late = {"text": "w5 " * 300}, {"text": "w5", "extra": 3}
+    rows = [json.dumps(first)] * 12000 + [json.dumps(late)] * 12000
+    path.write_text("\n".join(rows))
+    with pytest.raises(InfoFlowError, match="rows.jsonl.*extra"):
+        read_data(model, str(path), n=30000, max_length=2)
