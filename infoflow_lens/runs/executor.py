@@ -227,8 +227,10 @@ class _Processes:
         return future.result()
 
     def close(self) -> None:
-        for pool in [*self._idle, *self._busy.values()]:
+        for pool in self._busy.values():
             pool.shutdown(wait=True, kill_workers=True)
+        for pool in self._idle:  # these put away what they hold, such as semaphores
+            pool.shutdown(wait=True)
 
 
 def _begin(parent: int) -> None:

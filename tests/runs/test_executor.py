@@ -1,8 +1,11 @@
 """Units of work: their results, and what becomes of them when workers die."""
 
 import json
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -48,6 +51,24 @@ def test_workers_work_in_the_folder_of_the_call(tmp_path, monkeypatch):
 
 def _folder(value):
     return os.getcwd()
+
+
+_LOCKS = """
+from tests.runs.test_executor import at_work, hold_a_lock, units
+with at_work() as run:
+    print(sorted(run(hold_a_lock, units(range(4)))))
+"""
+
+
+def test_workers_that_hold_locks_end_without_a_word():
+    """Progress bars hold one; of a worker that is killed the system says that it has leaked."""
+    ended = subprocess.run([sys.executable, "-c", _LOCKS], capture_output=True, text=True)
+    assert (ended.stdout.strip(), ended.stderr) == ("[0, 1, 2, 3]", "")
+
+
+def hold_a_lock(value, held=[]):  # noqa: B006  # for as long as the process lives
+    held.append(multiprocessing.RLock())
+    return value
 
 
 @pytest.mark.parametrize("n", [0, 7])
