@@ -22,7 +22,9 @@ WRITE ?=
 BIN := $(VENV)/bin
 # With uv, which takes packages from where pip takes them, an environment takes seconds; without it, pip.
 # Modules are compiled when they are first imported: most never are.
-export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+ifndef UV_FIND_LINKS
+export UV_FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+endif
 export UV_DEFAULT_INDEX ?= $(or $(PIP_INDEX_URL),https://pypi.org/simple)
 PACKAGES = --quiet $(addprefix --constraint ,$(PINS)) --editable
 INSTALL = install() { $(BIN)/uv pip install --python $(BIN)/python $(PACKAGES) "$$1" || \
@@ -30,7 +32,7 @@ INSTALL = install() { $(BIN)/uv pip install --python $(BIN)/python $(PACKAGES) "
 CORE := $(VENV)/.core
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
-COMPILE := uv pip compile --universal --python-version 3.10 --all-extras --no-annotate --no-header \
+COMPILE = $(BIN)/uv pip compile --universal --python-version 3.10 --all-extras --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links --constraint build/pins.txt pyproject.toml
 
 .PHONY: demo environment environment-3 test acceptance hunt docs notebooks lint format bench constraints clean
@@ -79,7 +81,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.mechanisms
 	$(if $(filter 3,$(TL)),$(BIN)/python -m benchmarks.hosting)
 
-constraints:  ## pin both environments anew (needs uv)
+constraints: $(READY)  ## pin both environments anew
 	mkdir -p build
 	printf '%s\n' "$(TORCH)" > build/pins.txt
 	$(COMPILE) --upgrade -o constraints.txt

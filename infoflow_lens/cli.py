@@ -46,7 +46,14 @@ StudyName = Annotated[str | None, typer.Argument(help="The study; --list shows a
 ListAll = Annotated[bool, typer.Option("--list", help="List the studies and their rules.")]
 Preset = Annotated[str, typer.Option(help="Size of the runs: smoke, quick or full.")]
 Seeds = Annotated[int | None, typer.Option(help="Number of seeds; default, the preset's.")]
-Jobs = Annotated[int, typer.Option(help="Processes that run at once, with one thread each.")]
+Jobs = Annotated[int, typer.Option(help="Processes that run at once.")]
+ProbeScheduler = Annotated[
+    str | None, typer.Option(help="Address of a dask scheduler whose workers measure instead.")
+]
+ProbeThreads = Annotated[
+    int | None,
+    typer.Option(help="Threads of each process; default, one if there are several processes."),
+]
 StudyFolder = Annotated[
     Path | None,
     typer.Option(help="Folder for results; default results/NAME-PRESET.", parser=folder),
@@ -272,50 +279,19 @@ def probe(
     config: Callable[[], ProbingConfig],
     context: typer.Context,
     out: ReportFolder,
-    jobs: Annotated[int, typer.Option(help="Processes that measure at once.")] = 1,
-    scheduler: Annotated[
-        str | None, typer.Option(help="Address of a dask scheduler whose workers measure instead.")
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(help="Threads of each process; default, one if there are several processes."),
-    ] = None,
+    jobs: Jobs = 1,
+    scheduler: ProbeScheduler = None,
+    threads: ProbeThreads = None,
     quiet: Quiet = False,
 ) -> None:
     """Measure what a model's states depend on, predict it, and compare; run again to go on."""
-    with _reported():
-        settings = config()
 
-        def measured() -> Any:
-            from infoflow_lens.probing.run import run_probing
+    def run(settings: ProbingConfig, **spread: Any) -> Any:
+        from infoflow_lens.probing.run import run_probing
 
-            return run_probing(
-                out,
-                settings,
-                progress=not quiet,
-                say=lambda line: typer.echo(line, err=True),
-                jobs=jobs,
-                scheduler=scheduler,
-                n_threads=threads,
-                again=own_command(context),
-            )
+        return run_probing(out, settings, **spread)
 
-        said = _said(out, settings, measured)
-    _print_probing(out, said)
-
-
-def _said(
-    out: Path, settings: ProbingConfig, measured: Callable[[], Any], *writes: str
-) -> dict[str, Any]:
-    """What a finished run has said, without loading its model; else what is measured now."""
-    from infoflow_lens.runs.finished import finished_before
-
-    found = finished_before(out, settings.asked(), settings.sources(), writes)
-    if found is None:
-        now: dict[str, Any] = measured().said()
-        return now
-    typer.echo("finished before, on the same model and data", err=True)
-    return found
+    _probe(out, config, run, jobs, scheduler, threads, quiet, own_command(context))
 
 
 @app.command(short_help="Run every measurement on a language model.")
@@ -324,27 +300,56 @@ def survey(
     config: Callable[[], SurveyConfig],
     context: typer.Context,
     out: ReportFolder,
+    jobs: Jobs = 1,
+    scheduler: ProbeScheduler = None,
+    threads: ProbeThreads = None,
     quiet: Quiet = False,
 ) -> None:
     """Which mechanisms do the heads of a language model need, are they enough, and are InfoFlow's
-    sets what its states depend on? Run again to go on."""
+    sets what its states depend on? A preset of probe; run again to go on."""
+
+    def run(settings: SurveyConfig, **spread: Any) -> Any:
+        from infoflow_lens.experiments.survey import run_survey
+
+        return run_survey(out, settings, **spread)
+
+    again = own_command(context)
+    _probe(out, config, run, jobs, scheduler, threads, quiet, again, "heads.csv")
+    typer.echo(f"heads: {out / 'heads.csv'}")
+
+
+def _probe(
+    out: Path,
+    config: Callable[[], Any],
+    run: Callable[..., Any],
+    jobs: int,
+    scheduler: str | None,
+    threads: int | None,
+    quiet: bool,
+    again: str,
+    *writes: str,
+) -> None:
+    """Print what a finished run has said, without loading its model; else what is measured now."""
     with _reported():
+        from infoflow_lens.runs.finished import finished_before
+
         settings = config()
-
-        def measured() -> Any:
-            from infoflow_lens.experiments.survey import run_survey
-
-            return run_survey(
-                out,
+        probing = settings.probing() if isinstance(settings, SurveyConfig) else settings
+        said = finished_before(out, probing.asked(), probing.sources(), writes)
+        if said is None:
+            result = run(
                 settings,
                 progress=not quiet,
                 say=lambda line: typer.echo(line, err=True),
-                again=own_command(context),
+                jobs=jobs,
+                scheduler=scheduler,
+                n_threads=threads,
+                again=again,
             )
-
-        said = _said(out, settings.probing(), measured, "heads.csv")
+            said = result.said()
+        else:
+            typer.echo("finished before, on the same model and data", err=True)
     _print_probing(out, said)
-    typer.echo(f"heads: {out / 'heads.csv'}")
 
 
 def _print_probing(out: Path, said: dict[str, Any]) -> None:

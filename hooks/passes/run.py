@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning
+from infoflow_lens.foundation.errors import InfoFlowError, InfoFlowWarning, is_out_of_memory
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import WeightState, model_fingerprint
@@ -359,7 +359,7 @@ def _measure(
                 left.pop(0)
         return halved
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         if halved or len(batch) == 1:
             raise InfoFlowError(
@@ -377,11 +377,3 @@ def _measure(
     for half in batch.halves():
         _measure(model, half, left, split, needs, halved=True)
     return True
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return (
-        isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        or "not enough memory" in str(error)
-        or "can't allocate memory" in str(error)
-    )

@@ -84,7 +84,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @contextmanager
 def reported() -> Iterator[None]:
     """Errors as one line and exit status 2; Ctrl-C as a clean stop and exit status 130."""
-    from infoflow_lens.foundation.errors import InfoFlowError
+    from infoflow_lens.foundation.errors import InfoFlowError, is_out_of_memory
 
     try:
         yield
@@ -95,6 +95,16 @@ def reported() -> Iterator[None]:
         reason = str(interrupt) or "interrupted"
         typer.echo(f"stopped: {reason}", err=True)
         raise typer.Exit(130) from None
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        typer.echo(
+            f"error: memory ran out ({type(error).__name__}): expected room for the libraries, the "
+            "model and a batch; allow more (ulimit -v), or give smaller batches or shorter "
+            "sequences",
+            err=True,
+        )
+        raise typer.Exit(2) from None
 
 
 def own_command(context: typer.Context, *more: str) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TEMPLATE = ".jinja"  # behind the name of the page
 
 
-def render_page(template: Path, more: Mapping[str, Callable[..., Any]]) -> str:
+def render_page(template: Path, more: Mapping[str, Any]) -> str:
     """A page from its template, in Jinja.
 
     A template has, as functions and as filters, what :data:`FORMS` names, the filters ``n``,
@@ -27,7 +27,7 @@ def render_page(template: Path, more: Mapping[str, Callable[..., Any]]) -> str:
 
     Args:
         template: the file.
-        more: what it can call beside these, such as ``rows(name)``.
+        more: what else it can name, such as ``rows(run)``.
 
     Raises:
         InfoFlowError: if it cannot be filled, naming the file.

@@ -1,6 +1,7 @@
 """`infoflow-lens survey`: every measurement on a language model, in one resumable run."""
 
 from pathlib import Path
+from typing import Any
 
 from infoflow_lens.experiments.memory import check_memory
 from infoflow_lens.experiments.survey_config import FEWEST, SurveyConfig
@@ -22,22 +23,22 @@ def run_survey(
     config: SurveyConfig,
     progress: bool = True,
     say: Say = lambda line: None,
-    again: str = "",
+    **spread: Any,
 ) -> ProbingResult:
     """Measure mechanisms, their sufficiency, top k, influence, positions and recovery of a model.
 
-    A probe run of all parts (:func:`~infoflow_lens.probing.run.run_probing`), with defaults that a
-    laptop can pay: influence is estimated at the last position where exact Jacobians are dear,
-    damages are estimated to second order, recovery is sketched where the model is wide. What a
-    model cannot give is left out and told. Writes, beside what a probe run writes, ``heads.csv``, a
-    row for each head. Run again with the same settings to go on.
+    A preset of a probe run (:func:`~infoflow_lens.probing.run.run_probing`): all parts, with
+    settings that a laptop can pay: influence is estimated at the last position where exact
+    Jacobians are dear, damages are estimated to second order, recovery is sketched where the model
+    is wide. What a model cannot give is left out and told. Writes, beside what a probe run writes,
+    ``heads.csv``, a row for each head. Run again with the same settings to go on.
 
     Args:
         out: folder for results and ``report.html``.
         config: the settings.
         progress: show bars.
         say: called with a line for every part that begins.
-        again: the command that goes on, as messages name it; default, the same call.
+        spread: `jobs`, `scheduler`, `n_threads` and `again`, as that function takes them.
 
     Raises:
         InfoFlowError: for bad settings, model or data, too little memory, or a folder with results
@@ -51,9 +52,9 @@ def run_survey(
         progress,
         say,
         if_possible=True,
-        again=again,
         ready=lambda setting: _check(setting, config),
         last=lambda result: write_text(out / "heads.csv", per_head(result).to_csv(index=False)),
+        **spread,
     )
 
 

@@ -22,3 +22,12 @@ def first_line(error: BaseException) -> str:
     """What another package's error says in its first line, to be quoted; its class if nothing."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".:")[:300] if lines else type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on the host or on a device."""
+    words = ("not enough memory", "allocate memory", "out of memory")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, (RuntimeError, OSError, ImportError))
+        and any(word in str(error) for word in words)
+    )

@@ -28,6 +28,11 @@ Probes = Mapping[str, Probe[Any]]
 SUMS = "sums.safetensors"
 
 
+def states_of(probes: Probes) -> dict[str, Any]:
+    """What probes have measured, by name, as tensors and plain values."""
+    return {name: probe.state_dict() for name, probe in probes.items()}
+
+
 @dataclass(frozen=True)
 class Packed:
     """Sequences one behind the other: one tensor is sent much faster than many.
@@ -193,8 +198,7 @@ def _measure_into(folder: Path, task: Task) -> None:
                 task.so_far[name].merge(probe)
         for name, of_shard in write_growing(probes, growing, index, folder).items():
             told[name].append(of_shard)
-    sums = {name: task.so_far[name].state_dict() for name in task.fresh if name not in growing}
-    write_state(folder / SUMS, {"told": told, "sums": sums}, {})
+    write_state(folder / SUMS, {"told": told, "sums": states_of(task.so_far)}, {})
 
 
 @lru_cache(maxsize=1)

@@ -36,6 +36,7 @@ from infoflow_lens.probing.shard import (
     measure,
     measure_in_worker,
     rows_for,
+    states_of,
     write_growing,
 )
 from infoflow_lens.runs.executor import Unit
@@ -85,9 +86,8 @@ class Gathered:
         self._whole, self._stretch = self._new(), self._new()  # sums of stretches; of the last one
         self._told: dict[str, list[Any]] = {name: [] for name in self.growing}
         self._is_whole = True  # whether all of it is of the same shards, so that it may be kept
-        state = checkpoint.load()
-        if state is not None:
-            self._load(state)
+        if self.folder.holds(checkpoint.name):
+            self._go_on()
         self._take_waiting()
 
     @property
@@ -194,8 +194,8 @@ class Gathered:
         self._is_whole = True
 
     def _close_stretch(self) -> None:
-        for name in self.fresh.keys() - self.growing:
-            self._whole[name].merge(self._stretch[name])
+        for name, probe in self._whole.items():
+            probe.merge(self._stretch[name])
         self._stretch = self._new()
 
     def _name(self, stretch: int) -> str:
@@ -213,19 +213,10 @@ class Gathered:
 
     def _add_stretch(self, path: Path) -> None:
         """Add the stretch whose sums a worker has written; they have in them what was begun."""
-        again = f"expected what this version wrote; delete {path.name} to measure it again"
-        state: Any = read_state(path, "the stretch", again)[0]
         sums = self._new()
-        try:
+        with _read(path, "measure it again") as state:
+            _load(sums, state["sums"])
             told = {name: [told_of(part) for part in state["told"][name]] for name in self.growing}
-            if self.fresh.keys() - self.growing != state["sums"].keys():
-                raise ValueError(f"it holds {', '.join(state['sums'])}")
-            for name, of_probe in state["sums"].items():
-                sums[name].load_state_dict(of_probe)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InfoFlowError(
-                f"{str(path)!r} is not of this run ({type(error).__name__}: {error}): {again}"
-            ) from error
         with self._changing():
             for name, parts in told.items():
                 self._told[name] += parts
@@ -237,56 +228,55 @@ class Gathered:
     def _state(self) -> dict[str, Any]:
         # where all have taken in the same batches
         begun = self.begun if len({p.n_sequences for p in self.begun.values()}) == 1 else {}
+        sums = {"whole": self._whole, "stretch": self._stretch, "begun": begun}
         return {
             "n_shards": self.n_shards,
             "n_seen": self.n_seen,  # for who looks at the file
             "told": self._told,
-            **{
-                name: {which: probe.state_dict() for which, probe in probes.items()}
-                for name, probes in {
-                    "whole": self._whole,
-                    "stretch": self._stretch if self.n_shards % self.stride else {},
-                    "begun": begun,
-                }.items()
-            },
+            **{which: states_of(probes) for which, probes in sums.items()},
         }
 
-    def _load(self, state: Any) -> None:
-        again = f"expected the same; delete {self.checkpoint.path.name} to begin again"
-        folder = str(self.folder.path)
-        try:
-            told, states = (
-                dict(state["told"]),
-                {n: dict(state[n]) for n in ("whole", "stretch", "begun")},
-            )
-            if any(self.fresh.keys() != (part or self.fresh).keys() for part in states.values()):
-                raise InfoFlowError(
-                    f"the unfinished run in {folder!r} is of other probes than "
-                    f"{', '.join(self.fresh)}: {again}"
-                )
-            if states["begun"]:
-                self.begin()
-            into = {"whole": self._whole, "stretch": self._stretch, "begun": self.begun}
-            for which, of_probes in states.items():
-                for name, of_probe in of_probes.items():
-                    into[which][name].load_state_dict(of_probe)
-            self._told = {name: [told_of(part) for part in told[name]] for name in self.growing}
+    def _go_on(self) -> None:
+        """Go on from the checkpoint."""
+        with _read(self.checkpoint.path, "begin again") as state:
+            _load(self._whole, state["whole"])
+            _load(self._stretch, state["stretch"])
+            if state["begun"]:
+                _load(self.begin(), state["begun"])
+            self._told = {n: [told_of(part) for part in state["told"][n]] for n in self.growing}
             self.n_shards = int(state["n_shards"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InfoFlowError(
-                f"the unfinished run in {folder!r} cannot be read ({type(error).__name__}: "
-                f"{error}): {again}"
-            ) from error
-        for name in self.growing:
-            for index in range(self.n_shards):
-                path = self.folder.path / name / f"{index:06d}.json"
-                if not path.is_file():
-                    raise InfoFlowError(f"{str(path)!r} is gone: {again}")
+            for name in self.growing:
+                for index in range(self.n_shards):
+                    path = self.folder.path / name / f"{index:06d}.json"
+                    if not path.is_file():
+                        raise ValueError(f"{str(path)!r} is gone")
 
     def forget_waiting(self) -> None:
         """Remove the files of stretches that are in the sums."""
         names = {self._name(number) for number in range(-(-self.n_shards // self.stride))}
         self.folder.remove(*names.intersection(self.folder.names()))
+
+
+@contextmanager
+def _read(path: Path, what: str) -> Iterator[Any]:
+    """A state on disk, for a block in which what is wrong with it is an error that names it."""
+    again = f"expected what this run wrote; delete {path.name} to {what}"
+    try:
+        yield read_state(path, "the unfinished run", again)[0]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, InfoFlowError):
+            raise
+        raise InfoFlowError(
+            f"{str(path)!r} cannot be used ({type(error).__name__}: {error}): {again}"
+        ) from error
+
+
+def _load(probes: Probes, states: Mapping[str, Any]) -> None:
+    """Let probes go on from states; ValueError for those of others."""
+    if probes.keys() != states.keys():
+        raise ValueError(f"it is of {', '.join(states)}, not {', '.join(probes)}")
+    for name, probe in probes.items():
+        probe.load_state_dict(states[name])
 
 
 def told_of(part: Mapping[str, Any]) -> dict[str, Any]:

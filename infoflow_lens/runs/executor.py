@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Interval
@@ -46,20 +47,7 @@ class Unit:
     n_losses: int = 0
 
 
-class Run(Protocol):
-    """Calls a function with the value of each unit; results come as they are ready."""
-
-    def __call__(
-        self,
-        function: Callable[[Any], Any],
-        units: Iterable[Unit],
-        each_second: Callable[[], None] = lambda: None,
-    ) -> Iterator[Any]:
-        """Units are drawn as workers become free, so they may be many.
-
-        `each_second` is called while this process waits; what it raises ends the run.
-        """
-        ...
+Run = Callable[..., Iterator[Any]]
 
 
 @dataclass(frozen=True)
@@ -107,6 +95,12 @@ class Executor:
         Args:
             kept: what is kept when all ends early, such as "finished runs are kept".
 
+        Yields:
+            ``run(function, units, each_second)``, which calls the function with the value of each
+            unit and gives results as they are ready. Units are drawn as workers become free, so
+            they may be many. While this process waits it calls `each_second`, and what that raises
+            ends the run.
+
         Raises:
             InfoFlowError: if the scheduler does not answer or is gone, and for a unit under which
                 three workers have died; what the function raises is raised as it is.
@@ -114,38 +108,18 @@ class Executor:
         """
         try:
             if self.is_alone:
-                yield self._run_here
-            else:
-                with self._workers() as workers:
-                    yield lambda function, units, each_second=lambda: None: _results(
-                        workers, function, units, each_second
-                    )
+                yield partial(_here, self.n_threads)
+                return
+            with closing(
+                _Processes(self.jobs, self.n_threads)
+                if self.scheduler is None
+                else _Cluster(self.scheduler, self.n_threads)
+            ) as workers:
+                yield partial(_results, workers)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{kept}; go on with {self.again}") from None
         except _GoneError as error:
             raise InfoFlowError(f"{error}: {kept}; go on with {self.again}") from error.__cause__
-
-    def _run_here(
-        self,
-        function: Callable[[Any], Any],
-        units: Iterable[Unit],
-        each_second: Callable[[], None] = lambda: None,
-    ) -> Iterator[Any]:
-        for unit in units:
-            yield _called(function, unit.value, self.n_threads)
-            each_second()
-
-    @contextmanager
-    def _workers(self) -> Iterator["_Workers"]:
-        workers: _Workers
-        if self.scheduler is None:
-            workers = _Processes(self.jobs, self.n_threads)
-        else:
-            workers = _Cluster(self.scheduler, self.n_threads)
-        try:
-            yield workers
-        finally:
-            workers.close()
 
 
 class _GoneError(Exception):
@@ -156,25 +130,22 @@ class _WorkerDiedError(Exception):
     """The worker of one unit is gone."""
 
 
-class _Workers(Protocol):
-    def room(self) -> int:
-        """How many units may be under way now."""
-        ...
-
-    def submit(self, function: Callable[[Any], Any], value: Any) -> "Future[Any]": ...
-
-    def result(self, future: "Future[Any]") -> Any:
-        """What a unit gave; _WorkerDiedError for one that may run again."""
-        ...
-
-    def close(self) -> None: ...
+def _here(
+    n_threads: int,
+    function: Callable[[Any], Any],
+    units: Iterable[Unit],
+    each_second: Callable[[], None] = lambda: None,
+) -> Iterator[Any]:
+    for unit in units:
+        yield _called(function, unit.value, n_threads)
+        each_second()
 
 
 def _results(
-    workers: _Workers,
+    workers: "_Processes | _Cluster",
     function: Callable[[Any], Any],
     units: Iterable[Unit],
-    each_second: Callable[[], None],
+    each_second: Callable[[], None] = lambda: None,
 ) -> Iterator[Any]:
     coming, running = iter(units), dict[Future[Any], Unit]()
 

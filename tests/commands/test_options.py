@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
+import pytest
+import torch
 import typer
 from annotated_types import Ge
 from typer.testing import CliRunner
@@ -54,3 +56,23 @@ def test_the_help_is_the_text_alone():
     assert all(f"{word} help." in shown for word in ("Name", "Number", "Size", "Share", "Mode"))
     assert "Ge(" not in shown
     assert "in fours" not in shown
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(12, "Cannot allocate memory"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+)
+def test_memory_that_runs_out_anywhere_is_one_line_with_what_to_do(error, capsys):
+    with pytest.raises(typer.Exit) as left, reported():
+        raise error
+    assert left.value.exit_code == 2
+    assert "smaller batches" in capsys.readouterr().err
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory():
+    with pytest.raises(RuntimeError, match="a bug"), reported():
+        raise RuntimeError("a bug")

@@ -123,9 +123,16 @@ def codes():
 
 def depths():
     """Each theorem's construction with as many layers as it has; chance with fewer."""
-    sizes = {"template_matching": {"n_words": 16, "length": 3}}
+    sizes = {
+        "memorization": {"n_words": 10, "length": 4, "n_sequences": 20},
+        "in_context_qa": {"n_questions": 6, "n_answers": 6, "n_pairs": 3},
+        "template_matching": {"n_words": 16, "length": 3},
+        "in_context_template_matching": {
+            "n_words": 12, "length": 2, "n_answers": 8, "n_pairs": 2
+        },
+    }  # fmt: skip
     accuracies = {
-        (task, n): (accuracy_of(task, **sizes.get(task, {})),) if n == layers else (0.25,)
+        (task, n): (accuracy_of(task, **sizes[task]),) if n == layers else (0.25,)
         for task, layers in test_varying_depth.ENOUGH.items()
         for n in range(1, layers + 1)
     }

@@ -75,3 +75,15 @@ def broken(study, results):
     places = [i for i, claim in enumerate(study.claims()) if not claim.judge(results).passed]
     assert study.verdict(results).passed is not bool(places)
     return places
+
+
+def token_rows(runs, epochs=(1, 2), **shared):
+    """Rows of runs over token ids: a dict each, in whose epochs nothing moves."""
+    rows = []
+    for run, about in enumerate(runs):
+        accuracy = about["test_accuracy"]
+        losses = ("train_loss", "validation_loss", "best_validation_loss")
+        scores = {"train_accuracy": accuracy, "validation_accuracy": accuracy}
+        scores |= dict.fromkeys(losses, 2 - accuracy)
+        rows += [{"run": run, "epoch": epoch, **scores, **shared, **about} for epoch in epochs]
+    return pd.DataFrame(rows)

@@ -53,6 +53,12 @@ def test_a_survey_gives_a_row_for_each_head(whole):
     assert heads["layer_k"].tolist() == [least[layer] for layer in heads["layer"]]
 
 
+def test_several_processes_measure_the_same(whole, config, tmp_path):
+    run_survey(tmp_path, config, progress=False, jobs=2, n_threads=1)
+    numbers = [pd.read_csv(out / "heads.csv") for out in (whole.out, tmp_path)]
+    pd.testing.assert_frame_equal(*numbers, rtol=1e-4)
+
+
 def test_mechanisms_and_their_sufficiency_stand_on_different_windows(whole, config):
     assert whole.mechanisms.n_sequences == 6
     assert len(whole.found["sufficiency"].bare) == 6
@@ -81,8 +87,9 @@ def test_killed_and_resumed_it_gives_the_same_bytes(whole, config, tmp_path, mon
         if len(states) == at:
             raise Killed
 
-    def keep(self, state):
+    def keep(self, state, now=False):
         self.save(state())  # at every batch, as if each took long
+        return True
 
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoint, "save", save)

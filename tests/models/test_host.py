@@ -152,6 +152,20 @@ def test_the_seed_makes_the_model_and_leaves_the_global_state(name):
     assert not first.blocks[0].attn.W_Q.equal(other.blocks[0].attn.W_Q)
 
 
+@pytest.mark.parametrize("mode", ["gpt2", "xavier_uniform", "kaiming_normal"])
+def test_every_weight_is_initialised(mode):
+    model = build_model(
+        Architecture(
+            n_heads=(2, 1), d_model=6, d_token=3, n_tokens=4, init_mode=mode, d_encoder=5,
+            positional_embedding="learned",
+        )
+    )  # fmt: skip
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+        is_weight = "W_" in name
+        assert bool(parameter.abs().sum() > 0) == is_weight, name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @KINDS
 def test_saving_and_loading(name, dtype, x, tmp_path):
@@ -235,6 +249,21 @@ def test_token_models_have_heads_of_their_own_in_every_layer(ids):
     assert shapes == [(13, heads, 7, 7) for heads in (2, 1, 3)]
     with pytest.raises(InfoFlowError, match="layers have"):
         cache.stack_head_results(layer=-1)
+
+
+def test_the_paper_s_start():
+    """Sec. 9.1: one-hot tokens over one-hot positions, W_QK and W_C in [0, 1), W_V of value 1."""
+    model = token_variant("the paper's start")
+    units = torch.eye(19)
+    assert model.embed.W_E.equal(units[:11])
+    assert model.pos_embed.W_pos.equal(units[11:18])
+    for block in model.blocks:
+        assert block.attn.W_K.equal(units.expand(2, 19, 19))
+        assert (block.attn.W_V @ block.attn.W_O).equal(units.expand(2, 19, 19) / 2)
+    for weights in (model.blocks[0].attn.W_Q, model.blocks[1].attn.W_Q, model.unembed.W_U):
+        assert 0 <= float(weights.detach().min()) < 0.1
+        assert 0.9 < float(weights.detach().max()) < 1
+        assert 0.4 < float(weights.detach().mean()) < 0.6
 
 
 def test_saving_keeps_an_attention_that_was_changed(ids, tmp_path):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infoflow_lens import InfoFlowError
+from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.theory.comparison import (
     Branch,
     ComparisonTree,
@@ -73,6 +73,14 @@ def test_unordered_trees_of_a_symmetric_score_need_fewer_leaves(arity, leaves):
     small, _ = tree.evaluate(x)
     large, _ = ComparisonTree.over(6, ordered).evaluate(x)
     assert small.sort().values.equal(large.sort().values)
+
+
+def test_best_tuples_in_chunks_equal_those_at_once(monkeypatch):
+    component = Component(3, polynomial(3, 5))
+    x = torch.randn(4, 7, 3, generator=torch.Generator().manual_seed(0))
+    expected = best_tuples(x, component)
+    monkeypatch.setattr("infoflow_lens.theory.comparison._MOST_SCORES_AT_ONCE", 40)
+    assert best_tuples(x, component)[0].equal(expected[0])
 
 
 def test_a_component_can_look_at_some_positions_only():
@@ -152,6 +160,64 @@ def test_example_1_capacity_of_one_layer(heads, capacities):
     assert tuple(model_comparisons((heads,), 64, sizes, 1, k) for k in (1, 4)) == capacities
 
 
+@pytest.mark.parametrize(
+    ("heads", "capacities", "needed"),
+    [
+        ((2, 4), (9352, 11680), (11, 6)),
+        ((3, 5), (14362, 19048), (8, 4)),
+        ((4, 4), (19088, 25664), (0, 0)),
+    ],
+)
+def test_example_2_two_layers_on_pairs(heads, capacities, needed):
+    sizes = growth_sizes(heads, 64)
+    assert tuple(model_comparisons(heads, 64, sizes, 2, k) for k in (1, 4)) == capacities
+    profile = intrinsic_dimension_profile(4)
+    found = [information_needed(profile, heads, 64, "paper", k) for k in (1, 4)]
+    assert found == [(m, False) for m in needed]
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "proved", "paper"),
+    [(8, 0, 3), (16, 0, 6), (32, 3, 10), (48, 6, 13), (64, 8, 16), (256, 22, 41)],
+)
+def test_example_3_information_for_triples(n_tokens, proved, paper):
+    profile = triangle_center_profile()
+    assert information_needed(profile, (4, 4), n_tokens, "proved") == (proved, False)
+    assert information_needed(profile, (4, 4), n_tokens, "paper") == (paper, False)
+
+
+def test_example_1_saturates_with_few_heads():
+    profile = d_retrieval_profile(4)
+    found = [
+        information_needed(profile, (h,), 64, "paper", k) for h in (1, 2, 3, 4) for k in (1, 4)
+    ]
+    assert found == [
+        (64, True), (44, False), (64, True), (28, False),
+        (48, False), (12, False), (0, False), (0, False),
+    ]  # fmt: skip
+
+
+@given(
+    heads=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    n_tokens=st.integers(3, 40),
+    trees=st.integers(1, 4),
+    d=st.integers(1, 4),
+)
+def test_the_information_needed_is_the_least_that_meets_eq_5(heads, n_tokens, trees, d):
+    profile = intrinsic_dimension_profile(d)
+    size, saturated = information_needed(profile, heads, n_tokens, "paper", trees)
+    needed = profile.number(n_tokens, "paper")
+
+    def met(m):
+        return model_comparisons(heads, n_tokens, m, 2, trees) >= needed
+
+    if saturated:
+        assert not met(n_tokens)
+    else:
+        assert met(size)
+        assert size == 0 or not met(size - 1)
+
+
 def test_comparisons_of_a_position_by_position_count():
     """Eq (5) written out: hidden layers count T + 1 positions, the last one CLS."""
     heads, sizes, n_tokens = (2, 3), [(3, 2), (12, 11)], 9
@@ -184,3 +250,38 @@ def test_large_t_is_counted_without_large_memory():
 def test_bad_values_are_named(call, message):
     with pytest.raises(InfoFlowError, match=message):
         call()
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_kth_largest_is_the_best_subset(k):
+    """A tree over k-subsets by their minimum has C(T, k) leaves and keeps the k-th largest."""
+    task = load_task("kth_largest", n_tokens=6, k=k)
+    x, y = task.sample(40, seed=0)
+    subsets = [Leaf(s) for s in itertools.combinations(range(6), k)]
+
+    def smallest(tokens):
+        return tokens[..., 0].amin(dim=-1)
+
+    root = subsets[0]
+    for leaf in subsets[1:]:
+        root = Branch(root, leaf, smallest)
+    tree = ComparisonTree(root)
+    kept, made = tree.evaluate(x)
+    rows = torch.arange(40)[:, None]
+    assert x[rows, kept, 0].amin(dim=1, keepdim=True).equal(y)
+    profile = task.comparison
+    assert profile.dimension == profile.order == tree.dimension == k
+    assert made == profile.number(6, "paper")
+    assert made >= profile.number(6, "proved")
+
+
+def test_ranks_are_counted_from_the_nearer_end():
+    assert load_task("kth_largest", n_tokens=9, k=8).comparison.dimension == 2
+
+
+def test_a_question_is_compared_with_every_pair_of_the_context():
+    task = load_task("in_context_qa", n_pairs=5)
+    assert task.comparison.number(task.n_tokens, "paper") == 4
+    task = load_task("in_context_template_matching", n_pairs=3)
+    assert task.comparison.number(task.n_tokens, "proved") == 2
+    assert task.comparison.dimension == 11

@@ -7,8 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infoflow_lens import InfoFlowError, propagate
+from infoflow_lens import InfoFlowError, InformationSets, propagate
 from infoflow_lens.theory.cost import DigitCode, exponent, exponents, total_cost
+
+
+@pytest.mark.parametrize(
+    ("size", "law", "effective", "certified"),
+    [(4, 1.0, 0.0, 0.0), (12, 3.0, 3.0, 2.0), (64, 16.0, 16.0, 15.0), (0, 0.0, 0.0, 0.0)],
+)
+def test_exponents_of_example_1(size, law, effective, certified):
+    """d = 4, E = 16: four tokens fit (O(1)); global aggregation of 64 costs eps^-16."""
+    found = [exponent(size, 4, 16, mode) for mode in ("law", "effective", "certified")]
+    assert found == [law, effective, certified]
 
 
 def test_costs_of_sets_are_those_of_their_sizes():
@@ -35,6 +45,14 @@ def test_the_code_returns_the_middle_of_each_cell(n, latents, bits, seed):
     assert latent.ge(0).all()
     assert latent.lt(1).all()
     torch.testing.assert_close(code.decode(latent), middle, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("bits", [1, 3, 5])
+def test_the_error_is_half_a_cell_exactly(bits):
+    code = DigitCode(3, 2, bits)
+    edge = torch.zeros(1, 3, dtype=torch.float64)
+    error = (code.decode(code.encode(edge)) - edge).abs().max()
+    assert float(error) == 0.5 ** (bits + 1)
 
 
 @pytest.mark.parametrize(("bits", "found"), [(3, 5 / 3), (6, 1.5)])
@@ -84,3 +102,10 @@ def test_tanh_units_in_place_of_steps_lose_the_thresholds_only():
 def test_bad_values_are_named(call, message):
     with pytest.raises(InfoFlowError, match=message):
         call()
+
+
+@pytest.mark.parametrize("eps", [0, 1, -0.5, 2])
+def test_eps_is_a_precision(eps):
+    sets = InformationSets(torch.ones(1, 1, 2, 2, dtype=torch.bool))
+    with pytest.raises(InfoFlowError, match="eps is"):
+        total_cost(sets, 1, 1, eps)

@@ -52,6 +52,12 @@ def test_d_retrieval_takes_d_heads_or_a_width_of_t_d():
     assert [(c.n_heads, c.d_model) for c in whole] == [((1,), 256 * 4)]
 
 
+def test_the_closest_pair_takes_two_layers_of_one_head():
+    found = designed("depth_separation")
+    assert found.recommended.n_heads == (1, 1)
+    assert {n.n_heads: n.verdict for n in found.neighbours} == {(1,): "excluded, proved"}
+
+
 def test_best_pairs_take_as_many_first_heads():
     found = designed("intrinsic_dimension", (16, 64), {"n_components": 2})
     assert found.recommended.n_heads == (2, 2)
@@ -68,6 +74,17 @@ def test_a_target_of_ones_own_with_mixed_arities():
     assert found.recommended.n_heads == (1, 1)
     assert found.recommended.information == (3, 3)
     assert found.recommended.d_model == 6
+
+
+def test_a_budget_and_limits_are_kept():
+    wide = designed("d_retrieval", (64,), {"n_components": 4}, max_heads=2, max_layers=1)
+    assert all(c.n_heads in ((1,), (2,)) for c in wide.front)
+    assert wide.recommended.mechanisms == "global aggregation"
+    none = designed(
+        "d_retrieval", (64,), {"n_components": 4}, max_heads=2, max_layers=1, parameters=1e4
+    )
+    assert none.recommended is None
+    assert none.front == ()
 
 
 def test_token_tasks_keep_their_length():

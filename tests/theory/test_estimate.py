@@ -1,16 +1,26 @@
 """The two-step estimate: worked examples, thresholds in T, flags, and known results."""
 
+import json
+
 import pytest
 
 from infoflow_lens import Architecture, InfoFlowError, load_task
 from infoflow_lens.tasks import TriangleCenter
 from infoflow_lens.theory.comparison import (
+    Component,
     d_retrieval_profile,
+    intrinsic_dimension_profile,
+    triangle_center_profile,
 )
 from infoflow_lens.theory.estimate import (
     estimate,
+    max_position_capacity,
+    min_heads,
+    min_heads_at,
     phase_diagram,
 )
+from infoflow_lens.theory.jobs import Max
+from infoflow_lens.theory.schedule import LayerSchedule, Schedule, run_schedule
 from infoflow_lens.theory.shapes import ModelShape
 
 
@@ -38,6 +48,65 @@ class Inconsistent(TriangleCenter):
         return d_retrieval_profile(1)
 
 
+def first_excluded(profile, heads, count, trees):
+    """The smallest T from which counting excludes max-position retrieval, up to 400."""
+    excluded = [
+        t
+        for t in range(max(4, profile.dimension), 400)
+        if max_position_capacity(profile, heads, t, trees) < profile.number(t, count)
+    ]
+    assert excluded == list(range(excluded[0], 400))  # once excluded, always excluded
+    return excluded[0]
+
+
+@pytest.mark.parametrize(
+    ("profile", "heads", "count", "trees", "first"),
+    [
+        (intrinsic_dimension_profile(4), (3, 5), "paper", 1, 39),
+        (intrinsic_dimension_profile(4), (3, 5), "paper", 4, 95),
+        (intrinsic_dimension_profile(4), (3, 20), "paper", 1, 105),
+        (intrinsic_dimension_profile(4), (3, 20), "paper", 4, 216),
+        (d_retrieval_profile(4), (3,), "paper", 1, 20),
+        (d_retrieval_profile(4), (3,), "paper", 4, 29),
+        (triangle_center_profile(), (4, 4), "proved", 1, 62),
+    ],
+)
+def test_thresholds_in_t(profile, heads, count, trees, first):
+    assert first_excluded(profile, heads, count, trees) == first
+
+
+def test_the_count_decides_what_is_excluded():
+    """Only the ordered count excludes (2,4) and (3,5); the unordered one excludes none."""
+    profile = intrinsic_dimension_profile(4)
+    for heads in ((2, 4), (3, 5), (4, 4)):
+        for count in ("unordered", "proved"):
+            assert max_position_capacity(profile, heads, 64) >= profile.number(64, count)
+
+
+@pytest.mark.parametrize("d", [2, 3, 4, 6])
+def test_heads_that_counting_asks_for(d):
+    one = d_retrieval_profile(d)
+    assert min_heads(one, (1,), "paper") == min_heads(one, (1,), "proved") == d
+    pairs = intrinsic_dimension_profile(d)
+    assert min_heads(pairs, (1, 5), "paper") == d
+    assert min_heads(pairs, (1, 5), "unordered") == -(-d // 2)
+    assert min_heads(pairs, (1, 5), "proved") == 1
+    assert min_heads(pairs, (1, 1, 5), "paper") == max(1, d - 1)  # hidden layers share the work
+    assert min_heads(triangle_center_profile(), (1, 5), "proved") is None
+    assert min_heads(one, (1, 1), "paper") == 1
+
+
+@pytest.mark.parametrize("trees", [1, 4])
+@pytest.mark.parametrize("n_tokens", [10, 33, 64, 200])
+def test_heads_at_this_t_are_the_least_that_meet_the_count(trees, n_tokens):
+    profile = intrinsic_dimension_profile(4)
+    found = min_heads_at(profile, (1, 5), n_tokens, "paper", trees)
+    needed = profile.number(n_tokens, "paper")
+    assert max_position_capacity(profile, (found, 5), n_tokens, trees) >= needed
+    if found > 1:
+        assert max_position_capacity(profile, (found - 1, 5), n_tokens, trees) < needed
+
+
 @pytest.mark.parametrize(
     ("heads", "verdict", "m", "saturated", "lower", "upper"),
     [
@@ -56,6 +125,25 @@ def test_example_1(heads, verdict, m, saturated, lower, upper):
     assert found.min_heads == found.min_heads_here == 4
     assert found.verified == 1.0
     assert found.upper["effective"] == (0.0 if heads == 4 else 16.0)
+
+
+def test_yu_et_al_2_3_one_head_of_dimension_t_d_is_enough():
+    task = load_task("d_retrieval", n_tokens=8, d_token=4)
+    wide = estimate(architecture((1,), n_tokens=8, d_model=32), task, trees=4)
+    assert wide.upper_information == 8
+    assert wide.upper["effective"] == 0
+    narrow = estimate(architecture((1,), n_tokens=8, d_model=16), task, trees=4)
+    assert narrow.upper["effective"] == 2
+
+
+def test_theorem_1_two_layers_of_one_head_against_one_layer():
+    two = estimated("depth_separation", (1, 1))
+    assert two.verdict == "allowed"
+    assert two.upper_information == 2
+    one = estimated("depth_separation", (1,), count="proved")
+    assert one.verdict == "excluded, proved"
+    # one layer: |I|^2 >= C(T,2) - 2 - h T = 1950
+    assert one.min_information == 45
 
 
 def test_example_2_with_positions():
@@ -80,6 +168,13 @@ def test_proposition_2_exponents_grow_with_length():
     assert sizes[2] / sizes[1] == pytest.approx(4, rel=0.15)  # 8^(2/3)
 
 
+def test_small_t_is_no_obstruction():
+    found = estimated("triangle_center", (4, 4), n_tokens=16, count="proved")
+    assert found.min_information == 0
+    assert found.verdict == "no schedule found"
+    assert any("no obstruction" in reason for reason in found.reasons)
+
+
 def test_allowed_rests_on_the_schedule_that_was_run():
     """At small T global aggregation is cheaper than eight heads; the verdict is about the heads."""
     found = estimated(
@@ -89,6 +184,12 @@ def test_allowed_rests_on_the_schedule_that_was_run():
     assert found.upper_information == 16
     assert found.verified == 1.0
     assert any("retrieve by score 1, 2, 3, 4, 5, 6, 7, 8" in reason for reason in found.reasons)
+
+
+def test_an_estimate_is_json():
+    values = json.loads(json.dumps(estimated("d_retrieval", (4,), verify=0).to_dict()))
+    assert values["verdict"] == "allowed"
+    assert "retrieve by score 1, 2, 3, 4" in values["schedule"]
 
 
 def test_the_phase_diagram_turns_at_d():
@@ -139,6 +240,16 @@ def test_bad_values_are_named(call, message):
         call()
 
 
+@pytest.mark.parametrize(("d", "heads"), [(3, (1, 1)), (7, (1, 1, 1, 1))])
+def test_token_heads_over_single_tokens_are_jobs(d, heads):
+    """Tokens hold what CLS has no head for, and hand it on (findings T3)."""
+    found = estimated("d_retrieval", heads, task={"n_components": d})
+    assert (found.verdict, found.verified) == ("allowed", 1.0)
+    assert found.upper_information == d
+    fewer = estimated("d_retrieval", heads[:-1], task={"n_components": d})
+    assert fewer.verdict == ("excluded, proved" if d == 3 else "no schedule found")
+
+
 def test_only_the_proved_count_certifies():
     """The ordered count asks for |I| >= 11, but it is an upper bound on the need (T4)."""
     found = estimated("intrinsic_dimension", (2, 4), task={"n_components": 4}, verify=0)
@@ -163,6 +274,18 @@ def test_what_is_excluded_for_one_role_is_allowed_to_a_head_with_several():
     assert "routed heads" in encoded.why
     assert encoded.routed.held == 1
     assert encoded.routed.nmse < 1e-9
+
+
+@pytest.mark.parametrize(("heads", "verdict"), [((1,), "excl"), ((1, 1), "allowed")])
+def test_the_kth_largest_is_found_by_adaptive_heads(heads, verdict):
+    """k = 3 in two layers of one head with |I| = 3; the counts of fixed trees asked for 7 (T6)."""
+    task = load_task("kth_largest", n_tokens=32, k=3)
+    found = estimate(architecture(heads, 32, d_token=1), task)
+    assert found.verdict.startswith(verdict)
+    if verdict == "allowed":
+        assert found.upper_information == 3
+        assert found.schedule.adaptive
+        assert found.verified == 1.0
 
 
 def test_no_count_of_fixed_trees_proves_anything_of_two_layers():
@@ -225,3 +348,18 @@ def test_token_tasks_can_be_asked(name, sizes, one_layer, two_layers):
     assert without.verdict == (
         "no schedule found" if name == "memorization" else "excluded, proved"
     )
+
+
+def test_best_pairs_of_numbers_are_not_said_to_be_excluded():
+    """a x y is largest for extreme numbers, which one layer of two heads holds."""
+    task = load_task("intrinsic_dimension", n_tokens=32, d_token=1, n_components=1)
+    ends = tuple(
+        Component(1, lambda x: x[..., 0, 0], symmetric=True, extremum=end) for end in ("max", "min")
+    )
+    x, _ = task.sample(200, 0)
+    layer = LayerSchedule(cls=(Max(0), Max(1)))
+    held = run_schedule(Schedule((layer,)), ends, x).members[-1, :, -1]
+    assert (task.active_index_set(x) <= held).all()
+    for count in ("paper", "proved"):
+        found = estimate(architecture((2,), 32, d_token=1), task, count=count)
+        assert found.verdict != "excluded, proved"

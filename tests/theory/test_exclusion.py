@@ -159,3 +159,14 @@ def test_the_verifier_uses_nothing_but_the_standard_library():
         if isinstance(node, (ast.Import, ast.ImportFrom))
     }
     assert modules == {"itertools", "collections.abc", "typing"}
+
+
+def test_without_samples_nothing_is_proved():
+    task = load_task("d_retrieval", n_components=4, n_tokens=64)
+    found = estimate(shape((3,), 64), task, verify=0)
+    assert (found.verdict, found.witness) == ("no schedule found", None)
+
+
+def test_allowed_says_where_a_score_jumps():
+    task = load_task("kth_largest", n_tokens=32, k=3)
+    assert "jumps" in estimate(shape((1, 1), 32), task).why

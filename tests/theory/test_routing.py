@@ -3,8 +3,9 @@
 import pytest
 
 from infoflow_lens import InfoFlowError, load_task
+from infoflow_lens.theory.comparison import model_comparisons
 from infoflow_lens.theory.jobs import Max, Routed
-from infoflow_lens.theory.roles import roles_of
+from infoflow_lens.theory.roles import choose_roles, roles_of
 from infoflow_lens.theory.routing import routed_error
 from infoflow_lens.theory.schedule import LayerSchedule, Schedule, learns
 
@@ -27,6 +28,15 @@ def test_one_routed_head_holds_two_best_pairs_in_long_sequences():
     one_role = Schedule((LayerSchedule(token=(Max(0),)), LayerSchedule(cls=(Max(0), Max(1)))))
     assert learns(task, routed, 60) == 1.0
     assert learns(task, one_role, 60) < 0.5
+
+
+@pytest.mark.slow
+def test_the_error_that_is_left_falls_with_length():
+    short, long = routed_error(intrinsic(16), 1, n=200), routed_error(intrinsic(64), 1, n=100)
+    assert short.low <= short.nmse <= short.high
+    assert long.nmse < 0.1 * short.nmse or long.nmse < 1e-9
+    assert 0 < short.nmse < 0.2
+    assert short.roles == 4
 
 
 def test_as_many_heads_as_roles_leave_nothing():
@@ -53,7 +63,25 @@ def test_the_interval_covers_what_many_samples_give():
     assert sum(inside) >= 9
 
 
+def test_a_role_is_a_function_of_the_token_alone():
+    task = intrinsic(10)
+    x, _ = task.sample(4, 0)
+    reference = task.sample(60, 1)[0].flatten(0, 1)
+    roles = roles_of(task.components, (0, 1))
+    together = choose_roles(task.components, roles, x, reference)
+    moved = choose_roles(task.components, roles, x.flip(1), reference)
+    assert together.equal(moved.flip(1))
+    assert together.shape == (4, 10, 4)
+
+
 def test_a_symmetric_score_has_one_side():
     assert roles_of(load_task("depth_separation").components, (0,)) == [(0, False)]
     with pytest.raises(InfoFlowError, match="arity 1: expected 2"):
         roles_of(load_task("d_retrieval").components, (0,))
+
+
+def test_eq_5_counts_heads_times_roles():
+    plain = model_comparisons((6, 2), 64, 3, 2)
+    assert model_comparisons((3, 2), 64, 3, 2, roles=(2, 1)) == plain
+    with pytest.raises(InfoFlowError, match=r"roles is \(1,\)"):
+        model_comparisons((3, 2), 64, 3, 2, roles=(1,))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, load_task
-from infoflow_lens.theory.comparison import Component, model_comparisons
-from infoflow_lens.theory.jobs import Max, Specific, cover, cover_size
+from infoflow_lens.theory.comparison import Component, growth_sizes, model_comparisons
+from infoflow_lens.theory.jobs import Global, Max, Specific, cover, cover_groups, cover_size
 from infoflow_lens.theory.schedule import LayerSchedule, Schedule, learns, run_schedule
 from infoflow_lens.theory.search import search
 
@@ -34,12 +34,44 @@ def test_a_cover_holds_every_tuple(arity, n_tokens):
     assert not cover(n_tokens, arity)[n_tokens].any()  # CLS reads nothing
 
 
+@pytest.mark.parametrize(
+    ("n_tokens", "size"), [(8, 6), (16, 12), (32, 18), (48, 21), (64, 24), (256, 66)]
+)
+def test_example_3_covers_of_triples(n_tokens, size):
+    assert cover_size(n_tokens, 3) == size
+    groups = cover_groups(n_tokens, 3)
+    assert math.comb(groups, 3) <= n_tokens < math.comb(groups + 1, 3)
+
+
+def test_holders_of_a_cover_lie_in_their_blocks_where_they_can():
+    reads = cover(64, 2)[:64, :64]
+    used = reads.any(dim=1)
+    assert used.sum() == math.comb(11, 2)
+    assert reads[used, used.nonzero().flatten()].all()
+
+
 @pytest.mark.parametrize("n_tokens", [8, 16, 32])
 @pytest.mark.parametrize("n_components", [2, 3, 4, 5])
 def test_proposition_1_learns_on_gaussian_tokens(n_tokens, n_components):
     task = load_task("intrinsic_dimension", n_tokens=n_tokens, n_components=n_components)
     # with fewer heads Gaussian tokens often succeed by luck: norm outliers win for every matrix
     assert learns(task, proposition_1(n_components), n=50) == 1.0
+
+
+def test_proposition_1_has_sets_constant_in_t():
+    for n_tokens in (16, 48):
+        task = load_task("intrinsic_dimension", n_tokens=n_tokens, n_components=3)
+        sizes = run_schedule(proposition_1(3), task.components, task.sample(20, 0)[0]).sizes()
+        assert sizes[0, :, :-1].max() <= 4
+        assert sizes[1, :, -1].max() <= 12
+
+
+@pytest.mark.parametrize("n_tokens", [16, 64])
+def test_d_retrieval_takes_d_heads(n_tokens):
+    task = load_task("d_retrieval", n_tokens=n_tokens, n_components=4, d_token=8, tokens="sphere")
+    heads = tuple(Max(i) for i in range(4))
+    assert learns(task, Schedule((LayerSchedule(cls=heads),)), n=100) == 1.0
+    assert learns(task, Schedule((LayerSchedule(cls=heads[:3]),)), n=100) < 0.6
 
 
 @pytest.mark.parametrize("n_tokens", [8, 16, 32])
@@ -49,6 +81,30 @@ def test_a_cover_and_one_head_learn_the_triangle(n_tokens):
     assert learns(task, schedule, n=30, positional=True) == 1.0
     with pytest.raises(InfoFlowError, match="takes a positional encoding"):
         learns(task, schedule)
+
+
+def test_one_cover_serves_all_components():
+    task = load_task("intrinsic_dimension", n_tokens=32, n_components=6)
+    cls = tuple(Max(i) for i in range(6))
+    schedule = Schedule((LayerSchedule(token=(Specific(2),)), LayerSchedule(cls=cls)))
+    assert learns(task, schedule, n=40, positional=True) == 1.0
+
+
+def test_global_aggregation_learns_everything():
+    """Universality: one head that holds all positions (Yun et al. 2020a; Yu et al. Thm 2.3)."""
+    for name in ("d_retrieval", "depth_separation", "triangle_center", "intrinsic_dimension"):
+        task = load_task(name, n_tokens=9)
+        assert learns(task, Schedule((LayerSchedule(cls=(Global(),)),)), n=30) == 1.0
+
+
+def test_appendix_e_by_score_functions():
+    """The worked example: tokens pair up, then CLS finds the pair with the smallest sum."""
+    task = load_task("depth_separation", n_tokens=4, d_token=2)
+    x = torch.tensor([[[1.0, 0.0], [0.6, 0.8], [-0.8, -0.6], [0.0, -1.0]]])
+    sets = run_schedule(proposition_1(1), task.components, x)
+    assert [sets.of(0, 0, t) for t in range(4)] == [{0, 2}, {1, 2}, {1, 2}, {1, 3}]
+    assert sets.of(1, 0, 4) == {1, 2}
+    assert float(task.target(x)) == pytest.approx(0.08)
 
 
 def brute_force_size(n, arity, heads, n_tokens, positional):
@@ -133,6 +189,17 @@ def test_examples_their_winner_learns_and_meets_the_count(
     profile = task.comparison
     made = model_comparisons(heads, 64, found.size, profile.dimension, profile.n_trees)
     assert made >= profile.number(64, "proved")
+
+
+def test_no_max_position_schedule_is_said():
+    task = load_task("triangle_center", n_tokens=16)
+    assert search(task.components, (4, 4), 16, max_position_only=True) is None
+
+
+def test_growth_bounds_the_sizes_of_max_position_schedules():
+    task = load_task("intrinsic_dimension", n_tokens=32, n_components=3)
+    found = search(task.components, (3, 3), 32, max_position_only=True)
+    assert found.size <= growth_sizes((3, 3), 32)[-1][1]
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,14 @@ def test_ranks_double_with_every_layer_of_token_heads(k, heads):
         assert learns(task, found, 40) == 1.0
 
 
+def test_ranks_are_counted_from_the_nearer_end():
+    number = Component(1, lambda x: x[..., 0, 0], symmetric=True, rank=14)
+    task = Target(components=(number,), n_tokens=16, d_token=1, tokens="unit")
+    found = find(task.components, (1, 1), 16, max_position_only=True).schedule
+    assert found.size <= 4
+    assert learns(task, found, 40) == 1.0
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_causal_tokens_see_the_past_only(symmetric):
     """An ordered pair is found from its later token, which takes a head for either order."""
@@ -97,3 +105,16 @@ def test_causal_tokens_see_the_past_only(symmetric):
     two = find(task.components, (2, 1), 12, max_position_only=True, causal=True).schedule
     assert (one is not None) == symmetric
     assert learns(task, two, 60, causal=True) == 1.0
+
+
+def test_wide_layers_take_the_large_sets():
+    """|I| is weighed by the width of its layer."""
+    task = Target(
+        components=tuple(random_component(2, torch.Generator().manual_seed(i)) for i in range(3)),
+        n_tokens=64,
+        d_token=D_TOKEN,
+    )
+    sizes = find(task.components, (3, 3, 3), 64, d_model=(8, 8, 8)).schedule.sizes
+    wide = find(task.components, (3, 3, 3), 64, d_model=(8, 8, 64)).schedule.sizes
+    assert max(wide[:2]) <= max(sizes)
+    assert max(s / e for s, e in zip(wide, (8, 8, 64), strict=True)) <= max(sizes) / 8

@@ -1,6 +1,7 @@
 """What the theory reads off models and configs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from infoflow_lens.theory.estimate import estimate
 from infoflow_lens.theory.shapes import ModelShape, shape_of
 from infoflow_lens.theory.survey import survey, survey_cases
 from tests.conftest import make_token_model
+from tests.versions import needs_hooked_transformer
 
 SIZES = {"n_layers": 2, "n_heads": 4, "d_model": 32, "d_head": 8, "n_ctx": 24, "d_vocab": 50}
 
@@ -31,6 +33,16 @@ def test_a_transformer_lens_config_is_asked():
     assert not shape_of(hooked(attention_dir="bidirectional")).causal
     task = load_task("d_retrieval", n_tokens=16)
     assert estimate(hooked(), task).verdict == "allowed"  # a TypeError before
+
+
+@needs_hooked_transformer
+@pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated")
+def test_a_hooked_transformer_is_what_its_config_is():
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    config = HookedTransformerConfig(**SIZES, act_fn="gelu")
+    for found in (shape_of(HookedTransformer(config)), shape_of(config)):
+        assert replace(found, source="") == replace(shape_of(hooked()), source="")
 
 
 def test_a_model_is_what_its_config_is():

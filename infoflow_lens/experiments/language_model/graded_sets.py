@@ -18,7 +18,7 @@ from infoflow_lens.experiments.language_model.study import (
 )
 from infoflow_lens.experiments.plots import Axis, FigureSpec, Panel
 from infoflow_lens.experiments.study import Row, Settings, Statement
-from infoflow_lens.experiments.tables import groups, markdown_table
+from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups, render
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.hooks import (
@@ -185,22 +185,44 @@ class GradedSetsStudy(LanguageModelStudy):
     def table(self, results: "pd.DataFrame") -> str:
         """How the strength was chosen; then all methods, a table for each model."""
         chosen = chosen_of(results)
-        test = _test(results)
-        parts = [
+        parts: list[Part] = [
             "Spearman's correlation with influence, and the share of influence inside the quarter "
             "of the tokens that a method ranks highest; means over sequences and half their 95% "
             f"interval. On other text, {chosen} was chosen.",
             "### The choice: Spearman in the last layer, on validation text",
-            choice_table(results),
+            TableSpec(
+                ("method",),
+                (
+                    Column("", _mean_over_cases, form=".3f", across="case"),
+                    Column("mean", _mean_over_cases, form=".3f"),
+                ),
+                rows=_choosing,
+            ),
             "### The last layer",
-            *(last_layer_table(results, influence) for influence in _INFLUENCES),
+            *(
+                TableSpec(
+                    ("method",),
+                    (Column("", _cell, across="model"),),
+                    rows=partial(_compared, influence),
+                    words={"method": lambda name: f"**{name}**" if name == chosen else name},
+                    names={"method": influence},
+                )
+                for influence in _INFLUENCES
+            ),
             f"(ahead): it is ahead of {chosen} by the rule's intervals; (behind): behind it.",
             f"On how many trained models {chosen} is ahead of, level with or behind the others:",
-            tally_table(results),
+            TableSpec(
+                ("method",),
+                (Column("", _counts, across="influence"),),
+                rows=tally,
+                names={"method": "; ".join(_OUTCOMES)},
+            ),
         ]
-        for (model,), rows in groups(test, ("model",)):
-            parts += [f"### {model}", table_of(rows)]
-        return "\n\n".join(parts)
+        of_model = TableSpec(("method",), (Column("", _with_interval, across="place"),))
+        for (model,), rows in groups(_test(results), ("model",)):
+            shown = _shown_layers(rows)
+            parts += [f"### {model}", of_model.render(shown), _sizes(shown)]
+        return render(parts, results)
 
     def plots(self) -> FigureSpec:
         """Spearman and the share inside of every method in the last layer, by model."""
@@ -298,30 +320,25 @@ def chosen_of(results: "pd.DataFrame") -> str:
 
     The mean is over trained models and influences, in the last layer.
     """
-    means = _choice(results)
-    return str(means.mean(axis=1).idxmax())
+    found = {method: _mean_over_cases(rows) for (method,), rows in _by_method(_choosing(results))}
+    return max(found, key=found.__getitem__)
 
 
-def _choice(results: "pd.DataFrame") -> "pd.DataFrame":
-    """Mean Spearman in the last layer by variant, and by model and influence."""
+def _by_method(rows: "pd.DataFrame") -> "list[tuple[Any, pd.DataFrame]]":
+    return groups(rows, ("method",))
+
+
+def _choosing(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The rows that choose: graded sets in the last layer of trained models, on the other text."""
     rows = _last_layer(final(results))
     rows = rows[(rows["on"] == "validation") & rows["method"].isin(list(_VARIANTS))]
     if (rows["weights"] != _RANDOM).any():
         rows = rows[rows["weights"] != _RANDOM]
-    return rows.pivot_table(
-        values="spearman", index="method", columns=["model", "influence"], sort=False
-    )
+    return rows.assign(case=rows["model"] + ", " + rows["influence"])
 
 
-def choice_table(results: "pd.DataFrame") -> str:
-    """The mean correlation of each kind of graded sets on the text that chooses."""
-    means = _choice(results)
-    columns = ("method", *(", ".join(map(str, case)) for case in means.columns), "mean")
-    lines = [
-        (method, *(f"{value:.3f}" for value in row), f"{row.mean():.3f}")
-        for method, row in means.iterrows()
-    ]
-    return markdown_table(columns, lines)
+def _mean_over_cases(rows: "pd.DataFrame") -> float:
+    return float(rows.groupby("case")["spearman"].mean().mean())
 
 
 def outcome(rows: "pd.DataFrame", method: str, other: str) -> str:
@@ -354,73 +371,67 @@ def _mean(values: "pd.Series[float]") -> tuple[float, float]:
     return float(found.mean()), float(t.ppf(0.975, n - 1) * found.std() / n**0.5)
 
 
-def last_layer_table(results: "pd.DataFrame", influence: str) -> str:
-    """Every method in the last layer of every model, beside the chosen graded sets."""
-    chosen = chosen_of(results)
-    rows = _last_layer(_test(results))
-    cases = groups(rows[rows["influence"] == influence], ("model",))
-    lines = []
-    for method in dict.fromkeys(rows["method"]):
-        cells: list[str | None] = []
-        for _, some in cases:
-            own = some[some["method"] == method]
-            if not len(own):
-                cells.append(None)
-                continue
-            sign = ""
-            if method not in (chosen, "measured") and chosen in set(some["method"]):
-                sign = {"level": ""}.get(found := outcome(some, method, chosen), f" ({found})")
-            cells.append("; ".join(f"{_mean(own[metric])[0]:.3f}" for metric in _JUDGED) + sign)
-        lines.append((f"**{method}**" if method == chosen else method, *cells))
-    return markdown_table((influence, *(model for (model,), _ in cases)), lines)
+def _compared(influence: str, results: "pd.DataFrame") -> "pd.DataFrame":
+    """The last layer of every model, with what each method is beside the chosen graded sets."""
+    chosen, rows = chosen_of(results), _last_layer(_test(results))
+    rows = rows[rows["influence"] == influence]
+    found = {
+        (model, method): outcome(some, method, chosen)
+        for (model,), some in groups(rows, ("model",))
+        for method in dict.fromkeys(some["method"])
+        if method not in (chosen, "measured") and chosen in set(some["method"])
+    }
+    keys = zip(rows["model"], rows["method"], strict=True)
+    return rows.assign(outcome=[found.get(key, "level") for key in keys])
 
 
-def tally(results: "pd.DataFrame") -> dict[tuple[str, str], dict[str, int]]:
-    """By method and influence: on how many trained models the chosen sets are ahead of it."""
-    chosen = chosen_of(results)
-    rows = _last_layer(_test(results))
-    rows = rows[rows["weights"] != _RANDOM]
-    found: dict[tuple[str, str], dict[str, int]] = {}
-    for (_, influence), some in groups(rows, ("model", "influence")):
-        for method in dict.fromkeys(some["method"]):
-            if method not in (chosen, "measured"):
-                counts = found.setdefault((method, influence), dict.fromkeys(_OUTCOMES, 0))
-                counts[outcome(some, chosen, method)] += 1
-    return found
+def _cell(rows: "pd.DataFrame") -> str:
+    how = rows["outcome"].iloc[0]
+    means = "; ".join(f"{_mean(rows[metric])[0]:.3f}" for metric in _JUDGED)
+    return means if how == "level" else f"{means} ({how})"
 
 
-def tally_table(results: "pd.DataFrame") -> str:
-    """The same as a table: ahead, level, behind."""
-    found = tally(results)
-    lines = [
-        (method, *("; ".join(map(str, found[method, i].values())) for i in _INFLUENCES))
-        for method in dict.fromkeys(method for method, _ in found)
-    ]
-    return markdown_table(("ahead; level; behind", *_INFLUENCES), lines)
+def tally(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Whether the chosen sets are ahead of each method, by trained model and influence."""
+    import pandas as pd
+
+    chosen, rows = chosen_of(results), _last_layer(_test(results))
+    return pd.DataFrame(
+        [
+            {"model": model, "influence": influence, "method": method,
+             "outcome": outcome(some, chosen, method)}
+            for (model, influence), some in groups(
+                rows[rows["weights"] != _RANDOM], ("model", "influence")
+            )
+            for method in dict.fromkeys(some["method"])
+            if method not in (chosen, "measured")
+        ],
+        columns=["model", "influence", "method", "outcome"],
+    )  # fmt: skip
 
 
-def table_of(rows: "pd.DataFrame") -> str:
-    """All methods on one model, by influence and layer; of a deep model four layers."""
+def _counts(rows: "pd.DataFrame") -> str:
+    return "; ".join(str((rows["outcome"] == how).sum()) for how in _OUTCOMES)
+
+
+def _shown_layers(rows: "pd.DataFrame") -> "pd.DataFrame":
+    """The layers of a model, of a deep one four; with the place of each number."""
     layers = sorted(rows["layer"].unique())
     if len(layers) > _MOST_LAYERS:
-        shown = {
-            layers[round(i * (len(layers) - 1) / (_MOST_LAYERS - 1))] for i in range(_MOST_LAYERS)
-        }
+        ends = range(_MOST_LAYERS)
+        shown = {layers[round(i * (len(layers) - 1) / (_MOST_LAYERS - 1))] for i in ends}
         rows = rows[rows["layer"].isin(shown)]
-    cases = groups(rows, ("influence", "layer"))
-    lines = []
-    for method in dict.fromkeys(rows["method"]):
-        cells: list[str | None] = []
-        for _, some in cases:
-            own = some[some["method"] == method]
-            (rank, half), (share, _) = (_mean(own[metric]) for metric in _JUDGED)
-            first, _ = _mean(own["share_first"])
-            cells.append(
-                f"{rank:.3f} ± {half:.3f}; {share:.3f}"
-                + (f" ({first:.3f})" if first == first else "")
-            )
-        lines.append((method, *cells))
-    columns = (f"{influence}, layer {layer}" for (influence, layer), _ in cases)
+    return rows.assign(place=rows["influence"] + ", layer " + rows["layer"].astype(str))
+
+
+def _with_interval(rows: "pd.DataFrame") -> str:
+    (rank, half), (share, _) = (_mean(rows[metric]) for metric in _JUDGED)
+    first, _ = _mean(rows["share_first"])
+    return f"{rank:.3f} ± {half:.3f}; {share:.3f}" + (f" ({first:.3f})" if first == first else "")
+
+
+def _sizes(rows: "pd.DataFrame") -> str:
+    """How large the sets of first choices are, in a sentence."""
     sizes = rows[(rows["method"] == _FIRST) & (rows["influence"] == _INFLUENCES[0])]
     told = "; ".join(
         f"layer {layer}: {some['size'].mean():.1f} of {some['candidates'].mean():.1f}, all in "
@@ -428,8 +439,8 @@ def table_of(rows: "pd.DataFrame") -> str:
         for (layer,), some in groups(sizes, ("layer",))
     )
     return (
-        f"{markdown_table(('method', *columns), lines)}\n\nIn brackets the share inside as many "
-        f"tokens as the set of first choices holds, where it leaves some out. It holds {told}."
+        "In brackets the share inside as many tokens as the set of first choices holds, where it "
+        f"leaves some out. It holds {told}."
     )
 
 

@@ -14,7 +14,13 @@ from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.batches import repeated_random, repeated_stretches
 from infoflow_lens.experiments.language_model.measures import prefix_matching, previous_token
 from infoflow_lens.experiments.language_model.snapshots import loaded
-from infoflow_lens.experiments.language_model.study import OnRepeats, final, model_of, with_steps
+from infoflow_lens.experiments.language_model.study import (
+    IS_INDUCTION,
+    OnRepeats,
+    final,
+    model_of,
+    with_steps,
+)
 from infoflow_lens.experiments.plots import BLUE, GREY, ORANGE, Axis, Curves, FigureSpec, Panel
 from infoflow_lens.experiments.study import Row, Settings, Statement
 from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups
@@ -30,7 +36,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _BATCH = 32
-IS_INDUCTION = 0.5  # prefix matching above it
 _CARRIED = 0.5  # of the variance that a head of this width can carry, the least share recovered
 _BY_CHANCE = 0.1  # of it, the most that a control's map recovers
 _COSTS = 1.0  # nats that an ablation costs at least
@@ -234,15 +239,6 @@ class Induction(OnRepeats):
                 ),
             ),
         }  # fmt: skip
-
-    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """Models without an induction head."""
-        most = final(results).groupby("model", sort=False)["prefix_matching"].max()
-        return [
-            f"{model}: no induction head (largest prefix matching {score:.2f})"
-            for model, score in most.items()
-            if score <= IS_INDUCTION
-        ]
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
         """What is recovered of other keys in the place of the attended."""

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.batches import repeated_random
-from infoflow_lens.experiments.language_model.induction import IS_INDUCTION, Head, ids_of
+from infoflow_lens.experiments.language_model.induction import Head, ids_of
 from infoflow_lens.experiments.language_model.measures import prefix_matching, previous_token
 from infoflow_lens.experiments.language_model.snapshots import loaded, untrained
 from infoflow_lens.experiments.language_model.study import (
+    IS_INDUCTION,
     TRAINED,
     UNTRAINED,
     OnRepeats,

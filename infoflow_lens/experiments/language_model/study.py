@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MODEL = ("model", "step")
 TRAINED, UNTRAINED = "trained", "untrained"
+IS_INDUCTION = 0.5  # prefix matching above it
 _MOST = 512  # tokens of the longest context that is looked at
 
 
@@ -159,6 +160,15 @@ class OnRepeats(LanguageModelStudy):
                 "n": self.windows[preset],
             }
             for moment in self.moments(preset)
+        ]
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """Models without an induction head."""
+        most = final(results).groupby("model", sort=False)["prefix_matching"].max()
+        return [
+            f"{model}: no induction head (largest prefix matching {score:.2f})"
+            for model, score in most.items()
+            if score <= IS_INDUCTION
         ]
 
 

@@ -11,20 +11,8 @@ from torch import Tensor
 
 from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.plots import FigureSpec, HeatMap, Panel
+from infoflow_lens.experiments.studies import token_models as tokens
 from infoflow_lens.experiments.studies.rows import numbers_of
-from infoflow_lens.experiments.studies.token_models import (
-    ADAMW,
-    PAPER,
-    RANDOM,
-    SOLVED,
-    TASKS,
-    WORDS,
-    TokenRun,
-    TokenStudy,
-    paper_training,
-    task_shown,
-    train_run,
-)
 from infoflow_lens.experiments.study import Row, Settings, Statement
 from infoflow_lens.experiments.tables import Column, Part, TableSpec, Words, groups, spread
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -86,7 +74,7 @@ class Operations:
     chance: Mapping[str, float]
 
 
-class AttentionMaps(TokenStudy):
+class AttentionMaps(tokens.TokenStudy):
     """Copying, matching and parsing, identified by probes in every test sequence.
 
     The paper shows the maps of single sequences. Here `AttendedProbe` gives the keys that each
@@ -118,7 +106,7 @@ class AttentionMaps(TokenStudy):
 
     def cases(self, preset: str) -> Sequence[Settings]:
         """By start and task."""
-        starts: Mapping[str, Mapping[str, Any]] = {PAPER: {}, RANDOM: ADAMW}
+        starts: Mapping[str, Mapping[str, Any]] = {tokens.PAPER: {}, tokens.RANDOM: tokens.ADAMW}
         return [
             {"start": start, "task": task, "layers": 2, **sizes, **_training(preset, task), **more}
             for start, more in starts.items()
@@ -127,13 +115,13 @@ class AttentionMaps(TokenStudy):
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """A row for each operation and model, for each head, and for each cell of two mean maps."""
-        run = train_run(self.name, settings, seed, device)
+        run = tokens.train_run(self.name, settings, seed, device)
         about: Row = {"test_accuracy": evaluate_labels(run.model, (run.x, run.y)).accuracy}
         models: dict[str, TokenTransformer] = {
             "trained": run.model,
             "initial": restored(run.model, run.training.initial_state),
         }
-        if settings["start"] == PAPER:
+        if settings["start"] == tokens.PAPER:
             models["construction"] = _construction(run.task).to(device, print_details=False)
         rows: list[Row] = []
         for name, model in models.items():
@@ -164,7 +152,7 @@ class AttentionMaps(TokenStudy):
             Column("KL if it attends to its own position alone", "own_position_kl"),
         )
         words: Mapping[str, Words] = {
-            **WORDS,
+            **tokens.WORDS,
             "model": lambda model: "before training" if model == "initial" else model,
             "layer": lambda layer: int(layer) + 1,
         }
@@ -187,12 +175,12 @@ class AttentionMaps(TokenStudy):
             for example in range(2)
             for layer in range(2)
         ]
-        return FigureSpec(panels, "task", (2.9, 2.9), rows=partial(_of, "map", start=PAPER))
+        return FigureSpec(panels, "task", (2.9, 2.9), rows=partial(_of, "map", start=tokens.PAPER))
 
     def claims(self) -> Sequence[Claim]:
         """By the shares in the models that solve their task."""
         solving = "{bound} of the models from the paper's start reach a test accuracy of " + str(
-            SOLVED
+            tokens.SOLVED
         )
         share = "in these models the operation happens in {bound} of the test sequences"
         gain = "which is {bound} beyond the untrained model, unless the start does it already"
@@ -325,7 +313,7 @@ def _construction(task: TokenTask) -> TokenTransformer:
     return model
 
 
-def _mechanisms(run: TokenRun) -> list[Row]:
+def _mechanisms(run: tokens.TokenRun) -> list[Row]:
     """What the answer owes to each head of the trained model."""
     found = measure_mechanisms(
         run.model, run.x[:_N_MECHANISMS], held_out=False, read=(-1,), exact=True, progress=False
@@ -342,7 +330,7 @@ def _mechanisms(run: TokenRun) -> list[Row]:
     ]
 
 
-def _mean_maps(run: TokenRun) -> list[Row]:
+def _mean_maps(run: tokens.TokenRun) -> list[Row]:
     """Mean patterns over the test sequences of the paper's two examples of each task."""
     names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(2)]
     device = next(run.model.parameters()).device
@@ -377,7 +365,7 @@ def _examples(task: TokenTask, x: Tensor) -> dict[str, Bool[Tensor, " sample"]]:
 
 
 def _training(preset: str, task: str) -> dict[str, Any]:
-    settings = {"preset": preset, **paper_training(task)}
+    settings = {"preset": preset, **tokens.paper_training(task)}
     changes: Mapping[str, Mapping[str, Any]] = {
         "smoke": {"n_test": 200, "epochs": 2, "n_train": 512},
         "full": {"epochs": 10 * settings["epochs"], "n_train": 16384},
@@ -402,25 +390,28 @@ def _map(example: int, layer: int, results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _map_shown(cells: "pd.DataFrame") -> str:
-    return f"{task_shown(cells)}, layer {int(cells['layer'].iloc[0]) + 1}"
+    return f"{tokens.task_shown(cells)}, layer {int(cells['layer'].iloc[0]) + 1}"
 
 
 def _solving(results: "pd.DataFrame") -> Numbers:
     """How many models of each task solve it."""
     return numbers_of(
-        _of("operation", results, PAPER),
+        _of("operation", results, tokens.PAPER),
         ["task"],
-        lambda rows: rows[rows["test_accuracy"] >= SOLVED]["run"].nunique(),
-        lambda task: TASKS[task],
+        lambda rows: rows[rows["test_accuracy"] >= tokens.SOLVED]["run"].nunique(),
+        lambda task: tokens.TASKS[task],
     )
 
 
 def _shares(results: "pd.DataFrame") -> list[tuple[str, "pd.DataFrame"]]:
     """By task and operation, its share in each model that solves the task, before and after."""
-    rows = _of("operation", results, PAPER)
-    rows = rows[(rows["test_accuracy"] >= SOLVED) & rows["operation"].isin(_JUDGED)]
+    rows = _of("operation", results, tokens.PAPER)
+    rows = rows[(rows["test_accuracy"] >= tokens.SOLVED) & rows["operation"].isin(_JUDGED)]
     return [
-        (f"{TASKS[task]}, {operation}", of.pivot(index="run", columns="model", values="share"))
+        (
+            f"{tokens.TASKS[task]}, {operation}",
+            of.pivot(index="run", columns="model", values="share"),
+        )
         for (task, operation), of in groups(rows, ["task", "operation"])
     ]
 

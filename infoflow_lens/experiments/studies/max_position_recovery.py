@@ -24,6 +24,7 @@ from infoflow_lens.experiments.studies.first_layer import (
     TOKENS,
     recovery_rows,
 )
+from infoflow_lens.experiments.studies.intrinsic_dimension import two_layers
 from infoflow_lens.experiments.studies.rows import (
     best_runs,
     has_enough_heads,
@@ -141,17 +142,8 @@ class MaxPositionRecovery(StagedStudy):
 
     def architecture(self, settings: Settings) -> Architecture:
         """Two layers, with a width that grows with the heads of the first."""
-        return Architecture(
-            n_heads=tuple(settings["heads"]),
-            d_head=(settings["d_head"],) * 2,
-            d_model=16 * settings["heads"][0],
-            d_token=settings["d_token"],
-            n_tokens=settings["n_tokens"],
-            d_mlp=settings["d_mlp"],
-            d_encoder=settings["d_mlp"],
-            act_fn="gelu",
-            init_mode="xavier_normal",
-        )
+        sizes = {**settings, "d_model": 16 * settings["heads"][0]}
+        return two_layers(sizes, linear=False, init_mode="xavier_normal")
 
     def task(self, settings: Settings, seed: int) -> RecoveryTask:
         """The target, drawn anew for each seed."""
@@ -188,21 +180,17 @@ class MaxPositionRecovery(StagedStudy):
 
     def tables(self) -> Sequence[Part]:
         """Every head of every seed, for both kinds of queries; then the published ratios."""
-
-        def of_rank(name: str, rank: int, column: str, form: str) -> Column:
-            return Column(name, lambda r: r[r["rank"] == rank][column].iloc[0], form=form)
-
         columns = (
             Column("NMSE", "nmse", "first", ".1e"),
             Column("NMSE lost without", _lost),
             Column("entropy", "entropy", "first", ".2f"),
-            of_rank("rank 1: initial", 1, "initial_second_moment", ".3f"),
-            of_rank("trained", 1, "trained_second_moment", ".4f"),
-            of_rank("ratio", 1, "ratio", ".3f"),
-            of_rank("tempered: ratio", 1, "tempered_ratio", ".3f"),
-            of_rank("rank 2: ratio", 2, "ratio", ".2f"),
-            of_rank("tempered: ratio", 2, "tempered_ratio", ".2f"),
-            of_rank("rank 1: fvu", 1, "trained_fvu", ".3f"),
+            Column("rank 1: initial", "initial_second_moment", "first", ".3f"),
+            Column("trained", "trained_second_moment", "first", ".4f"),
+            Column("ratio", "ratio", "first", ".3f"),
+            Column("tempered: ratio", "tempered_ratio", "first", ".3f"),
+            Column("rank 2: ratio", "ratio_second", "first", ".2f"),
+            Column("tempered: ratio", "tempered_ratio_second", "first", ".2f"),
+            Column("rank 1: fvu", "trained_fvu", "first", ".3f"),
         )
         words: Mapping[str, Words] = {"heads": heads_shown, "head": lambda head: head + 1}
         published = markdown_table(
@@ -214,7 +202,7 @@ class MaxPositionRecovery(StagedStudy):
             ],
         )
         by = [*_CASE, "seed", "head", "queries"]
-        return TableSpec(by, columns, _with_best_seeds, words), published, _NOTE
+        return TableSpec(by, columns, _of_heads, words), published, _NOTE
 
     def plots(self) -> FigureSpec:
         """Every head by configuration, and why: ratios over entropy, beside tempered heads."""
@@ -334,10 +322,17 @@ def _lost(rows: "pd.DataFrame") -> str:
     return f"{lost:.2g}" if lost >= IDLE else "nothing"
 
 
-def _with_best_seeds(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The rows with seeds in words, which say the one of least error of each configuration."""
+def _of_heads(results: "pd.DataFrame") -> "pd.DataFrame":
+    """A row for each head and kind of queries, both ranks beside each other.
+
+    Seeds are in words, which say the one of least error of each configuration.
+    """
     best = results["run"].isin(best_runs(results, _CASE)["run"])
-    return results.assign(seed=results["seed"].astype(str) + best.map({True: ", best", False: ""}))
+    seeds = results["seed"].astype(str) + best.map({True: ", best", False: ""})
+    first, second = (results.assign(seed=seeds)[results["rank"] == rank] for rank in _RANKS)
+    by = ["run", "head", "queries"]
+    of_second = second[[*by, "ratio", "tempered_ratio"]]
+    return first.merge(of_second, "left", by, suffixes=("", "_second"))
 
 
 def _first_in_use(results: "pd.DataFrame", target: str) -> "pd.DataFrame":

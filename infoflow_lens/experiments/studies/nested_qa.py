@@ -10,24 +10,7 @@ from torch import Tensor
 
 from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
-from infoflow_lens.experiments.studies.token_models import (
-    ABOVE_CHANCE,
-    CONSTRUCTED,
-    FRESH,
-    SOLVED,
-    STARTS,
-    WHOLE,
-    TokenRun,
-    TokenStudy,
-    chosen_accuracy,
-    counted,
-    data_of,
-    held_out,
-    last_epochs,
-    solving,
-    start_model,
-    training_config,
-)
+from infoflow_lens.experiments.studies import token_models as tokens
 from infoflow_lens.experiments.study import Pair, Row, Settings, Statement
 from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups
 from infoflow_lens.foundation.seeds import derived_seed
@@ -78,7 +61,7 @@ def layers_needed(hops: int) -> int:
     return (2 * hops).bit_length()
 
 
-class NestedQuestions(TokenStudy):
+class NestedQuestions(tokens.TokenStudy):
     """Test accuracy for one to three hops, by layers, start, and how chains are asked in training.
 
     The context holds two chains, so a model that answers with any entity that is never asked about,
@@ -121,7 +104,7 @@ class NestedQuestions(TokenStudy):
         }
         plan = plans[preset]
         base = {
-            **FRESH,
+            **tokens.FRESH,
             "preset": preset,
             "task": "nested_qa",
             "n_chains": 2,
@@ -132,7 +115,7 @@ class NestedQuestions(TokenStudy):
         for hops, depths in plan.layers.items():
             whole = {
                 **base,
-                "start": WHOLE,
+                "start": tokens.WHOLE,
                 "hops": hops,
                 "padding": (hops + 1) * plan.n_entities,
                 "epochs": plan.epochs,
@@ -146,21 +129,21 @@ class NestedQuestions(TokenStudy):
                 cases.append({**whole, **once, "layers": hops + 1})
         for hops in plan.layers:
             for noise in plan.noise:
-                about = {"start": CONSTRUCTED, "form": "copy_once", "noise": noise}
+                about = {"start": tokens.CONSTRUCTED, "form": "copy_once", "noise": noise}
                 more = {"hops": hops, "layers": hops + 1, "epochs": max(1, plan.epochs // 6)}
                 cases.append({**base, **about, **more, "asked": _AT_ONCE})
         return cases
 
-    def trained(self, settings: Settings, seed: int, device: str) -> TokenRun:
+    def trained(self, settings: Settings, seed: int, device: str) -> tokens.TokenRun:
         """One model, trained at once or in stages."""
         if settings["asked"] == _GROWING:
             return _trained_growing(self.name, settings, seed, device)
         return super().trained(settings, seed, device)
 
-    def also(self, settings: Settings, seed: int, run: TokenRun) -> Row:
+    def also(self, settings: Settings, seed: int, run: tokens.TokenRun) -> Row:
         """Test accuracy before training, and of the trained model by distance from the end."""
         hops = int(settings["hops"])
-        untrained, _ = start_model(settings, derived_seed(self.name, "weights", seed))
+        untrained, _ = tokens.start_model(settings, derived_seed(self.name, "weights", seed))
         untrained = untrained.to(next(run.model.parameters()).device)
         row: Row = {"before": evaluate_labels(untrained, (run.x, run.y)).accuracy}
         for near in range(1, hops + 1):
@@ -174,7 +157,7 @@ class NestedQuestions(TokenStudy):
 
     def judges(self, settings: Settings) -> bool:
         """Constructions with noise are reported."""
-        return settings["start"] != CONSTRUCTED
+        return settings["start"] != tokens.CONSTRUCTED
 
     def tables(self) -> Sequence[Part]:
         """Test accuracies by start, hops and layers; then the layers that are enough by hand."""
@@ -186,11 +169,11 @@ class NestedQuestions(TokenStudy):
             Column("chance", "chance", "mean"),
             Column("before training", "before"),
             "test_accuracy",
-            Column("seeds >= .95", solving),
+            Column("seeds >= .95", tokens.solving),
             Column("last fact ends a chain", "end_last"),
             Column("it does not", "end_before"),
             *(
-                Column(f"asked {counted(n, 'hop')} before the end", f"from_{n}", "mean")
+                Column(f"asked {tokens.counted(n, 'hop')} before the end", f"from_{n}", "mean")
                 for n in range(1, max(_HOPS))
             ),
         )
@@ -216,7 +199,7 @@ class NestedQuestions(TokenStudy):
         """The plateau that growing distances avoid, what is learnt of chains, and noise."""
 
         def sizes(hops: float, layers: float) -> str:
-            return f"{counted(int(hops), 'hop')}, {counted(int(layers), 'layer')}"
+            return f"{tokens.counted(int(hops), 'hop')}, {tokens.counted(int(layers), 'layer')}"
 
         colours = {_GROWING: "C1", _AT_ONCE: "C0"}
         losses = Curves(
@@ -248,27 +231,27 @@ class NestedQuestions(TokenStudy):
                 "seeds and starts is {bound} above chance",
                 _with_few_layers,
                 "<=",
-                ABOVE_CHANCE,
+                tokens.ABOVE_CHANCE,
             ),
             Claim(
                 "from a Gaussian start asked from growing distances, the seed of the least "
                 "validation loss has a test accuracy of {bound}",
                 _with_enough_layers,
                 ">=",
-                SOLVED,
+                tokens.SOLVED,
             ),
             Claim(
                 "asked from the starts of chains alone, the largest test accuracy over seeds on "
-                f"{counted(_JUDGED_HOPS, 'hop')} is " + "{bound} above chance",
+                f"{tokens.counted(_JUDGED_HOPS, 'hop')} is " + "{bound} above chance",
                 _asked_at_once,
                 "<=",
-                ABOVE_CHANCE,
+                tokens.ABOVE_CHANCE,
             ),
         )
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """Accuracies by depth and place, longer chains, and constructions with noise."""
-        runs = last_epochs(results)
+        runs = tokens.last_epochs(results)
         remarks = []
         few = runs[runs["layers"] < runs["hops"].map(layers_needed)]
         for hops, rows in few.groupby("hops"):
@@ -280,10 +263,10 @@ class NestedQuestions(TokenStudy):
                 else ""
             )
             remarks.append(
-                f"{counted(int(hops), 'hop')}, too few layers: highest test accuracy "
+                f"{tokens.counted(int(hops), 'hop')}, too few layers: highest test accuracy "
                 f"{highest['test_accuracy']:.3f}{by_place}, chance {highest['chance']:.3f}"
             )
-        whole = runs[runs["start"] == WHOLE]
+        whole = runs[runs["start"] == tokens.WHOLE]
         most = int(whole["hops"].max())
         rows = whole[(whole["hops"] == most) & (whole["asked"] == _GROWING)]
         if most > _JUDGED_HOPS and len(rows):
@@ -291,10 +274,10 @@ class NestedQuestions(TokenStudy):
             best = rows.sort_values("best_validation_loss").iloc[0]
             shown = ", ".join(f"{best[f'from_{n}']:.3f}" for n in range(1, most + 1))
             remarks.append(
-                f"{counted(most, 'hop')}, {counted(int(best['layers']), 'layer')}: "
+                f"{tokens.counted(most, 'hop')}, {tokens.counted(int(best['layers']), 'layer')}: "
                 f"{shown} when asked 1 to {most} hops before the end"
             )
-        for noise, rows in runs[runs["start"] == CONSTRUCTED].groupby("noise"):
+        for noise, rows in runs[runs["start"] == tokens.CONSTRUCTED].groupby("noise"):
             remarks.append(
                 f"construction plus noise of {noise:g}: test accuracy "
                 f"{rows['before'].min():.3f} to {rows['before'].max():.3f} before training, "
@@ -308,7 +291,7 @@ class NestedQuestions(TokenStudy):
         deepest = results.groupby("hops")["layers"].max()
         deeper = deeper[deeper["layers"] <= deeper["hops"].map(deepest)]
         # the ways of asking are compared at one depth, which both have
-        shared = (results["start"] == WHOLE) & (results["hops"] == _JUDGED_HOPS)
+        shared = (results["start"] == tokens.WHOLE) & (results["hops"] == _JUDGED_HOPS)
         shared &= results["layers"] == _JUDGED_HOPS + 1
 
         def only(asked: str) -> "pd.DataFrame":
@@ -343,7 +326,7 @@ def asked_later(x: Tensor, hops: Tensor) -> Tensor:
     return x
 
 
-def _trained_growing(study: str, settings: Settings, seed: int, device: str) -> TokenRun:
+def _trained_growing(study: str, settings: Settings, seed: int, device: str) -> tokens.TokenRun:
     """A model that grows with the distance from which it is asked.
 
     Stage k asks from at most k hops before the end, half of the questions from just k, with k + 1
@@ -359,13 +342,13 @@ def _trained_growing(study: str, settings: Settings, seed: int, device: str) -> 
     for stage in range(1, hops + 1):
         last = stage == hops
         depth = layers if last else min(layers, stage + 1)
-        before, (model, task) = model, start_model({**settings, "layers": depth}, weights)
+        before, (model, task) = model, tokens.start_model({**settings, "layers": depth}, weights)
         if before is not None:
             _take_over(model, before)
         model = model.to(device)
         rows = task.dataset("validation", settings["n_test"], seed).with_format("torch")[:]
         x, y = rows["x"], rows["y"]
-        config = training_config(settings, derived_seed("stage", seed, stage))
+        config = tokens.training_config(settings, derived_seed("stage", seed, stage))
         if not last:
             config = replace(config, epochs=settings["stage"], lr_end=config.lr)
         training = train(
@@ -380,7 +363,7 @@ def _trained_growing(study: str, settings: Settings, seed: int, device: str) -> 
     assert model is not None
     assert training is not None
     whole = replace(training, history=tuple(history), best_epoch=training.best_epoch + done)
-    return TokenRun(model, task, whole, *held_out(study, task, settings, seed))
+    return tokens.TokenRun(model, task, whole, *tokens.held_out(study, task, settings, seed))
 
 
 def _take_over(model: TokenTransformer, before: TokenTransformer) -> None:
@@ -398,7 +381,7 @@ def _asked_within(
     task: TokenTask, settings: Settings, furthest: int, seed: int
 ) -> Callable[[int], Pair]:
     """By epoch, questions from within chains, at most `furthest` hops before the end."""
-    drawn = data_of(task, settings, seed)
+    drawn = tokens.data_of(task, settings, seed)
 
     def asked(epoch: int) -> Pair:
         x, y = drawn(epoch)
@@ -414,10 +397,14 @@ def _by_start(results: "pd.DataFrame") -> "pd.DataFrame":
     """Runs by start, way of asking and noise, with a name for these; distances below the hops."""
     import pandas as pd
 
-    runs = last_epochs(results)
+    runs = tokens.last_epochs(results)
     parts = []
     for (start, asked, noise), some in groups(runs, ["start", "asked", "noise"]):
-        name = f"construction plus noise of {noise:g}" if start == CONSTRUCTED else STARTS[start]
+        name = (
+            f"construction plus noise of {noise:g}"
+            if start == tokens.CONSTRUCTED
+            else tokens.STARTS[start]
+        )
         parts.append(some.assign(start=f"{name}, {_ASKED[asked]}").sort_values(["hops", "layers"]))
     by_start = pd.concat(parts)
     places = dict.fromkeys(("end_last", "end_before"), 1)
@@ -428,13 +415,13 @@ def _by_start(results: "pd.DataFrame") -> "pd.DataFrame":
 
 def _compared(results: "pd.DataFrame") -> "pd.DataFrame":
     """The epochs of the runs with which both ways of asking are compared."""
-    judged = results[(results["hops"] == _JUDGED_HOPS) & (results["start"] == WHOLE)]
+    judged = results[(results["hops"] == _JUDGED_HOPS) & (results["start"] == tokens.WHOLE)]
     return judged[judged["layers"] == _JUDGED_HOPS + 1]
 
 
 def _by_distance(results: "pd.DataFrame") -> "pd.DataFrame":
     """By hops from the end, the accuracy of the run of least validation loss of each depth."""
-    runs = last_epochs(results).sort_values("best_validation_loss", kind="stable")
+    runs = tokens.last_epochs(results).sort_values("best_validation_loss", kind="stable")
     runs = runs[runs["asked"] == _GROWING].drop_duplicates(["hops", "layers"])
     runs = runs.sort_values(["hops", "layers"]).rename(columns={f"from_{n}": n for n in _HOPS})
     at = runs.melt(["hops", "layers"], list(_HOPS), "hops from the end", "accuracy")
@@ -442,24 +429,24 @@ def _by_distance(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _constructed(results: "pd.DataFrame") -> "pd.DataFrame":
-    runs = last_epochs(results)
-    return runs[runs["start"] == CONSTRUCTED]
+    runs = tokens.last_epochs(results)
+    return runs[runs["start"] == tokens.CONSTRUCTED]
 
 
 def _with_few_layers(results: "pd.DataFrame") -> Numbers:
     """The largest lead over chance, by hops; NaN where no run with too few layers finished."""
-    runs = last_epochs(results)
+    runs = tokens.last_epochs(results)
     found = {}
     for hops in sorted(int(h) for h in runs["hops"].unique()):
         few = runs[(runs["hops"] == hops) & (runs["layers"] < layers_needed(hops))]
-        found[counted(hops, "hop")] = float((few["test_accuracy"] - few["chance"]).max())
+        found[tokens.counted(hops, "hop")] = float((few["test_accuracy"] - few["chance"]).max())
     return found
 
 
 def _judged_runs(results: "pd.DataFrame", hops: int, asked: str) -> "pd.DataFrame":
     """The runs from a Gaussian start with just enough layers."""
-    runs = last_epochs(results)
-    runs = runs[(runs["start"] == WHOLE) & (runs["layers"] == hops + 1)]
+    runs = tokens.last_epochs(results)
+    runs = runs[(runs["start"] == tokens.WHOLE) & (runs["layers"] == hops + 1)]
     return runs[(runs["hops"] == hops) & (runs["asked"] == asked)]
 
 
@@ -467,8 +454,8 @@ def _with_enough_layers(results: "pd.DataFrame") -> Numbers:
     found = {}
     for hops in (1, _JUDGED_HOPS):
         rows = _judged_runs(results, hops, _GROWING)
-        label = f"{counted(hops, 'hop')}, {counted(hops + 1, 'layer')}"
-        found[label] = chosen_accuracy(rows) if len(rows) else math.nan
+        label = f"{tokens.counted(hops, 'hop')}, {tokens.counted(hops + 1, 'layer')}"
+        found[label] = tokens.chosen_accuracy(rows) if len(rows) else math.nan
     return found
 
 

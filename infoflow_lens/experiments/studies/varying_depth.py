@@ -9,29 +9,7 @@ from torch import Tensor
 
 from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.plots import GREY, Axis, Curves, FigureSpec, Panel
-from infoflow_lens.experiments.studies.token_models import (
-    ABOVE_CHANCE,
-    FRESH,
-    MEMORIZATION,
-    NOISY,
-    PAPER,
-    SIZES,
-    SOFTMAX,
-    SOLVED,
-    TASKS,
-    WHOLE,
-    WORDS,
-    TokenRun,
-    TokenStudy,
-    chance_to_see,
-    chosen_accuracy,
-    counted,
-    last_epochs,
-    paper_training,
-    solving,
-    start_model,
-    task_shown,
-)
+from infoflow_lens.experiments.studies import token_models as tokens
 from infoflow_lens.experiments.study import Row, Settings, Statement
 from infoflow_lens.experiments.tables import Column, Part, TableSpec
 from infoflow_lens.foundation.seeds import derived_seed
@@ -51,14 +29,14 @@ _ENOUGH: Mapping[str, int] = {
     "template_matching": 2,
     "in_context_template_matching": 3,
 }
-_JUDGED = (NOISY, WHOLE)
+_JUDGED = (tokens.NOISY, tokens.WHOLE)
 _SMOKE: Mapping[str, Mapping[str, int]] = {
     "in_context_qa": {"n_questions": 8, "n_answers": 8, "n_pairs": 3},
     "template_matching": {"n_words": 16, "length": 3},
 }
 
 
-class VaryingDepth(TokenStudy):
+class VaryingDepth(tokens.TokenStudy):
     """Accuracy and loss over epochs by the number of layers, from several starts.
 
     - "noisy" starts as Sec. 9.1 does, with one head a layer, and with Gaussian noise on W_QK, W_V
@@ -90,31 +68,31 @@ class VaryingDepth(TokenStudy):
 
     def cases(self, preset: str) -> Sequence[Settings]:
         """By start, task and layers."""
-        sizes_of = SIZES.get(preset, _SMOKE)
+        sizes_of = tokens.SIZES.get(preset, _SMOKE)
         more = 1 if preset == "full" else 0
         cases: list[Settings] = []
-        for start in (NOISY, WHOLE, PAPER):
+        for start in (tokens.NOISY, tokens.WHOLE, tokens.PAPER):
             for task, sizes in sizes_of.items():
                 enough = _ENOUGH[task]
-                if start == PAPER and task == MEMORIZATION:
+                if start == tokens.PAPER and task == tokens.MEMORIZATION:
                     continue  # one layer is enough there
-                least, most = (1, 1) if start == PAPER else (1, enough + more)
+                least, most = (1, 1) if start == tokens.PAPER else (1, enough + more)
                 settings = {"start": start, "task": task, **sizes, **_training(preset, start, task)}
                 cases += [{**settings, "layers": n} for n in range(least, most + 1)]
         if preset != "full":
             return cases
         # one layer can answer with a head for every pair and question; does training find that?
         small = {"n_questions": 6, "n_answers": 6, "n_pairs": 2}
-        settings = {**small, **_training(preset, WHOLE, "in_context_qa")}
+        settings = {**small, **_training(preset, tokens.WHOLE, "in_context_qa")}
         for heads in (1, 12):
             for n in (1, 2):
-                case = {"start": SOFTMAX, "task": "in_context_qa", "layers": n}
+                case = {"start": tokens.SOFTMAX, "task": "in_context_qa", "layers": n}
                 cases.append({**settings, **case, "heads": heads, "attention": "softmax"})
         return cases
 
-    def also(self, settings: Settings, seed: int, run: TokenRun) -> Row:
+    def also(self, settings: Settings, seed: int, run: tokens.TokenRun) -> Row:
         """The largest gradient at the context before training."""
-        model, task = start_model(settings, derived_seed(self.name, "weights", seed))
+        model, task = tokens.start_model(settings, derived_seed(self.name, "weights", seed))
         x, y = task.sample(512, seed=seed)
         return {"context_gradient": context_gradient(model, x, y, context_length(task))}
 
@@ -125,10 +103,12 @@ class VaryingDepth(TokenStudy):
             Column("gradient at the context", _least_gradient_shown),
             "train_accuracy",
             "test_accuracy",
-            Column("seeds >= .95", solving),
+            Column("seeds >= .95", tokens.solving),
         )
         return (
-            TableSpec(("start", "task", "layers", "heads"), columns, last_epochs, WORDS),
+            TableSpec(
+                ("start", "task", "layers", "heads"), columns, tokens.last_epochs, tokens.WORDS
+            ),
             "Accuracies over seeds, mean (least to largest); train: of the last epoch; test: "
             "of the epoch of the least validation loss. Chance: any of the answers in the "
             "context (1/k), the most frequent template, one of N; floor: one of all labels. "
@@ -146,7 +126,7 @@ class VaryingDepth(TokenStudy):
             return [
                 Curves(
                     "epoch", f"{split}_{what}", ["layers", "run"], "each", style=style,
-                    label=lambda layers, run: counted(int(layers), "layer"),
+                    label=lambda layers, run: tokens.counted(int(layers), "layer"),
                     colour=lambda layers, run: f"C{int(layers) - 1}",
                 )
                 for split, style in (("validation", "-"), ("train", ":"))
@@ -155,10 +135,10 @@ class VaryingDepth(TokenStudy):
         accuracy = Axis("accuracy (dashed: chance)", limits=(-0.03, 1.03))
         loss = Axis("loss (dotted: training)", "log")
         panels = [
-            Panel([*curves("accuracy"), _draw_chance], y=accuracy, title=task_shown),
+            Panel([*curves("accuracy"), _draw_chance], y=accuracy, title=tokens.task_shown),
             Panel(curves("loss"), Axis("epoch"), loss, legend=""),
         ]
-        return FigureSpec(panels, "task", (3.2, 2.5), rows=lambda r: r[r["start"] == NOISY])
+        return FigureSpec(panels, "task", (3.2, 2.5), rows=lambda r: r[r["start"] == tokens.NOISY])
 
     def claims(self) -> Sequence[Claim]:
         """By test accuracy and gradients with too few layers, and accuracy with just enough."""
@@ -168,7 +148,7 @@ class VaryingDepth(TokenStudy):
                 "and starts (the paper's plus noise, Gaussian matrices) is {bound} above chance",
                 lambda r: _of_layers(r, _most_above_chance, few=True),
                 "<=",
-                ABOVE_CHANCE,
+                tokens.ABOVE_CHANCE,
             ),
             Claim(
                 "there the least gradient at the context, from Gaussian matrices and before "
@@ -180,23 +160,27 @@ class VaryingDepth(TokenStudy):
             Claim(
                 "with just as many, from the paper's start plus noise, the seed of the least "
                 "validation loss has a test accuracy of {bound}",
-                lambda r: _of_layers(r[r["start"] == NOISY], chosen_accuracy, few=False),
+                lambda r: _of_layers(
+                    r[r["start"] == tokens.NOISY], tokens.chosen_accuracy, few=False
+                ),
                 ">=",
-                SOLVED,
+                tokens.SOLVED,
             ),
         )
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """Seeds that solve, and a start that cannot move."""
-        noisy = results[results["start"] == NOISY]
-        solved = _of_layers(noisy, lambda rows: (rows["test_accuracy"] >= SOLVED).sum(), few=False)
+        noisy = results[results["start"] == tokens.NOISY]
+        solved = _of_layers(
+            noisy, lambda rows: (rows["test_accuracy"] >= tokens.SOLVED).sum(), few=False
+        )
         shown = "; ".join(f"{cell}: {n:g}" for cell, n in solved.items())
         seeds = results["seed"].nunique()
         remarks = [
-            f"seeds that reach {SOLVED} with just enough layers: {shown}",
-            f"power of the rule there: {chance_to_see(seeds, len(solved))}",
+            f"seeds that reach {tokens.SOLVED} with just enough layers: {shown}",
+            f"power of the rule there: {tokens.chance_to_see(seeds, len(solved))}",
         ]
-        still = results[(results["start"] == PAPER) & (results["layers"] == 1)]
+        still = results[(results["start"] == tokens.PAPER) & (results["layers"] == 1)]
         if len(still):
             remarks.append(
                 "one layer from the paper's start: largest gradient at the context "
@@ -209,7 +193,7 @@ class VaryingDepth(TokenStudy):
         enough = results["layers"] == results["task"].map(_ENOUGH)
         few = results["layers"] < results["task"].map(_ENOUGH)
         here, chance = results["test_accuracy"], results["chance"]
-        still = results[(results["start"] == PAPER) & (results["layers"] == 1)]
+        still = results[(results["start"] == tokens.PAPER) & (results["layers"] == 1)]
         gradient = results["context_gradient"]
         return {
             "fewer layers": results.assign(test_accuracy=here.mask(enough, chance)),
@@ -268,19 +252,24 @@ def context_length(task: TokenTask) -> int:
 
 def _training(preset: str, start: str, task: str) -> dict[str, Any]:
     """How the runs of a task are trained from a start."""
-    paper = paper_training(task)
-    settings: dict[str, Any] = {"preset": preset, **FRESH, "scale": paper["scale"], "epochs": 10}
-    if start != WHOLE:
-        settings["noise"] = 0.02 if start == NOISY else 0.0
+    paper = tokens.paper_training(task)
+    settings: dict[str, Any] = {
+        "preset": preset,
+        **tokens.FRESH,
+        "scale": paper["scale"],
+        "epochs": 10,
+    }
+    if start != tokens.WHOLE:
+        settings["noise"] = 0.02 if start == tokens.NOISY else 0.0
         if task in ("memorization", "template_matching"):
             settings |= {"noise": settings["noise"] / 2, "optimizer": "sgd", "lr": paper["lr"]}
     elif task == "in_context_qa":
         settings["epochs"] = 40
-    if start == NOISY and task == "in_context_template_matching":
+    if start == tokens.NOISY and task == "in_context_template_matching":
         settings["epochs"] = 40
-    if task == MEMORIZATION:
+    if task == tokens.MEMORIZATION:
         settings |= {"fresh": False, "warmup_steps": paper["warmup_steps"]}
-    if start == PAPER:
+    if start == tokens.PAPER:
         settings["epochs"] = 2  # where nothing moves
     changes: Mapping[str, Mapping[str, Any]] = {
         "smoke": {"n_test": 500, "epochs": 2, "n_train": 1024},
@@ -293,13 +282,13 @@ def _of_layers(
     results: "pd.DataFrame", number: "Callable[[pd.DataFrame], float]", *, few: bool
 ) -> Numbers:
     """A number of the runs of each task and depth, too few layers or just enough; NaN without."""
-    runs = last_epochs(results[results["start"].isin(_JUDGED)])
+    runs = tokens.last_epochs(results[results["start"].isin(_JUDGED)])
     found = {}
     for task in dict.fromkeys(results["task"]):
         enough = _ENOUGH[task]
         for layers in range(1, enough) if few else (enough,):
             rows = runs[(runs["task"] == task) & (runs["layers"] == layers)]
-            label = f"{TASKS[task]}, {counted(layers, 'layer')}"
+            label = f"{tokens.TASKS[task]}, {tokens.counted(layers, 'layer')}"
             found[label] = float(number(rows)) if len(rows) else math.nan
     return found
 
@@ -309,5 +298,5 @@ def _most_above_chance(rows: "pd.DataFrame") -> float:
 
 
 def _least_gradient(rows: "pd.DataFrame") -> float:
-    whole = rows[rows["start"] == WHOLE]
+    whole = rows[rows["start"] == tokens.WHOLE]
     return float(whole["context_gradient"].min()) if len(whole) else math.nan

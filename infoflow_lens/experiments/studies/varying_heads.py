@@ -7,33 +7,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
-from infoflow_lens.experiments.studies.token_models import (
-    FRESH,
-    MEMORIZATION,
-    NOISY,
-    NOISY_SUMMED,
-    PAPER,
-    SIZES,
-    SOLVED,
-    STARTS,
-    SUMMED,
-    TASKS,
-    WORDS,
-    TokenStudy,
-    chance_to_see,
-    chosen_accuracy,
-    epochs_until,
-    last_epochs,
-    paper_training,
-    task_shown,
-)
+from infoflow_lens.experiments.studies import token_models as tokens
 from infoflow_lens.experiments.study import Settings, Statement
 from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_MEMORY, _CONTEXTUAL = MEMORIZATION, "in_context_template_matching"
+_MEMORY, _CONTEXTUAL = tokens.MEMORIZATION, "in_context_template_matching"
 # Heads of each layer, the first of a task with one head a layer. The paper's are not readable.
 _HEADS: Mapping[str, tuple[tuple[int, ...], ...]] = {
     _MEMORY: ((1,), (2,), (4,), (8,)),
@@ -55,16 +36,16 @@ _RATES: Mapping[str, tuple[float, ...]] = {
     _CONTEXTUAL: (1e-3, 3e-3),
 }
 # Heads averaged and summed, of memorization and of the others.
-_STARTS = {True: (PAPER, SUMMED), False: (NOISY, NOISY_SUMMED)}
-_AVERAGED = (PAPER, NOISY)
+_STARTS = {True: (tokens.PAPER, tokens.SUMMED), False: (tokens.NOISY, tokens.NOISY_SUMMED)}
+_AVERAGED = (tokens.PAPER, tokens.NOISY)
 _QUICK: Mapping[str, Mapping[str, int]] = {
-    **SIZES["quick"],
+    **tokens.SIZES["quick"],
     "in_context_qa": {"n_questions": 10, "n_answers": 10, "n_pairs": 3},
 }
 _FULL_RATES = {**_RATES, _MEMORY: (0.6, 1.2, 2.4, 4.8, 9.6, 19.2)}
 _FULL: Mapping[str, Mapping[str, int]] = {
-    **SIZES["full"],
-    _CONTEXTUAL: SIZES["quick"][_CONTEXTUAL],
+    **tokens.SIZES["full"],
+    _CONTEXTUAL: tokens.SIZES["quick"][_CONTEXTUAL],
 }
 _SMOKE: Mapping[str, Mapping[str, int]] = {
     _MEMORY: {"n_words": 10, "length": 4, "n_sequences": 20},
@@ -72,7 +53,7 @@ _SMOKE: Mapping[str, Mapping[str, int]] = {
 }
 
 
-class VaryingHeads(TokenStudy):
+class VaryingHeads(tokens.TokenStudy):
     """Epochs to an accuracy of .95 by the heads of each layer, at a learning rate for each.
 
     Memorization starts and trains by SGD as Sec. 9.1 does. The other tasks start from there plus
@@ -132,7 +113,7 @@ class VaryingHeads(TokenStudy):
             Column("published", lambda runs: _PUBLISHED[runs["task"].iloc[0]]),
         )
         return (
-            TableSpec(_CELL, columns, _judged, WORDS, {"heads": "heads of each layer"}),
+            TableSpec(_CELL, columns, _judged, tokens.WORDS, {"heads": "heads of each layer"}),
             "The rate of each row was chosen on other seeds. Over seeds, mean (least to "
             "largest); epochs to .95: the first epoch after which the validation accuracy is "
             "at least .95, of the seeds that reach it. Fig. 4 to 7 are curves without numbers.",
@@ -156,14 +137,14 @@ class VaryingHeads(TokenStudy):
         epochs = Axis("epochs to .95\n(dotted: heads summed)")
         per_head = Axis("learning rate / heads if averaged", "log")
         panels = [
-            Panel(curves("rate"), Axis("learning rate", "log"), epochs, task_shown),
+            Panel(curves("rate"), Axis("learning rate", "log"), epochs, tokens.task_shown),
             Panel(curves("rate_per_head"), per_head, epochs, legend=""),
         ]
         return FigureSpec(panels, "task", (3.2, 2.5), rows=_runs)
 
     def claims(self) -> Sequence[Claim]:
         """By epochs to .95 at the chosen rates, and test accuracies; heads averaged."""
-        epochs = f"epochs to {SOLVED} (at the rate that other seeds choose)"
+        epochs = f"epochs to {tokens.SOLVED} (at the rate that other seeds choose)"
         alike = "with every head count, on reasoning and generalization, the"
         return (
             Claim(
@@ -174,9 +155,9 @@ class VaryingHeads(TokenStudy):
             ),
             Claim(
                 f"{alike} seed of the least validation loss has a test accuracy of " + "{bound}",
-                lambda r: _like_one_head(r, lambda one, rows: chosen_accuracy(rows)),
+                lambda r: _like_one_head(r, lambda one, rows: tokens.chosen_accuracy(rows)),
                 ">=",
-                SOLVED,
+                tokens.SOLVED,
             ),
             Claim(
                 f"{alike} fastest seed takes " + "{bound}" + f" times the {epochs} of one head",
@@ -197,12 +178,13 @@ class VaryingHeads(TokenStudy):
         """Epochs of the judged runs, and of those with summed heads."""
         alike = _like_one_head(results, lambda one, rows: float(len(rows)))
         n_judged = int(min(alike.values(), default=0))
-        power = chance_to_see(n_judged, len(alike))
+        power = tokens.chance_to_see(n_judged, len(alike))
         return [
             f"power of the rule on reasoning and generalization: {power}",
             *(
-                f"{TASKS[task]}, {STARTS[start]}, heads {heads}: epochs to {SOLVED} of the fastest "
-                f"seed {_shown(_fastest(rows))}, mean {_shown(_mean_epochs(rows))}"
+                f"{tokens.TASKS[task]}, {tokens.STARTS[start]}, heads {heads}: "
+                f"epochs to {tokens.SOLVED} of the fastest seed "
+                f"{_shown(_fastest(rows))}, mean {_shown(_mean_epochs(rows))}"
                 for (start, task, heads), rows in groups(_judged(results), _CELL)
             ),
         ]
@@ -212,7 +194,7 @@ class VaryingHeads(TokenStudy):
         import pandas as pd
 
         heads = results["heads"].astype(str)
-        memory = (results["task"] == _MEMORY) & (results["start"] == PAPER)
+        memory = (results["task"] == _MEMORY) & (results["start"] == tokens.PAPER)
         one = results[memory & (heads == "1")]
         most = max(heads[memory], key=int)
         of_most = memory & (heads == most)
@@ -229,11 +211,11 @@ _CELL = ("start", "task", "heads")
 
 def _runs(results: "pd.DataFrame") -> "pd.DataFrame":
     """A row for each run, with epochs to .95, and its rate for each of the heads of a layer."""
-    runs = last_epochs(results).set_index("run", drop=False)
+    runs = tokens.last_epochs(results).set_index("run", drop=False)
     averaged = runs["start"].isin(_AVERAGED)
     most = runs["heads"].map(lambda heads: max(map(int, str(heads).split())))
     return runs.assign(
-        until=epochs_until(results, SOLVED),
+        until=tokens.epochs_until(results, tokens.SOLVED),
         heads=runs["heads"].astype(str),
         rate_per_head=runs["rate"] / most.where(averaged, 1),
     )
@@ -309,11 +291,11 @@ def _like_one_head(
         runs = _of_task(results, task)
         single = next((rows for heads, rows in runs.items() if set(heads.split()) == {"1"}), None)
         if single is None:
-            found[f"{TASKS[task]}, one head"] = math.nan
+            found[f"{tokens.TASKS[task]}, one head"] = math.nan
             continue
         one = _fastest(single)
         for heads, rows in runs.items():
-            found[f"{TASKS[task]}, heads {heads}"] = number(one, rows)
+            found[f"{tokens.TASKS[task]}, heads {heads}"] = number(one, rows)
     return found
 
 
@@ -330,8 +312,14 @@ def _deeper(results: "pd.DataFrame") -> Numbers:
 
 def _training(preset: str, task: str) -> dict[str, Any]:
     """How the runs of a task are trained; the rate comes from the grid."""
-    paper = paper_training(task)
-    noisy = {"preset": preset, **FRESH, "scale": paper["scale"], "noise": 0.02, "n_test": 1000}
+    paper = tokens.paper_training(task)
+    noisy = {
+        "preset": preset,
+        **tokens.FRESH,
+        "scale": paper["scale"],
+        "noise": 0.02,
+        "n_test": 1000,
+    }
     of_task: Mapping[str, Mapping[str, Any]] = {
         _MEMORY: {"preset": preset, **paper, "n_train": 512, "epochs": 24, "n_test": 500},
         "in_context_qa": {**noisy, "epochs": 8},

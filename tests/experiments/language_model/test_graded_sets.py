@@ -135,7 +135,7 @@ def test_every_judged_model_counts_and_that_of_pilots_does_not():
     pilot = judged(-0.1, -0.1, model="stdlib-2l", mlp=False)
     found = GradedSetsStudy().verdict(pd.concat([good, pilot]))
     assert found.passed
-    assert any("of pilots, not judged" in reason for reason in found.reasons)
+    assert any("of pilots, not judged" in remark for remark in found.remarks)
     assert not GradedSetsStudy().verdict(pilot).passed  # nothing is judged
 
 

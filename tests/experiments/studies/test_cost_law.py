@@ -63,13 +63,6 @@ def test_the_laws_error_is_that_of_the_digit_code():
     assert error == pytest.approx(of_law, rel=0.03)
 
 
-def test_tables_tell_states_apart():
-    table = STUDY.table(codes())
-    assert "| digit code | 2 | 2 | 1 | 1 | 4 | 4 | 0.25" in table
-    assert "| trained | 2 | 4 | 2 | 4 | 256 | 64 | 0.0156 | 0.0156 | 1 |" in table
-    assert "| trained | \\|I\\| = 3, d = 1, E = 1 | 3 | 1.00 |" in table
-
-
 @pytest.mark.parametrize("preset", ["smoke", "quick", "full"])
 def test_cases_have_states_that_hold_all_and_states_that_do_not(preset):
     cases = STUDY.cases(preset)
@@ -86,14 +79,12 @@ def test_cases_have_states_that_hold_all_and_states_that_do_not(preset):
         assert STUDY.judges(case) is (case["model"] in ("digit code", "trained"))
 
 
-def test_where_all_fits_training_finds_it_and_a_seed_gives_the_same_row():
+def test_where_all_fits_training_finds_it():
     (case,) = [
         c for c in STUDY.cases("smoke") if c["model"] == "trained" and c.get("units") == 16
         and c["d_model"] == 2
     ]  # fmt: skip
-    case = {**case, "epochs": 8, "n_train": 8192}
-    one, again = (STUDY.measure(case, 2, "cpu")[0] for _ in range(2))
-    assert one == again
+    (one,) = STUDY.measure({**case, "epochs": 8, "n_train": 8192}, 2, "cpu")
     assert one["nmse"] < 0.05
     assert one["law_nmse"] == 0
 

@@ -90,21 +90,6 @@ def test_for_every_d_the_heads_go_around_it_and_number_2d(preset):
         assert len({tuple(pair) for pair in heads}) == len(heads) == (2 if d == 2 else 3)
 
 
-def test_what_theory_owes_stands_beside_the_errors():
-    table = STUDY.table(frame(SEEN))
-    assert "| 2 | orthogonal | (1, 3) | excluded | 0.6 (0.6 to 0.6) | yes |" in table
-    assert "| 2 | gaussian | (1, 3) | excluded | 0.01 (0.01 to 0.01) | no |" in table
-    assert "| 2 | orthogonal | (2, 2) | allowed | 0 (0 to 0) | no |" in table
-    assert "| 2 | orthogonal | (1, 3) | 1 | 0.90 / 0.10; 0.20 / 0.10 | 1 |" in table
-
-
-@pytest.mark.slow
-def test_the_figure_has_a_panel_for_each_kind_of_matrices_and_the_phase_diagram():
-    *panels, phases = STUDY.figure(frame(SEEN)).axes
-    assert [panel.get_title() for panel in panels] == [ROTATED, LINEAR, PLAIN]
-    assert [label.get_text() for label in phases.get_yticklabels()] == ["1", "2", "3", "4"]
-
-
 @pytest.mark.parametrize("kind", ["gaussian", "orthogonal"])
 def test_routes_count_the_partners_that_heads_attend_to(kind):
     task = IntrinsicDimension(n_tokens=6, d_token=3, matrix_kind=kind, tokens="sphere", seed=4)
@@ -120,12 +105,3 @@ def test_routes_count_the_partners_that_heads_attend_to(kind):
     assert first.shape == second.shape == (2, 2)
     assert first[0, 0] == 1.0
     assert first[1, 0] == 0.0
-
-
-def test_a_row_is_a_model_trained_on_the_target():
-    settings = {**STUDY.cases("smoke")[0], "epochs": 12, "n_train": 1000}
-    one, again = (STUDY.measure(settings, 3, "cpu") for _ in range(2))
-    assert one == again
-    assert [row["head"] for row in one] == [0, 1]
-    assert 0 < one[0]["nmse"] < 0.9  # a constant predictor has 1
-    assert one[0]["floor"] < 1e-6  # two heads of two roles hold all pairs

@@ -32,15 +32,9 @@ def test_the_rule(errors, picks, passed):
     assert STUDY.verdict(frame(errors, picks)).passed is passed
 
 
-def test_the_table_has_a_row_for_each_k():
-    table = STUDY.table(frame({1: 1e-3, 2: 0.1}))
-    assert "| 8 | 1 | 0.0015 (0.001 to 0.002) | 1 (1 to 1) | 0.1 (0.1 to 0.1) |" in table
-
-
 def test_a_row_counts_what_the_head_attends_to():
     settings = {"k": 1, "n_tokens": 4, "n_train": 500, "epochs": 1}
-    (row,), (again,) = (STUDY.measure(settings, 2, "cpu") for _ in range(2))
-    assert row == again
+    (row,) = STUDY.measure(settings, 2, "cpu")
     assert row["chooses_kth"] == row["chooses_largest"]  # the first is the largest
     assert 0 <= row["chooses_largest"] + row["chooses_smallest"] <= 1
     (last,) = STUDY.measure({**settings, "k": 4}, 2, "cpu")

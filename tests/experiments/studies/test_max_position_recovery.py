@@ -74,27 +74,7 @@ def test_the_seed_of_least_error_is_judged_and_all_are_told():
 def test_heads_that_do_nothing_are_marked_and_not_judged():
     idle = frame((0.05, 0.06, 0.9), (1.0, 1.0, 1.0), heads="3 2", lost=(1.0, 1.0, 0.005))
     assert STUDY.verdict(idle).passed
-    assert "| 3 | tokens | nothing |" in STUDY.table(idle)
     assert not STUDY.verdict(idle.assign(lost_without=0.0)).passed  # nothing in use, nothing seen
-
-
-def test_the_published_ratios_stand_below_the_heads():
-    table = STUDY.table(passing())
-    assert "| pairs | 2 | (2, 2) | 0, best | 1.0e-04 | 1 | tokens | 1 |" in table
-    assert "| rank 1 | 5 | 0.519, 0.468, 0.662, 0.762, 0.613 |" in table
-    assert "| pairs | 2 | (1, 3) |" in table
-
-
-def test_the_figure_sets_tempered_heads_beside_those_in_use():
-    """At their entropy; those that do nothing are hollow, and stand in the first panel alone."""
-    all_heads, of_pairs, of_singles = STUDY.figure(passing()).axes
-    assert len(all_heads.lines) == 2 * 2 * 3 + 2  # ranks, queries, heads; two levels
-    assert sum(line.get_markerfacecolor() == "none" for line in all_heads.lines) == 2 * 3
-    points = {line.get_label(): list(line.get_ydata()) for line in of_pairs.lines}
-    assert points["trained (tokens)"] == [0.05, 0.06, 0.9]
-    assert points["untrained, tempered (tokens)"] == [0.1] * 3
-    assert not points["trained (CLS)"]
-    assert all(not len(line.get_ydata()) for line in of_singles.lines[:4])
 
 
 ARCHITECTURE = Architecture(n_heads=(2, 1), d_model=12, d_head=(4, 4), d_token=2, n_tokens=5)
@@ -172,12 +152,3 @@ def test_what_is_lost_is_the_error_of_an_edited_model(models, data):
         )
     expected = nmse(edited, y) - nmse(output, y)
     assert lost_without(model, x, y, 0, TOKENS) == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_run_has_a_row_for_each_head_query_and_rank():
-    (settings,) = STUDY.cases("smoke")
-    one, again = (STUDY.measure(settings, 1, "cpu") for _ in range(2))
-    assert one == again
-    assert len(one) == 2 * 2 * 2
-    for row in one:
-        assert row["ratio"] == row["trained_second_moment"] / row["initial_second_moment"]

@@ -71,15 +71,6 @@ def test_ablations_and_larger_d_are_told_and_judge_nothing():
     assert {(c["D"], c["n_tokens"]) for c in judged} == {(2, 6), (2, 8), (3, 6), (3, 8)}
 
 
-def test_the_table_shows_every_seed_and_the_heads_of_the_best():
-    table = STUDY.table(frame(SEEN))
-    shown = "9e-05, 0.00027; 0.009, 0.027 | 0.0009 | 1 |"
-    assert f"| 3 | 4 | rotoreflection | linear | (3, 3) | 0.6 | {shown}" in table
-    assert "| (1, 5) | 0.6 | 0.02, 0.06; 2, 6 | 0.2 | 222 |" in table
-    heads = "| 1 | 3 | 0.20 / 0.10; 0.20 / 0.10; 0.90 / 0.10 | 1 | 0.001 | 5.000 | 1.10 |"
-    assert heads in table
-
-
 @pytest.mark.parametrize("preset", ["smoke", "quick", "full"])
 def test_matrices_are_far_apart_and_training_is_at_full_length(preset):
     for case in STUDY.cases(preset):

@@ -43,13 +43,6 @@ def test_the_rule_is_about_every_model():
         assert STUDY.verdict(both).passed is passed
 
 
-def test_the_table_stands_beside_the_published_numbers():
-    table = STUDY.table(frame((0.33, 0.34, 0.33, 0.01)))
-    assert "| no normalization | 2 | 0.34 (0.34 to 0.34) | 0.001 (0.001 to 0.001) | 1/3 |" in table
-    assert "| no normalization | 4 | 0.01 (0.01 to 0.01) | 0.001 (0.001 to 0.001) | 0 |" in table
-    assert len(STUDY.figure(frame((0.3, 0.3, 0.3, 0.1))).axes[0].patches) == 4
-
-
 def test_the_papers_model_normalises_what_attention_has_written():
     """By hand: attention, residual connection, LayerNorm, a network of two layers."""
     settings = {**STUDY.cases("smoke")[1], "n_tokens": 5}

@@ -149,11 +149,6 @@ def test_the_chance_of_nested_questions_is_that_of_naming_an_end_of_a_chain():
         assert 1 / len(ends) == chance_of(task, y)
 
 
-def test_settings_that_are_the_tasks_make_it():
-    task = load_settings_task(settings_of())
-    assert (task.n_questions, task.n_answers, task.n_pairs) == (6, 5, 2)
-
-
 def test_test_sequences_are_of_the_test_split_and_of_their_study():
     sizes = {"n_questions": 3, "n_answers": 3, "n_pairs": 2}  # 72 sequences: splits are small
     settings = settings_of(sizes=sizes)

@@ -77,7 +77,8 @@ def check_padding(model, side):
     ids, mask = padded(sequences, side)
 
     def make():
-        return [PositionsProbe((1,), spread=True), AttendedProbe(), RecoveryProbe()]
+        recovery = RecoveryProbe(controls=("random",))
+        return [PositionsProbe((1,), spread=True), AttendedProbe(), recovery]
 
     with attach(model, *make()) as probes:
         model(ids, attention_mask=mask)

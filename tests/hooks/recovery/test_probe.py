@@ -69,6 +69,23 @@ def test_blocks_without_resid_mid_use_the_same_state(token_inputs, changes):
     assert float(result.fvu[0][1, 0]) == pytest.approx(fvu, rel=1e-4)
 
 
+def test_maps_are_given_and_fit_the_frame(model, many_inputs):
+    (result,) = run_probes(model, many_inputs, [RecoveryProbe((1,))], progress=False)
+    _, cache = model.run_with_cache(many_inputs)
+    state = cache["blocks.1.hook_resid_mid"][:, :N_TOKENS].double()
+    keys = cache["blocks.1.attn.hook_attn_scores"][:, 4, :N_TOKENS].argmax(-1)
+    target = torch.gather(many_inputs, 1, keys.unsqueeze(-1).expand(-1, -1, D_TOKEN)).double()
+    predicted = state @ result.weight[1][4, 0] + result.bias[1][4, 0]
+    held_out = torch.arange(60) % 5 == 4
+    error = (predicted - target)[held_out].square().sum()
+    expected = float(error / target[held_out].square().sum())
+    assert float(result.second_moment[1][4, 0]) == pytest.approx(expected, rel=1e-6)
+    assert list(result.to_frame().columns) == [
+        "layer", "head", "rank", "second_moment", "fvu", "n_fit", "n_eval",
+        "second_moment_low", "second_moment_high", "fvu_low", "fvu_high",
+    ]  # fmt: skip
+
+
 def test_fewer_rows_than_features_are_said(model, inputs):
     with pytest.warns(InfoFlowWarning) as warned:
         (result,) = run_probes(
