@@ -16,7 +16,8 @@ from infoflow_lens.foundation.errors import InfoFlowError
 Form: TypeAlias = Callable[[float], str] | int  # how a number is written, or its digits
 TEMPLATE = ".jinja"  # behind the name of the page
 _WORDS = (
-    "none one two three four five six seven eight nine ten eleven twelve thirteen fourteen".split()
+    *("none", "one", "two", "three", "four", "five", "six", "seven"),
+    *("eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen"),
 )
 
 
@@ -93,8 +94,9 @@ def _written(values: Iterable[float], form: Form) -> list[str]:
 
 
 def in_words(text: object) -> str:
-    """A count, or a text with counts, with words in the place of digits: "two of three"."""
-    return re.sub(r"\d+", lambda count: _WORDS[int(count[0])], str(text))
+    """A text with small counts in words: "2 of 3" is "two of three"; larger ones stay."""
+    words = {str(count): word for count, word in enumerate(_WORDS)}
+    return re.sub(r"\d+", lambda count: words.get(count[0], count[0]), str(text))
 
 
 def two_digits(value: float) -> str:

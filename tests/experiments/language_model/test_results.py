@@ -13,7 +13,15 @@ from infoflow_lens import InfoFlowError
 from infoflow_lens.experiments.language_model import graded_sets, roles
 from infoflow_lens.experiments.language_model.card import comparison, measured_models
 from infoflow_lens.experiments.language_model.config import PRESETS
-from infoflow_lens.experiments.pages import cell_of, render_page, short, span, two_digits
+from infoflow_lens.experiments.pages import (
+    cell_of,
+    in_words,
+    listed,
+    render_page,
+    short,
+    span,
+    two_digits,
+)
 from infoflow_lens.experiments.registry import LANGUAGE_MODEL_STUDIES
 from infoflow_lens.experiments.summary import (
     BEGIN,
@@ -147,6 +155,16 @@ def test_factors_have_two_digits_and_ranges_two_ends():
     assert shown == [".34", "1.1", "8.3", "15", "232"]
     assert span(pd.Series([3.0, 1.0, 2.0])) == "1.000 to 3.000"
     assert span(pd.Series([1.0001, 1.0002])) == "1.000"
+    assert span(pd.Series([0.5, float("nan"), 0.25]), 2) == ".25 to .50"
+
+
+def test_numbers_in_a_row_and_small_counts_stand_as_prose():
+    assert listed([0.5]) == ".500"
+    assert listed([0.5, 1.25]) == ".500 and 1.250"
+    assert listed([3, 1, 2], "{:g}".format) == "3, 1 and 2"
+    assert in_words("2 of 3") == "two of three"
+    assert in_words(0) == "none"
+    assert in_words(120) == "120"
 
 
 def test_a_cell_is_found_by_the_cells_before_it():
