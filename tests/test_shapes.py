@@ -4,6 +4,8 @@ The whole path runs in a process of its own in which jaxtyping and beartype chec
 results. (Elsewhere they are off: tests of bad input must meet the project's own errors.)
 """
 
+import pytest
+
 from tests.processes import printed_by
 
 SCRIPT = """
@@ -91,6 +93,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 def test_annotated_shapes_hold_along_the_whole_path(tmp_path):
     path = tmp_path / "whole_path.py"
     path.write_text(SCRIPT)

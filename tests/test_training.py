@@ -186,6 +186,7 @@ print(json.dumps([row["validation_nmse"] for row in result.history]))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):
     script, checkpoint = tmp_path / "script.py", tmp_path / "killed" / "training.safetensors"
     script.write_text(SCRIPT)

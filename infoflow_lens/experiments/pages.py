@@ -2,28 +2,31 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import jinja2
+import numpy as np
 
 from infoflow_lens.experiments.study import Statement
 from infoflow_lens.foundation.errors import InfoFlowError
 
-if TYPE_CHECKING:
-    import pandas as pd
-
+Form: TypeAlias = Callable[[float], str] | int  # how a number is written, or its digits
 TEMPLATE = ".jinja"  # behind the name of the page
+_WORDS = (
+    *("none", "one", "two", "three", "four", "five", "six", "seven"),
+    *("eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen"),
+)
 
 
 def render_page(template: Path, more: Mapping[str, Any]) -> str:
     """A page from its template, in Jinja.
 
     A template has, as functions and as filters, what :data:`FORMS` names, the filters ``n``,
-    ``span`` and ``number`` (the first one of a cell), and ``statement(name)``, what a study stated
-    beforehand.
+    ``span``, ``listed``, ``in_words`` and ``number`` (the first one of a cell), and
+    ``statement(name)``, what a study stated beforehand.
 
     Args:
         template: the file.
@@ -38,7 +41,9 @@ def render_page(template: Path, more: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(FORMS, n=short, span=span, number=_first_number)
+    environment.filters.update(
+        FORMS, n=short, span=span, listed=listed, in_words=in_words, number=_first_number
+    )
     environment.globals.update(
         FORMS, statement=lambda name: Statement.of(name).text.rstrip(), **more
     )
@@ -71,10 +76,27 @@ def commas(count: float) -> str:
     return f"{count:,.0f}"
 
 
-def span(values: "pd.Series[float]", form: Callable[[float], str] = short) -> str:
+def span(values: Iterable[float], form: Form = 3) -> str:
     """The least and the most; or the one."""
-    ends = [form(float(end)) for end in (values.min(), values.max())]
-    return " to ".join(dict.fromkeys(ends))
+    known = np.array(list(values), dtype=float)
+    return " to ".join(dict.fromkeys(_written([np.nanmin(known), np.nanmax(known)], form)))
+
+
+def listed(values: Iterable[float], form: Form = 3) -> str:
+    """Numbers in their order: "1, 2 and 3"."""
+    *first, last = _written(values, form)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _written(values: Iterable[float], form: Form) -> list[str]:
+    write = partial(short, digits=form) if isinstance(form, int) else form
+    return [write(float(value)) for value in values]
+
+
+def in_words(text: object) -> str:
+    """A text with small counts in words: "2 of 3" is "two of three"; larger ones stay."""
+    words = {str(count): word for count, word in enumerate(_WORDS)}
+    return re.sub(r"\d+", lambda count: words.get(count[0], count[0]), str(text))
 
 
 def two_digits(value: float) -> str:

@@ -9,11 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from infoflow_lens.experiments.claims import Verdict
+from infoflow_lens.experiments.claims import Numbers, Verdict
 from infoflow_lens.experiments.language_model.card import comparison, measured_models
 from infoflow_lens.experiments.pages import TEMPLATE, cell_of, render_page
 from infoflow_lens.experiments.registry import LANGUAGE_MODEL_STUDIES, STUDY_KINDS
 from infoflow_lens.experiments.studies import STUDIES
+from infoflow_lens.experiments.studies.head_count import beside_published
+from infoflow_lens.experiments.studies.rows import beside_enough, best_runs, has_enough_heads
+from infoflow_lens.experiments.studies.token_models import epochs_until, last_epochs
 from infoflow_lens.experiments.study import Study
 from infoflow_lens.experiments.sweep import (
     plain_cell,
@@ -33,6 +36,18 @@ EARLIER, FULL = "earlier", "full"
 # columns in which a measured number may stand in the place of the setting: a run has its own rate
 # in each epoch, and its own states where sets leave some out
 _MEASURED = ("lr", "n_states")
+# what templates can make of rows
+_OF_ROWS: Mapping[str, Any] = {
+    function.__name__: function
+    for function in (
+        beside_enough,
+        beside_published,
+        best_runs,
+        epochs_until,
+        has_enough_heads,
+        last_epochs,
+    )
+}
 _RUN_AGAIN = "expected what `infoflow-lens study` wrote; run the study again"
 
 
@@ -40,24 +55,16 @@ def summarise(folder: Path) -> None:
     """Write tables and pages of a folder that has a folder for each study.
 
     Each study's ``table.md`` is written anew from its code and its
-    ``results.csv`` (or ``results.csv.gz``), the table of all studies into ``README.md``,
-    between the lines ``<!-- summary -->`` and ``<!-- end of summary -->``, and each page that has a
-    template beside it (``PAGE.md.jinja``). A run of preset full stands in the folder ``full`` of
-    its study. A study whose settings changed after its run is said to wait for one. Studies of
-    language models have the folder ``language_model``, where one study may have several runs.
+    ``results.csv`` (or ``results.csv.gz``), each page that has a template beside it
+    (``PAGE.md.jinja``), and the table of all studies into ``README.md`` (or what its template
+    gives), between the lines ``<!-- summary -->`` and ``<!-- end of summary -->``. A run of preset
+    full stands in the folder ``full`` of its study. A study whose settings changed after its run is
+    said to wait for one. Studies of language models have the folder ``language_model``, where one
+    study may have several runs.
 
     Raises:
         InfoFlowError: where there is no README.md with these lines, or a run that cannot be read.
     """
-    page = folder / "README.md"
-    text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise InfoFlowError(
-            f"{str(page)!r} has no place for the summary: expected a line {BEGIN} and, behind it, "
-            f"a line {END}"
-        )
-    if "\ufffd" in text:
-        raise InfoFlowError(f"{str(page)!r} is not UTF-8: expected a page in it; convert the page")
     # all of it before anything is written
     rows, pages = [], {}
     for study in STUDIES.values():
@@ -70,15 +77,34 @@ def summarise(folder: Path) -> None:
     summary = markdown_table(
         ["experiment", "what theory says", "what was measured", "by its rule"], rows
     )
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    pages[page] = f"{before}{BEGIN}\n{summary}\n{END}{after}"
     for path in language_model_runs(folder):
         study = LANGUAGE_MODEL_STUDIES[_config(path / "record.json")["study"]]()
         pages[path / "table.md"] = _report(study, path, recorded_run(study, path))
     for template in sorted(folder.rglob(f"*.md{TEMPLATE}")):
         pages[template.with_suffix("")] = _page(template, pages)
+    page = folder / "README.md"
+    pages[page] = _with_summary(page, pages.get(page), summary)
     for path, content in pages.items():
         write_text(path, content)
+
+
+def _with_summary(page: Path, text: str | None, summary: str) -> str:
+    """The text of a page, by default what stands in it now, with the table in its place.
+
+    Raises:
+        InfoFlowError: if it has no place for the table, or is not UTF-8.
+    """
+    if text is None:
+        text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise InfoFlowError(
+            f"{str(page)!r} has no place for the summary: expected a line {BEGIN} and, behind it, "
+            f"a line {END}"
+        )
+    if "\ufffd" in text:
+        raise InfoFlowError(f"{str(page)!r} is not UTF-8: expected a page in it; convert the page")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    return f"{before}{BEGIN}\n{summary}\n{END}{after}"
 
 
 def language_model_runs(folder: Path) -> list[Path]:
@@ -104,11 +130,14 @@ def _page(template: Path, pages: Mapping[Path, str]) -> str:
         study = STUDY_KINDS[_config(template.parent / run / "record.json")["study"]]()
         return study, recorded_run(study, template.parent / run)
 
+    def numbers(run: str, place: int) -> Numbers:
+        """The numbers of a claim of a study."""
+        study, recorded = of_run(run)
+        return study.claims()[place].numbers(recorded.finished)
+
     def holds(run: str, place: int, label: str) -> bool:
         """Whether a claim of a study holds of what one of its numbers is of."""
-        study, recorded = of_run(run)
-        claim = study.claims()[place]
-        return claim.holds(claim.numbers(recorded.finished)[label])
+        return of_run(run)[0].claims()[place].holds(numbers(run, place)[label])
 
     return render_page(
         template,
@@ -116,10 +145,14 @@ def _page(template: Path, pages: Mapping[Path, str]) -> str:
             "rows": cache(lambda run: rows_of(template.parent / run)),
             "verdict": lambda run: of_run(run)[1].verdict,
             "seen": lambda run: "**Seen**" if of_run(run)[1].verdict.passed else "**Not seen**",
+            "passed": lambda run: "passed" if of_run(run)[1].verdict.passed else "not passed",
+            "numbers": numbers,
             "holds": holds,
             "models": lambda: comparison(measured_models(template.parent / "models")),
             "section": section,
             "cell": lambda run, column, *first: cell_of(table(run), column, *first),
+            "statements": [study.statement.text for study in STUDIES.values() if study.statement],
+            **_OF_ROWS,
         },
     )
 

@@ -208,6 +208,7 @@ def store(parts: Iterable[Rows], scratch: Path, what: str) -> Stored:
     lengths: list[int] = []
     n, longest, shortest = 0, 0, 2**63
     with ExitStack() as stack:
+        stack.enter_context(naming_file(path))  # closing writes, too, also behind an error
         writer = None
         for rows in parts:
             if not len(rows):

@@ -17,11 +17,13 @@ from safetensors.torch import load_file, save_file
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation import files
 from infoflow_lens.foundation.files import owned_by
+from infoflow_lens.foundation.state import write_state
 from infoflow_lens.probing import run as run_module
 from infoflow_lens.probing import shard
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.run import run_probing
+from infoflow_lens.probing.store import store
 from infoflow_lens.runs.folder import MANIFEST, PRIVATE, RunFolder
 from tests.fuzz import OF_A_RUN, SPOILS, spoiled
 from tests.processes import started
@@ -302,23 +304,29 @@ def test_a_full_disk_or_another_one_is_one_error_and_what_was_finished_stays(
     run(tmp_path / "out", settings(folder))
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX limits")
-def test_a_write_that_the_system_refuses(tmp_path):
-    """The system's own answer, from inside of safetensors."""
-    import resource
+def store_sequences(folder):
+    store([torch.zeros(4, 2000)], folder, "the data")
 
-    from infoflow_lens.foundation.state import write_state
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX limits")
+@pytest.mark.parametrize(
+    "write", [lambda folder: write_state(folder / "x", {"x": torch.zeros(10_000)}, {}),
+              store_sequences],
+)  # fmt: skip
+def test_a_write_that_the_system_refuses(tmp_path, write):
+    """The system's own answer, from inside of safetensors and of Arrow."""
+    import resource
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     try:
         with pytest.raises(InfoFlowError, match=r"cannot write .*File too large"):
-            write_state(tmp_path / "x", {"x": torch.zeros(10_000)}, {})
+            write(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("x*"))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")

@@ -409,7 +409,9 @@ def _by_start(results: "pd.DataFrame") -> "pd.DataFrame":
     by_start = pd.concat(parts)
     places = dict.fromkeys(("end_last", "end_before"), 1)
     for name, hops in {**places, **{f"from_{n}": n for n in _HOPS}}.items():
-        by_start[name] = by_start[name].where(by_start["hops"] > hops)
+        # fewer hops have been run than there are columns
+        known = by_start.get(name, math.nan)
+        by_start[name] = pd.Series(known, by_start.index).where(by_start["hops"] > hops)
     return by_start
 
 
@@ -424,7 +426,8 @@ def _by_distance(results: "pd.DataFrame") -> "pd.DataFrame":
     runs = tokens.last_epochs(results).sort_values("best_validation_loss", kind="stable")
     runs = runs[runs["asked"] == _GROWING].drop_duplicates(["hops", "layers"])
     runs = runs.sort_values(["hops", "layers"]).rename(columns={f"from_{n}": n for n in _HOPS})
-    at = runs.melt(["hops", "layers"], list(_HOPS), "hops from the end", "accuracy")
+    distances = [hops for hops in _HOPS if hops in runs]
+    at = runs.melt(["hops", "layers"], distances, "hops from the end", "accuracy")
     return at.dropna(subset="accuracy").sort_values(["hops", "layers"], kind="stable")
 
 

@@ -146,6 +146,7 @@ def test_other_text_chooses_and_the_text_that_is_judged_does_not():
     assert not found.passed  # the other is level with rollout
 
 
+@pytest.mark.slow
 def test_a_random_model_of_gpt_2s_depth_needs_no_text():
     study = GradedSetsStudy(["stdlib-2l"])
     deep = study.cases("smoke")[-1]

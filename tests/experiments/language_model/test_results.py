@@ -13,7 +13,15 @@ from infoflow_lens import InfoFlowError
 from infoflow_lens.experiments.language_model import graded_sets, roles
 from infoflow_lens.experiments.language_model.card import comparison, measured_models
 from infoflow_lens.experiments.language_model.config import PRESETS
-from infoflow_lens.experiments.pages import cell_of, render_page, short, span, two_digits
+from infoflow_lens.experiments.pages import (
+    cell_of,
+    in_words,
+    listed,
+    render_page,
+    short,
+    span,
+    two_digits,
+)
 from infoflow_lens.experiments.registry import LANGUAGE_MODEL_STUDIES
 from infoflow_lens.experiments.summary import (
     BEGIN,
@@ -34,6 +42,7 @@ def config_of(path):
     return json.loads((path / "record.json").read_text())["config"]
 
 
+@pytest.mark.slow
 def test_tables_and_pages_are_what_the_summary_writes(tmp_path):
     """Byte by byte; each page has its template beside it."""
     of_models = tmp_path / "language_model"
@@ -63,6 +72,7 @@ def test_the_recorded_verdict_is_that_of_the_rows(path):
         assert "/" not in case["model"]  # a name, no path
 
 
+@pytest.mark.slow
 def test_every_study_has_a_run_and_a_figure_of_one_moment():
     assert {config_of(path)["study"] for path in RUNS.values()} == set(LANGUAGE_MODEL_STUDIES)
     for name, kind in LANGUAGE_MODEL_STUDIES.items():
@@ -147,6 +157,16 @@ def test_factors_have_two_digits_and_ranges_two_ends():
     assert shown == [".34", "1.1", "8.3", "15", "232"]
     assert span(pd.Series([3.0, 1.0, 2.0])) == "1.000 to 3.000"
     assert span(pd.Series([1.0001, 1.0002])) == "1.000"
+    assert span(pd.Series([0.5, float("nan"), 0.25]), 2) == ".25 to .50"
+
+
+def test_numbers_in_a_row_and_small_counts_stand_as_prose():
+    assert listed([0.5]) == ".500"
+    assert listed([0.5, 1.25]) == ".500 and 1.250"
+    assert listed([3, 1, 2], "{:g}".format) == "3, 1 and 2"
+    assert in_words("2 of 3") == "two of three"
+    assert in_words(0) == "none"
+    assert in_words(120) == "120"
 
 
 def test_a_cell_is_found_by_the_cells_before_it():

@@ -31,6 +31,7 @@ def bytes_of(out):
     return {str(p.relative_to(out)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
+@pytest.mark.slow
 def test_a_stopped_training_goes_on_to_the_same_bytes(tmp_path, corpus, monkeypatch):
     take_step = training._Run.take_step
 

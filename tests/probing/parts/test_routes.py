@@ -14,7 +14,7 @@ from infoflow_lens import (
     load_any,
     run_probes,
 )
-from infoflow_lens.probing import shards
+from infoflow_lens.probing import shard
 from infoflow_lens.probing.compared import by_largest
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.page import report_of
@@ -35,7 +35,7 @@ def config(tmp_path_factory):
 
 
 def test_its_table_is_that_of_the_measures_by_hand(tmp_path, config, monkeypatch):
-    run, skipped = shards.run_shard, []
+    run, skipped = shard.run_shard, []
 
     def watched(stops):
         def run_watched(model, inputs, probes, *, skip, after_batch, **settings):
@@ -54,11 +54,11 @@ def test_its_table_is_that_of_the_measures_by_hand(tmp_path, config, monkeypatch
         return run_watched
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "run_shard", watched(stops=True))
+        patch.setattr(shard, "run_shard", watched(stops=True))
         with pytest.raises(KeyboardInterrupt):
             run_probing(tmp_path, config, progress=False)
     skipped.clear()
-    monkeypatch.setattr(shards, "run_shard", watched(stops=False))
+    monkeypatch.setattr(shard, "run_shard", watched(stops=False))
     found = run_probing(tmp_path, config, progress=False)
     table = pd.read_csv(tmp_path / "routes.csv")
     assert skipped == [2]
