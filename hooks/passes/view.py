@@ -150,6 +150,7 @@ class Pass:
         self.lengths: Int[Tensor, " batch"] | None = None
         self._order: Int[Tensor, "batch pos"] | None = None
         self._size = 0 if mask is None else mask.shape[1]
+        self._check_finite(mask)  # first: NaN would pass for weight on padding
         if mask is not None:
             _check_padding_is_right(model, activations, mask)
             self.lengths = mask.sum(dim=1).cpu()
@@ -157,7 +158,6 @@ class Pass:
             self._order = self._order[:, : int(self.lengths.max())]
             self._in_place = bool((self._order.cpu() == torch.arange(self._order.shape[1])).all())
         self.tokens = None if tokens is None else self._moved(tokens)
-        self._check_finite(mask)
 
     def __len__(self) -> int:
         return len(self.held_out)

@@ -20,6 +20,7 @@ from infoflow_lens import (
     probe_cache,
     run_probes,
 )
+from infoflow_lens.hooks import Pass
 from infoflow_lens.hooks.model.call import has_user_hooks
 from infoflow_lens.hooks.model.semantics import visibility
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
@@ -325,3 +326,16 @@ def test_embeddings_given_by_name_come_with_their_mask(folders):
         with attach(model, PositionsProbe()) as probes:
             model(None, inputs_embeds=embedded, attention_mask=mask)
     assert probes[0].result().lengths.tolist() == list(LENGTHS)
+
+
+def test_weights_that_are_nan_are_no_weights_on_padding(folders):
+    """NaN has its own error, also where a bridge shows the pattern alone."""
+    model = loaded(folders(next(family for family, shown in SHOWN.items() if shown == "pattern")))
+    ids, mask = padded("right")
+    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(len(model.blocks))]
+    _, cache = model.run_with_cache(ids, attention_mask=mask, names_filter=names)
+    broken = {name: torch.full_like(cache[name], 0.1) for name in names}
+    for pattern in broken.values():
+        pattern[..., 0] = torch.nan  # as where a score overflows, and the rest of its row is spread
+    with pytest.raises(InfoFlowError, match="holds NaN"):
+        Pass(model, broken, tokens=ids, mask=mask.bool())
