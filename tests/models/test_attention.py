@@ -68,6 +68,18 @@ def test_the_cached_pattern_is_made_of_the_cached_scores(model, kind, x):
         torch.testing.assert_close(pattern, by_hand(kind, scores))
 
 
+def test_the_pattern_is_what_moves_values(model, x):
+    _, cache = model.run_with_cache(x)
+    moved = torch.einsum("bhqk,bkhd->bqhd", cache[PATTERN], cache["blocks.1.attn.hook_v"])
+    torch.testing.assert_close(cache["blocks.1.attn.hook_z"], moved)
+
+
+def test_it_survives_reset_hooks(model, x):
+    before = model(x)
+    model.reset_hooks(including_permanent=True)
+    assert model(x).equal(before)
+
+
 @pytest.mark.parametrize("prepend", [False, True])
 def test_an_edit_of_the_scores_counts_whenever_it_was_registered(model, x, prepend):
     def edit(scores, hook):
@@ -97,6 +109,21 @@ def test_gradients_flow_through_relu_scores_and_not_through_a_hard_maximum(model
     assert (attn.W_Q.grad is not None and bool(attn.W_Q.grad.any())) == (kind == "relu")
 
 
+def test_backward_hooks_see_and_change_the_gradient_of_the_pattern(model, kind, x):
+    seen = []
+
+    def silence(gradient, hook):
+        seen.append(gradient)
+        return (torch.zeros_like(gradient),)
+
+    model.add_hook(PATTERN, silence, dir="bwd")
+    model(x).square().sum().backward()
+    assert seen[0].shape == (19, 4, 9, 9)
+    assert seen[0].any()
+    queries = model.blocks[1].attn.W_Q.grad
+    assert queries is None or not queries.any()
+
+
 def test_a_copy_after_a_pass_that_ended_early_is_whole(model, x):
     model(x, stop_at_layer=1)
     with pytest.raises(ZeroDivisionError):
@@ -111,10 +138,25 @@ def test_positions_of_relu_attention_come_with_a_warning(model, kind, x):
     assert any("use AttendedProbe" in note for note in result.notes) == (kind == "relu")
 
 
+def test_softmax_is_restored(model, host, x):
+    set_attention(model, "softmax")
+    assert model(x).equal(with_softmax(host)(x))
+
+
 def test_hard_maxima_go_to_the_lowest_of_equals_and_skip_rows_without_keys():
     scores = torch.tensor([[[[1.0, 2.0, 2.0], [-torch.inf] * 3, [-torch.inf, -5.0, -6.0]]]])
     expected = torch.tensor([[[[0.0, 1.0, 0.0], [0.0] * 3, [0.0, 1.0, 0.0]]]])
     assert hardmax_pattern(scores).equal(expected)
+
+
+def test_a_hosted_model_takes_its_attention_from_the_architecture(architecture, inputs, kind):
+    import dataclasses
+
+    model = build_model(dataclasses.replace(architecture, attention=kind), seed=5)
+    _, cache = model.run_with_cache(inputs)
+    scores, pattern = cache["attn_scores", 0], cache["pattern", 0]
+    torch.testing.assert_close(pattern, by_hand(kind, scores))
+    torch.testing.assert_close(model(inputs), model.forward_readout(inputs))
 
 
 def test_what_cannot_be_changed_is_refused(host):

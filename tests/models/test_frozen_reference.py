@@ -6,6 +6,7 @@ Which numbers are held to which is said in :mod:`tests.reference.frozen`.
 from functools import cache
 
 import pytest
+import torch
 
 from tests.reference import frozen
 
@@ -88,3 +89,11 @@ def test_the_reference_is_of_hooked_transformer_in_3_9():
     written_with = frozen.record()["written_with"]
     assert written_with["transformer-lens"].startswith("3.9.")
     assert len(frozen.CASES) >= 12
+
+
+def test_a_difference_is_described():
+    found, kept = torch.tensor([1.0, 2.0, 3.5]), torch.tensor([1.0, 2.0, 3.0])
+    assert frozen.difference("W_Q", found, kept) == (
+        "W_Q: 1 of 3 entries differ, by at most 0.5; entry 2 is 3.5, was 3.0"
+    )
+    assert "was torch.float32 [3]" in frozen.difference("W_Q", found.double(), kept)

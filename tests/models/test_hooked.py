@@ -1,13 +1,18 @@
 """A hosted model is HookedTransformer, bit by bit, on TransformerLens 3 and 4."""
 
 import copy
+import inspect
+import io
 
 import pytest
 import torch
+from transformer_lens import ActivationCache, HookedRootModule
+from transformer_lens.hook_points import HookPoint
 
-from infoflow_lens import Architecture, InfoFlowError, build_model, build_token_model
+from infoflow_lens import Architecture, InfoFlowError, build_model, build_token_model, load_model
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from tests.reference import frozen
+from tests.reference import transformer as reference
 from tests.versions import needs_hooked_transformer
 
 
@@ -57,6 +62,86 @@ def test_bits_of_hooked_transformer_in_this_process(precision):
                 assert found.equal(value), frozen.difference(f"{name} {label}", found, value)
 
 
+@needs_hooked_transformer
+def test_bits_at_sizes_where_the_order_of_sums_shows():
+    from tests.reference.hooked_transformer import twin_of
+
+    model = build_model(
+        Architecture(
+            n_heads=(8, 4), d_model=128, d_token=9, n_tokens=40, d_mlp=300, normalization="LN"
+        )
+    )
+    tokens = build_token_model(
+        n_layers=2, n_heads=3, d_head=50, d_model=90, n_tokens=40, d_vocab=31, d_output=11
+    )
+    generator = torch.Generator().manual_seed(3)
+    vectors = torch.randn(65, 40, 9, generator=generator)
+    for ours, x in ((model, vectors), (tokens, torch.randint(31, (65, 40), generator=generator))):
+        theirs = twin_of(ours)
+        for read in ("__call__", "forward_readout"):
+            outputs = getattr(ours, read)(x), getattr(theirs, read)(x)
+            assert outputs[0].equal(outputs[1])
+            trained = [n for n, p in ours.named_parameters() if p.requires_grad]
+            gradients = (
+                torch.autograd.grad(
+                    output.square().sum(),
+                    [host.get_parameter(name) for name in trained],
+                    allow_unused=True,
+                )
+                for output, host in zip(outputs, (ours, theirs), strict=True)
+            )
+            for name, mine, other in zip(trained, *gradients, strict=True):
+                assert mine is other is None or mine.equal(other), name
+
+
+@needs_hooked_transformer
+def test_a_seed_gives_the_weights_that_hooked_transformer_draws():
+    from tests.reference.hooked_transformer import twin_of
+
+    for name, build in frozen.TRAINED.items():
+        if "one-hot" not in name and "Chen" not in name:
+            ours = build()  # by seed 11
+            for label, value in twin_of(ours, seed=11).named_parameters():
+                assert ours.get_parameter(label).equal(value), (name, label)
+
+
+def test_what_it_is(layers_alike, attention_only):
+    import transformer_lens
+
+    for model in (layers_alike, attention_only):
+        assert isinstance(model, HookedRootModule)
+        if HAS_HOOKED_TRANSFORMER:
+            assert isinstance(model, transformer_lens.HookedTransformer)
+            assert isinstance(model.cfg, transformer_lens.HookedTransformerConfig)
+        else:
+            assert isinstance(model.cfg, transformer_lens.TransformerBridgeConfig)
+    cfg = layers_alike.cfg
+    assert (cfg.n_layers, cfg.n_heads, cfg.d_head, cfg.d_model) == (2, 3, 4, 11)
+    assert (cfg.n_ctx, cfg.d_mlp, cfg.d_vocab_out, cfg.attn_scale) == (8, 5, 4, 2.0)
+    assert (cfg.normalization_type, cfg.attention_dir, cfg.attn_only) == (
+        "LN", "bidirectional", False,
+    )  # fmt: skip
+
+
+SAVED = {
+    "vectors": [[1.0556683540344238], [1.2722135782241821]],
+    "tokens": [
+        [10539.004826333274, 8259.293506511494, 9374.498055644],
+        [8935.122609063132, 8198.838482028523, 7109.052257978467],
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_checkpoints_written_before(name):
+    """By version 0.1.0 on HookedTransformer of TransformerLens 3.9, with what they gave there."""
+    model = load_model(frozen.HERE / "saved" / name)
+    x = (torch.arange(12).view(2, 3, 2) % 5 - 2) / 4
+    output = model(x) if name == "vectors" else model(torch.arange(8).view(2, 4) % 5)[:, -1]
+    expected = torch.tensor(SAVED[name], dtype=output.dtype)
+    torch.testing.assert_close(output, expected, rtol=1e-6 if name == "vectors" else 1e-14, atol=0)
+
+
 def test_state_dicts_with_the_causal_mask_of_earlier_transformer_lens(attention_only, ids):
     state = attention_only.state_dict()
     state |= {f"blocks.{layer}.attn.mask": torch.ones(6, 6).tril().bool() for layer in (0, 1)}
@@ -98,6 +183,54 @@ def test_hooks_that_a_flag_turns_on(layers_alike, inputs):
 def test_hooks_that_would_never_fire_are_refused(layers_alike, name, flag):
     with pytest.raises(InfoFlowError, match=rf"{flag} is False: call model.set_{flag}\(True\)"):
         layers_alike.add_hook(name, lambda value, hook: None)
+
+
+def test_every_hook_point_fires_or_waits_for_a_flag(layers_alike, inputs):
+    _, cache = layers_alike.run_with_cache(inputs)
+    silent = {name.split(".")[-1] for name in set(layers_alike.hook_dict) - set(cache.keys())}
+    assert silent == {
+        "hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input", "hook_mlp_in",
+        "hook_result",
+    }  # fmt: skip
+    assert all(isinstance(point, HookPoint) for point in layers_alike.hook_dict.values())
+
+
+def test_hooks_in_a_block_are_gone_after_it(layers_alike, inputs):
+    expected, seen = layers_alike(inputs), []
+
+    def without(pattern, hook):
+        seen.append(hook.name)
+        return torch.zeros_like(pattern)
+
+    with layers_alike.hooks(fwd_hooks=[("blocks.1.attn.hook_pattern", without)]):
+        edited = layers_alike(inputs)
+    assert seen == ["blocks.1.attn.hook_pattern"]
+    assert (edited - expected).abs().max() > 1e-3
+    assert layers_alike(inputs).equal(expected)
+
+
+def test_gradients_reach_backward_hooks(layers_alike, inputs):
+    gradients = {}
+
+    def keep(gradient, hook):
+        gradients[hook.name] = gradient
+
+    names = ["blocks.0.attn.hook_pattern", "blocks.1.hook_resid_pre"]
+    with layers_alike.hooks(bwd_hooks=[(name, keep) for name in names]):
+        layers_alike(inputs).sum().backward()
+    assert set(gradients) == set(names)
+    assert all(gradient.abs().max() > 0 for gradient in gradients.values())
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (1, 2), (-1, None), (0, -1), (None, 0)])
+def test_partial_runs_are_counted_as_in_transformer_lens(attention_only, ids, start, stop):
+    _, cache = attention_only.run_with_cache(ids)
+    states = [cache["blocks.0.hook_resid_pre"], cache["blocks.1.hook_resid_pre"]]
+    states.append(cache["blocks.1.hook_resid_post"])
+    given = ids if start is None else states[start % 2]
+    found = attention_only(given, start_at_layer=start, stop_at_layer=stop)
+    expected = attention_only(ids) if stop is None else states[range(2)[stop] if stop < 2 else 2]
+    assert found.equal(expected)
 
 
 def test_padding_is_no_key(attention_only, ids):
@@ -147,11 +280,44 @@ def test_bad_input_of_token_models_is_named(attention_only, x, given, message):
 # Precision and place
 
 
+def test_float64_is_float64_throughout(layers_alike, inputs):
+    model = layers_alike.double()
+    output = model(inputs.double())
+    state = model.state_dict()
+    expected = reference.forward(model.architecture, state, inputs.double())["output"]
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_layer_norm_in_half_precision(layers_alike, inputs):
     expected = layers_alike(inputs)
     output = layers_alike.to(torch.bfloat16)(inputs.to(torch.bfloat16))
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.float(), expected, rtol=0.1, atol=0.1)
+
+
+def test_the_config_follows_the_tensors(layers_alike, capsys):
+    for move, dtype, device in (
+        (lambda: layers_alike.to(torch.float64), torch.float64, "cpu"),
+        (lambda: layers_alike.to("cpu", torch.float32), torch.float32, "cpu"),
+        (lambda: layers_alike.double(), torch.float64, "cpu"),
+        (lambda: layers_alike.to(torch.bfloat16, print_details=True), torch.bfloat16, "cpu"),
+        (lambda: layers_alike.to(device="meta"), torch.bfloat16, "meta"),
+    ):
+        assert move() is layers_alike
+        assert layers_alike.blocks[0].attn.W_Q.dtype == layers_alike.cfg.dtype == dtype
+        assert layers_alike.cfg.device == device
+    assert capsys.readouterr().out == ""
+
+
+def test_copies_and_files_of_the_whole_model(layers_alike, inputs):
+    expected = layers_alike(inputs)
+    kept = io.BytesIO()
+    torch.save(layers_alike, kept)
+    kept.seek(0)
+    for twin in (copy.deepcopy(layers_alike), torch.load(kept, weights_only=False)):
+        assert twin(inputs).equal(expected)
+        twin.set_use_attn_result(True)
+        assert not layers_alike.cfg.use_attn_result
 
 
 # What TransformerLens reads
@@ -200,6 +366,22 @@ def test_biases_up_to_a_layer(layers_alike):
         layers_alike.accumulated_bias(2, include_mlp_biases=False),
         first.attn.b_O + second.attn.b_O,
     )
+
+
+# Every public method of a cache. SSM layers are of other architectures.
+CACHE_METHODS = {
+    "accumulated_resid", "apply_ln_to_stack", "apply_slice_to_batch_dim", "compute_head_results",
+    "decompose_resid", "get_full_resid_decomposition", "get_neuron_results", "items", "keys",
+    "logit_attrs", "logit_lens", "remove_batch_dim", "stack_activation", "stack_head_results",
+    "stack_neuron_results", "to", "toggle_autodiff", "values",
+}  # fmt: skip
+OF_OTHERS = {"compute_ssm_effective_attention", "compute_ssm_state", "ssm_layers"}
+
+
+def test_every_method_of_a_cache_has_a_test():
+    methods = {n for n, _ in inspect.getmembers(ActivationCache, inspect.isfunction) if n[0] != "_"}
+    later = {"logit_lens"} if HAS_HOOKED_TRANSFORMER else set()
+    assert methods == (CACHE_METHODS | OF_OTHERS) - later
 
 
 @pytest.fixture
@@ -293,3 +475,13 @@ def test_cache_logit_lens(attention_only, ids):
     output, cache = attention_only.run_with_cache(ids)
     lens = cache.logit_lens(positions=None)
     torch.testing.assert_close(lens.values[-1], output, rtol=1e-5, atol=1e-6)
+
+
+def test_cache_of_an_attention_only_model(attention_only, ids):
+    _, cache = attention_only.run_with_cache(ids)
+    final = cache["blocks.1.hook_resid_post"]
+    for parts in (
+        cache.decompose_resid(layer=2),
+        cache.get_full_resid_decomposition(layer=2, expand_neurons=False),
+    ):
+        torch.testing.assert_close(parts.sum(0), final, rtol=1e-4, atol=1e-5)

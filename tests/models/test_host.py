@@ -1,16 +1,19 @@
 """The hosted model is the paper's; test_hooked.py says that it is HookedTransformer's, too."""
 
+import itertools
 import json
 import random
 import time
 
+import pandas as pd
 import pytest
 import torch
-from transformer_lens import HookedRootModule
+from transformer_lens import ActivationCache, HookedRootModule, patching
 
 from infoflow_lens import (
     Architecture,
     InfoFlowError,
+    build_construction,
     build_model,
     build_token_model,
     load_model,
@@ -124,11 +127,79 @@ def test_the_fast_read_out_has_the_same_numbers_and_gradients(name, x):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-10)
 
 
+def test_shapes_in_the_cache_tell_layers_and_heads_apart(model, inputs):
+    output, cache = model.run_with_cache(inputs)
+    assert isinstance(model, HookedRootModule)
+    assert isinstance(cache, ActivationCache)
+    assert output.shape == (23, 1)
+    assert cache["hook_tokens"].equal(inputs)
+    assert cache["hook_embed"].shape == (23, N_TOKENS + 1, D_MODEL)
+    for layer, (heads, d_head) in enumerate(zip(HEADS, D_HEAD, strict=True)):
+        prefix = f"blocks.{layer}.attn.hook_"
+        assert cache[f"{prefix}pattern"].shape == (23, heads, N_TOKENS + 1, N_TOKENS + 1)
+        assert cache[f"{prefix}z"].shape == (23, N_TOKENS + 1, heads, d_head)
+        torch.testing.assert_close(
+            cache[f"{prefix}pattern"].sum(-1), torch.ones(23, heads, N_TOKENS + 1)
+        )
+
+
+def test_cls_reads_but_is_not_read(model, inputs):
+    _, cache = model.run_with_cache(inputs)
+    for layer in (0, 1):
+        scores = cache[f"blocks.{layer}.attn.hook_attn_scores"]
+        assert scores[..., -1].isneginf().all()
+        assert scores[..., :-1].isfinite().all()
+        assert cache[f"blocks.{layer}.attn.hook_pattern"][..., -1].eq(0).all()
+    as_key = variant("relu, CLS as a key")
+    _, cache = as_key.run_with_cache(inputs)
+    assert cache["blocks.0.attn.hook_pattern"][..., -1].gt(0).all()
+
+
+def test_permuting_tokens_changes_nothing_without_positions(model, inputs):
+    order = torch.randperm(N_TOKENS, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model(inputs[:, order]), model(inputs), rtol=1e-5, atol=1e-6)
+    positional = variant("positions and layer norm")
+    assert (positional(inputs[:, order]) - positional(inputs)).abs().max() > 1e-3
+
+
 def test_running_in_parts_equals_running_at_once(model, inputs):
     middle = model(inputs, stop_at_layer=1)
     assert middle.shape == (23, N_TOKENS + 1, D_MODEL)
     torch.testing.assert_close(model(middle, start_at_layer=1), model(inputs))
     assert model(inputs, return_type=None) is None
+
+
+def test_hooks_intervene(model, inputs):
+    def no_attention(z, hook):
+        return torch.zeros_like(z)
+
+    names = [f"blocks.{layer}.attn.hook_z" for layer in (0, 1)]
+    alone = model.run_with_hooks(inputs, fwd_hooks=[(name, no_attention) for name in names])
+    # without attention CLS has seen no token
+    assert (alone - alone[0]).abs().max() < 1e-6
+    assert (model(inputs) - model(inputs)[0]).abs().max() > 1e-3
+
+
+def test_transformer_lens_patching_works(model, inputs):
+    clean, corrupted = inputs[:1], inputs[1:2]
+    model.eval()  # asked for by TransformerLens 4
+    _, cache = model.run_with_cache(clean)
+    effect = patching.generic_activation_patch(
+        model,
+        corrupted,
+        cache,
+        patching_metric=lambda output: output[0, 0],
+        patch_setter=patching.layer_pos_patch_setter,
+        activation_name="resid_pre",
+        # its default would take the number of positions from the last axis of token ids
+        index_df=pd.DataFrame(
+            itertools.product(range(2), range(N_TOKENS + 1)), columns=["layer", "pos"]
+        ),
+    )
+    effect = torch.as_tensor(effect).view(2, N_TOKENS + 1)
+    # CLS starts the same in both, so patching it in at the first layer changes nothing
+    torch.testing.assert_close(effect[0, N_TOKENS], model(corrupted)[0, 0])
+    assert (effect[0, :N_TOKENS] - model(corrupted)[0, 0]).abs().max() > 1e-4
 
 
 def test_per_head_stacks_are_refused_where_layers_differ(inputs):
@@ -139,6 +210,16 @@ def test_per_head_stacks_are_refused_where_layers_differ(inputs):
     equal = build_model(Architecture(n_heads=(2, 2), d_model=6, d_token=D_TOKEN, n_tokens=N_TOKENS))
     _, cache = equal.run_with_cache(inputs)
     assert cache.stack_head_results(layer=-1).shape[0] == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions(model, inputs, dtype):
+    expected = model(inputs)
+    model.to(dtype)
+    output = model(inputs.to(dtype))
+    assert output.dtype == dtype
+    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-5  # bfloat16 has 8 bits
+    torch.testing.assert_close(output.float(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", ["plain", "relu"])
@@ -216,6 +297,20 @@ def test_models_of_others_are_not_saved_by_half(token_model, tmp_path):
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.parametrize(
+    ("construction", "settings"),
+    [
+        ("d_retrieval", {"attention": "hardmax", "outer": "square_sum"}),
+        ("in_context_qa", {"n_pairs": 2, "n_questions": 5, "n_answers": 3}),
+    ],
+)
+def test_a_construction_is_saved_with_its_attention(construction, settings, tmp_path):
+    model, task = build_construction(construction, **settings)
+    save_model(model, tmp_path)
+    x, _ = task.sample(9, seed=0)
+    assert load_model(tmp_path)(x).equal(model(x))
+
+
 def paper_forward(model, x):
     """Eq 2 of Chen & Zou: H += sum_i V_i H sigma(H^T W_QK H), o = W_O H[:, -1]."""
     softmax = model.architecture.attention == "softmax"
@@ -249,6 +344,18 @@ def test_token_models_have_heads_of_their_own_in_every_layer(ids):
     assert shapes == [(13, heads, 7, 7) for heads in (2, 1, 3)]
     with pytest.raises(InfoFlowError, match="layers have"):
         cache.stack_head_results(layer=-1)
+
+
+def test_what_is_trained_of_a_token_model():
+    def trained(model):
+        names = {name.split(".")[-1] for name, p in model.named_parameters() if p.requires_grad}
+        assert not any(p.any() for n, p in model.named_parameters() if n.split(".")[-1][:2] == "b_")
+        return names
+
+    weights = {"W_Q", "W_K", "W_V", "W_O", "W_U"}
+    assert trained(token_variant("relu")) == weights | {"W_E", "W_pos"}
+    assert trained(token_variant("one layer, one-hot")) == weights
+    assert trained(token_variant("the paper's start")) == {"W_Q", "W_V", "W_U"}
 
 
 def test_the_paper_s_start():

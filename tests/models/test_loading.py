@@ -1,10 +1,12 @@
 """Models by name or folder, saved in the real formats and loaded by the real code, offline."""
 
 import json
+import random
 import sys
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -73,6 +75,10 @@ def test_a_folder_of_hugging_face_computes_what_transformers_computes(name, tmp_
     assert not loaded.model.training
 
 
+def test_twenty_families_are_known():
+    assert len(RIGHT) + len(WRONG) == len(zoo.FAMILIES) >= 20
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_bridge_that_computes_something_else_is_refused(name, tmp_path):
     with pytest.raises(InfoFlowError, match=r"computes something else .* differ by \d\d%"):
@@ -124,11 +130,33 @@ def test_an_official_name_computes_what_transformers_computes(official, name, ca
     assert not loaded.model.training
 
 
+def test_weights_of_official_models_are_as_trained(cache):
+    zoo.save_in_cache("gpt2", "gpt2", cache)
+    block, trained = load_any("gpt2").model.blocks[1], zoo.build("gpt2").transformer.h[1]
+    scale = block.ln1.w if HAS_HOOKED_TRANSFORMER else block.ln1.weight
+    assert torch.equal(scale, trained.ln_1.weight)
+    assert torch.equal(block.mlp.W_out, trained.mlp.c_proj.weight)
+
+
 @pytest.mark.parametrize("backend", ["bridge", "auto"])
 def test_the_backend_decides_who_hosts_a_name(backend, cache):
     zoo.save_in_cache("gpt2", "gpt2", cache)
     kind = "TransformerBridge" if backend == "bridge" else OF_OFFICIAL_NAMES
     assert type(load_any("gpt2", backend=backend).model).__name__ == kind
+
+
+def test_an_alias_stands_for_its_official_name(cache):
+    zoo.save_in_cache("gpt2", "gpt2", cache)
+    torch.testing.assert_close(
+        logits(load_any("gpt2-small").model), plain("gpt2"), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_other_models_of_the_hub_go_to_the_bridge(cache):
+    zoo.save_in_cache("llama", "someone/their-llama", cache)
+    loaded = load_any("someone/their-llama")
+    assert type(loaded.model).__name__ == "TransformerBridge"
+    torch.testing.assert_close(logits(loaded.model), plain("llama"), rtol=1e-4, atol=1e-4)
 
 
 def test_encoders_go_to_the_bridge_although_hooked_transformer_would_take_their_weights(cache):
@@ -209,6 +237,12 @@ def test_dtype_of_folders_names_and_checkpoints(dtype, cache, architecture, tmp_
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
+def test_a_checkpoint_keeps_the_dtype_that_it_was_saved_in(architecture, tmp_path):
+    model = build_model(architecture).to(torch.float64)
+    save_model(model, tmp_path)
+    assert next(load_any(tmp_path).model.parameters()).dtype == torch.float64
+
+
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_a_missing_tokenizer_is_no_error(name, tmp_path):
     # of some architectures transformers would make a tokenizer without words
@@ -217,6 +251,30 @@ def test_a_missing_tokenizer_is_no_error(name, tmp_path):
     assert loaded.model.tokenizer is None
     assert "no tokenizer" in loaded.description
     torch.testing.assert_close(logits(loaded.model), plain(name), rtol=1e-4, atol=1e-4)
+
+
+def test_a_missing_tokenizer_of_an_official_name_is_no_error(cache):
+    zoo.save_in_cache("gpt2", "gpt2", cache, with_tokenizer=False)
+    loaded = load_any("gpt2")
+    assert loaded.tokenizer is None
+    torch.testing.assert_close(logits(loaded.model), plain("gpt2"), rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_is_left_behind(cache, tmp_path, capsys):
+    zoo.save_in_cache("gpt2", "gpt2", cache)
+    folder = zoo.save("llama", tmp_path / "llama")
+    capsys.readouterr()
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    filters, default = list(warnings.filters), torch.get_default_dtype()
+    gradients = torch.is_grad_enabled()
+    for each in ("gpt2", folder):
+        load_any(each, dtype="bfloat16")
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]  # noqa: NPY002
+    assert warnings.filters == filters
+    assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (default, gradients)
+    assert capsys.readouterr().out == ""  # stdout belongs to the caller
 
 
 def test_threads_that_load_at_once_leave_stdout_and_filters_as_found():
@@ -260,6 +318,11 @@ def test_names_that_stand_for_nothing(name, message, cache):
 def test_without_a_network_and_a_cached_copy_a_local_folder_is_asked_for(name, cache):
     with pytest.raises(InfoFlowError, match=r"not in the local cache .*give a local folder"):
         load_any(name)
+
+
+def test_a_misspelt_owner_and_name_is_told_the_nearest_official_one(cache):
+    with pytest.raises(InfoFlowError, match=r"did you mean .*EleutherAI/pythia-70m"):
+        load_any("EleutherAI/pythia-70")
 
 
 def test_folders_that_are_no_models(tmp_path):
@@ -327,6 +390,12 @@ def test_options_that_do_not_exist(tmp_path, architecture):
     assert load_any(tmp_path / "ours", backend="hooked").source == "checkpoint"
 
 
+def test_the_zoo_is_saved_in_the_format_of_hugging_face(tmp_path):
+    folder = zoo.save("llama", tmp_path / "llama")
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert {"model.safetensors", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
+
+
 # Models that are in memory
 
 
@@ -374,7 +443,7 @@ FROM_A_CONFIG = {
 
 @pytest.mark.parametrize("family", FROM_A_CONFIG)
 def test_a_model_that_was_built_from_a_config_is_hosted(family):
-    """Its config names no architecture, and is left so."""
+    """Its config names no architecture (finding Q7), and is left so."""
     transformers = pytest.importorskip("transformers")
     config = f"{family}{'Text' if family == 'Gemma3' else ''}Config"
     kind = getattr(transformers, f"{family}ForCausalLM", None)
@@ -410,6 +479,12 @@ def test_a_model_in_memory_that_cannot_run_is_said_by_name():
         InfoFlowError, match=r"'GPT2LMHeadModel' cannot be loaded \(RuntimeError: ex"
     ):
         load_any(alone)
+
+
+def test_a_model_in_memory_needs_no_tokenizer():
+    loaded = load_any(zoo.build("llama"))
+    assert loaded.tokenizer is None
+    torch.testing.assert_close(logits(loaded.model), plain("llama"), rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_in_memory_finds_the_tokenizer_of_its_folder(tmp_path):

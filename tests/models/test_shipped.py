@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError
+from infoflow_lens.hooks.model.capabilities import inspect_model
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.loading import load_any
-from infoflow_lens.models.shipped import shipped_folder
+from infoflow_lens.models.shipped import SHIPPED, shipped_folder
 from tests.versions import needs_hooked_transformer
 
 
@@ -40,6 +41,11 @@ def test_it_loads_by_name_with_its_tokenizer_in_float32(loaded):
     ]
 
 
+def test_all_measurements_are_possible(loaded):
+    tokens = torch.randint(1, 1024, (2, 12), generator=torch.Generator().manual_seed(0))
+    assert inspect_model(loaded.model, tokens).problems() == ()
+
+
 def test_a_head_attends_to_the_previous_token_and_others_to_the_token_after_the_last_occurrence(
     attention,
 ):
@@ -61,6 +67,32 @@ def test_a_head_attends_to_the_previous_token_and_others_to_the_token_after_the_
         torch.testing.assert_close(scores, torch.tensor(measured[name]), atol=0.05, rtol=0)
     assert found["previous_token"][0].max() > 0.5
     assert found["prefix_matching"][1].max() > 0.5
+
+
+def test_repeated_random_tokens_are_predicted(attention):
+    tokens, logits, _ = attention
+    losses = torch.nn.functional.cross_entropy(
+        logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none"
+    )
+    assert losses[:, :40].mean() > 6.9  # log 1023 is 6.93
+    assert losses[:, 41:].mean() < 0.2
+
+
+def test_its_weights_are_small_and_of_half_precision():
+    from safetensors.torch import load_file
+
+    for name in SHIPPED:
+        file = shipped_folder(name) / "model.safetensors"
+        assert file.stat().st_size < 4e6
+        assert {weight.dtype for weight in load_file(file).values()} == {torch.float16}
+
+
+def test_blocks_have_no_mlp_but_zeros(loaded):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 1024, (2, 9), generator=generator)
+    _, cache = loaded.model.run_with_cache(tokens)
+    for layer in (0, 1):
+        assert not cache[f"blocks.{layer}.hook_mlp_out"].any()
 
 
 @needs_hooked_transformer

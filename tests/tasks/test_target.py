@@ -21,6 +21,7 @@ from infoflow_lens.probing.data import read_data
 from infoflow_lens.tasks import Target, is_task
 from infoflow_lens.theory.comparison import Component
 from infoflow_lens.theory.estimate import estimate
+from infoflow_lens.theory.shapes import ModelShape
 
 
 def distance(x):
@@ -59,6 +60,13 @@ def test_the_active_set_is_where_the_gradient_is_not_zero():
     assert task.active_index_set(x).equal((gradient != 0).any(dim=-1))
 
 
+def test_a_score_that_ignores_a_token_leaves_it_out():
+    lopsided = Component(2, lambda x: x[..., 0, 0] + 0 * x[..., 1, 0])
+    task = Target(components=(lopsided,), n_tokens=5, d_token=2)
+    x, _ = task.sample(20, seed=0)
+    assert (task.active_index_set(x).sum(dim=1) == 1).all()
+
+
 def test_counts_and_trees_follow_from_the_components():
     triple = Component(3, lambda x: x.sum((-1, -2)), symmetric=True)
     single = Component(1, first, symmetric=True)
@@ -83,6 +91,21 @@ def test_counts_and_trees_follow_from_the_components():
             ]
         )
         assert torch.allclose(component.score(x[rows, winner]), best.amax(dim=0))
+
+
+def test_subsets_restrict_what_is_looked_at():
+    task = Target(
+        components=(Component(1, first), Component(2, distance, True)),
+        subsets=((1, 3), (0, 2, 4)),
+        n_tokens=6,
+        d_token=2,
+    )
+    x, y = task.sample(30, seed=0)
+    pairs = [(x[:, s] - x[:, t]).norm(dim=-1) for s, t in itertools.product((0, 2, 4), repeat=2)]
+    expected = x[:, [1, 3], 0].amax(dim=1) + torch.stack(pairs).amax(dim=0)
+    assert torch.allclose(y[:, 0], expected)
+    assert not task.active_index_set(x)[:, 5].any()
+    assert task.comparison.order == 0
 
 
 @pytest.mark.parametrize(
@@ -199,6 +222,21 @@ def test_what_is_no_target_is_refused(settings, message):
 def test_what_is_no_component_is_refused(arguments, message):
     with pytest.raises(InfoFlowError, match=message):
         Component(**arguments)
+
+
+def test_tuples_of_different_positions_or_of_listed_ones():
+    """The closest pair has two tokens: either say distinct, or list the pairs."""
+    listed = Component(2, distance, symmetric=True, extremum="min", tuples=apart(7))
+    distinct = Component(2, distance, symmetric=True, extremum="min", distinct=True)
+    tasks = [Target(components=(c,), n_tokens=7, d_token=2) for c in (listed, distinct)]
+    x, y = tasks[0].sample(40, seed=0)
+    assert tasks[1].target(x).equal(y)
+    assert tasks[1].active_index_set(x).equal(tasks[0].active_index_set(x))
+    assert tasks[1].comparison.number(7, "unordered") == len(apart(7)) - 1
+    shape = ModelShape((1, 1), (16, 16), 7, positional=True)
+    for task in tasks:
+        found = estimate(shape, task)
+        assert (found.verdict, found.verified) == ("allowed", 1.0)
 
 
 def test_probes_read_a_target_by_module_and_name(tmp_path, monkeypatch):

@@ -136,6 +136,22 @@ def test_of_many_draws_the_one_of_least_overlap_is_taken(kind):
     assert overlap(4096) < 0.2 < overlap(1)
 
 
+def test_the_worked_example_of_appendix_e():
+    task = load_task("depth_separation", n_tokens=4, d_token=2)
+    x = torch.tensor([[[1.0, 0.0], [0.6, 0.8], [-0.8, -0.6], [0.0, -1.0]]])
+    assert float(task.target(x)) == pytest.approx(0.08)
+    assert task.active_index_set(x).tolist() == [[False, True, True, False]]
+
+
+def test_equal_numbers_count_one_by_one_from_the_lowest_position():
+    x = torch.tensor([[[0.5], [0.9], [0.5], [0.1]]])
+    active = [
+        load_task("kth_largest", n_tokens=4, k=k).active_index_set(x).nonzero()[0, 1].item()
+        for k in (1, 2, 3, 4)
+    ]
+    assert active == [1, 0, 2, 3]
+
+
 @pytest.mark.parametrize("extremum", ["max", "min"])
 def test_a_component_that_the_outer_function_ignores_is_not_active(extremum):
     """Whether it does may hang on the sign of a value, so that a minimum must come as it is."""
@@ -147,6 +163,24 @@ def test_a_component_that_the_outer_function_ignores_is_not_active(extremum):
         x, y = task.sample(50, seed=0)
         found = task.active_index_set(x).sum(dim=1)
         assert found.eq(1).all() if expected else found.eq(0).equal(y[:, 0] == 0)
+
+
+def test_triples_of_128_tokens_need_no_cube():
+    """A [4, 128, 128, 128, 3, 3] tensor of floats would take 300 MB for a batch of four."""
+    task = load_task("triangle_center", n_tokens=128, d_token=3)
+    x, _ = task.sample(1, seed=0)
+    tracker = torch.profiler.profile(profile_memory=True)
+    with tracker:
+        task.active_index_set(x)
+    largest = max(event.self_cpu_memory_usage for event in tracker.key_averages())
+    assert largest < 2**31
+
+
+def test_directions_are_unit_vectors_and_orthonormal_on_request():
+    random = load_task("d_retrieval", d_token=4, n_components=4, seed=3)
+    torch.testing.assert_close(random.vectors.norm(dim=1), torch.ones(4))
+    square = load_task("d_retrieval", d_token=4, n_components=3, seed=3, directions="orthonormal")
+    torch.testing.assert_close(square.vectors @ square.vectors.T, torch.eye(3))
 
 
 # Samples and datasets
@@ -163,6 +197,14 @@ def test_tokens_follow_their_distribution(tokens, mean, variance, largest):
     assert x.abs().max() <= largest
 
 
+def test_norms_of_tokens():
+    sphere, _ = load_task("depth_separation", n_tokens=9).sample(50, seed=0)
+    torch.testing.assert_close(sphere.norm(dim=-1), torch.ones(50, 9))
+    clamped, _ = load_task("triangle_center", min_norm=0.7, max_norm=1.1).sample(500, seed=0)
+    assert clamped.norm(dim=-1).min() >= 0.7 - 1e-6
+    assert clamped.norm(dim=-1).max() <= 1.1 + 1e-6
+
+
 def test_samples_depend_on_their_seed_and_on_nothing_else():
     task = load_task("d_retrieval", n_components=4, seed=3)
     torch.manual_seed(0)
@@ -176,6 +218,40 @@ def test_samples_depend_on_their_seed_and_on_nothing_else():
     x, _ = task.sample(1, seed=3)  # the seed of the directions, too
     cosines = torch.nn.functional.cosine_similarity(x[0, :4], task.vectors)
     assert cosines.abs().max() < 0.99
+
+
+def test_a_dataset_holds_inputs_and_targets_as_features():
+    task = load_task("d_retrieval", n_tokens=5, d_token=3, n_components=2)
+    data = task.dataset("validation", 11, seed=7)
+    assert data.column_names == ["x", "y"]
+    assert data.features["x"].shape == (5, 3)
+    assert str(data.split) == "validation"
+    assert "2510.06662" in data.info.description
+    rows = data.with_format("torch")[:]
+    assert rows["x"].shape == (11, 5, 3)
+    torch.testing.assert_close(task.target(rows["x"]), rows["y"])
+
+
+def test_other_arguments_give_other_fingerprints():
+    task = load_task("d_retrieval")
+    sets = [
+        task.dataset("train", 9),
+        task.dataset("test", 9),
+        task.dataset("train", 10),
+        task.dataset("train", 9, seed=1),
+        load_task("d_retrieval", seed=1).dataset("train", 9),
+        load_task("d_retrieval", extremum="min").dataset("train", 9),
+    ]
+    assert len({data._fingerprint for data in sets}) == len(sets)
+
+
+def test_splits_share_no_sequence():
+    task = load_task("d_retrieval", n_tokens=2, d_token=1)
+    parts = [
+        task.dataset(s, 300).with_format("numpy")["x"] for s in ("train", "validation", "test")
+    ]
+    keys = [{row.tobytes() for row in part[:]} for part in parts]
+    assert all(not a & b for a, b in itertools.combinations(keys, 2))
 
 
 # What is refused; types and ranges of parameters are in tests/test_settings.py
@@ -221,3 +297,15 @@ def test_bad_inputs_are_named(x, message):
     for call in (task.target, task.active_index_set):
         with pytest.raises(InfoFlowError, match=message):
             call(x)
+
+
+def test_bad_sample_requests_are_named():
+    task = load_task("d_retrieval")
+    with pytest.raises(InfoFlowError, match="n is 0"):
+        task.dataset("train", 0)
+    with pytest.raises(InfoFlowError, match=r"n is 2\.5"):
+        task.sample(2.5, 0)
+    with pytest.raises(InfoFlowError, match="seed is -1"):
+        task.sample(2, -1)
+    with pytest.raises(InfoFlowError, match="split is 'dev'"):
+        task.dataset("dev", 3)

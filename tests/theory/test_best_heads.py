@@ -8,6 +8,7 @@ import pytest
 
 from infoflow_lens import InfoFlowError, load_task
 from infoflow_lens.theory.best_heads import best_heads
+from infoflow_lens.theory.routing import routed_error
 
 SHORT = {"budget": 320, "n": 400}
 
@@ -43,7 +44,7 @@ def left_by(task, forms, n=1000, seed=5):
     return float((error**2).mean() / y.var())
 
 
-@pytest.mark.parametrize(("n", "heads"), [(3, 2)])
+@pytest.mark.parametrize(("n", "heads"), [(2, 1), (3, 2)])
 def test_the_number_is_that_of_the_heads_by_hand(n, heads):
     task = pairs(5, n)
     found = best_heads(task, heads, **SHORT)
@@ -71,7 +72,10 @@ def test_no_score_of_a_grid_is_better():
     ("kind", "n", "n_tokens", "heads", "known"),
     [
         ("orthogonal", 2, 8, 1, 0.0855),
+        ("orthogonal", 2, 16, 1, 0.363),
+        ("gaussian", 2, 16, 1, 0.308),
         ("gaussian", 3, 8, 2, 0.0083),
+        ("orthogonal", 3, 8, 2, 0.148),
     ],
 )
 def test_what_others_found_is_reached(kind, n, n_tokens, heads, known):
@@ -80,11 +84,29 @@ def test_what_others_found_is_reached(kind, n, n_tokens, heads, known):
     assert found.nmse <= 1.3 * known
 
 
+def test_one_score_serves_two_matrices():
+    task = pairs(8)
+    first, second = task.matrices.numpy()
+    zero = np.zeros((1, 3))
+    both, alone = (left_by(task, [np.vstack([m, zero])]) for m in (first + second.T, first))
+    found = best_heads(task, 1, **SHORT)
+    assert both < 0.7 * alone
+    assert found.nmse < 1.1 * both
+    assert found.nmse < 0.5 * routed_error(task, 1, one_role=True).nmse
+
+
 def test_roles_help_where_tokens_tell_them():
     task = pairs(12, kind="gaussian")
     one, several = (best_heads(task, 1, roles=roles, budget=320, n=400) for roles in (1, 4))
     assert several.nmse < 0.2 * one.nmse
     assert several.held > 0.85 > 0.6 > one.held
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_as_many_heads_as_pairs_leave_nothing(heads):
+    found = best_heads(pairs(8), heads, **SHORT)
+    assert found.nmse < 1e-9
+    assert found.held == 1
 
 
 def test_a_single_pair_needs_one_head():

@@ -15,6 +15,10 @@ from infoflow_lens.theory.bounds import (
     softmin_gap,
 )
 from infoflow_lens.theory.comparison import information_needed, triangle_center_profile
+from tests.reference.pigeonholes import (
+    ball_centres,
+    largest_radius,
+)
 
 
 def test_formulas():
@@ -31,6 +35,20 @@ def test_exponents_grow_with_length():
     assert depth[1] > depth[0]
     kth = [kth_largest_bound(50, k, 3).exponent for k in (2, 5, 9)]
     assert kth == sorted(kth, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        depth_separation_bound(5, 1, 6),
+        kth_largest_bound(4, 3, 2),
+        encoding_bound(4, 4, 16),
+    ],
+)
+def test_a_bound_that_says_nothing_says_so(bound):
+    assert bound.vacuous
+    assert bound.exponent == 0
+    assert "vacuous here" in bound.reason
 
 
 def heads(d_head, seed):
@@ -66,6 +84,12 @@ def test_the_pigeonhole_pairs_of_theorem_2(d_head, n_tokens, k, points):
     assert abs(float(kth[0] - kth[1])) == pytest.approx(found.gap)
 
 
+def test_finer_precision_forces_wider_decoders():
+    score, value = heads(1, seed=0)
+    widths = [kth_largest_collision(score, value, 6, 2, eps).forced_width for eps in (0.02, 0.005)]
+    assert widths[1] > widths[0]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -93,6 +117,17 @@ def test_proposition_2():
         assert growing_information(1 / 6, 3, 3, 4, 2, t) <= exact
     with pytest.raises(InfoFlowError, match="order is 2"):
         growing_information(1.0, 2, 2, 1, 2, 100)
+
+
+@pytest.mark.parametrize("n_heads", [1, 2, 5, 12, 40])
+def test_the_balls_of_theorem_1_fit_on_the_sphere(n_heads):
+    """h + 1 disjoint caps, and nothing in one near the antipode of another but its own centre."""
+    radius, centres = largest_radius(n_heads), ball_centres(n_heads + 1)
+    assert torch.allclose(centres.norm(dim=1), torch.ones(n_heads + 1, dtype=torch.float64))
+    assert torch.pdist(centres).min() > 2 * radius
+    assert (centres[:, None] + centres).norm(dim=-1).min() > 3 * radius
+    # caps cannot cover more than the sphere: (h + 1) L^2 <= 4
+    assert (n_heads + 1) * radius**2 <= 4
 
 
 def test_the_gap_of_a_softmin_over_numbers_beyond_floats():

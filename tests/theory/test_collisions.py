@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, load_task
+from infoflow_lens.tasks.tuples import depth_separation_on_cube
 from infoflow_lens.theory.bounds import encoding_bound
 from infoflow_lens.theory.comparison import Branch, ComparisonTree, Leaf
 from infoflow_lens.theory.cost import DigitCode
+from infoflow_lens.theory.estimate import estimate
+from infoflow_lens.theory.shapes import ModelShape
 from tests.reference.pigeonholes import (
     closest_pair_collision,
     encoding_collision,
@@ -44,7 +47,6 @@ def test_the_pigeonhole_pairs_of_theorem_1(n_heads, d_head, free, points, seed):
         assert torch.allclose(x.norm(dim=1), torch.ones(len(x), dtype=torch.float64))
 
 
-@pytest.mark.slow
 def test_finer_precision_forces_wider_layers():
     widths = [closest_pair_collision(heads(1, 1, 0), 7, eps).forced_width for eps in (2e-3, 5e-4)]
     assert widths[1] > widths[0]
@@ -99,6 +101,16 @@ def test_no_leaf_can_be_missing(name):
         winner, _ = part[0].evaluate(lost[None])
         active = task.active_index_set(lost[None])[0].nonzero()[:, 0].tolist()
         assert not set(active) <= set(winner[0].tolist())
+
+
+def test_the_remark_on_the_cube():
+    """Tokens in [0, 1]^3: two layers of one head still do it, one layer does not."""
+    task = depth_separation_on_cube(16)
+    x, y = task.sample(30, seed=0)
+    sums = (x[:, :, None] + x[:, None] - 1).square().sum(-1) + 9 * torch.eye(16)
+    assert torch.allclose(y[:, 0], sums.flatten(1).amin(dim=1), atol=1e-6)
+    assert estimate(ModelShape((1, 1), (8, 8), 16), task).verdict == "allowed"
+    assert estimate(ModelShape((1,), (8,), 16), task).verdict == "excluded, proved"
 
 
 @pytest.mark.parametrize(

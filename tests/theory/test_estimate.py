@@ -146,8 +146,8 @@ def test_theorem_1_two_layers_of_one_head_against_one_layer():
     assert one.min_information == 45
 
 
-def test_example_2_with_positions():
-    heads, m, upper = (2, 4), 11, 48
+@pytest.mark.parametrize(("heads", "m", "upper"), [((2, 4), 11, 48), ((3, 5), 8, 48)])
+def test_example_2_with_positions(heads, m, upper):
     found = estimated("intrinsic_dimension", heads, positions="learned", task={"n_components": 4})
     assert found.verdict == "excluded by the paper's count"
     assert found.min_information == m
@@ -288,14 +288,14 @@ def test_the_kth_largest_is_found_by_adaptive_heads(heads, verdict):
         assert found.verified == 1.0
 
 
-def test_no_count_of_fixed_trees_proves_anything_of_two_layers():
+@pytest.mark.parametrize("count", ["paper", "proved"])
+def test_no_count_of_fixed_trees_proves_anything_of_two_layers(count):
     """Heads that adapt or are routed are no fixed trees, so such a count is of one role."""
-    found = estimated("triangle_center", (1, 1), n_tokens=64, count="proved")
+    found = estimated("triangle_center", (1, 1), n_tokens=64, count=count)
     assert found.verdict == "excluded by the paper's count"
     assert estimated("triangle_center", (2,), n_tokens=64).verdict == "excluded, proved"
 
 
-@pytest.mark.slow
 def test_large_sizes_answer_and_say_what_was_left_out():
     """T = 10^9 with positions, D = 20, six layers of twelve heads."""
     shape = ModelShape((12,) * 6, (768,) * 6, 10**9, positional=True)

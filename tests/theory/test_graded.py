@@ -79,6 +79,36 @@ def test_at_level_0_they_are_the_information_sets(path, case):
     assert alike.strengths.equal(propagate(positions, n_sources).members.float())
 
 
+@given(case=graded_layers(), levels=st.tuples(st.floats(0, 1), st.floats(0, 1)))
+def test_level_sets_are_nested_and_strengths_grow(case, levels):
+    positions, strengths, n_sources = case
+    product, weakest = (
+        propagate(positions, n_sources, strength=strengths, path=path) for path in PATHS
+    )
+    for graded in (product, weakest):
+        assert (graded.at(max(levels)).members <= graded.at(min(levels)).members).all()
+        assert (graded.strengths[:-1] <= graded.strengths[1:]).all()  # from layer to layer
+    assert (product.strengths <= weakest.strengths).all()
+    more = [(s + 0.3).clamp(max=1) for s in strengths]
+    for path, graded in zip(PATHS, (product, weakest), strict=True):
+        raised = propagate(positions, n_sources, strength=more, path=path)
+        assert (raised.strengths >= graded.strengths).all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_all_keys_by_position_or_as_a_matrix_are_the_same(path, causal):
+    """A head that passes on all its keys, ranked in any order, is the matrix of its weights."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.rand(2, heads, 7, 7, generator=generator) for heads in (3, 1, 2)]
+    weights = [w.tril() if causal else w for w in weights]
+    keys = torch.arange(7).expand(7, 7)
+    by_position = propagate([keys.expand_as(w) for w in weights], strength=weights, path=path)
+    assert propagate(strength=weights, path=path).strengths.equal(by_position.strengths)
+    strongest = [w.amax(dim=1) for w in weights]
+    assert propagate(strength=strongest, path=path).strengths.equal(by_position.strengths)
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_all_three_rules_have_strengths(path):
     """Each rule as the matrix that it stands for; the third brings tokens, not what keys hold."""

@@ -103,10 +103,44 @@ def test_any_number_of_sources_survives_packing(n_sources):
     assert update(sets, []).equal(sets)
 
 
+@given(attended())
+def test_sets_grow_and_tokens_keep_themselves(case):
+    positions, n_sources = case
+    members = propagate(positions, n_sources).members
+    assert (members[:-1] <= members[1:]).all()
+    assert members[:, :, torch.arange(n_sources), torch.arange(n_sources)].all()
+
+
+@given(attended())
+def test_sizes_stay_below_the_growth_bound(case):
+    """m_tok(l) <= (1 + h_l) m_tok(l-1): each head brings one set of the layer before."""
+    positions, n_sources = case
+    sizes = propagate(positions, n_sources).sizes()
+    bound = 1
+    for layer, chosen in enumerate(positions):
+        heads = chosen.shape[1] * (chosen.shape[3] if chosen.ndim == 4 else 1)
+        bound = min(n_sources, bound * (1 + heads))
+        assert sizes[layer].max() <= bound
+
+
 def test_the_worked_example_of_appendix_e():
     results = doctest.testmod(information_sets, extraglobs={"torch": torch})
     assert results.attempted > 0
     assert results.failed == 0
+
+
+def test_a_head_passes_on_what_its_position_held_before_the_layer():
+    """All positions update at once: a chain 0 <- 1 <- 2 moves one step a layer."""
+    chain = torch.tensor([[[-1, 0, 1]]])
+    sets = propagate([chain, chain])
+    assert sets.of(0, 0, 2) == {1, 2}
+    assert sets.of(1, 0, 2) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+def test_positions_of_any_integer_type(dtype):
+    sets = propagate([torch.tensor([[[1, -1, 0]]], dtype=dtype)], n_sources=2)
+    assert [sets.of(0, 0, t) for t in range(3)] == [{0, 1}, {1}, {0}]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import torch
 from infoflow_lens import InfoFlowError, load_task
 from tests.reference.lemmas import (
     combine,
+    concatenated,
+    multipliers,
     occurrences,
     projector,
     template_dependence,
@@ -23,6 +25,19 @@ def test_lemma_3_a_projector_labels_vectors_of_which_no_two_are_parallel(seed):
         projector(torch.tensor([[1.0, 2.0], [0.0, 0.0]]))
 
 
+def test_lemma_4_and_theorem_1_for_words_that_are_not_one_hot():
+    """All sequences of words in two dimensions, told apart by one layer and a linear classifier."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randn(4, 2, generator=generator).double()
+    grid = torch.cartesian_prod(*[torch.arange(3)] * 3)
+    sequences = torch.cat([grid, torch.full((27, 1), 3)], dim=1)
+    states = concatenated(words, sequences)
+    assert states.shape == (27, 4 * 2)
+    assert (states @ projector(states)).argmax(dim=1).tolist() == list(range(27))
+    with pytest.raises(InfoFlowError, match="several words"):
+        concatenated(words, grid)
+
+
 def substitutions(template, n_words=4):
     task = load_task(
         "template_matching", n_words=n_words, length=len(template), templates=(template,)
@@ -35,6 +50,16 @@ def test_lemma_5_every_word_occurs_equally_often(template):
     x = substitutions(template)
     counts = occurrences(x[:, :-1], 4)
     assert (counts == len(x) / 4).all()
+
+
+def test_lemma_6_the_papers_example():
+    """aa and ab over three words: 3 and 6 sequences balance 2 to 1 (the paper's 6 and 3)."""
+    first, second = substitutions("aa", 3), substitutions("ab", 3)
+    assert (len(first), len(second)) == (3, 6)
+    assert multipliers(3, 6) == (2, 1)
+    a, b = multipliers(len(first), len(second))
+    balance = a * occurrences(first[:, :-1], 3) - b * occurrences(second[:, :-1], 3)
+    assert not balance.any()
 
 
 @pytest.mark.parametrize("seed", range(3))

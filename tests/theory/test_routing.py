@@ -30,7 +30,6 @@ def test_one_routed_head_holds_two_best_pairs_in_long_sequences():
     assert learns(task, one_role, 60) < 0.5
 
 
-@pytest.mark.slow
 def test_the_error_that_is_left_falls_with_length():
     short, long = routed_error(intrinsic(16), 1, n=200), routed_error(intrinsic(64), 1, n=100)
     assert short.low <= short.nmse <= short.high
@@ -40,9 +39,19 @@ def test_the_error_that_is_left_falls_with_length():
 
 
 def test_as_many_heads_as_roles_leave_nothing():
-    found = routed_error(intrinsic(8, n=3), 6)
+    found = routed_error(intrinsic(12, n=3), 6)
     assert found.nmse < 1e-9
     assert found.held == 1
+
+
+def test_a_head_of_one_role_finds_the_other_pair_by_luck_alone():
+    task = intrinsic(16)
+    routed, alone = routed_error(task, 1, n=200), routed_error(task, 1, n=200, one_role=True)
+    assert alone.roles == 1
+    assert alone.nmse > 5 * routed.nmse
+    assert alone.held < 0.7 < routed.held
+    assert routed_error(task, 2, n=50, one_role=True).nmse < 1e-9
+    assert routed_error(task, 5, n=50, one_role=True).n_heads == 2  # one for each pair
 
 
 def test_rotations_cannot_be_routed():
@@ -52,7 +61,6 @@ def test_rotations_cannot_be_routed():
     assert found.held < 0.7
 
 
-@pytest.mark.slow
 def test_the_interval_covers_what_many_samples_give():
     task = intrinsic(10, seed=3)
     exact = routed_error(task, 1, n=800, seed=99).nmse

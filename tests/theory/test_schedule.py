@@ -50,6 +50,16 @@ def test_holders_of_a_cover_lie_in_their_blocks_where_they_can():
     assert reads[used, used.nonzero().flatten()].all()
 
 
+@pytest.mark.parametrize("n_components", [2, 3, 4, 5])
+def test_proposition_1_learns_on_the_sphere(n_components):
+    task = load_task(
+        "intrinsic_dimension", n_tokens=64, d_token=8, n_components=n_components, tokens="sphere"
+    )
+    assert learns(task, proposition_1(n_components), n=60) == 1.0
+    fewer = learns(task, proposition_1(n_components, first=n_components - 1), n=60)
+    assert fewer < 0.6
+
+
 @pytest.mark.parametrize("n_tokens", [8, 16, 32])
 @pytest.mark.parametrize("n_components", [2, 3, 4, 5])
 def test_proposition_1_learns_on_gaussian_tokens(n_tokens, n_components):

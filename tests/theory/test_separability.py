@@ -166,10 +166,27 @@ def test_templates_with_few_substitutions_are_feasible():
     assert verified(x, y).feasible
 
 
-@pytest.mark.slow
+def test_memorization_is_feasible_even_if_dependent():
+    x = [[*row, 4] for row in itertools.product(range(4), repeat=3)]
+    assert dependence(x).dependent
+    certificate = verified(x, list(range(len(x))))
+    assert certificate.feasible
+    assert certificate.margin >= 1
+
+
 def test_memorization_of_two_thousand():
     x, y = memorization(2000, 7, 500, seed=3)
     assert verified(x, y).feasible
+
+
+def test_random_labels_on_a_small_vocabulary_are_infeasible():
+    """More sequences than weights: the witness has large integers and is still exact."""
+    rng = random.Random(5)
+    x = [[rng.randrange(4) for _ in range(5)] + [4] for _ in range(130)]
+    y = [rng.randrange(3) for _ in x]
+    seen = {}
+    x, y = zip(*[(row, label) for row, label in zip(x, y) if seen.setdefault(str(row), 1)])
+    assert not verified(list(x), list(y)).feasible
 
 
 def test_one_class_and_one_sequence_are_feasible():
@@ -185,6 +202,19 @@ def test_a_sequence_with_two_labels_is_its_own_witness():
     assert not certificate.feasible
     assert certificate.witness.support == (0, 2)
     assert not verified([[7], [7]], [0, 1]).feasible
+
+
+def test_question_answering_from_many_words_is_feasible():
+    """A sample of a large set may fit though the set does not: pairs of answers rarely meet."""
+    rng = random.Random(4)
+    x, y = [], []
+    for _ in range(700):
+        questions, answers = rng.sample(range(40), 2), rng.sample(range(40, 80), 2)
+        asked = rng.randrange(2)
+        blocks = [[q, 80, a] for q, a in zip(questions, answers)]
+        x.append([*blocks[0], *blocks[1], questions[asked], 80])
+        y.append(answers[asked])
+    assert verified(x, y).feasible
 
 
 # Against an independent program
@@ -221,6 +251,20 @@ def test_linear_programs_alone_give_the_same_verdict(seed, monkeypatch):
     x = [[rng.randrange(4 + seed % 3) for _ in range(4)] + [7] for _ in range(40)]
     y = [rng.randrange(4) for _ in x]
     assert verified(x, y).feasible == separable(x, y)
+
+
+@given(small_sets(), st.randoms(use_true_random=False))
+def test_names_and_orders_do_not_matter(pair, rng):
+    x, y = pair
+    order = rng.sample(range(len(x)), len(x))
+    positions = rng.sample(range(len(x[0]) - 1), len(x[0]) - 1)
+    names = rng.sample(range(50), 9)
+    moved = [[names[x[i][p]] for p in positions] + [names[x[i][-1]]] for i in order]
+    labels = rng.sample(range(9), 4)
+    assert (
+        verified(moved, [labels[y[i]] for i in order]).feasible
+        == one_layer_certificate(tensors(x, y)).feasible
+    )
 
 
 @given(small_sets())
@@ -300,6 +344,15 @@ def test_wrong_witnesses_are_refused():
         check_witness(x, y, good[:3])
     with pytest.raises(InfoFlowError, match="expected integers"):
         check_witness(x, y, good.double())
+
+
+def test_the_verdict_says_for_what_it_holds():
+    infeasible = one_layer_certificate(tensors(*four_sequences())).holds_for
+    assert "any number of heads" in infeasible
+    assert "softmax attention with a single head" in infeasible
+    assert "does not hold for softmax attention with several heads" in infeasible
+    feasible = one_layer_certificate(tensors(*memorization(9, 5, 4, seed=1))).holds_for
+    assert "4 heads or more" in feasible
 
 
 # Dependence (Def. 3, Props 7 to 10)
@@ -434,6 +487,16 @@ def test_datasets_pairs_and_arrays_are_the_same():
 def test_bad_sets_are_refused(data, message):
     with pytest.raises(InfoFlowError, match=message):
         one_layer_certificate(data)
+
+
+def test_the_limit_can_be_moved():
+    x, y = four_sequences()
+    with pytest.raises(InfoFlowError, match="4 sequences: expected at most 3"):
+        one_layer_certificate((x, y), max_sequences=3)
+    many = (np.zeros((5001, 2), int), np.zeros(5001, int))
+    assert one_layer_certificate(many, max_sequences=6000).feasible
+    with pytest.raises(InfoFlowError, match="expected at most 3"):
+        dependence(x, max_sequences=3)
 
 
 def test_bad_questions_to_a_dependence_are_refused():

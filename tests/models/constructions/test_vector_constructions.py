@@ -91,6 +91,26 @@ def test_depth_separation_keeps_eps_with_a_width_of_order_one_over_eps():
     assert max(widths) / min(widths) <= 2
 
 
+@pytest.mark.parametrize("eps", [0.1, 0.01, 0.005])
+def test_depth_separation_keeps_eps_in_float32_too(eps):
+    model, task = build_construction("depth_separation", eps=eps)
+    x, y = task.sample(500, seed=3)
+    assert float((model(x) - y).detach().abs().max()) <= eps
+
+
+def test_an_adversary_does_not_get_past_the_bound():
+    """Gradient ascent on the error, on the sphere."""
+    model, task, x, _ = sampled("depth_separation", n=30, n_tokens=8, ffn="exact", beta=1e3)
+    x.requires_grad_(True)
+    for _ in range(60):
+        error = (model(x) - task.target(x)).abs()
+        (gradient,) = torch.autograd.grad(error.sum(), x)
+        with torch.no_grad():
+            x += 0.02 * gradient / gradient.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+            x /= x.norm(dim=-1, keepdim=True)
+    assert float(error.detach().max()) <= depth_separation_error(8, 1e3)
+
+
 @pytest.mark.parametrize(
     ("name", "parameters", "averages"),
     [("d_retrieval", {"n_components": 3}, 3), ("intrinsic_dimension", {"n_components": 2}, 4)],
@@ -98,6 +118,13 @@ def test_depth_separation_keeps_eps_with_a_width_of_order_one_over_eps():
 def test_soft_retrieval_errs_by_a_softmin_for_each_head(name, parameters, averages):
     model, _, x, y = sampled(name, **parameters, beta=50.0)
     assert 0 < float((model(x) - y).abs().max()) <= averages * softmin_gap(16, 50.0)
+
+
+@pytest.mark.parametrize("n", [2, 8, 100])
+def test_the_softmin_gap_is_tight_where_all_other_gaps_are_equal(n):
+    gaps = torch.linspace(0, 20, 20001, dtype=torch.float64)
+    averages = gaps * (n - 1) * (-gaps).exp() / (1 + (n - 1) * (-gaps).exp())
+    assert float(averages.max()) == pytest.approx(softmin_gap(n, 1.0), rel=1e-6)
 
 
 @pytest.mark.parametrize("eps", [1e-2, 1e-3, 1e-4])
@@ -121,6 +148,20 @@ def test_a_single_layer_reaches_no_rank_but_the_first_and_the_last(k):
     extreme = x[..., 0].amax(1, True) if k <= 5 else x[..., 0].amin(1, True)
     assert model(x).equal(extreme)
     assert float((model(x) - y).abs().mean()) > 0.05
+
+
+def test_fewer_layers_give_the_number_of_that_rank():
+    for n_layers in (1, 2, 3):
+        model, _, x, _ = sampled("kth_largest", n_tokens=9, k=4, n_layers=n_layers)
+        assert model(x).equal(x[..., 0].sort(dim=1, descending=True).values[:, n_layers - 1, None])
+
+
+def test_specific_positions_have_equal_weights_whatever_the_tokens_are():
+    model, task = build_construction("position_sum")
+    _, cache = model.run_with_cache(task.sample(20, seed=0)[0])
+    weights = cache["pattern", 0][:, 0, -1]
+    torch.testing.assert_close(weights[:, :3], torch.full((20, 3), 1 / 3))
+    assert weights[:, 3:].max() < 1e-15
 
 
 @pytest.mark.parametrize(
