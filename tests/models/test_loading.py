@@ -443,7 +443,7 @@ FROM_A_CONFIG = {
 
 @pytest.mark.parametrize("family", FROM_A_CONFIG)
 def test_a_model_that_was_built_from_a_config_is_hosted(family):
-    """Its config names no architecture (finding Q7), and is left so."""
+    """Its config names no architecture, and is left so."""
     transformers = pytest.importorskip("transformers")
     config = f"{family}{'Text' if family == 'Gemma3' else ''}Config"
     kind = getattr(transformers, f"{family}ForCausalLM", None)

@@ -4,20 +4,22 @@ import math
 
 import pytest
 import torch
+from sklearn.metrics import roc_auc_score
 
 from infoflow_lens import (
     InfoFlowError,
     InformationSets,
     JacobianInfluence,
     ResampleInfluence,
+    attach,
     run_probes,
 )
 from infoflow_lens.hooks import InfluenceResult
 from infoflow_lens.hooks.influence.base import holding
-from tests.conftest import N_TOKENS, make_token_model
+from tests.conftest import N_TOKENS, make_model_without_masks, make_token_model
 from tests.reference import transformer as reference
 from tests.reference import zoo
-from tests.versions import for_each
+from tests.versions import for_each, needs_hooked_transformer
 
 
 def norms(jacobian):
@@ -46,14 +48,15 @@ def caught(model, names, ids, start=None, layer=0):
     return sum(found[name] for name in names)
 
 
-@pytest.mark.parametrize(("state", "chunk_size"), [("post_attention", 5), ("resid_post", None)])
+@pytest.mark.parametrize("chunk_size", [5, None])
+@pytest.mark.parametrize("state", ["post_attention", "resid_post"])
 def test_equals_autograd_over_vector_tokens(model, inputs, state, chunk_size):
     probe = JacobianInfluence(state=state, chunk_size=chunk_size)
-    (result,) = run_probes(model, inputs[:2], [probe], batch_size=1, progress=False)
-    assert result.influence.shape == (2, 2, N_TOKENS + 1, N_TOKENS)
+    (result,) = run_probes(model, inputs[:4], [probe], batch_size=3, progress=False)
+    assert result.influence.shape == (2, 4, N_TOKENS + 1, N_TOKENS)
     weights = model.state_dict()
     for layer in (0, 1):
-        for sample in range(2):
+        for sample in range(4):
 
             def states(x, layer=layer):
                 return reference.forward(model.architecture, weights, x[None])[f"{state}.{layer}"][
@@ -80,8 +83,8 @@ KINDS = [
 @pytest.mark.parametrize("changes", for_each((kind,) for kind in KINDS))
 def test_equals_autograd_over_embeddings(token_inputs, changes):
     model = make_token_model(**changes)
-    (result,) = run_probes(model, token_inputs[:1], [JacobianInfluence()], progress=False)
-    for sample in range(1):
+    (result,) = run_probes(model, token_inputs[:3], [JacobianInfluence()], progress=False)
+    for sample in range(3):
         ids = token_inputs[sample : sample + 1]
         start = caught(model, ["blocks.0.hook_resid_pre"], ids)[0].detach()
 
@@ -95,6 +98,30 @@ def test_equals_autograd_over_embeddings(token_inputs, changes):
         )
 
 
+def test_a_causal_model_has_no_influence_from_the_future(token_model, token_inputs):
+    (result,) = run_probes(token_model, token_inputs, [JacobianInfluence()], progress=False)
+    assert result.influence.triu(1).eq(0).all()
+    assert result.influence.diagonal(dim1=-2, dim2=-1).gt(0).all()
+
+
+def test_influence_between_layers(model, inputs):
+    """From resid_pre of layer 1, CLS included, to the state after it."""
+    probe = JacobianInfluence(state="resid_post", source_layer=1)
+    (result,) = run_probes(model, inputs[:2], [probe], progress=False)
+    assert result.layers == (1,)
+    start = model(inputs[:2], stop_at_layer=1).detach()
+
+    def states(resid):
+        return model(resid[None], start_at_layer=1, stop_at_layer=2)[0]
+
+    for sample in range(2):
+        jacobian = torch.autograd.functional.jacobian(states, start[sample])
+        torch.testing.assert_close(
+            result.influence[0, sample], norms(jacobian), rtol=1e-5, atol=1e-6
+        )
+    assert result.influence[0, :, :N_TOKENS, N_TOKENS].eq(0).all()  # CLS is no key
+
+
 def test_sets_hold_the_sources_above_a_share_of_the_largest(model, inputs):
     (result,) = run_probes(model, inputs, [JacobianInfluence()], progress=False)
     members = result.sets(0.4).members
@@ -105,6 +132,13 @@ def test_sets_hold_the_sources_above_a_share_of_the_largest(model, inputs):
     for threshold in (0.0, 1.5):
         with pytest.raises(InfoFlowError, match="threshold is"):
             result.sets(threshold)
+
+
+def test_works_inside_the_users_inference_mode(model, inputs):
+    with torch.inference_mode(), attach(model, JacobianInfluence()) as probes:
+        model(inputs[:3])
+    (outside,) = run_probes(model, inputs[:3], [JacobianInfluence()], progress=False)
+    torch.testing.assert_close(probes[0].result().influence, outside.influence)
 
 
 def test_a_pass_that_cannot_be_repeated_is_refused(token_model, token_inputs):
@@ -188,6 +222,27 @@ def test_from_any_layer_to_any_layer():
         torch.testing.assert_close(result.influence[row, 0], norms(jacobian), rtol=1e-4, atol=1e-6)
 
 
+def test_cls_can_be_asked_for_alone(model, inputs):
+    last = probed(model, inputs[:5], positions=(-1,))
+    every = probed(model, inputs[:5])
+    assert last.positions.tolist() == [[N_TOKENS]] * 5
+    assert last.full().shape == every.influence.shape
+    torch.testing.assert_close(last.influence, every.influence[:, :, -1:], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("data", ["vectors", "tokens"])
+def test_half_precision_agrees_with_single(model, inputs, token_model, token_inputs, data):
+    subject, some = (model, inputs[:4]) if data == "vectors" else (token_model, token_inputs[:4])
+    exact = probed(subject, some).influence
+    subject.to(torch.bfloat16)
+    rounded = some.bfloat16() if data == "vectors" else some
+    for arguments in ({}, {"positions": (0, -1), "layers": (1,)}):
+        result = probed(subject, rounded, **arguments)
+        target = exact if not arguments else exact[1:, :, [0, -1]]
+        assert result.influence.dtype == torch.float32
+        assert (result.influence - target).norm() < 0.05 * target.norm()
+
+
 # An estimate by random directions
 
 
@@ -218,6 +273,15 @@ def test_the_estimate_finds_the_exact_norms_and_says_how_closely():
     # sqrt(m), and a little more as the directions are orthogonal
     expected = math.sqrt(8 / 2 * (1 - 2 / 32) / (1 - 8 / 32))
     assert 0.8 * expected < found[0] / found[1] < 1.25 * expected
+
+
+def test_the_estimate_ranks_sources_as_the_exact_norms_do():
+    model, ids = small_model()
+    exact = probed(model, ids, positions=(-1,)).influence[1, :, 0]
+    estimated = probed(model, ids, positions=(-1,), estimate=8).influence[1, :, 0]
+    top = exact >= exact.topk(3).values[:, -1:]
+    aurocs = [roc_auc_score(t, e) for t, e in zip(top, estimated, strict=True)]
+    assert sum(aurocs) / len(aurocs) >= 0.98
 
 
 def test_all_directions_of_a_state_leave_no_error():
@@ -252,6 +316,125 @@ def test_the_stated_error_covers_all_batches(tmp_path):
 
 
 # Sequences of different lengths, and other models
+
+
+def ragged(tokens, lengths):
+    return [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+
+
+def check_each_is_as_alone(model, sequences, make, tolerance=1e-5):
+    """What a padded batch shows of a sequence is what the sequence alone shows."""
+    (together,) = run_probes(model, sequences, [make()], batch_size=3, progress=False)
+    assert together.lengths.tolist() == [len(sequence) for sequence in sequences]
+    n_positions = max(len(sequence) for sequence in sequences)
+    assert together.n_positions == n_positions
+    for index, sequence in enumerate(sequences):
+        (alone,) = run_probes(model, sequence[None], [make()], progress=False)
+        n_rows, n_source = alone.influence.shape[2:]
+        padded = torch.zeros_like(together.influence[:, index])
+        padded[:, :n_rows, :n_source] = alone.influence[:, 0]
+        assert alone.influence.gt(0).any(dim=-1).all()
+        largest = float(alone.influence.max())
+        torch.testing.assert_close(
+            together.influence[:, index], padded, rtol=tolerance, atol=tolerance * largest
+        )
+        assert together.positions[index, :n_rows].tolist() == alone.positions[0].tolist()
+        assert together.positions[index, n_rows:].eq(-1).all()
+    return together
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"state": "resid_post", "positions": (-1, 0), "estimate": 3},
+        {"state": "resid_post", "positions": (-2,), "layers": (1,), "source_layer": 1},
+    ],
+)
+def test_padded_sequences_are_as_alone(token_model, token_inputs, arguments):
+    sequences = ragged(token_inputs[:5], (9, 4, 6, 5, 3))
+    together = check_each_is_as_alone(
+        token_model, sequences, lambda: JacobianInfluence(**arguments)
+    )
+    frame = together.to_frame()
+    rows = len(arguments.get("positions", ())) or None
+    expected = sum((rows or length) * length for length in (9, 4, 6, 5, 3))
+    assert len(frame) == expected * len(together.layers)
+    assert (frame["influence"] >= 0).all()
+    assert set(frame["layer"]) == set(together.layers)
+
+
+def test_padding_on_the_left_is_left_out_too(token_model, token_inputs):
+    (right,) = run_probes(
+        token_model, ragged(token_inputs[:3], (9, 4, 6)), [JacobianInfluence()], progress=False
+    )
+    ids, mask = torch.zeros(3, 9, dtype=torch.long), torch.zeros(3, 9, dtype=torch.long)
+    for row, length in enumerate((9, 4, 6)):
+        ids[row, -length:] = token_inputs[row, :length]
+        mask[row, -length:] = 1
+    with attach(token_model, JacobianInfluence()) as probes:
+        token_model(ids, attention_mask=mask)
+    left = probes[0].result()
+    torch.testing.assert_close(left.influence, right.influence, rtol=1e-4, atol=1e-5)
+    assert left.lengths.tolist() == [9, 4, 6]
+
+
+def test_a_position_that_some_sequences_lack(token_model, token_inputs):
+    (result,) = run_probes(
+        token_model,
+        ragged(token_inputs[:3], (9, 4, 6)),
+        [JacobianInfluence(positions=(5, 0))],
+        progress=False,
+    )
+    assert result.positions.tolist() == [[5, 0], [-1, 0], [5, 0]]
+    assert result.influence[:, 1, 0].eq(0).all()
+    assert result.influence[:, [0, 2]].gt(0).any(dim=-1).all()
+    assert "1 of 3 sequences have no position 5" in result.notes
+    assert result.sets().members.shape == (2, 3, 9, 9)
+    assert [a.get_title() for a in result.plot(sample=1).axes[:2]] == ["layer 0", "layer 1"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (make_model_without_masks, "repeating the forward pass changes the state"),
+        pytest.param(
+            lambda: make_token_model(attention_dir="bidirectional"),
+            "without padding",
+            marks=needs_hooked_transformer,
+        ),
+    ],
+)
+def test_a_model_that_ignores_masks_takes_no_padding(token_inputs, make, message):
+    model = make()
+    mask = torch.ones_like(token_inputs)
+    mask[0, :3] = 0
+    with (
+        attach(model, JacobianInfluence()),
+        pytest.raises(InfoFlowError, match=message),
+    ):
+        model(token_inputs, attention_mask=mask)
+
+
+@needs_hooked_transformer
+def test_shortformer_runs_whole(token_inputs):
+    """Its positions enter every layer aside of the residual stream, so no pass starts at one."""
+    model = make_token_model(positional_embedding_type="shortformer")
+    result = probed(model, token_inputs[:2], state="resid_post")
+    for sample in range(2):
+        start = model.embed(token_inputs[sample])
+        positions = model.pos_embed(token_inputs[sample][None])
+
+        def states(resid, positions=positions):
+            resid = resid[None]
+            for block in model.blocks:
+                resid = block(resid, shortformer_pos_embed=positions)
+            return resid[0]
+
+        jacobian = torch.autograd.functional.jacobian(states, start.detach())
+        torch.testing.assert_close(
+            result.influence[1, sample], norms(jacobian), rtol=1e-4, atol=1e-6
+        )
 
 
 BRIDGES = ("gpt2", "llama", "bloom", "gpt_oss", "bert")  # bloom, gpt_oss: no forward mode
@@ -309,6 +492,15 @@ def test_bridges_equal_autograd_through_the_plain_model(bridge_of, name):
     torch.testing.assert_close(result.influence[0, 0], expected, rtol=1e-4, atol=1e-5)
     backward = any("no forward mode" in note for note in result.notes)
     assert backward == (name in ("bloom", "gpt_oss"))
+
+
+@pytest.mark.parametrize("name", BRIDGES)
+def test_padded_bridges_are_as_alone(bridge_of, name):
+    sequences = ragged(zoo.tokens(3, 8), (8, 4, 6))
+    for arguments in ({}, {"positions": (-1,), "estimate": 3, "source_layer": 1}):
+        check_each_is_as_alone(
+            bridge_of(name), sequences, lambda given=arguments: JacobianInfluence(**given)
+        )
 
 
 # Sets by the share of influence that they hold
@@ -373,17 +565,17 @@ def test_rounding_is_no_influence(token_inputs):
 
 
 def test_the_stated_error_covers_the_true_one():
-    """In 95% of 100 draws, for the numbers of directions and positions that are used."""
+    """In 95% of 200 draws, for the numbers of directions and positions that are used."""
     model = make_token_model(d_model=24, d_head=6, n_ctx=9)
     x = torch.randint(17, (4, 9), generator=torch.Generator().manual_seed(1))
     for settings in ({"estimate": 4, "positions": (-1,)}, {"estimate": 8}):
         exact = {k: v for k, v in settings.items() if k != "estimate"}
         (truth,) = run_probes(model, x, [JacobianInfluence(**exact)], progress=False)
-        probes = [JacobianInfluence(**settings, seed=seed) for seed in range(50)]
+        probes = [JacobianInfluence(**settings, seed=seed) for seed in range(100)]
         covered = []
         for result in run_probes(model, x, probes, progress=False):
             gap = (result.influence - truth.influence).flatten(1).norm(dim=1)
             true = gap / truth.influence.flatten(1).norm(dim=1)
             covered += [e <= s for e, s in zip(true.tolist(), result.relative_error, strict=True)]
-        assert len(covered) == 100
+        assert len(covered) == 200
         assert sum(covered) / len(covered) >= 0.95

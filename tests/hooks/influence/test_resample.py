@@ -12,7 +12,10 @@ from infoflow_lens import (
 )
 from infoflow_lens.agreement import auroc
 from infoflow_lens.hooks import InfluenceResult
+from infoflow_lens.hooks.model.points import starts_at_layers
 from tests.conftest import make_token_model
+from tests.reference import zoo
+from tests.versions import for_each
 
 
 def by_hand(model, inputs, donors, name):
@@ -38,14 +41,39 @@ def by_hand(model, inputs, donors, name):
         (0.25, lambda moved: moved.quantile(0.25, dim=0)),
     ],
 )
-def test_it_is_the_change_of_the_state(model, inputs, token_model, token_inputs, aggregate, join):
-    subject, data = (model, inputs) if aggregate == "mean" else (token_model, token_inputs)
+@pytest.mark.parametrize("kind", ["vectors", "tokens"])
+def test_it_is_the_change_of_the_state(
+    model, inputs, token_model, token_inputs, aggregate, join, kind
+):
+    subject, data = (model, inputs) if kind == "vectors" else (token_model, token_inputs)
     probe = ResampleInfluence(data[:4], aggregate, chunk_size=17)
     (result,) = run_probes(subject, data[4:12], [probe], batch_size=3, progress=False)
     for layer in range(2):
         name = f"blocks.{layer}.hook_resid_mid"
         expected = join(by_hand(subject, data[4:12], data[:4], name))
         torch.testing.assert_close(result.influence[layer], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_neither_batches_nor_chunks_change_it(model, inputs):
+    results = [
+        run_probes(
+            model,
+            inputs[5:],
+            [ResampleInfluence(inputs[:5], chunk_size=chunk)],
+            batch_size=batch,
+            progress=False,
+        )[0].influence
+        for batch, chunk in ((18, 4096), (4, 7))
+    ]
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_the_future_has_no_influence_in_a_causal_model(token_model, token_inputs):
+    probe = ResampleInfluence(token_inputs[:3], "mean", state="resid_post")
+    (result,) = run_probes(token_model, token_inputs[3:], [probe], progress=False)
+    future = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    assert result.influence[:, :, future].abs().max() < 1e-5
+    assert result.influence[:, :, torch.eye(9, dtype=torch.bool)].min() > 0
 
 
 def test_the_median_ranks_sources_as_the_jacobian_does_and_the_mean_does_not():
@@ -107,6 +135,21 @@ def test_donors_that_the_model_cannot_read_are_named(model, inputs, token_model,
 
 # What is shared in causal models, and chosen states
 
+SHARING = [
+    {},
+    {"attn_only": True},
+    {"parallel_attn_mlp": True},
+    {"n_key_value_heads": 2},
+    {"positional_embedding_type": "rotary", "d_head": 6},
+    {"positional_embedding_type": "alibi"},
+    {"use_local_attn": True, "attn_types": ["local", "global"], "window_size": 3},
+    {"use_attention_sinks": True},
+]
+NOT_SHARING = [
+    {"positional_embedding_type": "shortformer"},
+    {"attention_dir": "bidirectional"},
+]
+
 
 def entering(model, ids):
     """The embedding with its position, by the model's own hook point."""
@@ -145,6 +188,15 @@ def one_by_one(model, ids, donors, layer, source_layer=0):
     return moved.detach()
 
 
+def counted(model):
+    """Positions that pass through the first MLP or attention of the model, as they come."""
+    lengths = []
+    model.blocks[0].hook_resid_pre.add_perma_hook(
+        lambda activation, hook: lengths.append(activation.shape[1])
+    )
+    return lengths
+
+
 def test_from_a_layer_at_chosen_positions(token_inputs):
     model = make_token_model(n_layers=3)
     ids, donors = token_inputs[:3], token_inputs[5:8]
@@ -156,6 +208,93 @@ def test_from_a_layer_at_chosen_positions(token_inputs):
     expected = one_by_one(model, ids, donors, 2, source_layer=1).quantile(0.25, dim=0)
     torch.testing.assert_close(result.influence[0], expected[:, [7, 3]], rtol=1e-5, atol=1e-5)
     assert result.influence[0, :, 0, 8].eq(0).all()
+
+
+def test_a_pattern_that_knows_no_prefix_is_recomputed(token_model, token_inputs):
+    """A permanent hook that needs square patterns: whole passes, and the right numbers."""
+
+    def uniform(pattern, hook):
+        if pattern.shape[-1] != pattern.shape[-2]:
+            raise ValueError("expected a square pattern")
+        allowed = torch.ones_like(pattern).tril()
+        return allowed / allowed.sum(dim=-1, keepdim=True)
+
+    for block in token_model.blocks:
+        block.attn.hook_pattern.add_perma_hook(uniform)
+    ids, donors = token_inputs[:3], token_inputs[5:8]
+    (result,) = run_probes(
+        token_model, ids, [ResampleInfluence(donors, state="resid_post")], progress=False
+    )
+    expected = one_by_one(token_model, ids, donors, 1).quantile(0.5, dim=0)
+    torch.testing.assert_close(result.influence[1], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pattern_that_is_wrong_with_a_prefix_is_recomputed(token_model, token_inputs):
+    """It depends on how many queries there are, so a part of a pass is another pass."""
+
+    def by_length(pattern, hook):
+        return pattern / pattern.shape[-2]
+
+    for block in token_model.blocks:
+        block.attn.hook_pattern.add_perma_hook(by_length)
+    ids, donors = token_inputs[:3], token_inputs[5:8]
+    (result,) = run_probes(
+        token_model, ids, [ResampleInfluence(donors, state="resid_post")], progress=False
+    )
+    expected = one_by_one(token_model, ids, donors, 1).quantile(0.5, dim=0)
+    torch.testing.assert_close(result.influence[1], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes", for_each([({},), ({"positional_embedding_type": "shortformer"},)])
+)
+def test_padded_sequences_are_as_alone(token_inputs, changes):
+    model = make_token_model(**changes)
+    sequences = [row[:length] for row, length in zip(token_inputs[:4], (9, 4, 6, 3), strict=True)]
+
+    def make():
+        return ResampleInfluence(token_inputs[8:13], state="resid_post", positions=(-1, 1))
+
+    (together,) = run_probes(model, sequences, [make()], batch_size=3, progress=False)
+    assert together.lengths.tolist() == [9, 4, 6, 3]
+    for index, sequence in enumerate(sequences):
+        (alone,) = run_probes(model, sequence[None], [make()], progress=False)
+        n = len(sequence)
+        torch.testing.assert_close(
+            together.influence[:, index, :, :n], alone.influence[:, 0], rtol=1e-5, atol=1e-5
+        )
+        assert together.influence[:, index, :, n:].eq(0).all()
+
+
+def test_half_precision_agrees_with_single(token_model, token_inputs):
+    def influence():
+        probe = ResampleInfluence(token_inputs[5:9], state="resid_post")
+        return run_probes(token_model, token_inputs[:4], [probe], progress=False)[0].influence
+
+    exact = influence()
+    token_model.to(torch.bfloat16)
+    assert (influence() - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_bridges_run_whole(tmp_path, name):
+    from transformer_lens.model_bridge import TransformerBridge
+
+    model = TransformerBridge.boot_transformers(
+        str(zoo.save(name, tmp_path)), device="cpu", dtype=torch.float32
+    )
+    ids, donors = zoo.tokens(3, 7, seed=1), zoo.tokens(3, 8, seed=2)
+    probe = ResampleInfluence(donors, state="resid_post", layers=(0,))
+    (result,) = run_probes(
+        model, [ids[0], ids[1, :4], ids[2, :6]], [probe], batch_size=3, progress=False
+    )
+    for index, length in enumerate((7, 4, 6)):
+        alone = ids[index : index + 1, :length]
+        expected = one_by_one(model, alone, donors[:, :length], 0).quantile(0.5, dim=0)[0]
+        torch.testing.assert_close(
+            result.influence[0, index, :length, :length], expected, rtol=1e-4, atol=1e-5
+        )
+        assert result.influence[0, index, length:].eq(0).all()
 
 
 # Donors
@@ -192,3 +331,23 @@ def test_the_mean_token_of_the_donors(model, inputs, token_model, token_inputs):
             rtol=1e-5,
             atol=1e-5,
         )
+
+
+def test_donors_run_once_for_all_batches(token_model, token_inputs):
+    batches = []
+    token_model.hook_embed.add_perma_hook(lambda activation, hook: batches.append(len(activation)))
+    probe = ResampleInfluence(token_inputs[:4], positions=(-1,))
+    run_probes(token_model, token_inputs[4:], [probe], batch_size=5, progress=False)
+    if starts_at_layers(token_model):
+        assert batches == [5, 4, 5, 5]
+    else:  # whole passes with changed rows, too; the donors alone are four sequences
+        assert batches.count(4) == 1
+
+
+def test_longer_donors_give_their_first_positions(token_model, token_inputs):
+    short = token_inputs[:3, :6]
+    results = [
+        run_probes(token_model, short, [ResampleInfluence(donors)], progress=False)[0]
+        for donors in (token_inputs[5:9], token_inputs[5:9, :6])
+    ]
+    torch.testing.assert_close(*(result.influence for result in results))

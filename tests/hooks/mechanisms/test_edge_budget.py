@@ -371,6 +371,11 @@ def test_edges_needed_lie_between_two_budgets_and_intervals_come_from_windows(fo
         made.times_needed("product", "rollout")
 
 
+def test_where_attention_is_worth_nothing_no_number_of_edges_is_needed(found):
+    made = replace(found, none=found.bare - 1)
+    assert all(np.isnan(needed.edges) for needed in made.edges_needed().values())
+
+
 def test_an_induction_circuit_needs_its_own_edges():
     """At a state that has an answer, one edge of each layer finds it, and one more stays inside.
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from infoflow_lens import AttendedProbe, run_probes
 from infoflow_lens.hooks.mechanisms import IDEALS, estimate, measure_mechanisms
 from infoflow_lens.hooks.mechanisms.damage import Damage
 from infoflow_lens.hooks.mechanisms.estimate import estimated
@@ -71,6 +72,34 @@ def test_the_mean_over_directions_is_the_second_order_damage(
         torch.testing.assert_close(measured, expected, rtol=0.35, atol=1e-12)
 
 
+def test_of_a_number_one_direction_is_enough(model, inputs):
+    """There the squared change is the square of one inner product."""
+    model = model.to(torch.float64, print_details=False)
+    x = inputs.double()
+    _, cache = model.run_with_cache(x)
+    means = [cache["pattern", layer].mean(dim=0) for layer in range(2)]
+    found = estimated(model, Batch(x), Damage("nmse", None), means, 4, 1, range(23)).lost[:, 0]
+    assert model(x).shape == (23, 1)
+    for layer, head, ideal in ((0, 1, "own_position"), (1, 4, "global"), (1, 0, "max_position")):
+        change = first_order_change(model, x, layer, head, ideal, means[layer])
+        place = ((2 * layer) + head) * 5 + IDEALS.index(ideal)
+        torch.testing.assert_close(found[:, place], change[:, 0] ** 2, rtol=1e-5, atol=1e-12)
+
+
+def test_batches_and_padding_change_nothing():
+    model = make_token_model().to(torch.float64, print_details=False)
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(17, (n,), generator=generator) for n in (9, 4, 6, 2, 9, 5)]
+    small, large = (
+        measure_mechanisms(model, sequences, batch_size=size, progress=False) for size in (1, 6)
+    )
+    for name in ("damage", "replaced", "error"):
+        for a, b in zip(getattr(small, name), getattr(large, name), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-9)
+    again = measure_mechanisms(model, sequences, batch_size=6, progress=False)
+    assert all(a.equal(b) for a, b in zip(again.damage, large.damage, strict=True))
+
+
 def test_nothing_of_the_user_takes_part_in_the_gradient(token_model, token_inputs):
     """Backward hooks stay silent, gradients unset, flags, generators and modes as they were."""
     fired = []
@@ -95,6 +124,17 @@ def test_nothing_of_the_user_takes_part_in_the_gradient(token_model, token_input
     loss = token_model.requires_grad_(True)(token_inputs, return_type="loss")
     loss.backward()
     assert sorted(set(fired)) == [0, 1]  # the hooks are back
+
+
+def test_probes_that_are_attached_do_not_see_it(token_model, token_inputs):
+    from infoflow_lens import attach
+
+    with attach(token_model, AttendedProbe()) as (probe,):
+        measure_mechanisms(token_model, token_inputs[:5], progress=False)
+        token_model(token_inputs)
+    assert probe.n_sequences == 19
+    (alone,) = run_probes(token_model, token_inputs, [AttendedProbe()], progress=False)
+    assert all(a.equal(b) for a, b in zip(probe.result().positions, alone.positions, strict=True))
 
 
 def test_models_without_gradients_are_measured_exactly(token_model, token_inputs):

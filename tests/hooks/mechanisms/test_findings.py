@@ -14,11 +14,15 @@ from infoflow_lens.hooks.mechanisms import (
     driver,
     measure,
     measure_mechanisms,
+    replace_greedily,
     substituted,
 )
-from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern
+from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern, rescaled
 from infoflow_lens.hooks.model.inputs import read_inputs
+from tests.conftest import make_token_model
 from tests.reference import zoo
+from tests.reference.induction import induction_model, repeated_segments
+from tests.versions import needs_hooked_transformer
 
 
 def damage_by_whole_passes(model, ids, heads):
@@ -71,6 +75,48 @@ def test_a_users_hook_acts_once(token_model, token_inputs, kind, name):
     expected = damage_by_whole_passes(token_model, token_inputs, {(1, 2): "global"})
     measured = float(found.damage[1][2, IDEALS.index("global")])
     assert measured == pytest.approx(expected, rel=1e-4)
+
+
+def test_hooks_that_talk_to_each_other_see_whole_passes(token_model, token_inputs):
+    """What a hook keeps of the first layer, another adds behind the second."""
+    kept = {}
+    token_model.add_hook("blocks.0.hook_resid_post", lambda x, hook: kept.update(x=x))
+    token_model.add_hook("blocks.1.hook_resid_post", lambda x, hook: x + kept["x"])
+    found = measure_mechanisms(token_model, token_inputs, exact=True, batch_size=7, progress=False)
+    expected = damage_by_whole_passes(token_model, token_inputs, {(1, 2): "global"})
+    measured = float(found.damage[1][2, IDEALS.index("global")])
+    assert measured == pytest.approx(expected, rel=1e-4)
+
+
+@needs_hooked_transformer
+def test_positions_of_shortformer_models_reach_every_layer(token_inputs):
+    model = make_token_model(positional_embedding_type="shortformer")
+    found = measure_mechanisms(model, token_inputs, exact=True, progress=False)
+    for head, ideal in ((0, "max_position"), (3, "global")):
+        expected = damage_by_whole_passes(model, token_inputs, {(1, head): ideal})
+        measured = float(found.damage[1][head, IDEALS.index(ideal)])
+        assert measured == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_gain_at_one_position_hides_no_loss_at_another():
+    """An induction head is sure and wrong where a repetition ends: its absence is a gain there."""
+    model = induction_model(n_vocab=11, n_ctx=9)
+    tokens, _ = repeated_segments(11, 40)
+    tokens[:30, -1] = (tokens[:30, -1] + 1) % 11  # it repeats in the last ten sequences only
+
+    def losses(heads=None, means=None):
+        with torch.no_grad(), substituted(model, heads or {}, means):
+            return model(tokens, return_type="loss", loss_per_token=True)
+
+    rise = losses({(1, 0): "global"}) - losses()
+    assert rise.mean() < -1  # nats: a gain on the whole
+    assert rise[:, -2].mean() > 1  # where tokens repeat, a loss
+    found = measure_mechanisms(model, tokens, metric="loss", progress=False)
+    assert found.mechanisms() == (("specific_position",), ("top_k",))  # all that match alike
+    joint = replace_greedily(model, tokens, found, budget=0.05, progress=False)
+    assert joint.share == 1
+    assert joint.damage < 1e-3
+    assert (losses(joint.heads, found.mean_patterns) - losses()).max() < 1e-3
 
 
 def test_keys_that_equal_the_kth_largest_are_all_kept():
@@ -145,6 +191,13 @@ def test_masks_do_not_rely_on_what_fires_first(order, token_inputs):
         assert measured == pytest.approx(expected, rel=1e-4)
     quick = measure_mechanisms(model, token_inputs, progress=False)
     assert quick.mechanisms() == found.mechanisms()
+
+
+def test_small_weights_rescale_without_overflow():
+    """What is left of a row may be so small that one over it is infinite."""
+    pattern = torch.tensor([[1.0, 2e-42, 0.0]])
+    made = rescaled(pattern * torch.tensor([0.0, 1.0, 1.0]), pattern.sum(-1, keepdim=True))
+    assert made.tolist() == [[0.0, 1.0, 0.0]]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_oss"])

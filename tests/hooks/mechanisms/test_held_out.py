@@ -5,6 +5,7 @@ import torch
 
 from infoflow_lens import InfoFlowError, measure_mechanisms
 from infoflow_lens.hooks.mechanisms import IDEALS
+from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern
 from tests.conftest import make_token_model
 
 MEAN, MAX = IDEALS.index("specific_position"), IDEALS.index("max_position")
@@ -80,6 +81,34 @@ def test_each_sequence_is_judged_by_the_mean_pattern_of_the_others(model, layer,
     assert [records[name]["n_calibration"] for name in found] == [None, None, 7]
 
 
+def test_what_no_other_sequence_has_is_looked_at_evenly():
+    """The second query is of this sequence alone, so nothing is known of where it looks."""
+    pattern = torch.tensor([[1.0, 0.0], [0.9, 0.1]])
+    visible = torch.ones(2, 2, dtype=torch.bool).tril()
+    mean = torch.tensor([[1.0, 0.0], [0.9, 0.1]])
+    made = ideal_pattern(pattern, visible, "specific_position", mean, n_mean=torch.tensor([3, 1]))
+    torch.testing.assert_close(made, torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
+
+
+def test_sequences_of_different_lengths_leave_themselves_out(model):
+    tokens = [row[:n] for row, n in zip(ids(4), (9, 6, 4, 6), strict=True)]
+    found = measure_mechanisms(model, tokens, **EXACT)
+    own = [patterns_of(model, row[None], 1)[0, 1] for row in tokens]
+    expected = 0.0
+    for i, row in enumerate(tokens):
+        mean = torch.zeros(len(row), len(row))
+        for query in range(len(row)):
+            rows = [p[query] for j, p in enumerate(own) if j != i and len(p) > query]
+            if rows:
+                padded = [torch.nn.functional.pad(r, (0, 9 - len(r))) for r in rows]
+                mean[query] = torch.stack(padded).mean(dim=0)[: len(row)]
+            else:
+                mean[query, : query + 1] = 1 / (query + 1)
+        expected += damage_by_hand(model, row[None], 1, 1, [mean]) * len(row)
+    measured = float(found.damage[1][1, MEAN])
+    assert measured == pytest.approx(expected / sum(map(len, tokens)), rel=1e-3)
+
+
 def test_the_error_is_the_spread_over_other_sequences_and_other_calibrations(model):
     """Both drawn anew many times. The share of the mean patterns is to first order, which in a
     model of so peaked attention tells too much, never too little."""
@@ -97,6 +126,17 @@ def test_the_error_is_the_spread_over_other_sequences_and_other_calibrations(mod
     # 95% intervals hold the mean of all draws about as often as they say, where tails are long
     held = ((every - every.mean(dim=0)).abs() <= 1.96 * told)[:, :, MAX].double().mean()
     assert 0.8 < float(held) < 0.99
+
+
+def test_fewer_sequences_of_the_mean_pattern_make_a_larger_error(model):
+    """Beside what the judged sequences have; a head without mean pattern knows no difference."""
+    tokens = ids(60)
+    few, many = (
+        measure_mechanisms(model, tokens, calibration=ids(n, seed=1), **EXACT) for n in (3, 60)
+    )
+    few_errors, many_errors = torch.cat(few.error), torch.cat(many.error)
+    assert bool((few_errors[:, MEAN] > 1.3 * many_errors[:, MEAN]).all())
+    torch.testing.assert_close(few_errors[:, MAX], many_errors[:, MAX])
 
 
 def test_all_ideals_that_are_enough_are_told(model):

@@ -27,7 +27,7 @@ from infoflow_lens.theory.rules import MaxPosition
 from tests.conftest import make_token_model
 from tests.reference import zoo
 from tests.reference.induction import induction_model, repeated_segments
-from tests.versions import needs_hooked_transformer
+from tests.versions import needs_hooked_transformer, needs_version_4
 
 
 def test_ideal_patterns_by_hand():
@@ -45,6 +45,13 @@ def test_ideal_patterns_by_hand():
     for ideal, rows in expected.items():
         made = ideal_pattern(pattern, allowed, ideal, mean, k=2)
         torch.testing.assert_close(made, torch.tensor([rows]))
+
+
+@pytest.mark.parametrize("ideal", [i for i in IDEALS if i != "specific_position"])
+def test_rows_keep_their_sums(ideal):
+    pattern = torch.rand(2, 4, 5, generator=torch.Generator().manual_seed(0))
+    made = ideal_pattern(pattern, torch.ones(2, 4, 5, dtype=torch.bool), ideal, k=3)
+    torch.testing.assert_close(made.sum(-1), pattern.sum(-1))
 
 
 def test_a_substituted_head_is_replaced_and_the_others_are_not(token_model, token_inputs):
@@ -95,6 +102,16 @@ def test_damage_of_logits_is_measured_in_nats(token_model, token_inputs, metric)
     torch.testing.assert_close(measured, expected, rtol=1e-3, atol=1e-6)
 
 
+def test_batch_size_changes_nothing(model, inputs):
+    model.to(torch.float64, print_details=False)  # in float32 kernels round by the batch's size
+    small, large = (
+        measure_mechanisms(model, inputs.double(), batch_size=size, progress=False)
+        for size in (4, 23)
+    )
+    for a, b in zip(small.damage, large.damage, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
 BUILT = [
     ("d_retrieval", {}, {}, "max_position"),
     ("intrinsic_dimension", {}, {}, "max_position"),
@@ -115,6 +132,24 @@ def test_every_head_has_the_mechanism_that_it_was_built_for(name, parameters, se
     )
     assert joint.share == 1
     assert joint.damage <= 0.05
+
+
+def test_copying_is_by_position_and_matching_by_content():
+    model, task = build_construction("in_context_qa_softmax", n_questions=6, n_answers=6, n_pairs=3)
+    result = measure_mechanisms(
+        model, task.sample(100, seed=0)[0], metric="nmse", read=(-1,), progress=False
+    )
+    assert result.mechanisms() == (("specific_position",), ("max_position",))
+
+
+def test_an_induction_circuit_is_a_previous_token_head_and_a_matching_head():
+    model = induction_model(n_vocab=11, n_ctx=9)
+    tokens, _ = repeated_segments(11, 80)
+    known = (6, 7)  # positions whose next token has been seen
+    assert model(tokens)[:, known].argmax(-1).equal(tokens[:, 7:9])
+    result = measure_mechanisms(model, tokens, read=known, progress=False)
+    assert result.mechanisms() == (("specific_position",), ("max_position",))
+    assert float(result.damage[1][0, IDEALS.index("specific_position")]) > 1  # nats
 
 
 def test_rules_follow_the_mechanisms():
@@ -158,6 +193,28 @@ def test_heads_without_a_mechanism_stay_soft(model, inputs):
     assert all(isinstance(rule, MaxPosition) for layer in rules for rule in layer)
 
 
+def test_a_greedy_replacement_stays_within_its_budget(token_model, token_inputs):
+    result = measure_mechanisms(token_model, token_inputs, threshold=1e9, progress=False)
+    free = replace_greedily(token_model, token_inputs, result, budget=1e9, progress=False)
+    assert free.share == 1
+    half = replace_greedily(
+        token_model, token_inputs, result, budget=free.damage / 2, progress=False
+    )
+    assert half.damage <= free.damage / 2
+    assert 0 < half.share < 1
+
+
+def test_the_model_is_left_as_it_was_found(token_model, token_inputs):
+    model = token_model.train()
+    seen = []
+    model.add_hook("blocks.0.attn.hook_pattern", lambda pattern, hook: seen.append(0))
+    before = copy.deepcopy(model.state_dict())
+    measure_mechanisms(model, token_inputs, progress=False)
+    assert model.training
+    assert len(model.hook_dict["blocks.0.attn.hook_pattern"].fwd_hooks) == 1
+    assert all(before[name].equal(value) for name, value in model.state_dict().items())
+
+
 def test_the_result_is_saved_and_shown(model, inputs, tmp_path):
     result = measure_mechanisms(model, inputs, progress=False)
     result.save(tmp_path / "mechanisms")
@@ -192,6 +249,12 @@ def test_bad_substitutions_are_named(token_model, model, inputs):
         measure_mechanisms(token_model, torch.ones(2, 3).long(), metric="loss", read=(1,))
 
 
+def test_bfloat16_models_can_be_asked(token_inputs):
+    model = make_token_model().to(torch.bfloat16, print_details=False)
+    result = measure_mechanisms(model, token_inputs, progress=False)
+    assert all(layer.isfinite().all() for layer in result.damage)
+
+
 @pytest.mark.parametrize("metric", ["kl", "loss"])
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_padding_changes_nothing(batch_size, metric):
@@ -218,6 +281,16 @@ def test_padding_changes_nothing(batch_size, metric):
         rows = [pattern[query] for pattern in patterns if len(pattern) > query]
         mean = torch.stack([torch.nn.functional.pad(r, (0, 9 - len(r))) for r in rows]).mean(0)
         torch.testing.assert_close(found.mean_patterns[1][2, query], mean, atol=1e-6, rtol=0)
+
+
+def test_the_last_token_of_each_sequence_can_be_read():
+    model = make_token_model()
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(17, (n,), generator=generator) for n in (9, 4, 6)]
+    settings = {"read": (-1,), "exact": True, "progress": False}
+    found = measure_mechanisms(model, sequences, **settings)
+    alone = [measure_mechanisms(model, s[None], **settings).damage[0][:, 1] for s in sequences]
+    torch.testing.assert_close(found.damage[0][:, 1], torch.stack(alone).mean(0))
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -316,6 +389,31 @@ def hosted_over_ids():
             if "W_" in name:
                 parameter.mul_(2)
     return model
+
+
+@needs_version_4
+@pytest.mark.parametrize("metric", ["kl", "loss"])
+def test_a_native_bridge_has_the_damages_of_the_hosted_model(hosted_over_ids, token_inputs, metric):
+    twin = native_twin(hosted_over_ids)
+    _, cache = hosted_over_ids.run_with_cache(token_inputs)
+    assert (cache["pattern", 1] == 0).any()
+    output = hosted_over_ids(token_inputs)
+    torch.testing.assert_close(twin(token_inputs), output, rtol=1e-4, atol=1e-4)
+    found, expected = (
+        measure_mechanisms(model, token_inputs, metric=metric, exact=True, progress=False)
+        for model in (twin, hosted_over_ids)
+    )
+    for one, other in zip(found.damage, expected.damage, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    for one, other in zip(found.mean_patterns, expected.mean_patterns, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert found.mechanisms() == expected.mechanisms()
+    assert len({name for layer in expected.mechanisms() for name in layer}) > 1
+    quick, quickly = (
+        measure_mechanisms(model, token_inputs, metric=metric, progress=False)
+        for model in (twin, hosted_over_ids)
+    )
+    assert quick.mechanisms() == quickly.mechanisms()
 
 
 @needs_hooked_transformer

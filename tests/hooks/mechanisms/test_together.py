@@ -7,6 +7,7 @@ from torch.nn.functional import cross_entropy
 
 from infoflow_lens import InfoFlowError, load_any, measure_mechanisms
 from infoflow_lens.hooks.mechanisms import replace_greedily, substituted
+from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern
 from infoflow_lens.hooks.mechanisms.sufficiency import (
     MEAN,
     MECHANISMS,
@@ -65,6 +66,14 @@ def test_the_loss_of_the_model_as_it_is(model, tokens, found):
     curves = [line for line in axes.lines if len(line.get_ydata()) > 1]
     assert len(curves) == 4
     assert all(line.get_ydata()[0] == found.loss for line in curves)
+
+
+def test_heads_are_replaced_in_the_order_of_their_damage(mechanisms, found):
+    mine = assigned(mechanisms)
+    damages = [damage for _, damage in mine.values()]
+    assert damages == sorted(damages)
+    assert [tuple(head) for head in found.heads.tolist()] == list(mine)
+    assert found.n_replaced == (2, 3, 4, 6)
 
 
 def test_each_point_is_a_pass_with_those_heads_replaced(model, tokens, mechanisms, found):
@@ -194,6 +203,11 @@ def test_a_joint_replacement_takes_the_ideal_that_is_best_beside_those_taken(mod
         assert float(row[places].min()) == float(row[mechanisms.ideals.index(ideal)])
 
 
+def test_the_error_is_that_of_a_mean_over_sequences(found):
+    apart = (found.losses[0, -1] - found.bare) / 9  # of sequences of one length
+    assert float(found.errors()[0, -1]) == pytest.approx(float(apart.std()) / 6**0.5)
+
+
 def test_it_goes_on_where_it_stopped(model, tokens, mechanisms, found):
     kept = {}
     measure_sufficiency(
@@ -275,12 +289,39 @@ def test_a_search_finds_what_looking_at_all_finds_where_the_loss_falls(model, to
         assert searched.losses[..., 0].isnan().any()
 
 
+def test_only_the_last_predictions_count(model, tokens):
+    found = measure_top_k(model, tokens, ks=(1,), last=2, progress=False)
+    with torch.no_grad():
+        logits = model(tokens)
+    loss = cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
+    torch.testing.assert_close(found.bare, loss[:, -2:].double().sum(dim=1), rtol=1e-5, atol=1e-5)
+    assert found.n_tokens.tolist() == [2] * 12
+
+
+def test_heads_of_one_key_need_one():
+    """Where it has an answer, the circuit's heads look at one key each."""
+    model, (tokens, _) = induction_model(N_VOCAB, N_CTX), repeated_segments(N_VOCAB, 50)
+    found = measure_top_k(model, tokens, ks=(1,), last=2, progress=False)
+    torch.testing.assert_close(found.losses, found.bare.expand_as(found.losses), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_all_keys_are_the_model_itself_also_with_sinks_in_half_precision(dtype):
     """Rows of GPT-OSS sum to less than 1, and in half precision to less than the parts say."""
     model, ids = load_any(zoo.build("gpt_oss").to(dtype)).model, zoo.tokens(4, 12)
     found = measure_top_k(model, ids, ks=(12,), control=True, progress=False)
     assert found.losses.equal(found.bare.expand_as(found.losses))
+
+
+def test_rows_without_weight_stay_so_in_half_precision():
+    empty = torch.zeros(2, 3, 3, dtype=torch.float16)
+    assert ideal_pattern(empty, empty.bool(), "top_k", k=2).equal(empty)
+
+
+def test_a_model_whose_patterns_cannot_be_edited_is_refused():
+    """Its loss would stay the same whatever is taken out, as if one key were enough."""
+    with pytest.raises(InfoFlowError, match="edits of the pattern of layer 0 do not reach"):
+        measure_top_k(load_any(zoo.build("gpt_neo")).model, zoo.tokens(2, 6), progress=False)
 
 
 def test_a_model_that_sees_the_next_token_is_refused():

@@ -51,6 +51,24 @@ def test_equals_scikit_learn_on_cached_activations(model, many_inputs):
         assert result.n_eval[layer] == 12 * N_TOKENS
 
 
+def test_a_causal_model_over_token_ids_recovers_embeddings(token_inputs):
+    token_model = make_token_model().to(torch.float64)
+    result, attended = run_probes(
+        token_model, token_inputs, [RecoveryProbe((1, 2)), PositionsProbe((1, 2))], progress=False
+    )
+    _, cache = token_model.run_with_cache(token_inputs)
+    held_out = torch.arange(19) % 5 == 4
+    queries = slice(1, None)  # query 0 has a single key, so no rank 2
+    for column in (0, 1):
+        keys = attended.positions[1][:, 3, queries, column].long()
+        embedded = torch.gather(cache["hook_embed"], 1, keys.unsqueeze(-1).expand(-1, -1, 12))
+        state = cache["blocks.1.hook_resid_mid"][:, queries]
+        expected = by_scikit_learn(state, embedded, ~held_out, held_out)
+        found = (result.second_moment[1][3, column], result.fvu[1][3, column])
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert result.n_fit == (16 * 8, 16 * 8)
+
+
 @pytest.mark.parametrize(
     "changes", for_each([({"attn_only": True},), ({"parallel_attn_mlp": True},)])
 )
@@ -67,6 +85,69 @@ def test_blocks_without_resid_mid_use_the_same_state(token_inputs, changes):
     held_out = torch.arange(19) % 5 == 4
     _, fvu = by_scikit_learn(state.double(), target.double(), ~held_out, held_out)
     assert float(result.fvu[0][1, 0]) == pytest.approx(fvu, rel=1e-4)
+
+
+def test_what_the_state_holds_linearly_is_recovered_and_the_rest_is_not():
+    """Every token attends to itself alone (rank 1): the residual stream gives it back."""
+    from infoflow_lens import Architecture, build_model
+
+    model = build_model(
+        Architecture(n_heads=(1,), d_model=12, d_head=(4,), d_token=4, n_tokens=8, attn_scale=200.0)
+    )
+    with torch.no_grad():
+        block = model.blocks[0].attn
+        inverse = torch.linalg.pinv(model.embed.W_E)  # reads the token off the residual stream
+        block.W_Q[0], block.W_K[0] = inverse, inverse
+        block.b_Q.zero_()
+    x = torch.randn(300, 8, 4, generator=torch.Generator().manual_seed(0))
+    x = x / x.norm(dim=-1, keepdim=True)  # on the sphere x(t).x(s) is largest at s = t
+    result, attended = run_probes(
+        model, x, [RecoveryProbe((1, 3)), PositionsProbe()], progress=False
+    )
+    assert attended.argmax[0][:, 0, :8].eq(torch.arange(8)).all()
+    assert float(result.fvu[0][0, 0]) < 1e-5
+    assert float(result.fvu[0][0, 1]) > 0.5
+
+
+def test_the_batch_size_changes_nothing(model, many_inputs):
+    results = [
+        run_probes(model, many_inputs, [RecoveryProbe(RANKS)], batch_size=size, progress=False)[0]
+        for size in (1, 7, 60)
+    ]
+    for other in results[1:]:
+        for name in ("second_moment", "fvu"):
+            for mine, theirs in zip(getattr(results[0], name), getattr(other, name), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_probes_on_shards_merge_to_the_probe_on_all(model, many_inputs):
+    def probed(inputs, held_out):
+        probe = RecoveryProbe(RANKS)
+        run_probes(model, inputs, [probe], held_out, progress=False)
+        return probe
+
+    first = probed(many_inputs[:20], many_inputs[40:44])
+    second = probed(many_inputs[20:40], many_inputs[44:])
+    merged = second.merge(first).result()
+    whole = probed(many_inputs[:40], many_inputs[40:]).result()
+    assert merged.n_fit == whole.n_fit
+    for mine, theirs in zip(merged.fvu, whole.fvu, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
+
+
+def test_what_is_merged_does_not_grow_with_the_number_of_probes(model, many_inputs):
+    def size(value):
+        if isinstance(value, dict):
+            return sum(map(size, value.values()))
+        return sum(map(size, value)) if isinstance(value, list) else getattr(value, "nbytes", 0)
+
+    merged, sizes = RecoveryProbe(RANKS, buffer_rows=100), []
+    for _ in range(12):
+        part = RecoveryProbe(RANKS, buffer_rows=100)
+        with attach(model, part), torch.no_grad():  # without a result, which would settle it
+            model(many_inputs[:10])
+        sizes.append(size(merged.merge(part).state_dict()["measured"]))
+    assert max(sizes[6:]) <= 1.1 * max(sizes[:6])
 
 
 def test_maps_are_given_and_fit_the_frame(model, many_inputs):
@@ -99,7 +180,8 @@ def test_fewer_rows_than_features_are_said(model, inputs):
     assert all(error.isfinite().all() for error in result.fvu)
 
 
-def test_a_target_that_never_changes_has_no_variance_to_explain():
+@pytest.mark.parametrize("size", [1, 7, 60])
+def test_a_target_that_never_changes_has_no_variance_to_explain(size):
     model = make_token_model()
     x = torch.randint(17, (60, 9), generator=torch.Generator().manual_seed(0))
     x[:, 0] = 7
@@ -111,16 +193,27 @@ def test_a_target_that_never_changes_has_no_variance_to_explain():
 
     hooks = [(attention_hook(model, layer), look_at_the_first) for layer in (0, 1)]
     with model.hooks(fwd_hooks=hooks):
-        (result,) = run_probes(model, x, [RecoveryProbe()], batch_size=7, progress=False)
+        (result,) = run_probes(model, x, [RecoveryProbe()], batch_size=size, progress=False)
     assert all(fvu.isnan().all() for fvu in result.fvu)
+
+
+def test_rows_left_out_are_counted(token_inputs):
+    (result,) = run_probes(
+        make_token_model(), token_inputs, [RecoveryProbe((1, 3))], progress=False
+    )
+    assert result.n_fit[0] + result.n_eval[0] == 19 * 7
+    assert "layer 0: 38 rows left out" in result.notes[0]
 
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_too_few_sequences_to_hold_one_out(model, inputs, n):
     with pytest.raises(InfoFlowError, match="0 held out"):
         run_probes(model, inputs[:n], [RecoveryProbe()], progress=False)
+
+
+def test_no_held_out_sequence_in_the_users_own_loop(model, inputs):
     with attach(model, RecoveryProbe()) as probes:
-        model(inputs[:n])
+        model(inputs[:3])
     with pytest.raises(InfoFlowError, match="0 held out"):
         probes[0].result()
 
@@ -271,6 +364,13 @@ def test_controls_are_maps_to_other_tokens(reference):
     assert "fvu_shuffled" in result.to_frame()
 
 
+def test_controls_change_nothing_else(reference):
+    plain, controlled = reference.probe(), reference.probe(controls=True)
+    torch.testing.assert_close(plain.fvu, controlled.fvu, rtol=1e-9, atol=0)
+    assert plain.weight[0].shape == controlled.weight[0].shape
+    assert plain.controls == ()
+
+
 def test_random_keys_are_allowed_uniform_and_tied_to_the_sequence():
     allowed = torch.tensor([[False, True, True, False, True], [False] * 5]).expand(4000, -1, -1)
     drawn = random_keys(allowed, [2] * 4000, 7, range(4000))
@@ -282,6 +382,48 @@ def test_random_keys_are_allowed_uniform_and_tied_to_the_sequence():
     state = torch.random.get_rng_state()
     random_keys(allowed[:2], [2] * 2, 7, range(2))
     assert state.equal(torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"controls": True, "source": "head"},
+        {"target": "identity", "controls": ("shuffled",)},
+        {"sketch": 5, "ridge": "gcv", "blocks": 3},
+        {"buffer_rows": 10, "controls": True},
+    ],
+)
+def test_the_batch_size_changes_no_setting(settings):
+    model = make_token_model()
+    x = torch.randint(17, (60, 9), generator=torch.Generator().manual_seed(0))
+    results = [
+        run_probes(model, x, [RecoveryProbe((1, 2), **settings)], batch_size=size, progress=False)[
+            0
+        ]
+        for size in (1, 7, 60)
+    ]
+    for other in results[1:]:
+        torch.testing.assert_close(
+            torch.tensor(other.to_frame().to_numpy(dtype=float)),
+            torch.tensor(results[0].to_frame().to_numpy(dtype=float)),
+            rtol=1e-6,
+            atol=1e-9,
+            equal_nan=True,
+        )
+
+
+def test_sequences_of_different_lengths_give_what_each_gives_alone():
+    """Padding takes part in nothing, not even in random keys."""
+    model = make_token_model().to(torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    x = [torch.randint(17, (3 + i % 6,), generator=generator) for i in range(40)]
+    settings = {"controls": True, "blocks": 2}
+    padded, alone = (
+        run_probes(model, x, [RecoveryProbe((1,), **settings)], batch_size=size, progress=False)[0]
+        for size in (40, 1)
+    )
+    for name in ("fvu", "fvu_high", "control_fvu"):
+        torch.testing.assert_close(getattr(padded, name), getattr(alone, name), rtol=1e-8, atol=0)
 
 
 def test_a_ridge_is_scikit_learns(reference):
@@ -312,6 +454,13 @@ def test_intervals_leave_out_one_block_at_a_time(reference):
     middle = float(result.fvu[1][0, 1])
     assert float(result.fvu_low[1][0, 1]) == pytest.approx(middle - half, rel=1e-6)
     assert float(result.fvu_high[1][0, 1]) == pytest.approx(middle + half, rel=1e-6)
+
+
+def test_one_block_gives_no_interval(reference):
+    result = reference.probe(blocks=1)
+    assert result.fvu_low == ()
+    assert "fvu_low" not in result.to_frame()
+    assert not any("interval" in note for note in result.notes)  # as asked
 
 
 def test_the_standard_error_of_a_sketch_is_that_of_its_deviations(reference):
@@ -349,8 +498,6 @@ def test_maps_refuse_the_states_of_another_model(reference):
     folded = Reference(2, normalization_type="LNPre").model
     with pytest.raises(InfoFlowError, match="folding changes the basis"):
         result.apply(state, 1, 3, 2, model=folded)
-    with pytest.raises(InfoFlowError, match="not kept"):
-        reference.probe(maps=False).apply(state, 1, 3, 2, model=reference.model)
     for wrong, match in (
         ((state, 1, 3, 3), "rank is 3"),
         ((state, 2, 0, 1), "no map for layer 2"),
@@ -360,12 +507,39 @@ def test_maps_refuse_the_states_of_another_model(reference):
             result.apply(*wrong, model=reference.model)
 
 
+def test_maps_need_not_be_kept(reference):
+    result, kept = reference.probe(maps=False), reference.probe()
+    assert (result.weight, result.bias) == ((), ())
+    torch.testing.assert_close(result.fvu, kept.fvu)
+    with pytest.raises(InfoFlowError, match="not kept"):
+        result.apply(torch.zeros(12), 0, 0, 1, model=reference.model)
+
+
 def test_results_with_everything_are_saved_and_loaded(reference, tmp_path):
     result = reference.probe(target="identity", controls=True, ridge="gcv")
     result.save(tmp_path / "recovery")
     loaded = RecoveryResult.load(tmp_path / "recovery")
     assert loaded.to_frame().equals(result.to_frame())
     assert loaded.controls == result.controls
+
+
+def test_what_was_taken_in_does_not_change_with_the_users_tensor(model, many_inputs):
+    """Models over vectors show the user's own tensor, which may be filled again."""
+    expected = run_probes(model, many_inputs, [RecoveryProbe()], progress=False)[0]
+    buffer = torch.empty(12, N_TOKENS, D_TOKEN)
+    with attach(model, RecoveryProbe()) as probes, torch.no_grad():
+        for batch in many_inputs.split(12):
+            model(buffer.copy_(batch))
+        buffer.zero_()
+    torch.testing.assert_close(probes[0].result().fvu, expected.fvu, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_are_measured(dtype, token_inputs):
+    (result,) = run_probes(
+        make_token_model().to(dtype), token_inputs, [RecoveryProbe(sketch=4)], progress=False
+    )
+    assert all(fvu.isfinite().all() and fvu.dtype == torch.float64 for fvu in result.fvu)
 
 
 def test_what_a_model_cannot_give_is_refused(model, inputs, token_model, token_inputs):

@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import LinearRegression, Ridge
 
-from infoflow_lens.hooks.recovery.statistics import RegressionStatistics
+from infoflow_lens.hooks.recovery.buffer import RowBuffer, Rows
+from infoflow_lens.hooks.recovery.errors import held_out_errors
+from infoflow_lens.hooks.recovery.statistics import ALL, RegressionStatistics
 
 
 def mean_error(statistics, fit):
@@ -70,6 +72,32 @@ def test_too_few_rows_give_the_map_of_least_norm(n, n_features):
     )
 
 
+def test_dependent_features_give_the_map_of_least_norm():
+    x, y = data(3, 200, 4)
+    x = torch.cat([x, x[:, :2] - 3 * x[:, 2:]], dim=1)
+    statistics = RegressionStatistics()
+    statistics.update(x, y)
+    fit = statistics.fit()
+    assert fit.rank == 4
+    centred = (x - x.mean(0)).numpy()
+    expected = np.linalg.pinv(centred) @ (y - y.mean(0)).flatten(1).numpy()
+    np.testing.assert_allclose(fit.weight.transpose(0, 1).flatten(1), expected, atol=1e-8)
+
+
+def test_features_of_very_different_scales():
+    """A Gram matrix in the features' own units would lose the small ones in rounding."""
+    x, y = data(7, 500, 4)
+    x = x * torch.tensor([1.0, 1e-4, 1e-4, 1e-4]) + torch.tensor([1e3, 0, 0, 0])
+    statistics = RegressionStatistics()
+    statistics.update(x, y)
+    fit = statistics.fit()
+    assert fit.rank == 4
+    flat = y.flatten(1).numpy()
+    expected = LinearRegression().fit(x.numpy(), flat)
+    error = ((expected.predict(x.numpy()) - flat) ** 2).sum(1).mean()
+    assert float(mean_error(statistics, fit).sum()) == pytest.approx(error, rel=1e-6)
+
+
 def test_constant_features_predict_the_mean():
     _, y = data(4, 50, 3)
     statistics = RegressionStatistics()
@@ -105,6 +133,18 @@ def test_any_batches_merged_in_any_order_give_the_same(seed, sizes, order, offse
     )
 
 
+def test_merging_does_not_touch_what_was_merged():
+    x, y = data(5, 10, 2)
+    first, second = streamed(x, y, [6, 4])
+    total = RegressionStatistics()
+    total.merge(first)
+    total.merge(second)
+    total.update(x, y)
+    again = RegressionStatistics()
+    again.update(x[:6], y[:6])
+    torch.testing.assert_close(first.fit().weight, again.fit().weight)
+
+
 def chosen_data(n=900, n_values=400, n_features=40, n_groups=4, n_targets=130, dtype=torch.float32):
     """Targets that several rows share, with means far from 0."""
     generator = torch.Generator().manual_seed(0)
@@ -135,6 +175,16 @@ def test_chosen_targets_are_targets(n_targets, dtype, rtol):
         assert found == pytest.approx(error, rel=min(rtol, 1e-6))
 
 
+def test_classes_are_one_hot_targets():
+    x, _, chosen = chosen_data(n_targets=1)
+    classes = torch.arange(400) % 7 - 1  # -1 is no class
+    by_class, one_hot = RegressionStatistics(), RegressionStatistics()
+    by_class.update_classes(x, classes, chosen, 6)
+    one_hot.update_chosen(x, (classes[:, None] == torch.arange(6)).double(), chosen)
+    torch.testing.assert_close(by_class.fit().weight, one_hot.fit().weight, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(by_class.variance(), one_hot.variance())
+
+
 @pytest.mark.parametrize("n_targets", [3, 130])
 def test_rows_that_memory_ran_out_on_are_added_once(n_targets, monkeypatch):
     x, values, chosen = chosen_data(n_targets=n_targets, n_groups=5)
@@ -157,6 +207,28 @@ def test_rows_that_memory_ran_out_on_are_added_once(n_targets, monkeypatch):
     interrupted.update_chosen(x, values, chosen)
     assert interrupted.n == len(x)
     torch.testing.assert_close(interrupted.cross, whole.cross, rtol=1e-12, atol=1e-12)
+
+
+def test_buffered_rows_are_added_in_the_same_portions_whatever_the_batches():
+    x, values, chosen = chosen_data(n=120, n_targets=3)
+    portions = []
+    for batch in (1, 3, 40):  # sequences of three rows
+        buffer, sizes = RowBuffer(10), []
+        add = buffer.statistics.update_chosen
+        buffer.statistics.update_chosen = lambda x, *rest, s=sizes, add=add: (
+            s.append(len(x)), add(x, *rest)
+        )  # fmt: skip
+        for first in range(0, 40, batch):
+            rows = slice(3 * first, 3 * (first + batch))
+            n = len(x[rows])
+            buffer.append(Rows(x[rows], chosen[rows], values, list(range(3, n + 1, 3))))
+            buffer.settle()
+        buffer.settle(everything=True)
+        assert buffer.n == 120
+        portions.append((sizes, buffer.statistics.cross))
+    assert portions[0][0] == portions[1][0] == portions[2][0] == [12] * 10
+    assert portions[0][1].equal(portions[1][1])
+    assert portions[0][1].equal(portions[2][1])
 
 
 @pytest.mark.parametrize("penalty", [1e-3, 40.0])
@@ -207,3 +279,31 @@ def test_a_float32_mean_far_from_zero_costs_no_digits():
         statistics.update_chosen(x[first : first + 1000], values, rows[first : first + 1000])
     expected = LinearRegression().fit(x.double().numpy(), values.double().numpy())
     np.testing.assert_allclose(statistics.fit().weight[1].T, expected.coef_, atol=1e-6)
+
+
+def test_intervals_cover_the_error_that_the_map_has_on_all_data():
+    """95% intervals over sequences whose rows are alike; the map itself is given."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(n_sequences):
+        common = torch.randn(n_sequences, 1, 1, generator=generator, dtype=torch.float64)
+        own = torch.randn(n_sequences, 5, 3, generator=generator, dtype=torch.float64)
+        x = own + common
+        noise = torch.randn(n_sequences, 5, 2, generator=generator, dtype=torch.float64)
+        y = x[..., :2] + noise * (1 + common.abs())  # errors differ from sequence to sequence
+        return x, y
+
+    def taken_in(x, y):
+        statistics = RegressionStatistics()
+        statistics.update(x.flatten(0, 1), y.flatten(0, 1)[:, None])
+        return statistics
+
+    fit = taken_in(*draw(200)).fit()
+    (truth, _), covered = held_out_errors([taken_in(*draw(30000))], fit, ALL, 2), []
+    for _ in range(250):
+        x, y = draw(64)
+        blocks = [taken_in(x[index::8], y[index::8]) for index in range(8)]
+        found, _ = held_out_errors(blocks, fit, ALL, 2)
+        off = (found.value - truth.value).abs()
+        covered.append(bool(off <= found.half_width))
+    assert 0.91 <= np.mean(covered) <= 0.98

@@ -93,6 +93,20 @@ def test_scores_above_a_threshold_are_the_papers_routes(threshold):
     assert len(sizes) > 1
 
 
+def test_a_head_that_brings_nothing_is_no_edge():
+    """Attention is wide, but the values are 0: every state keeps to itself."""
+    model, x = token_ids()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "W_V" in name or "b_V" in name or "b_O" in name or ".v." in name:
+                parameter.zero_()
+    _, cache = model.run_with_cache(x)
+    assert cache["v", 0].abs().max() == 0
+    for combine in ("widest", "rollout"):
+        (found,) = run_probes(model, x, [ContributionRoutes(combine)], progress=False)
+        assert found.scores.equal(torch.eye(5).expand_as(found.scores))
+
+
 @pytest.fixture(scope="module")
 def zoo_model(tmp_path_factory):
     def load(name, **settings):
@@ -112,6 +126,16 @@ def test_bridges_of_many_kinds_are_decomposed(zoo_model, name):
         for sequence in range(2):
             expected = routes.rollout(edges_by_hand(model, x, sequence))
             np.testing.assert_allclose(found.scores[1, sequence], expected, atol=2e-5)
+
+
+def test_in_half_precision_it_is_nearly_the_same(zoo_model):
+    x = zoo.tokens(4, 6)
+    whole, half = (
+        run_probes(zoo_model("llama", dtype=dtype), x, [ContributionRoutes()], progress=False)[0]
+        for dtype in ("float32", "bfloat16")
+    )
+    assert half.scores.dtype == torch.float32
+    assert (whole.scores - half.scores).abs().mean() < 0.01
 
 
 def test_a_norm_on_what_attention_adds_is_refused_before_any_pass(zoo_model):

@@ -1,9 +1,10 @@
 """Attention flow against linear programs over all edges, and networks known by hand."""
 
+import numpy as np
 import pytest
 import torch
 
-from infoflow_lens import AttentionFlow, run_probes
+from infoflow_lens import AttentionFlow, AttentionRollout, run_probes
 from tests.conftest import make_token_model
 from tests.hooks.routes.test_attention import edges, with_patterns
 from tests.reference import routes
@@ -36,3 +37,22 @@ def test_a_narrow_pipe_lets_no_more_through_than_it_holds():
     torch.testing.assert_close(found[:, 0, 1, 0], torch.tensor([0.25, 0.5, 0.75]))
     torch.testing.assert_close(found[:, 0, 1, 1], torch.full((3,), 0.75))
     torch.testing.assert_close(found[:, 0, 0], torch.tensor([[1.0, 0.0]] * 3))
+
+
+def test_it_is_never_less_than_rollout():
+    """The products along paths are themselves a flow, of all sources at once."""
+    model = make_token_model(n_layers=3)
+    x = torch.randint(17, (3, 6), generator=torch.Generator().manual_seed(1))
+    flow, rollout = run_probes(model, x, [AttentionFlow(), AttentionRollout()], progress=False)
+    assert (flow.scores >= rollout.scores - 1e-6).all()
+    assert (flow.scores <= 1 + 1e-6).all()
+    np.testing.assert_allclose(flow.scores[0], rollout.scores[0], atol=1e-6)
+
+
+def test_chosen_positions_are_rows_of_the_whole():
+    model = make_token_model(n_layers=3)
+    x = torch.randint(17, (2, 6), generator=torch.Generator().manual_seed(1))
+    whole, last = run_probes(
+        model, x, [AttentionFlow(), AttentionFlow(positions=(-1,))], progress=False
+    )
+    assert last.scores.equal(whole.scores[:, :, 5:])

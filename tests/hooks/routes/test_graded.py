@@ -16,6 +16,7 @@ from infoflow_lens import (
     propagate,
     run_probes,
 )
+from infoflow_lens.hooks import GradedSetsResult
 from infoflow_lens.hooks.routes.paths import best_onwards, best_paths_through, best_so_far
 from infoflow_lens.models.architecture import Architecture
 from tests.conftest import make_token_model
@@ -74,6 +75,20 @@ def test_by_weight_they_are_what_theory_makes_of_the_patterns(attention, path):
     assert found.graded().at().members.equal(graded.at().members)
 
 
+def test_sequences_of_different_length_are_those_alone(token_model, token_inputs):
+    lengths = (9, 4, 6)
+    rows = [row[:n] for row, n in zip(token_inputs, lengths, strict=False)]
+    (together,) = run_probes(token_model, rows, [GradedSetsProbe()], progress=False)
+    graded = together.graded()
+    assert graded.lengths.tolist() == list(lengths)
+    for index, (row, n) in enumerate(zip(rows, lengths, strict=True)):
+        (alone,) = run_probes(token_model, row[None], [GradedSetsProbe()], progress=False)
+        own = graded.strengths[:, index, :n, :n]
+        torch.testing.assert_close(own, alone.scores[:, 0], atol=1e-6, rtol=1e-5)
+        assert not graded.strengths[:, index, n:].any()
+        assert not graded.strengths[:, index, :, n:].any()
+
+
 def test_heads_that_the_output_does_not_need_move_nothing(token_model, token_inputs):
     """Of measured mechanisms: without them each state keeps to itself."""
     x = token_inputs[:6]
@@ -91,6 +106,17 @@ def test_heads_that_the_output_does_not_need_move_nothing(token_model, token_inp
         token_model, x, [GradedSetsProbe("damage", damage=needless)], progress=False
     )
     assert alone.scores.equal(torch.eye(9).expand_as(alone.scores))
+
+
+def test_its_result_is_saved_and_says_how_it_was_made(token_model, token_inputs, tmp_path):
+    probe = GradedSetsProbe("damage", "weakest", damage=LOST, positions=(-1,))
+    (found,) = run_probes(token_model, token_inputs[:2], [probe], progress=False)
+    found.save(tmp_path / "graded")
+    loaded = GradedSetsResult.load(tmp_path / "graded")
+    assert loaded.graded().strengths.equal(found.graded().strengths)
+    config = loaded.record.config
+    assert (config["strength"], config["path"]) == ("damage", "weakest")
+    assert config["damage"] == [list(heads) for heads in LOST]
 
 
 @pytest.mark.parametrize(

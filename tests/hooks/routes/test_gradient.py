@@ -2,7 +2,7 @@
 
 import torch
 
-from infoflow_lens import GradientTimesInput, run_probes
+from infoflow_lens import GradientTimesInput, JacobianInfluence, run_probes
 from infoflow_lens.hooks import InfluenceResult
 from infoflow_lens.hooks.influence.rerun import Rerun
 from infoflow_lens.hooks.routes import gradient
@@ -40,3 +40,26 @@ def test_without_forward_mode_it_is_the_same(model, inputs, monkeypatch):
     monkeypatch.setattr(gradient.torch.func, "jvp", lacks)
     (found,) = run_probes(model, inputs[:3], [GradientTimesInput()], progress=False)
     torch.testing.assert_close(found.influence, expected.influence, rtol=1e-4, atol=1e-6)
+
+
+def test_it_is_at_most_the_jacobian_times_the_length_of_the_token(model, inputs):
+    found, jacobian = run_probes(
+        model, inputs, [GradientTimesInput(), JacobianInfluence()], progress=False
+    )
+    bound = jacobian.influence * inputs.norm(dim=-1)[None, :, None]
+    assert (found.influence <= bound * 1.0001 + 1e-6).all()
+    assert (found.influence > 0.05 * bound).any()
+
+
+def test_chosen_layers_and_positions_are_rows_of_the_whole(token_model, token_inputs):
+    whole, chosen = run_probes(
+        token_model,
+        token_inputs[:4],
+        [
+            GradientTimesInput("resid_post"),
+            GradientTimesInput("resid_post", layers=(1,), positions=(-1,)),
+        ],
+        progress=False,
+    )
+    torch.testing.assert_close(chosen.influence, whole.influence[1:, :, 8:], rtol=1e-4, atol=1e-6)
+    assert chosen.layers == (1,)

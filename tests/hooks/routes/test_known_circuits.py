@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from infoflow_lens import baselines, build_construction, run_probes
+from tests.conftest import make_token_model
 
 ROUTES = (
     "attention weight",
@@ -56,3 +57,10 @@ def test_the_answer_to_a_question_comes_by_the_pair_that_asks_the_same(seed):
         assert (least > most).float().mean() > 0.9, name
     weight = found["attention weight"].masked_fill(~pair, torch.inf).amin(dim=1)
     assert (weight < 0.01).all()
+
+
+def test_cheap_baselines_leave_out_what_takes_long():
+    shallow, deep = make_token_model(), make_token_model(n_layers=3)
+    assert set(baselines(shallow, cheap=True)) == set(ROUTES)
+    assert set(baselines(deep, cheap=True)) == {*ROUTES} - {"attention flow"}
+    assert set(baselines(deep)) == {*ROUTES, "gradient x input"}

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError, build_model, load_any
+from infoflow_lens import InfoFlowError, build_construction, build_model, load_any
 from infoflow_lens.hooks import PositionsProbe, measure_why, measure_why_all, run_probes
 from infoflow_lens.models.architecture import Architecture
 from tests.conftest import make_token_model
@@ -91,6 +91,57 @@ def test_models_whose_scores_are_no_such_sums_are_refused_by_name(name, reason, 
         measure_why_all(model, zoo.tokens(1, 12))
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_key_parts_with_rotary_embeddings_are_those_of_transformers(name, tmp_path):
+    """The key without the part, projected and rotated by the functions of transformers alone."""
+    from transformers.models.gpt_neox import modeling_gpt_neox
+    from transformers.models.llama import modeling_llama
+
+    alone, ids = zoo.build(name), zoo.tokens(1, 9)
+    inner = alone.model if name == "llama" else alone.gpt_neox
+    module = modeling_llama if name == "llama" else modeling_gpt_neox
+    layer = inner.layers[1]
+    norm = layer.input_layernorm
+    attention = layer.self_attn if name == "llama" else layer.attention
+    with torch.no_grad():
+        states = alone(ids, output_hidden_states=True).hidden_states
+        first, x = states[0][0].double(), states[1][0].double()
+        cos, sin = inner.rotary_emb(states[0], torch.arange(9)[None])
+        host = load_any(zoo.build(name)).model
+        found = measure_why(host, ids, 1, 3, 8)
+
+        def margin(key_states):
+            """With norms of the whole states."""
+            parts = []
+            for state in (x, key_states):
+                if name == "llama":
+                    scale = (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+                    parts.append(state / scale * norm.weight)
+                else:
+                    scale = (x.var(-1, keepdim=True, correction=0) + norm.eps).sqrt()
+                    centred = state - state.mean(-1, keepdim=True)
+                    parts.append(centred / scale * norm.weight + norm.bias)
+            query, key = (part.float() for part in parts)
+            if name == "llama":
+                q = attention.q_proj(query).view(1, 9, 4, 4).transpose(1, 2)
+                k = attention.k_proj(key).view(1, 9, 2, 4).transpose(1, 2)
+                q, k = module.apply_rotary_pos_emb(q, k, cos, sin)
+                k = k.repeat_interleave(2, dim=1)
+            else:
+                q, k = (
+                    attention.query_key_value(part).view(1, 9, 4, 12).transpose(1, 2)
+                    for part in (query, key)
+                )
+                q, k = module.apply_rotary_pos_emb(q[..., :4], k[..., 4:8], cos, sin)
+            scores = (q[0, 3, 8] @ k[0, 3].T) / 2
+            return float(scores[found.keys[0]] - scores[found.keys[1]])
+
+        given = dict(zip(found.key_parts, found.by_key().values.tolist(), strict=True))
+        assert margin(x) == pytest.approx(found.margin, abs=1e-4)
+        lost = margin(x) - margin(x - first)
+    assert given["token embedding"] == pytest.approx(lost, abs=1e-4)
+
+
 HOOKED = for_each(
     [
         ({"normalization_type": "LN"},),
@@ -121,6 +172,28 @@ HOOKED = for_each(
 def test_pieces_add_up_in_a_hooked_transformer(changes, token_inputs):
     model = perturbed(make_token_model(**changes))
     assert max(map(misses, asked(model, token_inputs[:1]))) < 1e-5
+
+
+@needs_hooked_transformer
+def test_folding_a_norm_moves_its_gain_and_bias_and_leaves_the_sums(token_inputs):
+    """Embeddings, MLP and attention add what they did; folding moves value biases to b_O."""
+    plain = perturbed(make_token_model(normalization_type="LN"))
+    found = measure_why(plain, token_inputs[:1], 1, 2)
+    plain.process_weights_(fold_ln=True, center_writing_weights=True)
+    folded = measure_why(plain, token_inputs[:1], 1, 2)
+    assert misses(folded) < 1e-5
+    assert folded.margin == pytest.approx(found.margin, abs=1e-4)
+    before, after = (
+        dict(zip(one.key_parts, one.by_key().values.tolist(), strict=True))
+        for one in (found, folded)
+    )
+    for kind in ("token", "positional", "MLP", ("head", "attention bias")):
+        sums = [
+            sum(value for name, value in parts.items() if name.startswith(kind))
+            for parts in (before, after)
+        ]
+        assert sums[1] == pytest.approx(sums[0], abs=1e-4)
+    assert "norm bias" not in after
 
 
 @needs_hooked_transformer
@@ -181,6 +254,12 @@ def test_the_whole_reason_of_a_built_induction_head_is_its_previous_token_head()
             assert best.table()["part"][0] == "head 0.0"
 
 
+def test_constructions_over_vectors_can_be_asked():
+    model, task = build_construction("kth_largest")[:2]
+    x = task.sample(1, 0)[0]
+    assert max(map(misses, asked(model, x, (-1,)))) < 1e-5
+
+
 def test_all_lines_are_those_that_are_asked_one_by_one(tmp_path):
     model = family("llama", tmp_path)
     inputs = [zoo.tokens(1, 9)[0], zoo.tokens(1, 6, seed=1)[0]]
@@ -219,6 +298,13 @@ def test_results_are_saved_tabled_and_drawn(tmp_path, token_model, token_inputs)
     every.save(tmp_path / "all")
     again = type(every).load(tmp_path / "all")
     assert again.of(1, 2, 8, sample=1) == every.of(1, 2, 8, sample=1)
+
+
+def test_it_leaves_the_model_as_it_was(token_model, token_inputs):
+    token_model.train()
+    measure_why(token_model, token_inputs[:1], 1, 0)
+    assert token_model.training
+    assert all(parameter.grad is None for parameter in token_model.parameters())
 
 
 def test_a_hook_that_writes_to_the_stream_is_noticed(token_model, token_inputs):
