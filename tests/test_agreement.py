@@ -20,6 +20,7 @@ from infoflow_lens import (
     InformationSets,
     JacobianInfluence,
     PositionsProbe,
+    build_construction,
     compare,
     compare_by_position,
     compare_rankings,
@@ -104,6 +105,24 @@ def test_set_metrics_equal_scikit_learn(seed):
         assert getattr(agreement.layers[1], name) == pytest.approx(expected), name
 
 
+def test_influence_inside_is_a_share_of_squares():
+    members = torch.zeros(1, 1, 3, 2, dtype=torch.bool)
+    members[0, 0, 2, 0] = True
+    scores = torch.ones(1, 1, 3, 2)
+    scores[0, 0, 2] = torch.tensor([3.0, 4.0])
+    agreement = compare(InformationSets(members), scores)
+    assert agreement.cls.influence_inside == pytest.approx(9 / 25)
+
+
+def test_perfect_agreement():
+    predicted, _ = case(0)
+    agreement = compare(predicted, predicted)
+    for values in (*agreement.layers, *agreement.layers_with_self, agreement.cls):
+        assert values.auroc == values.average_precision == values.precision == 1
+        assert values.recall == values.jaccard == values.exact_match == values.influence_inside == 1
+        assert values.predicted_size == values.measured_size
+
+
 def test_a_causal_model_is_not_praised_for_the_future():
     """Random predictions of the past score a half, though the future never has influence."""
     generator = torch.Generator().manual_seed(0)
@@ -115,6 +134,17 @@ def test_a_causal_model_is_not_praised_for_the_future():
     assert agreement.cls.auroc == pytest.approx(0.5, abs=0.05)
 
 
+def test_where_every_position_is_a_source_the_last_is_the_read_out():
+    predicted, scores = case(1, extra=0)
+    agreement = compare(predicted, scores)
+    assert agreement.cls.n_states == 4
+    # the read-out position itself does not count
+    changed = scores.clone()
+    changed[1, :, 5, 5] = 1000.0
+    inside = compare(predicted, changed, threshold=1e-9).cls
+    assert inside.influence_inside == pytest.approx(agreement.cls.influence_inside)
+
+
 def test_coverage_is_the_share_of_active_tokens_inside():
     predicted = torch.tensor([[True, True, False], [False, False, True]])
     active = torch.tensor([[True, False, True], [False, False, True]])
@@ -123,6 +153,24 @@ def test_coverage_is_the_share_of_active_tokens_inside():
     members[1, :, 3] = predicted  # the first layer's sets do not count
     agreement = compare(InformationSets(members), torch.ones(2, 2, 4, 3), active=active)
     assert agreement.coverage == pytest.approx(0.75)
+
+
+def test_nothing_to_average_is_nan_not_zero():
+    members = torch.zeros(1, 2, 3, 3, dtype=torch.bool)
+    agreement = compare(InformationSets(members), torch.ones(1, 2, 3, 3))
+    assert math.isnan(agreement.cls.auroc)
+    assert math.isnan(agreement.cls.precision)
+    assert agreement.cls.recall == 0
+
+
+def test_the_frame_names_states():
+    predicted, scores = case(2)
+    frame = compare(predicted, scores).to_frame()
+    assert frame[["layer", "states", "with_self"]].values.tolist() == [
+        [0, "tokens", False], [1, "tokens", False],
+        [0, "tokens", True], [1, "tokens", True],
+        [1, "cls", False],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -164,6 +212,27 @@ def test_the_coverage_curve_is_the_share_inside_the_sets_of_k_positions(model, i
     frame = curve.to_frame()
     assert list(frame["k"]) == [1, 2, 3]
     assert frame["size"].is_monotonic_increasing
+
+
+def test_the_coverage_curve_of_hard_retrieval_is_complete_at_one():
+    model, task = build_construction("intrinsic_dimension", attention="hardmax", n_tokens=9)
+    x, _ = task.sample(20, seed=0)
+    positions, influence = run_probes(
+        model, x, [PositionsProbe((1, 2)), JacobianInfluence("resid_post")], progress=False
+    )
+    curve = coverage_curve(positions.positions, influence.influence)
+    assert curve.last[0] == pytest.approx(1)
+    assert curve.size[1] > curve.size[0]
+
+
+def test_coverage_needs_positions_of_the_same_states(model, inputs):
+    positions, influence = run_probes(
+        model, inputs, [PositionsProbe((1, 2)), JacobianInfluence()], progress=False
+    )
+    with pytest.raises(InfoFlowError, match="expected \\[batch, head, pos, rank\\]"):
+        coverage_curve(positions.positions[:1], influence.influence)
+    with pytest.raises(InfoFlowError, match="negative, infinite or NaN"):
+        coverage_curve(positions.positions, -influence.influence)
 
 
 @settings(max_examples=20)
@@ -268,6 +337,20 @@ def test_positions_together_give_the_layers():
         assert rows["predicted_size"].mean() == pytest.approx(whole.layers[layer].predicted_size)
     last = table[(table["layer"] == 1) & (table["position"] == 6)]
     assert float(last["auroc"].iloc[0]) == pytest.approx(whole.cls.auroc)
+
+
+def test_states_that_were_not_measured_take_no_part(token_model, token_inputs):
+    probes = [PositionsProbe(), JacobianInfluence(), JacobianInfluence(positions=(-1, 2))]
+    positions, all_states, some = run_probes(token_model, token_inputs, probes, progress=False)
+    predicted = propagate(positions.argmax)
+    by_position = compare_by_position(predicted, all_states)
+    rows = compare_by_position(predicted, some)
+    assert set(rows["position"]) == {2, 8}
+    expected = by_position[by_position["position"].isin([2, 8])].reset_index(drop=True)
+    np.testing.assert_allclose(rows["influence_inside"], expected["influence_inside"], rtol=1e-4)
+    assert compare(predicted, some).layers[0].n_states == 2 * 19
+    whole, part = compare(predicted, all_states), compare(predicted, some)
+    assert part.cls.auroc == pytest.approx(whole.cls.auroc)
 
 
 # Sequences of different lengths

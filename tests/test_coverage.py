@@ -52,3 +52,16 @@ def test_every_table_and_figure_says_whether_it_was_run():
     for row in rows:
         complete = row.strip("|").split("|")[-1]
         assert re.search(r"\brun\b|the four tasks|^ yes $", complete), row
+
+
+def test_every_row_says_whether_it_is_complete():
+    rows = [line for line in PAGE.splitlines() if line.startswith("|") and "---" not in line]
+    for row in rows:
+        assert len([cell for cell in row.strip("|").split("|") if cell.strip()]) == 3, row
+
+
+@pytest.mark.parametrize("page", ["theory.md", "known-results.md", "routing.md", "coverage.md"])
+def test_links_between_pages_lead_to_files(page):
+    folder = Path(__file__).parent.parent / "docs"
+    for target in re.findall(r"\]\(([^)#:]+)\)", (folder / page).read_text(encoding="utf-8")):
+        assert (folder / target).exists(), target

@@ -239,3 +239,12 @@ def test_no_file_imports_itself_by_way_of_others():
     _, component = connected_components(matrix, connection="strong")
     members = Counter(component.tolist())
     assert [name for name in names if members[component[place[name]]] > 1] == []
+
+
+@pytest.mark.slow
+def test_probes_and_theory_do_without_transformer_lens():
+    script = (
+        "import sys, infoflow_lens.hooks, infoflow_lens.theory, infoflow_lens.tasks\n"
+        "print('transformer_lens' in sys.modules)"
+    )
+    assert run("-c", script, folder=ROOT) == "False"

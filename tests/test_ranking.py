@@ -16,6 +16,7 @@ from infoflow_lens import (
     InformationSets,
     JacobianInfluence,
     PositionsProbe,
+    compare,
     compare_rankings,
     propagate,
     run_probes,
@@ -57,7 +58,7 @@ def integers(generator, *shape, most=3):
     return torch.randint(0, most + 1, shape, generator=generator).float()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(4))
 def test_numbers_are_means_over_all_ways_to_break_ties(seed):
     """Small integers as scores and as influence, so that ties are everywhere."""
     generator = torch.Generator().manual_seed(seed)
@@ -106,6 +107,20 @@ def test_numbers_are_means_over_all_ways_to_break_ties(seed):
     assert checked > 10
 
 
+def test_a_random_order_is_known_without_drawing_one():
+    generator = torch.Generator().manual_seed(0)
+    influence = torch.rand(1, 3, 8, 8, generator=generator) + 0.1
+    sets = InformationSets(torch.rand(1, 3, 8, 8, generator=generator) < 0.5)
+    found = compare_rankings({"ours": sets}, {}, influence)
+    size, n = found.sizes["ours"], found.n_candidates
+    values = found.values["ours", "random"]
+    taking_part = (size > 0) & (size < n)
+    size = size.where(taking_part, 0)
+    assert (values["auroc"][taking_part] - 0.5).abs().max() < 1e-12
+    assert values["influence_inside"].nan_to_num().allclose((size / n).nan_to_num())
+    assert values["precision_at_size"].nan_to_num().allclose((size / n).nan_to_num())
+
+
 @pytest.fixture(scope="module")
 def measured():
     model = make_token_model(n_heads=1)
@@ -123,6 +138,16 @@ def measured():
     )
     sets = {"k=1": propagate(positions.argmax), "k=2": propagate(positions.positions)}
     return sets, {"weights": weights, "rollout": rollout}, influence
+
+
+def test_the_row_of_a_set_agrees_with_compare_where_all_states_take_part(measured):
+    """compare counts every state alike, and those without choice too; here means are by state."""
+    sets, scores, influence = measured
+    found = compare_rankings(sets, scores, influence)
+    plain = compare(sets["k=1"], influence)
+    for layer in range(2):
+        ours = found.values["k=1", "k=1"]["auroc"][layer]
+        assert float(ours.nanmean()) == pytest.approx(plain.layers[layer].auroc)
 
 
 def test_tables_have_means_over_sequences_and_intervals(measured):
@@ -195,6 +220,38 @@ def test_only_states_that_all_hold_take_part(measured, token_model, token_inputs
     assert not measured_there[:, :, :8].any()
     assert measured_there[:, :, 8].all()
     assert found.values["k=1", "last"]["auroc"][:, :, :8].isnan().all()
+
+
+def test_shorter_sequences_choose_among_their_own_sources(token_model, token_inputs):
+    rows = [row[:n] for row, n in zip(token_inputs[:3], (9, 5, 7), strict=True)]
+    probes = [PositionsProbe(), AttentionRollout(), JacobianInfluence("resid_post")]
+    positions, rollout, influence = run_probes(token_model, rows, probes, progress=False)
+    found = compare_rankings({"k=1": propagate(positions.argmax)}, {"rollout": rollout}, influence)
+    (alone,) = (
+        run_probes(token_model, rows[1][None], [probe()], progress=False)[0]
+        for probe in (AttentionRollout,)
+    )
+    assert found.n_candidates[0, 1, :5].tolist() == [0, 1, 2, 3, 4]
+    assert found.n_candidates[0, 1, 5:].isnan().all()
+    assert found.sizes["k=1"][:, 1, 5:].isnan().all()
+    torch.testing.assert_close(alone.scores[:, 0], rollout.scores[:, 1, :5, :5])
+
+
+def test_it_takes_what_compare_takes(measured):
+    sets, scores, influence = measured
+    model = make_token_model(n_heads=1)
+    x = torch.randint(17, (6, 9), generator=torch.Generator().manual_seed(4))
+    (chosen,) = run_probes(model, x, [PositionsProbe((1,))], progress=False)
+    plain = compare_rankings({"k=1": sets["k=1"]}, scores, influence).to_frame()
+    for given in (chosen, sets["k=1"].members):
+        assert compare_rankings({"k=1": given}, scores, influence).to_frame().equals(plain)
+    as_sets = compare_rankings(sets, scores, influence.sets()).to_frame()
+    as_numbers = compare_rankings(sets, scores, influence.sets().members.float()).to_frame()
+    assert as_sets["auroc"].equals(as_numbers["auroc"])
+    lengths = [9] * 6
+    ranked = {name: score.full() for name, score in scores.items()}
+    as_list = compare_rankings(sets, ranked, influence.full(), lengths=lengths).to_frame()
+    assert as_list.equals(compare_rankings(sets, ranked, influence.full()).to_frame())
 
 
 def test_it_is_drawn_and_shown(measured):

@@ -103,6 +103,24 @@ def test_nmse_of_the_best_constant_is_one():
     assert nmse(y, y) == 0
 
 
+def test_the_same_seed_gives_the_same_numbers(data):
+    first = train(new_model(), *data, CONFIG, progress=False)
+    torch.manual_seed(77)
+    second = train(new_model(), *data, CONFIG, progress=False)
+    assert numbers(first) == numbers(second)
+    other = train(
+        new_model(), *data, TrainingConfig(**(vars(CONFIG) | {"seed": 4})), progress=False
+    )
+    assert numbers(first) != numbers(other)
+
+
+def test_pairs_of_tensors_train_like_datasets(task, data):
+    pairs = [tuple(part.with_format("torch")[:][c] for c in ("x", "y")) for part in data]
+    assert numbers(train(new_model(), *pairs, CONFIG, progress=False)) == numbers(
+        train(new_model(), *data, CONFIG, progress=False)
+    )
+
+
 class StopAt:
     """Raises `error` when the model has run `calls` times."""
 
@@ -135,6 +153,23 @@ def test_data_may_be_drawn_anew_in_every_epoch(task, data, tmp_path):
     # a folder of one is not gone on with by the other
     with pytest.raises(InfoFlowError, match="the data of epochs changed"):
         train(new_model(), draw(1), data[1], CONFIG, checkpoint_dir=tmp_path, progress=False)
+
+
+def test_data_that_are_drawn_anew_resume_to_the_same_numbers(task, data, tmp_path):
+    stopped = []
+
+    def draw(epoch):
+        if epoch == 4 and not stopped:
+            stopped.append(epoch)
+            raise KeyboardInterrupt
+        return task.sample(64, seed=epoch)
+
+    with pytest.raises(TrainingInterrupted):
+        train(new_model(), draw, data[1], CONFIG, checkpoint_dir=tmp_path, progress=False)
+    resumed = train(new_model(), draw, data[1], CONFIG, checkpoint_dir=tmp_path, progress=False)
+    assert stopped
+    whole = train(new_model(), draw, data[1], CONFIG, progress=False)
+    assert numbers(resumed) == numbers(whole)
 
 
 def test_an_epoch_of_another_kind_is_named(task, data):
@@ -233,6 +268,17 @@ def test_a_broken_checkpoint_is_named(data, tmp_path):
         train(new_model(), *data, CONFIG, checkpoint_every=0, progress=False)
 
 
+def test_calling_again_with_the_interrupted_model_goes_on(data, tmp_path):
+    """As in a notebook, where the model now holds the best weights so far."""
+    model = new_model()
+    StopAt(model, 30, KeyboardInterrupt)
+    with pytest.raises(TrainingInterrupted):
+        train(model, *data, CONFIG, checkpoint_dir=tmp_path, progress=False)
+    model.reset_hooks()
+    resumed = train(model, *data, CONFIG, checkpoint_dir=tmp_path, progress=False)
+    assert numbers(resumed) == numbers(train(new_model(), *data, CONFIG, progress=False))
+
+
 def test_after_each_epoch_a_copy_of_the_model_is_shown(data):
     """Whatever is done to it, and to the random state, the training does not notice."""
     undisturbed = train(new_model(), *data, CONFIG, progress=False)
@@ -257,6 +303,30 @@ def test_after_each_epoch_a_copy_of_the_model_is_shown(data):
         (row["epoch"], pytest.approx(row["validation_nmse"], rel=1e-6))
         for row in undisturbed.history
     ]
+
+
+def test_no_epoch_is_passed_over_when_a_run_is_resumed(data, tmp_path):
+    seen, options = [], {"checkpoint_dir": tmp_path, "checkpoint_every": 2, "progress": False}
+
+    def look(epoch, model):
+        seen.append(epoch)
+
+    def stop(epoch, model):
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+    undisturbed = train(new_model(), *data, CONFIG, progress=False)
+    with pytest.raises(TrainingInterrupted) as stopped:  # before epoch 2 was kept
+        train(new_model(), *data, CONFIG, after_epoch=stop, **options)
+    assert numbers(stopped.value.result) == numbers(undisturbed)[:2]
+    model = new_model()
+    StopAt(model, 30, KeyboardInterrupt)  # in the middle of epoch 4
+    with pytest.raises(TrainingInterrupted):
+        train(model, *data, CONFIG, after_epoch=look, **options)
+    assert seen == [1, 2, 3]
+    resumed = train(new_model(), *data, CONFIG, after_epoch=look, **options)
+    assert seen == [1, 2, 3, 3, 4, 5, 6]
+    assert numbers(resumed) == numbers(undisturbed)
 
 
 def test_randomness_inside_the_model_follows_the_seed(data):
@@ -286,6 +356,16 @@ def test_patience_stops_early(data, monkeypatch):
     assert result.best_epoch == 2
 
 
+def test_a_slow_drift_is_no_improvement(data, monkeypatch):
+    errors = iter([5.0, 4.0, 3.9, 3.8, 3.5, 3.4, 3.3])
+    monkeypatch.setattr("infoflow_lens.objectives.nmse", lambda *arguments: next(errors))
+    config = TrainingConfig(epochs=30, batch_size=32, patience=2, improvement=0.1)
+    result = train(new_model(), *data, config, progress=False)
+    # 3.9 and 3.8 are not a tenth below 4.0
+    assert [row["validation_nmse"] for row in result.history] == [5.0, 4.0, 3.9, 3.8]
+    assert result.best_epoch == 4  # the best weights are kept all the same
+
+
 def test_a_low_error_stops_early(data, monkeypatch, tmp_path):
     errors = iter([5.0, 0.3, 0.2, 0.1, 0.4])
     monkeypatch.setattr("infoflow_lens.objectives.nmse", lambda *arguments: next(errors))
@@ -306,6 +386,20 @@ def test_divergence_is_said_and_the_best_weights_kept(data):
         train(model, (x, y * 1e15), (x, y * 1e15), config, progress=False)
     assert stopped.value.result.stopped == "diverged"
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_divergence_in_the_last_step_is_divergence(data):
+    x, y = (data[0].with_format("torch")[:][c] for c in ("x", "y"))
+    config = TrainingConfig(epochs=1, batch_size=200, lr=1e30, grad_clip=None)
+    with pytest.raises(TrainingDivergedError):
+        train(new_model(), (x, y), (x, y), config, progress=False)
+
+
+def test_the_mode_of_the_model_is_kept(data):
+    model = new_model()
+    model.eval()
+    train(model, *data, TrainingConfig(epochs=1), progress=False)
+    assert not model.training
 
 
 def test_learning_rate_warms_up_and_falls_to_its_end():
@@ -339,10 +433,35 @@ def test_bad_data_are_named_before_the_first_step(data, change, message):
     assert all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, y: (x, y.repeat(1, 3)), "build the model with d_output 3"),
+        (lambda x, y: (x[:, :3], y), r"shape \(1, 3, 3\): the model expects"),
+        (lambda x, y: (x, y.long()), "targets are torch.int64"),
+        (lambda x, y: (x.numpy(), y.numpy()), "expected a datasets.Dataset"),
+    ],
+)
+def test_bad_validation_data_are_named_before_the_first_step(data, change, message):
+    x, y = (data[1].with_format("torch")[:][c] for c in ("x", "y"))
+    model = new_model()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(InfoFlowError, match=message):
+        train(model, data[0], change(x, y), progress=False)
+    with pytest.raises(InfoFlowError, match=message):
+        evaluate(model, change(x, y))
+    assert all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 def test_constant_targets_have_no_nmse(data):
     x, y = (data[1].with_format("torch")[:][c] for c in ("x", "y"))
     with pytest.raises(InfoFlowError, match="do not vary"):
         evaluate(new_model(), (x, torch.ones_like(y)))
+
+
+def test_one_validation_sequence_has_no_variance(data):
+    with pytest.raises(InfoFlowError, match="do not vary"):
+        train(new_model(), data[0], data[1].select([0]), progress=False)
 
 
 def test_a_dataset_without_the_columns(data):
@@ -418,7 +537,6 @@ def test_one_layer_memorises_a_table():
     assert model(table[0])[:, -1].argmax(dim=1).equal(table[1])
 
 
-@pytest.mark.slow
 def test_two_layers_answer_in_context_and_one_does_not(questions):
     """Theorems 2 and 3 of Chen & Zou, on sequences that were never seen."""
     config = TrainingConfig(epochs=25, batch_size=64, lr=1e-2, weight_decay=0)
@@ -430,6 +548,47 @@ def test_two_layers_answer_in_context_and_one_does_not(questions):
     assert scores[0].accuracy < 0.7  # one of the two answers of the context, at random: a half
     assert scores[1].accuracy > 0.95
     assert scores[1].loss < 0.1 < scores[0].loss
+
+
+def test_history_of_labels_and_the_best_epoch(questions):
+    model = new_token_model(questions)
+    result = train_tokens(model, questions)
+    assert list(result.history[0]) == [
+        "epoch",
+        "lr",
+        "train_loss",
+        "train_accuracy",
+        "validation_loss",
+        "validation_accuracy",
+    ]
+    best = result.history[result.best_epoch - 1]
+    assert (
+        result.loss == best["validation_loss"] == min(r["validation_loss"] for r in result.history)
+    )
+    assert result.accuracy == best["validation_accuracy"]
+    x, y = (questions.dataset("validation", 60, seed=3).with_format("torch")[:][c] for c in "xy")
+    logits = model(x)[:, -1].double()  # the model holds the best weights
+    loss = -logits.log_softmax(dim=1).gather(1, y[:, None]).mean().detach()
+    assert result.loss == pytest.approx(float(loss), rel=1e-5)
+    assert result.accuracy == pytest.approx(float((logits.argmax(dim=1) == y).double().mean()))
+
+
+def test_a_task_trains_on_its_own_splits(questions):
+    """As with its datasets, whose splits share no sequence."""
+    parts = [
+        questions.dataset(split, n, seed=3) for split, n in (("train", 150), ("validation", 60))
+    ]
+    by_hand = train(new_token_model(questions), *parts, LABELS, progress=False)
+    assert rows(by_hand) == rows(train_tokens(new_token_model(questions), questions))
+
+
+def test_a_task_over_vectors_is_trained_on_too(task):
+    parts = task.dataset("train", 200, seed=3), task.dataset("validation", 80, seed=3)
+    expected = numbers(train(new_model(), *parts, CONFIG, progress=False))
+    result = train(new_model(), task, CONFIG, n_train=200, n_validation=80, progress=False)
+    assert numbers(result) == expected
+    assert math.isnan(result.loss)
+    assert math.isnan(result.accuracy)
 
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9, "weight_decay": 0.1}])
@@ -482,7 +641,7 @@ def test_fixed_parameters_stay_as_they_are(questions):
         train_tokens(model, questions)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_training_on_labels_resumes_to_the_same_numbers(questions, optimizer, tmp_path):
     changes = {"optimizer": optimizer, "momentum": 0.9 if optimizer == "sgd" else 0.0}
     config = TrainingConfig(**(vars(LABELS) | changes))
@@ -509,6 +668,23 @@ def test_what_no_state_dict_holds_belongs_to_the_run(questions, tmp_path):
     for model in (other_attention, other_fixed):
         with pytest.raises(InfoFlowError, match=r"the model's settings .* changed"):
             train_tokens(model, questions, checkpoint_dir=tmp_path)
+
+
+def test_the_record_names_optimizer_and_attention(questions):
+    config = TrainingConfig(**(vars(LABELS) | {"optimizer": "sgd", "momentum": 0.5}))
+    record = train_tokens(new_token_model(questions, attention="relu"), questions, config).record
+    assert record.config["training"]["optimizer"] == "sgd"
+    assert record.config["training"]["momentum"] == 0.5
+    assert record.config["model"]["attention"] == ["relu", "relu"]
+    assert record.seed == 3
+
+
+def test_divergence_on_labels_is_said(questions):
+    config = TrainingConfig(epochs=5, batch_size=8, lr=1e18, grad_clip=None, optimizer="sgd")
+    model = new_token_model(questions, attention="relu")
+    with pytest.raises(TrainingDivergedError, match="no longer finite"):
+        train_tokens(model, questions, config)
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_any_hooked_transformer_over_tokens_is_read_at_its_last_position(token_model, token_inputs):

@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT / "docs" / "tools"))
 import notebooks  # noqa: E402
 import site_pages  # noqa: E402
 
+TERMS = re.findall(r"^### (.+)$", (ROOT / "docs" / "glossary.md").read_text("utf-8"), re.M)
+
 
 def moved(markdown, uri, origin=None):
     page = SimpleNamespace(file=SimpleNamespace(src_uri=uri))
@@ -131,6 +133,11 @@ def test_committed_output_must_say_what_a_run_says(committed, ran, differ):
     assert bool(notebooks.differences(notebook(committed), notebook(ran))) == differ
 
 
+def test_where_a_print_ends_is_no_difference():
+    together, apart = notebook(said("a\nb\n")), notebook(said("a\n"), said("b\n"))
+    assert not notebooks.differences(together, apart)
+
+
 def test_output_that_is_missing_or_new_is_a_difference_but_no_warnings():
     assert notebooks.differences(notebook(), notebook(said("1\n")))
     assert notebooks.differences(notebook(said("1\n")), notebook())
@@ -162,6 +169,17 @@ def test_a_committed_notebook_is_small_whole_and_opens_in_colab(path):
     badge = f"research.google.com/{place.removeprefix('https://').replace('github.com', 'github')}"
     assert badge in committed.cells[0].source
     assert f"git+{site_pages.HOME}" in committed.cells[1].source
+
+
+def test_a_badge_is_words_on_the_site_and_cells_that_install_are_left_out(tmp_path):
+    made = notebook(said("1\n"))
+    made.cells[0].source += "\n\n[![Open](https://a.org/b.svg)](https://a.org/c)\n\nText"
+    made.cells.insert(1, nbformat.v4.new_code_cell("%pip", metadata={"tags": ["setup"]}))
+    nbformat.write(made, tmp_path / "a.ipynb")
+    _, text, _ = notebooks.as_page(tmp_path / "a.ipynb", made)
+    assert "[Open](https://a.org/c)" in text
+    assert "svg" not in text
+    assert "%pip" not in text
 
 
 @pytest.mark.parametrize(
@@ -216,3 +234,25 @@ def test_the_built_site_opens_on_the_live_page_and_can_be_searched_from_disk(bro
     assert found.get_attribute("href").startswith(SITE.as_uri())
     assert set(asked) <= {"file", "blob", "data"}
     page.close()
+
+
+@pytest.mark.parametrize(
+    "term",
+    ["Information set", "Order of comparison", "Mechanism", "max_position", "global",
+     "specific_position", "Recovery", "Influence", "Damage", "AUROC", "Influence inside", "Rank",
+     "Margin", "Own token", "CLS", "Max-position rule", "Top-k rule", "Control", "Baseline"],
+)  # fmt: skip
+def test_the_glossary_has_the_words_of_the_reports(term):
+    assert TERMS.count(term) == 1
+
+
+def test_both_runs_of_a_study_have_their_place():
+    names = ("README", "a_b/earlier/table", "a_b/full/table", "a_b/statement", "a_b/table",
+             "other/README")  # fmt: skip
+    pages = [SimpleNamespace(src_uri=f"results/{name}.md") for name in names]
+    files = SimpleNamespace(documentation_pages=lambda: pages)
+    assert list(site_pages._filled(["<results>"], {}, files)) == [
+        {"a b": "results/a_b/table.md"},
+        {"a b, full": "results/a_b/full/table.md"},
+        {"other": "results/other/README.md"},
+    ]

@@ -86,6 +86,23 @@ def test_choices_are_those_whose_keys_do_not_stand_for_each_other(compared):
     assert set(compared.choices().itertuples(index=False, name=None)) == expected
 
 
+def test_the_same_twice_changed_nothing(model):
+    made = quick(model, IDS)
+    same = compare_flows(made, made)
+    assert "0 of 12 predicted sets differ, and 0 of" in same.summary()
+    assert len(same.choices()) == 0
+    frame = same.to_frame()
+    assert (frame["predicted_first"] == frame["predicted_second"]).all()
+    assert same.names == ("first", "second")
+    assert same.view.inputs[0].marked == []
+
+
+def test_names_begin_where_the_texts_part_and_marks_say_where(compared):
+    assert compared.names == ("123456", "12946")
+    assert [viewed.marked for viewed in compared.view.inputs] == [[2, 4], [2]]
+    assert "predicted sets differ" in repr(compared)
+
+
 def test_two_models_of_other_depth_stand_side_by_side():
     sizes = {"d_model": 12, "d_token": 3, "n_tokens": 5}
     models = [build_model(Architecture(n_heads=heads, **sizes), seed=0) for heads in ((2,), (3, 2))]
@@ -108,6 +125,12 @@ def test_what_cannot_stand_side_by_side_is_refused(model):
         compare_flows(one, top)
     with pytest.raises(InfoFlowError, match="second is a str: expected what flow"):
         compare_flows(one, "no flow")
+
+
+def test_both_go_into_one_page(compared, tmp_path):
+    path = compared.to_html(tmp_path / "compared.html")
+    assert '"aligned":[[0,0],[1,1],[2,2],[3,3],[5,4]]' in path.read_text()
+    assert "data-infoflow" in compared._repr_html_()
 
 
 def test_a_saved_flow_can_be_compared(compared, tmp_path):

@@ -1,5 +1,7 @@
 """One call from a model and a text to predicted sets beside measured influence."""
 
+import math
+
 import matplotlib.figure
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from infoflow_lens import (
     InfoFlowError,
     JacobianInfluence,
     PositionsProbe,
+    build_construction,
     compare,
     flow,
     load_any,
@@ -17,6 +20,9 @@ from infoflow_lens import (
     run_probes,
     why_all,
 )
+from infoflow_lens.foundation.record import model_fingerprint
+from infoflow_lens.report.flow_plot import draw_flow
+from tests.conftest import make_token_model
 from tests.reference import zoo
 
 TEXT = "w5 w7 w9 w11 w5 w7"
@@ -55,6 +61,11 @@ def test_a_flow_is_what_the_probes_say(found, host):
     assert found.agreement == compare(sets, found.influence)
     assert found.tokens == (("<bos>", "w5", "w7", "w9", "w11", "w5", "w7"),)
     assert found.asked == ((6,),)
+
+
+def test_its_title_names_the_model(found):
+    assert found.title == "Information flow in a model in memory"
+    assert quick("stdlib-2l", "x", influence=None).title == "Information flow in stdlib-2l"
 
 
 def test_its_table_has_a_row_for_each_source_of_each_asked_state(found):
@@ -96,6 +107,19 @@ def test_several_texts_of_different_lengths_are_each_as_alone(found, host):
     assert both.view.inputs[1].influence.shape == (2, 4, 4)
 
 
+def test_all_positions_and_chosen_layers(host):
+    everywhere = quick(host, TEXT, position="all", layer=-1)
+    assert everywhere.layers == (1,)
+    assert everywhere.asked == (tuple(range(7)),)
+    (influence,) = run_probes(
+        host, host.to_tokens(TEXT), [JacobianInfluence("resid_post")], progress=False
+    )
+    torch.testing.assert_close(everywhere.influence.influence[0], influence.influence[1])
+    viewed = everywhere.view.inputs[0].influence
+    assert viewed[0].isnan().all()
+    assert not viewed[1].isnan().any()
+
+
 def test_vectors_and_a_cls_token(model, inputs):
     found = quick(model, inputs[0])
     assert found.tokens == (tuple("0123456"),)
@@ -105,6 +129,14 @@ def test_vectors_and_a_cls_token(model, inputs):
     torch.testing.assert_close(
         quick(model, inputs[:2]).influence.influence[:, :1], found.influence.influence
     )
+
+
+def test_a_construction_flows_as_its_theorem_says():
+    """Chen & Zou's memoriser answers from its tokens: all influence on CLS is inside its sets."""
+    made, task = build_construction("d_retrieval")
+    x, _ = task.sample(2, seed=0)
+    found = quick(made, x)
+    assert found.explained.inside == pytest.approx(1)
 
 
 def test_rules(host):
@@ -129,6 +161,13 @@ def test_mechanisms_are_measured_on_reference_inputs_or_taken_as_they_are(host):
         list(names) for names in mechanisms.mechanisms()
     ]
     assert propagate(viewed.layers_of("mechanisms")).members.equal(found.sets.members)
+
+
+def test_the_view_propagates_to_the_same_sets(found, host):
+    viewed = quick(host, [TEXT, "w5 w9 w4"]).view.inputs
+    assert propagate(viewed[0].layers_of("max_position")).members.equal(found.sets.members)
+    alone = quick(host, "w5 w9 w4").sets.members
+    assert propagate(viewed[1].layers_of("max_position")).members.equal(alone)
 
 
 def test_influence_is_estimated_resampled_or_left_out(host, found):
@@ -175,6 +214,11 @@ def test_resampling_puts_other_tokens_in_the_place_of_each(host):
         others = [token for token in ids.unique() if token != ids[place]]
         expected = moved_by_hand(host, ids, place, others)
         assert float(found[place]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_text_of_one_token_has_none_to_put_in_its_place(host):
+    with pytest.raises(InfoFlowError, match="for position 0 the text has 1 other tokens"):
+        quick(host, "w5 w5 w5 w5", influence="resample")
 
 
 def test_reference_inputs_with_the_same_tokens_are_said_and_refused(host):
@@ -253,6 +297,16 @@ def test_each_token_is_replaced_by_the_likeliest_other_one(host, found):
     assert found.view.inputs[0].replaced.by == replaced.by
 
 
+def test_tokens_are_replaced_only_where_that_is_quick(host, monkeypatch):
+    monkeypatch.setattr("infoflow_lens.flows.next_tokens._TWO_SECONDS", 10)
+    slow = quick(host, TEXT)
+    assert slow.replaced is None
+    assert slow.next_tokens is not None
+    monkeypatch.undo()
+    monkeypatch.setattr("infoflow_lens.flows.next_tokens._MOST_SAID", 10)
+    assert quick(host, TEXT).replaced is None
+
+
 def test_the_picture_says_why_heads_look_there_or_why_it_does_not(host, found, monkeypatch):
     expected = why_all(host, TEXT, progress=False)
     shown = found.view.inputs[0].reasons
@@ -265,6 +319,32 @@ def test_the_picture_says_why_heads_look_there_or_why_it_does_not(host, found, m
     assert "ALiBi" in refused.notes[0]
     monkeypatch.setattr("infoflow_lens.flows.run._MOST_REASONS", 10)
     assert "too many" in quick(host, TEXT).notes[0]
+
+
+def test_influence_is_exact_where_that_is_quick_and_estimated_where_not(found, monkeypatch):
+    assert found.influence.relative_error is None
+    monkeypatch.setattr("infoflow_lens.flows.measuring._FEW_SECONDS", 10)
+    assert quick(zoo.build("gpt2"), [[2, 5, 7]]).influence.relative_error is not None
+
+
+def test_the_bar_knows_all_passes_before_it_moves(host, monkeypatch):
+    from contextlib import contextmanager
+
+    bars = []
+
+    @contextmanager
+    def bar(description, total, show=True, done=0):
+        steps = []
+        bars.append((description, total, show, steps))
+        yield lambda n=1, status="": steps.append(n)
+
+    monkeypatch.setattr("infoflow_lens.flows.measuring.progress_bar", bar)
+    flow(host, [TEXT, "w5 w7"], position="all", influence="estimate")
+    ((description, total, show, steps),) = bars
+    assert description == "passes for influence"
+    assert (total, show) == (8 * 7 * 1.5 + 8 * 3 * 1.5, True)
+    assert sum(steps) == total
+    assert len(steps) > 2
 
 
 @pytest.mark.parametrize(
@@ -319,6 +399,29 @@ def test_one_token_alone(host):
         quick(host, [[5]], influence="resample")
 
 
+def test_its_repr_is_a_sentence(found):
+    assert len(repr(found)) < 300
+    share = found.explained.inside
+    rows = found.to_frame().query("layer == 1 and predicted")  # of the own token it is NaN
+    assert rows["share"].sum() == pytest.approx(share)
+    assert f"{share:.0%} of the influence of other tokens on position 6" in repr(found)
+    assert not math.isnan(share)
+
+
+def test_what_excludes_nothing_is_said(host):
+    assert "exclude nothing" in quick(host, TEXT, rule="top_k", k=7).summary()
+
+
+def test_it_leaves_the_model_and_the_random_state_alone():
+    model = make_token_model()
+    model.train()
+    before, state = model_fingerprint(model), torch.random.get_rng_state()
+    quick(model, [[1, 2, 3]], influence="estimate")
+    assert model_fingerprint(model) == before
+    assert model.training
+    assert torch.random.get_rng_state().equal(state)
+
+
 def test_the_still_picture_shows_the_paths_and_the_influence(found):
     figure = found.plot()
     lattice, bars = figure.axes
@@ -336,3 +439,47 @@ def test_the_still_picture_shows_the_paths_and_the_influence(found):
         found.plot(position=3, layer=5)
     with pytest.raises(InfoFlowError, match="input is 3: expected 0 to 0"):
         found.plot(input=3)
+
+
+def test_the_still_picture_of_a_deep_model_has_the_strongest_lines():
+    """By strengths of graded sets: the strongest line into each token has that of its best path."""
+    from tests.report.test_flow_page import make_input
+
+    view = make_input(12, (6,) * 6, k=1, influence=None)
+    figure = draw_flow(view, "max_position", 1, 5, 11)
+    passed = figure.axes[0].collections[1]
+    assert len(passed.get_segments()) == 30
+    widths = passed.get_linewidths()
+    assert list(widths) == sorted(widths, reverse=True)
+    strengths = propagate(
+        [each[None, ..., 0] for each in view.ranked],
+        strength=[each[None, ..., 0] for each in view.weights],
+    ).strengths[5, 0, 11]
+    first = int(passed.get_segments()[0][0][0])
+    others = strengths[:11]
+    assert first == int(others.argmax())
+    widest = {}
+    for segment, width in zip(passed.get_segments(), widths, strict=True):
+        widest.setdefault(int(segment[0][0]), (width - 0.5) / 2)
+    for key, level in widest.items():
+        if key != 11:
+            assert level == pytest.approx(float(strengths[key] / others.max()), rel=1e-4)
+
+
+def test_dollars_in_tokens_are_no_mathematics(found):
+    from dataclasses import replace
+
+    found = replace(found, tokens=((r"$\frac", "$", "_", "^", "x" * 40, "\\", "<b>"),))
+    assert found.plot()._repr_png_()
+
+
+def test_the_name_stays_a_function_whatever_is_imported():
+    import infoflow_lens.flows.run
+
+    assert callable(infoflow_lens.flow)
+    assert infoflow_lens.flow is infoflow_lens.flows.run.flow
+
+
+def test_a_device_and_a_number_type_may_be_torchs(host):
+    made = quick(host, TEXT, device=torch.device("cpu"), dtype=torch.float32)
+    assert made.record.config == quick(host, TEXT).record.config

@@ -15,6 +15,12 @@ def test_attended_keys_have_their_share_of_the_largest_weight(model, inputs):
         assert attended.any(dim=-1).all()
 
 
+def test_with_share_1_the_attended_key_is_the_argmax(model, inputs):
+    (result,) = run_probes(model, inputs, [AttendedProbe(1.0)], progress=False)
+    _, cache = model.run_with_cache(inputs)
+    assert result.attended[1].to(torch.int64).argmax(-1).equal(cache["pattern", 1].argmax(-1))
+
+
 def test_weights_of_zero_never_count(token_model, token_inputs):
     (result,) = run_probes(token_model, token_inputs, [AttendedProbe(0.0)], progress=False)
     future = torch.ones(9, 9, dtype=torch.bool).triu(1)

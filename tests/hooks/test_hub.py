@@ -43,6 +43,15 @@ def test_a_result_comes_back_as_it_was(model, datasets):
     assert 'Result.from_hub("me/numbers", "PositionsResult")' in card
 
 
+def test_a_card_that_is_there_stays_and_other_files_too(model, datasets):
+    (found,) = run_probes(model, IDS, [PositionsProbe()], progress=False)
+    datasets["me/mine"] |= {"README.md": b"my own words", "notes.txt": b"mine"}
+    found.push_to_hub("me/mine", "first", token=TOKEN)
+    assert datasets["me/mine"]["README.md"] == b"my own words"
+    assert datasets["me/mine"]["notes.txt"] == b"mine"
+    assert isinstance(Result.from_hub("me/mine", "first"), PositionsResult)
+
+
 def test_a_probe_run_is_uploaded_with_its_tables_and_report_but_not_its_data(
     model, datasets, tmp_path
 ):

@@ -72,6 +72,27 @@ def test_recovery_finds_the_previous_token_then_the_induction_target(model, data
         assert errors.loc[(layer, 2), "accuracy"] < 0.5
 
 
+def test_before_the_layer_that_brings_it_the_target_is_not_there(model, data):
+    """A linear map on the state behind layer 0 knows the target of layer 1 no better than chance.
+
+    The place where the target stands is known to the test, not to the probe: the map is fitted
+    with plain least squares.
+    """
+    tokens, starts = data
+    _, cache = model.run_with_cache(tokens)
+    target = tokens.gather(1, (starts + 3)[:, None])[:, 0]  # behind the last occurrence
+    identity = torch.nn.functional.one_hot(target, N_VOCAB).double()
+    errors = []
+    for layer in (0, 1):
+        state = cache[f"blocks.{layer}.hook_resid_post"][:, -1].double()
+        state = torch.cat([state, torch.ones(len(state), 1)], dim=1)
+        fit = torch.linalg.lstsq(state[:300], identity[:300], driver="gelsd").solution
+        gap = (state[300:] @ fit - identity[300:]).square().sum()
+        errors.append(float(gap / (identity[300:] - identity[300:].mean(0)).square().sum()))
+    assert errors[0] > 0.7
+    assert errors[1] < 1e-3
+
+
 def test_the_last_state_depends_on_what_theory_allows(model, data):
     """Coverage is complete at k = 1: each head passes the position of its largest score."""
     tokens, starts = data[0][:30], data[1][:30]

@@ -1,6 +1,7 @@
 """A probe declares: what is refused, what follows from it, and a probe of one's own."""
 
 import dataclasses
+import typing
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from infoflow_lens import (
     PositionsProbe,
     RecoveryProbe,
     ResampleInfluence,
+    attach,
+    probe,
     run_probes,
 )
 from infoflow_lens.hooks import (
@@ -88,6 +91,20 @@ def test_the_example_measures_each_text_as_if_alone(token_model, texts):
         torch.testing.assert_close(found, torch.stack(means).mean(dim=0))
 
 
+def test_it_is_taken_wherever_probes_are(token_model, token_inputs):
+    (expected,) = run_probes(token_model, token_inputs, [PreviousToken()], progress=False)
+    with attach(token_model, PreviousToken()) as probes:
+        token_model(token_inputs)
+    hooked = PreviousToken()
+    token_model.run_with_hooks(token_inputs, fwd_hooks=hooked.fwd_hooks(token_model))
+    whole = probe(
+        token_model, list(token_inputs), probes=["positions", PreviousToken()], progress=False
+    )
+    for found in (probes[0].result(), hooked.result(), whole.found["previous_token"]):
+        for one, other in zip(found["value"], expected["value"], strict=True):
+            torch.testing.assert_close(one, other)
+
+
 def test_its_result_is_a_table_a_picture_and_a_file(model, inputs, tmp_path):
     (result,) = run_probes(model, inputs, [PreviousToken()], progress=False)
     frame = result.to_frame()
@@ -101,6 +118,21 @@ def test_its_result_is_a_table_a_picture_and_a_file(model, inputs, tmp_path):
     assert loaded.plot().axes[0].get_ylabel() == "layer"
     with pytest.raises(InfoFlowError, match="no head 7"):
         loaded.array("value", head=7)
+
+
+def test_several_arrays_have_axes_of_their_own(model, inputs):
+    class Two(PreviousToken):
+        dims: typing.ClassVar = {"heads": ("layer", "head"), "layers": ("layer",)}
+
+        def compute(self):
+            weights = super().compute()
+            return {"heads": weights, "layers": torch.stack([w.mean() for w in weights])}
+
+    (result,) = run_probes(model, inputs, [Two()], progress=False)
+    frame = result.to_frame()
+    means = frame.groupby("layer")["heads"].mean()
+    np.testing.assert_allclose(frame.groupby("layer")["layers"].first(), means, rtol=1e-5)
+    assert result.array("heads", layer=1).dims == ("head",)
 
 
 # What is refused

@@ -4,6 +4,9 @@ The models are saved in the formats of their makers and loaded by the real code;
 from the plain models of transformers.
 """
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -108,6 +111,21 @@ def test_padding_is_dropped_on_either_side(architecture, side):
             assert found.concentration[layer][index, :, n:].isnan().all()
 
 
+def test_a_mask_that_is_forgotten_changes_what_the_model_does(architecture):
+    """So padding without a mask cannot be mended afterwards; run_probes makes the mask itself."""
+    _, model, plain = architecture
+    sequence = sequences()[1]
+    padded = torch.cat([torch.zeros(4, dtype=torch.long), sequence])
+    with torch.no_grad():
+        gap = model(padded[None])[0, -1] - plain(sequence[None]).logits[0, -1]
+    assert gap.abs().max() > 0.1
+    (found,) = run_probes(
+        model, padded[None], [PositionsProbe()], attention_mask=(padded > 0)[None], progress=False
+    )
+    (alone,) = run_probes(model, sequence[None], [PositionsProbe()], progress=False)
+    assert all(a.equal(b) for a, b in zip(found.positions, alone.positions, strict=True))
+
+
 # The module whose output is x' of the first layer, or what has to be added to it.
 ATTENTION_OUTPUT = {"bert": "bert.encoder.layer.0.attention"}
 MLP_INPUT_NORM = {
@@ -169,6 +187,48 @@ def test_the_post_attention_state_is_that_of_the_plain_model(architecture):
     torch.testing.assert_close(found, expected.view_as(found), atol=1e-5, rtol=1e-5)
 
 
+def test_recovery_reads_tokens_off_that_state(architecture):
+    """Maps for every head, also of grouped queries, and better than nothing."""
+    _, model, _ = architecture
+    ids = torch.randint(4, zoo.N_VOCAB, (80, 6), generator=torch.Generator().manual_seed(0))
+    (found,) = run_probes(model, ids, [RecoveryProbe()], progress=False)
+    for layer in found.fvu:
+        assert layer.shape == (zoo.N_HEADS, 1)  # of grouped queries too
+        assert layer.isfinite().all()
+    assert min(float(layer.min()) for layer in found.fvu) < 0.9
+
+
+def snapshot(model):
+    return {
+        "hooks": {name: len(point.fwd_hooks) for name, point in model.hook_dict.items()},
+        "training": [module.training for module in model.modules()],
+        "requires_grad": [p.requires_grad for p in model.parameters()],
+        "grads": [p.grad is None for p in model.parameters()],
+        "dtype": [p.dtype for p in model.parameters()],
+        "grad mode": torch.is_grad_enabled(),
+        "torch": torch.get_rng_state().tolist(),
+        "numpy": np.random.get_state()[1].tolist(),  # noqa: NPY002
+        "python": random.getstate(),
+        "flags": {key: value for key, value in vars(model.cfg).items() if key.startswith("use_")},
+    }
+
+
+def test_a_bridge_is_left_as_it_was(architecture):
+    _, model, _ = architecture
+    model.train()
+    fired = []
+    model.add_hook("blocks.0.hook_resid_pre", lambda activation, hook: fired.append(1))
+    before = snapshot(model)
+    run_probes(
+        model, sequences(), [PositionsProbe((1, 2)), RecoveryProbe()], eval_every=2, progress=False
+    )
+    assert snapshot(model) == before
+    fired.clear()
+    model(sequences()[0][None])
+    assert fired == [1]
+    model.eval().reset_hooks()
+
+
 def fused(folder):
     """A bridge around a model that was loaded with fused attention."""
     import transformers
@@ -202,8 +262,56 @@ def test_fused_attention_that_version_4_makes_eager_is_seen_right(folders, name)
         )
 
 
+def test_names_that_fire_behind_a_flag_are_never_waited_for(token_model, token_inputs):
+    """hook_result fires only if use_attn_result is set; no probe needs it."""
+    flags = (token_model.cfg.use_attn_result, token_model.cfg.use_split_qkv_input)
+    run_probes(token_model, token_inputs, [PositionsProbe(), RecoveryProbe()], progress=False)
+    assert (token_model.cfg.use_attn_result, token_model.cfg.use_split_qkv_input) == flags
+    for probe in (PositionsProbe(), RecoveryProbe()):
+        for name, _ in probe.fwd_hooks(token_model):
+            assert "hook_result" not in name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_agrees_where_the_margin_exceeds_its_rounding(dtype, token_inputs):
+    model = make_token_model()
+    (exact,) = run_probes(model, token_inputs, [PositionsProbe()], progress=False)
+    (half,) = run_probes(
+        make_token_model().to(dtype), token_inputs, [PositionsProbe()], progress=False
+    )
+    agreed = compared = 0
+    for layer in range(2):
+        largest = call(model, token_inputs, [f"blocks.{layer}.attn.hook_attn_scores"]).activations[
+            f"blocks.{layer}.attn.hook_attn_scores"
+        ]
+        scale = float(largest[largest.isfinite()].abs().max())
+        # errors of several rounded products before the scores
+        clear = exact.margins[layer] > 8 * scale * torch.finfo(dtype).eps
+        same = exact.positions[layer] == half.positions[layer]
+        agreed += int((same & clear).sum())
+        compared += int(clear.sum())
+    assert compared > 500
+    assert agreed == compared
+
+
 def test_a_config_that_lies_about_the_dtype_is_not_believed(token_inputs):
     model = make_token_model().double()
     assert model.cfg.dtype == torch.float32
     (found,) = run_probes(model, token_inputs, [RecoveryProbe()], progress=False)
     assert found.weight[0].dtype == torch.float64
+
+
+def test_dropout_does_not_reach_what_is_probed(folders):
+    folder = folders["gpt2"]
+    ids = sequences()[0][None]
+    model = load_any(folder).model
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    model.train()
+    results = [
+        run_probes(model, ids, [PositionsProbe(spread=True)], progress=False)[0] for _ in range(2)
+    ]
+    for layer in range(2):
+        assert results[0].entropy[layer].equal(results[1].entropy[layer])
+        assert (results[0].concentration[layer] <= 1).all()

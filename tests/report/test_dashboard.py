@@ -1,8 +1,10 @@
 """The probe report in a browser: what it leads with, what it leaves out, and where it leads."""
 
 import math
+import re
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 
@@ -139,6 +141,24 @@ def test_what_says_nothing_is_a_dash_with_the_reason():
     html = str(render_chart(table))
     assert "no other tokens (1), set holds everything (1)" in html
     assert "nan" not in html
+
+
+def test_rows_that_say_nothing_are_counted_and_not_shown():
+    sets = torch.eye(3, dtype=torch.bool).expand(1, 2, 3, 3)
+    influence = result_of(torch.rand(1, 2, 3, 3).tril() + 0.1)
+    nothing = explained(InformationSets(sets.clone()), influence, 0)
+    rows = {(f"layer {i}", "max_position"): nothing for i in range(12)}
+    table = overview_table(rows)
+    assert [row[0] for row in table.rows] == ["layer 0"]
+    assert "11 more rows" in table.caption
+
+
+def test_twelve_lines_have_twelve_colours_and_headers_are_words():
+    lines = Lines("lines", [1, 2], {f"layer {i}": [0.1 * i, 0.2] for i in range(12)})
+    html = str(render_chart(lines))
+    assert len(set(re.findall(r'stroke="(hsl[^"]+)"', html))) == 12
+    frame = pd.DataFrame({"kv_heads": [1]})
+    assert list(Table.of_frame(frame).columns) == ["kv heads"]
 
 
 def test_texts_of_charts_are_texts():

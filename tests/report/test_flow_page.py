@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -245,6 +246,19 @@ def test_pointing_shows_weights_scores_and_influence(show, html, inputs):
     assert "rank 1, score" in said
 
 
+@pytest.mark.parametrize("rule", ["max_position", "mechanisms"])
+def test_a_press_leaves_no_word_of_the_state_before(show, html, rule):
+    """The tip speaks of the state that was just chosen, or is gone."""
+    page = show(html)
+    lit(page)
+    page.get_by_label("rule").select_option(rule)
+    for pressed in (8, 3, 6):
+        page.locator(".token").nth(pressed).click()
+        assert "own token" in page.locator(".tip").inner_text()
+    page.locator("[data-head='2.0']").click()
+    assert page.locator(".tip").is_hidden()
+
+
 def strengths(view, layer, position):
     """Of every source, of its best path to a state."""
     keys, weights = (
@@ -345,6 +359,22 @@ def test_the_strongest_ways_are_drawn_first_and_the_rest_is_counted(show):
     assert len(drawn(page)) == total
 
 
+def test_heads_of_a_layer_have_colours_and_numbers_of_their_own(show):
+    view = make_input(9, (16, 12), k=1)
+    page = show(render_flow(FlowView("wide", [view])))
+    lit(page)
+    for layer, n in enumerate((16, 12)):
+        colours = page.locator(f".head[data-head^='{layer}.']").evaluate_all(
+            "all => all.map(e => getComputedStyle(e).backgroundColor)"
+        )
+        assert len(set(colours)) == n
+    boxes = page.locator(".head").evaluate_all(
+        "all => all.map(e => e.getBoundingClientRect().right)"
+    )
+    assert max(boxes) <= 1200  # none is cut
+    assert page.locator(".flow .number").count() > 5
+
+
 def test_a_line_is_pointed_at_pressed_and_reached_by_keyboard(show, html, inputs):
     page = show(html)
     lit(page)
@@ -396,6 +426,18 @@ def test_a_pressed_line_says_why_the_head_looks_there(show):
     page.locator(".flow .stage").focus()
     page.keyboard.press("Escape")
     assert page.locator(".why").is_hidden()
+
+
+def test_the_next_tokens_follow_the_chosen_position(show):
+    said = [[(f"t{t}", 0.5), (EVIL, 0.25)] for t in range(9)]
+    page = show(render_flow(FlowView("next", [make_input(next_tokens=said)])))
+    lit(page)
+    for position in (8, 3):
+        page.locator(".token").nth(position).click()
+        shown = page.locator(".next .says").all_inner_texts()
+        assert [each.split("\n") for each in shown] == [[f"t{position}", "50%"], [EVIL, "25%"]]
+    circle(page, -1, 2).click()  # a token: what the state before it says
+    assert page.locator(".next .says .word").all_inner_texts() == ["t3", EVIL]
 
 
 def says(page, line):
@@ -509,7 +551,7 @@ def test_the_link_is_copied_and_notebooks_keep_their_address(show, html, inputs)
     assert notebook.evaluate("document.activeElement.tagName") == "DIV"  # inside the picture alone
 
 
-@pytest.mark.parametrize("scheme", ["dark"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pictures_are_saved_as_they_are_seen(show, html, scheme, tmp_path):
     page = show(html, scheme=scheme)
     lit(page)
@@ -542,7 +584,29 @@ def test_pictures_are_saved_as_they_are_seen(show, html, scheme, tmp_path):
         assert len(image.convert("RGB").getcolors(1 << 20)) > 100
 
 
-@pytest.mark.slow
+def test_another_width_leaves_what_the_pointer_may_be_on(show, html):
+    from playwright.sync_api import expect  # `show` has skipped the test where it is missing
+
+    page = show(html)
+    lit(page)
+    page.locator("[data-head='2.0']").click()
+    for selector in (".pattern canvas", "[data-head='2.0']"):
+        page.locator(selector).evaluate("e => e.dataset.kept = 'yes'")
+    flow = page.locator(".flow canvas")
+    before = flow.get_attribute("width")
+    page.set_viewport_size({"width": 700, "height": 900})
+    expect(flow).not_to_have_attribute("width", before)
+    assert page.locator("[data-kept]").count() == 2
+
+
+def test_tokens_are_text_whatever_they_hold(show, html):
+    page = show(html)
+    lit(page)
+    assert page.locator(".token").nth(4).inner_text() == EVIL
+    assert page.locator("script").count() == 2  # data and code, none of a token
+    page.locator("select.input").wait_for()
+
+
 @pytest.mark.parametrize(
     ("n", "heads", "width"), [(64, (12,) * 12, 1200), (64, (12,) * 12, 390), (300, (4,) * 6, 1200)]
 )
@@ -557,6 +621,13 @@ def test_long_inputs_fit_and_stay_quick(show, n, heads, width):
     assert box["x"] + box["width"] <= width
     page.locator(".token").nth(n - 20).click()
     assert lit(page)[0] == expected(view, len(heads) - 1, n - 20)
+
+
+def test_touch_chooses_a_state(show, html, inputs):
+    page = show(html, width=390, height=800, has_touch=True, is_mobile=True)
+    lit(page)
+    circle(page, 1, 4).tap()
+    assert lit(page)[0] == expected(inputs[0], 1, 4)
 
 
 def test_two_pictures_in_one_page_leave_each_other_alone(show, inputs):
@@ -574,6 +645,15 @@ def test_two_pictures_in_one_page_leave_each_other_alone(show, inputs):
     assert lit(page, 0)[0] == expected(inputs[0], 2, 8)
     assert lit(page, 1)[0] == expected(inputs[1], 2, 8)
     assert page.evaluate("window.d3") == "mine"
+
+
+def test_groups_of_inputs_are_a_switch(show, inputs):
+    view = FlowView("before and after", inputs[:2], groups=[("initial", 1), ("trained", 1)])
+    page = show(render_flow(view))
+    assert lit(page)[0] == expected(inputs[0], 2, 8)
+    page.get_by_role("button", name="trained").click()
+    page.locator("button[aria-pressed=true]", has_text="trained").wait_for()
+    assert lit(page)[0] == expected(inputs[1], 2, 8)
 
 
 @pytest.fixture(scope="module")
@@ -615,6 +695,14 @@ def test_two_inputs_stand_side_by_side_and_follow_each_other(show, pair):
     assert "not matched with each other" in page.locator(".changed .caption").inner_text()
 
 
+def test_each_of_two_inputs_opens_on_a_state_of_its_own(show, pair):
+    """The last one of the first input has no counterpart, and the second input ends before."""
+    page = show(render_flow(replace(pair, aligned=pair.aligned[:4], selected=(2, 8))))
+    page.locator(".changed td").first.wait_for()
+    assert [side_of(page, side)[1] for side in (0, 1)] == [8, 7]
+    assert side_of(page, 1)[0] == expected(pair.inputs[1], 2, 7)
+
+
 def test_the_table_says_what_changed(show, pair):
     page = show(render_flow(pair))
     page.locator(".changed td").first.wait_for()
@@ -645,6 +733,22 @@ def test_the_table_says_what_changed(show, pair):
         )
         assert said["heads with another first choice"][0] == f"{differ} of {sum(HEADS)}"
         assert said["next tokens"] == [f"0{nth} 50%", f"1{place} 50%"]
+
+
+def test_the_link_and_the_saved_picture_have_both_sides(show, pair, tmp_path):
+    page = show(render_flow(pair), fragment="#picture=0&layer=1&position=6&lines=4")
+    page.locator(".changed td").first.wait_for()
+    assert [side_of(page, side)[1] for side in (0, 1)] == [6, 5]
+    with page.expect_download() as download:
+        page.get_by_role("button", name="SVG").click()
+    download.value.save_as(tmp_path / "pair.svg")
+    root = ElementTree.parse(tmp_path / "pair.svg").getroot()
+    said = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"before", EVIL, "new"} <= set(said)
+    assert said.count("layer 2") == 4  # in lattice and strips of both
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1200
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 def test_without_scripts_the_first_set_is_still_there(show, html, inputs):

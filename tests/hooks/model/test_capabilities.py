@@ -1,6 +1,7 @@
 """What models are and can be asked, on one small model of each kind."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformer_lens.hook_points import HookPoint
 from infoflow_lens import (
     Architecture,
     InfoFlowError,
+    build_construction,
     build_model,
     build_token_model,
     inspect_model,
@@ -66,6 +68,13 @@ def test_layers_are_found_out_by_running(token_inputs, changes, name, expected):
         assert problem.startswith("layers 0-1: hook_attn_scores carries the pattern, so ranks")
 
 
+def test_an_mlp_that_reads_nothing_is_neither_parallel_nor_not(token_model, token_inputs):
+    with torch.no_grad():
+        token_model.blocks[0].mlp.W_in.zero_()
+    found = inspect_model(token_model, token_inputs)
+    assert [layer.parallel for layer in found.layers] == [None, False]
+
+
 @pytest.mark.parametrize("kind", ["relu", "hardmax"])
 def test_other_attention_is_recognised(token_inputs, kind):
     model = build_token_model(
@@ -73,6 +82,12 @@ def test_other_attention_is_recognised(token_inputs, kind):
         attention=kind,
     )  # fmt: skip
     assert inspect_model(model, token_inputs).layers[0].pattern == kind
+
+
+def test_scores_that_are_their_own_relu_are_scores():
+    model, task = build_construction("in_context_qa", n_pairs=2)
+    found = inspect_model(model, task.sample(4, seed=0)[0])
+    assert {(layer.pattern, layer.scores) for layer in found.layers} == {("relu", "scores")}
 
 
 def test_hosted_models_have_heads_of_their_own_in_each_layer(model, inputs):
@@ -116,7 +131,7 @@ def bridge_of(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, "float32") for name in HOSTED), ("gpt2", "bfloat16"), ("opt", "bfloat16")],
+    [*((name, "float32") for name in HOSTED), *((name, "bfloat16") for name in zoo.NAMES)],
 )
 def test_bridges_are_found_out_by_running(bridge_of, name, dtype):
     found = inspect_model(bridge_of(name, dtype), zoo.tokens(4, 12))
@@ -147,6 +162,64 @@ def test_a_bridge_that_shows_the_pattern_as_scores_is_told_with_what_follows(bri
     for problem, beginning in zip(problems, expected):
         assert problem.startswith(beginning)
         assert advice in problem
+
+
+def test_a_native_bridge_is_seen_through(token_inputs):
+    from transformer_lens.config import TransformerBridgeConfig
+    from transformer_lens.model_bridge import TransformerBridge
+
+    config = TransformerBridgeConfig(
+        n_layers=2, d_model=12, n_ctx=9, d_head=3, n_heads=4, d_vocab=17, d_mlp=20, act_fn="gelu"
+    )
+    with torch.random.fork_rng():
+        bridge = TransformerBridge.boot_native(config)
+    found = inspect_model(bridge, token_inputs)
+    assert {(layer.scores, layer.attends, layer.parallel) for layer in found.layers} == {
+        ("pattern", "causal", False)
+    }
+    reached = ATTENTION & set(found.layers[0].edits_reach)
+    assert reached == (set() if HAS_HOOKED_TRANSFORMER else {"attn.hook_pattern"})
+
+
+@needs_hooked_transformer  # 4 makes the attention eager
+def test_a_bridge_without_eager_attention_shows_no_pattern(tmp_path):
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import AutoModelForCausalLM
+
+    folder = zoo.save("opt", tmp_path)
+    fast = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    bridge = TransformerBridge.boot_transformers(str(folder), hf_model=fast, device="cpu")
+    found = inspect_model(bridge, zoo.tokens(2, 6))
+    assert {(layer.n_heads, layer.attends, layer.scores) for layer in found.layers} == {
+        (None, "unknown", "missing")
+    }
+    assert len(found.problems()) == 1
+    assert "layers 0-1: hook_pattern does not fire" in found.problems()[0]
+    assert "attn_implementation='eager'" in found.problems()[0]
+
+
+def test_compatibility_mode_is_found_out_too(tmp_path):
+    bridge = load_any(zoo.save("llama", tmp_path)).model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        bridge.enable_compatibility_mode(no_processing=True)
+    found = inspect_model(bridge, zoo.tokens(4, 12))
+    assert {(layer.n_key_value_heads, layer.attends, layer.scores) for layer in found.layers} == {
+        (2, "causal", "scores")
+    }
+
+
+def test_a_bridge_is_left_as_it_was(bridge_of):
+    bridge = bridge_of("gpt2")
+    state = {name: value.clone() for name, value in bridge.state_dict().items()}
+    seen = []
+    with bridge.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", lambda x, hook: seen.append(1))]):
+        inspect_model(bridge, zoo.tokens(2, 6))
+        seen.clear()
+        bridge(zoo.tokens(2, 6))
+        assert seen == [1]
+    assert all(torch.equal(value, state[name]) for name, value in bridge.state_dict().items())
+    assert not any(point.fwd_hooks for point in bridge.hook_dict.values())
 
 
 @pytest.mark.parametrize("points", [("hook_k",), ("hook_k", "hook_z")])
@@ -203,6 +276,13 @@ def test_layers_that_are_alike_are_told_together(heads, labels):
 # The example input
 
 
+@pytest.mark.parametrize("name", HOSTED)
+def test_the_example_is_long_enough_to_show_a_window(bridge_of, name):
+    # a window of 4; all take 32 tokens, and Bloom any number
+    found = inspect_model(bridge_of(name), example_input(bridge_of(name)))
+    assert tuple(layer.attends for layer in found.layers) == ATTENDS.get(name, (GLOBAL, GLOBAL))
+
+
 def mistral_with(window, folder):
     changes = {"sliding_window": window or None, "max_position_embeddings": 40}
     return load_any(zoo.save("mistral", folder, **changes)).model
@@ -223,6 +303,20 @@ def test_the_length_of_the_example(tmp_path, make, window, length):
     if window < 40:
         expected = f"local({window})" if window else "causal"
         assert inspect_model(model).layers[0].attends == expected
+
+
+def test_examples_are_the_same_for_a_seed_and_touch_no_random_state(token_model):
+    before = torch.get_rng_state()
+    first, again, other = (example_input(token_model, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_models_over_vectors_get_vectors_of_their_dtype(model):
+    example = example_input(model.to(torch.float64, print_details=False), n_sequences=2)
+    assert (example.shape, example.dtype) == ((2, 7, 3), torch.float64)
+    assert inspect_model(model, example).dtype == "float64"
 
 
 def test_what_cannot_be_inspected_is_named(token_model, token_inputs):

@@ -9,6 +9,7 @@ from infoflow_lens import (
     AttendedProbe,
     InfoFlowError,
     InfoFlowWarning,
+    JacobianInfluence,
     PositionsProbe,
     RecoveryProbe,
     attach,
@@ -381,3 +382,48 @@ def test_of_a_long_text_no_more_is_tokenised_than_is_kept(tmp_path, monkeypatch)
     found = read_inputs(model, [text], max_length=16).sequences()
     assert found.equal(short)
     assert max(seen) < 2**17
+
+
+def test_rows_of_a_stream_share_batches_and_batches_of_a_loader_stay(token_model):
+    sequences = make_sequences()
+    for name, sizes in {"streamed dataset": [4, 2], "loader of rows": [4, 2], "dataset": [4, 2],
+                        "generator of any of them": [2, 1, 2, 1]}.items():  # fmt: skip
+        read = read_inputs(token_model, KINDS[name](sequences))
+        assert [len(batch) for batch in read.batches(4)] == sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_arrays_and_small_integers_are_read(token_model, token_inputs, dtype):
+    for given in (token_inputs.to(dtype), token_inputs.to(dtype).numpy()):
+        assert rows_of(token_model, given) == token_inputs.tolist()
+
+
+def test_an_empty_text_is_named(reader):
+    for given, index in (("", 0), (["w5", ""], 1), (iter(["w5", ""]), 1)):
+        with pytest.raises(InfoFlowError, match=rf"inputs\[{index}\] is ''"):
+            rows_of(reader, given)
+
+
+def test_one_token_is_a_sequence(token_model):
+    ids = torch.randint(17, (20, 1), generator=torch.Generator().manual_seed(0))
+    probes = [PositionsProbe(spread=True), AttendedProbe(), JacobianInfluence()]
+    positions, attended, influence = run_probes(token_model, ids, probes, progress=False)
+    assert (positions.argmax[0] == 0).all()
+    assert (positions.entropy[0] == 0).all()
+    assert attended.attended[0].all()
+    assert (influence.influence > 0).all()
+    with pytest.raises(InfoFlowError, match="rank 2 is beyond the number of keys"):
+        run_probes(token_model, ids, [PositionsProbe((2,))], progress=False)
+
+
+def test_positions_left_out_are_never_chosen(token_model, token_inputs):
+    (found,) = run_probes(
+        token_model, token_inputs, [PositionsProbe((1, 2), without=(0, 3))], progress=False
+    )
+    (plain,) = run_probes(token_model, token_inputs, [PositionsProbe((1, 2, 3))], progress=False)
+    for chosen, ranked in zip(found.positions, plain.positions, strict=True):
+        assert not torch.isin(chosen, torch.tensor([0, 3])).any()
+        assert (chosen[:, :, 0] == -1).all()  # position 0 sees itself alone
+        first = ranked[..., 0]
+        kept = (first != 0) & (first != 3)
+        assert chosen[..., 0][kept].equal(first[kept])

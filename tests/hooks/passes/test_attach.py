@@ -2,8 +2,10 @@
 
 import copy
 import pickle
+import random
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from transformer_lens.config import TransformerBridgeConfig
@@ -27,16 +29,67 @@ from infoflow_lens.hooks.model.semantics import attention_hook
 from infoflow_lens.hooks.probe import Split
 from infoflow_lens.models.host import build_model
 from tests.reference import zoo
-from tests.versions import needs_hooked_transformer
+from tests.versions import needs_hooked_transformer, needs_version_4
 
 
 def all_probes():
     return [PositionsProbe((1, 2)), RecoveryProbe((1, 2)), JacobianInfluence()]
 
 
+def snapshot(model):
+    return {
+        "hooks": {name: list(point.fwd_hooks) for name, point in model.hook_dict.items()},
+        "raw hooks": {name: len(point._forward_hooks) for name, point in model.hook_dict.items()},
+        "training": [module.training for module in model.modules()],
+        "requires_grad": [p.requires_grad for p in model.parameters()],
+        "grads": [p.grad if p.grad is None else p.grad.tolist() for p in model.parameters()],
+        "weights": [p.detach().clone() for p in model.parameters()],
+        "torch rng": torch.get_rng_state(),
+        "numpy rng": np.random.get_state()[1].tolist(),  # noqa: NPY002
+        "python rng": random.getstate(),
+        "grad mode": torch.is_grad_enabled(),
+        "context": model.context_level,
+    }
+
+
+def assert_same(before, after):
+    for name, value in before.items():
+        if name in ("weights", "torch rng"):
+            assert all(
+                a.equal(b) for a, b in zip(torch.atleast_1d(*value), torch.atleast_1d(*after[name]))
+            ), name
+        else:
+            assert value == after[name], name
+
+
 @pytest.fixture(params=["vector tokens", "token ids"])
 def case(request, model, inputs, token_model, token_inputs):
     return (model, inputs) if request.param == "vector tokens" else (token_model, token_inputs)
+
+
+@pytest.mark.parametrize("make", [PositionsProbe, RecoveryProbe, JacobianInfluence])
+def test_the_model_is_left_as_it_was_when_the_model_raises(case, make, monkeypatch):
+    model, inputs = case
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("inside the model")
+
+    before = snapshot(model)
+    attn = model.blocks[1].attn
+    attn = getattr(attn, "original_component", attn)  # of a bridge, which has no forward of its own
+    with monkeypatch.context() as patch:
+        patch.setattr(attn, "forward", fail)
+        with pytest.raises(RuntimeError, match="inside the model"):
+            run_probes(model, inputs, [make()], progress=False)
+    assert_same(before, snapshot(model))
+
+
+def test_outputs_are_unchanged_while_probes_are_attached(case):
+    model, inputs = case
+    alone = model(inputs)
+    with attach(model, *all_probes()):
+        observed = model(inputs)
+    assert observed.equal(alone)
 
 
 def test_gradients_flow_through_a_probed_pass(model, inputs):
@@ -117,6 +170,33 @@ def test_what_the_user_stores_keeps_its_gradient(model, inputs):
         assert (mine is None and theirs is None) or mine.equal(theirs)
 
 
+def test_a_cache_made_under_a_probe_is_an_ordinary_one(model, inputs):
+    with attach(model, JacobianInfluence()):
+        _, cache = model.run_with_cache(inputs)
+    _, expected = model.run_with_cache(inputs)
+    for name, value in expected.items():
+        assert cache[name].cpu().numpy().tobytes() == value.numpy().tobytes(), name
+
+
+def test_own_loop_equals_run_probes(model, inputs):
+    positions, recovery, influence = all_probes()
+    with attach(model, positions, recovery, influence) as probes:
+        for batch in inputs.split(4):
+            model(batch)
+    by_loop = probes.results()
+    by_call = run_probes(model, inputs, all_probes(), batch_size=9, progress=False)
+    assert by_loop[0].positions[1].equal(by_call[0].positions[1])
+    torch.testing.assert_close(by_loop[1].fvu[1], by_call[1].fvu[1], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(by_loop[2].influence, by_call[2].influence)
+
+
+def test_plain_hooks_for_run_with_hooks(model, inputs):
+    probe = PositionsProbe()
+    model.run_with_hooks(inputs, fwd_hooks=probe.fwd_hooks(model))
+    (expected,) = run_probes(model, inputs, [PositionsProbe()], progress=False)
+    assert probe.result().positions[0].equal(expected.positions[0])
+
+
 def test_fitting_and_evaluating_by_hand(model, inputs):
     with attach(model, RecoveryProbe()) as probes:
         with probes.fitting():
@@ -149,6 +229,14 @@ def test_a_pass_that_ends_early_is_left_out_and_said(model, inputs):
     assert "blocks.1.attn.hook_attn_scores" in result.notes[0]
 
 
+def test_only_partial_passes_name_the_hook_that_never_fired(model, inputs):
+    with attach(model, PositionsProbe()) as probes:
+        model(inputs, stop_at_layer=1)
+        model(inputs, stop_at_layer=1)
+    with pytest.raises(InfoFlowError, match=r"blocks\.1\.attn\.hook_attn_scores never fired"):
+        probes[0].result()
+
+
 def test_one_partial_pass_is_no_silence(model, inputs):
     with attach(model, PositionsProbe()) as probes:
         model(inputs, stop_at_layer=1)
@@ -158,7 +246,7 @@ def test_one_partial_pass_is_no_silence(model, inputs):
 
 def test_no_pass_at_all(model):
     with attach(model, PositionsProbe()) as probes:
-        assert len(probes) == 1
+        pass
     with pytest.raises(InfoFlowError, match="has measured nothing"):
         probes.results()
 
@@ -209,6 +297,27 @@ def test_a_probe_counts_every_sequence_once(model, inputs):
         run_probes(model, inputs, probe, progress=False)
 
 
+def test_blocks_on_one_model_may_be_nested_and_end_in_any_order(model, inputs):
+    first, second = attach(model, PositionsProbe()), attach(model, RecoveryProbe())
+    outer = first.__enter__()
+    model(inputs[:5])
+    inner = second.__enter__()
+    model(inputs[5:9])
+    first.__exit__(None, None, None)
+    model(inputs[9:])
+    second.__exit__(None, None, None)
+    model(inputs)
+    assert "forward" not in model.__dict__
+    assert [probe.n_sequences for probe in (*outer, *inner)] == [9, 18]
+
+
+def test_passes_of_run_probes_are_its_own(model, inputs):
+    with attach(model, PositionsProbe()) as probes:
+        run_probes(model, inputs, [PositionsProbe()], progress=False)
+        model(inputs[:5])
+    assert probes[0].n_sequences == 5
+
+
 def test_a_forward_that_the_user_wrapped_is_run_and_kept(model, inputs):
     own, calls = model.forward, []
 
@@ -244,9 +353,9 @@ def test_what_a_block_does_not_support_is_refused_by_name(token_model, token_inp
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch.compile, about TransformerLens
-def test_a_compiled_wrapper_of_an_attached_model_is_measured(case):
+@pytest.mark.parametrize("compiled_before", [True, False])
+def test_a_compiled_wrapper_of_an_attached_model_is_measured(case, compiled_before):
     model, inputs = case
-    compiled_before = inputs.is_floating_point()
     wrapper = torch.compile(model, backend="eager")
     with torch.no_grad():
         if compiled_before:
@@ -256,6 +365,16 @@ def test_a_compiled_wrapper_of_an_attached_model_is_measured(case):
     (expected,) = run_probes(model, inputs, [PositionsProbe()], progress=False)
     for one, other in zip(probes[0].result().positions, expected.positions, strict=True):
         assert one.equal(other)
+
+
+def test_resetting_hooks_takes_none_of_ours(model, inputs):
+    """Between calls there are none, so a user's reset cannot leave a pass out in silence."""
+    with attach(model, PositionsProbe()) as probes:
+        model(inputs[:5])
+        model.reset_hooks(including_permanent=True)
+        model(inputs[5:])
+    assert probes[0].n_sequences == 23
+    assert probes[0].result().notes == ()
 
 
 def test_inference_mode_and_ordinary_passes_add_up(model, inputs):
@@ -276,6 +395,18 @@ def test_an_empty_batch_is_no_pass(token_inputs):
         token_model(token_inputs[:0])
         token_model(token_inputs)
     assert all(probe.n_sequences == 19 for probe in probes)
+
+
+@needs_hooked_transformer
+def test_cached_keys_are_refused(token_model, token_inputs):
+    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+    cache = TransformerLensKeyValueCache.init_cache(token_model.cfg, "cpu", 19)
+    with attach(token_model, RecoveryProbe()):
+        whole = torch.ones_like(token_inputs)
+        token_model(token_inputs[:, :4], past_kv_cache=cache, attention_mask=whole[:, :4])
+        with pytest.raises(InfoFlowError, match="without past_kv_cache"):
+            token_model(token_inputs[:, 4:], past_kv_cache=cache, attention_mask=whole[:, 4:])
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -306,6 +437,11 @@ def test_a_model_without_the_needed_hook(model, inputs):
         del model.hook_dict[f"blocks.1.attn.{name}"]
     with pytest.raises(InfoFlowError, match="nor hook_pattern fires in layer 1"):
         run_probes(model, inputs, [PositionsProbe()], progress=False)
+
+
+def test_a_model_from_elsewhere(inputs):
+    with pytest.raises(InfoFlowError, match="expected a TransformerLens model"):
+        run_probes(torch.nn.Linear(3, 3), inputs, [PositionsProbe()], progress=False)
 
 
 def test_nan_inside_the_model_is_named(model, inputs):
@@ -343,8 +479,6 @@ def test_bad_token_ids_are_named(token_model, token_inputs):
         run_probes(token_model, token_inputs.float(), [PositionsProbe()], progress=False)
     with pytest.raises(InfoFlowError, match="reads token ids"):
         run_probes(token_model, token_inputs[:, :, None], [PositionsProbe()], progress=False)
-    with pytest.raises(InfoFlowError, match="expected real vector tokens"):
-        run_probes(token_model, token_inputs.to(torch.complex64), [PositionsProbe()])
     for wrong in (-100, 17):
         ids = token_inputs.clone()
         ids[3, 3] = wrong
@@ -394,6 +528,27 @@ def test_only_like_probes_merge(model, inputs):
         first.merge(second)
 
 
+def test_merging_appends_sequences(model, inputs):
+    first, second = PositionsProbe(), PositionsProbe()
+    run_probes(model, inputs[:9], [first], progress=False)
+    run_probes(model, inputs[9:], [second], progress=False)
+    (whole,) = run_probes(model, inputs, [PositionsProbe()], progress=False)
+    assert first.merge(second).result().positions[1].equal(whole.positions[1])
+    assert PositionsProbe().merge(first).result().positions[1].equal(whole.positions[1])
+
+
+def test_a_cache_that_one_has_gives_the_same(case):
+    model, inputs = case
+    expected = run_probes(model, inputs, all_probes(), progress=False)
+    model.eval()
+    probes, found = all_probes(), ()
+    for batch in inputs.split(10):
+        _, cache = model.run_with_cache(batch)
+        found = probe_cache(model, cache, probes, tokens=batch)
+    for one, other in zip(found, expected, strict=True):
+        assert one.to_frame().round(5).equals(other.to_frame().round(5))
+
+
 def test_a_cache_that_lacks_something_is_refused(token_model, token_inputs):
     _, cache = token_model.run_with_cache(token_inputs, names_filter="blocks.0.hook_resid_pre")
     missing = ", ".join(attention_hook(token_model, layer) for layer in (0, 1))
@@ -434,6 +589,20 @@ def test_generation_with_a_cache_is_refused(token_model, tmp_path, make, kind):
     model = token_model if kind == "token model" else load_any(zoo.save("gpt2", tmp_path)).model
     with attach(model, make()), pytest.raises(InfoFlowError, match="without past_kv_cache"):
         model.generate(zoo.tokens(2, 4) % 17, max_new_tokens=3, verbose=False, stop_at_eos=False)
+
+
+@needs_version_4
+def test_generation_without_a_cache_is_whole_passes(token_model, token_inputs):
+    """As a native bridge generates: every pass reads the sequence from its beginning."""
+    with attach(token_model, PositionsProbe()) as probes:
+        ids = token_model.generate(
+            token_inputs[:2, :4], max_new_tokens=2, verbose=False, stop_at_eos=False
+        )
+    found = probes[0].result()
+    (expected,) = run_probes(token_model, ids[:, :5], [PositionsProbe()], progress=False)
+    assert found.lengths.tolist() == [4, 4, 5, 5]
+    for one, other in zip(found.positions, expected.positions, strict=True):
+        assert one[2:].equal(other)
 
 
 @pytest.mark.parametrize("source_layer", [None, 1])
@@ -489,6 +658,29 @@ def test_tokens_and_masks_must_be_those_of_the_cache(token_model, token_inputs):
 # What a hostile look at the collector found
 
 
+def test_backward_hooks_of_the_user_take_no_part(token_model, token_inputs):
+    """They would change derivatives that the probe takes for itself."""
+    x = token_inputs[:3]
+    probes = [JacobianInfluence(positions=(-1,)), JacobianInfluence(estimate=4)]
+    expected = run_probes(token_model, x, probes, progress=False)
+    fired = []
+
+    def block(gradient, hook):
+        fired.append(1)
+        return (gradient * 0,)
+
+    token_model.add_hook("blocks.0.hook_attn_out", block, dir="bwd")
+    found = run_probes(
+        token_model,
+        x,
+        [JacobianInfluence(positions=(-1,)), JacobianInfluence(estimate=4)],
+        progress=False,
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert one.influence.equal(other.influence)
+    assert not fired
+
+
 def test_passes_of_plain_hooks_are_not_stitched_together(model, inputs):
     """A pass that starts late, then a whole one: the late one counts as incomplete."""
     probe = PositionsProbe()
@@ -531,6 +723,26 @@ def test_activations_written_in_place_are_refused(token_model, token_inputs):
         pytest.raises(InfoFlowError, match="was written in place after its hooks had run"),
     ):
         token_model(token_inputs)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_masks_given_by_place_are_seen(token_model, token_inputs, side):
+    import inspect
+
+    ids, mask = token_inputs.clone(), torch.ones_like(token_inputs)
+    place = slice(0, 3) if side == "left" else slice(6, 9)
+    mask[::2, place] = 0
+    names = list(inspect.signature(type(token_model).forward).parameters)
+    values = {
+        name: parameter.default
+        for name, parameter in inspect.signature(type(token_model).forward).parameters.items()
+    }
+    before = names[2 : names.index("attention_mask")]
+    if any(values[name] is inspect.Parameter.empty for name in before):
+        pytest.skip("the mask has no place in this version's signature")
+    with attach(token_model, PositionsProbe()) as probes, torch.no_grad():
+        token_model(ids, *(values[name] for name in before), mask)
+    assert probes[0].result().lengths.tolist() == mask.sum(dim=1).tolist()
 
 
 def test_states_that_cannot_be_read_are_named(model, inputs):

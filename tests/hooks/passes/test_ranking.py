@@ -57,11 +57,45 @@ def test_many_keys_of_few_values(n_keys, dtype):
         assert ties == [e[2] for e in expected]
 
 
+def test_ranking_leaves_the_scores_alone():
+    scores = torch.tensor([[3.0, 1.0, 2.0, 2.0]])
+    rank_keys(scores, (1, 2, 3))
+    assert scores.tolist() == [[3.0, 1.0, 2.0, 2.0]]
+
+
+def test_low_scores_in_half_precision_are_scores():
+    scores = torch.tensor([[-40000.0, -50000.0, -60000.0]], dtype=torch.float16)
+    assert rank_keys(scores, (1, 2, 3)).positions.tolist() == [[0, 1, 2]]
+
+
 def test_scores_that_were_written_to_are_ranked_again():
     scores = torch.tensor([[3.0, 1.0, 2.0]])
     assert rank_keys(scores, (1,)).positions.tolist() == [[0]]
     scores[0, 1] = 9.0
     assert rank_keys(scores, (1,)).positions.tolist() == [[1]]
+
+
+def test_scores_of_inference_mode_are_ranked():
+    with torch.inference_mode():
+        scores = torch.tensor([[3.0, 1.0, 2.0]])
+        assert rank_keys(scores, (1, 2)).positions.tolist() == [[0, 2]]
+        scores[0, 1] = 9.0
+        assert rank_keys(scores, (1, 2)).positions.tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_keys_that_are_not_visible_are_never_ranked(sequences):
+    """Whatever their scores are: the lowest finite value, or larger than all others."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(3, 2, 5, 5, generator=generator)
+    visible = torch.rand(sequences, 5, 5, generator=generator) < 0.6
+    open_scores = scores.masked_fill(~visible[:, None], -math.inf)
+    for closed in (torch.finfo(torch.float32).min, 1e9):
+        shown = scores.masked_fill(~visible[:, None], closed)
+        for one, other in zip(
+            rank_keys(shown, (1, 2, 3), visible), rank_keys(open_scores, (1, 2, 3)), strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 _KERNEL = """
@@ -74,7 +108,6 @@ torch.save(found, sys.argv[2])
 """
 
 
-@pytest.mark.slow
 def test_the_kernel_of_a_gpu_gives_what_torch_gives(tmp_path):
     """In Triton's interpreter, on rows with many ties, masked keys and rows without a key."""
     pytest.importorskip("triton")

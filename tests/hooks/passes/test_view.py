@@ -12,7 +12,7 @@ from infoflow_lens import (
     build_token_model,
     run_probes,
 )
-from infoflow_lens.hooks import Needs, Pass, run
+from infoflow_lens.hooks import AttendedProbe, Needs, Pass, run
 from infoflow_lens.hooks.model.inputs import Batch
 from infoflow_lens.hooks.model.semantics import hook_semantics
 from infoflow_lens.hooks.passes import view
@@ -50,6 +50,26 @@ def test_keys_are_ranked_once_for_all_probes(token_model, token_inputs, counted,
     assert counted == [3, 3]  # once a layer, as deep as any probe asks
 
 
+def test_keys_that_are_left_out_are_ranked_once_each(token_model, token_inputs, counted):
+    probes = [PositionsProbe((1, 2), without=(0,)), RecoveryProbe((1,), without=(0,))]
+    run_probes(token_model, token_inputs, [*probes, PositionsProbe((1,))], progress=False)
+    assert sorted(counted) == [1, 1, 2, 2]
+
+
+def test_padding_is_moved_once(token_model, token_inputs, monkeypatch):
+    calls = []
+    along = view._along
+    monkeypatch.setattr(view, "_along", lambda *args: calls.append(args) or along(*args))
+    ids, mask = padded(rows(token_inputs), "left")
+    count = []
+    for probes in ([RecoveryProbe()], [RecoveryProbe(), RecoveryProbe((2,)), PositionsProbe()]):
+        calls.clear()
+        with attach(token_model, *probes):
+            token_model(ids, attention_mask=mask)
+        count.append(len(calls))
+    assert count[0] == count[1]
+
+
 def test_a_view_answers_as_the_cache_does(token_model, token_inputs):
     names = Needs.of(
         token_model, scores=True, pattern=True, tokens=True,
@@ -82,7 +102,7 @@ def test_a_view_answers_as_the_cache_does(token_model, token_inputs):
 
 
 def test_what_scores_are_never_depends_on_their_values(token_inputs):
-    """Scores that are not negative equal their own ReLU, but are scores all the same."""
+    """Scores that are not negative equal their own ReLU, but are scores all the same (P8)."""
     token_model = build_token_model(
         n_layers=2, n_heads=4, d_head=5, d_model=12, n_tokens=9, d_vocab=17, d_output=17,
         attention="relu", seed=2,
@@ -107,9 +127,22 @@ def test_what_scores_are_never_depends_on_their_values(token_inputs):
             assert plain.margins[layer].nan_to_num().equal(other.margins[layer].nan_to_num())
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("make", [PositionsProbe, RecoveryProbe, AttendedProbe])
+def test_hooks_alone_refuse_padding(token_model, token_inputs, make, side):
+    """They do not see the mask, so padding would become rows (P6)."""
+    ids, mask = padded(rows(token_inputs), side)
+    probe = make()
+    with pytest.raises(InfoFlowError, match=r"use attach\(\) or run_probes\(\)"):
+        token_model.run_with_hooks(ids, attention_mask=mask, fwd_hooks=probe.fwd_hooks(token_model))
+    assert probe.n_sequences == 0
+    token_model.run_with_hooks(token_inputs, fwd_hooks=probe.fwd_hooks(token_model))
+    assert probe.n_sequences == 19
+
+
 @needs_hooked_transformer  # a bridge makes no mask for ids
 def test_a_side_of_padding_that_the_call_names_is_heeded(tmp_path):
-    """`padding_side="left"` makes a model mask leading pad tokens without a mask."""
+    """`padding_side="left"` makes a model mask leading pad tokens without a mask (P6)."""
     model = make_token_model(d_vocab=zoo.N_VOCAB, n_ctx=9)
     zoo.tokenizer().save_pretrained(tmp_path)  # one in memory has no path to be made again from
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -142,6 +175,26 @@ def test_masks_of_other_values_and_with_holes_are_refused(token_model, token_inp
         pytest.raises(InfoFlowError, match=r"expected a tensor \[batch, pos\] of 1|one stretch"),
     ):
         token_model(x, attention_mask=mask)
+
+
+def test_numbers_of_numpy_are_read_and_booleans_are_not(token_model, token_inputs):
+    import numpy as np
+
+    from infoflow_lens import JacobianInfluence
+
+    assert PositionsProbe(np.arange(1, 3)).ranks == (1, 2)
+    assert JacobianInfluence(layers=np.arange(2), positions=torch.tensor([-1])).layers == (0, 1)
+    for make in (
+        lambda: PositionsProbe((True,)),
+        lambda: JacobianInfluence(chunk_size=2.5),
+        lambda: JacobianInfluence(layers=(True,)),
+        lambda: RecoveryProbe(seed=True),
+        lambda: run_probes(token_model, token_inputs, [PositionsProbe()], batch_size=True),
+    ):
+        with pytest.raises(InfoFlowError, match="expected"):
+            make()
+    with pytest.raises(InfoFlowError, match="expected real vector tokens"):
+        run_probes(token_model, token_inputs.to(torch.complex64), [PositionsProbe()])
 
 
 def test_reductions_leave_padding_out(token_model, token_inputs):
