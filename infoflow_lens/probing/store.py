@@ -27,7 +27,6 @@ _FOLDER, _FILE, _ABOUT = "inputs", "sequences.arrow", "sequences.json"
 _SCHEMA = "infoflow-lens sequences 1"
 _DTYPE = b"torch.dtype"  # Arrow has no bfloat16, and ids need half of int64
 _AT_ONCE = 256  # sequences that are read together
-_BATCH = 2**22  # bytes that are written together
 _MAPPED = 2**26  # bytes after whose reading the file is mapped anew, so that none stay in memory
 
 
@@ -205,7 +204,6 @@ def store(parts: Iterable[Rows], scratch: Path, what: str) -> Stored:
     """
     path = scratch / f"sequences.{uuid.uuid4().hex[:12]}" / _FILE
     digest = hashlib.sha256()
-    lengths: list[int] = []
     n, longest, shortest = 0, 0, 2**63
     with ExitStack() as stack:
         stack.enter_context(naming_file(path))  # closing writes, too, also behind an error
@@ -217,22 +215,19 @@ def store(parts: Iterable[Rows], scratch: Path, what: str) -> Stored:
             numbers = rows.flatten(0, 1) if isinstance(rows, Tensor) else torch.cat(list(rows))
             _add_to(digest, numbers, lengths)
             batch = _as_arrow(numbers, lengths, what)
-            with naming_file(path):
-                if writer is None:
-                    path.parent.mkdir(parents=True)
-                    file = stack.enter_context(pa.OSFile(str(path), "wb"))
-                    schema = batch.schema
-                    writer = stack.enter_context(pa.ipc.new_stream(file, schema))
-                elif not batch.schema.equals(schema, check_metadata=True):
-                    raise InfoFlowError(
-                        f"{what} holds {numbers.dtype} {list(numbers.shape[1:])} behind others: "
-                        "expected sequences of one type"
-                    )
-                writer.write_batch(batch)
+            if writer is None:
+                path.parent.mkdir(parents=True)
+                file = stack.enter_context(pa.OSFile(str(path), "wb"))
+                schema = batch.schema
+                writer = stack.enter_context(pa.ipc.new_stream(file, schema))
+            elif not batch.schema.equals(schema, check_metadata=True):
+                raise InfoFlowError(
+                    f"{what} holds {numbers.dtype} {list(numbers.shape[1:])} behind others: "
+                    "expected sequences of one type"
+                )
+            writer.write_batch(batch)
             longest, shortest = max(longest, *lengths), min(shortest, *lengths)
             n += len(rows)
-        with naming_file(path):
-            stack.close()
     if not n:
         raise InfoFlowError(f"{what} is empty: expected at least one sequence")
     return Stored(path, Extent(n, longest, shortest), digest.hexdigest()[:16])
