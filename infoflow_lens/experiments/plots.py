@@ -80,7 +80,7 @@ class Curves:
     def __call__(self, axes: "Axes", results: "pd.DataFrame") -> None:
         """Draw the lines."""
         for index, (key, rows) in enumerate(groups(self.rows(results), self.by)):
-            label = (self.label(*key) if callable(self.label) else self.label) or None
+            label = self.label(*key) if callable(self.label) else self.label
             given = self.colour(*key) if callable(self.colour) else self.colour
             style: Any = {
                 "color": given or f"C{index}",
