@@ -328,7 +328,7 @@ def recorded_run(study: Study, path: Path) -> RecordedRun:
     config = _config(path / "record.json")
     rows = rows_of(path, None)
     _check_rows(_rows_path(path), rows, config)
-    with _told_of(path):
+    with _naming_rows(path):
         verdict = verdict_of(study, rows, config["cases"], len(config["seeds"]))
     return RecordedRun(config["preset"], rows, rows[rows["status"] == "finished"], verdict)
 
@@ -336,12 +336,12 @@ def recorded_run(study: Study, path: Path) -> RecordedRun:
 def _report(study: Study, path: Path, run: RecordedRun) -> str:
     n_diverged = run.rows[run.rows["status"] == "diverged"]["run"].nunique()
     n_runs = run.rows["run"].nunique()
-    with _told_of(path):
+    with _naming_rows(path):
         return report_text(study, run.finished, run.verdict, run.preset, n_runs, n_diverged)
 
 
 @contextmanager
-def _told_of(path: Path) -> Iterator[None]:
+def _naming_rows(path: Path) -> Iterator[None]:
     """Name the file whose measured columns a study cannot take."""
     try:
         yield

@@ -216,7 +216,10 @@ class Gathered:
         sums = self._new()
         with _read(path, "measure it again") as state:
             _load(sums, state["sums"])
-            told = {name: [told_of(part) for part in state["told"][name]] for name in self.growing}
+            told = {
+                name: [parse_manifest(part) for part in state["told"][name]]
+                for name in self.growing
+            }
         with self._changing():
             for name, parts in told.items():
                 self._told[name] += parts
@@ -243,7 +246,9 @@ class Gathered:
             _load(self._stretch, state["stretch"])
             if state["begun"]:
                 _load(self.begin(), state["begun"])
-            self._told = {n: [told_of(part) for part in state["told"][n]] for n in self.growing}
+            self._told = {
+                n: [parse_manifest(part) for part in state["told"][n]] for n in self.growing
+            }
             self.n_shards = int(state["n_shards"])
             for name in self.growing:
                 for index in range(self.n_shards):
@@ -279,7 +284,7 @@ def _load(probes: Probes, states: Mapping[str, Any]) -> None:
         probe.load_state_dict(states[name])
 
 
-def told_of(part: Mapping[str, Any]) -> dict[str, Any]:
+def parse_manifest(part: Mapping[str, Any]) -> dict[str, Any]:
     """What a shard has told, read again; KeyError, TypeError or ValueError for anything else."""
     return {
         "n_sequences": int(part["n_sequences"]),
@@ -328,9 +333,9 @@ def run_in_shards(
 
         try:
             if alone:
-                _here(setting, gathered, advance)
+                _run_locally(setting, gathered, advance)
             else:
-                _elsewhere(setting, gathered, advance)
+                _run_in_workers(setting, gathered, advance)
         except BaseException:
             gathered.keep(now=True)
             raise
@@ -339,7 +344,7 @@ def run_in_shards(
     return gathered
 
 
-def _here(setting: Setting, gathered: Gathered, advance: Callable[[int], None]) -> None:
+def _run_locally(setting: Setting, gathered: Gathered, advance: Callable[[int], None]) -> None:
     """Measure what is left in this process."""
     config, folder = setting.config, gathered.folder.path
     watch = Watch(gathered.n_left, config.shard, gathered.growing, folder)
@@ -360,7 +365,7 @@ def _here(setting: Setting, gathered: Gathered, advance: Callable[[int], None]) 
             advance(gathered.n_seen - before - len(part.sequences()))  # what had waited
 
 
-def _elsewhere(setting: Setting, gathered: Gathered, advance: Callable[[int], None]) -> None:
+def _run_in_workers(setting: Setting, gathered: Gathered, advance: Callable[[int], None]) -> None:
     """Measure what is left in workers."""
     config, executor = setting.config, setting.executor
     here = executor.scheduler is None

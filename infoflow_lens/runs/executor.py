@@ -108,7 +108,7 @@ class Executor:
         """
         try:
             if self.is_alone:
-                yield partial(_here, self.n_threads)
+                yield partial(_run_locally, self.n_threads)
                 return
             with closing(
                 _Processes(self.jobs, self.n_threads)
@@ -130,7 +130,7 @@ class _WorkerDiedError(Exception):
     """The worker of one unit is gone."""
 
 
-def _here(
+def _run_locally(
     n_threads: int,
     function: Callable[[Any], Any],
     units: Iterable[Unit],
