@@ -168,7 +168,7 @@ class _Stack:
             name: nn.Parameter(torch.stack([_parameter(run, name) for run in runs]))
             for name, _ in model.named_parameters()
         }
-        self.optimizer = optimizer_of(list(self.weights.values()), config)
+        self.optimizer = optimizer_of(list(self.weights.values()), config, fused=True)
         readout = partial(stacked_readout, model)
         self.readout: Readout = torch.compile(readout) if compiled else readout
         self.data: tuple[Tensor, Tensor] | None = None
@@ -247,7 +247,7 @@ class _Stack:
         self.weights = {
             name: nn.Parameter(weight.detach()[chosen]) for name, weight in self.weights.items()
         }
-        self.optimizer = optimizer_of(list(self.weights.values()), self.config)
+        self.optimizer = optimizer_of(list(self.weights.values()), self.config, fused=True)
         for weight, state in zip(self.weights.values(), states, strict=True):
             self.optimizer.state[weight] = {
                 name: value[chosen] if isinstance(value, Tensor) and value.ndim else value

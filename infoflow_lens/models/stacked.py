@@ -133,19 +133,56 @@ def _attention(
     name: str,
     attention: Attention,
 ) -> Float[Tensor, "seed batch query d_model"]:
-    """What the heads of a layer write."""
+    """What the heads of a layer write.
 
-    def projected(x: Tensor, part: str) -> Float[Tensor, "seed batch head pos d_head"]:
-        weight, bias = weights[f"{name}.W_{part}"], weights[f"{name}.b_{part}"]
-        flat = weight.transpose(1, 2).flatten(2)
-        return _affine(x, flat, bias.flatten(1)).unflatten(-1, bias.shape[1:]).transpose(2, 3)
+    Where there is one query a sequence, keys and values are never made: its scores are products of
+    the states with W_K q, and its z are W_V of a mean of the states, which are the same numbers to
+    rounding for a share of 1 / d_head of the work.
+    """
+    if queries.shape[2] == 1:
+        z = _of_one_query(queries, keys, weights, name, attention)
+    else:
+        q, k, v = (
+            _projected(x, weights, name, part)
+            for x, part in ((queries, "Q"), (keys, "K"), (keys, "V"))
+        )
+        z = _pattern((q / attention.attn_scale) @ k.transpose(-2, -1), attention) @ v
+    z = z.transpose(2, 3).flatten(3)
+    return _affine(z, weights[f"{name}.W_O"].flatten(1, 2), weights[f"{name}.b_O"])
 
-    q, k, v = projected(queries, "Q"), projected(keys, "K"), projected(keys, "V")
-    scores = q @ k.transpose(-2, -1) / attention.attn_scale
+
+def _of_one_query(
+    query: Float[Tensor, "seed batch 1 d_model"],
+    states: Float[Tensor, "seed batch key d_model"],
+    weights: Weights,
+    name: str,
+    attention: Attention,
+) -> Float[Tensor, "seed batch head 1 d_head"]:
+    """What the heads read for one query of each sequence."""
+    q = _projected(query, weights, name, "Q")[:, :, :, 0] / attention.attn_scale
+    w_k, b_k, w_v, b_v = (weights[f"{name}.{part}"] for part in ("W_K", "b_K", "W_V", "b_V"))
+    asked = torch.einsum("sbhe,shde->sbhd", q, w_k)
+    constant = torch.einsum("sbhe,she->sbh", q, b_k)[..., None]
+    pattern = _pattern(asked @ states.transpose(-2, -1) + constant, attention)
+    read = torch.einsum("sbhd,shde->sbhe", pattern @ states, w_v)
+    return (read + pattern.sum(-1, keepdim=True) * b_v[:, None])[:, :, :, None]
+
+
+def _projected(
+    x: Float[Tensor, "seed batch pos d_model"], weights: Weights, name: str, part: str
+) -> Float[Tensor, "seed batch head pos d_head"]:
+    """Queries, keys or values of all heads."""
+    weight, bias = weights[f"{name}.W_{part}"], weights[f"{name}.b_{part}"]
+    flat = weight.transpose(1, 2).flatten(2)
+    return _affine(x, flat, bias.flatten(1)).unflatten(-1, bias.shape[1:]).transpose(2, 3)
+
+
+def _pattern(
+    scores: Float[Tensor, "seed batch head *query key"], attention: Attention
+) -> Float[Tensor, "seed batch head *query key"]:
+    """Attention weights."""
     pattern_of = getattr(attention.hook_pattern, "pattern", None)
     if pattern_of is None:
-        pattern = functional.softmax(scores, dim=-1)
-    else:
-        pattern = pattern_of(scores) + 0 * scores  # a hard maximum has a gradient, of zero
-    z = (pattern @ v).transpose(2, 3).flatten(3)
-    return _affine(z, weights[f"{name}.W_O"].flatten(1, 2), weights[f"{name}.b_O"])
+        return functional.softmax(scores, dim=-1)
+    pattern: Tensor = pattern_of(scores) + 0 * scores  # a hard maximum has a gradient, of zero
+    return pattern

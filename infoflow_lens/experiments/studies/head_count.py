@@ -72,7 +72,9 @@ class HeadCount(TrainedStudy):
         sizes: Mapping[str, Sequence[tuple[str, Sequence[int], Sequence[int], int]]] = {
             "smoke": [("3", (8,), (3, 4), 8)],
             "quick": [("3", (16,), (1, 2, 3, 4, 5), 200), ("5", (16,), (1, 2), 200)],
-            "full": [(table, _LENGTHS, (1, 2, 3, 4, 5), 2000) for table in _TABLES],
+            "full": [
+                (table, (length,), (1, 2, 3, 4, 5), 400) for length in _LENGTHS for table in _TABLES
+            ],
         }
         return [
             {
