@@ -391,7 +391,7 @@ class _Reader:
         """
         given, is_single = _as_tensors(given), isinstance(given, str)
         if isinstance(given, Mapping) or _is_dataset(given):
-            given, own = self._column_of(given)
+            given, own = self._column_of(given, first)
             is_single = _is_row(given)
             if own is not None and mask is None:
                 mask = [own] if is_single else own
@@ -436,7 +436,7 @@ class _Reader:
             check_inputs(self.model, row[None], f"{self.name}[{index}]")
         return None
 
-    def _column_of(self, table: Any) -> tuple[Any, Any]:
+    def _column_of(self, table: Any, first: int) -> tuple[Any, Any]:
         """The column of a table that holds the inputs, and their mask; None if it has none.
 
         Raises:
@@ -464,8 +464,8 @@ class _Reader:
         is_list = isinstance(found, (list, tuple)) and len(found) > 0
         if is_dataset and is_list and not isinstance(found[0], (str, list, tuple)):
             raise InfoFlowError(
-                f"column {column!r} of {self.name} holds {type(found[0]).__name__}: expected texts "
-                "or lists of token ids; name another column"
+                f"column {column!r} of {self.name} holds {type(found[0]).__name__} in row {first}: "
+                "expected texts or lists of token ids; leave that row out, or name another column"
             )
         is_text = isinstance(found[0] if is_list else found, str)
         return found, None if is_text else table.get(_MASKS[0])

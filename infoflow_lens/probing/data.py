@@ -74,10 +74,7 @@ def stream_data(
     Raises:
         InfoFlowError: for data that are not there or cannot be read, naming them.
     """
-    if not data:
-        raise InfoFlowError("data is empty: expected a file, a task or the name of a dataset")
-    if column not in (None, "text") and Path(data).suffix == ".txt":
-        raise InfoFlowError(f"{data!r} has lines of text, without {column}: leave the column out")
+    check_data(data, column)
     if window is not None:
         max_length = min(window, max_length or window)
         texts = stream_texts(data, column, scratch)
@@ -120,11 +117,12 @@ def data_identity(data: str) -> Any:
     return _from_hub(data)._fingerprint
 
 
-def check_data(data: str) -> None:
-    """Refuse, before a model is loaded, files that are not there.
+def check_data(data: str, column: str | None = None) -> None:
+    """Refuse, before a model is loaded, files that are not there, and columns of what has none.
 
     Raises:
-        InfoFlowError: for no name, and for a file or a path that does not exist.
+        InfoFlowError: for no name, for a file or a path that does not exist, and for a column of
+            lines of text, tensors or sequences that are drawn.
     """
     if not data:
         raise InfoFlowError("data is empty: expected a file, a task or the name of a dataset")
@@ -132,6 +130,13 @@ def check_data(data: str) -> None:
     looks_like_a_file = path.suffix in (*_TABLES, *_TENSORS) or data.startswith((".", "/", "~"))
     if looks_like_a_file and not path.exists() and not is_task(data):
         raise InfoFlowError(f"there is no file {data!r}: expected a file of texts or rows")
+    is_text = path.suffix == ".txt"
+    has_columns = not (is_text or path.suffix in _TENSORS or data == REPEATED or is_task(data))
+    if column is not None and not has_columns and not (is_text and column == "text"):
+        held = "lines of text" if is_text else "sequences"
+        raise InfoFlowError(
+            f"column is {column!r}, but {data!r} has {held} and no columns: leave the column out"
+        )
 
 
 def read_texts(data: str, column: str | None = None) -> list[str] | None:
@@ -170,7 +175,10 @@ def stream_texts(
     parts = _rows_of(path, scratch) if is_file else iter([_from_hub(data)])
     first = next(parts)
     chosen = column or next((name for name in COLUMNS if name in first.column_names), "")
-    if chosen not in first.column_names or not isinstance(first[0][chosen], str):
+    if chosen not in first.column_names:
+        return None
+    known = (value for value in first[chosen] if value is not None)
+    if not isinstance(next(known, None), str):
         return None
     every = (row for part in chain([first], parts) for row in part[chosen])
     return (text for text in every if isinstance(text, str) and text.strip())

@@ -91,7 +91,7 @@ def run_probing(
         KeyboardInterrupt: when it is stopped, with what to do to go on.
     """
     if batches is None:
-        check_data(config.data)
+        check_data(config.data, config.column)
     n_threads = check(n_threads, Count | None, "n_threads")
     executor = Executor(jobs, scheduler, n_threads or 1, again or "the same call")
     executor.check("a probe run")

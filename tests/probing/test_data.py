@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, load_any
-from infoflow_lens.probing.data import read_data, read_texts
+from infoflow_lens.probing.data import check_data, read_data, read_texts
 from tests.reference import zoo
 
 
@@ -58,3 +58,23 @@ def test_rows_that_change_their_columns_late_are_refused_with_the_columns(model,
     path.write_text("\n".join(rows))
     with pytest.raises(InfoFlowError, match=r"rows\.jsonl.*extra"):
         read_data(model, str(path), n=30000, max_length=2)
+
+
+@pytest.mark.parametrize("name", ["text.txt", "ids.npy", "repeated", "d_retrieval"])
+def test_a_column_of_what_has_none_is_refused_before_a_model_is_loaded(tmp_path, name):
+    (tmp_path / "text.txt").write_text("w5 w6\n")
+    np.save(tmp_path / "ids.npy", zoo.tokens(4, 9).numpy())
+    data = str(tmp_path / name) if "." in name else name
+    with pytest.raises(InfoFlowError, match=r"column is 'other'.*no columns: leave the column out"):
+        check_data(data, "other")
+
+
+def test_empty_first_rows_are_named_and_left_out_of_joined_texts(model, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in (None, "w5 w6", "w7 w8 w9")))
+    with pytest.raises(InfoFlowError, match=r"NoneType in row 0.*leave that row out"):
+        read_data(model, str(path))
+    whole = tmp_path / "whole.jsonl"
+    whole.write_text("\n".join(json.dumps({"text": text}) for text in ("w5 w6", "w7 w8 w9")))
+    found, expected = (read_data(model, str(p), window=3).sequences() for p in (path, whole))
+    assert torch.equal(found, expected)
