@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from infoflow_lens import Architecture, InfoFlowError, TrainingConfig, build_model, train
-from infoflow_lens.models.stacked import stacked_readout
 from infoflow_lens.tasks import load_task
 from infoflow_lens.together import train_together
 from infoflow_lens.training import TrainingDivergedError, evaluate
@@ -63,22 +62,6 @@ def assert_same(together, singles):
             torch.testing.assert_close(ours.model.state_dict()[name], value, rtol=1e-6, atol=1e-8)
         assert ours.result.record.model_fingerprint == theirs.record.model_fingerprint
         assert ours.result.record.config == theirs.record.config
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_batched_pass_is_that_of_the_hosted_models(name):
-    found = models(ARCHITECTURES[name])
-    for model in found:
-        for parameter in model.parameters():  # biases are zero at first
-            parameter.data = parameter.data + torch.randn_like(parameter) / 3
-    weights = {
-        n: torch.stack([model.get_parameter(n) for model in found])
-        for n, _ in found[0].named_parameters()
-    }
-    x = torch.randn(len(SEEDS), 6, 5, 3, dtype=torch.float64)
-    together = stacked_readout(found[0], weights, x)
-    for output, model, own in zip(together, found, x, strict=True):
-        torch.testing.assert_close(output, model(own))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -341,6 +341,14 @@ def test_weights_of_all_layers(layers_alike):
         torch.testing.assert_close(ov[layer], block.attn.W_V @ block.attn.W_O)
 
 
+def test_directions_of_outputs_are_columns_of_the_unembedding(attention_only):
+    model = attention_only
+    one, two = torch.tensor([3]), torch.tensor([3, 1])
+    assert model.tokens_to_residual_directions(3).equal(model.W_U[:, 3])
+    assert model.tokens_to_residual_directions(one).equal(model.W_U[:, 3])
+    assert model.tokens_to_residual_directions(two).equal(model.W_U[:, [3, 1]].T)
+
+
 def test_what_layers_of_different_heads_do_not_share(model, attention_only):
     assert model.heads_of_layers == (2, 5)
     assert model.all_head_labels()[1:4] == ["L0H1", "L1H0", "L1H1"]

@@ -233,6 +233,12 @@ def test_the_seed_makes_the_model_and_leaves_the_global_state(name):
     assert not first.blocks[0].attn.W_Q.equal(other.blocks[0].attn.W_Q)
 
 
+def test_seeds_are_0_by_default():
+    sizes = {"n_heads": (2,), "d_model": 8, "d_token": 3, "n_tokens": 5}
+    default, zero = build_model(Architecture(**sizes)), build_model(Architecture(**sizes), seed=0)
+    assert default.blocks[0].attn.W_Q.equal(zero.blocks[0].attn.W_Q)
+
+
 @pytest.mark.parametrize("mode", ["gpt2", "xavier_uniform", "kaiming_normal"])
 def test_every_weight_is_initialised(mode):
     model = build_model(

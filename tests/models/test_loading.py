@@ -75,6 +75,14 @@ def test_a_folder_of_hugging_face_computes_what_transformers_computes(name, tmp_
     assert not loaded.model.training
 
 
+def test_weights_in_several_files_are_those_of_one(tmp_path):
+    zoo.build("gpt2").save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    assert not (tmp_path / "model.safetensors").exists()
+    found = logits(load_any(tmp_path).model)
+    torch.testing.assert_close(found, plain("gpt2"), rtol=1e-4, atol=1e-4)
+
+
 def test_twenty_families_are_known():
     assert len(RIGHT) + len(WRONG) == len(zoo.FAMILIES) >= 20
 

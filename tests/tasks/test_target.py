@@ -199,6 +199,10 @@ ONE = Component(1, first)
         ({"components": (Component(1, first),), "outer": "mean"}, "outer is 'mean'"),
         ({"components": (Component(1, first),), "outer": lambda z: z.sum(-1)}, "keep the last"),
         ({"components": (Component(1, first),), "subsets": ((9,),)}, "positions of component 1 is"),
+        (
+            {"components": (Component(1, first),), "subsets": ((1,), (2,))},
+            "is .* 1 entries",
+        ),
         ({"components": (Component(1, first, positions=(7,)),)}, "positions of component 1"),
         ({"components": (Component(2, distance, tuples=((0, 9),)),)}, "expected 0 to 3"),
         ({"components": (Component(1, first),), "tokens": lambda s, g: torch.zeros(1)}, "shape"),

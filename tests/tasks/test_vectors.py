@@ -1,5 +1,7 @@
 """Tasks over vector tokens: formula, active tokens, samples and datasets, errors."""
 
+import html
+import inspect
 import itertools
 
 import pytest
@@ -284,19 +286,39 @@ def test_parameters_that_do_not_fit_each_other_are_named(name, parameters, messa
 
 
 @pytest.mark.parametrize(
-    ("x", "message"),
+    ("spoil", "message"),
     [
-        (torch.zeros(2, 16, 3), "has shape"),
-        ([[0.0]], "is a list"),
-        (torch.zeros(2, 16, 4, dtype=torch.int64), r"x\.float"),
-        (torch.full((2, 16, 4), torch.nan), "128 values that are NaN"),
+        (lambda x: x[..., :0], "has shape"),
+        (lambda x: x.tolist(), "is a list"),
+        (lambda x: x.long(), r"x\.float"),
+        (lambda x: torch.full_like(x, torch.nan), "values that are NaN"),
     ],
 )
-def test_bad_inputs_are_named(x, message):
-    task = load_task("d_retrieval")
+@pytest.mark.parametrize("name", sorted({name for name, _ in CASES}))
+def test_bad_inputs_are_named(name, spoil, message):
+    task = load_task(name)
+    x, _ = task.sample(2, seed=0)
     for call in (task.target, task.active_index_set):
         with pytest.raises(InfoFlowError, match=message):
-            call(x)
+            call(spoil(x))
+
+
+@EACH
+def test_notebooks_show_a_task_by_its_first_words_and_sizes(name, parameters):
+    task = load_task(name, n_tokens=7, **parameters)
+    shown = task._repr_html_()
+    assert html.escape(inspect.getdoc(type(task)).split("\n\n")[0].split("\n")[0]) in shown
+    assert "n_tokens" in shown
+
+
+def test_a_subset_for_each_component_is_counted_by_its_size():
+    """Scores of 2, 3 and 1 tokens are compared in the place of 3 T."""
+    whole, some = (
+        load_task("d_retrieval", n_tokens=7, n_components=3, subsets=subsets)
+        for subsets in (None, ((0, 1), (2, 3, 4), (6,)))
+    )
+    numbers = [task.comparison.number(7, "proved") for task in (whole, some)]
+    assert numbers[1] < numbers[0]
 
 
 def test_bad_sample_requests_are_named():

@@ -141,14 +141,15 @@ def test_works_inside_the_users_inference_mode(model, inputs):
     torch.testing.assert_close(probes[0].result().influence, outside.influence)
 
 
-def test_a_pass_that_cannot_be_repeated_is_refused(token_model, token_inputs):
+@pytest.mark.parametrize("settings", [{}, {"positions": (-1,)}, {"estimate": 4}])
+def test_a_pass_that_cannot_be_repeated_is_refused(token_model, token_inputs, settings):
     """A mask is no part of what plain hooks see; one huge activation must not hide the others."""
     with torch.no_grad():
         token_model.embed.W_E[0, 0] = 3000.0
     token_inputs[:, 0] = 0
     mask = torch.ones_like(token_inputs)
     mask[:, :3] = 0
-    probe = JacobianInfluence()
+    probe = JacobianInfluence(**settings)
     with pytest.raises(InfoFlowError, match="attention_mask"):
         token_model.run_with_hooks(
             token_inputs, attention_mask=mask, fwd_hooks=probe.fwd_hooks(token_model)

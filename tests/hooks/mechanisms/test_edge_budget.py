@@ -389,6 +389,7 @@ def test_an_induction_circuit_needs_its_own_edges():
     for graded in ("product", "weakest", "product x norm"):
         assert regained[graded][2] > 0.99, graded
     needed = found.edges_needed(0.9)
+    assert str(found.edges_needed()) == str(needed)  # as it is by default
     assert needed["product"].edges <= 3
     # all positions look at the one before, so weights alone cannot tell which of them matter
     assert needed["attention weight"].edges > 3

@@ -1,6 +1,9 @@
 """Patterns idealised: definitions, damage by hand, and heads whose mechanism is known."""
 
 import copy
+import dataclasses
+import itertools
+import math
 
 import pytest
 import torch
@@ -178,6 +181,28 @@ def test_rules_of_heads_by_position_hold_what_they_read():
         )
         sets = propagate(result.rules(attended.positions, positions.argmax), 16)
         assert sets.members[0, :, -1].sum(dim=1).eq(size).all()
+
+
+@pytest.mark.parametrize("ideal", ["global", "specific_position"])
+def test_rules_of_texts_of_different_length_hold_no_padding(ideal):
+    """Fixed keys of the long sequences are not there in the short ones."""
+    model = make_token_model()
+    generator = torch.Generator().manual_seed(2)
+    rows = [torch.randint(17, (n,), generator=generator) for n in (9, 4, 6)]
+    found = measure_mechanisms(model, rows, exact=True, progress=False)
+    damage = torch.tensor([0.0 if name == ideal else math.inf for name in IDEALS])
+    alike = dataclasses.replace(
+        found, damage=tuple(damage.expand(len(layer), -1) for layer in found.damage)
+    )
+    positions, attended = run_probes(
+        model, rows, [PositionsProbe(), AttendedProbe()], progress=False
+    )
+    sets = propagate(alike.rules(attended, positions))
+    for sequence, row in enumerate(rows):
+        for layer, t in itertools.product(range(2), range(len(row))):
+            held = sets.of(layer, sequence, t)
+            assert held <= set(range(len(row)))
+            assert t == 0 or len(held) > 1
 
 
 def test_heads_without_a_mechanism_stay_soft(model, inputs):

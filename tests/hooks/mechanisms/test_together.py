@@ -252,8 +252,9 @@ def keys(model, tokens):
     return measure_top_k(model, tokens, control=True, progress=False)
 
 
-def test_all_keys_are_the_model_itself(model, tokens):
-    found = measure_top_k(model, tokens, ks=(10,), control=True, progress=False)
+@pytest.mark.parametrize("k", [10, 9])  # the last row, of 10 keys, predicts nothing
+def test_all_keys_are_the_model_itself(model, tokens, k):
+    found = measure_top_k(model, tokens, ks=(k,), control=True, progress=False)
     assert [bar.get_height() for bar in found.plot().axes[0].patches] == list(found.least())
     torch.testing.assert_close(found.rise(), torch.zeros(2, 3, 1).double(), rtol=0, atol=1e-6)
 
@@ -272,6 +273,18 @@ def test_the_largest_keys_by_hand(model, tokens, keys):
 def test_random_keys_do_not_depend_on_the_batch_size(model, tokens, keys):
     other = measure_top_k(model, tokens, control=True, batch_size=5, progress=False)
     torch.testing.assert_close(other.losses, keys.losses, rtol=1e-5, atol=1e-5)
+
+
+def test_a_table_has_what_was_looked_at(model, tokens, keys):
+    found = measure_top_k(model, tokens, search=True, progress=False)
+    for result in (found, keys):
+        frame = result.to_frame().set_index(["kept", "layer", "k"])
+        assert len(frame) == int((~result.losses[..., 0].isnan()).sum())
+        for (kept, layer, k), row in frame.iterrows():
+            place = 2 if layer == "all" else int(layer)
+            sums = result.losses[result.kept.index(kept), place, result.ks.index(k)]
+            assert row["loss"] == pytest.approx(float(sums.sum()) / 108)
+            assert row["rise"] == pytest.approx(float(sums.sum() / result.bare.sum()) - 1)
 
 
 def test_a_search_finds_what_looking_at_all_finds_where_the_loss_falls(model, tokens):
