@@ -14,6 +14,7 @@ from infoflow_lens.theory.comparison import (
     ComparisonTree,
     Component,
     Leaf,
+    best_inside,
     best_tuples,
     d_retrieval_profile,
     depth_separation_profile,
@@ -81,6 +82,42 @@ def test_best_tuples_in_chunks_equal_those_at_once(monkeypatch):
     expected = best_tuples(x, component)
     monkeypatch.setattr("infoflow_lens.theory.comparison._MOST_SCORES_AT_ONCE", 40)
     assert best_tuples(x, component)[0].equal(expected[0])
+
+
+@given(
+    arity=st.integers(1, 3),
+    distinct=st.booleans(),
+    positions=st.none() | st.sets(st.integers(0, 5), min_size=3).map(tuple),
+    extremum=st.sampled_from(["max", "min"]),
+    seed=st.integers(0, 99),
+)
+def test_components_by_looking_at_every_tuple(arity, distinct, positions, extremum, seed):
+    """What a component compares, how many that are, its best tuple, and the best inside a set."""
+    score = polynomial(arity, seed)
+    distinct = distinct and arity > 1
+    component = Component(arity, score, distinct=distinct, positions=positions, extremum=extremum)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, 6, 3, generator=generator)
+    sets = torch.rand(3, 4, 6, generator=generator) < 0.6
+    sets[:, 0] = False
+    tuples = [
+        indices
+        for indices in itertools.product(range(6) if positions is None else positions, repeat=arity)
+        if not distinct or len(set(indices)) == arity
+    ]
+    assert component.n_tuples(6, ordered=True) == len(tuples)
+    unordered = {tuple(sorted(indices)) for indices in tuples}
+    assert component.n_tuples(6, ordered=False) == len(unordered)
+    sign = 1 if extremum == "max" else -1
+    for row, holders, chosen, best, inside in zip(
+        x, sets, *best_tuples(x, component), best_inside(x, sets, component), strict=True
+    ):
+        values = {indices: sign * float(score(row[list(indices)])) for indices in tuples}
+        assert float(best) == pytest.approx(max(values.values()))
+        assert values[tuple(chosen.tolist())] == pytest.approx(max(values.values()))
+        for holder, found in zip(holders.tolist(), inside.tolist(), strict=True):
+            held = [value for indices, value in values.items() if all(holder[i] for i in indices)]
+            assert found == pytest.approx(max(held, default=-math.inf))
 
 
 def test_a_component_can_look_at_some_positions_only():

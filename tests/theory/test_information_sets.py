@@ -1,6 +1,7 @@
 """Propagation of information sets is rule (1) of the paper, for any attended positions."""
 
 import doctest
+import itertools
 
 import pytest
 import torch
@@ -94,6 +95,19 @@ def test_mixed_rules_equal_the_set_based_reference(case):
                         following[t] = set(range(n_sources))
             current = following
             assert [sets.of(layer, sequence, t) for t in range(n_pos)] == current
+
+
+@given(mixed_layers())
+def test_a_rule_says_which_keys_it_moves(case):
+    """A page that draws the sets moves them by that alone."""
+    layers, n_sources, batch, n_pos = case
+    nothing = MaxPosition(torch.full((batch, 1, n_pos), -1))
+    for rule in itertools.chain.from_iterable(layers):
+        sets = propagate([[rule, nothing]], n_sources)
+        for sequence in range(batch):
+            for t, keys in enumerate(rule.describe(sequence).tolist()):
+                moved = {key for key in (t, *keys) if 0 <= key < n_sources}
+                assert sets.of(0, sequence, t) == moved
 
 
 @pytest.mark.parametrize("n_sources", [1, 7, 8, 63, 64, 65, 130])
