@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.settings import Repeated
 
 
 def options_of(
@@ -16,15 +17,17 @@ def options_of(
     """Give a command an option for each field of a dataclass, with its type, default and help.
 
     The command takes the dataclass as its first parameter, ``config``; a tuple is written with
-    commas.
+    commas, or one by one in a repeated option where the field says `Repeated`.
 
     Args:
         config: a dataclass whose fields are ``Annotated[type, ..., "help"]``; it checks ranges.
         arguments: the fields that are arguments without a name.
     """
     kinds, texts = get_type_hints(config), help_texts(config)
+    repeated = [name for name, parts in _annotated(config).items() if Repeated() in parts]
+    shown = {name: list[str] if name in repeated else kind for name, kind in kinds.items()}
     made = [
-        _parameter(item, kinds[item.name], texts[item.name], item.name in arguments)
+        _parameter(item, shown[item.name], texts[item.name], item.name in arguments)
         for item in fields(config)
     ]
 
@@ -54,11 +57,15 @@ def options_of(
 
 def help_texts(config: type[Any]) -> dict[str, str]:
     """The help of each field of a dataclass: the text among its annotations, beside ranges."""
-    hints = get_type_hints(config, include_extras=True)
     return {
-        item.name: next(part for part in get_args(hints[item.name]) if isinstance(part, str))
-        for item in fields(config)
+        name: next(part for part in parts if isinstance(part, str))
+        for name, parts in _annotated(config).items()
     }
+
+
+def _annotated(config: type[Any]) -> dict[str, tuple[Any, ...]]:
+    hints = get_type_hints(config, include_extras=True)
+    return {item.name: get_args(hints[item.name]) for item in fields(config)}
 
 
 def _parameter(item: Any, kind: Any, text: str, is_argument: bool) -> inspect.Parameter:
@@ -66,6 +73,8 @@ def _parameter(item: Any, kind: Any, text: str, is_argument: bool) -> inspect.Pa
     if _is_tuple(kind):
         kind = str | None if default is None else str
         default = None if default is None else ",".join(map(str, default))
+    if kind == list[str]:
+        default = list(default)
     choices = _choices(kind)
     if choices:  # checked by the dataclass, which knows what was meant
         kind = str | None if type(None) in get_args(kind) else str
@@ -89,6 +98,8 @@ def _is_tuple(kind: Any) -> bool:
 
 
 def _parsed(kind: Any, value: Any, name: str) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
     if value is None or not _is_tuple(kind):
         return value
     parts = [part.strip() for part in value.split(",")] if value.strip() else []

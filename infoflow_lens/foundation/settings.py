@@ -37,6 +37,11 @@ class Distinct:
     """Values of a tuple must differ; for ``Annotated[tuple[int, ...], Distinct()]``."""
 
 
+@dataclass(frozen=True)
+class Repeated:
+    """A tuple of texts that a command takes one by one, in an option that may be repeated."""
+
+
 LARGEST_SEED = 2**63 - 1
 
 Count = Annotated[int, Ge(1)]

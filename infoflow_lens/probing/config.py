@@ -17,10 +17,12 @@ from infoflow_lens.foundation.settings import (
     Positions,
     Ranks,
     Remedy,
+    Repeated,
     Seed,
     settings,
 )
 from infoflow_lens.models.shipped import shipped_folder
+from infoflow_lens.probing.own_settings import OwnSetting
 from infoflow_lens.probing.registry import part_names
 
 InfluenceKind = Literal["auto", "exact", "estimate", "resample"]
@@ -93,8 +95,15 @@ class ProbingConfig:
     device: Device = "cpu"
     dtype: Dtype = None
     backend: Backend = "auto"
+    setting: Annotated[
+        tuple[str, ...],
+        Repeated(),
+        "A setting of one probe by the name of its result, such as recovery.ridge=gcv; may be "
+        "repeated.",
+    ] = ()
 
     def __post_init__(self) -> None:
+        self.own_settings()
         if self.ranks != tuple(range(1, len(self.ranks) + 1)):
             raise InfoFlowError(
                 f"ranks are {self.ranks}: expected 1 to some K, such as (1, 2, 3), from which "
@@ -112,6 +121,10 @@ class ProbingConfig:
                 "sketch is 1: expected 0, which is exact, or at least 2 directions, whose spread "
                 "tells the error"
             )
+
+    def own_settings(self) -> tuple[OwnSetting, ...]:
+        """Those of single probes."""
+        return tuple(map(OwnSetting.read, self.setting))
 
     def asked(self) -> dict[str, Any]:
         """The settings on which any output depends, as JSON-compatible values."""

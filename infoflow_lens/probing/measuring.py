@@ -1,7 +1,7 @@
 """Measuring the parts of a run, each read from disk where it is finished."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
@@ -9,6 +9,7 @@ from infoflow_lens.hooks import ModelCapabilities, Probe, Result
 from infoflow_lens.hooks.passes.run import check_extent
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.own_settings import check_named, with_own_settings
 from infoflow_lens.probing.part import Part, Say, Setting
 from infoflow_lens.probing.patience import word_if_long
 from infoflow_lens.probing.registry import load_part, part_names
@@ -69,9 +70,18 @@ def parts_with_enough_data(
         part.check(setting)
         extent = (setting.batches if part.sequences == "all" else setting.detail).extent
         if extent is not None:
-            check_extent(setting.model, list(part.probes(setting).values()), extent)
+            check_extent(setting.model, list(_probes_of(part, setting).values()), extent)
         enough[name] = part
+    named = [name for part in enough.values() for name in _probes_of(part, setting)]
+    check_named(setting.config.own_settings(), named)
     return enough
+
+
+def _probes_of(part: Part, setting: Setting) -> dict[str, Probe[Any]]:
+    """The probes of a part, with the settings that the run has for them."""
+    config = setting.config
+    options = [item.name for item in fields(config)]
+    return with_own_settings(part.probes(setting), config.own_settings(), options)
 
 
 def _leave_out(name: str, why: str, config: ProbingConfig, say: Say, if_possible: bool) -> None:
@@ -123,7 +133,7 @@ def measured(
     for which in ("all", "detail"):  # probes of several parts share their passes
         wanted: dict[str, Probe[Any]] = {}
         for part in parts.values():
-            mine = part.probes(setting) if part.sequences == which else {}
+            mine = _probes_of(part, setting) if part.sequences == which else {}
             twice = ", ".join(wanted.keys() & mine.keys())
             if twice:
                 raise InfoFlowError(

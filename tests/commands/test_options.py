@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from infoflow_lens.commands.common import reported
 from infoflow_lens.commands.options import options_of
-from infoflow_lens.foundation.settings import Count, Ranks, Remedy, Share, settings
+from infoflow_lens.foundation.settings import Count, Ranks, Remedy, Repeated, Share, settings
 
 
 @settings
@@ -22,6 +22,7 @@ class Example:
     share: Annotated[Share, "Share help."] = 0.5
     ranks: Annotated[Ranks, "Ranks help."] = (1, 2)
     mode: Annotated[Literal["fit", "use"], "Mode help."] = "fit"
+    part: Annotated[tuple[str, ...], Repeated(), "Part help."] = ()
 
 
 app = typer.Typer()
@@ -41,7 +42,9 @@ def answer(*words: str) -> Any:
 def test_options_are_typed_as_the_fields_are():
     assert answer("a").output.strip() == repr(Example("a"))
     given = ["--n", "3", "--size", "4", "--share", "1", "--ranks", "1,3", "--mode", "use"]
-    assert answer("a", *given).output.strip() == repr(Example("a", 3, 4, 1.0, (1, 3), "use"))
+    given += ["--part", "a,b", "--part", "c"]
+    expected = Example("a", 3, 4, 1.0, (1, 3), "use", ("a,b", "c"))
+    assert answer("a", *given).output.strip() == repr(expected)
 
 
 def test_ranges_beside_a_help_text_are_the_class_s():
@@ -53,7 +56,9 @@ def test_ranges_beside_a_help_text_are_the_class_s():
 
 def test_the_help_is_the_text_alone():
     shown = answer("--help").output
-    assert all(f"{word} help." in shown for word in ("Name", "Number", "Size", "Share", "Mode"))
+    assert all(
+        f"{word} help." in shown for word in ("Name", "Number", "Size", "Share", "Mode", "Part")
+    )
     assert "Ge(" not in shown
     assert "in fours" not in shown
 

@@ -34,9 +34,10 @@ class PositionsPart(Part):
         return result.summary()
 
     def figures(self, result: AnyPositions) -> Sequence["Chart"]:
-        """Two heat maps over heads."""
+        """Two heat maps over heads; one if the spread was not measured."""
+        found = result.summary()
         labels = {"by_content": "explained by tokens alone", "entropy": "entropy (nats)"}
-        return by_head(result.summary(), labels)
+        return by_head(found, {name: text for name, text in labels.items() if name in found})
 
     def facts(self, result: AnyPositions) -> Sequence[tuple[str, str]]:
         """How many sequences were seen."""
