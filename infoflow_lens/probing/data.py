@@ -1,6 +1,7 @@
 """Data for a probe run, by what a user types: a file, a folder, a task, or a name on the hub."""
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,6 +30,7 @@ _TABLES = {
 }
 _TENSORS = (".pt", ".npy", ".safetensors")
 _UTF_8 = "utf-8-sig"  # the mark with which some editors begin a file is no text
+_ALIKE = 0.8  # names from which on one is taken for the other, misspelt
 _ROWS = 1000  # read at a time
 _PIECE = 2**20  # characters of a text that is joined, at a time
 _LINE = 2**26  # characters of a text that is a line of its own, at most
@@ -121,8 +123,8 @@ def check_data(data: str, column: str | None = None) -> None:
     """Refuse, before a model is loaded, files that are not there, and columns of what has none.
 
     Raises:
-        InfoFlowError: for no name, for a file or a path that does not exist, and for a column of
-            lines of text, tensors or sequences that are drawn.
+        InfoFlowError: for no name, for a file or a path that does not exist, for a task that is
+            misspelt, and for a column of lines of text, tensors or sequences that are drawn.
     """
     if not data:
         raise InfoFlowError("data is empty: expected a file, a task or the name of a dataset")
@@ -130,6 +132,14 @@ def check_data(data: str, column: str | None = None) -> None:
     looks_like_a_file = path.suffix in (*_TABLES, *_TENSORS) or data.startswith((".", "/", "~"))
     if looks_like_a_file and not path.exists() and not is_task(data):
         raise InfoFlowError(f"there is no file {data!r}: expected a file of texts or rows")
+    known = [REPEATED, *list_tasks()]
+    if "/" not in data and data not in known and not path.exists():
+        near = get_close_matches(data, known, n=1, cutoff=_ALIKE)
+        if near:  # the hub would be asked for half a minute where there is no network
+            raise InfoFlowError(
+                f"data is {data!r}, which is no file and no task; did you mean {near[0]!r}? A "
+                "dataset of the hub is named OWNER/NAME"
+            )
     is_text = path.suffix == ".txt"
     has_columns = not (is_text or path.suffix in _TENSORS or data == REPEATED or is_task(data))
     if column is not None and not has_columns and not (is_text and column == "text"):

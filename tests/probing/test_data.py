@@ -78,3 +78,13 @@ def test_empty_first_rows_are_named_and_left_out_of_joined_texts(model, tmp_path
     whole.write_text("\n".join(json.dumps({"text": text}) for text in ("w5 w6", "w7 w8 w9")))
     found, expected = (read_data(model, str(p), window=3).sequences() for p in (path, whole))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("d_retreival", "d_retrieval"), ("repeatd", "repeated")]
+)
+def test_a_misspelt_task_is_no_dataset_of_the_hub(name, meant):
+    with pytest.raises(InfoFlowError, match=f"is {name!r}.*did you mean {meant!r}"):
+        check_data(name)
+    check_data("imdb")
+    check_data("owner/d_retreival")
