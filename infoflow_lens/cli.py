@@ -331,11 +331,11 @@ def _probe(
 ) -> None:
     """Print what a finished run has said, without loading its model; else what is measured now."""
     with _reported():
-        from infoflow_lens.runs.finished import finished_before
+        from infoflow_lens.runs.finished import read_finished
 
         settings = config()
         probing = settings.probing() if isinstance(settings, SurveyConfig) else settings
-        said = finished_before(out, probing.asked(), probing.sources(), writes)
+        said = read_finished(out, probing.asked(), probing.sources(), writes)
         if said is None:
             result = run(
                 settings,

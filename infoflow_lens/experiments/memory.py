@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from infoflow_lens.foundation.devices import check_device
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.memory import free_on, shown_bytes
+from infoflow_lens.foundation.memory import format_bytes, free_on
 
 _WORKER_BYTES = 5 * 2**27  # of a process that has imported everything and trained nothing
 _FLOAT = 4
@@ -35,7 +35,7 @@ def check_memory(needed_bytes: int, device: str, jobs: int = 1) -> None:
     runs = f"{jobs} runs at a time need" if jobs > 1 else "a run needs"
     fewer = "fewer jobs, or " if jobs > 1 else ""
     raise InfoFlowError(
-        f"{runs} about {shown_bytes(needed)} of memory on {device}, but {shown_bytes(free)} is "
+        f"{runs} about {format_bytes(needed)} of memory on {device}, but {format_bytes(free)} is "
         f"free: expected it to fit; choose {fewer}a smaller preset"
     )
 

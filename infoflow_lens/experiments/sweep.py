@@ -27,7 +27,7 @@ from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.versions import versions_identity
-from infoflow_lens.runs.executor import Executor, Unit, own_device
+from infoflow_lens.runs.executor import Executor, Unit, choose_device
 from infoflow_lens.runs.folder import RunFolder
 from infoflow_lens.training import TrainingDivergedError
 
@@ -165,7 +165,7 @@ def run_study(
             check_memory(needed, device, jobs)
         # connected first: where no run can start, the folder stays free
         with (
-            executor.at_work(f"finished runs are kept in {str(out)!r}") as run_units,
+            executor.start_workers(f"finished runs are kept in {str(out)!r}") as run_units,
             progress_bar(study.name, len(runs), progress, done=len(kept)) as advance,
         ):
             folder.claim(identity)
@@ -307,7 +307,7 @@ def _described(unit: Sequence[Run]) -> str:
 
 def measure_unit(task: tuple[Study, Sequence[Run], str]) -> list[tuple[Run, list[Row]]]:
     """Runs of one configuration on a device; a training that diverges is a row that says so."""
-    study, runs, device = *task[:2], own_device(task[2])
+    study, runs, device = *task[:2], choose_device(task[2])
     measured: list[list[Row] | None]
     if len(runs) > 1:
         assert isinstance(study, TogetherStudy)

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from infoflow_lens.flows.settings import check_given, several
-from infoflow_lens.foundation.progress import no_bars_of_libraries
+from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.hooks.model.inputs import Batches, read_inputs
 from infoflow_lens.models.loading import LoadedModel, load_any
 
@@ -25,7 +25,7 @@ def load_and_read(
             `run_probes`.
     """
     check_given(text)
-    with nullcontext() if progress else no_bars_of_libraries():
+    with nullcontext() if progress else hide_library_bars():
         loaded = load_any(model, **options)
     given = several(loaded.model, text)
     return loaded, read_inputs(loaded.model, given, max_length=max_length, name="text")

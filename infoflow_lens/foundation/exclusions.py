@@ -61,10 +61,10 @@ def _differ(one: Any, other: Any) -> bool:
     return bool(abs(one - other) > _LEAST_GAP * (1e-2 + abs(one) + abs(other)))
 
 
-Checked = tuple[list[str], list[tuple[list[Any], list[Any]]]]
+Findings = tuple[list[str], list[tuple[list[Any], list[Any]]]]
 
 
-def _pigeonhole(document: Any) -> Checked:
+def _pigeonhole(document: Any) -> Findings:
     wrong, heads = [], document["n_heads"]
     places, options = document["places"], document["options"]
     if len(heads) != 1:
@@ -98,7 +98,7 @@ def _choices(n: int, left_out: int, positional: bool) -> Iterator[Sequence[int]]
     return itertools.product(*[(0,) if i == left_out else (0, 1) for i in range(n)])
 
 
-def _growth(document: Any) -> Checked:
+def _growth(document: Any) -> Findings:
     wrong, token, cls = [], 1, 0
     for heads in document["n_heads"]:
         token, cls = (1 + heads) * token, cls + heads * token
@@ -115,7 +115,7 @@ def _growth(document: Any) -> Checked:
     return wrong, pairs
 
 
-def _order(document: Any) -> Checked:
+def _order(document: Any) -> Findings:
     first, second = list(document["first"]), list(document["second"])
     wrong = []
     if sorted(map(repr, first)) != sorted(map(repr, second)):
@@ -125,7 +125,7 @@ def _order(document: Any) -> Checked:
     return wrong, [(first, second)]
 
 
-def _reach(document: Any) -> Checked:
+def _reach(document: Any) -> Findings:
     first, second = list(document["first"]), list(document["second"])
     wrong, windows = [], document["windows"]
     if not windows or None in windows:

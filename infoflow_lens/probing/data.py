@@ -16,7 +16,7 @@ from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, Rows, read_inputs
 from infoflow_lens.hooks.model.points import check_inputs
 from infoflow_lens.probing.windows import windows
-from infoflow_lens.runs.finished import contents
+from infoflow_lens.runs.finished import file_digests
 from infoflow_lens.tasks import TokenTask, is_task, list_tasks, load_task
 
 REPEATED = "repeated"  # random tokens, twice: the test of induction
@@ -115,7 +115,7 @@ def data_identity(data: str) -> Any:
     if path.is_file():
         return [path.suffix, digest_of(path)]
     if path.is_dir():
-        return contents(path)
+        return file_digests(path)
     return _from_hub(data)._fingerprint
 
 

@@ -46,7 +46,7 @@ def part_names() -> tuple[str, ...]:
     Raises:
         InfoFlowError: if two packages add the same name.
     """
-    return (*_OURS, *plugins.found(GROUP, _OURS), *_given.get({}))
+    return (*_OURS, *plugins.find_entry_points(GROUP, _OURS), *_given.get({}))
 
 
 def load_part(name: str) -> "Part":
@@ -64,10 +64,10 @@ def load_part(name: str) -> "Part":
         module = import_module(f"infoflow_lens.probing.parts.{name}")
         made: Part = getattr(module, _OURS[name])()
         return made
-    others = plugins.found(GROUP, _OURS)
+    others = plugins.find_entry_points(GROUP, _OURS)
     if name not in others:
         raise InfoFlowError(f"there is no probe {name!r}{nearest(name, part_names())}")
-    kind = plugins.loaded(others[name], Part, Probe)
+    kind = plugins.load_class(others[name], Part, Probe)
     try:
         part: Part = kind() if issubclass(kind, Part) else ProbePart(kind(), name)
     except Exception as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.memory import free_memory, shown_bytes
+from infoflow_lens.foundation.memory import format_bytes, free_memory
 from infoflow_lens.hooks import Probe
 
 
@@ -57,9 +57,9 @@ class Watch:
         if free is not None and needed * self.at_once > free:
             raise InfoFlowError(
                 f"what is measured of {self.n_left} sequences needs about "
-                f"{shown_bytes(needed * self.at_once)} of memory, and {shown_bytes(free)} is free: "
-                "expected it to fit; give fewer sequences (n, n_detail), shorter ones (max_length) "
-                "or smaller shards (shard)"
+                f"{format_bytes(needed * self.at_once)} of memory, and {format_bytes(free)} is "
+                "free: expected it to fit; give fewer sequences (n, n_detail), shorter ones "
+                "(max_length) or smaller shards (shard)"
             )
         if not self.on_disk or not self.folder.is_dir():
             return
@@ -67,7 +67,7 @@ class Watch:
         if by_shard * self.n_left > free:
             raise InfoFlowError(
                 f"results of {self.n_left} sequences need about "
-                f"{shown_bytes(int(by_shard * self.n_left))} on the disk, and {shown_bytes(free)} "
-                "is free: expected it to fit; give fewer sequences (n), shorter ones (max_length) "
-                "or fewer ranks"
+                f"{format_bytes(int(by_shard * self.n_left))} on the disk, and "
+                f"{format_bytes(free)} is free: expected it to fit; give fewer sequences (n), "
+                "shorter ones (max_length) or fewer ranks"
             )

@@ -10,7 +10,7 @@ from torch import nn
 
 from infoflow_lens.foundation.files import write_signed
 from infoflow_lens.foundation.processes import threads
-from infoflow_lens.foundation.progress import no_bars_of_libraries
+from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.record import (
     RunRecord,
     configuration_fingerprint,
@@ -36,7 +36,7 @@ from infoflow_lens.probing.part import Say, Setting
 from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.probing.store import store, stored_before
 from infoflow_lens.runs.executor import Executor
-from infoflow_lens.runs.finished import say_finished
+from infoflow_lens.runs.finished import write_finished
 from infoflow_lens.runs.folder import RunFolder
 
 _AT_ONCE = 1000  # sequences
@@ -95,7 +95,7 @@ def run_probing(
     n_threads = check(n_threads, Count | None, "n_threads")
     executor = Executor(jobs, scheduler, n_threads or 1, again or "the same call")
     executor.check("a probe run")
-    if n_threads is None and not executor.is_alone:
+    if n_threads is None and not executor.is_one_process:
         n_threads = 1
     with (
         RunFolder.open(out, "infoflow-lens probe", ("record.json", "report.html")) as folder,
@@ -120,7 +120,7 @@ def _run(
 ) -> ProbingResult:
     out, in_memory = folder.path, loaded is not None or batches is not None
     folder.check(settings_identity(config))
-    with nullcontext() if progress else no_bars_of_libraries():
+    with nullcontext() if progress else hide_library_bars():
         if loaded is None:
             loaded = load_any(
                 config.model, device=config.device, dtype=config.dtype, backend=config.backend
@@ -180,7 +180,7 @@ def _run(
     result.report(out / "report.html")
     last(result)
     if not in_memory:
-        say_finished(folder, config.asked(), config.sources(), result.said())
+        write_finished(folder, config.asked(), config.sources(), result.said())
     return result
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.files import digest_of
-from infoflow_lens.foundation.progress import no_bars_of_libraries
+from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.state import write_state
 from infoflow_lens.hooks import Probe
 from infoflow_lens.hooks.model.inputs import Batches, Extent
@@ -22,7 +22,7 @@ from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.room import Watch
 from infoflow_lens.probing.store import StoredSequences
-from infoflow_lens.runs.executor import own_device
+from infoflow_lens.runs.executor import choose_device
 
 Probes = Mapping[str, Probe[Any]]
 SUMS = "sums.safetensors"
@@ -183,7 +183,7 @@ def measure_in_worker(task: Task) -> Delivered:
 
 def _measure_into(folder: Path, task: Task) -> None:
     config, growing = task.config, task.watch.on_disk
-    loaded = _loaded(config.model, own_device(config.device), config.dtype, config.backend)
+    loaded = _loaded(config.model, choose_device(config.device), config.dtype, config.backend)
     rows = task.rows.unpacked() if isinstance(task.rows, Packed) else task.rows
     batches, n, look = Batches(loaded.model, rows), config.shard, task.watch.look
     told: dict[str, list[Any]] = {name: [] for name in growing}
@@ -204,5 +204,5 @@ def _measure_into(folder: Path, task: Task) -> None:
 @lru_cache(maxsize=1)
 def _loaded(model: str, device: str, dtype: str | None, backend: Any) -> LoadedModel:
     """The model, loaded once in a process."""
-    with no_bars_of_libraries():
+    with hide_library_bars():
         return load_any(model, device=device, dtype=dtype, backend=backend)

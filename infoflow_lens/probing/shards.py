@@ -18,7 +18,7 @@ from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import naming_file
-from infoflow_lens.foundation.interrupts import between_steps
+from infoflow_lens.foundation.interrupts import defer_interrupts
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import model_fingerprint
 from infoflow_lens.foundation.state import read_state
@@ -320,7 +320,7 @@ def run_in_shards(
     begun = max((probe.n_sequences for probe in gathered.begun.values()), default=0)
     seen = gathered.n_seen + begun
     say(f"{', '.join(probes)}" + (f": going on behind {seen} sequences" if seen else ""))
-    alone = setting.executor.is_alone or gathered.n_left <= setting.config.shard
+    alone = setting.executor.is_one_process or gathered.n_left <= setting.config.shard
     total, done = gathered.extent.n_sequences, seen if alone else gathered.n_seen
     with (
         progress_bar("probing", total, setting.progress, done=done) as show,
@@ -348,7 +348,7 @@ def _run_locally(setting: Setting, gathered: Gathered, advance: Callable[[int], 
     """Measure what is left in this process."""
     config, folder = setting.config, gathered.folder.path
     watch = Watch(gathered.n_left, config.shard, gathered.growing, folder)
-    with between_steps() as stop_if_asked:
+    with defer_interrupts() as stop_if_asked:
         for index in gathered.left():
             probes, before = gathered.begin(), gathered.n_seen
             part = gathered.part(range(index, index + 1))
@@ -394,8 +394,8 @@ def _run_in_workers(setting: Setting, gathered: Gathered, advance: Callable[[int
             yield Unit(f"shard {shards.start} (from sequence {first})", task)
 
     with (
-        between_steps() as stop_if_asked,
-        executor.at_work("finished shards are kept") as run,
+        defer_interrupts() as stop_if_asked,
+        executor.start_workers("finished shards are kept") as run,
     ):
         for delivered in run(measure_in_worker, units(), stop_if_asked):
             before = gathered.n_seen

@@ -171,7 +171,7 @@ def test_who_measures_which_part_of_a_stretch_is_in_no_byte(
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, config)
     with monkeypatch.context() as patch:
-        patch.setattr(Executor, "at_work", lambda self, kept: nullcontext(two_units))
+        patch.setattr(Executor, "start_workers", lambda self, kept: nullcontext(two_units))
         if stop < 14:  # else one shard is left, which no worker is asked for
             with pytest.raises(KeyboardInterrupt):
                 run(tmp_path, config, jobs=2)
@@ -224,7 +224,7 @@ def three_from_the_end(config, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Executor, "at_work", lambda self, kept: nullcontext(backwards))
+        patch.setattr(Executor, "start_workers", lambda self, kept: nullcontext(backwards))
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, config, jobs=2)
     return tmp_path
@@ -314,7 +314,7 @@ def test_what_is_written_already_is_not_asked_of_the_disk_again(config, tmp_path
 
     real = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(room.shutil, "disk_usage", usage)
-    monkeypatch.setattr(Executor, "at_work", lambda self, kept: nullcontext(in_turn))
+    monkeypatch.setattr(Executor, "start_workers", lambda self, kept: nullcontext(in_turn))
     assert run(tmp_path, config, jobs=2).positions.n_sequences == 43
 
 
