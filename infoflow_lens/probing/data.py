@@ -236,10 +236,10 @@ def _parts(
     elif is_task(data):
         yield _task(model, data, n, seed)
     else:
-        yield from _some(_from_hub(data))
+        yield from _split_rows(_from_hub(data))
 
 
-def _some(table: Any) -> Iterator[Any]:
+def _split_rows(table: Any) -> Iterator[Any]:
     """A table, some rows at a time."""
     for start in range(0, len(table), _ROWS):
         yield table.select(range(start, min(start + _ROWS, len(table))))
@@ -252,7 +252,7 @@ def _rows_of(path: Path, scratch: Path | None = None) -> Iterator[Any]:
         InfoFlowError: for what is not there, cannot be read, or holds no rows.
     """
     if path.is_dir():
-        yield from _some(_folder(path))
+        yield from _split_rows(_folder(path))
         return
     if not path.is_file():
         raise InfoFlowError(f"there is no file {str(path)!r}: expected a file of texts or rows")
@@ -293,7 +293,7 @@ def _streamed(path: Path, scratch: Path | None) -> Iterator[Any]:
     """Rows of a json, jsonl, csv or parquet file by ``datasets``, which reads them as they come."""
     import datasets
 
-    told = datasets.logging.get_verbosity()
+    verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below says it
     try:
         # else parquet is read by groups of rows, which may be as large as the file unpacked
@@ -318,7 +318,7 @@ def _streamed(path: Path, scratch: Path | None) -> Iterator[Any]:
             f"{_TABLES[path.suffix]} in UTF-8"
         ) from error
     finally:
-        datasets.logging.set_verbosity(told)
+        datasets.logging.set_verbosity(verbosity)
 
 
 def read_rows(data: str) -> Any:

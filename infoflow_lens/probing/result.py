@@ -100,12 +100,12 @@ class ProbingResult:
         Raises:
             InfoFlowError: if it cannot be written.
         """
-        from infoflow_lens.probing.page import report_of
+        from infoflow_lens.probing.page import build_report
         from infoflow_lens.report.probing import render_probing
 
         target = Path(path)
         writable_folder(target.parent)
-        write_text(target, render_probing(report_of(self)))
+        write_text(target, render_probing(build_report(self)))
         return target
 
     def push_to_hub(

@@ -22,7 +22,7 @@ from infoflow_lens.hooks import inspect_model
 from infoflow_lens.hooks.model.inputs import Batches, Rows
 from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.models.loading import LoadedModel, load_any
-from infoflow_lens.probing.compared import compared
+from infoflow_lens.probing.compared import compare_with_influence
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import check_data, stream_data
 from infoflow_lens.probing.folder import (
@@ -31,10 +31,10 @@ from infoflow_lens.probing.folder import (
     settings_identity,
     write_tables,
 )
-from infoflow_lens.probing.measuring import measured, parts_with_enough_data, possible_parts
-from infoflow_lens.probing.part import Say, Setting
+from infoflow_lens.probing.measuring import measure_parts, parts_with_enough_data, possible_parts
+from infoflow_lens.probing.part import RunContext, Say
 from infoflow_lens.probing.result import ProbingResult
-from infoflow_lens.probing.store import store, stored_before
+from infoflow_lens.probing.store import find_stored, store_sequences
 from infoflow_lens.runs.executor import Executor
 from infoflow_lens.runs.finished import write_finished
 from infoflow_lens.runs.folder import RunFolder
@@ -51,7 +51,7 @@ def run_probing(
     batches: Batches | None = None,
     *,
     if_possible: bool = False,
-    ready: Callable[[Setting], None] = lambda setting: None,
+    ready: Callable[[RunContext], None] = lambda context: None,
     jobs: int = 1,
     scheduler: str | None = None,
     n_threads: int | None = None,
@@ -114,7 +114,7 @@ def _run(
     loaded: LoadedModel | None,
     batches: Batches | None,
     if_possible: bool,
-    ready: Callable[[Setting], None],
+    ready: Callable[[RunContext], None],
     last: Callable[[ProbingResult], None],
     executor: Executor,
 ) -> ProbingResult:
@@ -131,13 +131,13 @@ def _run(
         made_from = None
         if batches is None:
             made_from = sequences_identity(config, configuration, tokenizer)
-        stored = stored_before(folder, made_from)
+        stored = find_stored(folder, made_from)
         coming = _parts(model, config, folder.scratch, batches) if stored is None else iter(())
         begin = next(coming) if stored is None else stored.sequences
         capabilities = inspect_model(model, begin[0][None])
         parts = possible_parts(capabilities, config, say, if_possible)
         if stored is None:
-            stored = store(chain([begin], coming), folder.scratch, config.data)
+            stored = store_sequences(chain([begin], coming), folder.scratch, config.data)
     say(f"{loaded.description}; {stored.extent.n_sequences} sequences")
     record = RunRecord(
         config={**asdict(config), "inputs": stored.digest, "tokenizer": tokenizer},
@@ -148,22 +148,22 @@ def _run(
     )
     # refused before the folder is claimed, so that other settings may be tried in it
     batches = Batches(model, stored.sequences, name=config.data)
-    setting = Setting(config, model, capabilities, batches, progress, executor)
-    ready(setting)
-    parts = parts_with_enough_data(parts, setting, say, if_possible)
+    context = RunContext(config, model, capabilities, batches, progress, executor)
+    ready(context)
+    parts = parts_with_enough_data(parts, context, say, if_possible)
     folder.claim(run_identity(config, record, stored.digest, tokenizer))
     if not folder.holds("record.json"):
         write_signed(out / "record.json", "infoflow-lens probe 2", record.to_dict())
     stored = stored.settle(folder, made_from)
     batches = Batches(model, stored.sequences, name=config.data)
-    setting = replace(setting, batches=batches)
+    context = replace(context, batches=batches)
     try:
-        found = measured(folder, parts, setting, say)
+        found = measure_parts(folder, parts, context, say)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"finished batches are kept in {str(out)!r}; go on with {executor.again}"
         ) from None
-    agreement, predicted, curve = compared(found)
+    agreement, predicted, curve = compare_with_influence(found)
     result = ProbingResult(
         out=out,
         config=config,

@@ -36,7 +36,7 @@ from infoflow_lens.hooks import (
 from infoflow_lens.hooks.model.points import layer_count
 from infoflow_lens.hooks.routes.graded import Strength
 from infoflow_lens.models.loading import load_any
-from infoflow_lens.probing.windows import evenly_spread, token_stream
+from infoflow_lens.probing.windows import spread_windows, token_stream
 from infoflow_lens.ranking import RankingAgreement, compare_rankings
 from infoflow_lens.theory import InformationSets, propagate
 from infoflow_lens.theory.graded import Path
@@ -169,7 +169,7 @@ class GradedSetsStudy(LanguageModelStudy):
             return {"validation": ids[:m], "test": ids[m:]}
         if self.data is None:
             prefix, stream = token_stream(model, read_corpus().texts("validation"))
-            other = evenly_spread(prefix, stream, length, m, "the text")
+            other = spread_windows(prefix, stream, length, m, "the text")
             own = self.sequences(model, {**settings, "n_windows": n}, seed)
         else:
             both = self.sequences(model, {**settings, "n_windows": n + m}, seed)

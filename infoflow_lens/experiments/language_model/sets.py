@@ -29,7 +29,7 @@ from infoflow_lens.hooks import (
     run_probes,
 )
 from infoflow_lens.models.constructions import build_construction
-from infoflow_lens.probing.compared import by_largest, by_mechanisms
+from infoflow_lens.probing.compared import predict_by_mechanisms, predict_by_top_k
 from infoflow_lens.ranking import CONTROLS, METRICS, RankingAgreement, compare_rankings
 
 if TYPE_CHECKING:
@@ -101,8 +101,8 @@ class Sets(LanguageModelStudy):
         mechanisms = measure_mechanisms(
             model, choosing, held_out=False, metric="kl", batch_size=_BATCH, progress=False, **read
         )
-        sets = by_largest(chosen, length)
-        sets["mechanisms"] = by_mechanisms(mechanisms, attended, chosen, length)
+        sets = predict_by_top_k(chosen, length)
+        sets["mechanisms"] = predict_by_mechanisms(mechanisms, attended, chosen, length)
         found, scores = results[: len(influences)], results[len(influences) :]
         rows: list[Row] = []
         for name, influence in zip(influences, found, strict=True):

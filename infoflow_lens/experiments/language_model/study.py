@@ -24,7 +24,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.configs import shape_of_named
 from infoflow_lens.probing.data import read_texts
-from infoflow_lens.probing.windows import evenly_spread, token_stream
+from infoflow_lens.probing.windows import spread_windows, token_stream
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -128,7 +128,7 @@ class LanguageModelStudy(Study):
         stream = stream[len(prefix) :]
         shift = seed * (length // 3) % max(1, len(stream) // 2)
         whole = torch.cat([prefix, stream[shift:]])
-        return evenly_spread(prefix, whole, length, settings["n_windows"], "the text")
+        return spread_windows(prefix, whole, length, settings["n_windows"], "the text")
 
     def shuffled(
         self, model: nn.Module, settings: Settings, n: int, seed: int

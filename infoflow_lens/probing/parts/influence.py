@@ -12,7 +12,7 @@ from infoflow_lens.hooks import (
     ResampleInfluence,
 )
 from infoflow_lens.hooks.influence.resample import donors_from
-from infoflow_lens.probing.part import Part, Setting
+from infoflow_lens.probing.part import Part, RunContext
 
 if TYPE_CHECKING:
     from infoflow_lens.report.charts import Chart
@@ -33,12 +33,12 @@ class InfluencePart(Part):
             return "edits of hook_resid_pre do not reach its output"
         return super().lacking(layer)
 
-    def probes(self, setting: Setting) -> Mapping[str, Probe[Any]]:
+    def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
         """Influence, and what predictions for the same sequences need."""
         return {
             "influence_attended": AttendedProbe(),
-            "influence_positions": PositionsProbe(setting.config.ranks, spread=True),
-            "influence": _probe(setting),
+            "influence_positions": PositionsProbe(context.config.ranks, spread=True),
+            "influence": _probe(context),
         }
 
     def figures(self, result: Any) -> Sequence["Chart"]:
@@ -46,14 +46,14 @@ class InfluencePart(Part):
         return ()
 
 
-def _probe(setting: Setting) -> Probe[Any]:
+def _probe(context: RunContext) -> Probe[Any]:
     """The kind of influence that the settings ask for, or that is affordable."""
-    config, longest = setting.config, setting.detail.longest or 1
+    config, longest = context.config, context.detail.longest or 1
     if config.influence == "resample":
         return ResampleInfluence(
-            donors_from(setting.batches, config.n_detail, longest), "median", state="resid_post"
+            donors_from(context.batches, config.n_detail, longest), "median", state="resid_post"
         )
-    affordable = longest * setting.width <= _EXACT_UP_TO
+    affordable = longest * context.width <= _EXACT_UP_TO
     if config.influence == "exact" or (config.influence == "auto" and affordable):
         return JacobianInfluence("resid_post")
     return JacobianInfluence("resid_post", positions=(-1,), estimate=_DIRECTIONS, seed=config.seed)

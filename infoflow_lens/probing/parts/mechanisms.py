@@ -7,7 +7,7 @@ from infoflow_lens.hooks import LayerCapabilities, MechanismsResult, measure_mec
 from infoflow_lens.hooks.mechanisms.measure import MechanismsProgress
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.probing.checkpoint import Checkpoint
-from infoflow_lens.probing.part import Part, Setting
+from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.report.heads import by_head, by_head_in_colours
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class MechanismsPart(Part):
             )
         return super().lacking(layer)
 
-    def measure(self, setting: Setting, checkpoint: Checkpoint) -> MechanismsResult:
+    def measure(self, context: RunContext, checkpoint: Checkpoint) -> MechanismsResult:
         """Replace patterns; go on behind the last finished batch."""
         state = checkpoint.load()
         reached: Any = state
@@ -63,14 +63,14 @@ class MechanismsPart(Part):
 
         try:
             return measure_mechanisms(
-                setting.model,
-                setting.detail,
-                metric=setting.config.metric,
-                threshold=setting.config.threshold,
-                batch_size=setting.config.batch_size,
+                context.model,
+                context.detail,
+                metric=context.config.metric,
+                threshold=context.config.threshold,
+                batch_size=context.config.batch_size,
                 resume=None if state is None else MechanismsProgress(**state),
                 after_batch=keep,
-                progress=setting.progress,
+                progress=context.progress,
             )
         except BaseException:
             if reached is not None:

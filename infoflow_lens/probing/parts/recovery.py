@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from infoflow_lens.hooks import Probe, RecoveryProbe, RecoveryResult
 from infoflow_lens.hooks.probe import Split
-from infoflow_lens.probing.part import Part, Setting
+from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.report.heads import by_head
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ class RecoveryPart(Part):
         "head attends to at each rank, on held-out sequences: 0 is perfect, 1 is knowing nothing."
     )
 
-    def lacking_of_data(self, setting: Setting) -> str:
+    def lacking_of_data(self, context: RunContext) -> str:
         """Maps are fitted on some sequences, and judged on others."""
-        n, split = setting.batches.n_sequences or 0, Split()
+        n, split = context.batches.n_sequences or 0, Split()
         if split.n_held_out(n):
             return ""
         return (
@@ -41,9 +41,9 @@ class RecoveryPart(Part):
             f"{split.every}; give more text"
         )
 
-    def probes(self, setting: Setting) -> Mapping[str, Probe[Any]]:
+    def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
         """Maps from the post-attention state; sketched, and not kept, where the model is wide."""
-        config, wide = setting.config, setting.width > _WIDE
+        config, wide = context.config, context.width > _WIDE
         sketch = (_SKETCH if wide else None) if config.sketch is None else config.sketch or None
         probe = RecoveryProbe(
             config.ranks, without=config.without, sketch=sketch, maps=not wide, seed=config.seed

@@ -14,7 +14,7 @@ from infoflow_lens.hooks.mechanisms.sufficiency import (
     measure_sufficiency,
 )
 from infoflow_lens.probing.checkpoint import Checkpoint
-from infoflow_lens.probing.part import NextTokenPart, Setting
+from infoflow_lens.probing.part import NextTokenPart, RunContext
 from infoflow_lens.report.charts import Lines
 
 _DRAWS = 3  # of random mechanisms
@@ -39,31 +39,31 @@ class SufficiencyPart(NextTokenPart):
             return "edits of hook_z do not reach its output, so no head can be ablated"
         return super().lacking(layer)
 
-    def lacking_of_data(self, setting: Setting) -> str:
+    def lacking_of_data(self, context: RunContext) -> str:
         """Mechanisms are chosen on some sequences, and measured together on others."""
-        if setting.rest is not None:
+        if context.rest is not None:
             return ""
-        n = setting.batches.n_sequences or 0
+        n = context.batches.n_sequences or 0
         smaller = f", or an n_detail of at most {n - 1}" if n > 1 else ""
         return (
-            f"all {n} sequences choose the mechanisms (n_detail is {setting.config.n_detail}), so "
+            f"all {n} sequences choose the mechanisms (n_detail is {context.config.n_detail}), so "
             f"none is left for sufficiency: expected more; give more text{smaller}"
         )
 
-    def measure(self, setting: Setting, checkpoint: Checkpoint) -> Result:
+    def measure(self, context: RunContext, checkpoint: Checkpoint) -> Result:
         """Go on behind the last finished point of the curves."""
-        assert setting.rest is not None
-        mechanisms: Any = setting.found["mechanisms"]
+        assert context.rest is not None
+        mechanisms: Any = context.found["mechanisms"]
         return measure_sufficiency(
-            setting.model,
-            setting.rest,
+            context.model,
+            context.rest,
             mechanisms,
             draws=_DRAWS,
-            seed=setting.config.seed,
-            batch_size=setting.config.batch_size,
+            seed=context.config.seed,
+            batch_size=context.config.batch_size,
             resume=checkpoint.load(),
             after=checkpoint.save,
-            progress=setting.progress,
+            progress=context.progress,
         )
 
     def figures(self, result: SufficiencyResult) -> Sequence[Lines]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from infoflow_lens.hooks import LayerCapabilities, Result
 from infoflow_lens.hooks.mechanisms.top_k import TopKResult, measure_top_k
 from infoflow_lens.probing.checkpoint import Checkpoint
-from infoflow_lens.probing.part import NextTokenPart, Setting
+from infoflow_lens.probing.part import NextTokenPart, RunContext
 
 
 class TopKPart(NextTokenPart):
@@ -25,17 +25,17 @@ class TopKPart(NextTokenPart):
             return "edits of hook_pattern do not reach its output"
         return super().lacking(layer)
 
-    def measure(self, setting: Setting, checkpoint: Checkpoint) -> Result:
+    def measure(self, context: RunContext, checkpoint: Checkpoint) -> Result:
         """Search by halves; go on behind the last finished point."""
         return measure_top_k(
-            setting.model,
-            setting.detail,
+            context.model,
+            context.detail,
             search=True,
-            seed=setting.config.seed,
-            batch_size=setting.config.batch_size,
+            seed=context.config.seed,
+            batch_size=context.config.batch_size,
             resume=checkpoint.load(),
             after=checkpoint.save,
-            progress=setting.progress,
+            progress=context.progress,
         )
 
     def sentences(self, result: TopKResult) -> Sequence[str]:
