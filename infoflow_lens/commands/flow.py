@@ -12,7 +12,7 @@ from infoflow_lens.commands.common import (
     Quiet,
     check_place,
     integers,
-    reported,
+    report_errors,
 )
 from infoflow_lens.foundation.errors import InfoFlowError
 
@@ -59,7 +59,7 @@ def flow(
     quiet: Quiet = False,
 ) -> None:
     """Draw what can reach the states of a text, beside what does: one page, to click through."""
-    with reported():
+    with report_errors():
         check_place(out, "page of infoflow-lens flow", lambda text: _OURS in text)
         from infoflow_lens.flows.comparing import compare_flows
         from infoflow_lens.flows.run import flow as make

@@ -1,4 +1,4 @@
-"""Options of a command from the dataclass that they fill."""
+"""Make the options of a command from the fields of a dataclass."""
 
 import inspect
 from collections.abc import Callable, Sequence

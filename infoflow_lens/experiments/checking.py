@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from infoflow_lens.experiments.claims import Verdict
 from infoflow_lens.experiments.study import Study
-from infoflow_lens.experiments.sweep import Run, checked_cases, measure_unit
+from infoflow_lens.experiments.sweep import Run, check_cases, measure_unit
 from infoflow_lens.foundation.errors import InfoFlowError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def check_study(study: Study, preset: str, *, device: str = "cpu") -> "pd.DataFr
         raise InfoFlowError(
             f"preset is {preset!r}: expected one of presets, {', '.join(study.presets)}"
         )
-    runs = [Run(index, case, 0) for index, case in enumerate(checked_cases(study, preset))]
+    runs = [Run(index, case, 0) for index, case in enumerate(check_cases(study, preset))]
     rows = [_rows(study, run, device) for run in runs]
     again = _rows(study, runs[0], device)
     if not pd.DataFrame(rows[0]).equals(pd.DataFrame(again)):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
-from infoflow_lens.experiments.claims import Claim, Verdict, judged
+from infoflow_lens.experiments.claims import Claim, Verdict, judge_claims
 from infoflow_lens.experiments.memory import run_bytes
 from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.experiments.tables import Part, TableSpec, render
@@ -185,7 +185,7 @@ class Study(ABC):
 
     def verdict(self, results: "pd.DataFrame") -> Verdict:
         """Whether the effect was seen, by the stated rule."""
-        return judged(self.claims(), results, self.remarks(results))
+        return judge_claims(self.claims(), results, self.remarks(results))
 
     def judges(self, settings: Settings) -> bool:
         """Whether the rule is about a configuration; the others are reported."""

@@ -170,8 +170,8 @@ class ProbingResult:
         lines = [f"by the rule {rule!r}, {found}" for rule, found in self.last.items()]
         return [*lines, *self.sentences()]
 
-    def said(self) -> dict[str, Any]:
-        """What the command prints, as JSON-compatible values."""
+    def printed_output(self) -> dict[str, Any]:
+        """What the command prints, as JSON-compatible values: "sentences", "title" and "rows"."""
         rows = []
         for rule, found in self.last.items():
             numbers = (found.inside, found.chance, found.auroc)

@@ -180,7 +180,7 @@ def _run(
     result.report(out / "report.html")
     last(result)
     if not in_memory:
-        write_finished(folder, config.asked(), config.sources(), result.said())
+        write_finished(folder, config.output_settings(), config.sources(), result.printed_output())
     return result
 
 

@@ -6,12 +6,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from infoflow_lens.experiments.claims import Claim, Numbers
-from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
+from infoflow_lens.experiments.language_model.snapshots import Snapshot, load_snapshot
 from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     final,
     model_of,
-    stacked,
+    stack_rows,
 )
 from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.experiments.study import Row, Settings, Statement
@@ -47,7 +47,7 @@ class EdgeBudget(LanguageModelStudy):
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """Rows of the curves, and of the edges that each method needs, of one state and of all."""
-        model = loaded(self.source_of(settings), device)
+        model = load_snapshot(self.source_of(settings), device)
         n = settings["n_windows"]
         judged, calibration = self.shuffled(model, settings, 2 * n, seed).split(n)
         rows: list[Row] = []
@@ -206,7 +206,7 @@ def _with_facts(part: str, results: "pd.DataFrame") -> "pd.DataFrame":
     """What each method needs, below what is so of all."""
     needed = final(results[(results["kind"] == "needed") & (results["part"] == part)])
     facts = [needed[needed["method"] == GRADED].assign(method=name) for name in (_WORTH, _EDGES)]
-    return stacked(*facts, needed)
+    return stack_rows(*facts, needed)
 
 
 def _curves(part: str, results: "pd.DataFrame") -> "pd.DataFrame":

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.corpus import read_corpus
-from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
+from infoflow_lens.experiments.language_model.snapshots import Snapshot, load_snapshot
 from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     final,
     last_layer,
     model_of,
-    stacked,
+    stack_rows,
 )
 from infoflow_lens.experiments.plots import Axis, FigureSpec, Panel
 from infoflow_lens.experiments.study import Row, Settings, Statement
@@ -100,7 +100,7 @@ class GradedSetsStudy(LanguageModelStudy):
         length, n_states = settings["n_context"], settings["n_states"]
         places = tuple(length * (i + 1) // n_states - 1 for i in range(n_states))
         deep = settings["model"] == _RANDOM
-        model = _random(length, seed) if deep else loaded(self.source_of(settings), device)
+        model = _random(length, seed) if deep else load_snapshot(self.source_of(settings), device)
         model = model.to(device)
         texts = self._texts_of(model, settings, seed)
         facts = {"mlp": _has_mlp(model)}
@@ -279,7 +279,7 @@ class GradedSetsStudy(LanguageModelStudy):
         chosen, test = chosen_of(results), results["on"] == "test"
         others = results[~(test & (results["method"] == chosen))]
         first = results[test & (results["method"] == _FIRST)].assign(method=chosen)
-        return {"first choices": stacked(others, first)}
+        return {"first choices": stack_rows(others, first)}
 
 
 def _ends_of_lead(

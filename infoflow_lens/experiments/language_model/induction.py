@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.batches import repeated_random, repeated_stretches
 from infoflow_lens.experiments.language_model.measures import prefix_matching, previous_token
-from infoflow_lens.experiments.language_model.snapshots import loaded
+from infoflow_lens.experiments.language_model.snapshots import load_snapshot
 from infoflow_lens.experiments.language_model.study import (
     IS_INDUCTION,
     OnRepeats,
@@ -55,7 +55,7 @@ class Induction(OnRepeats):
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """A row for each head."""
-        model = loaded(self.source_of(settings), device)
+        model = load_snapshot(self.source_of(settings), device)
         half, n = settings["half"], settings["n"]
         vocabulary, begin = ids_of(model, half)
         draw = derived_seed("induction", seed)

@@ -17,11 +17,11 @@ from infoflow_lens.experiments.language_model.study import (
     BesideUntrained,
     by_model,
     final,
-    having,
     least_within,
     model_of,
     of_heads,
-    stacked,
+    select_rows,
+    stack_rows,
     with_steps,
 )
 from infoflow_lens.experiments.plots import GREEN, GREY, ORANGE, Axis, Curves, FigureSpec, Panel
@@ -164,7 +164,7 @@ class Roles(BesideUntrained):
                     Column("by position", "by_position", "first", ".2f"),
                     Column("cost (nats)", "cost", "first", "+.3f"),
                 ),
-                rows=lambda results: _by_head(having("kind", TRAINED, final(results))),
+                rows=lambda results: _by_head(select_rows("kind", TRAINED, final(results))),
                 names={"name": "head"},
             ),
         )
@@ -178,17 +178,17 @@ class Roles(BesideUntrained):
         ]  # fmt: skip
         heads = [
             Curves("roles", "cost", take="each", style="o", colour=colour, label=kind,
-                   rows=partial(having, "kind", kind))
+                   rows=partial(select_rows, "kind", kind))
             for kind, colour in ((UNTRAINED, "#bbbbbb"), (TRAINED, ORANGE))
         ]  # fmt: skip
         loss = Axis("rise of the loss (%)", "symlog", (0, None), (100 * _TOLERANCE,))
         return FigureSpec(
             (
                 Panel(curves, Axis("directions a head"), loss, model_of,
-                      partial(having, "kind", TRAINED)),
+                      partial(select_rows, "kind", TRAINED)),
                 Panel(heads, Axis("roles of a head"), Axis("cost without it (nats)")),
                 Panel((_draw_shares,), y=Axis("share of the energy"),
-                      rows=partial(having, "kind", TRAINED), legend="above"),
+                      rows=partial(select_rows, "kind", TRAINED), legend="above"),
             ),
             per="model",
             rows=final,
@@ -227,19 +227,19 @@ class Roles(BesideUntrained):
         drawn = results[own & (results["of"] == "random")].assign(of="first")
         untrained = results[~own]
         return {
-            "random directions": stacked(first, drawn),
-            "untrained": stacked(untrained, untrained.assign(kind=TRAINED)),
+            "random directions": stack_rows(first, drawn),
+            "untrained": stack_rows(untrained, untrained.assign(kind=TRAINED)),
         }
 
 
 def _of_trained(number: "Callable[[pd.DataFrame], float]", results: "pd.DataFrame") -> Numbers:
     """A number of each trained model."""
-    return by_model(having("kind", TRAINED, results), number)
+    return by_model(select_rows("kind", TRAINED, results), number)
 
 
 def _beyond_untrained(rows: "pd.DataFrame") -> float:
     """The correlation less the untrained model's; all of it where that has none."""
-    own, control = (_correlation(having("kind", kind, rows)) for kind in (TRAINED, UNTRAINED))
+    own, control = (_correlation(select_rows("kind", kind, rows)) for kind in (TRAINED, UNTRAINED))
     return own if math.isnan(control) else own - control
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from infoflow_lens.experiments.claims import Claim, Numbers
-from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
+from infoflow_lens.experiments.language_model.snapshots import Snapshot, load_snapshot
 from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     final,
-    having,
     last_layer,
     model_of,
+    select_rows,
 )
 from infoflow_lens.experiments.plots import Axis, FigureSpec, Panel
 from infoflow_lens.experiments.study import Row, Settings, Statement
@@ -119,7 +119,7 @@ class Sets(LanguageModelStudy):
         if settings["weights"] == _CIRCUIT:
             circuit, task = build_construction(_CIRCUIT, **_QUESTIONS)
             return circuit.to(device), task.sample(n, seed=seed)[0]
-        model = loaded(self.source_of(settings), device)
+        model = load_snapshot(self.source_of(settings), device)
         return model, self.shuffled(model, settings, n, seed)
 
     def table(self, results: "pd.DataFrame") -> str:
@@ -153,7 +153,7 @@ class Sets(LanguageModelStudy):
                 ),
                 *(
                     Panel((_draw_training,), Axis("step"), title=influence, legend="",
-                          rows=partial(having, "influence", influence))
+                          rows=partial(select_rows, "influence", influence))
                     for influence in _INFLUENCES
                 ),
             ),
@@ -203,7 +203,7 @@ def _draw_final(axes: "Axes", rows: "pd.DataFrame") -> None:
     """A point with its interval for each method and influence."""
     methods = list(dict.fromkeys(rows["method"]))
     for shift, (influence, marker) in enumerate(zip(_INFLUENCES, ("o", "s"), strict=True)):
-        for row in having("influence", influence, rows).itertuples():
+        for row in select_rows("influence", influence, rows).itertuples():
             at: Any = row
             axes.errorbar(
                 at.auroc, methods.index(at.method) + 0.24 * shift - 0.12,
@@ -286,7 +286,7 @@ def _sizes(wanted: "pd.DataFrame") -> str:
             else ""
         )
         + f"all in {row['n_whole']}, none in {row['n_empty']}"
-        for row in having("influence", wanted["influence"].iloc[0], sizes).to_dict("records")
+        for row in select_rows("influence", wanted["influence"].iloc[0], sizes).to_dict("records")
     )
     return (
         "(ahead): k = 1 loses to it by the rule's intervals; (behind): it loses to k = 1. Sizes: "

@@ -15,10 +15,10 @@ from infoflow_lens.experiments.language_model.study import (
     BesideUntrained,
     by_model,
     final,
-    having,
     model_of,
     of_heads,
-    stacked,
+    select_rows,
+    stack_rows,
     with_steps,
 )
 from infoflow_lens.experiments.plots import ORANGE, Axis, Curves, FigureSpec, Panel
@@ -120,7 +120,7 @@ class Softness(BesideUntrained):
                     Column("excess", "excess", "first", "+.2f"),
                     Column("learnt", "learnt", "first"),
                 ),
-                rows=lambda results: having("kind", TRAINED, _by_head(final(results))),
+                rows=lambda results: select_rows("kind", TRAINED, _by_head(final(results))),
                 names={"name": "head"},
             ),
         )
@@ -129,12 +129,12 @@ class Softness(BesideUntrained):
         """Each head against its control, and the excess over training."""
         heads = [
             Curves("fvu_control", "fvu", take="each", style="o", colour=colour, label=kind,
-                   rows=partial(having, "kind", kind))
+                   rows=partial(select_rows, "kind", kind))
             for kind, colour in ((UNTRAINED, "#bbbbbb"), (TRAINED, ORANGE))
         ]  # fmt: skip
         lines = Curves(
             "step", "excess", ("layer", "head"), style=".-", label="", alpha=0.6,
-            colour=lambda layer, head: f"C{int(layer)}", rows=partial(having, "kind", TRAINED),
+            colour=lambda layer, head: f"C{int(layer)}", rows=partial(select_rows, "kind", TRAINED),
         )  # fmt: skip
         return FigureSpec(
             (
@@ -157,7 +157,7 @@ class Softness(BesideUntrained):
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """What is peaked and no more."""
-        heads = having("kind", TRAINED, _by_head(final(results)))
+        heads = select_rows("kind", TRAINED, _by_head(final(results)))
         return [
             f"{model}: {(some['excess'] < _EXCESS).mean():.0%} of the heads exceed softness by "
             f"less than {_EXCESS}"
@@ -172,8 +172,8 @@ class Softness(BesideUntrained):
         own = results["kind"] == TRAINED
         model = results[~own]
         return {
-            "untrained head": stacked(results[~own], drawn[own]),
-            "untrained model": stacked(model, model.assign(kind=TRAINED)),
+            "untrained head": stack_rows(results[~own], drawn[own]),
+            "untrained model": stack_rows(model, model.assign(kind=TRAINED)),
         }
 
 
@@ -186,7 +186,9 @@ def _draw_diagonal(axes: "Axes", rows: "pd.DataFrame") -> None:
 def _share_learnt(rows: "pd.DataFrame") -> float:
     """The share of a model's heads that have learnt to retrieve, less the untrained model's."""
     heads = _by_head(rows)
-    own, control = (having("kind", kind, heads)["learnt"].mean() for kind in (TRAINED, UNTRAINED))
+    own, control = (
+        select_rows("kind", kind, heads)["learnt"].mean() for kind in (TRAINED, UNTRAINED)
+    )
     return float(own - control)
 
 
