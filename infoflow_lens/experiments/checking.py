@@ -1,4 +1,4 @@
-"""Trying out a study of one's own before its runs take hours."""
+"""Check a user's study on short runs, before its full runs take hours."""
 
 from typing import TYPE_CHECKING
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def check_study(study: Study, preset: str, *, device: str = "cpu") -> "pd.DataFrame":
-    """Refuse a study that would fail late, or whose rows do not follow from its settings and seed.
+    """Refuse a study that would fail late, or whose rows differ for the same settings and seed.
 
-    Every configuration runs once, with seed 0, and the first one twice; table, figure and verdict
-    are made of the rows.
+    Every configuration runs once, with seed 0, and the first one twice; then table, figure and
+    verdict are made from the rows.
 
     Args:
-        study: to try out.
+        study: the study to check.
         preset: one whose runs are short.
         device: where to train.
 

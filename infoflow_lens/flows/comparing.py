@@ -91,7 +91,7 @@ class FlowComparison:
                 each[name] = each.get(name, math.nan)
         counterpart = {second: first for first, second in self.aligned}
         other["position_second"], other["source_second"] = other["position"], other["source"]
-        # what has no counterpart gets a negative number of its own, so that nothing meets it
+        # a position without a counterpart gets a negative number of its own, which matches no other
         for name in ("position", "source"):
             other[name] = [counterpart.get(place, -1 - place) for place in other[name]]
         texts = ["token", "source_token"]
@@ -179,7 +179,7 @@ class FlowComparison:
         )
 
     def _marked(self, side: int) -> ViewedInput:
-        """A side's input, with a mark on the tokens that the other has not."""
+        """The input of a side, with marks on the tokens that differ on the other side."""
         own = (self.first, self.second)[side]
         tokens, others = own.tokens[0], (self.second, self.first)[side].tokens[0]
         counterpart = {pair[side]: pair[1 - side] for pair in self.aligned}
@@ -210,7 +210,7 @@ def align(first: Flow, second: Flow) -> tuple[tuple[int, int], ...]:
 
 
 def aligned_tokens(first: Sequence[str], second: Sequence[str]) -> list[tuple[int, int]]:
-    """Places of tokens that stand for each other: see :func:`compare_flows`."""
+    """Indices of tokens that stand for each other: see :func:`compare_flows`."""
     pairs: list[tuple[int, int]] = []
     steps = SequenceMatcher(None, first, second, autojunk=False).get_opcodes()
     for kind, start, end, other_start, other_end in steps:
@@ -220,7 +220,9 @@ def aligned_tokens(first: Sequence[str], second: Sequence[str]) -> list[tuple[in
 
 
 def _names(first: Flow, second: Flow) -> tuple[str, str]:
-    """Texts, from shortly before they part; else models; else which is the first."""
+    """Names of the two sides: their texts from shortly before the first difference; for equal texts
+    their models; for equal models "first" and "second".
+    """
     if first.tokens != second.tokens:
         (one,), (other,) = first.tokens, second.tokens
         both = zip(one, other, strict=False)

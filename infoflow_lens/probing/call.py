@@ -1,4 +1,4 @@
-"""What `infoflow-lens probe` does, called from Python, also on what is in memory."""
+"""The command `infoflow-lens probe` as a function, also for models and data in memory."""
 
 import functools
 import inspect
@@ -32,7 +32,7 @@ _OF_MODEL = ("device", "dtype", "backend")
 
 
 def _with_own_probes(function: Callable[..., ProbingResult]) -> Callable[..., ProbingResult]:
-    """A function that takes probes themselves beside names of probes, in `probes`."""
+    """Wrap a function so that its argument `probes` may hold probes as well as names of probes."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> ProbingResult:
@@ -191,10 +191,10 @@ def _name_of(model: Any) -> str:
 
 
 def _check_is_named(data: Any) -> None:
-    """Refuse a text in the place of the name of data.
+    """Refuse a text where the name of data is expected.
 
     Raises:
-        InfoFlowError: for it, and for no data.
+        InfoFlowError: for a text, and for no data.
     """
     if isinstance(data, str) and len(data.split()) > 1 and not Path(data).exists():
         raise InfoFlowError(

@@ -30,7 +30,7 @@ _TABLES = {
 }
 _TENSORS = (".pt", ".npy", ".safetensors")
 _UTF_8 = "utf-8-sig"  # the mark with which some editors begin a file is no text
-_ALIKE = 0.8  # names from which on one is taken for the other, misspelt
+_ALIKE = 0.8  # similarity from which on an unknown name counts as a misspelt one
 _ROWS = 1000  # read at a time
 _PIECE = 2**20  # characters of a text that is joined, at a time
 _LINE = 2**26  # characters of a text that is a line of its own, at most
@@ -57,7 +57,7 @@ def stream_data(
 ) -> Iterator[Rows]:
     """The sequences that a user names, tokenised as they are read: token ids [pos], or vectors.
 
-    They come some at a time: of texts and rows in files no more is in memory than some hundreds.
+    They come in parts, so that at most some hundred texts or rows of a file are in memory.
 
     Args:
         model: the model that will read them.
@@ -101,13 +101,13 @@ def stream_data(
 
 
 def data_identity(data: str) -> Any:
-    """What tells that named data are as they were: digests of files; None where they are drawn.
+    """The identity of named data: digests of their files; None for data that are drawn at random.
 
     Returns:
-        JSON-compatible values, in which no path stands.
+        JSON-compatible values without paths.
 
     Raises:
-        InfoFlowError: for a dataset of the hub that cannot be had.
+        InfoFlowError: for a dataset of the hub that cannot be read.
     """
     path = Path(data)
     if data == REPEATED or is_task(data):
@@ -120,7 +120,7 @@ def data_identity(data: str) -> Any:
 
 
 def check_data(data: str, column: str | None = None) -> None:
-    """Refuse, before a model is loaded, files that are not there, and columns of what has none.
+    """Refuse, before a model is loaded, missing files, and a column for data without columns.
 
     Raises:
         InfoFlowError: for no name, for a file or a path that does not exist, for a task that is
@@ -282,7 +282,7 @@ def _lines_of(path: Path) -> Iterator[list[str]]:
 
 
 def _bounded(file: TextIO) -> Iterator[str]:
-    """The lines of a file; of endless ones the beginning, which is more than any model reads."""
+    """The lines of a file; a very long line is cut, as no model reads all of it."""
     while line := file.readline(_LINE):
         yield line
         while len(line) == _LINE and not line.endswith("\n"):
@@ -290,13 +290,13 @@ def _bounded(file: TextIO) -> Iterator[str]:
 
 
 def _streamed(path: Path, scratch: Path | None) -> Iterator[Any]:
-    """Rows of a json, jsonl, csv or parquet file by ``datasets``, which reads them as they come."""
+    """Read the rows of a json, jsonl, csv or parquet file with ``datasets``, some at a time."""
     import datasets
 
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below says it
     try:
-        # else parquet is read by groups of rows, which may be as large as the file unpacked
+        # the default for parquet reads whole row groups, which may be as large as the unpacked file
         sizes = {"batch_size": _ROWS} if path.suffix == ".parquet" else {}
         rows = datasets.load_dataset(
             _TABLES[path.suffix],

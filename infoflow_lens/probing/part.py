@@ -190,7 +190,7 @@ class NextTokenPart(Part):
     by_default = False
 
     def lacking_of_model(self, capabilities: ModelCapabilities) -> str:
-        """A language model's logits."""
+        """Why this cannot be measured on a model: it must be a language model, with logits."""
         if capabilities.reads_vectors:
             return "its output is a vector, which predicts no next token"
         return ""

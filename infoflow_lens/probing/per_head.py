@@ -1,4 +1,4 @@
-"""One row a head: what the parts of a run say of it."""
+"""The table with one row for each head, from the results of all parts."""
 
 from typing import TYPE_CHECKING
 

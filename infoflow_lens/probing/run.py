@@ -61,8 +61,8 @@ def run_probing(
     """Load the model, measure, predict, compare, and write all of it to a folder.
 
     Run again with the same settings to go on after an interruption: finished parts are read, and
-    unfinished ones go on behind their last finished batch (after a kill, behind the last state on
-    disk, half a minute old at most).
+    unfinished ones go on after their last finished batch (after a kill, from the last state on
+    disk, which is at most half a minute old).
 
     Args:
         out: folder for results (safetensors, json, csv) and ``report.html``.
@@ -79,8 +79,8 @@ def run_probing(
             they must find the model under the same name.
         n_threads: of each process; default, one where there are several, else what PyTorch takes.
             The last digits of numbers depend on it, and on nothing else here.
-        again: the command that goes on, as messages name it; default, the same call.
-        last: writes what else belongs to the run, before it counts as finished.
+        again: the command that continues the run, for messages; default, the same call.
+        last: called with the result before the run counts as finished; it may write more files.
 
     Raises:
         InfoFlowError: for bad settings, models or data, before work starts; for a folder that

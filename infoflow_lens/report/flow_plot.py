@@ -117,7 +117,7 @@ def _short(token: str) -> str:
 
 
 def _weights(viewed: ViewedInput, rule: str, k: int, layer: int) -> Float[Tensor, "pos key"]:
-    """The largest weight with which a head passes a key to a query; 1 where it was not kept."""
+    """The largest weight of all heads that pass a key to a query; 1 where no weight is known."""
     n_pos, moves = viewed.n_queries, viewed.describe(rule)
     found = torch.zeros(n_pos, n_pos + 1)  # the last column is "none"
     for head, ranked in enumerate(viewed.ranked[layer]):
@@ -148,9 +148,11 @@ def _paths(
     the residual stream between them, and the nodes on both.
     """
     n_pos = len(weights[0])
-    best = torch.zeros(layer + 2, n_pos)  # from the state at a level to the chosen one
+    best = torch.zeros(
+        layer + 2, n_pos
+    )  # strength of the best path from each state to the chosen one
     best[layer + 1, position] = 1
-    goes_on: dict[tuple[int, int], int] = {}  # by which query a path leaves the residual stream
+    goes_on: dict[tuple[int, int], int] = {}  # the query to which the best path goes on
     lines = []
     for level in range(layer, -1, -1):
         strength = best[level + 1, :, None] * weights[level]

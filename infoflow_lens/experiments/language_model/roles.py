@@ -65,7 +65,7 @@ class Roles(BesideUntrained):
             bare = float(loss.sums().sum())
             n_tokens = int(loss.counts().sum())
             heads = self._heads(model, found, windows[0::2], loss, bare, n_tokens, seed)
-            # told beside: a first token on which attention rests outweighs what else keys differ in
+            # reported, not judged: attention to the first token outweighs other differences
             without = [
                 roles
                 for own in directions(model, windows[0::2], _BATCH, first_key=1)

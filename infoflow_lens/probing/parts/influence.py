@@ -1,4 +1,4 @@
-"""What states depend on."""
+"""The influence of tokens on states."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,19 +22,19 @@ _EXACT_UP_TO = 2048  # input directions (tokens times width) that are differenti
 
 
 class InfluencePart(Part):
-    """Influence on states, and the attention on the same sequences, which predicts it."""
+    """Influence on states, and attention on the same sequences, from which it is predicted."""
 
     title = "What states depend on"
     sequences = "detail"
 
     def lacking(self, layer: LayerCapabilities) -> str:
-        """Passes are repeated from what enters the first block."""
+        """Why influence cannot be measured: the input of a block must be replaceable."""
         if "hook_resid_pre" not in layer.edits_reach:
             return "edits of hook_resid_pre do not reach its output"
         return super().lacking(layer)
 
     def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
-        """Influence, and what predictions for the same sequences need."""
+        """The probe of influence, and the probes of attention from which it is predicted."""
         return {
             "influence_attended": AttendedProbe(),
             "influence_positions": PositionsProbe(context.config.ranks, spread=True),
@@ -42,12 +42,12 @@ class InfluencePart(Part):
         }
 
     def figures(self, result: Any) -> Sequence["Chart"]:
-        """None: the report shows influence beside what was predicted."""
+        """No figures: the report shows influence beside the predictions."""
         return ()
 
 
 def _probe(context: RunContext) -> Probe[Any]:
-    """The kind of influence that the settings ask for, or that is affordable."""
+    """The probe for the kind of influence in the settings; "auto" is exact where that is cheap."""
     config, longest = context.config, context.detail.longest or 1
     if config.influence == "resample":
         return ResampleInfluence(

@@ -1,4 +1,4 @@
-"""Where heads look."""
+"""The positions to which heads attend."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ class PositionsPart(Part):
     )
 
     def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
-        """Ranks and spread."""
+        """The probe of ranked positions, with the spread of the attention rows."""
         config = context.config
         return {"positions": PositionsProbe(config.ranks, without=config.without, spread=True)}
 

@@ -1,4 +1,4 @@
-"""Other answers to what states depend on, beside the predicted sets."""
+"""Other measures of what states depend on, compared with the predicted sets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -97,10 +97,10 @@ class RoutesPart(Part):
     after = ("influence",)
 
     def measure(self, context: RunContext, checkpoint: Checkpoint) -> Result:
-        """Run baselines over the sequences of influence; go on behind the last batch.
+        """Run the baselines on the sequences of influence; go on after the last finished batch.
 
-        Those that take long are left out where influence is an estimate, since exact derivatives
-        were too much then, and where no probes are named.
+        Slow baselines are left out if influence is an estimate, as exact derivatives took too long
+        then, and if the user names no probes.
         """
         influence: InfluenceResult = context.found["influence"]
         positions = influence.record.config["positions"]

@@ -21,7 +21,9 @@ _DRAWS = 3  # of random mechanisms
 
 
 class SufficiencyPart(NextTokenPart):
-    """Many heads replaced at once by their mechanisms, on sequences that did not choose these."""
+    """The loss with many heads replaced at once by their mechanisms, on other sequences than those
+    on which the mechanisms were chosen.
+    """
 
     title = "Are the mechanisms enough together?"
     text = (
@@ -34,13 +36,13 @@ class SufficiencyPart(NextTokenPart):
     after = ("mechanisms",)
 
     def lacking(self, layer: LayerCapabilities) -> str:
-        """Patterns are edited, and head outputs."""
+        """Why patterns and head outputs cannot be replaced in a layer; empty if they can."""
         if "attn.hook_z" not in layer.edits_reach:
             return "edits of hook_z do not reach its output, so no head can be ablated"
         return super().lacking(layer)
 
     def lacking_of_data(self, context: RunContext) -> str:
-        """Mechanisms are chosen on some sequences, and measured together on others."""
+        """Why the sequences are too few: some choose the mechanisms, others measure them."""
         if context.rest is not None:
             return ""
         n = context.batches.n_sequences or 0
@@ -51,7 +53,7 @@ class SufficiencyPart(NextTokenPart):
         )
 
     def measure(self, context: RunContext, checkpoint: Checkpoint) -> Result:
-        """Go on behind the last finished point of the curves."""
+        """Measure the curves; go on after the last finished point."""
         assert context.rest is not None
         mechanisms: Any = context.found["mechanisms"]
         return measure_sufficiency(
@@ -128,5 +130,5 @@ class SufficiencyPart(NextTokenPart):
 
 
 def _excess(result: SufficiencyResult) -> dict[str, float]:
-    """What the loss rises by with all heads replaced, by assignment."""
+    """The rise of the loss with all heads replaced, in nats a token, by assignment."""
     return dict(zip(result.assignments, result.excess()[:, -1].tolist(), strict=True))
