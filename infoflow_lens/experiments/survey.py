@@ -28,9 +28,9 @@ def run_survey(
     """Measure mechanisms, their sufficiency, top k, influence, positions and recovery of a model.
 
     A preset of a probe run (:func:`~infoflow_lens.probing.run.run_probing`): all parts, with
-    settings that a laptop can pay: influence is estimated at the last position where exact
-    Jacobians are dear, damages are estimated to second order, recovery is sketched where the model
-    is wide. What a model cannot give is left out and told. Writes, beside what a probe run writes,
+    settings for a laptop: influence is estimated at the last position where exact Jacobians are
+    slow, damages are estimated to second order, recovery is sketched where the model is wide. What
+    a model cannot give is left out, and `say` names it. Besides the files of a probe run it writes
     ``heads.csv``, a row for each head. Run again with the same settings to go on.
 
     Args:
@@ -81,7 +81,7 @@ def _check(context: RunContext, config: SurveyConfig) -> None:
 
 
 def survey_bytes(context: RunContext) -> int:
-    """What a survey of a loaded model takes beside its weights, about; rather too much."""
+    """An upper estimate, in bytes, of the memory of a survey without the model's weights."""
     cfg = getattr(context.model, "cfg", None)
     size = next(context.model.parameters()).element_size()
     n_pos, width = context.batches.longest or 1, context.width
@@ -98,7 +98,7 @@ def survey_bytes(context: RunContext) -> int:
 
 
 def _bytes_of_files(folder: Path, dtype: str | None) -> int:
-    """What the weights of a local folder take in memory; 0 for a name."""
+    """The bytes that the weights of a local folder take in memory; 0 for a name."""
     if not folder.is_dir():
         return 0
     files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]

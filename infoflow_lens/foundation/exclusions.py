@@ -27,17 +27,20 @@ from typing import Any
 
 Values = Callable[[list[Any]], list[Any]]
 
-_LEAST_GAP = 1e-5  # of the size of values: far above the rounding of 32-bit numbers
+_LEAST_GAP = 1e-5  # relative to the values: far above the rounding of 32-bit numbers
 _MOST_CASES = 20_000
-_NEARER = 16  # a token that matters does so also when it is moved by so small a part
+_NEARER = 16  # a token that matters does so also for a move of one 16th
 
 
 def verify_exclusion(document: Any, values: Values) -> list[str]:
-    """What is wrong with a document, in words; an empty list if it proves the exclusion.
+    """Check a document that claims to prove an exclusion.
 
     Args:
         document: as `estimate` makes it.
         values: the target, from a list of sequences to a list of values (numbers or lists of them).
+
+    Returns:
+        What is wrong with the document, in words; an empty list if it proves the exclusion.
     """
     kinds = {"pigeonhole": _pigeonhole, "growth": _growth, "order": _order, "reach": _reach}
     if document.get("kind") not in kinds:

@@ -82,7 +82,7 @@ def _name_dataset_in_errors(repo_id: str) -> Iterator[None]:
     """Turn errors of the hub into an InfoFlowError that names the dataset and says what to do."""
     try:
         yield
-    except Exception as error:  # its transport differs between versions, and so do its errors
+    except Exception as error:  # versions of the hub raise different errors
         raise InfoFlowError(f"{repo_id!r}: {_explain_failure(error)}") from error
 
 

@@ -14,7 +14,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     flat = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
     parts = torch.cat(flat).cpu().split([len(part) for part in flat]) if flat else ()
     return [
-        # a tensor of its own: a view would start where its dtype may not
+        # a copy: a view may start at an address that its dtype does not allow
         part.clone().view(tensor.dtype).view(tensor.shape)
         for part, tensor in zip(parts, tensors, strict=True)
     ]
@@ -49,7 +49,7 @@ def _free_on_machine(root: Path) -> int | None:
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
-    try:  # without such a list, all that there is
+    try:  # without this entry, the whole memory of the machine
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return None
@@ -72,7 +72,7 @@ def _free_in_groups(root: Path) -> Iterator[int]:
         else:
             continue
         group = mounted / path.strip("/")
-        # in a container the path may be the host's: only its root is to be seen
+        # in a container the path may be the host's; then only the root group is visible
         for folder in (group, *group.parents):
             allowed, used = (_number(folder / name) for name in (limit, usage))
             if allowed is not None and used is not None:

@@ -35,7 +35,7 @@ def one_thread(model: nn.Module) -> Iterator[None]:
     finally:
         try:
             lock.release()
-        except RuntimeError as error:  # it is not this thread's: nobody else can release it
+        except RuntimeError as error:  # only the thread that owns the lock can release it
             with _locks_guard:
                 _locks[model] = threading.RLock()
             raise InfoFlowError(
@@ -56,7 +56,7 @@ def keep_modes(model: nn.Module) -> Iterator[Mapping[nn.Module, bool]]:
         yield modes
     finally:
         for module, training in modes.items():
-            # not by the module's own setattr: Ctrl-C between its calls would leave modes behind
+            # past the module's own setattr, in which Ctrl-C could leave a wrong mode
             vars(module)["training"] = training
 
 

@@ -207,7 +207,7 @@ def _hints(owner: Any) -> Mapping[str, Any]:
                 try:
                     alone = type("Alone", (), {"__annotations__": {name: hint}})
                     hint = typing.get_type_hints(alone, names, include_extras=True)[name]
-                except (NameError, SyntaxError):  # a type for type checkers alone, or a shape
+                except (NameError, SyntaxError):  # a name that only type checkers know, or a shape
                     continue
             if _is_setting(hint):
                 found[name] = hint

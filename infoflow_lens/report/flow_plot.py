@@ -112,7 +112,7 @@ def _title(viewed: ViewedInput, layer: int, position: int) -> str:
 
 
 def _short(token: str) -> str:
-    # matplotlib reads what stands between dollars as mathematics
+    # matplotlib reads text between dollars as mathematics
     return (token if len(token) <= 12 else token[:11] + "…").replace("$", r"\$")
 
 
@@ -148,11 +148,10 @@ def _paths(
     the residual stream between them, and the nodes on both.
     """
     n_pos = len(weights[0])
-    best = torch.zeros(
-        layer + 2, n_pos
-    )  # strength of the best path from each state to the chosen one
+    # the strength of the best path from each state to the chosen one
+    best = torch.zeros(layer + 2, n_pos)
     best[layer + 1, position] = 1
-    goes_on: dict[tuple[int, int], int] = {}  # the query to which the best path goes on
+    goes_on: dict[tuple[int, int], int] = {}  # the query of the best path
     lines = []
     for level in range(layer, -1, -1):
         strength = best[level + 1, :, None] * weights[level]

@@ -31,7 +31,7 @@ from infoflow_lens.foundation.files import (
 )
 
 MANIFEST = "manifest.jsonl"
-PRIVATE = ".infoflow-lens"  # the folder for what is of no use when no run is under way
+PRIVATE = ".infoflow-lens"  # the folder for files that are needed only during a run
 _SCRATCH, _LOCK, _WRITER = "scratch", "lock", "writer.json"
 _SCHEMA = "infoflow-lens run 1"
 _LONGEST_LOCK = 4096
@@ -102,7 +102,7 @@ class RunFolder:
                 with suppress(OSError):
                     folder._rewrite(finished)
 
-    # What the run is
+    # The identity of the run
 
     def check(self, identity: Mapping[str, Any]) -> None:
         """Refuse a folder with results of a run with another identity.
@@ -119,7 +119,7 @@ class RunFolder:
             was = self.identity.get(what)
             if was == now:
                 continue
-            if isinstance(was, dict) and isinstance(now, dict):  # say which of them
+            if isinstance(was, dict) and isinstance(now, dict):  # name the entry that differs
                 key = next(key for key in [*now, *was] if was.get(key) != now.get(key))
                 what, was, now = f"{what} ({key})", was.get(key), now.get(key)
             raise InfoFlowError(
@@ -142,7 +142,7 @@ class RunFolder:
             self.identity = json.loads(json.dumps(dict(identity)))
             self._rewrite(begin=True)
 
-    # What is the run's
+    # The files of the run
 
     def holds(self, *names: str) -> bool:
         """Whether the files of a result exist; refuse files that this run has not written.
@@ -191,7 +191,7 @@ class RunFolder:
         beginning = f"{below}/" if below else ""
         return sorted(name for name in self._digests if name.startswith(beginning))
 
-    # How it is written
+    # Writing
 
     @property
     def scratch(self) -> Path:
@@ -283,7 +283,7 @@ class RunFolder:
             lines = file.read()
             self._read_position = (found.st_ino, file.tell())
         for line in lines.splitlines():
-            # a kill may cut the last line off, before the file that it names is in its place
+            # a kill may cut off the last line; the file that it names is not yet in its place
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 entry = json.loads(line)
                 digests = self._digests.setdefault(str(entry["name"]), [])
@@ -309,7 +309,7 @@ class RunFolder:
         if not (self.path / MANIFEST).exists():
             self._rewrite(begin=True)
         line = json.dumps({"name": name, "sha256": digest}) + "\n"
-        # before the file is in its place: what is there and not named is somebody else's
+        # before the file is in its place: a file without an entry counts as somebody else's
         flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
         descriptor = os.open(self.path / MANIFEST, flags)
         try:
@@ -334,7 +334,7 @@ class RunFolder:
             for name, digests in sorted(self._digests.items())
             if os.path.lexists(self.path / name)
         }
-        if not kept and not begin:  # where nothing is a run's, any run may begin
+        if not kept and not begin:  # a folder without files of a run is free for any run
             self.identity, self._digests = None, {}
             target.unlink(missing_ok=True)
             return
@@ -378,7 +378,7 @@ def _lock_folder(folder: Path, what: str) -> Iterator[None]:
         private.mkdir(exist_ok=True)
         _check_lock(private / _LOCK)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a file system without locks: see RunFolder.open
+            warnings.simplefilter("ignore")  # for a file system without locks: see RunFolder.open
             lock.acquire(timeout=0)
     except Timeout as error:
         raise InfoFlowError(
@@ -400,8 +400,8 @@ def _lock_folder(folder: Path, what: str) -> Iterator[None]:
         yield
     finally:
         shutil.rmtree(private / _SCRATCH, ignore_errors=True)
-        # while the lock is held: who opens the file from now on finds another one, and who has it
-        # open already is told by filelock that it is gone
+        # remove the file while the lock is held: a process that opens it later finds a new file,
+        # and filelock tells a process that has it open already
         with suppress(OSError):
             writer.unlink(missing_ok=True)
             (private / _LOCK).unlink(missing_ok=True)
@@ -420,7 +420,7 @@ def _check_lock(path: Path) -> None:
         found = path.lstat()
     except FileNotFoundError:
         return
-    # a lock without the system's help holds the process and the machine in a line or two
+    # on a file system without locks the file holds the process and the machine
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_size > _LONGEST_LOCK:
         raise InfoFlowError(
             f"{str(path)!r} is no lock of a run: expected a small file with one name; move it "

@@ -1,4 +1,4 @@
-"""Why induction heads look where they look: what wrote the keys that they prefer."""
+"""Why induction heads attend to their keys: which parts of the model wrote these keys."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -131,7 +131,9 @@ class Reasons(OnRepeats):
         )  # fmt: skip
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """The numbers of another head before, or of the untrained model."""
+        """Rows with another earlier head in place of the previous-token head, or of the untrained
+        model.
+        """
         other = results.copy()
         for _, own in groups(other[other["kind"] == TRAINED], ("model", "layer", "head", "seed")):
             heads = own[own["part"].astype(str).str.startswith("head ")]
@@ -166,7 +168,7 @@ def _of_heads(number: "Callable[[_Head], float]", results: "pd.DataFrame") -> Nu
 
 
 def _lines(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The cells of each induction head; of a model without any, how near it comes."""
+    """The cells of each induction head; for a model without one, its largest prefix matching."""
     import pandas as pd
 
     lines = []

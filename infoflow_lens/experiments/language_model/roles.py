@@ -1,4 +1,4 @@
-"""In how many directions do heads look, and is that what they are worth?"""
+"""In how many directions do the queries of heads look, and do more directions cost more?"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -195,7 +195,7 @@ class Roles(BesideUntrained):
         )  # fmt: skip
 
     def claims(self) -> Sequence[Claim]:
-        """By directions needed, and by what goes with roles."""
+        """Claims on the directions that are needed, and on what correlates with roles."""
         return (
             Claim(
                 "to keep the loss within 1%, {bound} direction a head is needed in every model",
@@ -221,7 +221,7 @@ class Roles(BesideUntrained):
         )  # fmt: skip
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Random directions in the place of the first; untrained heads in that of the trained."""
+        """Rows with random directions for the first ones, or untrained heads for trained ones."""
         own = results["kind"] == TRAINED
         first = results[~(own & (results["of"] == "first"))]
         drawn = results[own & (results["of"] == "random")].assign(of="first")
@@ -260,7 +260,7 @@ def _random(own: Directions, rank: int, seed: int) -> Tensor:
 
 
 def _curve(of: str, rows: "pd.DataFrame") -> "pd.DataFrame":
-    """What projections cost, by the number of directions."""
+    """The rise of the loss in percent, by the number of directions."""
     curve = rows[(rows["part"] == "curve") & (rows["of"] == of)]
     return curve.assign(percent=100 * curve["rise"])
 

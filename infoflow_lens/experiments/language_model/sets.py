@@ -1,4 +1,4 @@
-"""InfoFlow's sets beside attention, rollout, flow, contributions and gradient x input."""
+"""InfoFlow's sets, compared with attention, rollout, flow, contributions, gradient x input."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -114,7 +114,7 @@ class Sets(LanguageModelStudy):
         return rows
 
     def _windows(self, settings: Settings, seed: int, device: str) -> tuple[nn.Module, Tensor]:
-        """Those that are measured, those whose tokens replace theirs, and those for mechanisms."""
+        """The model, and its windows: measured ones, donors of tokens, and those for mechanisms."""
         n = settings["n_windows"] + _DONORS + _CHOOSING
         if settings["weights"] == _CIRCUIT:
             circuit, task = build_construction(_CIRCUIT, **_QUESTIONS)
@@ -177,7 +177,7 @@ class Sets(LanguageModelStudy):
         ]
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """A control in the place of the sets has no lead over itself."""
+        """Rows with each control in place of the sets: it has no lead over itself."""
         found = {}
         for control in _MUST_WIN[:2]:
             changed = results.copy()
@@ -188,7 +188,7 @@ class Sets(LanguageModelStudy):
 
 
 def _leads(method: str, end: str, results: "pd.DataFrame") -> Numbers:
-    """The sets' lead over a method: the lesser of two lower ends, the larger of two upper ones."""
+    """The sets' lead over a method: the smaller lower end or the larger upper end of two."""
     rows = _judged(last_layer(final(_whole(results))))
     ends = [f"lead_{metric}_{end}" for metric in _JUDGED]
     found: dict[str, float] = {}
@@ -255,7 +255,7 @@ def _at_sizes(rows: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _judged(rows: "pd.DataFrame") -> "pd.DataFrame":
-    """At the sizes of the rule, of trained models."""
+    """The rows of trained models at the set sizes of the rule."""
     rows = _at_sizes(rows)
     return rows[rows["weights"] != _CIRCUIT]
 

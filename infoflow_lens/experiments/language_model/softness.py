@@ -1,4 +1,4 @@
-"""Recovery of the attended token, against untrained heads of the same softness."""
+"""Recovery of the attended token, compared with untrained heads of the same softness."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -44,7 +44,7 @@ _FVU = {
 
 
 class Softness(BesideUntrained):
-    """Every head beside nineteen untrained ones that are tempered to its entropy."""
+    """Every head, compared with nineteen untrained heads that are tempered to its entropy."""
 
     name: ClassVar[str] = "softness"
     title: ClassVar[str] = "How much of recovery is only that attention is peaked?"
@@ -126,7 +126,7 @@ class Softness(BesideUntrained):
         )
 
     def plots(self) -> FigureSpec:
-        """Each head against its control, and the excess over training."""
+        """Each head and its control, and the excess over training."""
         heads = [
             Curves("fvu_control", "fvu", take="each", style="o", colour=colour, label=kind,
                    rows=partial(select_rows, "kind", kind))
@@ -165,7 +165,7 @@ class Softness(BesideUntrained):
         ]
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """The first tempered head, or the untrained model, in the place of the trained."""
+        """Rows with the first tempered head, or the untrained model, in place of trained heads."""
         drawn = results.assign(
             fvu=results["fvu_first"], excess=results["fvu_control"] - results["fvu_first"]
         )
@@ -178,7 +178,7 @@ class Softness(BesideUntrained):
 
 
 def _draw_diagonal(axes: "Axes", rows: "pd.DataFrame") -> None:
-    """Where a head is no better than its control."""
+    """Draw the line on which a head is as good as its control."""
     ends = [float(rows[["fvu", "fvu_control"]].min().min()), 1]
     axes.plot(ends, ends, "--", color="#bbbbbb", linewidth=0.8)
 
@@ -193,7 +193,7 @@ def _share_learnt(rows: "pd.DataFrame") -> float:
 
 
 class _Layer:
-    """What one layer does on all windows."""
+    """The states, patterns and tokens of one layer on all windows."""
 
     def __init__(self, model: nn.Module, layer: int, windows: Int[Tensor, "n pos"]) -> None:
         names = {

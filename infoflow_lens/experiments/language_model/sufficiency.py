@@ -54,7 +54,7 @@ TOP_4 = f"{EVERY}top 4"
 
 
 class Sufficiency(LanguageModelStudy):
-    """Mean patterns, the choice of mechanisms and the loss, each on windows of their own."""
+    """The loss with mechanisms; their choice, mean patterns and the loss use different windows."""
 
     name: ClassVar[str] = "sufficiency"
     title: ClassVar[str] = "Are the mechanisms of all heads enough together?"
@@ -163,7 +163,7 @@ class Sufficiency(LanguageModelStudy):
         )  # fmt: skip
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Each assignment in the place of the mechanisms: it costs no less than itself."""
+        """Rows with each assignment in place of the mechanisms: it costs no less than itself."""
         found = {}
         for name, controls in {
             "mean ablation": (MEAN,),
@@ -198,7 +198,7 @@ def _least(column: str, names: Sequence[str] | None, results: "pd.DataFrame") ->
 
 
 def _n_draws(n_windows: int) -> int:
-    """How often few windows are drawn, each time others."""
+    """How many times windows are drawn, different ones each time."""
     return max(1, min(4, 128 // n_windows))
 
 
@@ -315,7 +315,7 @@ def _enough(ideal: str, rows: "pd.DataFrame") -> int:
 
 
 def _of_measure(measure: str) -> list[Column]:
-    """What one way to choose on few windows gave."""
+    """The columns of one way to measure the mechanisms of few windows."""
 
     def own(number: "Callable[[pd.DataFrame], object]") -> "Callable[[pd.DataFrame], object]":
         return lambda rows: number(rows[rows["measure"] == measure])

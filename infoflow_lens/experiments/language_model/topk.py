@@ -1,4 +1,4 @@
-"""The least number of keys that each layer needs, against the length of the context."""
+"""The least number of keys that each layer needs, by the length of the context."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -133,7 +133,7 @@ class TopK(LanguageModelStudy):
         )  # fmt: skip
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """What the slopes are called."""
+        """Sentences that name the slopes."""
         slopes = _of_layers(partial(_slope, LARGEST), results).values()
         kind = "mixed"
         if slopes and min(slopes) >= _GROWING:
@@ -143,7 +143,7 @@ class TopK(LanguageModelStudy):
         return [f"over all layers that matter: {kind}"]
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Random keys in the place of the largest."""
+        """Rows with random keys in place of the largest."""
         random = select_rows("kept", RANDOM, results)
         return {"random keys": stack_rows(random, random.assign(kept=LARGEST))}
 
@@ -151,7 +151,8 @@ class TopK(LanguageModelStudy):
 def least_keys(results: "pd.DataFrame") -> "pd.DataFrame":
     """The least k of each layer at each context, of the largest and of random keys.
 
-    With what one key a row costs (``one``), the least over seeds; contexts from the shortest on.
+    The column ``one`` is the cost of one key a row, the least over seeds. Contexts come in order
+    of their length.
     """
     import pandas as pd
 
@@ -195,7 +196,7 @@ def _slope(kind: str, least: "pd.DataFrame") -> float:
 
 
 def _of_random(least: "pd.DataFrame") -> float:
-    """The keys at the longest context, over those of random ones."""
+    """The keys needed at the longest context, over the random keys needed there."""
     own, random = (select_rows("kept", kind, least)["least"].iloc[-1] for kind in (LARGEST, RANDOM))
     return float(own / random)
 
