@@ -72,13 +72,13 @@ def _replaced(
     changed = row.repeat(len(row), 1)
     changed.fill_diagonal_(0)
     changed += torch.diag(put.to(row))
-    said: list[NextTokens] = []
+    predicted: list[NextTokens] = []
     for start in range(0, len(row), _TOGETHER):
         after = _chances(model, changed[start : start + _TOGETHER])
         assert after is not None  # as for the text itself
-        said += [_likeliest(model, each[start + index :]) for index, each in enumerate(after)]
+        predicted += [_likeliest(model, each[start + index :]) for index, each in enumerate(after)]
     (names,) = readable_tokens(model, put[None].cpu())
-    return Replaced(tuple(names), tuple(said))
+    return Replaced(tuple(names), tuple(predicted))
 
 
 def _of_each(

@@ -25,38 +25,38 @@ _SMALL = 2**24  # bytes; larger results are compared by their size, smaller ones
 
 def write_finished(
     folder: RunFolder,
-    asked: Mapping[str, Any],
+    settings: Mapping[str, Any],
     sources: Mapping[str, Path],
-    said: Mapping[str, Any],
+    output: Mapping[str, Any],
 ) -> None:
     """Write what a second start needs; write nothing if a source is neither a file nor a folder.
 
     Args:
         folder: of the run, which has written all its other files.
-        asked: the settings, as JSON-compatible values.
+        settings: of the run, as JSON-compatible values.
         sources: the files or folders that the run has read, by name.
-        said: what the run prints at its end: "sentences", and the "title" and "rows" of a table.
+        output: what the run prints at its end: "sentences", and the "title" and "rows" of a table.
     """
-    found = {name: file_digests(path) for name, path in sources.items()}
-    if all(files is not None for files in found.values()):
+    digests = {name: file_digests(path) for name, path in sources.items()}
+    if all(files is not None for files in digests.values()):
         values = {
-            "asked": dict(asked),
-            "sources": found,
+            "asked": dict(settings),
+            "sources": digests,
             "versions": package_versions(),
             "written": _sizes(folder),
-            "said": dict(said),
+            "said": dict(output),
         }
         write_signed(folder.path / FINISHED, _SCHEMA, values)
 
 
 def read_finished(
-    path: Path, asked: Mapping[str, Any], sources: Mapping[str, Path], writes: Iterable[str] = ()
+    path: Path, settings: Mapping[str, Any], sources: Mapping[str, Path], writes: Iterable[str] = ()
 ) -> dict[str, Any] | None:
     """The output of a finished run with the same settings and the same files; None without one.
 
     Args:
         path: the folder; nothing is written to it.
-        asked, sources: as for :func:`write_finished`.
+        settings, sources: as for :func:`write_finished`.
         writes: files that the run must have written; another command with the same settings may
             not have written them.
 
@@ -73,17 +73,17 @@ def read_finished(
         whole = all(folder.holds(name) for name in (FINISHED, *small))
     except InfoFlowError:
         return None  # an ordinary start says what is wrong
-    said: dict[str, Any] | None = values.get("said")
-    if not isinstance(values.get("sources"), dict) or not _may_be_printed(said):
+    output: dict[str, Any] | None = values.get("said")
+    if not isinstance(values.get("sources"), dict) or not _may_be_printed(output):
         return None  # it is not of our making
-    now = {"asked": dict(asked), "versions": package_versions(), "written": sizes}
+    now = {"asked": dict(settings), "versions": package_versions(), "written": sizes}
     whole = whole and all(name in sizes for name in writes)
     if not whole or any(values.get(name) != value for name, value in now.items()):
         return None
     for name, source in sources.items():
         if values["sources"].get(name) != file_digests(source):
             return None
-    return said
+    return output
 
 
 def file_digests(source: Path) -> dict[str, str] | None:
@@ -108,11 +108,11 @@ def _sizes(folder: RunFolder) -> dict[str, int]:
     return {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
 
 
-def _may_be_printed(said: Any) -> bool:
+def _may_be_printed(output: Any) -> bool:
     """Whether the output has the expected form and no control characters for the terminal."""
     try:
-        sentences, title = check(said["sentences"], tuple[str, ...], "sentences"), said["title"]
-        rows = check(said["rows"], tuple[tuple[str, ...], ...], "rows")
+        sentences, title = check(output["sentences"], tuple[str, ...], "sentences"), output["title"]
+        rows = check(output["rows"], tuple[tuple[str, ...], ...], "rows")
     except (InfoFlowError, KeyError, TypeError):
         return False
     texts = [title, *sentences, *(cell for row in rows for cell in row)]

@@ -71,7 +71,7 @@ class SufficiencyPart(NextTokenPart):
     def figures(self, result: SufficiencyResult) -> Sequence[Lines]:
         """Every head with its k largest keys; then shares of the heads, by the mean of deals."""
         excess = _excess(result)
-        beside = {
+        levels = {
             MEAN: excess[MEAN],
             "every head's mean pattern": excess[f"{EVERY}specific_position"],
             MECHANISMS: excess[MECHANISMS],
@@ -90,7 +90,7 @@ class SufficiencyPart(NextTokenPart):
                 "What the loss of the next token rises by where every head keeps its largest keys",
                 KS,
                 {
-                    **{name: [rise] * len(KS) for name, rise in beside.items()},
+                    **{name: [rise] * len(KS) for name, rise in levels.items()},
                     "k largest keys": curve,
                 },
                 "keys kept by every head",
