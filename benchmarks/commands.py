@@ -36,7 +36,7 @@ from rich.table import Table
 from benchmarks.corpora import save_model, save_texts
 from infoflow_lens import load_any
 from infoflow_lens.probing.data import stream_data
-from infoflow_lens.probing.store import store
+from infoflow_lens.probing.store import store_sequences
 
 _LIBRARIES = "import torch, transformer_lens; from transformers import GPT2LMHeadModel"
 
@@ -109,7 +109,7 @@ def _data(home: Path, table: Table, parts: list[str]) -> None:
             given = stream_data(
                 model, str(home / "texts.txt"), scratch=home / "scratch", **settings
             )
-            store(given, home / "scratch", "texts")
+            store_sequences(given, home / "scratch", "texts")
 
         return run
 
@@ -128,7 +128,9 @@ def _data(home: Path, table: Table, parts: list[str]) -> None:
     if "reads" in parts:
         stored()()
         (path,) = (home / "scratch").rglob("*.arrow")
-        found = store(stream_data(model, str(home / "texts.txt")), home / "scratch", "texts")
+        found = store_sequences(
+            stream_data(model, str(home / "texts.txt")), home / "scratch", "texts"
+        )
         rows = list(found.sequences)
         order = random.Random(0).choices(range(len(rows)), k=200)
         for name, places in (("all sequences", None), ("200 at random", order)):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.memory import free_memory, shown_bytes
+from infoflow_lens.foundation.memory import format_bytes, free_memory
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks.result import Result, digest_of_result
 
@@ -122,8 +122,8 @@ class ShardedResult(Result, Generic[PartT]):
         free = free_memory()
         if free is not None and 2 * size > free:  # the parts, and all together
             raise InfoFlowError(
-                f"the results of {self.n_sequences} sequences take {shown_bytes(2 * size)} of "
-                f"memory, and {shown_bytes(free)} is free: expected it to fit; go through "
+                f"the results of {self.n_sequences} sequences take {format_bytes(2 * size)} of "
+                f"memory, and {format_bytes(free)} is free: expected it to fit; go through "
                 ".shards(), or take the .first(n) sequences"
             )
         return self._joined(list(self.shards()))

@@ -17,7 +17,7 @@ from infoflow_lens.commands.common import (
     folder,
     own_command,
 )
-from infoflow_lens.commands.common import reported as _reported
+from infoflow_lens.commands.common import report_errors as _report_errors
 from infoflow_lens.commands.design import design
 from infoflow_lens.commands.estimate import estimate
 from infoflow_lens.commands.flow import flow
@@ -92,7 +92,7 @@ def demo(
     from rich.console import Console
     from rich.table import Table
 
-    with _reported():
+    with _report_errors():
         from infoflow_lens.experiments.demo import DemoConfig, run_demo, verdict
 
         result = run_demo(out, DemoConfig(seed=seed), device=device, progress=not quiet)
@@ -153,7 +153,7 @@ def study(
     quiet: Quiet = False,
 ) -> None:
     """Train or load models, measure, compare with the prediction, and judge by the stated rule."""
-    with _reported():
+    with _report_errors():
         from infoflow_lens.experiments.registry import STUDY_KINDS, find_study
         from infoflow_lens.foundation.errors import InfoFlowError
 
@@ -210,7 +210,7 @@ def inspect_command(
     """Find out by running a model what it is and what can be measured on it."""
     import json
 
-    with _reported():
+    with _report_errors():
         from infoflow_lens.hooks.model.capabilities import inspect_model
         from infoflow_lens.hooks.model.inputs import example_input, local_window
         from infoflow_lens.models.loading import load_any
@@ -330,12 +330,12 @@ def _probe(
     *writes: str,
 ) -> None:
     """Print what a finished run has said, without loading its model; else what is measured now."""
-    with _reported():
-        from infoflow_lens.runs.finished import finished_before
+    with _report_errors():
+        from infoflow_lens.runs.finished import read_finished
 
         settings = config()
         probing = settings.probing() if isinstance(settings, SurveyConfig) else settings
-        said = finished_before(out, probing.asked(), probing.sources(), writes)
+        said = read_finished(out, probing.output_settings(), probing.sources(), writes)
         if said is None:
             result = run(
                 settings,
@@ -346,7 +346,7 @@ def _probe(
                 n_threads=threads,
                 again=again,
             )
-            said = result.said()
+            said = result.printed_output()
         else:
             typer.echo("finished before, on the same model and data", err=True)
     _print_probing(out, said)
@@ -377,7 +377,7 @@ def tasks(
     """List the tasks, or print the dataset card of one."""
     import json
 
-    with _reported():
+    with _report_errors():
         from infoflow_lens.tasks import dataset_card, list_tasks, load_task
 
         if name is not None:
@@ -421,7 +421,7 @@ def constructions() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    with _reported():
+    with _report_errors():
         from infoflow_lens.models.constructions import CONSTRUCTIONS
 
     table = Table(show_lines=True)

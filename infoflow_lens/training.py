@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.display import Displayed
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.modules import modes_kept
+from infoflow_lens.foundation.modules import keep_modes
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import (
     RunRecord,
@@ -561,7 +561,7 @@ def train(
             checkpoint = folder.path / _CHECKPOINT
             if folder.holds(_CHECKPOINT):
                 run.load(checkpoint)
-        stack.enter_context(modes_kept(model))
+        stack.enter_context(keep_modes(model))
         return _epochs(run, data, checkpoint, checkpoint_every, after_epoch, progress)
 
 

@@ -51,7 +51,7 @@ def list_tasks() -> tuple[str, ...]:
     Raises:
         InfoFlowError: if two packages add the same name.
     """
-    return (*_TASKS, *plugins.found(GROUP, _TASKS))
+    return (*_TASKS, *plugins.find_entry_points(GROUP, _TASKS))
 
 
 def parameter_names(task: Task | type[Task]) -> tuple[str, ...]:
@@ -62,10 +62,10 @@ def parameter_names(task: Task | type[Task]) -> tuple[str, ...]:
 def _task_of(name: str) -> type[Task]:
     if name in _TASKS:
         return _TASKS[name]
-    others = plugins.found(GROUP, _TASKS)
+    others = plugins.find_entry_points(GROUP, _TASKS)
     if name not in others:
         raise InfoFlowError(f"unknown task {name!r}{nearest(name, list_tasks())}")
-    task: type[Task] = plugins.loaded(others[name], Task)
+    task: type[Task] = plugins.load_class(others[name], Task)
     return task
 
 

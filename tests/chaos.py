@@ -49,12 +49,12 @@ from pathlib import Path
 
 import typer
 
-from infoflow_lens.commands.common import reported
+from infoflow_lens.commands.common import report_errors
 from infoflow_lens.experiments.demo import DemoConfig, run_demo
 config = DemoConfig(n_tokens=4, d_model=8, d_mlp=8, half_epochs=4, epochs=16, n_train=400,
                     n_validation=100, n_recovery=200, n_influence=20, n_shown=2)
 try:
-    with reported():
+    with report_errors():
         run_demo(Path(sys.argv[1]), config, progress=False)
 except typer.Exit as left:
     sys.exit(left.exit_code)
@@ -65,7 +65,7 @@ from pathlib import Path
 
 import typer
 
-from infoflow_lens.commands.common import reported
+from infoflow_lens.commands.common import report_errors
 from infoflow_lens.experiments.language_model.config import LanguageModelConfig
 from infoflow_lens.experiments.language_model.corpus import Corpus
 from infoflow_lens.experiments.language_model.training import train_language_model
@@ -76,7 +76,7 @@ lines = [f"def f_{i}(x, y={i % 7}):\\n    return x + y * {i % 5}\\n\\n" for i in
 places = {"train": lines[:90], "validation": lines[90:105], "test": lines[105:]}
 corpus = Corpus({name: {"a.py": "".join(some)} for name, some in places.items()}, "ours")
 try:
-    with reported():
+    with report_errors():
         train_language_model(Path(sys.argv[1]), config, corpus=corpus, progress=False)
 except typer.Exit as left:
     sys.exit(left.exit_code)

@@ -128,7 +128,7 @@ def attach(
             yield AttachedProbes(session)
         finally:
             measured.leave(session)
-    if not weights.is_as_sampled() and weights.is_as_counted():
+    if not weights.has_same_sample() and weights.has_same_counters():
         for probe in probes:
             probe.refuse(
                 "the model's weights were written through parameter.data while the probe was "

@@ -5,7 +5,13 @@ from typing import Annotated, Any
 
 import typer
 
-from infoflow_lens.commands.common import AsJson, Quiet, check_document_place, console, reported
+from infoflow_lens.commands.common import (
+    AsJson,
+    Quiet,
+    check_document_place,
+    console,
+    report_errors,
+)
 
 _SIGN = "<read>"
 
@@ -35,7 +41,7 @@ def certify(
     """Decide whether one attention layer can fit all labels, and check the proof again."""
     import json
 
-    with reported():
+    with report_errors():
         from infoflow_lens.foundation.errors import InfoFlowError
         from infoflow_lens.foundation.files import write_json
         from infoflow_lens.theory.certificates import certificate_document

@@ -11,7 +11,7 @@ import typer
 
 
 def folder(text: str) -> Path:
-    """A folder that a user names.
+    """Parse the name of a folder.
 
     Raises:
         typer.BadParameter: for an empty name, which would be the current folder.
@@ -82,8 +82,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @contextmanager
-def reported() -> Iterator[None]:
-    """Errors as one line and exit status 2; Ctrl-C as a clean stop and exit status 130."""
+def report_errors() -> Iterator[None]:
+    """Print errors of a block as one line, and exit: with status 2, or 130 after Ctrl-C.
+
+    Raises:
+        typer.Exit: after the message.
+    """
     from infoflow_lens.foundation.errors import InfoFlowError, is_out_of_memory
 
     try:
@@ -108,11 +112,11 @@ def reported() -> Iterator[None]:
 
 
 def own_command(context: typer.Context, *more: str) -> str:
-    """The command as it was given, to be given once more.
+    """The command line of a command, so that it can be run again.
 
     Args:
         context: of the command that runs.
-        more: options that it shall have the next time, where it has them not.
+        more: options to add where the command line lacks them.
     """
     words = context.command_path.split()
     for parameter in context.command.params:
@@ -131,7 +135,7 @@ def own_command(context: typer.Context, *more: str) -> str:
 
 
 def integers(text: str, name: str) -> tuple[int, ...]:
-    """Comma-separated integers.
+    """Parse integers that are separated by commas.
 
     Raises:
         InfoFlowError: for anything else.
@@ -153,7 +157,7 @@ def task_by_options(
     components: int | None = None,
     seed: int | None = None,
 ) -> Any:
-    """The task that a user names, with the options that were given.
+    """Load the task that a user names, with the options that are not None.
 
     Raises:
         InfoFlowError: for an unknown task, an option that it does not have, or absurd sizes.

@@ -10,7 +10,7 @@ from infoflow_lens.commands.common import (
     console,
     integers,
     print_lines,
-    reported,
+    report_errors,
     task_by_options,
 )
 
@@ -52,7 +52,7 @@ def design(
     """Find the smallest architectures that the theory allows, and what it excludes beside them."""
     import json
 
-    with reported():
+    with report_errors():
         from infoflow_lens.foundation.progress import progress_bar
         from infoflow_lens.tasks import list_tasks
         from infoflow_lens.theory import design as designs

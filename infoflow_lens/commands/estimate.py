@@ -11,7 +11,7 @@ from infoflow_lens.commands.common import (
     console,
     integers,
     print_lines,
-    reported,
+    report_errors,
     task_by_options,
 )
 
@@ -97,7 +97,7 @@ def estimate(
     """Estimate, before any training, what an architecture must pay to learn a task (Sec. 5.3)."""
     import json
 
-    with reported():
+    with report_errors():
         from infoflow_lens.foundation.errors import InfoFlowError
         from infoflow_lens.foundation.files import write_json
         from infoflow_lens.theory import estimate as estimates

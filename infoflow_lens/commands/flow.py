@@ -12,7 +12,7 @@ from infoflow_lens.commands.common import (
     Quiet,
     check_place,
     integers,
-    reported,
+    report_errors,
 )
 from infoflow_lens.foundation.errors import InfoFlowError
 
@@ -59,32 +59,34 @@ def flow(
     quiet: Quiet = False,
 ) -> None:
     """Draw what can reach the states of a text, beside what does: one page, to click through."""
-    with reported():
+    with report_errors():
         check_place(out, "page of infoflow-lens flow", lambda text: _OURS in text)
         from infoflow_lens.flows.comparing import compare_flows
         from infoflow_lens.flows.run import flow as make
 
-        beside = with_text is not None or with_model is not None
-        if beside and len(texts) > 1:
+        is_comparison = with_text is not None or with_model is not None
+        if is_comparison and len(texts) > 1:
             raise InfoFlowError(
                 f"--with and --with-model stand beside one text: expected one, not {len(texts)}; "
                 "put texts with spaces into quotes"
             )
-        where: Any = position if position in ("auto", "all") else integers(position, "--position")
+        positions: Any = (
+            position if position in ("auto", "all") else integers(position, "--position")
+        )
         kind: Any = None if influence == "none" else influence
-        by: Any = rule
-        asked = [(model, texts)]
-        if beside:
+        rule_name: Any = rule
+        inputs = [(model, texts)]
+        if is_comparison:
             other = texts if with_text is None else [with_text]
-            asked.append((model if with_model is None else with_model, other))
+            inputs.append((model if with_model is None else with_model, other))
         flows = [
             make(
                 each,
                 read,
-                where,
+                positions,
                 None,
                 kind,
-                by,
+                rule_name,
                 k=k,
                 without=() if without is None else integers(without, "--without"),
                 max_length=max_length,
@@ -94,9 +96,9 @@ def flow(
                 backend=backend,
                 progress=not quiet,
             )
-            for each, read in asked
+            for each, read in inputs
         ]
-        compared = compare_flows(flows[0], flows[1]) if beside else None
+        compared = compare_flows(flows[0], flows[1]) if is_comparison else None
         (compared or flows[0]).to_html(out)
     names = ("",) if compared is None else tuple(f"{name}: " for name in compared.names)
     for name, found in zip(names, flows, strict=True):

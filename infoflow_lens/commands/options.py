@@ -1,4 +1,4 @@
-"""Options of a command from the dataclass that they fill."""
+"""Make the options of a command from the fields of a dataclass."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ def options_of(
     kinds, texts = get_type_hints(config), help_texts(config)
     repeated = [name for name, parts in _annotated(config).items() if Repeated() in parts]
     shown = {name: list[str] if name in repeated else kind for name, kind in kinds.items()}
-    made = [
+    parameters = [
         _parameter(item, shown[item.name], texts[item.name], item.name in arguments)
         for item in fields(config)
     ]
@@ -39,14 +39,14 @@ def options_of(
         ]
 
         def filled(**given: Any) -> None:
-            of_config = {p.name: given.pop(p.name) for p in made}
+            of_config = {p.name: given.pop(p.name) for p in parameters}
             command(
                 lambda: config(**{k: _parsed(kinds[k], v, k) for k, v in of_config.items()}),
                 **given,
             )
 
-        required = [p for p in (*made, *own) if p.default is inspect.Parameter.empty]
-        optional = [p for p in (*made, *own) if p.default is not inspect.Parameter.empty]
+        required = [p for p in (*parameters, *own) if p.default is inspect.Parameter.empty]
+        optional = [p for p in (*parameters, *own) if p.default is not inspect.Parameter.empty]
         filled.__signature__ = inspect.Signature([*required, *optional])  # type: ignore[attr-defined]
         filled.__annotations__ = {p.name: p.annotation for p in (*required, *optional)}
         filled.__name__, filled.__doc__ = command.__name__, command.__doc__

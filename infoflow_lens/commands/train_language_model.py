@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from infoflow_lens.commands.common import Quiet, console, folder, reported
+from infoflow_lens.commands.common import Quiet, console, folder, report_errors
 from infoflow_lens.commands.options import help_texts, options_of
 from infoflow_lens.experiments.language_model.config import PRESETS, LanguageModelConfig, preset
 
@@ -38,7 +38,7 @@ def train_language_model(
     Options that are not given are the preset's. With the same versions, text and threads the same
     command gives the same bytes on a CPU, also if it was stopped in between.
     """
-    with reported():
+    with report_errors():
         settings = preset(name)
         changes = {key: value for key, value in vars(config()).items() if value is not None}
         settings = replace(settings, **changes)

@@ -12,7 +12,7 @@ from infoflow_lens.commands.common import (
     console,
     integers,
     print_lines,
-    reported,
+    report_errors,
 )
 
 
@@ -41,7 +41,7 @@ def why(
     """Split the difference of two attention scores over what wrote the query's and keys' states."""
     import json
 
-    with reported():
+    with report_errors():
         from infoflow_lens.flows.why import why as ask
         from infoflow_lens.foundation.settings import Count, check
 

@@ -1,10 +1,10 @@
-"""Trying out a study of one's own before its runs take hours."""
+"""Check a user's study on short runs, before its full runs take hours."""
 
 from typing import TYPE_CHECKING
 
 from infoflow_lens.experiments.claims import Verdict
 from infoflow_lens.experiments.study import Study
-from infoflow_lens.experiments.sweep import Run, checked_cases, measure_unit
+from infoflow_lens.experiments.sweep import Run, check_cases, measure_unit
 from infoflow_lens.foundation.errors import InfoFlowError
 
 if TYPE_CHECKING:
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def check_study(study: Study, preset: str, *, device: str = "cpu") -> "pd.DataFrame":
-    """Refuse a study that would fail late, or whose rows do not follow from its settings and seed.
+    """Refuse a study that would fail late, or whose rows differ for the same settings and seed.
 
-    Every configuration runs once, with seed 0, and the first one twice; table, figure and verdict
-    are made of the rows.
+    Every configuration runs once, with seed 0, and the first one twice; then table, figure and
+    verdict are made from the rows.
 
     Args:
-        study: to try out.
+        study: the study to check.
         preset: one whose runs are short.
         device: where to train.
 
@@ -37,7 +37,7 @@ def check_study(study: Study, preset: str, *, device: str = "cpu") -> "pd.DataFr
         raise InfoFlowError(
             f"preset is {preset!r}: expected one of presets, {', '.join(study.presets)}"
         )
-    runs = [Run(index, case, 0) for index, case in enumerate(checked_cases(study, preset))]
+    runs = [Run(index, case, 0) for index, case in enumerate(check_cases(study, preset))]
     rows = [_rows(study, run, device) for run in runs]
     again = _rows(study, runs[0], device)
     if not pd.DataFrame(rows[0]).equals(pd.DataFrame(again)):

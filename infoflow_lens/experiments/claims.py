@@ -45,8 +45,8 @@ class Claim:
 
     Attributes:
         text: the claim, with ``{bound}`` in the place of "at most 0.1" and its like.
-        numbers: these, from the rows of a study, by what each is of; the name is "" where there is
-            one alone. A number that is NaN breaks the claim.
+        numbers: computes the numbers from the rows of a study, each by the name of its group; the
+            name of a single number is "". A number that is NaN breaks the claim.
         op: how each is compared with the bound.
         bound: a number; the least and the largest one for "within".
         needed: whether the claim is broken where there is no number at all.
@@ -100,7 +100,7 @@ class Claim:
         outcome = "yes" if all(kept) else "**no**"
         if len(kept) > 1 and not all(kept):
             outcome += f", {sum(kept)} of {len(kept)}"
-        return Verdict(all(kept), (f"{self.rule()}: {outcome} ({_told(numbers)})",))
+        return Verdict(all(kept), (f"{self.rule()}: {outcome} ({_describe_numbers(numbers)})",))
 
     def _bound(self) -> str:
         if isinstance(self.bound, tuple):
@@ -108,8 +108,8 @@ class Claim:
         return f"{_WORDS[self.op]} {_number(self.bound)}"
 
 
-def _told(numbers: Numbers) -> str:
-    """Numbers with what each is of; of many the least and the largest."""
+def _describe_numbers(numbers: Numbers) -> str:
+    """Numbers with their labels, as text; only the least and the largest of many."""
     known = [label for label, number in numbers.items() if not math.isnan(number)]
     if len(numbers) > _MOST_SHOWN and known:
         ends = min(known, key=numbers.__getitem__), max(known, key=numbers.__getitem__)
@@ -125,13 +125,13 @@ def _number(number: float) -> str:
     return f"{number:.0f}" if 1000 <= abs(number) < math.inf else f"{number:.3g}"
 
 
-def judged(
+def judge_claims(
     claims: Sequence[Claim], results: "pd.DataFrame", remarks: Sequence[str] = ()
 ) -> Verdict:
-    """All claims together.
+    """Judge all claims of a study together.
 
     Args:
-        claims: of a study; without any nothing is seen.
+        claims: of a study; without claims the verdict is "not passed".
         results: its rows.
         remarks: sentences that follow them and judge nothing.
     """

@@ -1,10 +1,10 @@
-"""Whether runs fit in memory: an estimate beside what is free."""
+"""Estimates of the memory that runs take, and a check against the free memory."""
 
 from collections.abc import Sequence
 
 from infoflow_lens.foundation.devices import check_device
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.memory import free_on, shown_bytes
+from infoflow_lens.foundation.memory import format_bytes, free_on
 
 _WORKER_BYTES = 5 * 2**27  # of a process that has imported everything and trained nothing
 _FLOAT = 4
@@ -12,9 +12,9 @@ _EVALUATED_AT_ONCE = 2048  # sequences, without gradients
 
 
 def check_memory(needed_bytes: int, device: str, jobs: int = 1) -> None:
-    """Refuse runs that do not fit in what is free, before work starts.
+    """Refuse runs that do not fit in the free memory, before work starts.
 
-    Where nothing is known of the memory, nothing is refused.
+    If the free memory is unknown, no run is refused.
 
     Args:
         needed_bytes: what one run takes, as :func:`run_bytes` estimates it.
@@ -35,7 +35,7 @@ def check_memory(needed_bytes: int, device: str, jobs: int = 1) -> None:
     runs = f"{jobs} runs at a time need" if jobs > 1 else "a run needs"
     fewer = "fewer jobs, or " if jobs > 1 else ""
     raise InfoFlowError(
-        f"{runs} about {shown_bytes(needed)} of memory on {device}, but {shown_bytes(free)} is "
+        f"{runs} about {format_bytes(needed)} of memory on {device}, but {format_bytes(free)} is "
         f"free: expected it to fit; choose {fewer}a smaller preset"
     )
 
@@ -52,12 +52,12 @@ def run_bytes(
     d_mlp: int = 0,
     d_encoder: int = 0,
 ) -> int:
-    """What a training run of a hosted model takes at its peak, about; rather too much.
+    """An upper estimate, in bytes, of the peak memory of a training run of a hosted model.
 
-    The training sequences in three copies (drawn, converted, on the device), weights with
-    gradients, moments and kept states, and the larger of what a step keeps for its gradient and
-    what the largest layer takes when it is evaluated; the last layer queries at one position only.
-    Data that a task computes on the way to its targets, and probes, are not in it.
+    It counts three copies of the training sequences (drawn, converted, on the device); the weights
+    with gradients, moments and kept states; and the larger of two numbers: what a step keeps for
+    its gradient, and what the largest layer takes in an evaluation. The last layer has one query
+    only. Intermediate data of a task and probes are not counted.
 
     Args:
         n_train: training sequences.

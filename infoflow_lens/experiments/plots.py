@@ -1,4 +1,4 @@
-"""Figures of studies as data: panels, what is drawn in them, and what stands at their axes.
+"""Figures of studies as data: panels, the layers drawn in them, and their axes.
 
 A layer draws rows into a panel. The kinds here cover most of what studies show: curves, points by
 group, bars and heat maps; a study's own function of axes and rows is a layer, too.
@@ -39,7 +39,7 @@ class Axis:
         label: beside it.
         scale: of its numbers; "symlog" has 0 and is logarithmic to the base 2 from 1 on.
         limits: of its numbers; None for an end that the numbers decide.
-        levels: numbers at which a line runs through the panel, dotted.
+        levels: numbers at which a dotted line runs through the panel.
     """
 
     label: str = ""
@@ -208,7 +208,7 @@ class Panel:
     width: float = 1.0
 
     def draw(self, axes: "Axes", results: "pd.DataFrame") -> None:
-        """Draw the layers, and dress the axes."""
+        """Draw the layers, and set title, labels, scales and legend."""
         rows = self.rows(results)
         for layer in self.layers:
             layer(axes, rows)

@@ -162,7 +162,7 @@ _Trained: TypeAlias = TrainingResult | None  # None where it diverged
 
 
 class _Run:
-    """One seed on its way through the stages."""
+    """The state of one seed between the stages."""
 
     def __init__(self, model: VectorTransformer, seed: int) -> None:
         self.model = model
@@ -187,7 +187,19 @@ def _through_stages(
     config: TrainingConfig,
     trained: Callable[[Sequence[_Run], int, TrainingConfig], list[_Trained]],
 ) -> None:
-    """Train runs by all stages; `trained` does one of them, at a length, from where runs are."""
+    """Train runs through all stages.
+
+    Args:
+        runs: one for each seed; they are changed.
+        architecture: with the final number of tokens.
+        stages: which stages there are.
+        config: of each training.
+        trained: trains all runs for one stage, at a number of tokens, with the settings of the
+            stage.
+
+    Raises:
+        InfoFlowError: for lengths that reach the final one, or a model with positions.
+    """
     full = architecture.n_tokens
     if stages.lengths and stages.lengths[-1] >= full:
         raise InfoFlowError(
@@ -279,7 +291,7 @@ class StagedStudy(TogetherStudy):
 
 
 def _of_length(before: VectorTransformer, n_tokens: int) -> VectorTransformer:
-    """The model at a length; masks depend on it, weights do not."""
+    """The same weights in a model for another number of tokens, on which only masks depend."""
     if before.architecture.n_tokens == n_tokens:
         return before
     architecture = replace(before.architecture, n_tokens=n_tokens)

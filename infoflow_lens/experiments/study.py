@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
-from infoflow_lens.experiments.claims import Claim, Verdict, judged
+from infoflow_lens.experiments.claims import Claim, Verdict, judge_claims
 from infoflow_lens.experiments.memory import run_bytes
 from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.experiments.tables import Part, TableSpec, render
@@ -35,11 +35,11 @@ ABOUT = ("run", "status", "seed")  # columns that every row of a study has
 
 @dataclass(frozen=True)
 class Statement:
-    """What is said of a study before it is run, so that its numbers can be held against it.
+    """The prediction of a study, written before its run, with which its numbers are compared.
 
-    It is a text in Markdown: a title, and parts of which each stands behind its name, in bold at
-    the beginning of a paragraph (``**Rule.** ...``) or as a heading (``## Rule``). Code reads it,
-    and never writes it.
+    It is a text in Markdown with a title and several parts. Each part begins with its name, in bold
+    at the beginning of a paragraph (``**Rule.** ...``) or as a heading (``## Rule``). Code reads
+    the text, and never writes it.
 
     Attributes:
         text: all of it.
@@ -71,12 +71,16 @@ class Statement:
 
     @classmethod
     def of(cls, name: str) -> "Statement":
-        """That of a study of the package, which stands in the room of its code."""
+        """Read the statement of a study of this package.
+
+        Args:
+            name: of the study.
+        """
         (path,) = Path(__file__).parent.glob(f"*/statements/{name}.md")
         return cls(path.read_text(encoding="utf-8"))
 
     def part(self, name: str) -> str:
-        """What stands behind the name of a part, up to the next one; nothing without the part."""
+        """The text of a part; empty if the statement has no such part."""
         heading = f"\n## {name.rstrip('.')}\n"
         if heading in self.text:
             return self.text.split(heading)[1].split("\n## ")[0].strip()
@@ -85,7 +89,7 @@ class Statement:
 
     @property
     def in_short(self) -> str:
-        """The prediction in a line, for the summary of all studies; else the question."""
+        """The prediction in one line, for the summary of all studies; without it the title."""
         return self.part("In short.") or self.text.splitlines()[0].removeprefix("# ")
 
     @property
@@ -125,21 +129,30 @@ class Study(ABC):
 
     @abstractmethod
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
-        """Train and measure one configuration: one row, or one for each head or position."""
+        """Train and measure one configuration.
+
+        Args:
+            settings: one of :meth:`cases`.
+            seed: of everything that is drawn.
+            device: as PyTorch names it.
+
+        Returns:
+            One row, or one for each head or position.
+        """
 
     def memory(self, settings: Settings) -> int:
-        """Bytes that a run takes at its peak, about; 0 where that is not known."""
+        """About how many bytes a run takes at its peak; 0 if that is not known."""
         return 0
 
     def tables(self) -> Sequence[Part]:
-        """Our numbers beside the published ones, with seeds and spread, and the text between.
+        """Tables of our numbers and the published ones, and the text between them.
 
-        Without any the page has each measured number by the settings that differ.
+        By default the page shows each measured number by the settings that differ.
         """
         return ()
 
     def plots(self) -> FigureSpec | None:
-        """The effect at a glance; by default a panel for each measured number."""
+        """The figure of the effect; None for a panel for each measured number."""
         return None
 
     def table(self, results: "pd.DataFrame") -> str:
@@ -185,7 +198,7 @@ class Study(ABC):
 
     def verdict(self, results: "pd.DataFrame") -> Verdict:
         """Whether the effect was seen, by the stated rule."""
-        return judged(self.claims(), results, self.remarks(results))
+        return judge_claims(self.claims(), results, self.remarks(results))
 
     def judges(self, settings: Settings) -> bool:
         """Whether the rule is about a configuration; the others are reported."""

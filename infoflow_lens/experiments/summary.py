@@ -1,4 +1,4 @@
-"""The page over all studies: its table is written from their rows, not by hand."""
+"""The page of all studies, whose table is made from their rows."""
 
 import json
 import re
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 BEGIN, END = "<!-- summary -->", "<!-- end of summary -->"
 # folders within a study's: a run by settings that it no longer has, and one of preset full
 EARLIER, FULL = "earlier", "full"
-# columns in which a measured number may stand in the place of the setting: a run has its own rate
-# in each epoch, and its own states where sets leave some out
+# columns in which rows may differ from the settings: a run has its own learning rate in each
+# epoch, and its own number of states where sets leave some out
 _MEASURED = ("lr", "n_states")
 # what templates can make of rows
 _OF_ROWS: Mapping[str, Any] = {
@@ -199,7 +199,11 @@ def _has_run(study: Study, path: Path) -> bool:
 
 
 def rows_of(folder: Path, status: str | None = "finished") -> "pd.DataFrame":
-    """The rows of a run's folder; those of finished runs alone, unless told otherwise.
+    """Read the rows of a run from its folder.
+
+    Args:
+        folder: of the run.
+        status: rows with this status alone; None for all rows.
 
     Raises:
         InfoFlowError: where there is no results.csv, or one that is not of a study.
@@ -291,7 +295,7 @@ def _check_rows(path: Path, rows: "pd.DataFrame", config: Mapping[str, Any]) -> 
 
 
 def _same(cell: Any, value: Any) -> bool:
-    """Whether a cell that was read back is a setting."""
+    """Whether a cell of results.csv equals a setting of the record."""
     if value in (None, ""):
         return bool(cell != cell)  # NaN
     if str(cell) == str(value):

@@ -9,7 +9,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import write_text
 from infoflow_lens.models.loading import DTYPES
 from infoflow_lens.probing.measuring import possible_parts
-from infoflow_lens.probing.part import Say, Setting
+from infoflow_lens.probing.part import RunContext, Say
 from infoflow_lens.probing.per_head import per_head
 from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.probing.run import run_probing
@@ -28,9 +28,9 @@ def run_survey(
     """Measure mechanisms, their sufficiency, top k, influence, positions and recovery of a model.
 
     A preset of a probe run (:func:`~infoflow_lens.probing.run.run_probing`): all parts, with
-    settings that a laptop can pay: influence is estimated at the last position where exact
-    Jacobians are dear, damages are estimated to second order, recovery is sketched where the model
-    is wide. What a model cannot give is left out and told. Writes, beside what a probe run writes,
+    settings for a laptop: influence is estimated at the last position where exact Jacobians are
+    slow, damages are estimated to second order, recovery is sketched where the model is wide. What
+    a model cannot give is left out, and `say` names it. Besides the files of a probe run it writes
     ``heads.csv``, a row for each head. Run again with the same settings to go on.
 
     Args:
@@ -52,27 +52,27 @@ def run_survey(
         progress,
         say,
         if_possible=True,
-        ready=lambda setting: _check(setting, config),
+        ready=lambda context: _check(context, config),
         last=lambda result: write_text(out / "heads.csv", per_head(result).to_csv(index=False)),
         **spread,
     )
 
 
-def _check(setting: Setting, config: SurveyConfig) -> None:
+def _check(context: RunContext, config: SurveyConfig) -> None:
     """Refuse too little memory, and too few windows for all that is measured.
 
     Raises:
         InfoFlowError: with what to do: the largest n that leaves a window for sufficiency.
     """
-    check_memory(survey_bytes(setting), config.device)
-    windows = setting.batches.n_sequences or 0
-    parts = possible_parts(setting.capabilities, setting.config, lambda line: None, True)
+    check_memory(survey_bytes(context), config.device)
+    windows = context.batches.n_sequences or 0
+    parts = possible_parts(context.capabilities, context.config, lambda line: None, True)
     if windows < FEWEST:
         raise InfoFlowError(
             f"the data hold {windows} windows of up to {config.window} tokens: expected at least "
             f"{FEWEST}; give more text, or a smaller window"
         )
-    if "sufficiency" in parts and setting.rest is None:
+    if "sufficiency" in parts and context.rest is None:
         raise InfoFlowError(
             f"the data hold {windows} windows, and half of n = {config.n} choose the mechanisms: "
             "expected more, on which sufficiency is measured; give more text, or an n of at most "
@@ -80,14 +80,14 @@ def _check(setting: Setting, config: SurveyConfig) -> None:
         )
 
 
-def survey_bytes(setting: Setting) -> int:
-    """What a survey of a loaded model takes beside its weights, about; rather too much."""
-    cfg = getattr(setting.model, "cfg", None)
-    size = next(setting.model.parameters()).element_size()
-    n_pos, width = setting.batches.longest or 1, setting.width
-    layers = setting.capabilities.layers
+def survey_bytes(context: RunContext) -> int:
+    """An upper estimate, in bytes, of the memory of a survey without the model's weights."""
+    cfg = getattr(context.model, "cfg", None)
+    size = next(context.model.parameters()).element_size()
+    n_pos, width = context.batches.longest or 1, context.width
+    layers = context.capabilities.layers
     n_heads = max((layer.n_heads or 0) for layer in layers)
-    batch = min(setting.config.batch_size, setting.batches.n_sequences or 1)
+    batch = min(context.config.batch_size, context.batches.n_sequences or 1)
     logits = batch * n_pos * int(getattr(cfg, "d_vocab", None) or 1)
     # states and patterns of a pass with its gradient: about 16 states a layer, and a pattern and
     # its five ideals
@@ -98,7 +98,7 @@ def survey_bytes(setting: Setting) -> int:
 
 
 def _bytes_of_files(folder: Path, dtype: str | None) -> int:
-    """What the weights of a local folder take in memory; 0 for a name."""
+    """The bytes that the weights of a local folder take in memory; 0 for a name."""
     if not folder.is_dir():
         return 0
     files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]

@@ -27,7 +27,7 @@ from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.versions import versions_identity
-from infoflow_lens.runs.executor import Executor, Unit, own_device
+from infoflow_lens.runs.executor import Executor, Unit, choose_device
 from infoflow_lens.runs.folder import RunFolder
 from infoflow_lens.training import TrainingDivergedError
 
@@ -137,7 +137,7 @@ def run_study(
     again = again or f"run_study(..., {str(out)!r}, resume=True)"
     executor = Executor(jobs, scheduler, n_threads, again=again)
     executor.check("a study")
-    out, cases = Path(out), checked_cases(study, preset)
+    out, cases = Path(out), check_cases(study, preset)
     runs = [
         Run(index, settings, seed)
         for index, (settings, seed) in enumerate(
@@ -165,7 +165,7 @@ def run_study(
             check_memory(needed, device, jobs)
         # connected first: where no run can start, the folder stays free
         with (
-            executor.at_work(f"finished runs are kept in {str(out)!r}") as run_units,
+            executor.start_workers(f"finished runs are kept in {str(out)!r}") as run_units,
             progress_bar(study.name, len(runs), progress, done=len(kept)) as advance,
         ):
             folder.claim(identity)
@@ -255,7 +255,9 @@ def write_statement(study: Study, out: Path) -> None:
 def verdict_of(
     study: Study, rows: "pd.DataFrame", cases: Sequence[Settings], n_seeds: int
 ) -> Verdict:
-    """The study's; an effect without numbers is not seen, and runs that diverged are named.
+    """The verdict of a study, with a sentence for runs that diverged.
+
+    Without numbers of a case that the rule is about, the verdict is "not passed".
 
     Args:
         study: the study.
@@ -284,7 +286,7 @@ def verdict_of(
 
 
 def _differing(case: Settings, cases: Sequence[Settings]) -> str:
-    """What of a case is not the same in all."""
+    """The settings of a case that differ between cases, as JSON."""
     return json.dumps(
         {n: value for n, value in case.items() if any(c.get(n) != value for c in cases)}
     )
@@ -306,8 +308,18 @@ def _described(unit: Sequence[Run]) -> str:
 
 
 def measure_unit(task: tuple[Study, Sequence[Run], str]) -> list[tuple[Run, list[Row]]]:
-    """Runs of one configuration on a device; a training that diverges is a row that says so."""
-    study, runs, device = *task[:2], own_device(task[2])
+    """Measure runs of one configuration on a device.
+
+    Args:
+        task: the study, its runs with the same settings, and the device.
+
+    Returns:
+        Each run with its rows; one row with the status "diverged" for a training that diverged.
+
+    Raises:
+        InfoFlowError: for rows that are not plain numbers and texts.
+    """
+    study, runs, device = *task[:2], choose_device(task[2])
     measured: list[list[Row] | None]
     if len(runs) > 1:
         assert isinstance(study, TogetherStudy)
@@ -322,17 +334,17 @@ def measure_unit(task: tuple[Study, Sequence[Run], str]) -> list[tuple[Run, list
 
 
 def _about(study: Study, run: Run, rows: list[Row] | None) -> list[Row]:
-    """Measured rows with what they are of; a single one of a run that diverged."""
+    """Add run, status, seed and settings to the measured rows; one row for a run that diverged."""
     status = "diverged" if rows is None else "finished"
     about: Row = {"run": run.index, "status": status, "seed": run.seed}
     shown = {key: plain_cell(value) for key, value in run.settings.items()}
     if rows is None:
         return [{**about, **shown}]
-    return [{**about, **shown, **row} for row in checked_rows(study, rows)]
+    return [{**about, **shown, **row} for row in check_rows(study, rows)]
 
 
-def checked_cases(study: Study, preset: str) -> Sequence[Settings]:
-    """The configurations of a preset.
+def check_cases(study: Study, preset: str) -> Sequence[Settings]:
+    """Check the configurations of a preset, and return them.
 
     Raises:
         InfoFlowError: if there are none, one stands there twice, or one is no dict that JSON has;
@@ -363,8 +375,8 @@ def checked_cases(study: Study, preset: str) -> Sequence[Settings]:
     return cases
 
 
-def checked_rows(study: Study, rows: Any) -> list[Row]:
-    """What `measure` gives, with plain numbers.
+def check_rows(study: Study, rows: Any) -> list[Row]:
+    """Check what `measure` returns, and return it with plain Python numbers.
 
     Raises:
         InfoFlowError: if it is no list of dicts of numbers, or one names what every row has.

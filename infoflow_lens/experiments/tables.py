@@ -1,4 +1,4 @@
-"""Tables of studies as data, in Markdown, and numbers as they stand in them."""
+"""Tables of studies as data, their rendering in Markdown, and the format of numbers."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,7 +47,7 @@ class Column:
     across: str = ""
 
     def cell(self, rows: "pd.DataFrame") -> str | None:
-        """The number of a line as it is written; None without rows."""
+        """The text of a cell from the rows of its line; None without rows."""
         if rows.empty:
             return None
         if callable(self.value):
@@ -104,7 +104,7 @@ class TableSpec:
     def _expanded(
         self, column: Column | str, rows: "pd.DataFrame"
     ) -> list[tuple[str, Column, object]]:
-        """Names, and the values of which there is a column each."""
+        """The columns that a column stands for: name, column, and the value of `across` or None."""
         if isinstance(column, str):
             column = Column(_header(column), column)
         if not column.across:
@@ -204,7 +204,7 @@ def spread(values: "pd.Series[float]", form: str = ".3g") -> str:
 
 
 def _shown(value: Any, form: str) -> str | None:
-    """A value as it stands in a cell."""
+    """The text of a value in a cell; None for NaN and None."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, (bool, np.bool_)):

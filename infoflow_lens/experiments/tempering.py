@@ -1,4 +1,4 @@
-"""What softness alone does to recovery: patterns of a given entropy, and errors of linear maps."""
+"""The effect of soft attention on recovery: patterns of a given entropy, errors of linear maps."""
 
 from typing import NamedTuple
 
@@ -31,8 +31,8 @@ def map_errors(
     """Errors of the least-squares map, with intercept, from states to targets.
 
     Args:
-        state: what is read.
-        target: what is to be given back.
+        state: the input of the map.
+        target: the output that the map should give.
         held_out: the sequences on which errors are measured; the map is fitted on the others.
     """
     fit, evaluation = RegressionStatistics(), RegressionStatistics()
@@ -63,7 +63,7 @@ def mean_entropy(
 def tempered(
     scores: Float[Tensor, "n query key"], allowed: Bool[Tensor, "query key"], entropy: float
 ) -> Float[Tensor, "n query key"]:
-    """The softmax of scores times the number that gives it this mean entropy.
+    """The softmax of scores, scaled by the number that gives the pattern a mean entropy.
 
     Args:
         scores: of one head, finite where allowed.

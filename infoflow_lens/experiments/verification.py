@@ -1,4 +1,4 @@
-"""Training what a design recommends and what it excludes: predicted beside measured."""
+"""Train the architectures that a design recommends and excludes, to check its predictions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Measured:
         n_heads: its heads.
         predicted: "recommended", or the verdict on a neighbour below.
         nmse: the best validation error of its seeds, over the variance of the target.
-        times: that of the recommended model.
+        times: nmse over that of the recommended model.
     """
 
     n_heads: tuple[int, ...]
@@ -37,7 +37,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Verification(Displayed):
-    """Predicted beside measured.
+    """The errors of trained architectures, compared with the predictions of a design.
 
     Attributes:
         n_tokens: T of the training.

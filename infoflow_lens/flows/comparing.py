@@ -89,11 +89,11 @@ class FlowComparison:
         for name in ("influence", "share"):  # which a flow without influence lacks
             for each in (one, other):
                 each[name] = each.get(name, math.nan)
-        there = {second: first for first, second in self.aligned}
+        counterpart = {second: first for first, second in self.aligned}
         other["position_second"], other["source_second"] = other["position"], other["source"]
-        # what has no counterpart gets a negative number of its own, so that nothing meets it
+        # a position without a counterpart gets a negative number of its own, which matches no other
         for name in ("position", "source"):
-            other[name] = [there.get(place, -1 - place) for place in other[name]]
+            other[name] = [counterpart.get(place, -1 - place) for place in other[name]]
         texts = ["token", "source_token"]
         other = other.rename(columns={name: f"{name}_second" for name in texts})
         merged = one.merge(other, on=keys, how="outer", suffixes=("_first", "_second"))
@@ -108,21 +108,21 @@ class FlowComparison:
         """
         import pandas as pd
 
-        there = dict(self.aligned)
+        counterpart = dict(self.aligned)
         rows = [
             (layer, head, position, second, *pair)
             for layer, position, second, pairs in self._first_keys()
             for head, pair in enumerate(pairs)
-            if there.get(pair[0], -1) != pair[1]
+            if counterpart.get(pair[0], -1) != pair[1]
         ]
         columns = ["layer", "head", "position", "position_second", "key", "key_second"]
         return pd.DataFrame(rows, columns=columns)
 
     def summary(self) -> str:
         """In a sentence, how many sets and first choices changed."""
-        there = dict(self.aligned)
+        counterpart = dict(self.aligned)
         changed = [
-            {there.get(source, -1) for source in self.first.sets.of(layer, 0, one)}
+            {counterpart.get(source, -1) for source in self.first.sets.of(layer, 0, one)}
             != self.second.sets.of(layer, 0, other)
             for layer in range(min(self.first.sets.n_layers, self.second.sets.n_layers))
             for one, other in self.aligned
@@ -179,14 +179,14 @@ class FlowComparison:
         )
 
     def _marked(self, side: int) -> ViewedInput:
-        """A side's input, with a mark on the tokens that the other has not."""
+        """The input of a side, with marks on the tokens that differ on the other side."""
         own = (self.first, self.second)[side]
         tokens, others = own.tokens[0], (self.second, self.first)[side].tokens[0]
-        there = {pair[side]: pair[1 - side] for pair in self.aligned}
+        counterpart = {pair[side]: pair[1 - side] for pair in self.aligned}
         marked = [
             place
             for place, token in enumerate(tokens)
-            if place not in there or others[there[place]] != token
+            if place not in counterpart or others[counterpart[place]] != token
         ]
         (viewed,) = own.view.inputs
         return replace(viewed, marked=marked)
@@ -210,7 +210,7 @@ def align(first: Flow, second: Flow) -> tuple[tuple[int, int], ...]:
 
 
 def aligned_tokens(first: Sequence[str], second: Sequence[str]) -> list[tuple[int, int]]:
-    """Places of tokens that stand for each other: see :func:`compare_flows`."""
+    """Indices of tokens that stand for each other: see :func:`compare_flows`."""
     pairs: list[tuple[int, int]] = []
     steps = SequenceMatcher(None, first, second, autojunk=False).get_opcodes()
     for kind, start, end, other_start, other_end in steps:
@@ -220,7 +220,9 @@ def aligned_tokens(first: Sequence[str], second: Sequence[str]) -> list[tuple[in
 
 
 def _names(first: Flow, second: Flow) -> tuple[str, str]:
-    """Texts, from shortly before they part; else models; else which is the first."""
+    """Names of the two sides: their texts from shortly before the first difference; for equal texts
+    their models; for equal models "first" and "second".
+    """
     if first.tokens != second.tokens:
         (one,), (other,) = first.tokens, second.tokens
         both = zip(one, other, strict=False)

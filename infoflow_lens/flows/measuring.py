@@ -32,7 +32,20 @@ def influence_probe(
     n_directions: int,
     seed: int,
 ) -> StateInfluence | None:
-    """The kind of influence that was asked for, or that is affordable."""
+    """The probe for the kind of influence that is asked for; with "auto" one that takes seconds.
+
+    Args:
+        model: the model.
+        influence: the kind; None for no probe.
+        layers, positions: of the states; positions None for all.
+        rows: the inputs, each token ids [pos] or vectors [pos, d_token].
+        reference: inputs whose tokens replace others with "resample"; None for the inputs' own.
+        n_directions: random directions of an estimate, for each state.
+        seed: of the random directions.
+
+    Raises:
+        InfoFlowError: if "resample" has no other token for some position.
+    """
     if influence is None:
         return None
     if influence == "resample":
@@ -62,7 +75,7 @@ def _is_cheap(model: nn.Module, probe: StateInfluence, rows: Sequence[Tensor], m
 def probe_elsewhere(
     model: nn.Module, probe: StateInfluence | None, rows: Sequence[Tensor], seed: int
 ) -> StateInfluence | None:
-    """The same on all positions, or an estimate of it; None where that takes long."""
+    """A probe of the same influence on all positions, or of an estimate; None if both take long."""
     if probe is None:
         return None
     if isinstance(probe, ResampleInfluence):
@@ -100,7 +113,9 @@ def _passes(model: nn.Module, probe: StateInfluence, n_source: int, width: int) 
 
 
 def _donors(rows: Sequence[Tensor], reference: Batches | None) -> Tensor:
-    """Tokens that take the place of others: those of the reference, or others of the inputs.
+    """Tokens that replace the tokens of the inputs, [donor, pos] or [donor, pos, d_token].
+
+    They are those of the reference, or other tokens of the inputs.
 
     Raises:
         InfoFlowError: if some position has no other token.
@@ -145,13 +160,15 @@ def _others_of(rows: Sequence[Tensor], longest: int) -> Tensor:
 
 
 def _stays(donors: Tensor, row: Tensor) -> Bool[Tensor, " pos"]:
-    """The positions of an input at which every donor has its own token."""
+    """The positions at which every donor has the same token as the input."""
     same = donors[:, : len(row)] == row.to(donors.device)
     return same.flatten(2).all(dim=2).all(dim=0) if same.ndim > 2 else same.all(dim=0)
 
 
-def same_everywhere(probe: StateInfluence | None, rows: Sequence[Tensor]) -> Iterator[str]:
-    """What a reader must know of tokens whose place only equal ones could take."""
+def describe_unchanged_tokens(
+    probe: StateInfluence | None, rows: Sequence[Tensor]
+) -> Iterator[str]:
+    """Notes on tokens for which all donors have the same token, so that nothing is replaced."""
     if not isinstance(probe, ResampleInfluence):
         return
     for index, row in enumerate(rows):
@@ -166,10 +183,20 @@ def same_everywhere(probe: StateInfluence | None, rows: Sequence[Tensor]) -> Ite
             )
 
 
-def measured(
+def run_with_bar(
     model: nn.Module, inputs: Batches, probes: Sequence[Any], progress: bool
 ) -> tuple[Any, ...]:
-    """The results of all probes, input by input, with a bar over the passes of influence."""
+    """Run probes input by input, with a bar over the passes that influence takes.
+
+    Args:
+        model: the model.
+        inputs: its inputs.
+        probes: the bar is for the last one, if that measures influence.
+        progress: whether to show the bar.
+
+    Returns:
+        The results, in the order of the probes.
+    """
     measure = probes[-1]
     if not isinstance(measure, StateInfluence):
         return run_probes(model, inputs, probes, batch_size=1, progress=False)

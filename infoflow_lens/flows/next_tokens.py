@@ -1,4 +1,4 @@
-"""What a language model says next, at every position of a few texts, as they stand and changed."""
+"""The next tokens that a language model predicts for a few texts, also with tokens replaced."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from infoflow_lens.hooks.passes.run import run
 
 NextTokens: TypeAlias = tuple[tuple[tuple[str, float], ...], ...]
 SaidT = TypeVar("SaidT")
-_MOST = 5  # that are named [chosen]
+_MOST = 5  # next tokens of a position [chosen]
 _TOGETHER = 16  # texts in a pass
 _TWO_SECONDS = 6e10  # multiplications of all passes with a token replaced [chosen]
 _MOST_SAID = 60_000  # tokens with their probabilities, of all passes together [chosen]
@@ -24,13 +24,13 @@ _MOST_SAID = 60_000  # tokens with their probabilities, of all passes together [
 
 @dataclass(frozen=True)
 class Replaced:
-    """What a model says next when one token of a text is replaced, for each token in turn.
+    """The next tokens that a model predicts when one token of a text is replaced, one by one.
 
     Attributes:
         by: for each token what was put in its place: the most probable other token, as the model
             reads the text before it; for the first, the token that is likeliest after it.
         next_tokens: for each replaced token and each position from that one on, the most probable
-            next tokens, as pairs of token and probability; positions before it say what they did.
+            next tokens, as pairs of token and probability; earlier positions do not change.
     """
 
     by: tuple[str, ...]
@@ -48,9 +48,9 @@ def next_tokens(model: nn.Module, rows: Sequence[Tensor]) -> tuple[NextTokens, .
 
 
 def replaced_tokens(model: nn.Module, rows: Sequence[Tensor]) -> tuple[Replaced, ...] | None:
-    """The same with each token replaced in turn; one pass of the text for each token.
+    """The most probable next tokens with each token replaced in turn; one pass for each token.
 
-    For models that read no later tokens: what stands before a replaced token does not change.
+    For causal models alone, in which states before a replaced token do not change.
 
     Returns:
         For each sequence; None where it would take more than some seconds or a big page, or the
@@ -72,19 +72,19 @@ def _replaced(
     changed = row.repeat(len(row), 1)
     changed.fill_diagonal_(0)
     changed += torch.diag(put.to(row))
-    said: list[NextTokens] = []
+    predicted: list[NextTokens] = []
     for start in range(0, len(row), _TOGETHER):
         after = _chances(model, changed[start : start + _TOGETHER])
         assert after is not None  # as for the text itself
-        said += [_likeliest(model, each[start + index :]) for index, each in enumerate(after)]
+        predicted += [_likeliest(model, each[start + index :]) for index, each in enumerate(after)]
     (names,) = readable_tokens(model, put[None].cpu())
-    return Replaced(tuple(names), tuple(said))
+    return Replaced(tuple(names), tuple(predicted))
 
 
 def _of_each(
     model: nn.Module, rows: Sequence[Tensor], say: Callable[[Tensor, Tensor], SaidT]
 ) -> tuple[SaidT, ...] | None:
-    """What is said of each text and its probabilities; None where the model gives none."""
+    """Call a function with each text and its probabilities; None if the model gives none."""
     if reads_vectors(model):
         return None
     found = []

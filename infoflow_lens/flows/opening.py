@@ -1,10 +1,10 @@
-"""A model by name or in memory, and a text of it: what every question about a flow begins with."""
+"""Load a model and read a text: the first step of every question about a flow."""
 
 from contextlib import nullcontext
 from typing import Any
 
-from infoflow_lens.flows.settings import check_given, several
-from infoflow_lens.foundation.progress import no_bars_of_libraries
+from infoflow_lens.flows.settings import as_list, check_text
+from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.hooks.model.inputs import Batches, read_inputs
 from infoflow_lens.models.loading import LoadedModel, load_any
 
@@ -24,8 +24,8 @@ def load_and_read(
         InfoFlowError: for no text, before the model is loaded; and as for `load_any` and
             `run_probes`.
     """
-    check_given(text)
-    with nullcontext() if progress else no_bars_of_libraries():
+    check_text(text)
+    with nullcontext() if progress else hide_library_bars():
         loaded = load_any(model, **options)
-    given = several(loaded.model, text)
+    given = as_list(loaded.model, text)
     return loaded, read_inputs(loaded.model, given, max_length=max_length, name="text")

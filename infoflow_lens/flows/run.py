@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from infoflow_lens.flows.measuring import (
+    describe_unchanged_tokens,
     influence_probe,
-    measured,
     probe_elsewhere,
-    same_everywhere,
+    run_with_bar,
 )
 from infoflow_lens.flows.next_tokens import next_tokens, replaced_tokens
 from infoflow_lens.flows.opening import load_and_read
@@ -25,10 +25,10 @@ from infoflow_lens.flows.settings import (
     Layers,
     Place,
     RuleName,
+    as_list,
     check_enough,
     layers_of,
     positions_of,
-    several,
 )
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Count, Positions, Seed, check, checked
@@ -132,7 +132,7 @@ def flow(
     others = None
     if reference is not None:
         others = read_inputs(
-            host, several(host, reference), max_length=max_length, name="reference"
+            host, as_list(host, reference), max_length=max_length, name="reference"
         )
     layers = layers_of(layer, layer_count(host))
     positions = positions_of(position, rows, int(reads_vectors(host)))
@@ -150,7 +150,7 @@ def flow(
         wanted["attended"] = AttendedProbe()
     if measure is not None:
         wanted["influence"] = measure
-    results = measured(host, inputs, list(wanted.values()), progress)
+    results = run_with_bar(host, inputs, list(wanted.values()), progress)
     found: dict[str, Any] = dict(zip(wanted, results, strict=True))
     chosen: PositionsResult = found["positions"]
     if rule_name == "mechanisms" and mechanisms is None:
@@ -162,7 +162,7 @@ def flow(
     everywhere = probe_elsewhere(host, measure, rows, seed) if position == "auto" else None
     elsewhere = None
     if everywhere is not None:
-        (elsewhere,) = measured(host, inputs, [everywhere], progress)
+        (elsewhere,) = run_with_bar(host, inputs, [everywhere], progress)
     reasons, unknown = _reasons(host, inputs, chosen)
     said = next_tokens(host, rows) if found["attention"].is_causal else None
     config = {
@@ -195,7 +195,7 @@ def flow(
             rule_name, depth, chosen, found.get("attended"), mechanisms, longest, result, threshold
         ),
     )
-    notes = [*unknown, *_notes(made, loaded, without), *same_everywhere(measure, rows)]
+    notes = [*unknown, *_notes(made, loaded, without), *describe_unchanged_tokens(measure, rows)]
     if measure is not None and position == "auto":
         notes += _elsewhere(elsewhere)
     return replace(made, notes=tuple(notes))

@@ -1,4 +1,4 @@
-"""Flows on disk: what was measured and asked for; what follows from it is worked out again."""
+"""Flows on disk: settings and measured results; predictions are computed again."""
 
 import os
 from collections.abc import Mapping
@@ -39,7 +39,11 @@ def save_fields(flow: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def load_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The fields of the flow that :func:`save_fields` wrote."""
+    """The fields of the flow that :func:`save_fields` wrote.
+
+    Raises:
+        InfoFlowError: for files that are missing, spoiled, or of another kind or version.
+    """
     with read_parts(path, _SCHEMA, "flow") as (plain, tensors):
         found: dict[str, Any] = dict.fromkeys(_MEASURED)
         for name, values in plain["measured"].items():

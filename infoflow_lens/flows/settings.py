@@ -1,4 +1,4 @@
-"""What may be asked of a flow, and whether a model and texts have it."""
+"""The settings of a flow, and checks that a model and its texts fit them."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -27,8 +27,8 @@ Layers = Annotated[
 Directions = Annotated[int, Ge(2), Remedy("whose spread tells the error")]
 
 
-def check_given(text: Any) -> None:
-    """Refuse, before a model is loaded, what holds nothing.
+def check_text(text: Any) -> None:
+    """Refuse texts that are empty, before a model is loaded.
 
     Raises:
         InfoFlowError: for an empty text, or no text.
@@ -42,8 +42,8 @@ def check_given(text: Any) -> None:
         )
 
 
-def several(model: nn.Module, text: Any) -> Any:
-    """One sequence of ids or vectors as a list of one."""
+def as_list(model: nn.Module, text: Any) -> Any:
+    """Wrap a single sequence of ids or vectors in a list; return several sequences unchanged."""
     vectors = reads_vectors(model)
     if hasattr(text, "ndim") and text.ndim == (2 if vectors else 1):
         return text[None]
@@ -53,7 +53,7 @@ def several(model: nn.Module, text: Any) -> Any:
 
 
 def layers_of(asked: Layers, n_layers: int) -> tuple[int, ...]:
-    """The layers from 0.
+    """The asked layers, counted from 0, in order.
 
     Raises:
         InfoFlowError: for layers that the model does not have.
@@ -70,7 +70,7 @@ def layers_of(asked: Layers, n_layers: int) -> tuple[int, ...]:
 
 
 def positions_of(asked: Place, rows: Sequence[Tensor], n_more: int) -> tuple[int, ...] | None:
-    """The positions, each of which every input has; None for all. With "auto", the last.
+    """The asked positions, as they were given; None for all, (-1,) for "auto".
 
     Raises:
         InfoFlowError: naming the input that is too short.
@@ -94,7 +94,7 @@ def _one(values: tuple[int, ...]) -> str:
 
 
 def check_enough(reference: Batches | None, rows: Sequence[Tensor]) -> None:
-    """Refuse to measure mechanisms where they would say nothing.
+    """Refuse reference inputs on which mechanisms cannot be measured.
 
     Raises:
         InfoFlowError: for too few sequences, or shorter ones.

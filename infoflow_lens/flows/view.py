@@ -30,7 +30,7 @@ _MOST_PATTERNS = 2_000_000  # weights that the picture takes along
 
 
 def view_of(flow: "Flow") -> FlowView:
-    """What the interactive picture shows."""
+    """Make what the interactive picture shows from a flow."""
     n_patterns = sum(layer[0].numel() for layer in flow.attention.patterns)
     with_patterns = n_patterns * len(flow.tokens) <= _MOST_PATTERNS
     possible = ["max_position", *(["top_k"] if len(flow.positions.ranks) > 1 else [])]

@@ -1,4 +1,4 @@
-"""How objects show themselves: in a line, and in a notebook as a small table."""
+"""Short displays of objects: one line in a terminal, a small table in a notebook."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _ROWS = 12
 
 
 class Displayed:
-    """Shows itself briefly; for dataclasses whose values may be large.
+    """A base with a short display, for dataclasses whose values may be large.
 
-    A class says more with :meth:`_facts` and :meth:`_notes`, both without work that grows with the
+    A class may override :meth:`_facts` and :meth:`_notes`; both must be quick for any amount of
     data.
     """
 
@@ -69,7 +69,7 @@ def brief(value: Any) -> str:
 
 
 def _other(value: Any) -> str:
-    """Of what we do not know, its own words if these are few; else its class."""
+    """Other values: their repr if it is short, else the name of their class."""
     if callable(value):  # a model's words are many, and take their time
         return getattr(value, "__name__", type(value).__name__)
     try:

@@ -81,7 +81,7 @@ def _device_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device
 
 
 def _draws_at_all(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Attention and the like are marked as drawing, also where their dropout is 0."""
+    """Whether a call draws numbers; PyTorch marks attention as random even if its dropout is 0."""
     names = [argument.name for argument in func._schema.arguments]
     defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
     given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
@@ -94,22 +94,22 @@ def _dropout(
     """nn.Dropout on accelerators; on a CPU it is made of operations that take a generator."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    kept = _filled(drawing, x, "bernoulli_", 1 - p).bool()
+    kept = _fill_like(drawing, x, "bernoulli_", 1 - p).bool()
     return x * kept / (1 - p) if p < 1 else x * 0, kept
 
 
-def _filled(
-    drawing: SeededRandom, like: Tensor, how: str, *numbers: float, **kwargs: Any
+def _fill_like(
+    drawing: SeededRandom, like: Tensor, method: str, *numbers: float, **kwargs: Any
 ) -> Tensor:
-    made = torch.empty_like(like, **kwargs)
-    generator = drawing.generator(_device_of((made,), {}))
-    filled: Tensor = getattr(made, how)(*numbers, generator=generator)
+    empty = torch.empty_like(like, **kwargs)
+    generator = drawing.generator(_device_of((empty,), {}))
+    filled: Tensor = getattr(empty, method)(*numbers, generator=generator)
     return filled
 
 
 def _like(how: str, *numbers: float) -> Any:
     def drawn(drawing: SeededRandom, like: Tensor, **kwargs: Any) -> Tensor:
-        return _filled(drawing, like, how, *numbers, **kwargs)
+        return _fill_like(drawing, like, how, *numbers, **kwargs)
 
     return drawn
 

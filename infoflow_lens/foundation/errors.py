@@ -19,7 +19,7 @@ class NothingMeasuredError(InfoFlowError):
 
 
 def first_line(error: BaseException) -> str:
-    """What another package's error says in its first line, to be quoted; its class if nothing."""
+    """The first line of another package's error, at most 300 characters; else its class name."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".:")[:300] if lines else type(error).__name__
 

@@ -27,17 +27,20 @@ from typing import Any
 
 Values = Callable[[list[Any]], list[Any]]
 
-_LEAST_GAP = 1e-5  # of the size of values: far above the rounding of 32-bit numbers
+_LEAST_GAP = 1e-5  # relative to the values: far above the rounding of 32-bit numbers
 _MOST_CASES = 20_000
-_NEARER = 16  # a token that matters does so also when it is moved by so small a part
+_NEARER = 16  # a token that matters does so also for a move of one 16th
 
 
 def verify_exclusion(document: Any, values: Values) -> list[str]:
-    """What is wrong with a document, in words; an empty list if it proves the exclusion.
+    """Check a document that claims to prove an exclusion.
 
     Args:
         document: as `estimate` makes it.
         values: the target, from a list of sequences to a list of values (numbers or lists of them).
+
+    Returns:
+        What is wrong with the document, in words; an empty list if it proves the exclusion.
     """
     kinds = {"pigeonhole": _pigeonhole, "growth": _growth, "order": _order, "reach": _reach}
     if document.get("kind") not in kinds:
@@ -61,10 +64,10 @@ def _differ(one: Any, other: Any) -> bool:
     return bool(abs(one - other) > _LEAST_GAP * (1e-2 + abs(one) + abs(other)))
 
 
-Checked = tuple[list[str], list[tuple[list[Any], list[Any]]]]
+Findings = tuple[list[str], list[tuple[list[Any], list[Any]]]]
 
 
-def _pigeonhole(document: Any) -> Checked:
+def _pigeonhole(document: Any) -> Findings:
     wrong, heads = [], document["n_heads"]
     places, options = document["places"], document["options"]
     if len(heads) != 1:
@@ -98,7 +101,7 @@ def _choices(n: int, left_out: int, positional: bool) -> Iterator[Sequence[int]]
     return itertools.product(*[(0,) if i == left_out else (0, 1) for i in range(n)])
 
 
-def _growth(document: Any) -> Checked:
+def _growth(document: Any) -> Findings:
     wrong, token, cls = [], 1, 0
     for heads in document["n_heads"]:
         token, cls = (1 + heads) * token, cls + heads * token
@@ -115,7 +118,7 @@ def _growth(document: Any) -> Checked:
     return wrong, pairs
 
 
-def _order(document: Any) -> Checked:
+def _order(document: Any) -> Findings:
     first, second = list(document["first"]), list(document["second"])
     wrong = []
     if sorted(map(repr, first)) != sorted(map(repr, second)):
@@ -125,7 +128,7 @@ def _order(document: Any) -> Checked:
     return wrong, [(first, second)]
 
 
-def _reach(document: Any) -> Checked:
+def _reach(document: Any) -> Findings:
     first, second = list(document["first"]), list(document["second"])
     wrong, windows = [], document["windows"]
     if not windows or None in windows:

@@ -6,8 +6,8 @@ from typing import Any
 from infoflow_lens.foundation.errors import InfoFlowError
 
 
-def optional(module: str, extra: str, purpose: str) -> Any:
-    """A module of a package that not every installation has.
+def import_optional(module: str, extra: str, purpose: str) -> Any:
+    """Import a module of a package that is not in every installation.
 
     Args:
         module: its import name.

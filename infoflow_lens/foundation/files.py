@@ -38,7 +38,7 @@ _owners: list[Owner] = []
 
 @contextmanager
 def owned_by(owner: Owner) -> Iterator[None]:
-    """In this block what is written below the owner's folder is written by way of the owner."""
+    """Let the owner decide, in this block, how files below its folder are written."""
     _owners.append(owner)
     try:
         yield
@@ -48,8 +48,8 @@ def owned_by(owner: Owner) -> Iterator[None]:
 
 def _owner_of(target: Path) -> Owner | None:
     """The owner of the innermost folder in which a file will lie."""
-    around = [owner for owner in _owners if target.is_relative_to(owner.path)]
-    return max(around, key=lambda owner: len(owner.path.parts), default=None)
+    owners = [owner for owner in _owners if target.is_relative_to(owner.path)]
+    return max(owners, key=lambda owner: len(owner.path.parts), default=None)
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def naming_file(target: Path, verb: str = "write") -> Iterator[None]:
-    """Make what the system answers an error that names the file, and what was tried."""
+    """Turn errors of the system into an InfoFlowError that names the file and what was tried."""
     try:
         yield
     except (OSError, SafetensorError, MemoryError) as error:

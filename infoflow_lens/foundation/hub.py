@@ -37,7 +37,7 @@ def push(
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write(folder)
-        with _named(repo_id):
+        with _name_dataset_in_errors(repo_id):
             address = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True)
             if not api.file_exists(repo_id, "README.md", repo_type="dataset"):
                 (folder / "README.md").write_text(card, encoding="utf-8")
@@ -66,7 +66,7 @@ def pull(
     """
     from huggingface_hub import snapshot_download
 
-    with _named(repo_id):
+    with _name_dataset_in_errors(repo_id):
         found = snapshot_download(
             repo_id,
             repo_type="dataset",
@@ -78,15 +78,15 @@ def pull(
 
 
 @contextmanager
-def _named(repo_id: str) -> Iterator[None]:
-    """What goes wrong on the way to the hub is said of the dataset, with what to do."""
+def _name_dataset_in_errors(repo_id: str) -> Iterator[None]:
+    """Turn errors of the hub into an InfoFlowError that names the dataset and says what to do."""
     try:
         yield
-    except Exception as error:  # its transport differs between versions, and so do its errors
-        raise InfoFlowError(f"{repo_id!r}: {_why(error)}") from error
+    except Exception as error:  # versions of the hub raise different errors
+        raise InfoFlowError(f"{repo_id!r}: {_explain_failure(error)}") from error
 
 
-def _why(error: Exception) -> str:
+def _explain_failure(error: Exception) -> str:
     from huggingface_hub import errors
 
     said = first_line(error)

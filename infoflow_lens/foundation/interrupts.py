@@ -9,12 +9,13 @@ from types import FrameType
 
 
 @contextmanager
-def between_steps() -> Iterator[Callable[[], None]]:
+def defer_interrupts() -> Iterator[Callable[[], None]]:
     """Hold back the first Ctrl-C (SIGINT) or SIGTERM of a block until the yielded check is called.
 
-    The check raises KeyboardInterrupt if there was one. A second one is raised at once. Outside the
-    main thread, which alone is sent signals, and where somebody handles SIGINT himself, nothing
-    changes. What is ignored, as a shell has it for SIGINT behind ``nohup`` or ``&``, stays ignored.
+    The check raises KeyboardInterrupt if there was a signal. A second signal raises it at once.
+    Nothing changes outside the main thread, which alone receives signals, and where the program has
+    its own handler for SIGINT. Signals that are ignored stay ignored, such as SIGINT of a command
+    that a shell starts with ``nohup`` or ``&``.
     """
     asked = False
 

@@ -14,14 +14,14 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     flat = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
     parts = torch.cat(flat).cpu().split([len(part) for part in flat]) if flat else ()
     return [
-        # a tensor of its own: a view would start where its dtype may not
+        # a copy: a view may start at an address that its dtype does not allow
         part.clone().view(tensor.dtype).view(tensor.shape)
         for part, tensor in zip(parts, tensors, strict=True)
     ]
 
 
 def free_on(device: str) -> int | None:
-    """Bytes that this process may still take on a device; None where the system tells nothing.
+    """Bytes that this process can still allocate on a device; None if the system does not tell.
 
     Args:
         device: as PyTorch names it; the memory of others than CUDA's is the machine's.
@@ -32,9 +32,9 @@ def free_on(device: str) -> int | None:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may still take, by the machine and by its control groups.
+    """Bytes that this process can still allocate, limited by the machine and by control groups.
 
-    None where the system tells nothing. What files occupy in caches counts as free.
+    None if the system does not tell. Memory that holds cached files counts as free.
 
     Args:
         root: where the system's files are.
@@ -49,7 +49,7 @@ def _free_on_machine(root: Path) -> int | None:
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
-    try:  # without such a list, all that there is
+    try:  # without this entry, the whole memory of the machine
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return None
@@ -72,7 +72,7 @@ def _free_in_groups(root: Path) -> Iterator[int]:
         else:
             continue
         group = mounted / path.strip("/")
-        # in a container the path may be the host's: only its root is to be seen
+        # in a container the path may be the host's; then only the root group is visible
         for folder in (group, *group.parents):
             allowed, used = (_number(folder / name) for name in (limit, usage))
             if allowed is not None and used is not None:
@@ -97,7 +97,7 @@ def _number(path: Path) -> int | None:
 
 
 def bytes_in(value: Any) -> int:
-    """What the tensors in nested dicts, lists and tuples take."""
+    """The bytes of all tensors in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, Mapping):
@@ -105,8 +105,8 @@ def bytes_in(value: Any) -> int:
     return sum(map(bytes_in, value)) if isinstance(value, (list, tuple)) else 0
 
 
-def shown_bytes(n_bytes: int) -> str:
-    """An amount of memory, in words."""
+def format_bytes(n_bytes: int) -> str:
+    """An amount of memory as text, in MiB or GiB."""
     if n_bytes < 2**30:
         return f"{n_bytes / 2**20:.0f} MiB"
     return f"{n_bytes / 2**30:.1f} GiB"

@@ -1,4 +1,4 @@
-"""Running somebody's module without leaving traces on it."""
+"""Run a module of the user's and leave it unchanged."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -12,17 +12,18 @@ from torch import nn
 from infoflow_lens.foundation.errors import InfoFlowError
 
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-_making = threading.Lock()
+_locks_guard = threading.Lock()
 
 
 @contextmanager
 def one_thread(model: nn.Module) -> Iterator[None]:
-    """A model is measured by one thread at a time, for the length of the block.
+    """Reserve a model for the current thread for the length of a block.
 
     Raises:
-        InfoFlowError: if another thread measures or evaluates it now, or ends the block.
+        InfoFlowError: if another thread measures or evaluates the model now, or if another thread
+            ends the block.
     """
-    with _making:
+    with _locks_guard:
         lock = _locks.setdefault(model, threading.RLock())
     if not lock.acquire(blocking=False):
         raise InfoFlowError(
@@ -34,8 +35,8 @@ def one_thread(model: nn.Module) -> Iterator[None]:
     finally:
         try:
             lock.release()
-        except RuntimeError as error:  # it is not this thread's: nobody else can release it
-            with _making:
+        except RuntimeError as error:  # only the thread that owns the lock can release it
+            with _locks_guard:
                 _locks[model] = threading.RLock()
             raise InfoFlowError(
                 f"a block that measures this {type(model).__name__} was entered in one thread and "
@@ -44,18 +45,18 @@ def one_thread(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def modes_kept(model: nn.Module) -> Iterator[Mapping[nn.Module, bool]]:
-    """Whatever happens in the block, every module has its own train or eval mode after it.
+def keep_modes(model: nn.Module) -> Iterator[Mapping[nn.Module, bool]]:
+    """Give every module its own train or eval mode back at the end of a block, also after errors.
 
     Yields:
-        the modules, and whether each trains.
+        For each module, whether it was in train mode.
     """
-    modes = {module: module.training for module in _modules_of(model)}
+    modes = {module: module.training for module in _modules_with_bridged(model)}
     try:
         yield modes
     finally:
         for module, training in modes.items():
-            # not by the module's own setattr: Ctrl-C between its calls would leave modes behind
+            # past the module's own setattr, in which Ctrl-C could leave a wrong mode
             vars(module)["training"] = training
 
 
@@ -68,13 +69,13 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     Raises:
         InfoFlowError: if another thread measures or evaluates the model now.
     """
-    with one_thread(model), modes_kept(model) as modes, torch.no_grad():
+    with one_thread(model), keep_modes(model) as modes, torch.no_grad():
         for module in modes:
             vars(module)["training"] = False
         yield
 
 
-def _modules_of(model: nn.Module) -> Iterator[nn.Module]:
+def _modules_with_bridged(model: nn.Module) -> Iterator[nn.Module]:
     """All modules, and those that a bridge of TransformerLens holds beside its own."""
     yield from modules_of(model)
     behind = getattr(model, "original_model", None)

@@ -7,7 +7,12 @@ from infoflow_lens.foundation.errors import InfoFlowError
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the known ones, and the one that was meant."""
+    """The end of an error message about an unknown name: all known names, and the closest one.
+
+    Args:
+        name: the unknown name.
+        known: the known names.
+    """
     names = list(known)
     near = difflib.get_close_matches(str(name), names, n=1)
     guess = f"; did you mean {near[0]!r}?" if near else ""
@@ -18,13 +23,13 @@ def check_known(given: Iterable[str], known: Iterable[str], owner: str, kind: st
     """Refuse names that something does not have.
 
     Args:
-        given: the names.
-        known: those that there are.
-        owner: what has them, such as "task 'd_retrieval'".
+        given: the names to check.
+        known: the names that exist.
+        owner: what has these names, such as "task 'd_retrieval'".
         kind: what they are names of, such as "parameter".
 
     Raises:
-        InfoFlowError: with the first unknown name, and the one that was meant.
+        InfoFlowError: with the first unknown name, and the closest known one.
     """
     names = list(known)
     for name in given:

@@ -7,8 +7,8 @@ from typing import Any
 from infoflow_lens.foundation.errors import InfoFlowError
 
 
-def found(group: str, taken: Iterable[str] = ()) -> dict[str, EntryPoint]:
-    """The entry points of a group by name; nothing of them is imported.
+def find_entry_points(group: str, taken: Iterable[str] = ()) -> dict[str, EntryPoint]:
+    """Find the entry points of a group, by name, without importing what they name.
 
     Args:
         group: such as "infoflow_lens.probes".
@@ -28,11 +28,15 @@ def found(group: str, taken: Iterable[str] = ()) -> dict[str, EntryPoint]:
     return points
 
 
-def loaded(point: EntryPoint, *kinds: type) -> Any:
-    """What an entry point names: a subclass of one of these.
+def load_class(point: EntryPoint, *kinds: type) -> Any:
+    """Import the class that an entry point names.
+
+    Args:
+        point: the entry point.
+        kinds: the class must be a subclass of one of these.
 
     Raises:
-        InfoFlowError: if it cannot be imported or is something else, with the reason.
+        InfoFlowError: if the class cannot be imported, or the entry point names something else.
     """
     try:
         value = point.load()

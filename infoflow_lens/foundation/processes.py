@@ -15,10 +15,10 @@ _watched: set[int] = set()
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """PyTorch computes with so many threads in a block: the last digits of numbers depend on it.
+    """Let PyTorch compute with `count` threads in a block; the last digits of numbers depend on it.
 
-    Blocks of several threads of a program may overlap, with the same count: the last to end puts
-    the number back.
+    Blocks in several threads of a program may overlap if their counts are equal. The last block
+    that ends restores the number of threads.
     """
     global _inside, _before
     with _lock:
@@ -35,7 +35,7 @@ def threads(count: int) -> Iterator[None]:
                 torch.set_num_threads(_before)
 
 
-def end_with(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """End this process soon after `parent`, which has started it, is gone, even by kill -9."""
     if os.getpid() == parent or parent in _watched:
         return

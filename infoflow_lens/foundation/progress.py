@@ -54,8 +54,8 @@ def progress_bar(
 
 
 @contextmanager
-def no_bars_of_libraries() -> Iterator[None]:
-    """Loading models and data shows no bars in this block."""
+def hide_library_bars() -> Iterator[None]:
+    """Hide the progress bars of datasets and transformers for the length of a block."""
     import datasets
     from transformers.utils import logging
 

@@ -26,8 +26,8 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import modules_of
 from infoflow_lens.foundation.versions import package_versions
 
-# What a config says of where a model was found, and by which version it was written.
-_OF_NO_NUMBER = (
+# Fields of a config on which no number depends: where the model was found, who wrote the file.
+_IGNORED_FIELDS = (
     "_name_or_path",
     "checkpoint_index",
     "checkpoint_label_type",
@@ -69,24 +69,24 @@ def configuration_fingerprint(model: nn.Module) -> str:
     That is the classes of its modules and their settings, its config, and that of the Hugging Face
     model in a bridge; not where it was found, nor on which device it lies.
     """
-    said: dict[str, Any] = {
+    parts: dict[str, Any] = {
         name: f"{type(module).__name__}({module.extra_repr()})"
         for name, module in model.named_modules()
     }
-    said["cfg"] = _settings_of(getattr(model, "cfg", None))
-    said["config"] = _settings_of(getattr(getattr(model, "original_model", model), "config", None))
-    said["architecture"] = _settings_of(getattr(model, "architecture", None))
+    parts["cfg"] = _settings_of(getattr(model, "cfg", None))
+    parts["config"] = _settings_of(getattr(getattr(model, "original_model", model), "config", None))
+    parts["architecture"] = _settings_of(getattr(model, "architecture", None))
     blocks = getattr(model, "blocks", ())
     patterns = [getattr(getattr(block, "attn", None), "hook_pattern", None) for block in blocks]
-    said["attention"] = [getattr(pattern, "kind", "softmax") for pattern in patterns]
-    return _hashed(said)
+    parts["attention"] = [getattr(pattern, "kind", "softmax") for pattern in patterns]
+    return _hash_values(parts)
 
 
 def _settings_of(config: Any) -> Any:
     if config is None:
         return None
     values = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
-    return {key: value for key, value in values.items() if key not in _OF_NO_NUMBER}
+    return {key: value for key, value in values.items() if key not in _IGNORED_FIELDS}
 
 
 def tokenizer_fingerprint(tokenizer: Any | None) -> str | None:
@@ -94,13 +94,15 @@ def tokenizer_fingerprint(tokenizer: Any | None) -> str | None:
     if tokenizer is None:
         return None
     rules = getattr(tokenizer, "backend_tokenizer", None)
-    told = rules.to_str() if rules is not None else sorted(tokenizer.get_vocab().items())
+    vocabulary = rules.to_str() if rules is not None else sorted(tokenizer.get_vocab().items())
     special = {name: str(word) for name, word in tokenizer.special_tokens_map.items()}
-    return _hashed([told, special, getattr(tokenizer, "padding_side", None)])
+    return _hash_values([vocabulary, special, getattr(tokenizer, "padding_side", None)])
 
 
-def _hashed(values: Any) -> str:
-    """Of JSON-compatible values, and of others as they are shown, without their addresses."""
+def _hash_values(values: Any) -> str:
+    """SHA-256, as 16 hex digits, of JSON-compatible values; of other values the text of repr()
+    without memory addresses.
+    """
 
     def shown(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -128,16 +130,16 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 class WeightState:
-    """What a model's weights are at one time, as far as it can be seen without reading them all.
+    """A mark of a model's weights at one moment, by which later changes are noticed.
 
-    PyTorch counts writes to a tensor. A few numbers of each tensor show most writes past its
-    counters, to ``parameter.data``.
+    It holds PyTorch's counter of writes to each tensor, and a sample of the numbers of each tensor.
+    The sample shows most writes that the counters miss, such as those to ``parameter.data``.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._n_parameters = _parameter_count(model)
-        self._held = [
+        self._tensors = [
             (owner, name, tensor, _mark(tensor))
             for module in model.modules()
             for owner, left_out in (
@@ -147,40 +149,40 @@ class WeightState:
             for name, tensor in owner.items()
             if tensor is not None and name not in left_out
         ]
-        self.marks = tuple(mark for *_, mark in self._held)
+        self.marks = tuple(mark for *_, mark in self._tensors)
         self.sample = self._sample()
 
     def check(self) -> None:
-        """Refuse weights that were written since, as far as PyTorch counts it.
+        """Refuse weights that have changed since, by PyTorch's counters.
 
         Raises:
-            InfoFlowError: if they were.
+            InfoFlowError: if a counter has changed.
         """
-        if not self.is_as_counted():
+        if not self.has_same_counters():
             raise InfoFlowError(
                 "the model's weights changed between two passes of one result (by an optimizer "
                 "step, load_state_dict or another dtype, say): expected one model for each result; "
                 "attach a new probe after each change"
             )
 
-    def is_as_counted(self) -> bool:
-        """Whether PyTorch's counters say that nothing was written, nor added, since."""
+    def has_same_counters(self) -> bool:
+        """Whether no tensor was written, added or replaced since, by PyTorch's counters."""
         model = self._model()
         if model is None or _parameter_count(model) != self._n_parameters:
             return False
         return all(
             owner.get(name) is tensor and _mark(tensor) == mark
-            for owner, name, tensor, mark in self._held
+            for owner, name, tensor, mark in self._tensors
         )
 
-    def is_as_sampled(self) -> bool:
-        """Whether the few numbers of each tensor are what they were."""
+    def has_same_sample(self) -> bool:
+        """Whether the sampled numbers of each tensor are unchanged."""
         return self._sample() == self.sample
 
     def _sample(self) -> bytes:
         parts = [
             _some_numbers(tensor)
-            for *_, tensor, _ in self._held
+            for *_, tensor, _ in self._tensors
             if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta
         ]
         by_device: dict[torch.device, list[Tensor]] = {}

@@ -6,6 +6,6 @@ from infoflow_lens.foundation.settings import LARGEST_SEED
 
 
 def derived_seed(*parts: str | int) -> int:
-    """A seed for a purpose: equal parts give equal seeds, others unrelated ones."""
+    """Derive a seed from 0 to 2^63 - 1: equal parts give equal seeds, others unrelated ones."""
     digest = hashlib.sha256("/".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") & LARGEST_SEED

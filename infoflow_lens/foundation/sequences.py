@@ -25,7 +25,8 @@ def check_vectors(
         InfoFlowError: for another type, shape or precision, or values that are not finite.
     """
     fits = isinstance(x, Tensor) and x.ndim == 3 and x.shape[1:] == (n_tokens, d_token)
-    if not fits or (dtype is not None and len(x) == 0):  # a task gives no targets for no sequences
+    # an empty batch is fine for a task, not for a model
+    if not fits or (dtype is not None and len(x) == 0):
         raise InfoFlowError(
             f"input {_described(x)}: {owner} expects vector tokens [batch, {n_tokens}, {d_token}] "
             "(without CLS, which a model appends); use the same n_tokens and d_token for model and "

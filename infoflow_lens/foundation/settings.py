@@ -81,18 +81,18 @@ def settings(cls: type[T]) -> type[T]:
     return dataclass(frozen=True)(cls)
 
 
-def check_fields(made: Any) -> None:
+def check_fields(instance: Any) -> None:
     """Check the fields of a new dataclass instance, and put plain values in their place.
 
     Raises:
         InfoFlowError: for a value that its field does not allow.
     """
-    kind: Any = type(made)
+    kind: Any = type(instance)
     hints = _hints(kind)
-    for item in fields(made):
+    for item in fields(instance):
         if item.init and item.name in hints:
-            value = check(getattr(made, item.name), hints[item.name], item.name)
-            object.__setattr__(made, item.name, value)
+            value = check(getattr(instance, item.name), hints[item.name], item.name)
+            object.__setattr__(instance, item.name, value)
 
 
 def checked(function: FunctionT) -> FunctionT:
@@ -122,7 +122,9 @@ def checked(function: FunctionT) -> FunctionT:
 
 
 def check(value: Any, annotation: Any, name: str) -> Any:
-    """`value` as its annotation has it: plain numbers for NumPy's, tuples for lists.
+    """Check a value against its annotation, and return it as plain Python values.
+
+    NumPy's numbers become Python's, and lists become tuples.
 
     Args:
         value: what the user gave.
@@ -205,7 +207,7 @@ def _hints(owner: Any) -> Mapping[str, Any]:
                 try:
                     alone = type("Alone", (), {"__annotations__": {name: hint}})
                     hint = typing.get_type_hints(alone, names, include_extras=True)[name]
-                except (NameError, SyntaxError):  # a type for type checkers alone, or a shape
+                except (NameError, SyntaxError):  # a name that only type checkers know, or a shape
                     continue
             if _is_setting(hint):
                 found[name] = hint
@@ -306,15 +308,15 @@ def _range(metadata: Iterable[Any]) -> str:
             high = part.le
         if isinstance(part, (Lt, Interval)) and part.lt is not None:
             below = part.lt
-    said = [
+    parts = [
         f"of at least {low}" if low is not None else "",
         f"above {above}" if above is not None else "",
         f"at most {_shown(high)}" if high is not None else "",
         f"below {below}" if below is not None else "",
     ]
     if low is not None and high is not None:
-        said = [f"from {low} to {_shown(high)}"]
-    words = " and ".join(part for part in said if part)
+        parts = [f"from {low} to {_shown(high)}"]
+    words = " and ".join(part for part in parts if part)
     return f" {words}" if words else ""
 
 

@@ -30,7 +30,7 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class _UnreadableError(Exception):
-    """What a state file holds is none."""
+    """The content of a file is no state of this version."""
 
 
 def write_state(path: Path, value: Any, about: Mapping[str, Any]) -> None:
@@ -51,7 +51,7 @@ def write_state(path: Path, value: Any, about: Mapping[str, Any]) -> None:
 
 
 def read_state(path: Path, what: str, hint: str) -> tuple[Any, dict[str, Any]]:
-    """What :func:`write_state` wrote: the values, on the CPU, and what they belong to.
+    """Read what :func:`write_state` wrote: the values, with tensors on the CPU, and `about`.
 
     Args:
         path: of the file.
@@ -76,7 +76,7 @@ def state_to_bytes(value: Any) -> bytes:
 
 
 def state_from_bytes(data: bytes) -> Any:
-    """What :func:`state_to_bytes` was given.
+    """Read the value that :func:`state_to_bytes` has packed.
 
     Raises:
         InfoFlowError: for other bytes.

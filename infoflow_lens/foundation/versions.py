@@ -1,4 +1,4 @@
-"""Versions on which numbers depend; looked up without importing what they are of."""
+"""Versions of packages on which numbers depend, read without importing the packages."""
 
 import platform
 import re
@@ -17,7 +17,7 @@ _RECORDED_PACKAGES = (
 
 
 def own_version() -> str:
-    """The version of this package; of a clone that is not installed, what it would be."""
+    """The version of this package; for a clone that is not installed, that of pyproject.toml."""
     try:
         return version("infoflow-lens")
     except PackageNotFoundError:
@@ -35,7 +35,7 @@ def package_versions() -> dict[str, str]:
 
 
 def versions_identity() -> dict[str, str]:
-    """The versions on which numbers depend, by what errors call them."""
+    """The versions on which numbers depend, by their names in error messages."""
     return {
         f"versions ({name})": version
         for name, version in package_versions().items()

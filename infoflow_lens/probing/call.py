@@ -1,4 +1,4 @@
-"""What `infoflow-lens probe` does, called from Python, also on what is in memory."""
+"""The command `infoflow-lens probe` as a function, also for models and data in memory."""
 
 import functools
 import inspect
@@ -22,17 +22,17 @@ from infoflow_lens.hooks.sharded import ShardedResult
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.part import Part, ProbePart, Say
-from infoflow_lens.probing.registry import given_parts
+from infoflow_lens.probing.registry import register_parts
 from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.probing.run import run_probing
-from infoflow_lens.probing.windows import evenly_spread, token_stream
+from infoflow_lens.probing.windows import spread_windows, token_stream
 
 _SETTINGS = {item.name: item for item in fields(ProbingConfig)}
 _OF_MODEL = ("device", "dtype", "backend")
 
 
 def _with_own_probes(function: Callable[..., ProbingResult]) -> Callable[..., ProbingResult]:
-    """A function that takes probes themselves beside names of probes, in `probes`."""
+    """Wrap a function so that its argument `probes` may hold probes as well as names of probes."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> ProbingResult:
@@ -46,7 +46,7 @@ def _with_own_probes(function: Callable[..., ProbingResult]) -> Callable[..., Pr
                     parts[part.name] = part
                 names.append(each if part is None else part.name)
             kwargs["probes"] = tuple(names)
-        with given_parts(parts):
+        with register_parts(parts):
             return function(*args, **kwargs)
 
     return call
@@ -109,7 +109,7 @@ def probe(
     config = ProbingConfig(
         model=os.fspath(model) if isinstance(model, (str, os.PathLike)) else _name_of(model),
         data=os.fspath(data) if isinstance(data, (str, os.PathLike)) else _described(data),
-        **_named(settings),
+        **_name_devices(settings),
     )
     loaded = None
     if not isinstance(model, (str, os.PathLike)):
@@ -153,7 +153,7 @@ def probe(
     return replace(result, out=None, found=in_memory)
 
 
-def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _name_devices(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with PyTorch's devices and number types by name, as records keep them."""
     named = dict(settings)
     if isinstance(named.get("device"), torch.device):
@@ -191,10 +191,10 @@ def _name_of(model: Any) -> str:
 
 
 def _check_is_named(data: Any) -> None:
-    """Refuse a text in the place of the name of data.
+    """Refuse a text where the name of data is expected.
 
     Raises:
-        InfoFlowError: for it, and for no data.
+        InfoFlowError: for a text, and for no data.
     """
     if isinstance(data, str) and len(data.split()) > 1 and not Path(data).exists():
         raise InfoFlowError(
@@ -225,7 +225,7 @@ def _read(model: nn.Module, data: Any, config: ProbingConfig) -> Batches:
         texts = _texts(data, config.column)
         if texts is not None:
             prefix, stream = token_stream(model, texts)
-            data = evenly_spread(prefix, stream, longest, config.n, "data")
+            data = spread_windows(prefix, stream, longest, config.n, "data")
     if config.n is not None and hasattr(data, "column_names") and hasattr(data, "select"):
         data = data.select(range(min(config.n, len(data))))
     batches = read_inputs(model, data, column=config.column, max_length=longest, name="data")

@@ -1,4 +1,4 @@
-"""Where a long run stands, on disk, so that it can go on."""
+"""The unfinished state of a long run on disk, from which it can go on."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class Checkpoint:
         self._written = time.monotonic()
 
     def load(self) -> Any:
-        """The state, or None if there is none. Nothing that the file names is called.
+        """Read the state; None if there is none. Reading runs no code from the file.
 
         Raises:
             InfoFlowError: if the file is spoiled, or belongs to another run.
@@ -44,12 +44,20 @@ class Checkpoint:
         self._written = time.monotonic()
 
     def keep(self, state: Callable[[], Any], now: bool = False) -> bool:
-        """Write the state if the last time is long ago, or it must be now; whether it was."""
+        """Write the state if the last write is old or `now` is set; return whether it was written.
+
+        Args:
+            state: makes the state; it is called only for a write.
+            now: write in any case.
+
+        Raises:
+            InfoFlowError: as for :meth:`save`.
+        """
         if now or time.monotonic() - self._written >= self.seconds:
             self.save(state())
             return True
         return False
 
     def remove(self) -> None:
-        """The run is finished."""
+        """Remove the file of a finished run."""
         self.folder.remove(self.name)

@@ -1,4 +1,4 @@
-"""Predicted against measured, of a run's own sequences."""
+"""Predicted sets compared with measured influence, on the sequences of a run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,10 +8,18 @@ from infoflow_lens.hooks import AttendedResult, InfluenceResult, MechanismsResul
 from infoflow_lens.theory import InformationSets, propagate
 
 
-def compared(
+def compare_with_influence(
     found: Mapping[str, Any],
 ) -> tuple[dict[str, Agreement], dict[str, InformationSets], CoverageCurve | None]:
-    """Agreement and predicted sets by rule, and the coverage curve, of the same sequences."""
+    """Predict sets, and compare them with measured influence on the same sequences.
+
+    Args:
+        found: the results of a run by name.
+
+    Returns:
+        The agreement by rule, the predicted sets by rule, and the coverage curve; empty and None
+        without influence.
+    """
     if "influence" not in found:
         return {}, {}, None
     influence: InfluenceResult = found["influence"]
@@ -20,25 +28,41 @@ def compared(
     n_source = influence.influence.shape[-1]
     predicted = {"max_position": propagate(chosen.argmax, n_source)}
     if "mechanisms" in found:
-        predicted["mechanisms"] = by_mechanisms(found["mechanisms"], attended, chosen, n_source)
+        predicted["mechanisms"] = predict_by_mechanisms(
+            found["mechanisms"], attended, chosen, n_source
+        )
     agreement = {name: compare(sets, influence) for name, sets in predicted.items()}
     return agreement, predicted, coverage_curve(chosen.positions, influence)
 
 
-def by_mechanisms(
+def predict_by_mechanisms(
     mechanisms: MechanismsResult,
     attended: AttendedResult,
     chosen: PositionsResult,
     n_source: int,
 ) -> InformationSets:
-    """The sets if each head passes what its mechanism does."""
+    """Predict sets under the rule that each head passes on the keys of its mechanism.
+
+    Args:
+        mechanisms, attended, chosen: results on the same sequences.
+        n_source: the number of source positions.
+    """
     return propagate(mechanisms.rules(attended.positions, chosen.argmax), n_source)
 
 
-def by_largest(
+def predict_by_top_k(
     chosen: PositionsResult, n_source: int, most: Sequence[int] = (1, 2, 4)
 ) -> dict[str, InformationSets]:
-    """The sets if each head passes its k largest keys, for each k that was ranked: "k=1", ..."""
+    """Predict sets under the rule that each head passes on its k largest keys.
+
+    Args:
+        chosen: the ranked keys.
+        n_source: the number of source positions.
+        most: the values of k; those that were not ranked are left out.
+
+    Returns:
+        The sets by name: "k=1", ...
+    """
     ranked = [k for k in most if k <= len(chosen.ranks)]
     return {
         f"k={k}": propagate([layer[..., :k] for layer in chosen.positions], n_source)

@@ -123,17 +123,21 @@ class ProbingConfig:
             )
 
     def own_settings(self) -> tuple[OwnSetting, ...]:
-        """Those of single probes."""
+        """The settings of single probes.
+
+        Raises:
+            InfoFlowError: for a text that is not NAME.FIELD=VALUE.
+        """
         return tuple(map(OwnSetting.read, self.setting))
 
-    def asked(self) -> dict[str, Any]:
-        """The settings on which any output depends, as JSON-compatible values."""
+    def output_settings(self) -> dict[str, Any]:
+        """The settings on which the output depends (all but the device), as values for JSON."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         del values["device"]
         return values
 
     def sources(self) -> dict[str, Path]:
-        """The files and folders that a run reads, by what they are; paths of names lead nowhere."""
+        """The paths of "model" and "data"; a name that is no path gives a path that is missing."""
         model = shipped_folder(self.model) or Path(self.model).expanduser()
         drawn = self.data == "repeated"
         return {"model": model} | ({} if drawn else {"data": Path(self.data)})

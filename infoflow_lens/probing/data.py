@@ -16,7 +16,7 @@ from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, Rows, read_inputs
 from infoflow_lens.hooks.model.points import check_inputs
 from infoflow_lens.probing.windows import windows
-from infoflow_lens.runs.finished import contents
+from infoflow_lens.runs.finished import file_digests
 from infoflow_lens.tasks import TokenTask, is_task, list_tasks, load_task
 
 REPEATED = "repeated"  # random tokens, twice: the test of induction
@@ -30,7 +30,7 @@ _TABLES = {
 }
 _TENSORS = (".pt", ".npy", ".safetensors")
 _UTF_8 = "utf-8-sig"  # the mark with which some editors begin a file is no text
-_ALIKE = 0.8  # names from which on one is taken for the other, misspelt
+_ALIKE = 0.8  # similarity from which on an unknown name counts as a misspelt one
 _ROWS = 1000  # read at a time
 _PIECE = 2**20  # characters of a text that is joined, at a time
 _LINE = 2**26  # characters of a text that is a line of its own, at most
@@ -57,7 +57,7 @@ def stream_data(
 ) -> Iterator[Rows]:
     """The sequences that a user names, tokenised as they are read: token ids [pos], or vectors.
 
-    They come some at a time: of texts and rows in files no more is in memory than some hundreds.
+    They come in parts, so that at most some hundred texts or rows of a file are in memory.
 
     Args:
         model: the model that will read them.
@@ -101,13 +101,13 @@ def stream_data(
 
 
 def data_identity(data: str) -> Any:
-    """What tells that named data are as they were: digests of files; None where they are drawn.
+    """The identity of named data: digests of their files; None for data that are drawn at random.
 
     Returns:
-        JSON-compatible values, in which no path stands.
+        JSON-compatible values without paths.
 
     Raises:
-        InfoFlowError: for a dataset of the hub that cannot be had.
+        InfoFlowError: for a dataset of the hub that cannot be read.
     """
     path = Path(data)
     if data == REPEATED or is_task(data):
@@ -115,12 +115,12 @@ def data_identity(data: str) -> Any:
     if path.is_file():
         return [path.suffix, digest_of(path)]
     if path.is_dir():
-        return contents(path)
+        return file_digests(path)
     return _from_hub(data)._fingerprint
 
 
 def check_data(data: str, column: str | None = None) -> None:
-    """Refuse, before a model is loaded, files that are not there, and columns of what has none.
+    """Refuse, before a model is loaded, missing files, and a column for data without columns.
 
     Raises:
         InfoFlowError: for no name, for a file or a path that does not exist, for a task that is
@@ -236,10 +236,10 @@ def _parts(
     elif is_task(data):
         yield _task(model, data, n, seed)
     else:
-        yield from _some(_from_hub(data))
+        yield from _split_rows(_from_hub(data))
 
 
-def _some(table: Any) -> Iterator[Any]:
+def _split_rows(table: Any) -> Iterator[Any]:
     """A table, some rows at a time."""
     for start in range(0, len(table), _ROWS):
         yield table.select(range(start, min(start + _ROWS, len(table))))
@@ -252,7 +252,7 @@ def _rows_of(path: Path, scratch: Path | None = None) -> Iterator[Any]:
         InfoFlowError: for what is not there, cannot be read, or holds no rows.
     """
     if path.is_dir():
-        yield from _some(_folder(path))
+        yield from _split_rows(_folder(path))
         return
     if not path.is_file():
         raise InfoFlowError(f"there is no file {str(path)!r}: expected a file of texts or rows")
@@ -282,7 +282,7 @@ def _lines_of(path: Path) -> Iterator[list[str]]:
 
 
 def _bounded(file: TextIO) -> Iterator[str]:
-    """The lines of a file; of endless ones the beginning, which is more than any model reads."""
+    """The lines of a file; a very long line is cut, as no model reads all of it."""
     while line := file.readline(_LINE):
         yield line
         while len(line) == _LINE and not line.endswith("\n"):
@@ -290,13 +290,13 @@ def _bounded(file: TextIO) -> Iterator[str]:
 
 
 def _streamed(path: Path, scratch: Path | None) -> Iterator[Any]:
-    """Rows of a json, jsonl, csv or parquet file by ``datasets``, which reads them as they come."""
+    """Read the rows of a json, jsonl, csv or parquet file with ``datasets``, some at a time."""
     import datasets
 
-    told = datasets.logging.get_verbosity()
+    verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below says it
     try:
-        # else parquet is read by groups of rows, which may be as large as the file unpacked
+        # the default for parquet reads whole row groups, which may be as large as the unpacked file
         sizes = {"batch_size": _ROWS} if path.suffix == ".parquet" else {}
         rows = datasets.load_dataset(
             _TABLES[path.suffix],
@@ -318,7 +318,7 @@ def _streamed(path: Path, scratch: Path | None) -> Iterator[Any]:
             f"{_TABLES[path.suffix]} in UTF-8"
         ) from error
     finally:
-        datasets.logging.set_verbosity(told)
+        datasets.logging.set_verbosity(verbosity)
 
 
 def read_rows(data: str) -> Any:

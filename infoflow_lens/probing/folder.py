@@ -1,4 +1,4 @@
-"""What a probe run is, and the tables that it writes."""
+"""The identity of a probe run, and the tables that it writes."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from infoflow_lens.probing.result import ProbingResult
 
 
-# Settings on which no number depends: they name the model and the data, whose contents are
-# digested, or say where it runs and what the page shows.
+# Settings on which no number depends: the names of model and data, whose contents have digests,
+# the device, and what the page shows.
 _OF_SEQUENCES = ("column", "n", "max_length", "window")
-_IN_NO_NUMBER = ("model", "data", *_OF_SEQUENCES, "device", "n_shown")
+_IGNORED_SETTINGS = ("model", "data", *_OF_SEQUENCES, "device", "n_shown")
 
 
 def settings_identity(config: ProbingConfig) -> dict[str, Any]:
     """The settings on which numbers depend, by what errors call them."""
     settings = asdict(config).items()
-    return {f"settings ({name})": v for name, v in settings if name not in _IN_NO_NUMBER}
+    return {f"settings ({name})": v for name, v in settings if name not in _IGNORED_SETTINGS}
 
 
 def run_identity(

@@ -1,4 +1,4 @@
-"""The heads of a run: what each does, with the evidence."""
+"""The table of all heads of a run, and sequences in which each attends most."""
 
 import math
 from typing import TYPE_CHECKING, Any

@@ -10,8 +10,8 @@ from infoflow_lens.hooks.passes.run import check_extent
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.own_settings import check_named, with_own_settings
-from infoflow_lens.probing.part import Part, Say, Setting
-from infoflow_lens.probing.patience import word_if_long
+from infoflow_lens.probing.part import Part, RunContext, Say
+from infoflow_lens.probing.patience import warn_if_long
 from infoflow_lens.probing.registry import load_part, part_names
 from infoflow_lens.probing.shards import run_in_shards
 from infoflow_lens.runs.folder import RunFolder
@@ -25,7 +25,7 @@ def possible_parts(
     Args:
         capabilities: of the model.
         config: of the run.
-        say: told what is left out.
+        say: called with a line for every part that is left out.
         if_possible: leave out what is asked for and the model cannot give.
 
     Raises:
@@ -47,14 +47,14 @@ def possible_parts(
 
 
 def parts_with_enough_data(
-    parts: Mapping[str, Part], setting: Setting, say: Say, if_possible: bool = False
+    parts: Mapping[str, Part], context: RunContext, say: Say, if_possible: bool = False
 ) -> dict[str, Part]:
     """The parts that the sequences are enough for, with settings that these parts accept.
 
     Args:
         parts: by name, those that the model can give.
-        setting: what they are to be measured on.
-        say: told what is left out.
+        context: of the run.
+        say: called with a line for every part that is left out.
         if_possible: leave out what is asked for and the sequences are too few for.
 
     Raises:
@@ -63,25 +63,25 @@ def parts_with_enough_data(
     """
     enough: dict[str, Part] = {}
     for name, part in parts.items():
-        why = part.lacking_of_data(setting) or _missing(name, part, enough)
+        why = part.lacking_of_data(context) or _missing(name, part, enough)
         if why:
-            _leave_out(name, why, setting.config, say, if_possible)
+            _leave_out(name, why, context.config, say, if_possible)
             continue
-        part.check(setting)
-        extent = (setting.batches if part.sequences == "all" else setting.detail).extent
+        part.check(context)
+        extent = (context.batches if part.sequences == "all" else context.detail).extent
         if extent is not None:
-            check_extent(setting.model, list(_probes_of(part, setting).values()), extent)
+            check_extent(context.model, list(_probes_of(part, context).values()), extent)
         enough[name] = part
-    named = [name for part in enough.values() for name in _probes_of(part, setting)]
-    check_named(setting.config.own_settings(), named)
+    named = [name for part in enough.values() for name in _probes_of(part, context)]
+    check_named(context.config.own_settings(), named)
     return enough
 
 
-def _probes_of(part: Part, setting: Setting) -> dict[str, Probe[Any]]:
+def _probes_of(part: Part, context: RunContext) -> dict[str, Probe[Any]]:
     """The probes of a part, with the settings that the run has for them."""
-    config = setting.config
+    config = context.config
     options = [item.name for item in fields(config)]
-    return with_own_settings(part.probes(setting), config.own_settings(), options)
+    return with_own_settings(part.probes(context), config.own_settings(), options)
 
 
 def _leave_out(name: str, why: str, config: ProbingConfig, say: Say, if_possible: bool) -> None:
@@ -113,27 +113,27 @@ def _missing(name: str, part: Part, possible: Mapping[str, Part]) -> str:
     return f"{name} needs {', '.join(missing)}, which is not measured" if missing else ""
 
 
-def measured(
-    folder: RunFolder, parts: Mapping[str, Part], setting: Setting, say: Say
+def measure_parts(
+    folder: RunFolder, parts: Mapping[str, Part], context: RunContext, say: Say
 ) -> dict[str, Any]:
-    """The results of all parts, and of the probes that predictions are made from.
+    """Measure all parts, and the probes from which predictions are made; read finished ones.
 
     Args:
         folder: of the run.
         parts: by name.
-        setting: what they are measured on.
+        context: of the run.
         say: called with a line for every part that begins.
 
     Raises:
         InfoFlowError: for parts on disk that are spoiled or of another run, and for what probes
             refuse.
-        KeyboardInterrupt: behind the batch in which it was asked for; what was measured is kept.
+        KeyboardInterrupt: after the batch in which Ctrl-C came; finished batches are kept.
     """
     found: dict[str, Any] = {}
     for which in ("all", "detail"):  # probes of several parts share their passes
         wanted: dict[str, Probe[Any]] = {}
         for part in parts.values():
-            mine = _probes_of(part, setting) if part.sequences == which else {}
+            mine = _probes_of(part, context) if part.sequences == which else {}
             twice = ", ".join(wanted.keys() & mine.keys())
             if twice:
                 raise InfoFlowError(
@@ -141,29 +141,29 @@ def measured(
                     "expected a name of its own; rename it in the package that adds it"
                 )
             wanted |= mine
-        found |= _probed(folder, which, wanted, setting, say)
+        found |= _run_shared_probes(folder, which, wanted, context, say)
     for name, part in parts.items():
         if name not in found:
-            now = replace(setting, found=dict(found))
-            found[name] = _measured(folder, name, part, now, say)
+            now = replace(context, found=dict(found))
+            found[name] = _measure_part(folder, name, part, now, say)
     return found
 
 
-def _probed(
+def _run_shared_probes(
     folder: RunFolder,
     which: str,
     wanted: Mapping[str, Probe[Any]],
-    setting: Setting,
+    context: RunContext,
     say: Say,
 ) -> dict[str, Any]:
-    """The results of probes that share their passes, read from disk if they are there."""
-    finished = {name: _finished(folder, name) for name in wanted}
+    """Run probes that share forward passes, or read their results from disk if they are there."""
+    finished = {name: _load_finished(folder, name) for name in wanted}
     if all(result is not None for result in finished.values()):
         return finished
     checkpoint = Checkpoint(folder, f".{which}.safetensors")
-    batches = setting.batches if which == "all" else setting.detail
+    batches = context.batches if which == "all" else context.detail
     # the comparison reads what is measured of the first sequences, and so it stays whole
-    gathered = run_in_shards(setting, batches, wanted, checkpoint, say, to_disk=which == "all")
+    gathered = run_in_shards(context, batches, wanted, checkpoint, say, to_disk=which == "all")
     found, failed = {}, []
     for name in wanted:
         try:
@@ -179,28 +179,30 @@ def _probed(
     return found
 
 
-def _measured(folder: RunFolder, name: str, part: Part, setting: Setting, say: Say) -> Result:
-    """The result of a part that measures by itself, read from disk if it is there."""
-    finished = _finished(folder, name)
+def _measure_part(
+    folder: RunFolder, name: str, part: Part, context: RunContext, say: Say
+) -> Result:
+    """Measure a part that has no probes, or read its result from disk if it is there."""
+    finished = _load_finished(folder, name)
     if finished is not None:
         return finished
     say(name)
     checkpoint = Checkpoint(folder, f".{name}.safetensors")
-    extent = setting.batches.extent
+    extent = context.batches.extent
     n, longest = (extent.n_sequences, extent.longest) if extent else (0, 0)
-    with word_if_long(say, name, min(n, setting.config.n_detail), longest):
-        result = part.measure(setting, checkpoint)
+    with warn_if_long(say, name, min(n, context.config.n_detail), longest):
+        result = part.measure(context, checkpoint)
     if result is None:
         raise InfoFlowError(
             f"{type(part).__name__} gave neither a probe called {name!r} nor a result of its own: "
-            "expected probes(setting) with that name, or measure(setting, checkpoint)"
+            "expected probes(context) with that name, or measure(context, checkpoint)"
         )
     result.save(folder.path / name)
     checkpoint.remove()
     return result
 
 
-def _finished(folder: RunFolder, name: str) -> Result | None:
+def _load_finished(folder: RunFolder, name: str) -> Result | None:
     """The result of a part that is finished.
 
     Raises:

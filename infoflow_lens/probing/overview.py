@@ -11,8 +11,9 @@ Rows = Mapping[tuple[str, str], Explained]  # by (states, rule)
 
 
 def explained_rows(predicted: Mapping[str, InformationSets], influence: InfluenceResult) -> Rows:
-    """Every rule beside every other: the last state first, then every layer as it was measured; the
-    model's own rule first.
+    """How much of the influence lies inside the sets, by (states, rule).
+
+    The last state comes first, then every layer; within each the max-position rule comes first.
     """
     rules = sorted(predicted, key=lambda name: name != "max_position")
     sets = {rule: predicted[rule].part(influence.layers) for rule in rules}
@@ -40,7 +41,7 @@ _COLUMNS = {
 
 
 def overview_table(rows: Rows) -> Table:
-    """Every rule beside every other: the first row, and those that say something."""
+    """The table of all rules: the first row, and the rows that have a meaning."""
     shown: list[list[object]] = []
     reasons: dict[tuple[int, int], str] = {}
     first = next(iter(rows), None)

@@ -12,7 +12,7 @@ from infoflow_lens.probing.heads import examples, heads_table
 from infoflow_lens.probing.overview import overview_table
 from infoflow_lens.probing.part import Part
 from infoflow_lens.probing.parts.routes import RoutesComparison, RoutesPart
-from infoflow_lens.probing.picture import flow_of
+from infoflow_lens.probing.picture import build_flow_view
 from infoflow_lens.report.charts import HeatMap, Lines, NameMap, Table
 from infoflow_lens.report.probing import ProbingReport, Section
 from infoflow_lens.theory import propagate
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _MOST = 0.9  # of the influence, for which the strongest tokens are counted [chosen]
 
 
-def report_of(result: "ProbingResult") -> ProbingReport:
-    """What the page shows of it."""
+def build_report(result: "ProbingResult") -> ProbingReport:
+    """Collect all that the page of a run shows."""
     config, found = result.config, result.capabilities
     facts = [("layers", str(len(found.layers))), ("weights", f"{found.dtype} on {found.device}")]
     for name, part in result.parts.items():
@@ -56,7 +56,7 @@ def report_of(result: "ProbingResult") -> ProbingReport:
         heads=heads_table(result),
         examples=examples(result),
         places=[*_by_place(result), *([_curve(result.curve)] if result.curve else [])],
-        flow=flow_of(result),
+        flow=build_flow_view(result),
         record=result.record,
     )
 

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What parts are measured on.
+class RunContext:
+    """What a part needs for its measurement: settings, model, data, and earlier results.
 
     Attributes:
-        config: of the run.
-        model: as it was loaded.
-        capabilities: what it can be asked.
+        config: the settings of the run.
+        model: the loaded model.
+        capabilities: what can be measured on the model, layer by layer.
         batches: all sequences.
         progress: whether to show bars.
-        executor: where what is spread over processes is measured.
-        found: the results of the parts before, by name.
+        executor: where probes run that can be spread over processes.
+        found: the results of earlier parts, by name.
     """
 
     config: "ProbingConfig"
@@ -52,7 +52,7 @@ class Setting:
 
     @property
     def rest(self) -> Batches | None:
-        """The sequences behind those of `detail`, no longer than these; None if there are none."""
+        """The sequences after those of `detail`, cut to the same length; None if there are none."""
         if (self.batches.n_sequences or 0) <= self.config.n_detail:
             return None
         return self.batches.part(self.config.n_detail, longest=self.detail.longest)
@@ -64,16 +64,17 @@ class Setting:
 
 
 class Part:
-    """What `infoflow-lens probe` needs of a probe: can it, measure, tables, figures, sentences.
+    """One kind of measurement of `infoflow-lens probe`, with its table, figures and sentences.
 
-    A part either gives `probes`, which share their passes with other parts, or measures by itself.
+    A part either returns `probes`, which share forward passes with the probes of other parts, or
+    measures by itself in `measure`.
     Other packages add parts through the entry points "infoflow_lens.probes"
     (examples/probe_of_your_own.py).
 
     Attributes:
         title, text: of its section in the report.
-        sequences: which it is measured on: "all", or "detail", the first ``config.n_detail``.
-        after: the parts whose results it reads, from ``setting.found``; it is measured with them
+        sequences: the sequences that it reads: "all", or "detail", the first ``config.n_detail``.
+        after: the parts whose results it reads, from ``context.found``; it is measured with them
             or not at all.
         by_default: whether it is measured where no probes are named.
     """
@@ -94,24 +95,24 @@ class Part:
         """Why this cannot be measured on a model, whatever its layers; empty if it can."""
         return ""
 
-    def lacking_of_data(self, setting: Setting) -> str:
+    def lacking_of_data(self, context: RunContext) -> str:
         """Why the sequences are too few for this, and what to give; empty if they are enough."""
         return ""
 
-    def check(self, setting: Setting) -> None:
-        """Refuse, before any part begins, what could not be done later.
+    def check(self, context: RunContext) -> None:
+        """Refuse settings and models that this part cannot use, before any part begins.
 
         Raises:
             InfoFlowError: with the reason.
         """
-        self.probes(setting)
+        self.probes(context)
 
-    def probes(self, setting: Setting) -> Mapping[str, Probe[Any]]:
+    def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
         """Probes by the names of their results; none if the part measures by itself."""
         return {}
 
-    def measure(self, setting: Setting, checkpoint: Checkpoint) -> Result | None:
-        """The result of a part without probes; where it stands is kept in the checkpoint."""
+    def measure(self, context: RunContext, checkpoint: Checkpoint) -> Result | None:
+        """Measure a part without probes, and keep the unfinished state in the checkpoint."""
         return None
 
     def table(self, result: Any) -> "pd.DataFrame":
@@ -144,29 +145,34 @@ class Part:
 
 
 class ProbePart(Part):
-    """A probe of one's own, with what it says of itself."""
+    """A part made of a user's probe, whose docstring gives the title and the text."""
 
     def __init__(self, probe: Probe[Any], name: str | None = None) -> None:
-        """Args: the probe, as it was made, and the name of its result."""
+        """Make the part.
+
+        Args:
+            probe: a probe that has seen nothing.
+            name: of its result; default, made from the class and its settings.
+        """
         self._probe = probe
         self.name = name_of(probe) if name is None else name
         first, _, rest = (inspect.getdoc(type(probe)) or self.name).partition("\n")
         self.title, self.text = first.rstrip("."), rest.strip()  # type: ignore[misc]
 
-    def check(self, setting: Setting) -> None:
-        """Refuse a model that does not show what the probe reads, and what lacks a method."""
-        copy.deepcopy(self._probe).prepare(setting.model)
+    def check(self, context: RunContext) -> None:
+        """Refuse a model that does not show what the probe reads, and an incomplete probe."""
+        copy.deepcopy(self._probe).prepare(context.model)
 
     def lacking(self, layer: LayerCapabilities) -> str:
         """Nothing: the probe itself says what it needs."""
         return ""
 
-    def probes(self, setting: Setting) -> Mapping[str, Probe[Any]]:
+    def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
         """A copy of the probe."""
         return {self.name: copy.deepcopy(self._probe)}
 
     def figures(self, result: Any) -> Sequence[Any]:
-        """How the result plots itself."""
+        """The plot of the result."""
         return (result.plot(),)
 
 
@@ -184,7 +190,7 @@ class NextTokenPart(Part):
     by_default = False
 
     def lacking_of_model(self, capabilities: ModelCapabilities) -> str:
-        """A language model's logits."""
+        """Why this cannot be measured on a model: it must be a language model, with logits."""
         if capabilities.reads_vectors:
             return "its output is a vector, which predicts no next token"
         return ""

@@ -1,4 +1,4 @@
-"""A word to whoever waits: that it will take long, and what takes less."""
+"""A message to the user when a measurement takes long, and how to make it shorter."""
 
 import threading
 import time
@@ -7,21 +7,22 @@ from contextlib import contextmanager, suppress
 
 from infoflow_lens.probing.part import Say
 
-_SOON = 60.0  # seconds until there is a word
-_LONG = 300.0  # what is left then, so that it is worth one
+_SOON = 60.0  # seconds until the message
+_LONG = 300.0  # seconds that must be left at that time
 
 
 @contextmanager
-def word_if_long(say: Say, what: str, n: int, longest: int) -> Iterator[Callable[[int], None]]:
-    """After a minute of a block, say once how long it will be, if that is long.
+def warn_if_long(say: Say, what: str, n: int, longest: int) -> Iterator[Callable[[int], None]]:
+    """After a minute of a block, say once how much time is left, if it is more than five minutes.
 
     Args:
         say: called with the line, from another thread.
-        what: is measured.
-        n, longest: of the sequences that are left, how many and how long.
+        what: the name of what is measured.
+        n: the number of sequences that are left.
+        longest: the tokens of the longest of them.
 
     Yields:
-        What is to be called with the number of sequences that have been measured.
+        A function to call with the number of sequences of each finished batch.
     """
     begun, done = time.monotonic(), 0
 
@@ -29,7 +30,7 @@ def word_if_long(say: Say, what: str, n: int, longest: int) -> Iterator[Callable
         nonlocal done
         done += more
 
-    def word() -> None:
+    def warn() -> None:
         left = (time.monotonic() - begun) / done * (n - done) if done else None
         if left is None or left > _LONG:
             how = "no batch of them has ended" if left is None else f"about {_duration(left)} left"
@@ -40,9 +41,9 @@ def word_if_long(say: Say, what: str, n: int, longest: int) -> Iterator[Callable
                 "in probes are left out"
             )
 
-    timer = threading.Timer(_SOON, word)
+    timer = threading.Timer(_SOON, warn)
     timer.daemon = True
-    with suppress(RuntimeError):  # no room for a thread, and so no word
+    with suppress(RuntimeError):  # no room for a thread, and so no message
         timer.start()
     try:
         yield advance

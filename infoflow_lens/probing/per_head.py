@@ -1,4 +1,4 @@
-"""One row a head: what the parts of a run say of it."""
+"""The table with one row for each head, from the results of all parts."""
 
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ def per_head(result: "ProbingResult") -> "pd.DataFrame":
     layers = [layer.n_heads or 0 for layer in result.capabilities.layers]
     table = pd.DataFrame([(i, h) for i, n in enumerate(layers) for h in range(n)], columns=_HEAD)
 
-    def beside(frame: "pd.DataFrame") -> None:
+    def add_columns(frame: "pd.DataFrame") -> None:
         nonlocal table
         table = table.merge(frame, on=_HEAD, how="left", validate="one_to_one")
 
@@ -37,17 +37,17 @@ def per_head(result: "ProbingResult") -> "pd.DataFrame":
         enough = frame[[f"sufficient_{ideal}" for ideal in ideals]].to_numpy()
         names = [", ".join(i for i, is_so in zip(ideals, row) if is_so) for row in enough]
         frame = frame.assign(sufficient=names)[[*_HEAD, "mechanism", "sufficient", *ideals]]
-        beside(frame.rename(columns={name: f"damage_{name}" for name in ideals}))
+        add_columns(frame.rename(columns={name: f"damage_{name}" for name in ideals}))
     together = result.found.get("sufficiency")
     if isinstance(together, SufficiencyResult):
         frame = pd.DataFrame(together.heads.tolist(), columns=_HEAD)
         order = range(1, len(frame) + 1)
-        beside(frame.assign(replaced_by=list(together.ideals), replaced_as=list(order)))
+        add_columns(frame.assign(replaced_by=list(together.ideals), replaced_as=list(order)))
     if result.positions is not None:
-        beside(result.positions.summary())
+        add_columns(result.positions.summary())
     if result.recovery is not None:
         frame = result.recovery.to_frame().pivot(index=_HEAD, columns="rank", values="fvu")
-        beside(frame.rename(columns=lambda rank: f"fvu_{rank}").reset_index())
+        add_columns(frame.rename(columns=lambda rank: f"fvu_{rank}").reset_index())
     needed = result.found.get("top_k")
     if isinstance(needed, TopKResult):
         least = dict(enumerate(needed.least()[:-1]))

@@ -19,13 +19,13 @@ _HOW = {
 }
 
 
-def flow_of(result: "ProbingResult") -> FlowView | None:
-    """What is shown of them; None where influence was not asked for."""
+def build_flow_view(result: "ProbingResult") -> FlowView | None:
+    """The picture of the first sequences of a run; None if influence was not measured."""
     positions, influence = result.found.get("influence_positions"), result.influence
     if influence is None or not isinstance(positions, PositionsResult):
         return None
     n = min(len(result.texts), len(influence.lengths))
-    measured = _measured(result)
+    measured = _measured_influence(result)
     mechanisms = list(_mechanisms(result, n))
     softmax = [x.pattern == "softmax" and x.scores == "scores" for x in result.capabilities.layers]
     inputs = []
@@ -53,7 +53,7 @@ def flow_of(result: "ProbingResult") -> FlowView | None:
 
 
 def _from_afar(viewed: ViewedInput) -> float:
-    """The largest influence on the last state from further than its neighbour, over that of all."""
+    """The largest influence on the last state from beyond its neighbour, over the total."""
     assert viewed.influence is not None
     last = viewed.n_queries - 1
     found = viewed.influence[-1, last].nan_to_num(0)
@@ -63,8 +63,8 @@ def _from_afar(viewed: ViewedInput) -> float:
     return float(far.max() / found.sum()) if len(far) and float(found.sum()) > 0 else 0.0
 
 
-def _measured(result: "ProbingResult") -> Tensor:
-    """Influence on every state, NaN where it was not measured."""
+def _measured_influence(result: "ProbingResult") -> Tensor:
+    """Influence on every state [layer, sequence, pos, source]; NaN where it was not measured."""
     influence = result.influence
     assert influence is not None
     _, n_batch, _, n_source = influence.influence.shape
@@ -131,22 +131,22 @@ def _mechanisms(result: "ProbingResult", n: int) -> Iterator[list[list[ViewedMec
                     continue
                 rule = next(rules)
                 moved = rule.describe(index)[: n_source + n_extra]
-                viewed.append(_viewed(name, moved, n_source))
+                viewed.append(_view_mechanism(name, moved, n_source))
             layers.append(viewed)
         yield layers
 
 
-def _viewed(name: str, passed: Tensor, n_source: int) -> ViewedMechanism:
-    """A head's keys without empty columns."""
+def _view_mechanism(name: str, moved_keys: Tensor, n_source: int) -> ViewedMechanism:
+    """The mechanism of one head with the keys that it moves [pos, k], without empty columns."""
     if name == "max_position":
         return ViewedMechanism(name)
-    passed = torch.where(passed < n_source, passed, -1)
+    moved_keys = torch.where(moved_keys < n_source, moved_keys, -1)
     keys = torch.arange(n_source)
-    allowed = torch.where(keys <= torch.arange(len(passed))[:, None], keys, -1)
-    filled = torch.full((len(passed), max(passed.shape[1], n_source)), -1)
-    filled[:, : passed.shape[1]] = passed
+    allowed = torch.where(keys <= torch.arange(len(moved_keys))[:, None], keys, -1)
+    filled = torch.full((len(moved_keys), max(moved_keys.shape[1], n_source)), -1)
+    filled[:, : moved_keys.shape[1]] = moved_keys
     if torch.equal(filled[:, :n_source], allowed) and not (filled[:, n_source:] >= 0).any():
         return ViewedMechanism(name, ALL_KEYS)
-    ordered = passed.sort(dim=1, descending=True).values
+    ordered = moved_keys.sort(dim=1, descending=True).values
     width = max(1, int((ordered >= 0).sum(dim=1).max()))
     return ViewedMechanism(name, ordered[:, :width])

@@ -27,17 +27,17 @@ _OURS = {
 }
 
 
-_given: ContextVar[Mapping[str, "Part"]] = ContextVar("given")  # from Python, for one run
+_registered: ContextVar[Mapping[str, "Part"]] = ContextVar("given")  # from Python, for one run
 
 
 @contextmanager
-def given_parts(parts: Mapping[str, "Part"]) -> Iterator[None]:
-    """Parts that are known by name for the length of a block, beside those of packages."""
-    token = _given.set(parts)
+def register_parts(parts: Mapping[str, "Part"]) -> Iterator[None]:
+    """Add parts by name, beside those of packages, for the length of a block."""
+    token = _registered.set(parts)
     try:
         yield
     finally:
-        _given.reset(token)
+        _registered.reset(token)
 
 
 def part_names() -> tuple[str, ...]:
@@ -46,7 +46,7 @@ def part_names() -> tuple[str, ...]:
     Raises:
         InfoFlowError: if two packages add the same name.
     """
-    return (*_OURS, *plugins.found(GROUP, _OURS), *_given.get({}))
+    return (*_OURS, *plugins.find_entry_points(GROUP, _OURS), *_registered.get({}))
 
 
 def load_part(name: str) -> "Part":
@@ -58,16 +58,16 @@ def load_part(name: str) -> "Part":
     from infoflow_lens.hooks.probe import Probe
     from infoflow_lens.probing.part import Part, ProbePart
 
-    if name in _given.get({}):
-        return _given.get({})[name]
+    if name in _registered.get({}):
+        return _registered.get({})[name]
     if name in _OURS:
         module = import_module(f"infoflow_lens.probing.parts.{name}")
         made: Part = getattr(module, _OURS[name])()
         return made
-    others = plugins.found(GROUP, _OURS)
+    others = plugins.find_entry_points(GROUP, _OURS)
     if name not in others:
         raise InfoFlowError(f"there is no probe {name!r}{nearest(name, part_names())}")
-    kind = plugins.loaded(others[name], Part, Probe)
+    kind = plugins.load_class(others[name], Part, Probe)
     try:
         part: Part = kind() if issubclass(kind, Part) else ProbePart(kind(), name)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What a probe run found."""
+"""The result of a probe run."""
 
 import os
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class ProbingResult:
     Attributes:
         out: the folder with all of it; None where nothing was to be kept.
         config: the settings.
-        capabilities: what the model is.
+        capabilities: what can be measured on the model, layer by layer.
         parts: the parts that were measured, by name.
         found: results by name; those of the parts, and what predictions are made from.
         agreement: predicted against measured sets, by the rule that made the prediction:
@@ -67,28 +67,30 @@ class ProbingResult:
 
     @property
     def last(self) -> dict[str, Explained]:
-        """The same of the last position in the last layer, by rule."""
+        """How much of the influence lies inside the sets of the last position in the last layer, by
+        rule.
+        """
         states = next((states for states, _ in self.explained), None)
         return {rule: found for (at, rule), found in self.explained.items() if at == states}
 
     @property
     def positions(self) -> PositionsResult | ShardedPositions | None:
-        """Where heads look; None if it was not asked for, as for the next three."""
+        """The positions to which heads attend; None if they were not measured."""
         return self._of("positions", (PositionsResult, ShardedPositions))
 
     @property
     def recovery(self) -> RecoveryResult | None:
-        """What states give back."""
+        """The errors of recovery maps; None if they were not measured."""
         return self._of("recovery", RecoveryResult)
 
     @property
     def influence(self) -> InfluenceResult | None:
-        """What states depend on."""
+        """The influence of tokens on states; None if it was not measured."""
         return self._of("influence", InfluenceResult)
 
     @property
     def mechanisms(self) -> MechanismsResult | None:
-        """What heads need."""
+        """The mechanisms of heads; None if they were not measured."""
         return self._of("mechanisms", MechanismsResult)
 
     def report(self, path: str | os.PathLike[str] = "report.html") -> Path:
@@ -98,14 +100,14 @@ class ProbingResult:
             The file.
 
         Raises:
-            InfoFlowError: if it cannot be written.
+            InfoFlowError: if the file cannot be written.
         """
-        from infoflow_lens.probing.page import report_of
+        from infoflow_lens.probing.page import build_report
         from infoflow_lens.report.probing import render_probing
 
         target = Path(path)
         writable_folder(target.parent)
-        write_text(target, render_probing(report_of(self)))
+        write_text(target, render_probing(build_report(self)))
         return target
 
     def push_to_hub(
@@ -123,7 +125,7 @@ class ProbingResult:
             The address of the dataset.
 
         Raises:
-            InfoFlowError: as there.
+            InfoFlowError: as for :meth:`Result.push_to_hub`.
         """
         from infoflow_lens.probing.folder import write_tables
 
@@ -170,8 +172,8 @@ class ProbingResult:
         lines = [f"by the rule {rule!r}, {found}" for rule, found in self.last.items()]
         return [*lines, *self.sentences()]
 
-    def said(self) -> dict[str, Any]:
-        """What the command prints, as JSON-compatible values."""
+    def printed_output(self) -> dict[str, Any]:
+        """What the command prints, as JSON-compatible values: "sentences", "title" and "rows"."""
         rows = []
         for rule, found in self.last.items():
             numbers = (found.inside, found.chance, found.auroc)

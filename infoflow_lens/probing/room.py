@@ -1,4 +1,4 @@
-"""Whether there is room for what probes measure, by how they grow with their first batches."""
+"""Whether results will fit in memory and on the disk, by their growth in the first batches."""
 
 import shutil
 from collections.abc import Mapping
@@ -7,32 +7,34 @@ from pathlib import Path
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.memory import free_memory, shown_bytes
+from infoflow_lens.foundation.memory import format_bytes, free_memory
 from infoflow_lens.hooks import Probe
 
 
 @dataclass
-class Watch:
-    """Looks at probes after their first two batches, and refuses what will not fit.
+class SpaceCheck:
+    """Estimates the size of the results from the first two batches, and refuses what will not fit.
 
     Attributes:
-        n_left: sequences to be measured.
+        n_left: sequences that are still to be measured.
         shard: sequences that are measured together.
         on_disk: the probes whose results are written shard by shard.
-        folder: where they are written; one that this machine does not see is not asked for room.
-        at_once: processes that measure, on this machine.
+        folder: where they are written; its disk is checked if this machine sees it.
+        n_processes: processes of this machine that measure at the same time.
     """
 
     n_left: int
     shard: int
     on_disk: frozenset[str]
     folder: Path
-    at_once: int = 1
+    n_processes: int = 1
     _before: dict[str, int] | None = field(default=None, init=False)
     _is_done: bool = field(default=False, init=False)
 
-    def look(self, probes: Mapping[str, Probe[Any]], n: int) -> None:
-        """Compare with the batch before, once.
+    def check(self, probes: Mapping[str, Probe[Any]], n: int) -> None:
+        """Compare the sizes after the second batch with those after the first.
+
+        Later calls do nothing.
 
         Args:
             probes: by name.
@@ -54,12 +56,12 @@ class Watch:
         # what probes hold, and once more when it is put together or kept
         needed = 2 * int(in_all * self.n_left + by_shard * min(self.n_left, self.shard))
         free = free_memory()
-        if free is not None and needed * self.at_once > free:
+        if free is not None and needed * self.n_processes > free:
             raise InfoFlowError(
                 f"what is measured of {self.n_left} sequences needs about "
-                f"{shown_bytes(needed * self.at_once)} of memory, and {shown_bytes(free)} is free: "
-                "expected it to fit; give fewer sequences (n, n_detail), shorter ones (max_length) "
-                "or smaller shards (shard)"
+                f"{format_bytes(needed * self.n_processes)} of memory, and {format_bytes(free)} is "
+                "free: expected it to fit; give fewer sequences (n, n_detail), shorter ones "
+                "(max_length) or smaller shards (shard)"
             )
         if not self.on_disk or not self.folder.is_dir():
             return
@@ -67,7 +69,7 @@ class Watch:
         if by_shard * self.n_left > free:
             raise InfoFlowError(
                 f"results of {self.n_left} sequences need about "
-                f"{shown_bytes(int(by_shard * self.n_left))} on the disk, and {shown_bytes(free)} "
-                "is free: expected it to fit; give fewer sequences (n), shorter ones (max_length) "
-                "or fewer ranks"
+                f"{format_bytes(int(by_shard * self.n_left))} on the disk, and "
+                f"{format_bytes(free)} is free: expected it to fit; give fewer sequences (n), "
+                "shorter ones (max_length) or fewer ranks"
             )

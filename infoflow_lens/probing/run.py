@@ -10,7 +10,7 @@ from torch import nn
 
 from infoflow_lens.foundation.files import write_signed
 from infoflow_lens.foundation.processes import threads
-from infoflow_lens.foundation.progress import no_bars_of_libraries
+from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.record import (
     RunRecord,
     configuration_fingerprint,
@@ -22,7 +22,7 @@ from infoflow_lens.hooks import inspect_model
 from infoflow_lens.hooks.model.inputs import Batches, Rows
 from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.models.loading import LoadedModel, load_any
-from infoflow_lens.probing.compared import compared
+from infoflow_lens.probing.compared import compare_with_influence
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import check_data, stream_data
 from infoflow_lens.probing.folder import (
@@ -31,12 +31,12 @@ from infoflow_lens.probing.folder import (
     settings_identity,
     write_tables,
 )
-from infoflow_lens.probing.measuring import measured, parts_with_enough_data, possible_parts
-from infoflow_lens.probing.part import Say, Setting
+from infoflow_lens.probing.measuring import measure_parts, parts_with_enough_data, possible_parts
+from infoflow_lens.probing.part import RunContext, Say
 from infoflow_lens.probing.result import ProbingResult
-from infoflow_lens.probing.store import store, stored_before
+from infoflow_lens.probing.store import find_stored, store_sequences
 from infoflow_lens.runs.executor import Executor
-from infoflow_lens.runs.finished import say_finished
+from infoflow_lens.runs.finished import write_finished
 from infoflow_lens.runs.folder import RunFolder
 
 _AT_ONCE = 1000  # sequences
@@ -51,7 +51,7 @@ def run_probing(
     batches: Batches | None = None,
     *,
     if_possible: bool = False,
-    ready: Callable[[Setting], None] = lambda setting: None,
+    ready: Callable[[RunContext], None] = lambda context: None,
     jobs: int = 1,
     scheduler: str | None = None,
     n_threads: int | None = None,
@@ -61,8 +61,8 @@ def run_probing(
     """Load the model, measure, predict, compare, and write all of it to a folder.
 
     Run again with the same settings to go on after an interruption: finished parts are read, and
-    unfinished ones go on behind their last finished batch (after a kill, behind the last state on
-    disk, half a minute old at most).
+    unfinished ones go on after their last finished batch (after a kill, from the last state on
+    disk, which is at most half a minute old).
 
     Args:
         out: folder for results (safetensors, json, csv) and ``report.html``.
@@ -79,8 +79,8 @@ def run_probing(
             they must find the model under the same name.
         n_threads: of each process; default, one where there are several, else what PyTorch takes.
             The last digits of numbers depend on it, and on nothing else here.
-        again: the command that goes on, as messages name it; default, the same call.
-        last: writes what else belongs to the run, before it counts as finished.
+        again: the command that continues the run, for messages; default, the same call.
+        last: called with the result before the run counts as finished; it may write more files.
 
     Raises:
         InfoFlowError: for bad settings, models or data, before work starts; for a folder that
@@ -95,7 +95,7 @@ def run_probing(
     n_threads = check(n_threads, Count | None, "n_threads")
     executor = Executor(jobs, scheduler, n_threads or 1, again or "the same call")
     executor.check("a probe run")
-    if n_threads is None and not executor.is_alone:
+    if n_threads is None and not executor.is_one_process:
         n_threads = 1
     with (
         RunFolder.open(out, "infoflow-lens probe", ("record.json", "report.html")) as folder,
@@ -114,13 +114,13 @@ def _run(
     loaded: LoadedModel | None,
     batches: Batches | None,
     if_possible: bool,
-    ready: Callable[[Setting], None],
+    ready: Callable[[RunContext], None],
     last: Callable[[ProbingResult], None],
     executor: Executor,
 ) -> ProbingResult:
     out, in_memory = folder.path, loaded is not None or batches is not None
     folder.check(settings_identity(config))
-    with nullcontext() if progress else no_bars_of_libraries():
+    with nullcontext() if progress else hide_library_bars():
         if loaded is None:
             loaded = load_any(
                 config.model, device=config.device, dtype=config.dtype, backend=config.backend
@@ -131,13 +131,13 @@ def _run(
         made_from = None
         if batches is None:
             made_from = sequences_identity(config, configuration, tokenizer)
-        stored = stored_before(folder, made_from)
+        stored = find_stored(folder, made_from)
         coming = _parts(model, config, folder.scratch, batches) if stored is None else iter(())
         begin = next(coming) if stored is None else stored.sequences
         capabilities = inspect_model(model, begin[0][None])
         parts = possible_parts(capabilities, config, say, if_possible)
         if stored is None:
-            stored = store(chain([begin], coming), folder.scratch, config.data)
+            stored = store_sequences(chain([begin], coming), folder.scratch, config.data)
     say(f"{loaded.description}; {stored.extent.n_sequences} sequences")
     record = RunRecord(
         config={**asdict(config), "inputs": stored.digest, "tokenizer": tokenizer},
@@ -148,22 +148,22 @@ def _run(
     )
     # refused before the folder is claimed, so that other settings may be tried in it
     batches = Batches(model, stored.sequences, name=config.data)
-    setting = Setting(config, model, capabilities, batches, progress, executor)
-    ready(setting)
-    parts = parts_with_enough_data(parts, setting, say, if_possible)
+    context = RunContext(config, model, capabilities, batches, progress, executor)
+    ready(context)
+    parts = parts_with_enough_data(parts, context, say, if_possible)
     folder.claim(run_identity(config, record, stored.digest, tokenizer))
     if not folder.holds("record.json"):
         write_signed(out / "record.json", "infoflow-lens probe 2", record.to_dict())
     stored = stored.settle(folder, made_from)
     batches = Batches(model, stored.sequences, name=config.data)
-    setting = replace(setting, batches=batches)
+    context = replace(context, batches=batches)
     try:
-        found = measured(folder, parts, setting, say)
+        found = measure_parts(folder, parts, context, say)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"finished batches are kept in {str(out)!r}; go on with {executor.again}"
         ) from None
-    agreement, predicted, curve = compared(found)
+    agreement, predicted, curve = compare_with_influence(found)
     result = ProbingResult(
         out=out,
         config=config,
@@ -180,7 +180,7 @@ def _run(
     result.report(out / "report.html")
     last(result)
     if not in_memory:
-        say_finished(folder, config.asked(), config.sources(), result.said())
+        write_finished(folder, config.output_settings(), config.sources(), result.printed_output())
     return result
 
 

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.files import digest_of
-from infoflow_lens.foundation.progress import no_bars_of_libraries
+from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.state import write_state
 from infoflow_lens.hooks import Probe
 from infoflow_lens.hooks.model.inputs import Batches, Extent
 from infoflow_lens.hooks.passes.run import run_shard
 from infoflow_lens.models.loading import LoadedModel, load_any
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.room import Watch
+from infoflow_lens.probing.room import SpaceCheck
 from infoflow_lens.probing.store import StoredSequences
-from infoflow_lens.runs.executor import own_device
+from infoflow_lens.runs.executor import choose_device
 
 Probes = Mapping[str, Probe[Any]]
 SUMS = "sums.safetensors"
@@ -34,8 +34,8 @@ def states_of(probes: Probes) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Sequences one behind the other: one tensor is sent much faster than many.
+class PackedSequences:
+    """Sequences joined in one tensor, which is sent much faster than many tensors.
 
     Attributes:
         together: [pos of all] or [pos of all, d_token].
@@ -45,54 +45,59 @@ class Packed:
     together: Tensor
     lengths: list[int]
 
-    def unpacked(self) -> list[Tensor]:
+    def unpack(self) -> list[Tensor]:
         """The sequences."""
         return list(self.together.split(self.lengths))
 
 
-def rows_for(batches: Batches, here: bool) -> StoredSequences | Packed:
-    """Sequences as they are sent to a worker: those in files of this machine it reads itself."""
+def pack_rows(batches: Batches, here: bool) -> StoredSequences | PackedSequences:
+    """Prepare sequences for a worker, which reads files of this machine by itself.
+
+    Args:
+        batches: the sequences.
+        here: whether the worker runs on this machine.
+    """
     rows = batches.sequences()
     if here and isinstance(rows, StoredSequences):
         return rows
     rows = list(rows)
-    return Packed(torch.cat(rows), [len(row) for row in rows])
+    return PackedSequences(torch.cat(rows), [len(row) for row in rows])
 
 
 @dataclass(frozen=True)
-class Task:
-    """What is needed to measure a stretch: some shards in a row, whose sum comes back.
+class StretchTask:
+    """All that a worker needs to measure a stretch: some shards in a row, whose sum it returns.
 
     Attributes:
         stretch: its number.
         shards: the numbers of the shards that are left of it.
-        rows: their sequences, as :func:`rows_for` gives them.
+        rows: their sequences, as :func:`pack_rows` gives them.
         extent: of all sequences.
         fresh: probes which have seen nothing, by name.
         begun: those that have seen a part of the first of these shards; empty where none have.
         so_far: the sum of the shards before these in the stretch.
         config: of the run: model, sizes.
         fingerprint: of the weights of the model.
-        watch: looks whether what is measured fits.
+        space: checks whether the results will fit.
         scratch: a folder for what the worker writes, if it sees it.
     """
 
     stretch: int
     shards: range
-    rows: StoredSequences | Packed
+    rows: StoredSequences | PackedSequences
     extent: Extent
     fresh: Probes
     begun: Probes
     so_far: Probes
     config: ProbingConfig
     fingerprint: str
-    watch: Watch
+    space: SpaceCheck
     scratch: Path
 
 
 @dataclass(frozen=True)
-class Delivered:
-    """What a worker has measured of a stretch, in files: sums, and what grows with the sequences.
+class MeasuredStretch:
+    """A stretch that a worker has measured, as files: sums, and results that grow with the data.
 
     Attributes:
         stretch: its number.
@@ -107,8 +112,8 @@ class Delivered:
     folder: Path
     contents: Mapping[str, bytes]
 
-    def received(self) -> Path:
-        """The folder of the files on this machine."""
+    def write_contents(self) -> Path:
+        """Write the contents that were sent to files; return their folder on this machine."""
         for name, content in self.contents.items():
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,58 +156,69 @@ def measure(
 def write_growing(
     probes: Probes, names: frozenset[str], index: int, out: Path
 ) -> dict[str, dict[str, Any]]:
-    """Write what grows of a shard below a folder; by name, what the whole result must know of it.
+    """Write the results of a shard that grow with the sequences, each to a file below a folder.
 
-    Writing a shard once more, such as after a stop, gives the same files.
+    A shard that is written again, such as after a stop, gives the same files.
+
+    Args:
+        probes: of the shard, by name.
+        names: of the probes whose results grow.
+        index: of the shard.
+        out: the folder.
+
+    Returns:
+        For each name the manifest of the shard, from which the whole result is opened later.
     """
-    told = {}
+    manifests = {}
     for name in sorted(names):
         kind = probes[name].sharded
         assert kind is not None
-        told[name] = kind.save_shard(out / name, index, probes[name].result())
-    return told
+        manifests[name] = kind.save_shard(out / name, index, probes[name].result())
+    return manifests
 
 
-def measure_in_worker(task: Task) -> Delivered:
+def measure_in_worker(task: StretchTask) -> MeasuredStretch:
     """Measure a stretch in a process that may be on another machine."""
-    sees = task.scratch.is_dir()  # the name is drawn, so that no other machine has one like it
-    folder = Path(tempfile.mkdtemp(prefix="stretch-", dir=task.scratch if sees else None))
+    sees_scratch = (
+        task.scratch.is_dir()
+    )  # the name is drawn, so that no other machine has one like it
+    folder = Path(tempfile.mkdtemp(prefix="stretch-", dir=task.scratch if sees_scratch else None))
     try:
         _measure_into(folder, task)
         paths = [path for path in folder.rglob("*") if path.is_file()]
         files = {path.relative_to(folder).as_posix(): path for path in paths}
         digests = {name: digest_of(path) for name, path in files.items() if name != SUMS}
-        if sees:
-            return Delivered(task.stretch, digests, folder, {})
+        if sees_scratch:
+            return MeasuredStretch(task.stretch, digests, folder, {})
         contents = {name: path.read_bytes() for name, path in files.items()}
-        return Delivered(task.stretch, digests, task.scratch / folder.name, contents)
+        return MeasuredStretch(task.stretch, digests, task.scratch / folder.name, contents)
     finally:
-        if not sees:
+        if not sees_scratch:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _measure_into(folder: Path, task: Task) -> None:
-    config, growing = task.config, task.watch.on_disk
-    loaded = _loaded(config.model, own_device(config.device), config.dtype, config.backend)
-    rows = task.rows.unpacked() if isinstance(task.rows, Packed) else task.rows
-    batches, n, look = Batches(loaded.model, rows), config.shard, task.watch.look
-    told: dict[str, list[Any]] = {name: [] for name in growing}
+def _measure_into(folder: Path, task: StretchTask) -> None:
+    config, growing = task.config, task.space.on_disk
+    loaded = _load_model(config.model, choose_device(config.device), config.dtype, config.backend)
+    rows = task.rows.unpack() if isinstance(task.rows, PackedSequences) else task.rows
+    batches, n, check_space = Batches(loaded.model, rows), config.shard, task.space.check
+    manifests: dict[str, list[Any]] = {name: [] for name in growing}
     for place, index in enumerate(task.shards):
         probes = task.begun if task.begun and not place else copy.deepcopy(dict(task.fresh))
         part = batches.part(place * n, min((place + 1) * n, len(rows)))
-        after_batch = partial(look, probes)
+        after_batch = partial(check_space, probes)
         measure(loaded.model, part, probes, index, task.extent, config, after_batch)
         for name, probe in probes.items():
             probe.check_model(task.fingerprint)
             if name not in growing:
                 task.so_far[name].merge(probe)
         for name, of_shard in write_growing(probes, growing, index, folder).items():
-            told[name].append(of_shard)
-    write_state(folder / SUMS, {"told": told, "sums": states_of(task.so_far)}, {})
+            manifests[name].append(of_shard)
+    write_state(folder / SUMS, {"told": manifests, "sums": states_of(task.so_far)}, {})
 
 
 @lru_cache(maxsize=1)
-def _loaded(model: str, device: str, dtype: str | None, backend: Any) -> LoadedModel:
+def _load_model(model: str, device: str, dtype: str | None, backend: Any) -> LoadedModel:
     """The model, loaded once in a process."""
-    with no_bars_of_libraries():
+    with hide_library_bars():
         return load_any(model, device=device, dtype=dtype, backend=backend)

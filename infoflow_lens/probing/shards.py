@@ -18,24 +18,24 @@ from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import naming_file
-from infoflow_lens.foundation.interrupts import between_steps
+from infoflow_lens.foundation.interrupts import defer_interrupts
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.record import model_fingerprint
 from infoflow_lens.foundation.state import read_state
 from infoflow_lens.hooks import Probe
 from infoflow_lens.hooks.model.inputs import Batches
 from infoflow_lens.probing.checkpoint import Checkpoint
-from infoflow_lens.probing.part import Say, Setting
-from infoflow_lens.probing.patience import word_if_long
-from infoflow_lens.probing.room import Watch
+from infoflow_lens.probing.part import RunContext, Say
+from infoflow_lens.probing.patience import warn_if_long
+from infoflow_lens.probing.room import SpaceCheck
 from infoflow_lens.probing.shard import (
     SUMS,
-    Delivered,
+    MeasuredStretch,
     Probes,
-    Task,
+    StretchTask,
     measure,
     measure_in_worker,
-    rows_for,
+    pack_rows,
     states_of,
     write_growing,
 )
@@ -44,28 +44,28 @@ from infoflow_lens.runs.executor import Unit
 _MOST_STRETCHES = 128
 
 
-class Gathered:
-    """What is measured already, on disk and in memory.
+class ShardSums:
+    """The sums of all shards that are measured, in memory and on disk.
 
-    In the folder lie the sum of the shards up to one, in the checkpoint; the stretches behind it
-    that workers have measured before their turn, ``<checkpoint>.NNNNNN.safetensors``; and of
-    results that grow with the sequences a file for each shard. What is there when this is made is
+    The folder holds three kinds of files: the checkpoint, with the sum of the first shards; the
+    stretches that workers have measured before their turn, ``<checkpoint>.NNNNNN.safetensors``; and
+    for results that grow with the sequences a file for each shard. Files of an earlier start are
     read.
 
     Args:
-        fresh: the probes as they were given, which have seen nothing.
-        batches: all sequences, those seen before too.
+        fresh: the probes, which have seen nothing.
+        batches: all sequences, also those of an earlier start.
         size: sequences of a shard; the last may have fewer.
-        checkpoint: where this is kept.
+        checkpoint: where the sums are kept.
         to_disk: whether results that grow are written shard by shard, not kept in memory.
 
     Attributes:
         growing: the names of the probes whose results are written shard by shard.
         n_shards: how many shards are in the sums.
-        begun: the probes of the shard behind them, of which a part may be measured.
+        begun: the probes of the next shard, which may have measured a part of it.
 
     Raises:
-        InfoFlowError: if what is there is of other probes, or cannot be read.
+        InfoFlowError: if the files are of other probes, or cannot be read.
     """
 
     def __init__(
@@ -84,23 +84,23 @@ class Gathered:
         self.n_shards = 0
         self.begun: Probes = {}
         self._whole, self._stretch = self._new(), self._new()  # sums of stretches; of the last one
-        self._told: dict[str, list[Any]] = {name: [] for name in self.growing}
+        self._manifests: dict[str, list[Any]] = {name: [] for name in self.growing}
         self._is_whole = True  # whether all of it is of the same shards, so that it may be kept
         if self.folder.holds(checkpoint.name):
-            self._go_on()
-        self._take_waiting()
+            self._load_checkpoint()
+        self._add_waiting()
 
     @property
     def n_seen(self) -> int:
-        """The sequences of the sums."""
+        """The number of sequences in the sums."""
         return min(self.n_shards * self.size, self.extent.n_sequences)
 
     @property
     def n_left(self) -> int:
-        """The sequences behind them."""
+        """The number of sequences after them."""
         return self.extent.n_sequences - self.n_seen
 
-    def left(self) -> Iterator[int]:
+    def missing_shards(self) -> Iterator[int]:
         """The numbers of the shards that are not measured."""
         for index in range(self._n_in_all):
             if index >= self.n_shards and not self._waits(index // self.stride):
@@ -116,23 +116,27 @@ class Gathered:
         self.begun = self.begun or self._new()
         return self.begun
 
-    def take(self) -> None:
-        """Add the next shard, all of which the probes that have begun it have now measured."""
-        told = write_growing(self.begun, self.growing, self.n_shards, self.folder.path)
+    def add_shard(self) -> None:
+        """Add the next shard, which its probes have measured to the end."""
+        manifests = write_growing(self.begun, self.growing, self.n_shards, self.folder.path)
         with self._changing():
             for name, probe in self.begun.items():
-                if name in told:
-                    self._told[name].append(told[name])
+                if name in manifests:
+                    self._manifests[name].append(manifests[name])
                 else:
                     self._stretch[name].merge(probe)
             self.n_shards, self.begun = self.n_shards + 1, {}
             if not self.n_shards % self.stride or self.n_shards == self._n_in_all:
                 self._close_stretch()
-        self._take_waiting()
+        self._add_waiting()
 
-    def tasks(self) -> Iterator[tuple[int, range, Probes, Probes]]:
-        """The stretches that are left: number, shards, and probes as :class:`Task` has them."""
-        for number, found in groupby(self.left(), lambda index: index // self.stride):
+    def missing_stretches(self) -> Iterator[tuple[int, range, Probes, Probes]]:
+        """The stretches that are still to be measured.
+
+        Yields:
+            Number, shards, begun probes, and the sum so far, as in :class:`StretchTask`.
+        """
+        for number, found in groupby(self.missing_shards(), lambda index: index // self.stride):
             left = list(found)
             shards = range(left[0], left[-1] + 1)
             if shards.start == self.n_shards:
@@ -140,29 +144,29 @@ class Gathered:
             else:
                 yield number, shards, {}, self._new()
 
-    def receive(self, delivered: Delivered) -> None:
+    def add_stretch(self, measured: MeasuredStretch) -> None:
         """Add a stretch that a worker has measured, or keep it until its turn.
 
         Raises:
             InfoFlowError: if it is of another model, or cannot be written.
         """
-        came = delivered.received()
-        for name, digest in delivered.digests.items():
+        folder = measured.write_contents()
+        for name, digest in measured.digests.items():
             target = self.folder.path / name
             with naming_file(target):
                 target.parent.mkdir(exist_ok=True)
-            self.folder.replace(came / name, target, digest)
-        if delivered.stretch == self.n_shards // self.stride:
-            self._add_stretch(came / SUMS)
-            self._take_waiting()
+            self.folder.replace(folder / name, target, digest)
+        if measured.stretch == self.n_shards // self.stride:
+            self._add_sums(folder / SUMS)
+            self._add_waiting()
         else:
-            self.folder.replace(came / SUMS, self.folder.path / self._name(delivered.stretch))
-        shutil.rmtree(came, ignore_errors=True)
+            self.folder.replace(folder / SUMS, self.folder.path / self._name(measured.stretch))
+        shutil.rmtree(folder, ignore_errors=True)
 
     def keep(self, now: bool = False) -> None:
-        """Write where it stands, if the last time is long ago or it must be now."""
+        """Write the checkpoint, if the last one is old or `now` is set."""
         if self._is_whole and self.checkpoint.keep(self._state, now):
-            self.forget_waiting()
+            self.remove_added()
 
     def result(self, name: str) -> Any:
         """The result of a probe.
@@ -171,11 +175,11 @@ class Gathered:
             NothingMeasuredError: if it saw nothing that it could measure.
             InfoFlowError: for what the probe refuses.
         """
-        kind, told = self.fresh[name].sharded, self._told.get(name)
-        if kind is None or not told:
+        kind, manifests = self.fresh[name].sharded, self._manifests.get(name)
+        if kind is None or not manifests:
             return self._whole[name].result()
         path = self.folder.path / name
-        return kind.of_shards(path, told, kind.of.load(path / "000000").record)
+        return kind.of_shards(path, manifests, kind.of.load(path / "000000").record)
 
     def results(self) -> dict[str, Any]:
         """The results of all probes; see :meth:`result`."""
@@ -188,7 +192,7 @@ class Gathered:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """A second Ctrl-C in here leaves sums that nobody may go on from."""
+        """Mark the sums as incomplete in a block: after a second Ctrl-C they must not be kept."""
         self._is_whole = False
         yield
         self._is_whole = True
@@ -205,24 +209,24 @@ class Gathered:
     def _waits(self, stretch: int) -> bool:
         return os.path.lexists(self.folder.path / self._name(stretch))
 
-    def _take_waiting(self) -> None:
+    def _add_waiting(self) -> None:
         while self.n_left and self._waits(self.n_shards // self.stride):
             name = self._name(self.n_shards // self.stride)
             self.folder.holds(name)
-            self._add_stretch(self.folder.path / name)
+            self._add_sums(self.folder.path / name)
 
-    def _add_stretch(self, path: Path) -> None:
-        """Add the stretch whose sums a worker has written; they have in them what was begun."""
+    def _add_sums(self, path: Path) -> None:
+        """Add a stretch from the file that a worker has written; it includes shards begun here."""
         sums = self._new()
         with _read(path, "measure it again") as state:
             _load(sums, state["sums"])
-            told = {
+            manifests = {
                 name: [parse_manifest(part) for part in state["told"][name]]
                 for name in self.growing
             }
         with self._changing():
-            for name, parts in told.items():
-                self._told[name] += parts
+            for name, parts in manifests.items():
+                self._manifests[name] += parts
             self._stretch = sums
             self._close_stretch()
             ended = (self.n_shards // self.stride + 1) * self.stride
@@ -235,18 +239,18 @@ class Gathered:
         return {
             "n_shards": self.n_shards,
             "n_seen": self.n_seen,  # for who looks at the file
-            "told": self._told,
+            "told": self._manifests,
             **{which: states_of(probes) for which, probes in sums.items()},
         }
 
-    def _go_on(self) -> None:
+    def _load_checkpoint(self) -> None:
         """Go on from the checkpoint."""
         with _read(self.checkpoint.path, "begin again") as state:
             _load(self._whole, state["whole"])
             _load(self._stretch, state["stretch"])
             if state["begun"]:
                 _load(self.begin(), state["begun"])
-            self._told = {
+            self._manifests = {
                 n: [parse_manifest(part) for part in state["told"][n]] for n in self.growing
             }
             self.n_shards = int(state["n_shards"])
@@ -256,7 +260,7 @@ class Gathered:
                     if not path.is_file():
                         raise ValueError(f"{str(path)!r} is gone")
 
-    def forget_waiting(self) -> None:
+    def remove_added(self) -> None:
         """Remove the files of stretches that are in the sums."""
         names = {self._name(number) for number in range(-(-self.n_shards // self.stride))}
         self.folder.remove(*names.intersection(self.folder.names()))
@@ -285,7 +289,7 @@ def _load(probes: Probes, states: Mapping[str, Any]) -> None:
 
 
 def parse_manifest(part: Mapping[str, Any]) -> dict[str, Any]:
-    """What a shard has told, read again; KeyError, TypeError or ValueError for anything else."""
+    """Check the manifest of a shard; KeyError, TypeError or ValueError for anything else."""
     return {
         "n_sequences": int(part["n_sequences"]),
         "notes": list(part["notes"]),
@@ -294,37 +298,37 @@ def parse_manifest(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_in_shards(
-    setting: Setting,
+    context: RunContext,
     batches: Batches,
     probes: Probes,
     checkpoint: Checkpoint,
     say: Say = lambda line: None,
     to_disk: bool = False,
-) -> Gathered:
+) -> ShardSums:
     """Run probes together over sequences, behind the last that the checkpoint holds.
 
     Args:
-        setting: model, sizes, bar, and who measures.
-        batches: all sequences, those seen before too.
+        context: model, sizes, bar, and where to measure.
+        batches: all sequences, also those of an earlier start.
         probes: by name; they have seen nothing.
-        checkpoint: where it stands; it is not removed.
+        checkpoint: keeps the unfinished state; it is not removed.
         say: called with the probes' names and from where they go on.
         to_disk: write results that grow with the sequences where there are several shards.
 
     Raises:
         InfoFlowError: for a checkpoint of other probes, for results that will not fit in memory or
             on the disk, for workers that are gone, and for what probes refuse.
-        KeyboardInterrupt: behind the batch in which it was asked for; the state is on disk.
+        KeyboardInterrupt: after the batch in which Ctrl-C came; the state is on disk.
     """
-    gathered = Gathered(probes, batches, setting.config.shard, checkpoint, to_disk)
+    gathered = ShardSums(probes, batches, context.config.shard, checkpoint, to_disk)
     begun = max((probe.n_sequences for probe in gathered.begun.values()), default=0)
     seen = gathered.n_seen + begun
     say(f"{', '.join(probes)}" + (f": going on behind {seen} sequences" if seen else ""))
-    alone = setting.executor.is_alone or gathered.n_left <= setting.config.shard
+    alone = context.executor.is_one_process or gathered.n_left <= context.config.shard
     total, done = gathered.extent.n_sequences, seen if alone else gathered.n_seen
     with (
-        progress_bar("probing", total, setting.progress, done=done) as show,
-        word_if_long(say, ", ".join(probes), total - done, gathered.extent.longest) as count,
+        progress_bar("probing", total, context.progress, done=done) as show,
+        warn_if_long(say, ", ".join(probes), total - done, gathered.extent.longest) as count,
     ):
 
         def advance(n: int) -> None:
@@ -333,72 +337,74 @@ def run_in_shards(
 
         try:
             if alone:
-                _run_locally(setting, gathered, advance)
+                _run_locally(context, gathered, advance)
             else:
-                _run_in_workers(setting, gathered, advance)
+                _run_in_workers(context, gathered, advance)
         except BaseException:
             gathered.keep(now=True)
             raise
     assert not gathered.n_left  # else sums of a part would pass for those of all
-    gathered.forget_waiting()
+    gathered.remove_added()
     return gathered
 
 
-def _run_locally(setting: Setting, gathered: Gathered, advance: Callable[[int], None]) -> None:
+def _run_locally(context: RunContext, gathered: ShardSums, advance: Callable[[int], None]) -> None:
     """Measure what is left in this process."""
-    config, folder = setting.config, gathered.folder.path
-    watch = Watch(gathered.n_left, config.shard, gathered.growing, folder)
-    with between_steps() as stop_if_asked:
-        for index in gathered.left():
+    config, folder = context.config, gathered.folder.path
+    space = SpaceCheck(gathered.n_left, config.shard, gathered.growing, folder)
+    with defer_interrupts() as stop_if_asked:
+        for index in gathered.missing_shards():
             probes, before = gathered.begin(), gathered.n_seen
             part = gathered.part(range(index, index + 1))
 
             def after_batch(n: int, probes: Probes = probes) -> None:
                 advance(n)
                 stop_if_asked()
-                watch.look(probes, n)
+                space.check(probes, n)
                 gathered.keep()
 
-            measure(setting.model, part, probes, index, gathered.extent, config, after_batch)
-            gathered.take()
+            measure(context.model, part, probes, index, gathered.extent, config, after_batch)
+            gathered.add_shard()
             gathered.keep()
             advance(gathered.n_seen - before - len(part.sequences()))  # what had waited
 
 
-def _run_in_workers(setting: Setting, gathered: Gathered, advance: Callable[[int], None]) -> None:
+def _run_in_workers(
+    context: RunContext, gathered: ShardSums, advance: Callable[[int], None]
+) -> None:
     """Measure what is left in workers."""
-    config, executor = setting.config, setting.executor
+    config, executor = context.config, context.executor
     here = executor.scheduler is None
-    fingerprint = model_fingerprint(setting.model)
+    fingerprint = model_fingerprint(context.model)
     scratch = gathered.folder.scratch.absolute() / uuid.uuid4().hex
     scratch.mkdir()
 
     def units() -> Iterator[Unit]:
-        for number, shards, begun, so_far in gathered.tasks():
+        for number, shards, begun, so_far in gathered.missing_stretches():
             first = shards.start * config.shard
             # what the shards before take is no longer free
-            n_left, at_once = gathered.extent.n_sequences - first, executor.jobs if here else 1
-            task = Task(
+            n_left, n_processes = gathered.extent.n_sequences - first, executor.jobs if here else 1
+            task = StretchTask(
                 stretch=number,
                 shards=shards,
-                rows=rows_for(gathered.part(shards), here),
+                rows=pack_rows(gathered.part(shards), here),
                 extent=gathered.extent,
                 fresh=gathered.fresh,
                 begun=begun,
                 so_far=so_far,
                 config=config,
                 fingerprint=fingerprint,
-                watch=Watch(n_left, config.shard, gathered.growing, scratch, at_once),
+                space=SpaceCheck(n_left, config.shard, gathered.growing, scratch, n_processes),
                 scratch=scratch,
             )
             yield Unit(f"shard {shards.start} (from sequence {first})", task)
 
     with (
-        between_steps() as stop_if_asked,
-        executor.at_work("finished shards are kept") as run,
+        defer_interrupts() as stop_if_asked,
+        executor.start_workers("finished shards are kept") as run,
     ):
-        for delivered in run(measure_in_worker, units(), stop_if_asked):
+        for measured in run(measure_in_worker, units(), stop_if_asked):
             before = gathered.n_seen
-            gathered.receive(delivered)
+            gathered.add_stretch(measured)
             advance(gathered.n_seen - before)
             gathered.keep()

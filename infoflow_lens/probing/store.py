@@ -31,7 +31,7 @@ _MAPPED = 2**26  # bytes after whose reading the file is mapped anew, so that no
 
 
 class StoredSequences(Sequence[Tensor]):
-    """The sequences that :func:`store` wrote, or some of them in a row, read as they are needed.
+    """The sequences that :func:`store_sequences` wrote, or some in a row, read as they are needed.
 
     Attributes:
         extent: how many, and how long.
@@ -90,7 +90,7 @@ class _ArrowFile:
         self._n_read = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is open, which another process opens by itself."""
+        """The path alone, as another process opens the file by itself."""
         return {"path": self.path, "_table": None, "_n_read": 0}
 
     def rows(self, start: int, stop: int) -> list[Tensor]:
@@ -137,7 +137,7 @@ class _ArrowFile:
 
 
 @dataclass(frozen=True)
-class Stored:
+class SequenceStore:
     """Sequences on disk, with their identity.
 
     Attributes:
@@ -155,13 +155,13 @@ class Stored:
         """The sequences, to be read."""
         return StoredSequences(_ArrowFile(self.path), self.extent)
 
-    def settle(self, into: RunFolder, made_from: Any) -> "Stored":
-        """Put them in the folder of the run, in the place of those that it had there.
+    def settle(self, into: RunFolder, made_from: Any) -> "SequenceStore":
+        """Move the file to the folder of the run, where it replaces an earlier one.
 
         Args:
             into: the folder.
-            made_from: JSON-compatible, by which :func:`stored_before` knows them; None keeps them
-                for this run alone.
+            made_from: JSON-compatible, by which :func:`find_stored` finds them again; with None
+                no later run uses them.
         """
         if self.path.parent == into.path / _FOLDER:
             return self
@@ -171,12 +171,12 @@ class Stored:
         return replace(self, path=into.path / _FOLDER / _FILE)
 
 
-def stored_before(folder: RunFolder, made_from: Any) -> Stored | None:
-    """The sequences in the folder of a run, if they are whole and were made from the same.
+def find_stored(folder: RunFolder, made_from: Any) -> SequenceStore | None:
+    """Find the sequences in the folder of a run; None if they are spoiled or made from other data.
 
     Args:
         folder: of the run.
-        made_from: as :meth:`Stored.settle` was told.
+        made_from: as given to :meth:`SequenceStore.settle`.
     """
     names = [f"{_FOLDER}/{name}" for name in (_ABOUT, _FILE)]
     try:
@@ -188,11 +188,13 @@ def stored_before(folder: RunFolder, made_from: Any) -> Stored | None:
     if about["made_from"] != json.loads(json.dumps(made_from)):
         return None
     extent = Extent(about["n_sequences"], about["longest"], about["shortest"])
-    return Stored(folder.path / names[1], extent, about["identity"])
+    return SequenceStore(folder.path / names[1], extent, about["identity"])
 
 
-def store(parts: Iterable[Rows], scratch: Path, what: str) -> Stored:
-    """Write sequences as they come, to a folder in `scratch`, where they lie until they settle.
+def store_sequences(parts: Iterable[Rows], scratch: Path, what: str) -> SequenceStore:
+    """Write sequences, one part after another, to a new folder in `scratch`.
+
+    :meth:`SequenceStore.settle` moves them to the folder of the run.
 
     Args:
         parts: some sequences at a time: token ids [pos] or vectors [pos, d_token].
@@ -230,18 +232,18 @@ def store(parts: Iterable[Rows], scratch: Path, what: str) -> Stored:
             n += len(rows)
     if not n:
         raise InfoFlowError(f"{what} is empty: expected at least one sequence")
-    return Stored(path, Extent(n, longest, shortest), digest.hexdigest()[:16])
+    return SequenceStore(path, Extent(n, longest, shortest), digest.hexdigest()[:16])
 
 
 def _add_to(digest: Any, numbers: Tensor, lengths: Sequence[int]) -> None:
     """Add sequences to a digest, each with its type and its shape before its numbers."""
-    told = numbers.contiguous().view(torch.uint8).numpy().reshape(-1)
-    size = len(told) // len(numbers)
+    raw_bytes = numbers.contiguous().view(torch.uint8).numpy().reshape(-1)
+    size = len(raw_bytes) // len(numbers)
     stop = 0
     for length in lengths:
         start, stop = stop, stop + length * size
         digest.update(f"{numbers.dtype}{(length, *numbers.shape[1:])}".encode())
-        digest.update(told[start:stop])
+        digest.update(raw_bytes[start:stop])
 
 
 def _as_arrow(numbers: Tensor, lengths: Sequence[int], what: str) -> pa.RecordBatch:

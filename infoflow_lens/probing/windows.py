@@ -43,7 +43,7 @@ def token_stream(
     return prefix, torch.cat(parts)
 
 
-def evenly_spread(
+def spread_windows(
     prefix: Int[Tensor, " prefix"],
     stream: Int[Tensor, " pos"],
     length: int,
@@ -74,22 +74,23 @@ def windows(
     one_text: bool = False,
     scratch: Path | None = None,
 ) -> Iterator[Int[Tensor, "window length"]]:
-    """What :func:`evenly_spread` gives of a :func:`token_stream`, some windows at a time.
+    """The windows of :func:`spread_windows` over a :func:`token_stream`, some at a time.
 
     Args:
         model: with a tokenizer.
         texts: as they are read.
-        length, n, name: as there.
+        length, n, name: as for :func:`spread_windows`.
         one_text: whether these are pieces of one text.
         scratch: a folder for the stream, of four bytes a token; None keeps it in memory.
 
     Raises:
-        InfoFlowError: as there, and where the stream cannot be written.
+        InfoFlowError: as for :func:`token_stream` and :func:`spread_windows`, and if the stream
+            cannot be written to `scratch`.
     """
     parts = _prefix_and_stream(model, texts, one_text)
     prefix = next(parts)
     if scratch is None:
-        yield evenly_spread(prefix, torch.cat(list(parts)), length, n, name)
+        yield spread_windows(prefix, torch.cat(list(parts)), length, n, name)
         return
     n_stream = 0
     with ExitStack() as stack:
@@ -115,7 +116,7 @@ def _spread(
     n: int | None,
     name: str,
 ) -> Iterator[Tensor]:
-    """Windows of a stream that is read by places; see :func:`evenly_spread`."""
+    """Windows of a stream that is read by places; see :func:`spread_windows`."""
     own: int = check(length, Annotated[int, Ge(len(prefix) + 1)], "window") - len(prefix)
     n_stream -= len(prefix)  # the stream begins with one, and each window brings its own
     most = n_stream // own
@@ -133,12 +134,14 @@ def _spread(
 def _prefix_and_stream(
     model: nn.Module, texts: Iterable[str], one_text: bool = False
 ) -> Iterator[Tensor]:
-    """What the tokenizer puts before a text; and then the ids of all texts, each behind it.
+    """Yield the prefix that the tokenizer puts before a text, then the ids of all texts.
+
+    The ids of each text begin with the prefix.
 
     Args:
         model: with a tokenizer.
         texts: as they are read.
-        one_text: whether these are pieces of one text, and only the first is behind it.
+        one_text: whether these are pieces of one text; then only the first has the prefix.
 
     Raises:
         InfoFlowError: for no text, or a model without a tokenizer.

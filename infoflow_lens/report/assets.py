@@ -1,4 +1,4 @@
-"""What pages carry in themselves: scripts, styles, and the policy that nothing else runs."""
+"""Scripts and styles that pages contain, and the policy that forbids all others."""
 
 import base64
 import hashlib
@@ -14,7 +14,7 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 @cache
 def asset(name: str) -> str:
-    """The text of a file that pages carry."""
+    """The text of a script or style of this package, safe inside a script element."""
     path = files("infoflow_lens.report") / "assets" / name
     return path.read_text(encoding="utf-8").replace("</", "<\\/")
 
@@ -23,7 +23,11 @@ def asset(name: str) -> str:
 def script(*names: str) -> str:
     """Our scripts with the parts of d3 that they need, in a scope of their own.
 
-    A notebook may have another d3, or a module loader that would catch it: neither is touched.
+    So they do not touch another d3 or a module loader that a notebook may have. The function
+    around them is left open for more code: ``mounting_script`` closes it.
+
+    Args:
+        names: of our files, in the order in which they need each other.
     """
     modules = [asset(f"d3/d3-{part}.min.js") for part in _PICTURE]
     own = [asset(name) for name in names]
@@ -39,8 +43,10 @@ def script(*names: str) -> str:
 
 
 def with_policy(page: str) -> str:
-    """The page, in which nothing runs but the scripts and styles that it holds, and nothing is
-    fetched; its first ``<meta charset>`` is followed by the policy."""
+    """Add a content security policy to a page, after its first ``<meta charset>``.
+
+    The policy allows the scripts and styles that the page contains, and no request to a network.
+    """
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for kind, text in _INLINE.findall(page):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -226,7 +226,7 @@ def _name_map(chart: NameMap) -> Markup:
     return _figure(chart.title, width, at + 20 * len(used) + 4, parts)
 
 
-_COLOURS = 8  # of lines that a style sheet names
+_COLOURS = 8  # line colours in the style sheet
 
 
 def _colour(index: int, n: int) -> str:

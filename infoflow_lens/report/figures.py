@@ -11,7 +11,12 @@ _ERRORS = {"second_moment": "by second moment (paper)", "fvu": "variance unexpla
 
 
 def recovery(results: Mapping[str, RecoveryResult], layer: int = 0) -> Figure:
-    """Recovery error of each head of a layer: a panel for each rank and error, a colour a stage."""
+    """Recovery errors of the heads of a layer: a panel for each rank and error measure.
+
+    Args:
+        results: by stage, such as "initial"; each stage has a colour.
+        layer: counted from 0.
+    """
     ranks = next(iter(results.values())).ranks
     panels = [(index, rank, error) for index, rank in enumerate(ranks) for error in _ERRORS]
     figure = Figure(figsize=(2.6 * len(panels), 2.9), layout="constrained")

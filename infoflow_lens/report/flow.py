@@ -49,11 +49,11 @@ def render_flow(view: FlowView, fragment: bool = False) -> str:
     picture = picture_data(view)
     body = picture_element(picture, fallback(view))
     if fragment:
-        return f"{body}\n<script>{mounting([picture])}</script>"
+        return f"{body}\n<script>{mounting_script([picture])}</script>"
     page = (
         templates()
         .get_template("flow.html.j2")
-        .render(title=view.title, body=body, script=mounting([picture]))
+        .render(title=view.title, body=body, script=mounting_script([picture]))
     )
     return with_policy(page)
 
@@ -100,10 +100,14 @@ def picture_data(view: FlowView) -> str:
     )
 
 
-def fitting(view: FlowView, most: int) -> FlowView:
-    """The view with as many of its first inputs as fit into so many bytes, at least one.
+def fit_into_page(view: FlowView, most: int) -> FlowView:
+    """Keep as many of the first inputs of a view as fit into a page, at least one.
 
-    What is left out is said in its notes. For views without groups.
+    A note of the view counts the inputs that are left out.
+
+    Args:
+        view: a view without groups.
+        most: bytes of the page's data.
     """
     size, kept = 0, 0
     for each in view.inputs:
@@ -142,8 +146,12 @@ def identity(data: str) -> str:
     return hashlib.sha256(data.encode()).hexdigest()[:16]
 
 
-def mounting(pictures: Sequence[str]) -> str:
-    """The script that mounts pictures."""
+def mounting_script(pictures: Sequence[str]) -> str:
+    """The script that mounts pictures.
+
+    Args:
+        pictures: as :func:`picture_data` gives them.
+    """
     style = json.dumps(asset("flow/style.css"))
     calls = "".join(
         f'infoflow.mount("{identity(data)}", {style});' for data in dict.fromkeys(pictures)
@@ -152,7 +160,7 @@ def mounting(pictures: Sequence[str]) -> str:
 
 
 def fallback(view: FlowView) -> str:
-    """What is read where scripts do not run: the input shown first, and its shown state's set."""
+    """The text for readers without scripts: the first input, and the set of its shown state."""
     first = view.inputs[view.first]
     layer, position = view.selected or (len(first.ranked) - 1, first.n_queries - 1)
     rule = next(iter(view.rules))

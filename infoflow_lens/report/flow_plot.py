@@ -112,12 +112,12 @@ def _title(viewed: ViewedInput, layer: int, position: int) -> str:
 
 
 def _short(token: str) -> str:
-    # matplotlib reads what stands between dollars as mathematics
+    # matplotlib reads text between dollars as mathematics
     return (token if len(token) <= 12 else token[:11] + "…").replace("$", r"\$")
 
 
 def _weights(viewed: ViewedInput, rule: str, k: int, layer: int) -> Float[Tensor, "pos key"]:
-    """The largest weight with which a head passes a key to a query; 1 where it was not kept."""
+    """The largest weight of all heads that pass a key to a query; 1 where no weight is known."""
     n_pos, moves = viewed.n_queries, viewed.describe(rule)
     found = torch.zeros(n_pos, n_pos + 1)  # the last column is "none"
     for head, ranked in enumerate(viewed.ranked[layer]):
@@ -148,9 +148,10 @@ def _paths(
     the residual stream between them, and the nodes on both.
     """
     n_pos = len(weights[0])
-    best = torch.zeros(layer + 2, n_pos)  # from the state at a level to the chosen one
+    # the strength of the best path from each state to the chosen one
+    best = torch.zeros(layer + 2, n_pos)
     best[layer + 1, position] = 1
-    goes_on: dict[tuple[int, int], int] = {}  # by which query a path leaves the residual stream
+    goes_on: dict[tuple[int, int], int] = {}  # the query of the best path
     lines = []
     for level in range(layer, -1, -1):
         strength = best[level + 1, :, None] * weights[level]

@@ -35,7 +35,13 @@ class Move:
     keys: Int[Tensor, "pos k"] | None = None
 
     def rule(self, ranked: Int[Tensor, "_head pos k"], view: "ViewedInput", k: int) -> Rule:
-        """The same as an update rule, for heads whose ranked keys are given."""
+        """The update rule of `propagate` for this move.
+
+        Args:
+            ranked: the ranked keys of the heads.
+            view: the input, for the number of positions and its mask.
+            k: how many keys, where the move leaves it open.
+        """
         if self.source == "ranked":
             return MaxPosition(ranked[None, :, :, : k if self.most is None else self.most])
         if self.keys is not None:
@@ -262,7 +268,7 @@ class ViewedInput:
 
 @dataclass(frozen=True, eq=False)
 class FlowView:
-    """Inputs and what is said of them.
+    """All that the interactive picture shows: inputs, rules, notes and the record.
 
     Attributes:
         title: of the picture, in a few words.

@@ -22,7 +22,13 @@ def _grid(frame: "pd.DataFrame", column: str, missing: Any) -> list[list[Any]]:
 def by_head(
     frame: "pd.DataFrame", columns: Mapping[Any, str], most: float | None = None
 ) -> list[HeatMap]:
-    """Heat maps over layers and heads, one for each column, up to `most` or the largest value."""
+    """Heat maps over layers and heads.
+
+    Args:
+        frame: a row for each layer and head.
+        columns: the columns to show, each with the title of its map.
+        most: the top of the scale, which begins at 0; default, the largest value of each map.
+    """
     return [
         HeatMap(
             title, [[float(v) for v in row] for row in _grid(frame, column, float("nan"))], most

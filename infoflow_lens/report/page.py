@@ -14,7 +14,7 @@ from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import RecoveryResult
 from infoflow_lens.report.assets import with_policy
 from infoflow_lens.report.charts import render_chart
-from infoflow_lens.report.flow import fallback, mounting, picture_data, picture_element
+from infoflow_lens.report.flow import fallback, mounting_script, picture_data, picture_element
 from infoflow_lens.report.flow_view import FlowView, ViewedInput
 from infoflow_lens.report.templating import templates
 from infoflow_lens.theory.information_sets import InformationSets
@@ -116,7 +116,7 @@ def render_report(report: Report) -> str:
         .render(
             report=report,
             picture=picture_element(data, fallback(flow)),
-            script=mounting([data]),
+            script=mounting_script([data]),
             recovery=render_chart(recovery),
             curve=render_chart(figures.training_curve(report.history)),
             metrics=METRICS,

@@ -12,7 +12,13 @@ from infoflow_lens.agreement import Agreement
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.report.assets import asset, with_policy
 from infoflow_lens.report.charts import Table, render_chart
-from infoflow_lens.report.flow import fallback, fitting, mounting, picture_data, picture_element
+from infoflow_lens.report.flow import (
+    fallback,
+    fit_into_page,
+    mounting_script,
+    picture_data,
+    picture_element,
+)
 from infoflow_lens.report.flow_view import FlowView
 from infoflow_lens.report.page import METRICS, agreement_rows
 from infoflow_lens.report.templating import templates
@@ -75,9 +81,9 @@ class ProbingReport:
 
 def render_probing(report: ProbingReport) -> str:
     """The report as one HTML page without references to anything that it would fetch."""
-    flow = None if report.flow is None else fitting(report.flow, PICTURE_BYTES)
+    flow = None if report.flow is None else fit_into_page(report.flow, PICTURE_BYTES)
     data = None if flow is None else picture_data(flow)
-    script = "" if data is None else mounting([data])
+    script = "" if data is None else mounting_script([data])
     page = (
         templates()
         .get_template("probing.html.j2")

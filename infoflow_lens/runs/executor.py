@@ -22,8 +22,8 @@ from annotated_types import Interval
 from filelock import FileLock, Timeout
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.extras import optional
-from infoflow_lens.foundation.processes import end_with, threads
+from infoflow_lens.foundation.extras import import_optional
+from infoflow_lens.foundation.processes import exit_with_parent, threads
 from infoflow_lens.foundation.settings import Count, check
 
 Jobs = Annotated[int, Interval(ge=1, le=4096)]
@@ -79,27 +79,27 @@ class Executor:
         check(self.jobs, Jobs, "jobs")
         check(self.n_threads, Count, "n_threads")
         if self.scheduler is not None:
-            optional("distributed", "cluster", f"the scheduler {self.scheduler!r}")
+            import_optional("distributed", "cluster", f"the scheduler {self.scheduler!r}")
         elif self.jobs > 1:
-            optional("joblib", "studies", f"{what} in several processes")
+            import_optional("joblib", "studies", f"{what} in several processes")
 
     @property
-    def is_alone(self) -> bool:
-        """Whether there is nobody but this process."""
+    def is_one_process(self) -> bool:
+        """Whether all units run in this process, without workers."""
         return self.jobs == 1 and self.scheduler is None
 
     @contextmanager
-    def at_work(self, kept: str) -> Iterator[Run]:
-        """The workers, for the length of a block; they end with this process, even by kill -9.
+    def start_workers(self, kept: str) -> Iterator[Run]:
+        """Start the workers for the length of a block; they end with this process, even by kill -9.
 
         Args:
-            kept: what is kept when all ends early, such as "finished runs are kept".
+            kept: what is kept after an early end, in words, such as "finished runs are kept".
 
         Yields:
-            ``run(function, units, each_second)``, which calls the function with the value of each
-            unit and gives results as they are ready. Units are drawn as workers become free, so
-            they may be many. While this process waits it calls `each_second`, and what that raises
-            ends the run.
+            ``run(function, units, each_second)``. It calls the function with the value of each unit
+            and yields results as they are ready. It takes the next unit when a worker is free, so
+            that `units` may be a long iterator. While this process waits it calls `each_second`; an
+            error from that call ends the run.
 
         Raises:
             InfoFlowError: if the scheduler does not answer or is gone, and for a unit under which
@@ -107,7 +107,7 @@ class Executor:
             KeyboardInterrupt: when it is stopped, with how to go on.
         """
         try:
-            if self.is_alone:
+            if self.is_one_process:
                 yield partial(_run_locally, self.n_threads)
                 return
             with closing(
@@ -115,7 +115,7 @@ class Executor:
                 if self.scheduler is None
                 else _Cluster(self.scheduler, self.n_threads)
             ) as workers:
-                yield partial(_results, workers)
+                yield partial(_run_in_workers, workers)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{kept}; go on with {self.again}") from None
         except _GoneError as error:
@@ -137,30 +137,30 @@ def _run_locally(
     each_second: Callable[[], None] = lambda: None,
 ) -> Iterator[Any]:
     for unit in units:
-        yield _called(function, unit.value, n_threads)
+        yield _call_with_threads(function, unit.value, n_threads)
         each_second()
 
 
-def _results(
+def _run_in_workers(
     workers: "_Processes | _Cluster",
     function: Callable[[Any], Any],
     units: Iterable[Unit],
     each_second: Callable[[], None] = lambda: None,
 ) -> Iterator[Any]:
-    coming, running = iter(units), dict[Future[Any], Unit]()
-    is_drawn = False  # whether all units are
+    remaining, running = iter(units), dict[Future[Any], Unit]()
+    is_exhausted = False  # whether no unit remains
 
     def fill() -> None:
-        nonlocal is_drawn
+        nonlocal is_exhausted
         for _ in range(workers.room() - len(running)):
-            unit = next(coming, None)
-            is_drawn = unit is None
+            unit = next(remaining, None)
+            is_exhausted = unit is None
             if unit is None:
                 return
             running[workers.submit(function, unit.value)] = unit
 
     fill()
-    while running or not is_drawn:
+    while running or not is_exhausted:
         if not running:
             time.sleep(_PAUSE)  # until there are workers again
         done, _ = wait(running, timeout=_PAUSE, return_when=FIRST_COMPLETED)
@@ -177,22 +177,22 @@ def _results(
                         "lack of memory; expected room for it: give fewer jobs or smaller batches, "
                         "or workers more memory"
                     ) from error
-                coming, is_drawn = chain([unit], coming), False
+                remaining, is_exhausted = chain([unit], remaining), False
                 continue
             fill()  # first: workers go on while the caller takes the result in
             yield found
         fill()  # what was lost, and for workers that have joined
 
 
-def _called(function: Callable[[Any], Any], value: Any, n_threads: int) -> Any:
+def _call_with_threads(function: Callable[[Any], Any], value: Any, n_threads: int) -> Any:
     with threads(n_threads):
         return function(value)
 
 
 class _Processes:
-    """Processes of this machine, each with a pool of its own: a kill is of one unit alone."""
+    """Processes of this machine, each in a pool of its own, so that a kill loses one unit alone."""
 
-    most_losses = 2  # of workers of one unit, behind which it runs again
+    most_losses = 2  # workers that one unit may lose and still run again
 
     def __init__(self, jobs: int, n_threads: int) -> None:
         self._jobs, self._n_threads = jobs, n_threads
@@ -208,11 +208,11 @@ class _Processes:
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         pool = self._idle.pop() if self._idle else ProcessPoolExecutor(
             1,
-            initializer=_begin,
+            initializer=_initialize_worker,
             initargs=(os.getpid(),),
             env=dict.fromkeys(names, str(self._n_threads)),
         )  # fmt: skip
-        future: Future[Any] = pool.submit(_called, function, value, self._n_threads)
+        future: Future[Any] = pool.submit(_call_with_threads, function, value, self._n_threads)
         self._busy[future] = pool
         return future
 
@@ -233,10 +233,10 @@ class _Processes:
             pool.shutdown(wait=True)
 
 
-def _begin(parent: int) -> None:
-    """What a process does first: Ctrl-C is for the one that has started it, with which it ends."""
+def _initialize_worker(parent: int) -> None:
+    """Prepare a worker process: its parent handles Ctrl-C, and it ends together with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with(parent)
+    exit_with_parent(parent)
 
 
 class _Cluster:
@@ -283,7 +283,9 @@ class _Cluster:
 
     def submit(self, function: Callable[[Any], Any], value: Any) -> "Future[Any]":
         try:
-            future: Future[Any] = self._executor.submit(_called, function, value, self._n_threads)
+            future: Future[Any] = self._executor.submit(
+                _call_with_threads, function, value, self._n_threads
+            )
         except Exception as error:
             raise self._gone(error) from error
         return future
@@ -308,27 +310,34 @@ class _Cluster:
             self._client.close(timeout=1)
 
 
-_held: list[tuple[FileLock, int]] = []  # a GPU, for as long as this process lives
+_gpu_locks: list[tuple[FileLock, int]] = []  # a GPU, for as long as this process lives
 
 
-def own_device(device: str) -> str:
-    """A GPU for each process of a machine that asks, in turn, where "cuda" leaves it open.
+def choose_device(device: str) -> str:
+    """Choose a GPU of its own for this process if the device is "cuda"; return others unchanged.
 
-    It is the first that no other process of this user holds, of those that this process may see
-    (``CUDA_VISIBLE_DEVICES``, in its order); where there are more processes than GPUs, these are
-    dealt once more.
+    It is the first visible GPU (in the order of ``CUDA_VISIBLE_DEVICES``) that no other process of
+    this user holds. If there are more processes than GPUs, several processes share one.
+
+    Args:
+        device: as PyTorch names it.
+
+    Returns:
+        "cuda:N" where there are several GPUs, else `device`.
     """
     n = torch.cuda.device_count() if device == "cuda" else 0
     if n < 2:
         return device
-    if not _held:
+    if not _gpu_locks:
         named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        _held.append(_free_of(named if len(named) == n else [str(number) for number in range(n)]))
-    return f"cuda:{_held[0][1]}"
+        _gpu_locks.append(
+            _acquire_gpu(named if len(named) == n else [str(number) for number in range(n)])
+        )
+    return f"cuda:{_gpu_locks[0][1]}"
 
 
-def _free_of(names: list[str]) -> tuple[FileLock, int]:
-    """The lock and the place of the first GPU that is free."""
+def _acquire_gpu(names: list[str]) -> tuple[FileLock, int]:
+    """Lock the first free GPU; return the lock and the GPU's place among the names."""
     user = getattr(os, "getuid", lambda: os.environ.get("USERNAME", ""))()
     folder = Path(tempfile.gettempdir()) / f"infoflow-lens-gpus-{user}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,8 +1,8 @@
-"""What a finished run says when it is started again, without its model and its data.
+"""Repeat the output of a finished run without loading its model and its data.
 
-A run that has ended well leaves ``finished.json``: what was asked, of which files, and what the run
-printed. Where all of that is still so, the answer is in the folder, and nothing is loaded. What
-does not fit leads to an ordinary start, which goes by contents and says what is wrong.
+A run that has ended well leaves ``finished.json``: its settings, the digests of the files that it
+read, and what it printed. If the settings and the files are unchanged, the output is read from the
+folder. In any other case the run starts as usual, and reports what is wrong.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,47 +18,50 @@ from infoflow_lens.runs.folder import RunFolder
 
 FINISHED = "finished.json"
 _SCHEMA = "infoflow-lens finished 1"
-_MOST_FILES = 1000  # of a source; one of more files is looked at in an ordinary start
+_MOST_FILES = 1000  # of a source; with more files the run starts as usual
 _COLUMNS = 5  # of the table that a run prints
-_SMALL = 2**24  # bytes of a result up to which it is read again; of larger ones the size is asked
+_SMALL = 2**24  # bytes; larger results are compared by their size, smaller ones by their digest
 
 
-def say_finished(
+def write_finished(
     folder: RunFolder,
-    asked: Mapping[str, Any],
+    settings: Mapping[str, Any],
     sources: Mapping[str, Path],
-    said: Mapping[str, Any],
+    output: Mapping[str, Any],
 ) -> None:
-    """Write what a second start needs to know; nothing where a source is no file and no folder.
+    """Write what a second start needs; write nothing if a source is neither a file nor a folder.
 
     Args:
-        folder: of the run, which has written all else.
-        asked: the settings, as JSON-compatible values.
-        sources: by name, the files or folders that the run has read.
-        said: what the run prints at its end: "sentences", and the "title" and "rows" of a table.
+        folder: of the run, which has written all its other files.
+        settings: of the run, as JSON-compatible values.
+        sources: the files or folders that the run has read, by name.
+        output: what the run prints at its end: "sentences", and the "title" and "rows" of a table.
     """
-    found = {name: contents(path) for name, path in sources.items()}
-    if all(files is not None for files in found.values()):
+    digests = {name: file_digests(path) for name, path in sources.items()}
+    if all(files is not None for files in digests.values()):
         values = {
-            "asked": dict(asked),
-            "sources": found,
+            "asked": dict(settings),
+            "sources": digests,
             "versions": package_versions(),
             "written": _sizes(folder),
-            "said": dict(said),
+            "said": dict(output),
         }
         write_signed(folder.path / FINISHED, _SCHEMA, values)
 
 
-def finished_before(
-    path: Path, asked: Mapping[str, Any], sources: Mapping[str, Path], writes: Iterable[str] = ()
+def read_finished(
+    path: Path, settings: Mapping[str, Any], sources: Mapping[str, Path], writes: Iterable[str] = ()
 ) -> dict[str, Any] | None:
-    """What a finished run of the same settings on the same files has said; None where none has.
+    """The output of a finished run with the same settings and the same files; None without one.
 
     Args:
         path: the folder; nothing is written to it.
-        asked, sources: as for :func:`say_finished`.
-        writes: files that the run must have written; another command may have asked the same and
-            not written them.
+        settings, sources: as for :func:`write_finished`.
+        writes: files that the run must have written; another command with the same settings may
+            not have written them.
+
+    Returns:
+        The output, as :func:`write_finished` takes it.
     """
     if not (path / FINISHED).is_file():
         return None
@@ -70,21 +73,25 @@ def finished_before(
         whole = all(folder.holds(name) for name in (FINISHED, *small))
     except InfoFlowError:
         return None  # an ordinary start says what is wrong
-    said: dict[str, Any] | None = values.get("said")
-    if not isinstance(values.get("sources"), dict) or not _may_be_printed(said):
+    output: dict[str, Any] | None = values.get("said")
+    if not isinstance(values.get("sources"), dict) or not _may_be_printed(output):
         return None  # it is not of our making
-    now = {"asked": dict(asked), "versions": package_versions(), "written": sizes}
+    now = {"asked": dict(settings), "versions": package_versions(), "written": sizes}
     whole = whole and all(name in sizes for name in writes)
     if not whole or any(values.get(name) != value for name, value in now.items()):
         return None
     for name, source in sources.items():
-        if values["sources"].get(name) != contents(source):
+        if values["sources"].get(name) != file_digests(source):
             return None
-    return said
+    return output
 
 
-def contents(source: Path) -> dict[str, str] | None:
-    """The digests of a file, or of the files of a folder; None for neither, and for very many."""
+def file_digests(source: Path) -> dict[str, str] | None:
+    """The digests of a file, or of all files of a folder, by name.
+
+    Returns:
+        None if the source is neither, or is a folder of more than 1000 files.
+    """
     if source.is_file():
         return {source.name: digest_of(source)}
     if not source.is_dir():
@@ -101,11 +108,11 @@ def _sizes(folder: RunFolder) -> dict[str, int]:
     return {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
 
 
-def _may_be_printed(said: Any) -> bool:
-    """Whether this is what a run says, without characters that steer a terminal."""
+def _may_be_printed(output: Any) -> bool:
+    """Whether the output has the expected form and no control characters for the terminal."""
     try:
-        sentences, title = check(said["sentences"], tuple[str, ...], "sentences"), said["title"]
-        rows = check(said["rows"], tuple[tuple[str, ...], ...], "rows")
+        sentences, title = check(output["sentences"], tuple[str, ...], "sentences"), output["title"]
+        rows = check(output["rows"], tuple[tuple[str, ...], ...], "rows")
     except (InfoFlowError, KeyError, TypeError):
         return False
     texts = [title, *sentences, *(cell for row in rows for cell in row)]

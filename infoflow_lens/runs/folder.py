@@ -31,7 +31,7 @@ from infoflow_lens.foundation.files import (
 )
 
 MANIFEST = "manifest.jsonl"
-PRIVATE = ".infoflow-lens"  # the folder for what is of no use when no run is under way
+PRIVATE = ".infoflow-lens"  # the folder for files that are needed only during a run
 _SCRATCH, _LOCK, _WRITER = "scratch", "lock", "writer.json"
 _SCHEMA = "infoflow-lens run 1"
 _LONGEST_LOCK = 4096
@@ -59,7 +59,7 @@ class RunFolder:
         self.path = path
         self.identity: dict[str, Any] | None = None
         self._digests: dict[str, list[str]] = {}
-        self._read_to = (-1, 0)  # the manifest's inode, and how far it was read
+        self._read_position = (-1, 0)  # the manifest's inode, and how far it was read
         self._read()
 
     @classmethod
@@ -85,11 +85,11 @@ class RunFolder:
                 links, in the places of the run's own.
         """
         with ExitStack() as stack:
-            for made in reversed((Path(path), *Path(path).parents)):
-                if not made.exists():
-                    stack.callback(_remove_if_empty, made)
+            for parent in reversed((Path(path), *Path(path).parents)):
+                if not parent.exists():
+                    stack.callback(_remove_if_empty, parent)
             writable_folder(path)
-            stack.enter_context(_locked(Path(path), what))
+            stack.enter_context(_lock_folder(Path(path), what))
             folder = cls(Path(path))
             folder._rewrite()
             folder._check_own(folder.path / name for name in writes)
@@ -102,13 +102,13 @@ class RunFolder:
                 with suppress(OSError):
                     folder._rewrite(finished)
 
-    # What the run is
+    # The identity of the run
 
     def check(self, identity: Mapping[str, Any]) -> None:
-        """Refuse a folder with results on whose numbers something else told.
+        """Refuse a folder with results of a run with another identity.
 
         Args:
-            identity: what is known of this run, by what errors call it.
+            identity: what is known of this run so far, by what errors call it.
 
         Raises:
             InfoFlowError: naming what differs.
@@ -119,7 +119,7 @@ class RunFolder:
             was = self.identity.get(what)
             if was == now:
                 continue
-            if isinstance(was, dict) and isinstance(now, dict):  # say which of them
+            if isinstance(was, dict) and isinstance(now, dict):  # name the entry that differs
                 key = next(key for key in [*now, *was] if was.get(key) != now.get(key))
                 what, was, now = f"{what} ({key})", was.get(key), now.get(key)
             raise InfoFlowError(
@@ -129,19 +129,26 @@ class RunFolder:
             )
 
     def claim(self, identity: Mapping[str, Any]) -> None:
-        """Say what the run is, or refuse the folder if it is another's; see :meth:`check`."""
+        """Write the identity of the run to the manifest; refuse the folder of another run.
+
+        Args:
+            identity: all that the numbers depend on, by what errors call it.
+
+        Raises:
+            InfoFlowError: as :meth:`check`.
+        """
         self.check({**dict.fromkeys(self.identity or ()), **identity})
         if self.identity is None:
             self.identity = json.loads(json.dumps(dict(identity)))
             self._rewrite(begin=True)
 
-    # What is the run's
+    # The files of the run
 
     def holds(self, *names: str) -> bool:
-        """Whether a part is there, and is what this run has written.
+        """Whether the files of a result exist; refuse files that this run has not written.
 
         Args:
-            names: its files; without the first there is no part.
+            names: of the files; without the first one there is no result.
 
         Raises:
             InfoFlowError: naming a file that has changed since, is of another run, or is a link.
@@ -150,10 +157,10 @@ class RunFolder:
             return False
         for name in names:
             path = self.path / name
-            no_links(self.path, path)
+            refuse_links(self.path, path)
             with naming_file(path, "read"):
                 digest = digest_of(path)
-            if digest not in self._known(name):
+            if digest not in self._digests_of(name):
                 raise InfoFlowError(
                     f"{str(path)!r} is not what this run has written (it has changed since, or is "
                     f"of another run): expected the run's own; delete {' and '.join(names)} to "
@@ -164,18 +171,18 @@ class RunFolder:
     def remove(self, *names: str) -> None:
         """Remove files of the run, if they are there and its own."""
         for name in names:
-            if self._known(name):
-                no_links(self.path, self.path / name)
+            if self._digests_of(name):
+                refuse_links(self.path, self.path / name)
                 with naming_file(self.path / name):
                     (self.path / name).unlink(missing_ok=True)
 
     def below(self, name: str) -> Path:
-        """A folder in it for what owns its files itself, such as a training.
+        """The path of a subfolder whose files have an owner of their own, such as a training.
 
         Raises:
             InfoFlowError: if it is a link.
         """
-        no_links(self.path, self.path / name)
+        refuse_links(self.path, self.path / name)
         return self.path / name
 
     def names(self, below: str = "") -> list[str]:
@@ -184,13 +191,13 @@ class RunFolder:
         beginning = f"{below}/" if below else ""
         return sorted(name for name in self._digests if name.startswith(beginning))
 
-    # How it is written
+    # Writing
 
     @property
     def scratch(self) -> Path:
         """The folder for what is unfinished, which is swept when a run begins and ends."""
         scratch = self.path / PRIVATE / _SCRATCH
-        no_links(self.path, scratch)
+        refuse_links(self.path, scratch)
         with naming_file(scratch):
             scratch.mkdir(parents=True, exist_ok=True)
         return scratch
@@ -239,10 +246,10 @@ class RunFolder:
         """Refuse places that somebody else has taken."""
         taken = []
         for target in targets:
-            no_links(self.path, target)
+            refuse_links(self.path, target)
             if not os.path.lexists(target) or (target in folders and target.is_dir()):
                 continue
-            if not self._known(target.relative_to(self.path).as_posix()):
+            if not self._digests_of(target.relative_to(self.path).as_posix()):
                 taken.append(target.name)
         if taken:
             raise InfoFlowError(
@@ -254,7 +261,7 @@ class RunFolder:
 
     # The manifest
 
-    def _known(self, name: str) -> list[str]:
+    def _digests_of(self, name: str) -> list[str]:
         """The digests that a file of the run may have; none for what is not the run's."""
         if name not in self._digests:
             self._read()  # a worker may have written it
@@ -263,20 +270,20 @@ class RunFolder:
     def _read(self) -> None:
         """Read what is new in the manifest; workers and this process append to it."""
         path = self.path / MANIFEST
-        no_links(self.path, path)
+        refuse_links(self.path, path)
         if not path.exists():
             return
         with naming_file(path, "read"), path.open("rb") as file:
             found = os.fstat(file.fileno())
-            if found.st_ino != self._read_to[0] or found.st_size < self._read_to[1]:
-                self._digests, self._read_to = {}, (found.st_ino, 0)
+            if found.st_ino != self._read_position[0] or found.st_size < self._read_position[1]:
+                self._digests, self._read_position = {}, (found.st_ino, 0)
                 self._read_header(file.readline())
             else:
-                file.seek(self._read_to[1])
+                file.seek(self._read_position[1])
             lines = file.read()
-            self._read_to = (found.st_ino, file.tell())
+            self._read_position = (found.st_ino, file.tell())
         for line in lines.splitlines():
-            # a kill may cut the last line off, before the file that it names is in its place
+            # a kill may cut off the last line; the file that it names is not yet in its place
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 entry = json.loads(line)
                 digests = self._digests.setdefault(str(entry["name"]), [])
@@ -297,12 +304,12 @@ class RunFolder:
             ) from error
 
     def _append(self, name: str, digest: str) -> None:
-        if self._known(name)[-1:] == [digest]:
+        if self._digests_of(name)[-1:] == [digest]:
             return
         if not (self.path / MANIFEST).exists():
             self._rewrite(begin=True)
         line = json.dumps({"name": name, "sha256": digest}) + "\n"
-        # before the file is in its place: what is there and not named is somebody else's
+        # before the file is in its place: a file without an entry counts as somebody else's
         flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
         descriptor = os.open(self.path / MANIFEST, flags)
         try:
@@ -327,7 +334,7 @@ class RunFolder:
             for name, digests in sorted(self._digests.items())
             if os.path.lexists(self.path / name)
         }
-        if not kept and not begin:  # where nothing is a run's, any run may begin
+        if not kept and not begin:  # a folder without files of a run is free for any run
             self.identity, self._digests = None, {}
             target.unlink(missing_ok=True)
             return
@@ -339,11 +346,11 @@ class RunFolder:
         with naming_file(target):
             temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             os.replace(temporary, target)
-        self._read_to = (-1, 0)
+        self._read_position = (-1, 0)
         self._read()
 
 
-def no_links(folder: Path, path: Path) -> None:
+def refuse_links(folder: Path, path: Path) -> None:
     """Refuse a path whose parts below a folder are links, by which a run would leave its folder.
 
     Raises:
@@ -361,22 +368,22 @@ def no_links(folder: Path, path: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path, what: str) -> Iterator[None]:
-    """The lock of a folder, and an empty scratch folder."""
+def _lock_folder(folder: Path, what: str) -> Iterator[None]:
+    """Hold the lock of a folder for a block, and empty its scratch folder."""
     private = folder / PRIVATE
     lock, writer = FileLock(private / _LOCK), private / _WRITER
     try:
         for name in (_LOCK, _WRITER, _SCRATCH):
-            no_links(folder, private / name)
+            refuse_links(folder, private / name)
         private.mkdir(exist_ok=True)
         _check_lock(private / _LOCK)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a file system without locks: see RunFolder.open
+            warnings.simplefilter("ignore")  # for a file system without locks: see RunFolder.open
             lock.acquire(timeout=0)
     except Timeout as error:
         raise InfoFlowError(
-            f"{str(folder)!r} is being written by {_named_in(writer)}: expected one run at a time "
-            "in a folder; wait until it ends, or choose another folder"
+            f"{str(folder)!r} is being written by {_describe_writer(writer)}: expected one run at "
+            "a time in a folder; wait until it ends, or choose another folder"
         ) from error
     except (OSError, NotImplementedError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -393,8 +400,8 @@ def _locked(folder: Path, what: str) -> Iterator[None]:
         yield
     finally:
         shutil.rmtree(private / _SCRATCH, ignore_errors=True)
-        # while the lock is held: who opens the file from now on finds another one, and who has it
-        # open already is told by filelock that it is gone
+        # remove the file while the lock is held: a process that opens it later finds a new file,
+        # and filelock tells a process that has it open already
         with suppress(OSError):
             writer.unlink(missing_ok=True)
             (private / _LOCK).unlink(missing_ok=True)
@@ -413,7 +420,7 @@ def _check_lock(path: Path) -> None:
         found = path.lstat()
     except FileNotFoundError:
         return
-    # a lock without the system's help holds the process and the machine in a line or two
+    # on a file system without locks the file holds the process and the machine
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_size > _LONGEST_LOCK:
         raise InfoFlowError(
             f"{str(path)!r} is no lock of a run: expected a small file with one name; move it "
@@ -421,7 +428,7 @@ def _check_lock(path: Path) -> None:
         )
 
 
-def _named_in(writer: Path) -> str:
+def _describe_writer(writer: Path) -> str:
     try:
         about = read_json(writer, "lock", "")
         return f"{about['what']}, process {about['process']} on {about['machine']}"

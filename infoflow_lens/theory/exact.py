@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import lapack
 
-from infoflow_lens.foundation.extras import optional
+from infoflow_lens.foundation.extras import import_optional
 
 _PRIME = 2**61 - 1
 
@@ -19,7 +19,7 @@ def exact_arithmetic() -> Any:
     Raises:
         InfoFlowError: if it is not installed.
     """
-    return optional("flint", "certificates", "exact linear algebra in integers")
+    return import_optional("flint", "certificates", "exact linear algebra in integers")
 
 
 def integer_kernel(matrix: Any, guess: NDArray[np.float64], positive: bool) -> list[int] | None:

@@ -9,7 +9,7 @@ import typer
 from annotated_types import Ge
 from typer.testing import CliRunner
 
-from infoflow_lens.commands.common import reported
+from infoflow_lens.commands.common import report_errors
 from infoflow_lens.commands.options import options_of
 from infoflow_lens.foundation.settings import Count, Ranks, Remedy, Repeated, Share, settings
 
@@ -31,7 +31,7 @@ app = typer.Typer()
 @app.command()
 @options_of(Example, arguments=["name"])
 def command(config: Callable[[], Any]) -> None:
-    with reported():
+    with report_errors():
         typer.echo(repr(config()))
 
 
@@ -72,12 +72,12 @@ def test_the_help_is_the_text_alone():
     ],
 )
 def test_memory_that_runs_out_anywhere_is_one_line_with_what_to_do(error, capsys):
-    with pytest.raises(typer.Exit) as left, reported():
+    with pytest.raises(typer.Exit) as left, report_errors():
         raise error
     assert left.value.exit_code == 2
     assert "smaller batches" in capsys.readouterr().err
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory():
-    with pytest.raises(RuntimeError, match="a bug"), reported():
+    with pytest.raises(RuntimeError, match="a bug"), report_errors():
         raise RuntimeError("a bug")

@@ -366,7 +366,7 @@ def test_the_bar_knows_all_passes_before_it_moves(host, monkeypatch):
     ],
 )
 def test_bad_settings_are_named_before_work(host, settings, message, monkeypatch):
-    monkeypatch.setattr("infoflow_lens.flows.run.measured", None)
+    monkeypatch.setattr("infoflow_lens.flows.run.run_with_bar", None)
     with pytest.raises(InfoFlowError, match=message):
         quick(host, TEXT, **settings)
 

@@ -6,7 +6,7 @@ import pytest
 
 from infoflow_lens import InfoFlowError, dependence, one_layer_certificate
 from infoflow_lens.experiments.sweep import run_study
-from infoflow_lens.foundation.extras import optional
+from infoflow_lens.foundation.extras import import_optional
 from tests.experiments.studies_for_tests import Squares
 
 
@@ -17,7 +17,7 @@ def without(monkeypatch):
 
 
 def test_a_package_that_is_there_is_given():
-    assert optional("json", "studies", "a test") is sys.modules["json"]
+    assert import_optional("json", "studies", "a test") is sys.modules["json"]
 
 
 @pytest.mark.parametrize("asked", [one_layer_certificate, dependence])

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from infoflow_lens.foundation.interrupts import between_steps
+from infoflow_lens.foundation.interrupts import defer_interrupts
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
@@ -14,7 +14,7 @@ def test_sigterm_waits_for_the_end_of_a_step_also_behind_nohup(usual):
     """A shell that starts a command with & has it ignore SIGINT."""
     before = signal.signal(signal.SIGINT, usual)
     try:
-        with pytest.raises(KeyboardInterrupt), between_steps() as stop_if_asked:  # noqa: PT012
+        with pytest.raises(KeyboardInterrupt), defer_interrupts() as stop_if_asked:  # noqa: PT012
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
             os.kill(os.getpid(), signal.SIGTERM)
             stop_if_asked()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from infoflow_lens import InfoFlowError
-from infoflow_lens.foundation.modules import eval_mode, modes_kept
+from infoflow_lens.foundation.modules import eval_mode, keep_modes
 
 
 class Bridge(nn.Module):
@@ -97,6 +97,6 @@ def fail_in_training(model):
 def test_modes_are_kept_where_training_ends_in_an_error():
     model = Bridge().eval()
     model.original_model.eval()
-    with pytest.raises(ZeroDivisionError), modes_kept(model):
+    with pytest.raises(ZeroDivisionError), keep_modes(model):
         fail_in_training(model)
     assert not any(modes(model))

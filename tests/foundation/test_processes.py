@@ -55,10 +55,10 @@ def test_a_worker_ends_with_the_process_that_started_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, time\n"
-        "from infoflow_lens.foundation.processes import end_with\n"
+        "from infoflow_lens.foundation.processes import exit_with_parent\n"
         "parent, child = os.getpid(), os.fork()\n"
         "if not child:\n"
-        "    end_with(parent)\n"
+        "    exit_with_parent(parent)\n"
         "    open('child', 'w').write(f'{os.getpid()}\\n')\n"
         "time.sleep(60)\n"
     )

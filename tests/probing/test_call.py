@@ -76,7 +76,7 @@ def test_an_interrupted_call_tells_how_to_go_on(hf_model, tmp_path, monkeypatch)
 
     ids = torch.randint(4, 30, (6, 5), generator=torch.Generator().manual_seed(0))
     with monkeypatch.context() as patch:
-        patch.setattr("infoflow_lens.probing.run.measured", stopped)
+        patch.setattr("infoflow_lens.probing.run.measure_parts", stopped)
         with pytest.raises(KeyboardInterrupt, match=r"run the same with out='.*' to go on"):
             probe(hf_model, ids, probes=("positions",), **SETTINGS)
     (kept,) = tmp_path.iterdir()

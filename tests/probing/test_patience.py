@@ -5,7 +5,7 @@ import time
 import pytest
 
 from infoflow_lens.probing import patience
-from infoflow_lens.probing.patience import word_if_long
+from infoflow_lens.probing.patience import warn_if_long
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,7 @@ def quick(monkeypatch):
 
 def said_of(seconds, batches=()):
     said = []
-    with word_if_long(said.append, "influence", 20, 2048) as advance:
+    with warn_if_long(said.append, "influence", 20, 2048) as advance:
         for n in batches:
             advance(n)
         time.sleep(seconds)

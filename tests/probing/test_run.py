@@ -32,9 +32,9 @@ from infoflow_lens.probing import run as run_module
 from infoflow_lens.probing import shard
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import read_data, stream_data, stream_texts
-from infoflow_lens.probing.page import report_of
+from infoflow_lens.probing.page import build_report
 from infoflow_lens.probing.parts import mechanisms as mechanisms_part
-from infoflow_lens.probing.picture import flow_of
+from infoflow_lens.probing.picture import build_flow_view
 from infoflow_lens.probing.registry import part_names
 from infoflow_lens.probing.run import run_probing
 from infoflow_lens.runs.folder import MANIFEST
@@ -121,7 +121,7 @@ def test_a_run_writes_tables_tensors_record_and_report(tmp_path, config):
 
 def test_the_picture_opens_on_what_comes_from_afar_and_has_all_weights(tmp_path, config, folder):
     found = run(tmp_path, config)
-    view = flow_of(found)
+    view = build_flow_view(found)
     last = [view.inputs[i].influence[-1, -1] for i in range(3)]
     shares = [row[:-2].max() / row[:-1].sum() for row in last]  # but of the own and the next token
     assert view.first == max(range(3), key=lambda i: shares[i])
@@ -139,7 +139,7 @@ def test_the_headline_ranks_tokens_also_where_sets_hold_everything(tmp_path, con
     """By the best path of every token, as in the picture; of as many as hold 90%."""
     found = run(tmp_path, config)
     shares = []
-    for view in flow_of(found).inputs[:3]:
+    for view in build_flow_view(found).inputs[:3]:
         keys = [each[None, ..., 0] for each in view.ranked]
         weights = [each[None, ..., 0] for each in view.weights]
         strength = propagate(keys, strength=weights).strengths[-1, 0, -1, :-1].tolist()
@@ -147,7 +147,7 @@ def test_the_headline_ranks_tokens_also_where_sets_hold_everything(tmp_path, con
         n = next(n for n in range(99) if sum(sorted(amount)[::-1][:n]) >= 0.9 * sum(amount))
         strongest = sorted(range(len(amount)), key=lambda s: -strength[s])[:n]
         shares.append((sum(amount[s] for s in strongest) / sum(amount), n / len(amount)))
-    said = report_of(found).headline.split("Ranked by")[1]
+    said = build_report(found).headline.split("Ranked by")[1]
     expected = [100 * sum(column) / 3 for column in zip(*shares, strict=True)]
     percents = [int(each) for each in re.findall(r"(\d+)%", said)]
     assert percents == pytest.approx([90, *expected], abs=0.51)
@@ -164,7 +164,7 @@ def test_sequences_of_several_shards_are_compared_as_those_of_one(tmp_path, conf
 def test_errors_of_maps_that_fit_anything_are_not_shown(tmp_path, config):
     few = run(tmp_path / "few", replace(config, n=5, n_detail=2, max_length=3, ranks=(1,)))
     assert few.recovery.n_fit[0] < few.recovery.n_features[0]
-    report = report_of(few)
+    report = build_report(few)
     (section,) = (each for each in report.sections if "give the attended" in each.title)
     assert "fewer than features" in section.text
     assert all(math.isnan(v) for chart in section.figures for row in chart.values for v in row)

@@ -166,12 +166,12 @@ def test_who_measures_which_part_of_a_stretch_is_in_no_byte(
             yield function(pickle.loads(pickle.dumps(unit.value)))
         raise KeyboardInterrupt
 
-    look = room.Watch.look
-    monkeypatch.setattr(room.Watch, "look", counted)
+    look = room.SpaceCheck.check
+    monkeypatch.setattr(room.SpaceCheck, "check", counted)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, config)
     with monkeypatch.context() as patch:
-        patch.setattr(Executor, "at_work", lambda self, kept: nullcontext(two_units))
+        patch.setattr(Executor, "start_workers", lambda self, kept: nullcontext(two_units))
         if stop < 14:  # else one shard is left, which no worker is asked for
             with pytest.raises(KeyboardInterrupt):
                 run(tmp_path, config, jobs=2)
@@ -198,7 +198,7 @@ def test_a_file_of_an_unfinished_run_that_is_gone_is_named(config, tmp_path, mon
 
 @pytest.mark.slow
 def test_workers_go_on_where_one_process_was_stopped(whole, config, tmp_path, monkeypatch):
-    take = shards.Gathered.take
+    take = shards.ShardSums.add_shard
 
     def stopping(self, *args):
         if self.n_shards == 1:
@@ -206,7 +206,7 @@ def test_workers_go_on_where_one_process_was_stopped(whole, config, tmp_path, mo
         take(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards.Gathered, "take", stopping)
+        patch.setattr(shards.ShardSums, "add_shard", stopping)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, config)
     assert (tmp_path / ".all.safetensors").is_file()
@@ -224,7 +224,7 @@ def three_from_the_end(config, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Executor, "at_work", lambda self, kept: nullcontext(backwards))
+        patch.setattr(Executor, "start_workers", lambda self, kept: nullcontext(backwards))
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, config, jobs=2)
     return tmp_path
@@ -314,7 +314,7 @@ def test_what_is_written_already_is_not_asked_of_the_disk_again(config, tmp_path
 
     real = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(room.shutil, "disk_usage", usage)
-    monkeypatch.setattr(Executor, "at_work", lambda self, kept: nullcontext(in_turn))
+    monkeypatch.setattr(Executor, "start_workers", lambda self, kept: nullcontext(in_turn))
     assert run(tmp_path, config, jobs=2).positions.n_sequences == 43
 
 
@@ -322,31 +322,31 @@ def test_rows_that_wait_are_not_taken_for_ever_more_of_them(config, tmp_path, mo
     """Recovery holds sums; how much of its rows wait after two batches says nothing of all."""
     model = load_any(config.model).model
     data = read_data(model, config.data)
-    recovery, watch = (
+    recovery, space = (
         RecoveryProbe((1, 2)),
-        room.Watch(10**9, 512, frozenset(), tmp_path, at_once=64),
+        room.SpaceCheck(10**9, 512, frozenset(), tmp_path, n_processes=64),
     )
     monkeypatch.setattr(room, "free_memory", lambda: 2**20)
     run_probes(
         model, data, [recovery], batch_size=3, progress=False,
-        after_batch=lambda n: watch.look({"recovery": recovery}, n),
+        after_batch=lambda n: space.check({"recovery": recovery}, n),
     )  # fmt: skip
-    positions, watch = PositionsProbe(), room.Watch(10**9, 512, frozenset(), tmp_path)
+    positions, space = PositionsProbe(), room.SpaceCheck(10**9, 512, frozenset(), tmp_path)
     with pytest.raises(InfoFlowError, match="of 1000000000 sequences needs about"):
         run_probes(
             model, data, [positions], batch_size=3, progress=False,
-            after_batch=lambda n: watch.look({"positions": positions}, n),
+            after_batch=lambda n: space.check({"positions": positions}, n),
         )  # fmt: skip
 
 
 def test_of_what_grows_with_the_sequences_nothing_stays_in_memory(config, tmp_path, monkeypatch):
-    sizes, take = [], shards.Gathered.take
+    sizes, take = [], shards.ShardSums.add_shard
 
     def watched(self, *args):
         take(self, *args)
         sizes.append(bytes_in(self._state()))
 
-    monkeypatch.setattr(shards.Gathered, "take", watched)
+    monkeypatch.setattr(shards.ShardSums, "add_shard", watched)
     run(tmp_path, ProbingConfig(**{**vars(config), "probes": ("positions",), "shard": 5}))
     assert sizes == [0] * 9
 

@@ -23,7 +23,7 @@ from infoflow_lens.probing import shard
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.run import run_probing
-from infoflow_lens.probing.store import store
+from infoflow_lens.probing.store import store_sequences
 from infoflow_lens.runs.folder import MANIFEST, PRIVATE, RunFolder
 from tests.fuzz import OF_A_RUN, SPOILS, spoiled
 from tests.processes import started
@@ -304,14 +304,14 @@ def test_a_full_disk_or_another_one_is_one_error_and_what_was_finished_stays(
     run(tmp_path / "out", settings(folder))
 
 
-def store_sequences(folder):
-    store([torch.zeros(4, 2000)], folder, "the data")
+def store_zeros(folder):
+    store_sequences([torch.zeros(4, 2000)], folder, "the data")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX limits")
 @pytest.mark.parametrize(
     "write", [lambda folder: write_state(folder / "x", {"x": torch.zeros(10_000)}, {}),
-              store_sequences],
+              store_zeros],
 )  # fmt: skip
 def test_a_write_that_the_system_refuses(tmp_path, write):
     """The system's own answer, from inside of safetensors and of Arrow."""

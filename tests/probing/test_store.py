@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.probing import store as storing
-from infoflow_lens.probing.store import store, stored_before
+from infoflow_lens.probing.store import find_stored, store_sequences
 from infoflow_lens.runs.folder import MANIFEST, RunFolder
 
 DTYPES = ["int64", "float32", "float64", "float16", "bfloat16"]
@@ -30,7 +30,7 @@ def in_parts(given, size=3):
 
 def stored(given, folder, made_from=None):
     with RunFolder.open(folder, "a run") as of_run:
-        return store(in_parts(given), of_run.scratch, "rows").settle(of_run, made_from)
+        return store_sequences(in_parts(given), of_run.scratch, "rows").settle(of_run, made_from)
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_the_digest_knows_every_number_and_where_sequences_end(tmp_path):
         [torch.tensor([1.0, 2.0]), torch.tensor([3.0])],
         [torch.tensor([3]), torch.tensor([1, 2])],
     ]
-    digests = [store([some], tmp_path, "rows").digest for some in (given, given, *others)]
+    digests = [store_sequences([some], tmp_path, "rows").digest for some in (given, given, *others)]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 5
 
@@ -100,23 +100,25 @@ def test_the_digest_knows_every_number_and_where_sequences_end(tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_digest_does_not_know_how_they_came(tmp_path, dtype):
     given = rows(11, dtype)
-    digests = {store(in_parts(given, size), tmp_path, "rows").digest for size in (1, 3, 11)}
+    digests = {
+        store_sequences(in_parts(given, size), tmp_path, "rows").digest for size in (1, 3, 11)
+    }
     if dtype != "int64":
-        digests.add(store([torch.stack(given)], tmp_path, "rows").digest)
+        digests.add(store_sequences([torch.stack(given)], tmp_path, "rows").digest)
     assert len(digests) == 1
 
 
 def test_those_of_the_same_source_are_found_again(tmp_path):
     before = stored(rows(5), tmp_path, {"data": "x", "n": None})
     with RunFolder.open(tmp_path, "a run") as of_run:
-        assert stored_before(of_run, {"data": "x", "n": None}) == before
+        assert find_stored(of_run, {"data": "x", "n": None}) == before
         for other in ({"data": "y", "n": None}, {"data": "x", "n": 5}, None):
-            assert stored_before(of_run, other) is None
+            assert find_stored(of_run, other) is None
     for name in ("sequences.arrow", "sequences.json"):
         content = (tmp_path / "inputs" / name).read_bytes()
         (tmp_path / "inputs" / name).write_bytes(content.replace(b"e", b"f", 1))
         with RunFolder.open(tmp_path, "a run") as of_run:
-            assert stored_before(of_run, {"data": "x", "n": None}) is None
+            assert find_stored(of_run, {"data": "x", "n": None}) is None
         (tmp_path / "inputs" / name).write_bytes(content)
 
 
@@ -129,9 +131,9 @@ def test_what_was_there_stays_until_the_new_ones_settle(tmp_path):
 
     with RunFolder.open(tmp_path, "a run") as of_run:
         with pytest.raises(InfoFlowError, match="row 1 is bad"):
-            store(failing(), of_run.scratch, "rows")
+            store_sequences(failing(), of_run.scratch, "rows")
         with pytest.raises(InfoFlowError, match="rows is empty"):
-            store([], of_run.scratch, "rows")
+            store_sequences([], of_run.scratch, "rows")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inputs", MANIFEST]
     assert len(list(before.sequences)) == 5
 
@@ -145,7 +147,7 @@ def test_what_was_there_stays_until_the_new_ones_settle(tmp_path):
 )
 def test_what_cannot_stand_beside_the_others_is_refused(tmp_path, others, message):
     with pytest.raises(InfoFlowError, match=message):
-        store([[torch.tensor([1, 2])], others], tmp_path, "rows")
+        store_sequences([[torch.tensor([1, 2])], others], tmp_path, "rows")
 
 
 @pytest.mark.parametrize("spoil", [lambda path: path.unlink(), lambda path: path.write_bytes(b"x")])

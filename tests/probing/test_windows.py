@@ -9,7 +9,7 @@ from infoflow_lens import InfoFlowError, load_any
 from infoflow_lens.probing import data as reading
 from infoflow_lens.probing import windows as windowing
 from infoflow_lens.probing.data import read_data, read_texts
-from infoflow_lens.probing.windows import evenly_spread, token_stream
+from infoflow_lens.probing.windows import spread_windows, token_stream
 from tests.reference import zoo
 
 
@@ -29,20 +29,20 @@ def test_each_text_brings_what_the_tokenizer_puts_before_it(model):
 
 def test_windows_share_no_token_and_lie_evenly():
     prefix, stream = torch.tensor([0]), torch.cat([torch.tensor([0]), torch.arange(1, 101)])
-    rows = evenly_spread(prefix, stream, 6, 4)
+    rows = spread_windows(prefix, stream, 6, 4)
     assert (rows[:, 0] == 0).all()
     assert rows[:, 1].tolist() == [1, 32, 64, 96]
     assert (rows[:, 1:].diff(dim=1) == 1).all()
-    every = evenly_spread(prefix, stream, 6, None)
+    every = spread_windows(prefix, stream, 6, None)
     assert sorted(every[:, 1:].flatten().tolist()) == list(range(1, 101))
 
 
 def test_a_text_shorter_than_a_window_is_refused(model):
     prefix, stream = token_stream(model, ["w5 w6"])
     with pytest.raises(InfoFlowError, match="has 2 tokens: expected at least 9"):
-        evenly_spread(prefix, stream, 10, 3)
+        spread_windows(prefix, stream, 10, 3)
     with pytest.raises(InfoFlowError, match="window is 1"):
-        evenly_spread(prefix, stream, 1, 3)
+        spread_windows(prefix, stream, 1, 3)
 
 
 def test_a_text_file_is_one_text_with_its_line_breaks(tmp_path):
@@ -91,5 +91,5 @@ def test_long_texts_are_read_to_their_end(model, tmp_path, monkeypatch, lines):
     assert rows.shape == (len(expected) // 10, 11)
     assert (rows[:, 0] == bos).all()
     assert rows[:, 1:].flatten().tolist() == expected
-    assert rows[5::7].equal(evenly_spread(prefix, stream, 11, None)[5::7])
+    assert rows[5::7].equal(spread_windows(prefix, stream, 11, None)[5::7])
     assert read_texts(str(path)) == [text]

@@ -13,7 +13,7 @@ from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import InfluenceResult
 from infoflow_lens.probing.overview import overview_table
 from infoflow_lens.report.charts import HeatMap, Lines, NameMap, Table, render_chart
-from infoflow_lens.report.flow import fitting
+from infoflow_lens.report.flow import fit_into_page
 from infoflow_lens.report.flow_view import FlowView
 from infoflow_lens.report.probing import ProbingReport, Section, render_probing
 from infoflow_lens.theory import InformationSets, propagate
@@ -182,6 +182,6 @@ def test_the_page_of_a_large_model_stays_below_its_size():
     report = make_report([view[i % 3] for i in range(32)], heads=(12,) * 12, n_examples=3)
     html = render_probing(report)
     assert len(html.encode()) < 1_500_000
-    kept = fitting(report.flow, 900_000)
+    kept = fit_into_page(report.flow, 900_000)
     assert 1 <= len(kept.inputs) < 32
     assert f"{32 - len(kept.inputs)} more sequences" in html

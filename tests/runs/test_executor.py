@@ -16,7 +16,7 @@ import torch
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.runs import executor as module
-from infoflow_lens.runs.executor import Executor, Unit, own_device
+from infoflow_lens.runs.executor import Executor, Unit, choose_device
 from tests.processes import started
 
 
@@ -24,14 +24,14 @@ def units(values):
     return (Unit(f"unit {value}", value) for value in values)
 
 
-def at_work(jobs=2, scheduler=None, n_threads=1):
-    return Executor(jobs, scheduler, n_threads, "lens go").at_work("runs are kept")
+def start_workers(jobs=2, scheduler=None, n_threads=1):
+    return Executor(jobs, scheduler, n_threads, "lens go").start_workers("runs are kept")
 
 
 @pytest.mark.parametrize(("jobs", "n_threads"), [(1, 1), (2, 2)])
 def test_every_call_is_made_once_with_so_many_threads(jobs, n_threads):
     before = torch.get_num_threads()
-    with at_work(jobs, n_threads=n_threads) as run:
+    with start_workers(jobs, n_threads=n_threads) as run:
         found = sorted(run(abs, units(range(-5, 1))))
         assert found == list(range(6))
         assert set(run(_threads, units(range(4)))) == {n_threads}
@@ -45,7 +45,7 @@ def _threads(value):
 def test_workers_work_in_the_folder_of_the_call(tmp_path, monkeypatch):
     joblib.Parallel(n_jobs=2)(joblib.delayed(os.getcwd)() for _ in range(4))
     monkeypatch.chdir(tmp_path)
-    with at_work() as run:
+    with start_workers() as run:
         assert set(run(_folder, units(range(4)))) == {str(tmp_path)}
 
 
@@ -54,8 +54,8 @@ def _folder(value):
 
 
 _LOCKS = """
-from tests.runs.test_executor import at_work, hold_a_lock, units
-with at_work() as run:
+from tests.runs.test_executor import start_workers, hold_a_lock, units
+with start_workers() as run:
     print(sorted(run(hold_a_lock, units(range(4)))))
 """
 
@@ -77,13 +77,13 @@ def test_units_that_cannot_be_drawn_are_an_error_and_no_wait(n):
         yield from units(range(n))
         raise InfoFlowError("inputs are gone")
 
-    with at_work() as run, pytest.raises(InfoFlowError, match="inputs are gone"):
+    with start_workers() as run, pytest.raises(InfoFlowError, match="inputs are gone"):
         list(run(abs, some()))
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_what_a_unit_raises_is_raised_as_it_is(jobs):
-    with pytest.raises(FileNotFoundError, match="no-such"), at_work(jobs) as run:
+    with pytest.raises(FileNotFoundError, match="no-such"), start_workers(jobs) as run:
         list(run(_opened, units(["no-such"])))
 
 
@@ -93,7 +93,7 @@ def _opened(path):
 
 def test_a_unit_whose_worker_is_killed_runs_again(tmp_path):
     """Twice; the others are not touched, and each gives its result once."""
-    with at_work() as run:
+    with start_workers() as run:
         found = sorted(run(_killed_at_first, units((tmp_path, value) for value in range(5))))
     assert found == list(range(5))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2.0", "2.1"]
@@ -110,7 +110,7 @@ def _killed_at_first(task):
 
 def test_a_unit_that_kills_every_worker_is_an_error_with_its_name_and_what_to_do():
     message = r"unit 3 has lost every worker that took it \(SIGKILL.*fewer jobs.*go on with lens go"
-    with pytest.raises(InfoFlowError, match=message), at_work() as run:
+    with pytest.raises(InfoFlowError, match=message), start_workers() as run:
         list(run(_killed, units([3])))
 
 
@@ -128,7 +128,7 @@ def test_a_unit_that_a_scheduler_gives_up_is_named(monkeypatch):
     monkeypatch.setattr(module._Cluster, "submit", lambda *args: lost)
     monkeypatch.setattr(module._Cluster, "close", lambda self: None)
     message = "unit 3 has lost every worker .*Killed.*more memory.*go on with lens go"
-    with pytest.raises(InfoFlowError, match=message), at_work(1, "tcp://x") as run:
+    with pytest.raises(InfoFlowError, match=message), start_workers(1, "tcp://x") as run:
         list(run(abs, units([3])))
 
 
@@ -155,12 +155,15 @@ def test_workers_that_join_later_are_used_and_none_for_a_while_lose_nothing(monk
 
     monkeypatch.setattr(module, "_PAUSE", 0.01)
     changing = Changing()
-    assert sorted(module._results(changing, abs, units(range(20)))) == list(range(20))
+    assert sorted(module._run_in_workers(changing, abs, units(range(20)))) == list(range(20))
     assert changing.most == 4
 
 
 def test_ctrl_c_tells_how_to_go_on():
-    with pytest.raises(KeyboardInterrupt, match="runs are kept; go on with lens go"), at_work(1):
+    with (
+        pytest.raises(KeyboardInterrupt, match="runs are kept; go on with lens go"),
+        start_workers(1),
+    ):
         raise KeyboardInterrupt
 
 
@@ -169,7 +172,7 @@ def test_what_is_asked_each_second_ends_a_wait_for_workers():
         raise KeyboardInterrupt
 
     begun = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), at_work() as run:
+    with pytest.raises(KeyboardInterrupt), start_workers() as run:
         list(run(time.sleep, units([60]), stop))
     assert time.monotonic() - begun < 30
 
@@ -183,11 +186,11 @@ def test_processes_share_the_gpus_of_a_machine(tmp_path, monkeypatch, visible):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     held = []
     for place in (0, 1, 0):  # as three processes would
-        monkeypatch.setattr(module, "_held", [])
-        assert [own_device("cuda") for _ in range(2)] == [f"cuda:{place}"] * 2
-        held.append(module._held)
-    assert own_device("cuda:1") == "cuda:1"  # as it was asked
-    assert own_device("cpu") == "cpu"
+        monkeypatch.setattr(module, "_gpu_locks", [])
+        assert [choose_device("cuda") for _ in range(2)] == [f"cuda:{place}"] * 2
+        held.append(module._gpu_locks)
+    assert choose_device("cuda:1") == "cuda:1"  # as it was asked
+    assert choose_device("cpu") == "cpu"
 
 
 def test_workers_to_each_of_which_a_scheduler_gives_another_first_gpu_take_it(
@@ -199,10 +202,10 @@ def test_workers_to_each_of_which_a_scheduler_gives_another_first_gpu_take_it(
     for visible in ("0,1,2", "1,2,0", "2,0,1", "7"):
         n = visible.count(",") + 1
         monkeypatch.setattr(torch.cuda, "device_count", lambda n=n: n)
-        monkeypatch.setattr(module, "_held", [])
+        monkeypatch.setattr(module, "_gpu_locks", [])
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert own_device("cuda") == ("cuda" if visible == "7" else "cuda:0")
-        held.append(module._held)
+        assert choose_device("cuda") == ("cuda" if visible == "7" else "cuda:0")
+        held.append(module._gpu_locks)
 
 
 @pytest.fixture
@@ -223,7 +226,7 @@ def test_a_scheduler_that_dies_in_mid_run_is_one_error_with_the_command(schedule
     program, address = scheduler
 
     def some():
-        with at_work(1, address) as run:
+        with start_workers(1, address) as run:
             for index, _ in enumerate(run(time.sleep, units([0.1] * 200))):
                 if index == 2:
                     program.send_signal(signal.SIGKILL)
@@ -243,6 +246,6 @@ def test_a_scheduler_without_workers_is_named(scheduler, monkeypatch):
     monkeypatch.setattr(module, "_PATIENCE", 0.5)
     with (
         pytest.raises(InfoFlowError, match=r"has no workers: expected .* `dask worker tcp://"),
-        at_work(1, scheduler[1]),
+        start_workers(1, scheduler[1]),
     ):
         pass

@@ -15,8 +15,8 @@ def training_batch(
     """The batch of a step, a function of the seed and the step alone.
 
     Most sequences are windows of the text. A share of ``config.repeated`` repeats one stretch of
-    tokens up to the end: of every two, one repeats text, one random ids. Repeats of text alone can
-    be learnt from what usually follows; random ids can only be continued by looking back.
+    tokens up to the end: of every two, one repeats text, one random ids. A model
+    can learn repeats of text from frequent tokens alone; to continue random ids it must look back.
     """
     generator = torch.Generator().manual_seed(derived_seed("batch", config.seed, step))
     length = config.n_context - 1
@@ -36,7 +36,7 @@ def text_windows(
 ) -> Int[Tensor, "batch pos"]:
     """Windows that cover a stream without overlap; `n` of them evenly spread, or all.
 
-    What remains behind the last whole window is left out.
+    Tokens after the last whole window are left out.
     """
     length = n_context - 1
     rows = stream[: len(stream) // length * length].long().view(-1, length)

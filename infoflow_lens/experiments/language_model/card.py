@@ -1,4 +1,4 @@
-"""The model card, and models side by side, made from what was measured."""
+"""The model card and the comparison of models, made from measured numbers."""
 
 import json
 from collections.abc import Mapping

@@ -60,7 +60,7 @@ def split_of(path: str) -> Split:
 
 
 def read_corpus(folder: Path | None = None) -> Corpus:
-    """The Python files of a folder; those that are empty or no UTF-8 are left out.
+    """Read the Python files of a folder, without those that are empty or not UTF-8.
 
     Args:
         folder: default, the standard library of the running Python.

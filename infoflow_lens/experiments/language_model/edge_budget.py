@@ -1,4 +1,4 @@
-"""Some edges of attention kept, the rest put to its mean: which choice needs the fewest?"""
+"""Keep some edges of attention and put the rest to their mean: which choice needs the fewest?"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,12 +6,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from infoflow_lens.experiments.claims import Claim, Numbers
-from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
+from infoflow_lens.experiments.language_model.snapshots import Snapshot, load_snapshot
 from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     final,
     model_of,
-    stacked,
+    stack_rows,
 )
 from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
 from infoflow_lens.experiments.study import Row, Settings, Statement
@@ -47,7 +47,7 @@ class EdgeBudget(LanguageModelStudy):
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """Rows of the curves, and of the edges that each method needs, of one state and of all."""
-        model = loaded(self.source_of(settings), device)
+        model = load_snapshot(self.source_of(settings), device)
         n = settings["n_windows"]
         judged, calibration = self.shuffled(model, settings, 2 * n, seed).split(n)
         rows: list[Row] = []
@@ -97,7 +97,7 @@ class EdgeBudget(LanguageModelStudy):
         )
 
     def judges(self, settings: Settings) -> bool:
-        """Not the model that pilots looked at."""
+        """Whether the rule is about a model: not the pilot's."""
         return bool(settings["model"] != PILOT)
 
     def claims(self) -> Sequence[Claim]:
@@ -123,7 +123,7 @@ class EdgeBudget(LanguageModelStudy):
         )  # fmt: skip
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """The edges of a control in the place of the graded choice, and its own in their place."""
+        """Rows with the edges of each control in place of those of the graded choice."""
         found = {}
         for control in _CONTROLS:
             changed = results.copy()
@@ -156,12 +156,14 @@ def _times(method: str, end: str, results: "pd.DataFrame") -> Numbers:
 
 
 def family(model: str) -> str:
-    """The kind of model that it is a seed of, apart from a model that names no seed."""
+    """The name of a model without its seed; all seeds of a kind of model share it."""
     return re.sub(r"-s\d+$", ", by seed", model)
 
 
 def outcome(row: Mapping[Any, Any]) -> str:
-    """Of a method against the graded choice: it needs fewer edges, as many, or more."""
+    """How a method compares with the graded choice: "ahead" if it needs fewer edges, "level",
+    "behind".
+    """
     if row["times_high"] < 1:
         return "ahead"
     return "behind" if row["times_low"] > 1 else "level"
@@ -203,10 +205,10 @@ _WORTH, _EDGES = "what attention is worth (nats)", "edges"  # lines above the me
 
 
 def _with_facts(part: str, results: "pd.DataFrame") -> "pd.DataFrame":
-    """What each method needs, below what is so of all."""
+    """The rows of what each method needs, below two rows of facts about all methods."""
     needed = final(results[(results["kind"] == "needed") & (results["part"] == part)])
     facts = [needed[needed["method"] == GRADED].assign(method=name) for name in (_WORTH, _EDGES)]
-    return stacked(*facts, needed)
+    return stack_rows(*facts, needed)
 
 
 def _curves(part: str, results: "pd.DataFrame") -> "pd.DataFrame":

@@ -1,4 +1,4 @@
-"""Graded information sets beside rollout and the other measures of what states depend on."""
+"""Graded information sets, compared with rollout and other measures of what states depend on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.corpus import read_corpus
-from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
+from infoflow_lens.experiments.language_model.snapshots import Snapshot, load_snapshot
 from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     final,
     last_layer,
     model_of,
-    stacked,
+    stack_rows,
 )
 from infoflow_lens.experiments.plots import Axis, FigureSpec, Panel
 from infoflow_lens.experiments.study import Row, Settings, Statement
@@ -36,7 +36,7 @@ from infoflow_lens.hooks import (
 from infoflow_lens.hooks.model.points import layer_count
 from infoflow_lens.hooks.routes.graded import Strength
 from infoflow_lens.models.loading import load_any
-from infoflow_lens.probing.windows import evenly_spread, token_stream
+from infoflow_lens.probing.windows import spread_windows, token_stream
 from infoflow_lens.ranking import RankingAgreement, compare_rankings
 from infoflow_lens.theory import InformationSets, propagate
 from infoflow_lens.theory.graded import Path
@@ -92,7 +92,7 @@ class GradedSetsStudy(LanguageModelStudy):
         return [{"n_context": min(self.longest(moment), self.lengths[preset]), "n_states": 8}]
 
     def judges(self, settings: Settings) -> bool:
-        """Not the model that pilots looked at, nor the one that was not trained."""
+        """Whether the rule is about a model: not the pilot's, nor the untrained one."""
         return settings["model"] not in (_PILOT, _RANDOM)
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
@@ -100,7 +100,7 @@ class GradedSetsStudy(LanguageModelStudy):
         length, n_states = settings["n_context"], settings["n_states"]
         places = tuple(length * (i + 1) // n_states - 1 for i in range(n_states))
         deep = settings["model"] == _RANDOM
-        model = _random(length, seed) if deep else loaded(self.source_of(settings), device)
+        model = _random(length, seed) if deep else load_snapshot(self.source_of(settings), device)
         model = model.to(device)
         texts = self._texts_of(model, settings, seed)
         facts = {"mlp": _has_mlp(model)}
@@ -169,7 +169,7 @@ class GradedSetsStudy(LanguageModelStudy):
             return {"validation": ids[:m], "test": ids[m:]}
         if self.data is None:
             prefix, stream = token_stream(model, read_corpus().texts("validation"))
-            other = evenly_spread(prefix, stream, length, m, "the text")
+            other = spread_windows(prefix, stream, length, m, "the text")
             own = self.sequences(model, {**settings, "n_windows": n}, seed)
         else:
             both = self.sequences(model, {**settings, "n_windows": n + m}, seed)
@@ -275,17 +275,17 @@ class GradedSetsStudy(LanguageModelStudy):
         return told
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """The sets of first choices in the place of the chosen graded sets."""
+        """Rows with the sets of first choices in place of the chosen graded sets."""
         chosen, test = chosen_of(results), results["on"] == "test"
         others = results[~(test & (results["method"] == chosen))]
         first = results[test & (results["method"] == _FIRST)].assign(method=chosen)
-        return {"first choices": stacked(others, first)}
+        return {"first choices": stack_rows(others, first)}
 
 
 def _ends_of_lead(
     of_two: "Callable[[Sequence[float]], float]", mlp: bool, results: "pd.DataFrame"
 ) -> Numbers:
-    """Of the chosen sets' lead over rollout, the lower ends' minimum or the upper ends' maximum."""
+    """The ends of the chosen sets' lead over rollout: the least lower or the largest upper end."""
     chosen, sign = chosen_of(results), -1 if of_two is min else 1
     rows = last_layer(_test(results))
     rows = rows[~rows["model"].isin([_PILOT, _RANDOM]) & (rows["mlp"].astype(bool) | (not mlp))]
@@ -343,7 +343,7 @@ def _mean_over_cases(rows: "pd.DataFrame") -> float:
 
 
 def outcome(rows: "pd.DataFrame", method: str, other: str) -> str:
-    """Of a method against another, in the same sequences: "ahead", "behind" or "level"."""
+    """How a method compares with another on the same sequences: "ahead", "behind" or "level"."""
     ends = [_lead(rows, method, other, metric) for metric in _JUDGED]
     if all(mean - half > 0 for mean, half in ends):
         return "ahead"
@@ -416,7 +416,7 @@ def _counts(rows: "pd.DataFrame") -> str:
 
 
 def _shown_layers(rows: "pd.DataFrame") -> "pd.DataFrame":
-    """The layers of a model, of a deep one four; with the place of each number."""
+    """The rows of all layers of a model, of four layers of a deep one, with their places."""
     layers = sorted(rows["layer"].unique())
     if len(layers) > _MOST_LAYERS:
         ends = range(_MOST_LAYERS)

@@ -1,4 +1,4 @@
-"""The induction circuit of a language model, looked at in three ways."""
+"""The induction circuit of a language model, measured in three ways."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.batches import repeated_random, repeated_stretches
 from infoflow_lens.experiments.language_model.measures import prefix_matching, previous_token
-from infoflow_lens.experiments.language_model.snapshots import loaded
+from infoflow_lens.experiments.language_model.snapshots import load_snapshot
 from infoflow_lens.experiments.language_model.study import (
     IS_INDUCTION,
     OnRepeats,
@@ -46,7 +46,7 @@ Head = tuple[int, int]
 
 
 class Induction(OnRepeats):
-    """Mechanism, recovery and ablation of the heads that prefix matching names."""
+    """Mechanism, recovery and ablation of heads with high prefix matching."""
 
     name: ClassVar[str] = "induction"
     title: ClassVar[str] = "Is the induction circuit what it is said to be?"
@@ -55,7 +55,7 @@ class Induction(OnRepeats):
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """A row for each head."""
-        model = loaded(self.source_of(settings), device)
+        model = load_snapshot(self.source_of(settings), device)
         half, n = settings["half"], settings["n"]
         vocabulary, begin = ids_of(model, half)
         draw = derived_seed("induction", seed)
@@ -207,7 +207,7 @@ class Induction(OnRepeats):
         return (there, *(claim for claims in self._ways().values() for claim in claims))
 
     def _ways(self) -> Mapping[str, Sequence[Claim]]:
-        """The three ways of looking, and what each claims."""
+        """The claims of each of the three ways to measure."""
         return {
             "mechanism": (
                 Claim(
@@ -241,12 +241,12 @@ class Induction(OnRepeats):
         }  # fmt: skip
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """What is recovered of other keys in the place of the attended."""
+        """Rows with the recovery of other keys in place of the attended ones."""
         return {name: results.assign(fvu=results[f"fvu_{name}"]) for name in ("random", "shuffled")}
 
 
 def _confirms(claims: Sequence[Claim], snapshot: "pd.DataFrame") -> str | None:
-    """Whether what a way claims holds of the rows of one snapshot; None without a circuit."""
+    """Whether claims hold for the rows of one snapshot; None without a circuit."""
     if not _Circuit.of(snapshot).induction:
         return None
     verdicts = [claim.judge(snapshot.assign(final=True)) for claim in claims]
@@ -357,7 +357,7 @@ class _Circuit:
         ]
 
     def labelled(self) -> dict[str, float]:
-        """How many of the two heads have the label that they should have."""
+        """How many of the two heads have the expected label."""
         labels = dict(
             zip((self.previous, self.induction[0]), ("specific_position", "max_position"))
         )
@@ -366,11 +366,11 @@ class _Circuit:
         }
 
     def recovered(self) -> dict[str, float]:
-        """What is recovered of what the width can carry, by head."""
+        """The recovered share of what the head's width can carry, by head."""
         return self._share_of_room("fvu", "fvu")
 
     def by_chance(self) -> dict[str, float]:
-        """What of it the controls recover."""
+        """The share of it that the controls recover, by head."""
         return self._share_of_room("fvu_random", "fvu_shuffled")
 
     def _share_of_room(self, before: str, after: str) -> dict[str, float]:
@@ -383,13 +383,17 @@ class _Circuit:
         return found
 
     def costs(self) -> dict[str, float]:
-        """What the previous-token head costs, and all induction heads at once, in nats."""
+        """The rise of the loss without the previous-token head, and without all induction heads, in
+        nats a token.
+        """
         jointly = float(self.together["induction_ablated"] - self.loss)
         alone = math.nan if self.previous is None else float(self.rises()[self.previous])
         return {_label(self.previous): alone, f"{len(self.induction)} induction heads": jointly}
 
     def beyond_others(self) -> dict[str, float]:
-        """What each head costs beyond the most costly of its layer that is not in the circuit."""
+        """How much more the loss rises without a head of the circuit than without any other head of
+        its layer, in nats a token.
+        """
         rises, circuit = self.rises(), (self.previous, *self.induction)
         layers = rises.index.get_level_values("layer")
         found = {}
@@ -403,7 +407,7 @@ class _Circuit:
         return found
 
     def rises(self) -> "pd.Series[float]":
-        """What the loss rises by without each head, in nats."""
+        """The rise of the loss without each head, in nats a token."""
         rises: pd.Series[float] = self.heads["mean_ablated"] - self.loss
         return rises
 
@@ -413,7 +417,7 @@ def _label(head: Head | None) -> str:
 
 
 class _Seen:
-    """A model on repeated random tokens, whole and with heads taken out."""
+    """The loss of a model on repeated random tokens, whole and with heads ablated."""
 
     def __init__(self, model: nn.Module, ids: Int[Tensor, "n pos"], known: Sequence[int]) -> None:
         self.model, self.ids, self.known = model, ids, torch.tensor(known)
@@ -499,7 +503,7 @@ class _Seen:
 def _bound(model: nn.Module, ids: Int[Tensor, "n pos"], d_head: int) -> float:
     """The least fvu of a linear map from `d_head` numbers to the embeddings of these tokens.
 
-    The share of their variance outside its `d_head` principal components.
+    It is the share of their variance outside the first `d_head` principal components.
     """
     name = hook_name(model, "hook_embed")
     with torch.no_grad():

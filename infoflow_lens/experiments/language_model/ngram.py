@@ -114,6 +114,6 @@ class NGram:
 
 
 def _looked_up(keys: _Integers, asked: _Integers, values: _Integers) -> tuple[_Integers, _Integers]:
-    """The values of sorted keys, 0 where a key is missing; and the places where they stand."""
+    """Look up values by sorted keys: the values, 0 for missing keys, and the places of the keys."""
     place = np.minimum(np.searchsorted(keys, asked), len(keys) - 1)
     return np.where(keys[place] == asked, values[place], 0), place

@@ -180,7 +180,12 @@ def _centred(scores: Tensor, allowed: Tensor) -> Tensor:
 def projecting(
     found: Sequence[Directions], bases: Sequence[Float[Tensor, "head d_head rank"]]
 ) -> list[tuple[str, Callable[..., Tensor]]]:
-    """Hooks that keep of every query its part in a subspace of its head's directions."""
+    """Hooks that project every query to a subspace of its head's directions.
+
+    Args:
+        found: the directions, layer by layer.
+        bases: for each layer orthonormal columns [head, d_head, rank].
+    """
     return [
         (layer.point, _onto(layer.to @ basis @ basis.transpose(1, 2) @ layer.back))
         for layer, basis in zip(found, bases, strict=True)

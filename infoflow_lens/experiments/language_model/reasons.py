@@ -1,4 +1,4 @@
-"""Why induction heads look where they look: what wrote the keys that they prefer."""
+"""Why induction heads attend to their keys: which parts of the model wrote these keys."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -11,7 +11,7 @@ from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.language_model.batches import repeated_random
 from infoflow_lens.experiments.language_model.induction import Head, ids_of
 from infoflow_lens.experiments.language_model.measures import prefix_matching, previous_token
-from infoflow_lens.experiments.language_model.snapshots import loaded, untrained
+from infoflow_lens.experiments.language_model.snapshots import load_snapshot, untrained
 from infoflow_lens.experiments.language_model.study import (
     IS_INDUCTION,
     TRAINED,
@@ -19,7 +19,7 @@ from infoflow_lens.experiments.language_model.study import (
     OnRepeats,
     final,
     model_of,
-    stacked,
+    stack_rows,
     with_names,
     with_steps,
 )
@@ -56,7 +56,7 @@ class Reasons(OnRepeats):
         that has no induction head.
         """
         source = self.source_of(settings)
-        model = loaded(source, device)
+        model = load_snapshot(source, device)
         half = settings["half"]
         vocabulary, begin = ids_of(model, half)
         draw = derived_seed("reasons", seed)
@@ -74,7 +74,7 @@ class Reasons(OnRepeats):
             about: Row = {"prefix_matching": matching[head], "previous_token": before[previous]}
             rows += _rows(TRAINED, lines, head, previous, half, about)
         with untrained(source, derived_seed("untrained", seed)) as folder:
-            lines = measure_why_all(loaded(folder, device), ids, _EVERY)
+            lines = measure_why_all(load_snapshot(folder, device), ids, _EVERY)
             for head in heads:
                 rows += _rows(UNTRAINED, lines, head, previous, half, {})
         return rows
@@ -131,7 +131,9 @@ class Reasons(OnRepeats):
         )  # fmt: skip
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """The numbers of another head before, or of the untrained model."""
+        """Rows with another earlier head in place of the previous-token head, or of the untrained
+        model.
+        """
         other = results.copy()
         for _, own in groups(other[other["kind"] == TRAINED], ("model", "layer", "head", "seed")):
             heads = own[own["part"].astype(str).str.startswith("head ")]
@@ -142,7 +144,7 @@ class Reasons(OnRepeats):
         untrained = results[results["kind"] == UNTRAINED]
         return {
             "every other head": other,
-            "untrained": stacked(untrained, untrained.assign(kind=TRAINED)),
+            "untrained": stack_rows(untrained, untrained.assign(kind=TRAINED)),
         }
 
 
@@ -166,7 +168,7 @@ def _of_heads(number: "Callable[[_Head], float]", results: "pd.DataFrame") -> Nu
 
 
 def _lines(results: "pd.DataFrame") -> "pd.DataFrame":
-    """The cells of each induction head; of a model without any, how near it comes."""
+    """The cells of each induction head; for a model without one, its largest prefix matching."""
     import pandas as pd
 
     lines = []

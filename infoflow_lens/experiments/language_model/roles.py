@@ -1,4 +1,4 @@
-"""In how many directions do heads look, and is that what they are worth?"""
+"""In how many directions do the queries of heads look, and do more directions cost more?"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +17,11 @@ from infoflow_lens.experiments.language_model.study import (
     BesideUntrained,
     by_model,
     final,
-    having,
     least_within,
     model_of,
     of_heads,
-    stacked,
+    select_rows,
+    stack_rows,
     with_steps,
 )
 from infoflow_lens.experiments.plots import GREEN, GREY, ORANGE, Axis, Curves, FigureSpec, Panel
@@ -65,7 +65,7 @@ class Roles(BesideUntrained):
             bare = float(loss.sums().sum())
             n_tokens = int(loss.counts().sum())
             heads = self._heads(model, found, windows[0::2], loss, bare, n_tokens, seed)
-            # told beside: a first token on which attention rests outweighs what else keys differ in
+            # reported, not judged: attention to the first token outweighs other differences
             without = [
                 roles
                 for own in directions(model, windows[0::2], _BATCH, first_key=1)
@@ -164,7 +164,7 @@ class Roles(BesideUntrained):
                     Column("by position", "by_position", "first", ".2f"),
                     Column("cost (nats)", "cost", "first", "+.3f"),
                 ),
-                rows=lambda results: _by_head(having("kind", TRAINED, final(results))),
+                rows=lambda results: _by_head(select_rows("kind", TRAINED, final(results))),
                 names={"name": "head"},
             ),
         )
@@ -178,24 +178,24 @@ class Roles(BesideUntrained):
         ]  # fmt: skip
         heads = [
             Curves("roles", "cost", take="each", style="o", colour=colour, label=kind,
-                   rows=partial(having, "kind", kind))
+                   rows=partial(select_rows, "kind", kind))
             for kind, colour in ((UNTRAINED, "#bbbbbb"), (TRAINED, ORANGE))
         ]  # fmt: skip
         loss = Axis("rise of the loss (%)", "symlog", (0, None), (100 * _TOLERANCE,))
         return FigureSpec(
             (
                 Panel(curves, Axis("directions a head"), loss, model_of,
-                      partial(having, "kind", TRAINED)),
+                      partial(select_rows, "kind", TRAINED)),
                 Panel(heads, Axis("roles of a head"), Axis("cost without it (nats)")),
                 Panel((_draw_shares,), y=Axis("share of the energy"),
-                      rows=partial(having, "kind", TRAINED), legend="above"),
+                      rows=partial(select_rows, "kind", TRAINED), legend="above"),
             ),
             per="model",
             rows=final,
         )  # fmt: skip
 
     def claims(self) -> Sequence[Claim]:
-        """By directions needed, and by what goes with roles."""
+        """Claims on the directions that are needed, and on what correlates with roles."""
         return (
             Claim(
                 "to keep the loss within 1%, {bound} direction a head is needed in every model",
@@ -221,25 +221,25 @@ class Roles(BesideUntrained):
         )  # fmt: skip
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Random directions in the place of the first; untrained heads in that of the trained."""
+        """Rows with random directions for the first ones, or untrained heads for trained ones."""
         own = results["kind"] == TRAINED
         first = results[~(own & (results["of"] == "first"))]
         drawn = results[own & (results["of"] == "random")].assign(of="first")
         untrained = results[~own]
         return {
-            "random directions": stacked(first, drawn),
-            "untrained": stacked(untrained, untrained.assign(kind=TRAINED)),
+            "random directions": stack_rows(first, drawn),
+            "untrained": stack_rows(untrained, untrained.assign(kind=TRAINED)),
         }
 
 
 def _of_trained(number: "Callable[[pd.DataFrame], float]", results: "pd.DataFrame") -> Numbers:
     """A number of each trained model."""
-    return by_model(having("kind", TRAINED, results), number)
+    return by_model(select_rows("kind", TRAINED, results), number)
 
 
 def _beyond_untrained(rows: "pd.DataFrame") -> float:
     """The correlation less the untrained model's; all of it where that has none."""
-    own, control = (_correlation(having("kind", kind, rows)) for kind in (TRAINED, UNTRAINED))
+    own, control = (_correlation(select_rows("kind", kind, rows)) for kind in (TRAINED, UNTRAINED))
     return own if math.isnan(control) else own - control
 
 
@@ -260,7 +260,7 @@ def _random(own: Directions, rank: int, seed: int) -> Tensor:
 
 
 def _curve(of: str, rows: "pd.DataFrame") -> "pd.DataFrame":
-    """What projections cost, by the number of directions."""
+    """The rise of the loss in percent, by the number of directions."""
     curve = rows[(rows["part"] == "curve") & (rows["of"] == of)]
     return curve.assign(percent=100 * curve["rise"])
 

@@ -1,4 +1,4 @@
-"""InfoFlow's sets beside attention, rollout, flow, contributions and gradient x input."""
+"""InfoFlow's sets, compared with attention, rollout, flow, contributions, gradient x input."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from infoflow_lens.experiments.claims import Claim, Numbers
-from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
+from infoflow_lens.experiments.language_model.snapshots import Snapshot, load_snapshot
 from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     final,
-    having,
     last_layer,
     model_of,
+    select_rows,
 )
 from infoflow_lens.experiments.plots import Axis, FigureSpec, Panel
 from infoflow_lens.experiments.study import Row, Settings, Statement
@@ -29,7 +29,7 @@ from infoflow_lens.hooks import (
     run_probes,
 )
 from infoflow_lens.models.constructions import build_construction
-from infoflow_lens.probing.compared import by_largest, by_mechanisms
+from infoflow_lens.probing.compared import predict_by_mechanisms, predict_by_top_k
 from infoflow_lens.ranking import CONTROLS, METRICS, RankingAgreement, compare_rankings
 
 if TYPE_CHECKING:
@@ -101,8 +101,8 @@ class Sets(LanguageModelStudy):
         mechanisms = measure_mechanisms(
             model, choosing, held_out=False, metric="kl", batch_size=_BATCH, progress=False, **read
         )
-        sets = by_largest(chosen, length)
-        sets["mechanisms"] = by_mechanisms(mechanisms, attended, chosen, length)
+        sets = predict_by_top_k(chosen, length)
+        sets["mechanisms"] = predict_by_mechanisms(mechanisms, attended, chosen, length)
         found, scores = results[: len(influences)], results[len(influences) :]
         rows: list[Row] = []
         for name, influence in zip(influences, found, strict=True):
@@ -114,12 +114,12 @@ class Sets(LanguageModelStudy):
         return rows
 
     def _windows(self, settings: Settings, seed: int, device: str) -> tuple[nn.Module, Tensor]:
-        """Those that are measured, those whose tokens replace theirs, and those for mechanisms."""
+        """The model, and its windows: measured ones, donors of tokens, and those for mechanisms."""
         n = settings["n_windows"] + _DONORS + _CHOOSING
         if settings["weights"] == _CIRCUIT:
             circuit, task = build_construction(_CIRCUIT, **_QUESTIONS)
             return circuit.to(device), task.sample(n, seed=seed)[0]
-        model = loaded(self.source_of(settings), device)
+        model = load_snapshot(self.source_of(settings), device)
         return model, self.shuffled(model, settings, n, seed)
 
     def table(self, results: "pd.DataFrame") -> str:
@@ -153,7 +153,7 @@ class Sets(LanguageModelStudy):
                 ),
                 *(
                     Panel((_draw_training,), Axis("step"), title=influence, legend="",
-                          rows=partial(having, "influence", influence))
+                          rows=partial(select_rows, "influence", influence))
                     for influence in _INFLUENCES
                 ),
             ),
@@ -177,7 +177,7 @@ class Sets(LanguageModelStudy):
         ]
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """A control in the place of the sets has no lead over itself."""
+        """Rows with each control in place of the sets: it has no lead over itself."""
         found = {}
         for control in _MUST_WIN[:2]:
             changed = results.copy()
@@ -188,7 +188,7 @@ class Sets(LanguageModelStudy):
 
 
 def _leads(method: str, end: str, results: "pd.DataFrame") -> Numbers:
-    """The sets' lead over a method: the lesser of two lower ends, the larger of two upper ones."""
+    """The sets' lead over a method: the smaller lower end or the larger upper end of two."""
     rows = _judged(last_layer(final(_whole(results))))
     ends = [f"lead_{metric}_{end}" for metric in _JUDGED]
     found: dict[str, float] = {}
@@ -203,7 +203,7 @@ def _draw_final(axes: "Axes", rows: "pd.DataFrame") -> None:
     """A point with its interval for each method and influence."""
     methods = list(dict.fromkeys(rows["method"]))
     for shift, (influence, marker) in enumerate(zip(_INFLUENCES, ("o", "s"), strict=True)):
-        for row in having("influence", influence, rows).itertuples():
+        for row in select_rows("influence", influence, rows).itertuples():
             at: Any = row
             axes.errorbar(
                 at.auroc, methods.index(at.method) + 0.24 * shift - 0.12,
@@ -255,7 +255,7 @@ def _at_sizes(rows: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _judged(rows: "pd.DataFrame") -> "pd.DataFrame":
-    """At the sizes of the rule, of trained models."""
+    """The rows of trained models at the set sizes of the rule."""
     rows = _at_sizes(rows)
     return rows[rows["weights"] != _CIRCUIT]
 
@@ -286,7 +286,7 @@ def _sizes(wanted: "pd.DataFrame") -> str:
             else ""
         )
         + f"all in {row['n_whole']}, none in {row['n_empty']}"
-        for row in having("influence", wanted["influence"].iloc[0], sizes).to_dict("records")
+        for row in select_rows("influence", wanted["influence"].iloc[0], sizes).to_dict("records")
     )
     return (
         "(ahead): k = 1 loses to it by the rule's intervals; (behind): it loses to k = 1. Sizes: "

@@ -40,7 +40,7 @@ class Snapshot:
 
 
 def snapshots(model: str, most: int | None = None) -> list[Snapshot]:
-    """The moments of a model that there are, the last one behind.
+    """Find the snapshots of a model, in the order of training.
 
     Args:
         model: a folder of Hugging Face, with ``checkpoints/step-...`` in it where it has some;
@@ -111,7 +111,7 @@ def _digest(folder: Path) -> str:
 
 
 def _spread(steps: Sequence[int], most: int | None) -> list[int]:
-    """The places of at most so many steps, evenly over their logarithm."""
+    """The indices of at most `most` steps, spread evenly over the list from step 64 on."""
     n = len(steps)
     if most is None or n <= most:
         return list(range(n))
@@ -150,8 +150,12 @@ def untrained(source: str, seed: int) -> Iterator[str]:
         yield scratch
 
 
-def loaded(source: str, device: str) -> nn.Module:
-    """The model of a snapshot.
+def load_snapshot(source: str, device: str) -> nn.Module:
+    """Load the model of a snapshot.
+
+    Args:
+        source: of the snapshot.
+        device: where it is put, as PyTorch names it.
 
     Raises:
         InfoFlowError: if it cannot be loaded, or has no tokenizer.

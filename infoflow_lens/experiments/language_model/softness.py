@@ -1,4 +1,4 @@
-"""Recovery of the attended token, against untrained heads of the same softness."""
+"""Recovery of the attended token, compared with untrained heads of the same softness."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,10 +15,10 @@ from infoflow_lens.experiments.language_model.study import (
     BesideUntrained,
     by_model,
     final,
-    having,
     model_of,
     of_heads,
-    stacked,
+    select_rows,
+    stack_rows,
     with_steps,
 )
 from infoflow_lens.experiments.plots import ORANGE, Axis, Curves, FigureSpec, Panel
@@ -44,7 +44,7 @@ _FVU = {
 
 
 class Softness(BesideUntrained):
-    """Every head beside nineteen untrained ones that are tempered to its entropy."""
+    """Every head, compared with nineteen untrained heads that are tempered to its entropy."""
 
     name: ClassVar[str] = "softness"
     title: ClassVar[str] = "How much of recovery is only that attention is peaked?"
@@ -120,21 +120,21 @@ class Softness(BesideUntrained):
                     Column("excess", "excess", "first", "+.2f"),
                     Column("learnt", "learnt", "first"),
                 ),
-                rows=lambda results: having("kind", TRAINED, _by_head(final(results))),
+                rows=lambda results: select_rows("kind", TRAINED, _by_head(final(results))),
                 names={"name": "head"},
             ),
         )
 
     def plots(self) -> FigureSpec:
-        """Each head against its control, and the excess over training."""
+        """Each head and its control, and the excess over training."""
         heads = [
             Curves("fvu_control", "fvu", take="each", style="o", colour=colour, label=kind,
-                   rows=partial(having, "kind", kind))
+                   rows=partial(select_rows, "kind", kind))
             for kind, colour in ((UNTRAINED, "#bbbbbb"), (TRAINED, ORANGE))
         ]  # fmt: skip
         lines = Curves(
             "step", "excess", ("layer", "head"), style=".-", label="", alpha=0.6,
-            colour=lambda layer, head: f"C{int(layer)}", rows=partial(having, "kind", TRAINED),
+            colour=lambda layer, head: f"C{int(layer)}", rows=partial(select_rows, "kind", TRAINED),
         )  # fmt: skip
         return FigureSpec(
             (
@@ -157,7 +157,7 @@ class Softness(BesideUntrained):
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
         """What is peaked and no more."""
-        heads = having("kind", TRAINED, _by_head(final(results)))
+        heads = select_rows("kind", TRAINED, _by_head(final(results)))
         return [
             f"{model}: {(some['excess'] < _EXCESS).mean():.0%} of the heads exceed softness by "
             f"less than {_EXCESS}"
@@ -165,20 +165,20 @@ class Softness(BesideUntrained):
         ]
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """The first tempered head, or the untrained model, in the place of the trained."""
+        """Rows with the first tempered head, or the untrained model, in place of trained heads."""
         drawn = results.assign(
             fvu=results["fvu_first"], excess=results["fvu_control"] - results["fvu_first"]
         )
         own = results["kind"] == TRAINED
         model = results[~own]
         return {
-            "untrained head": stacked(results[~own], drawn[own]),
-            "untrained model": stacked(model, model.assign(kind=TRAINED)),
+            "untrained head": stack_rows(results[~own], drawn[own]),
+            "untrained model": stack_rows(model, model.assign(kind=TRAINED)),
         }
 
 
 def _draw_diagonal(axes: "Axes", rows: "pd.DataFrame") -> None:
-    """Where a head is no better than its control."""
+    """Draw the line on which a head is as good as its control."""
     ends = [float(rows[["fvu", "fvu_control"]].min().min()), 1]
     axes.plot(ends, ends, "--", color="#bbbbbb", linewidth=0.8)
 
@@ -186,12 +186,14 @@ def _draw_diagonal(axes: "Axes", rows: "pd.DataFrame") -> None:
 def _share_learnt(rows: "pd.DataFrame") -> float:
     """The share of a model's heads that have learnt to retrieve, less the untrained model's."""
     heads = _by_head(rows)
-    own, control = (having("kind", kind, heads)["learnt"].mean() for kind in (TRAINED, UNTRAINED))
+    own, control = (
+        select_rows("kind", kind, heads)["learnt"].mean() for kind in (TRAINED, UNTRAINED)
+    )
     return float(own - control)
 
 
 class _Layer:
-    """What one layer does on all windows."""
+    """The states, patterns and tokens of one layer on all windows."""
 
     def __init__(self, model: nn.Module, layer: int, windows: Int[Tensor, "n pos"]) -> None:
         names = {

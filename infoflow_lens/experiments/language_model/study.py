@@ -14,7 +14,7 @@ from infoflow_lens.experiments.claims import Numbers
 from infoflow_lens.experiments.language_model.corpus import read_corpus
 from infoflow_lens.experiments.language_model.snapshots import (
     Snapshot,
-    loaded,
+    load_snapshot,
     snapshots,
     untrained,
 )
@@ -24,7 +24,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.configs import shape_of_named
 from infoflow_lens.probing.data import read_texts
-from infoflow_lens.probing.windows import evenly_spread, token_stream
+from infoflow_lens.probing.windows import spread_windows, token_stream
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -128,7 +128,7 @@ class LanguageModelStudy(Study):
         stream = stream[len(prefix) :]
         shift = seed * (length // 3) % max(1, len(stream) // 2)
         whole = torch.cat([prefix, stream[shift:]])
-        return evenly_spread(prefix, whole, length, settings["n_windows"], "the text")
+        return spread_windows(prefix, whole, length, settings["n_windows"], "the text")
 
     def shuffled(
         self, model: nn.Module, settings: Settings, n: int, seed: int
@@ -178,10 +178,10 @@ class BesideUntrained(LanguageModelStudy):
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """The rows of the snapshot; for the last one those of the untrained model beside them."""
         source = self.source_of(settings)
-        rows = self.of_model(loaded(source, device), settings, seed, TRAINED)
+        rows = self.of_model(load_snapshot(source, device), settings, seed, TRAINED)
         if settings["final"]:
             with untrained(source, derived_seed("untrained", seed)) as folder:
-                rows += self.of_model(loaded(folder, device), settings, seed, UNTRAINED)
+                rows += self.of_model(load_snapshot(folder, device), settings, seed, UNTRAINED)
         return rows
 
     @abstractmethod
@@ -203,10 +203,16 @@ def model_of(results: "pd.DataFrame") -> str:
 
 
 def of_heads(
-    results: "pd.DataFrame", columns: Sequence[str], also: Sequence[str] = ()
+    results: "pd.DataFrame", columns: Sequence[str], extra_keys: Sequence[str] = ()
 ) -> "pd.DataFrame":
-    """Means over seeds by model (and more), layer and head, with the head's name."""
-    keys = ["model", *also, "layer", "head"]
+    """Means over seeds for each model, layer and head, with the head's name.
+
+    Args:
+        results: rows of a study.
+        columns: the columns to average.
+        extra_keys: other columns that tell groups apart.
+    """
+    keys = ["model", *extra_keys, "layer", "head"]
     rows = results.groupby(keys, sort=False)[list(columns)].mean().reset_index()
     return with_names(rows)
 
@@ -227,15 +233,15 @@ def by_model(results: "pd.DataFrame", number: "Callable[[pd.DataFrame], float]")
     return {model: number(rows) for (model,), rows in groups(final(results), ("model",))}
 
 
-def stacked(*results: "pd.DataFrame") -> "pd.DataFrame":
-    """Rows below each other."""
+def stack_rows(*results: "pd.DataFrame") -> "pd.DataFrame":
+    """Stack frames below each other."""
     import pandas as pd
 
     return pd.concat(results, ignore_index=True)
 
 
-def having(column: str, value: object, results: "pd.DataFrame") -> "pd.DataFrame":
-    """The rows that have a value in a column."""
+def select_rows(column: str, value: object, results: "pd.DataFrame") -> "pd.DataFrame":
+    """The rows with this value in this column."""
     return results[results[column] == value]
 
 
@@ -245,7 +251,9 @@ def last_layer(results: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def least_within(curve: "pd.DataFrame", by: str, tolerance: float) -> int | None:
-    """The least value of a column from which on the mean rise of the loss is within; None without.
+    """The least value of a column from which on the mean rise of the loss is within a tolerance.
+
+    None if there is no such value.
 
     Args:
         curve: rows with the column and ``rise``.

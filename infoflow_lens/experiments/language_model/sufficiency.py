@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.experiments.claims import Claim, Numbers
-from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
+from infoflow_lens.experiments.language_model.snapshots import Snapshot, load_snapshot
 from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     by_model,
     final,
-    having,
     model_of,
-    stacked,
+    select_rows,
+    stack_rows,
     with_names,
     with_steps,
 )
@@ -54,7 +54,7 @@ TOP_4 = f"{EVERY}top 4"
 
 
 class Sufficiency(LanguageModelStudy):
-    """Mean patterns, the choice of mechanisms and the loss, each on windows of their own."""
+    """The loss with mechanisms; their choice, mean patterns and the loss use different windows."""
 
     name: ClassVar[str] = "sufficiency"
     title: ClassVar[str] = "Are the mechanisms of all heads enough together?"
@@ -83,7 +83,7 @@ class Sufficiency(LanguageModelStudy):
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """Rows of assignments and of heads; or of the two ways to choose on few windows."""
-        model = loaded(self.source_of(settings), device)
+        model = load_snapshot(self.source_of(settings), device)
         if settings["part"] == "windows":
             n_draws = _n_draws(settings["n_windows"])
             n = n_draws * settings["n_windows"]
@@ -121,10 +121,10 @@ class Sufficiency(LanguageModelStudy):
             (
                 Panel((_draw_assignments,), Axis("keys kept by every head", "log2"),
                       Axis("excess loss (nats a token)", limits=(0, None)), model_of,
-                      partial(having, "kind", "assignment"), legend="above"),
+                      partial(select_rows, "kind", "assignment"), legend="above"),
                 Panel((_draw_windows,), Axis("windows", "log2"),
                       Axis("share of mean ablation", limits=(0, None), levels=(_SHARE,)),
-                      rows=partial(having, "kind", "windows")),
+                      rows=partial(select_rows, "kind", "windows")),
             ),
             per="model",
             size=(4.6, 3.6),
@@ -163,7 +163,7 @@ class Sufficiency(LanguageModelStudy):
         )  # fmt: skip
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Each assignment in the place of the mechanisms: it costs no less than itself."""
+        """Rows with each assignment in place of the mechanisms: it costs no less than itself."""
         found = {}
         for name, controls in {
             "mean ablation": (MEAN,),
@@ -188,7 +188,7 @@ def _deals(assignments: Iterable[str]) -> tuple[str, ...]:
 
 def _least(column: str, names: Sequence[str] | None, results: "pd.DataFrame") -> Numbers:
     """The least number over assignments, the random deals where none is named; NaN without any."""
-    rows = having("kind", "assignment", results)
+    rows = select_rows("kind", "assignment", results)
 
     def of_model(own: "pd.DataFrame") -> float:
         means = own.groupby("assignment")[column].mean()
@@ -198,7 +198,7 @@ def _least(column: str, names: Sequence[str] | None, results: "pd.DataFrame") ->
 
 
 def _n_draws(n_windows: int) -> int:
-    """How often few windows are drawn, each time others."""
+    """How many times windows are drawn, different ones each time."""
     return max(1, min(4, 128 // n_windows))
 
 
@@ -268,13 +268,13 @@ def _by_windows(model: nn.Module, windows: Tensor, seed: int) -> list[Row]:
 
 def _assignments(results: "pd.DataFrame") -> "pd.DataFrame":
     """Assignments below the model as it is; random deals as one, mean ablation behind."""
-    rows = having("kind", "assignment", results)
+    rows = select_rows("kind", "assignment", results)
     deals = rows["assignment"].str.startswith(RANDOM)
     rows = rows.assign(assignment=rows["assignment"].where(~deals, RANDOM))
     bare = rows.drop_duplicates("model").assign(assignment=_BARE)
     last = rows["assignment"].isin([RANDOM, MEAN])
     ends = [rows[rows["assignment"] == name] for name in (RANDOM, MEAN)]
-    return stacked(bare, rows[~last], *ends)
+    return stack_rows(bare, rows[~last], *ends)
 
 
 def _cell(rows: "pd.DataFrame") -> str:
@@ -294,7 +294,7 @@ def _ends(rows: "pd.DataFrame") -> str:
 
 def _able(results: "pd.DataFrame") -> "pd.DataFrame":
     """Heads for which a hard maximum is not far from enough, by model; what it costs them."""
-    rows = having("kind", "head", results)
+    rows = select_rows("kind", "head", results)
     rows = with_names(rows[rows["damage_max_position"] <= 2 * _THRESHOLD])
     models = {model: place for place, model in enumerate(dict.fromkeys(results["model"]))}
     by_damage = rows.sort_values("damage_max_position")
@@ -315,7 +315,7 @@ def _enough(ideal: str, rows: "pd.DataFrame") -> int:
 
 
 def _of_measure(measure: str) -> list[Column]:
-    """What one way to choose on few windows gave."""
+    """The columns of one way to measure the mechanisms of few windows."""
 
     def own(number: "Callable[[pd.DataFrame], object]") -> "Callable[[pd.DataFrame], object]":
         return lambda rows: number(rows[rows["measure"] == measure])
@@ -361,7 +361,7 @@ _OF_HEADS: tuple[Part, ...] = (
                 for label, name in (*_SHOWN.items(), (SOFT, SOFT))
             ),
         ),
-        rows=partial(having, "kind", "head"),
+        rows=partial(select_rows, "kind", "head"),
     ),
     "Heads whose hard maximum costs at most .1 nats of divergence, with 95% intervals",
     TableSpec(
@@ -383,7 +383,7 @@ _OF_WINDOWS: tuple[Part, ...] = (
     TableSpec(
         ("model", "n_windows", "draw"),
         [*_of_measure(_SAME), *_of_measure(_OTHERS)],
-        rows=partial(having, "kind", "windows"),
+        rows=partial(select_rows, "kind", "windows"),
         words={"draw": lambda draw: int(draw) + 1},
         names={"n_windows": "windows"},
     ),

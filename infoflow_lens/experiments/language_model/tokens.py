@@ -61,7 +61,7 @@ def save_tokenizer(tokenizer: "Tokenizer", folder: Path, n_context: int) -> None
 
 
 def token_stream(tokenizer: "Tokenizer", texts: Sequence[str]) -> Int[Tensor, " pos"]:
-    """All texts as ids, one behind the other, each with <|endoftext|> before it."""
+    """Join the ids of all texts, each with <|endoftext|> before it."""
     ids: list[int] = []
     for encoding in tokenizer.encode_batch(list(texts)):
         ids.append(END_OF_TEXT_ID)

@@ -1,4 +1,4 @@
-"""The least number of keys that each layer needs, against the length of the context."""
+"""The least number of keys that each layer needs, by the length of the context."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from infoflow_lens.experiments.claims import Claim, Numbers
-from infoflow_lens.experiments.language_model.snapshots import Snapshot, loaded
+from infoflow_lens.experiments.language_model.snapshots import Snapshot, load_snapshot
 from infoflow_lens.experiments.language_model.study import (
     LanguageModelStudy,
     by_model,
     final,
-    having,
     least_within,
     model_of,
-    stacked,
+    select_rows,
+    stack_rows,
     with_steps,
 )
 from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
@@ -56,7 +56,7 @@ class TopK(LanguageModelStudy):
 
     def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
         """A row for each kind of keys, layer and k."""
-        model = loaded(self.source_of(settings), device)
+        model = load_snapshot(self.source_of(settings), device)
         whole = self.sequences(model, {**settings, "n_context": settings["n_longest"]}, seed)
         n_prefix = len(self._prefix(model))
         own = settings["n_context"] - n_prefix
@@ -96,7 +96,7 @@ class TopK(LanguageModelStudy):
         """The least k against the context, and the loss against k at the longest."""
         least, loss = [], []
         for kind, style in ((LARGEST, ".-"), (RANDOM, ".:")):
-            rows, label = partial(having, "kept", kind), str if kind == LARGEST else ""
+            rows, label = partial(select_rows, "kept", kind), str if kind == LARGEST else ""
             least.append(
                 Curves("n_context", "least", ("layer",), style=style, rows=rows, label=label)
             )
@@ -133,7 +133,7 @@ class TopK(LanguageModelStudy):
         )  # fmt: skip
 
     def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
-        """What the slopes are called."""
+        """Sentences that name the slopes."""
         slopes = _of_layers(partial(_slope, LARGEST), results).values()
         kind = "mixed"
         if slopes and min(slopes) >= _GROWING:
@@ -143,15 +143,16 @@ class TopK(LanguageModelStudy):
         return [f"over all layers that matter: {kind}"]
 
     def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
-        """Random keys in the place of the largest."""
-        random = having("kept", RANDOM, results)
-        return {"random keys": stacked(random, random.assign(kept=LARGEST))}
+        """Rows with random keys in place of the largest."""
+        random = select_rows("kept", RANDOM, results)
+        return {"random keys": stack_rows(random, random.assign(kept=LARGEST))}
 
 
 def least_keys(results: "pd.DataFrame") -> "pd.DataFrame":
     """The least k of each layer at each context, of the largest and of random keys.
 
-    With what one key a row costs (``one``), the least over seeds; contexts from the shortest on.
+    The column ``one`` is the cost of one key a row, the least over seeds. Contexts come in order
+    of their length.
     """
     import pandas as pd
 
@@ -176,17 +177,17 @@ def _longest(results: "pd.DataFrame") -> "pd.DataFrame":
 
 def _matters(least: "pd.DataFrame") -> bool:
     """Whether a layer loses by one random key a row."""
-    return bool(having("kept", RANDOM, least)["one"].iloc[-1] > _TOLERANCE)
+    return bool(select_rows("kept", RANDOM, least)["one"].iloc[-1] > _TOLERANCE)
 
 
 def _both(least: "pd.DataFrame") -> str:
-    own, random = (having("kept", kind, least)["least"].item() for kind in (LARGEST, RANDOM))
+    own, random = (select_rows("kept", kind, least)["least"].item() for kind in (LARGEST, RANDOM))
     return f"{own} ({random})"
 
 
 def _slope(kind: str, least: "pd.DataFrame") -> float:
     """The power of the length with which k grows; NaN for one length."""
-    rows = having("kept", kind, least)
+    rows = select_rows("kept", kind, least)
     if len(rows) < 2:
         return math.nan
     ends = rows.iloc[[0, -1]][["least", "n_context"]].astype(float)
@@ -195,8 +196,8 @@ def _slope(kind: str, least: "pd.DataFrame") -> float:
 
 
 def _of_random(least: "pd.DataFrame") -> float:
-    """The keys at the longest context, over those of random ones."""
-    own, random = (having("kept", kind, least)["least"].iloc[-1] for kind in (LARGEST, RANDOM))
+    """The keys needed at the longest context, over the random keys needed there."""
+    own, random = (select_rows("kept", kind, least)["least"].iloc[-1] for kind in (LARGEST, RANDOM))
     return float(own / random)
 
 

@@ -54,7 +54,7 @@ _N_REPEATED, _N_WATCHED = 32, 64  # sequences for the history
 
 @dataclass(frozen=True)
 class TrainedLanguageModel:
-    """What a training run left.
+    """The files and numbers of a finished training run.
 
     Attributes:
         folder: of the model in the format of Hugging Face, in half precision.
@@ -119,7 +119,7 @@ def train_language_model(
 
 @contextmanager
 def _threads(n: int) -> Iterator[None]:
-    """PyTorch on `n` threads, and on as many as before afterwards."""
+    """Let PyTorch use `n` threads in a block, and restore the number afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
     try:
@@ -129,7 +129,7 @@ def _threads(n: int) -> Iterator[None]:
 
 
 class _Run:
-    """A run between two steps."""
+    """The state of a training run between two steps."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What states depend on."""
+"""The influence of tokens on states."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from infoflow_lens.hooks import (
     ResampleInfluence,
 )
 from infoflow_lens.hooks.influence.resample import donors_from
-from infoflow_lens.probing.part import Part, Setting
+from infoflow_lens.probing.part import Part, RunContext
 
 if TYPE_CHECKING:
     from infoflow_lens.report.charts import Chart
@@ -22,38 +22,38 @@ _EXACT_UP_TO = 2048  # input directions (tokens times width) that are differenti
 
 
 class InfluencePart(Part):
-    """Influence on states, and the attention on the same sequences, which predicts it."""
+    """Influence on states, and attention on the same sequences, from which it is predicted."""
 
     title = "What states depend on"
     sequences = "detail"
 
     def lacking(self, layer: LayerCapabilities) -> str:
-        """Passes are repeated from what enters the first block."""
+        """Why influence cannot be measured: the input of a block must be replaceable."""
         if "hook_resid_pre" not in layer.edits_reach:
             return "edits of hook_resid_pre do not reach its output"
         return super().lacking(layer)
 
-    def probes(self, setting: Setting) -> Mapping[str, Probe[Any]]:
-        """Influence, and what predictions for the same sequences need."""
+    def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
+        """The probe of influence, and the probes of attention from which it is predicted."""
         return {
             "influence_attended": AttendedProbe(),
-            "influence_positions": PositionsProbe(setting.config.ranks, spread=True),
-            "influence": _probe(setting),
+            "influence_positions": PositionsProbe(context.config.ranks, spread=True),
+            "influence": _probe(context),
         }
 
     def figures(self, result: Any) -> Sequence["Chart"]:
-        """None: the report shows influence beside what was predicted."""
+        """No figures: the report shows influence beside the predictions."""
         return ()
 
 
-def _probe(setting: Setting) -> Probe[Any]:
-    """The kind of influence that the settings ask for, or that is affordable."""
-    config, longest = setting.config, setting.detail.longest or 1
+def _probe(context: RunContext) -> Probe[Any]:
+    """The probe for the kind of influence in the settings; "auto" is exact where that is cheap."""
+    config, longest = context.config, context.detail.longest or 1
     if config.influence == "resample":
         return ResampleInfluence(
-            donors_from(setting.batches, config.n_detail, longest), "median", state="resid_post"
+            donors_from(context.batches, config.n_detail, longest), "median", state="resid_post"
         )
-    affordable = longest * setting.width <= _EXACT_UP_TO
+    affordable = longest * context.width <= _EXACT_UP_TO
     if config.influence == "exact" or (config.influence == "auto" and affordable):
         return JacobianInfluence("resid_post")
     return JacobianInfluence("resid_post", positions=(-1,), estimate=_DIRECTIONS, seed=config.seed)

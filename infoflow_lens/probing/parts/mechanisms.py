@@ -7,7 +7,7 @@ from infoflow_lens.hooks import LayerCapabilities, MechanismsResult, measure_mec
 from infoflow_lens.hooks.mechanisms.measure import MechanismsProgress
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.probing.checkpoint import Checkpoint
-from infoflow_lens.probing.part import Part, Setting
+from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.report.heads import by_head, by_head_in_colours
 
 if TYPE_CHECKING:
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from infoflow_lens.report.charts import Chart
 
-# What needs nothing of the input first; the theory's own three in colours.
+# In the order of the legend: patterns that do not depend on the input come first; the three
+# mechanisms of the theory have strong colours.
 _COLOURS = {
     "own_position": "#d9d9d9",
     "global": "#56b4e9",
@@ -29,7 +30,7 @@ _MOST_NAMED = 32  # heads in a sentence
 
 
 class MechanismsPart(Part):
-    """Patterns replaced by ideal ones."""
+    """The damage to the output when a head's pattern is replaced by ideal patterns."""
 
     title = "The mechanism of every head"
     text = (
@@ -42,7 +43,7 @@ class MechanismsPart(Part):
     sequences = "detail"
 
     def lacking(self, layer: LayerCapabilities) -> str:
-        """Patterns are edited."""
+        """Why patterns cannot be replaced in a layer; empty if they can."""
         if "attn.hook_pattern" not in layer.edits_reach:
             where = "" if HAS_HOOKED_TRANSFORMER else "with TransformerLens 3 "
             return (
@@ -51,8 +52,8 @@ class MechanismsPart(Part):
             )
         return super().lacking(layer)
 
-    def measure(self, setting: Setting, checkpoint: Checkpoint) -> MechanismsResult:
-        """Replace patterns; go on behind the last finished batch."""
+    def measure(self, context: RunContext, checkpoint: Checkpoint) -> MechanismsResult:
+        """Measure the damage of all ideals; go on after the last finished batch."""
         state = checkpoint.load()
         reached: Any = state
 
@@ -63,14 +64,14 @@ class MechanismsPart(Part):
 
         try:
             return measure_mechanisms(
-                setting.model,
-                setting.detail,
-                metric=setting.config.metric,
-                threshold=setting.config.threshold,
-                batch_size=setting.config.batch_size,
+                context.model,
+                context.detail,
+                metric=context.config.metric,
+                threshold=context.config.threshold,
+                batch_size=context.config.batch_size,
                 resume=None if state is None else MechanismsProgress(**state),
                 after_batch=keep,
-                progress=setting.progress,
+                progress=context.progress,
             )
         except BaseException:
             if reached is not None:

@@ -1,10 +1,10 @@
-"""Where heads look."""
+"""The positions to which heads attend."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from infoflow_lens.hooks import PositionsProbe, PositionsResult, Probe, ShardedPositions
-from infoflow_lens.probing.part import Part, Setting
+from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.report.heads import by_head
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ class PositionsPart(Part):
         "tokens, and the entropy of the attention rows."
     )
 
-    def probes(self, setting: Setting) -> Mapping[str, Probe[Any]]:
-        """Ranks and spread."""
-        config = setting.config
+    def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
+        """The probe of ranked positions, with the spread of the attention rows."""
+        config = context.config
         return {"positions": PositionsProbe(config.ranks, without=config.without, spread=True)}
 
     def table(self, result: AnyPositions) -> "pd.DataFrame":

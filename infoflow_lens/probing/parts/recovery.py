@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from infoflow_lens.hooks import Probe, RecoveryProbe, RecoveryResult
 from infoflow_lens.hooks.probe import Split
-from infoflow_lens.probing.part import Part, Setting
+from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.report.heads import by_head
 
 if TYPE_CHECKING:
@@ -16,13 +16,13 @@ _WIDE, _SKETCH = 256, 64
 
 
 def too_few_rows(result: RecoveryResult) -> tuple[int, ...]:
-    """The layers whose maps had no more rows than features: they fit whatever they are given."""
+    """The layers whose maps had no more rows than features, so that they can fit any target."""
     pairs = zip(result.n_features, result.n_fit, strict=False)  # not known of older results
     return tuple(layer for layer, (features, rows) in enumerate(pairs) if rows <= features)
 
 
 class RecoveryPart(Part):
-    """Linear recovery maps."""
+    """Linear maps from states to attended tokens, and their errors."""
 
     title = "Can the state give the attended token back?"
     text = (
@@ -30,9 +30,9 @@ class RecoveryPart(Part):
         "head attends to at each rank, on held-out sequences: 0 is perfect, 1 is knowing nothing."
     )
 
-    def lacking_of_data(self, setting: Setting) -> str:
-        """Maps are fitted on some sequences, and judged on others."""
-        n, split = setting.batches.n_sequences or 0, Split()
+    def lacking_of_data(self, context: RunContext) -> str:
+        """Why the sequences are too few: maps are fitted on some and judged on others."""
+        n, split = context.batches.n_sequences or 0, Split()
         if split.n_held_out(n):
             return ""
         return (
@@ -41,9 +41,12 @@ class RecoveryPart(Part):
             f"{split.every}; give more text"
         )
 
-    def probes(self, setting: Setting) -> Mapping[str, Probe[Any]]:
-        """Maps from the post-attention state; sketched, and not kept, where the model is wide."""
-        config, wide = setting.config, setting.width > _WIDE
+    def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
+        """The probe of maps from the post-attention state.
+
+        For wide models its targets are sketched, and the maps are not kept.
+        """
+        config, wide = context.config, context.width > _WIDE
         sketch = (_SKETCH if wide else None) if config.sketch is None else config.sketch or None
         probe = RecoveryProbe(
             config.ranks, without=config.without, sketch=sketch, maps=not wide, seed=config.seed
@@ -63,7 +66,7 @@ class RecoveryPart(Part):
         return by_head(wide, shown, most=1.0)
 
     def remarks(self, result: RecoveryResult) -> str:
-        """Layers in which a map fits whatever it is given."""
+        """The layers that are not shown because their maps fit any target."""
         layers = too_few_rows(result)
         if not layers:
             return ""
@@ -74,7 +77,7 @@ class RecoveryPart(Part):
         )
 
     def sentences(self, result: RecoveryResult) -> Sequence[str]:
-        """The head that gives most back."""
+        """The head whose token is recovered with the smallest error."""
         frame = result.to_frame().dropna(subset="fvu").sort_values("fvu")
         frame = frame[~frame["layer"].isin(too_few_rows(result))]
         if frame.empty and too_few_rows(result):

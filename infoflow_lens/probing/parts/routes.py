@@ -1,4 +1,4 @@
-"""Other answers to what states depend on, beside the predicted sets."""
+"""Other measures of what states depend on, compared with the predicted sets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from infoflow_lens.hooks import (
     baselines,
 )
 from infoflow_lens.probing.checkpoint import Checkpoint
-from infoflow_lens.probing.compared import by_largest, by_mechanisms
-from infoflow_lens.probing.part import Part, Setting
+from infoflow_lens.probing.compared import predict_by_mechanisms, predict_by_top_k
+from infoflow_lens.probing.part import Part, RunContext
 from infoflow_lens.probing.shards import run_in_shards
 from infoflow_lens.ranking import compare_rankings
 from infoflow_lens.report.charts import Lines, Table
@@ -96,26 +96,26 @@ class RoutesPart(Part):
     sequences = "detail"
     after = ("influence",)
 
-    def measure(self, setting: Setting, checkpoint: Checkpoint) -> Result:
-        """Run baselines over the sequences of influence; go on behind the last batch.
+    def measure(self, context: RunContext, checkpoint: Checkpoint) -> Result:
+        """Run the baselines on the sequences of influence; go on after the last finished batch.
 
-        Those that take long are left out where influence is an estimate, since exact derivatives
-        were too much then, and where no probes are named.
+        Slow baselines are left out if influence is an estimate, as exact derivatives took too long
+        then, and if the user names no probes.
         """
-        influence: InfluenceResult = setting.found["influence"]
+        influence: InfluenceResult = context.found["influence"]
         positions = influence.record.config["positions"]
         left_out = _LARGE if influence.relative_error is not None else ""
-        if setting.config.probes is None:
+        if context.config.probes is None:
             left_out = left_out or _BY_DEFAULT
-        probes = baselines(setting.model, positions=positions, cheap=bool(left_out))
-        results = run_in_shards(setting, setting.detail, probes, checkpoint).results()
-        chosen: PositionsResult = setting.found["influence_positions"]
-        attended: AttendedResult = setting.found["influence_attended"]
+        probes = baselines(context.model, positions=positions, cheap=bool(left_out))
+        results = run_in_shards(context, context.detail, probes, checkpoint).results()
+        chosen: PositionsResult = context.found["influence_positions"]
+        attended: AttendedResult = context.found["influence_attended"]
         n_source = influence.influence.shape[-1]
-        sets = by_largest(chosen, n_source)
-        if "mechanisms" in setting.found:
-            sets["mechanisms"] = by_mechanisms(
-                setting.found["mechanisms"], attended, chosen, n_source
+        sets = predict_by_top_k(chosen, n_source)
+        if "mechanisms" in context.found:
+            sets["mechanisms"] = predict_by_mechanisms(
+                context.found["mechanisms"], attended, chosen, n_source
             )
         found = compare_rankings(sets, results, influence)
         # the comparison names the range that was asked for; few positions of it may be measured

@@ -14,14 +14,16 @@ from infoflow_lens.hooks.mechanisms.sufficiency import (
     measure_sufficiency,
 )
 from infoflow_lens.probing.checkpoint import Checkpoint
-from infoflow_lens.probing.part import NextTokenPart, Setting
+from infoflow_lens.probing.part import NextTokenPart, RunContext
 from infoflow_lens.report.charts import Lines
 
 _DRAWS = 3  # of random mechanisms
 
 
 class SufficiencyPart(NextTokenPart):
-    """Many heads replaced at once by their mechanisms, on sequences that did not choose these."""
+    """The loss with many heads replaced at once by their mechanisms, on other sequences than those
+    on which the mechanisms were chosen.
+    """
 
     title = "Are the mechanisms enough together?"
     text = (
@@ -34,42 +36,42 @@ class SufficiencyPart(NextTokenPart):
     after = ("mechanisms",)
 
     def lacking(self, layer: LayerCapabilities) -> str:
-        """Patterns are edited, and head outputs."""
+        """Why patterns and head outputs cannot be replaced in a layer; empty if they can."""
         if "attn.hook_z" not in layer.edits_reach:
             return "edits of hook_z do not reach its output, so no head can be ablated"
         return super().lacking(layer)
 
-    def lacking_of_data(self, setting: Setting) -> str:
-        """Mechanisms are chosen on some sequences, and measured together on others."""
-        if setting.rest is not None:
+    def lacking_of_data(self, context: RunContext) -> str:
+        """Why the sequences are too few: some choose the mechanisms, others measure them."""
+        if context.rest is not None:
             return ""
-        n = setting.batches.n_sequences or 0
+        n = context.batches.n_sequences or 0
         smaller = f", or an n_detail of at most {n - 1}" if n > 1 else ""
         return (
-            f"all {n} sequences choose the mechanisms (n_detail is {setting.config.n_detail}), so "
+            f"all {n} sequences choose the mechanisms (n_detail is {context.config.n_detail}), so "
             f"none is left for sufficiency: expected more; give more text{smaller}"
         )
 
-    def measure(self, setting: Setting, checkpoint: Checkpoint) -> Result:
-        """Go on behind the last finished point of the curves."""
-        assert setting.rest is not None
-        mechanisms: Any = setting.found["mechanisms"]
+    def measure(self, context: RunContext, checkpoint: Checkpoint) -> Result:
+        """Measure the curves; go on after the last finished point."""
+        assert context.rest is not None
+        mechanisms: Any = context.found["mechanisms"]
         return measure_sufficiency(
-            setting.model,
-            setting.rest,
+            context.model,
+            context.rest,
             mechanisms,
             draws=_DRAWS,
-            seed=setting.config.seed,
-            batch_size=setting.config.batch_size,
+            seed=context.config.seed,
+            batch_size=context.config.batch_size,
             resume=checkpoint.load(),
             after=checkpoint.save,
-            progress=setting.progress,
+            progress=context.progress,
         )
 
     def figures(self, result: SufficiencyResult) -> Sequence[Lines]:
         """Every head with its k largest keys; then shares of the heads, by the mean of deals."""
         excess = _excess(result)
-        beside = {
+        levels = {
             MEAN: excess[MEAN],
             "every head's mean pattern": excess[f"{EVERY}specific_position"],
             MECHANISMS: excess[MECHANISMS],
@@ -88,7 +90,7 @@ class SufficiencyPart(NextTokenPart):
                 "What the loss of the next token rises by where every head keeps its largest keys",
                 KS,
                 {
-                    **{name: [rise] * len(KS) for name, rise in beside.items()},
+                    **{name: [rise] * len(KS) for name, rise in levels.items()},
                     "k largest keys": curve,
                 },
                 "keys kept by every head",
@@ -128,5 +130,5 @@ class SufficiencyPart(NextTokenPart):
 
 
 def _excess(result: SufficiencyResult) -> dict[str, float]:
-    """What the loss rises by with all heads replaced, by assignment."""
+    """The rise of the loss with all heads replaced, in nats a token, by assignment."""
     return dict(zip(result.assignments, result.excess()[:, -1].tolist(), strict=True))

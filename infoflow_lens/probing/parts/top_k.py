@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from infoflow_lens.hooks import LayerCapabilities, Result
 from infoflow_lens.hooks.mechanisms.top_k import TopKResult, measure_top_k
 from infoflow_lens.probing.checkpoint import Checkpoint
-from infoflow_lens.probing.part import NextTokenPart, Setting
+from infoflow_lens.probing.part import NextTokenPart, RunContext
 
 
 class TopKPart(NextTokenPart):
-    """All but the k largest keys of every row taken out."""
+    """The loss when heads keep only the k largest keys of every row."""
 
     title = "How many keys does a layer need?"
     text = (
@@ -20,22 +20,22 @@ class TopKPart(NextTokenPart):
     sequences = "detail"
 
     def lacking(self, layer: LayerCapabilities) -> str:
-        """Patterns are edited."""
+        """Why patterns cannot be replaced in a layer; empty if they can."""
         if "attn.hook_pattern" not in layer.edits_reach:
             return "edits of hook_pattern do not reach its output"
         return super().lacking(layer)
 
-    def measure(self, setting: Setting, checkpoint: Checkpoint) -> Result:
-        """Search by halves; go on behind the last finished point."""
+    def measure(self, context: RunContext, checkpoint: Checkpoint) -> Result:
+        """Search k by bisection; go on after the last finished point."""
         return measure_top_k(
-            setting.model,
-            setting.detail,
+            context.model,
+            context.detail,
             search=True,
-            seed=setting.config.seed,
-            batch_size=setting.config.batch_size,
+            seed=context.config.seed,
+            batch_size=context.config.batch_size,
             resume=checkpoint.load(),
             after=checkpoint.save,
-            progress=setting.progress,
+            progress=context.progress,
         )
 
     def sentences(self, result: TopKResult) -> Sequence[str]:
@@ -47,5 +47,5 @@ class TopKPart(NextTokenPart):
         )
 
     def facts(self, result: TopKResult) -> Sequence[tuple[str, str]]:
-        """Of all layers at once."""
+        """The least k of all layers at once."""
         return (("keys needed, all layers", f"{result.least()[-1]} of {result.n_pos}"),)

@@ -16,7 +16,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.experiments.language_model.graded_sets import GradedSetsStudy, chosen_of
-from infoflow_lens.experiments.language_model.snapshots import loaded
+from infoflow_lens.experiments.language_model.snapshots import load_snapshot
 from tests.reference import zoo
 
 
@@ -38,7 +38,7 @@ def rows(study):
 def test_rows_are_those_of_the_measures_by_hand(study, rows, strength):
     """The texts that choose and those that are measured share no window."""
     settings = study.cases("smoke")[0]
-    model = loaded(study.source_of(settings), "cpu")
+    model = load_snapshot(study.source_of(settings), "cpu")
     texts = study._texts_of(model, settings, 0)
     windows = [tuple(row) for part in texts.values() for row in part.tolist()]
     assert len(set(windows)) == len(windows)

@@ -6,7 +6,7 @@ import torch
 
 from infoflow_lens import JacobianInfluence, PositionsProbe, compare_rankings, propagate, run_probes
 from infoflow_lens.experiments.language_model.sets import Sets
-from infoflow_lens.experiments.language_model.snapshots import loaded
+from infoflow_lens.experiments.language_model.snapshots import load_snapshot
 from infoflow_lens.experiments.sweep import run_study
 from tests.reference import zoo
 
@@ -27,7 +27,7 @@ def result(study, tmp_path_factory):
 
 def test_rows_are_those_of_the_measures_by_hand(study, result):
     (settings, _) = study.cases("smoke")
-    model = loaded(study.source_of(settings), "cpu")
+    model = load_snapshot(study.source_of(settings), "cpu")
     n = settings["n_windows"] + 4 + 8
     spread = study.sequences(model, {**settings, "n_windows": n}, 0)
     order = torch.randperm(n, generator=torch.Generator().manual_seed(0))

@@ -15,9 +15,9 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.probing import shard
-from infoflow_lens.probing.compared import by_largest
+from infoflow_lens.probing.compared import predict_by_top_k
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.page import report_of
+from infoflow_lens.probing.page import build_report
 from infoflow_lens.probing.run import run_probing
 from tests.reference import zoo
 
@@ -75,7 +75,7 @@ def test_its_table_is_that_of_the_measures_by_hand(tmp_path, config, monkeypatch
         progress=False,
     )
     expected = compare_rankings(
-        by_largest(chosen, influence.influence.shape[-1]),
+        predict_by_top_k(chosen, influence.influence.shape[-1]),
         dict(zip(probes, scores, strict=True)),
         influence,
     ).to_frame()
@@ -87,7 +87,7 @@ def test_its_table_is_that_of_the_measures_by_hand(tmp_path, config, monkeypatch
     shown = found.parts["routes"].figures(found.found["routes"])[0]
     assert [row[0] for row in shown.rows] == list(own.sort_values("auroc")["method"])[::-1]
     own = own[own["kind"] != "control"].set_index("method")["auroc"]
-    headline = report_of(found).headline
+    headline = build_report(found).headline
     if own.idxmax() == "k=1":
         assert "No baseline of the same size is nearer" in headline
     else:
@@ -101,5 +101,5 @@ def test_where_no_probes_are_named_the_slow_ones_are_left_out(tmp_path, config):
     methods = set(found.found["routes"].to_frame()["method"])
     assert "attention rollout" in methods
     assert "gradient x input" not in methods
-    (section,) = (each for each in report_of(found).sections if "other measures" in each.title)
+    (section,) = (each for each in build_report(found).sections if "other measures" in each.title)
     assert "are left out: they take long" in section.text
