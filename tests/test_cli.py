@@ -309,7 +309,7 @@ def test_what_says_nothing_is_said_in_words(small, tmp_path):
     [
         (["--probes", "positions,recoverie"], "did you mean 'recovery'"),
         (["--ranks", "1,a"], "--ranks is '1,a'"),
-        (["--column", "ids"], "without ids"),
+        (["--column", "ids"], "lines of text and no columns"),
         (["--influence", "exakt"], "did you mean 'exact'"),
         (["--ranks", "1,2,3,4,5,6,7"], "rank 7 is beyond the number of keys"),
         (["--metric", "mse"], "metric is 'mse'"),
