@@ -85,8 +85,10 @@ class StateScores(Result):
         array = LabelledArray(self.column, self.values, ("layer", *dims), {"layer": self.layers})
         frame = frame_of([array], LabelledArray("exists", exists, dims))
         # the axis counts the asked states, the table says which positions these are
-        places = self.positions[torch.tensor(frame["sample"]), torch.tensor(frame["position"])]
-        return frame.assign(position=places.numpy())
+        sample, asked = (
+            torch.tensor(frame[axis].to_numpy(dtype="int64")) for axis in ("sample", "position")
+        )
+        return frame.assign(position=self.positions[sample, asked].numpy())
 
     def plot(self, sample: int = 0) -> "Figure":
         """Heat maps of one sequence, a panel for each layer."""
@@ -122,6 +124,15 @@ class StateScoresProbe(Probe[ScoresT]):
     lengths = concatenated()
     scored_layers = combined(latest)
     n_positions = combined(max)
+
+    def check(self, n_fit: int | None, n_evaluate: int | None, n_keys: int) -> None:
+        """Refuse positions that no sequence has; see :meth:`Probe.check`."""
+        n_pos = n_keys + 1  # CLS may be no key
+        if self.positions and not any(-n_pos <= p < n_pos for p in self.positions):
+            raise InfoFlowError(
+                f"positions are {list(self.positions)}, but the longest sequence has {n_keys} "
+                "tokens: expected positions that some sequence has; -1 is the last of each"
+            )
 
     def check_positions(self, model: nn.Module) -> None:
         """Refuse positions that no sequence of this model has.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,6 +13,7 @@ from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.influence.base import InfluenceResult, influence_sets
 from infoflow_lens.hooks.positions.result import PositionsResult
+from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.theory.information_sets import (
     GradedSets,
     InformationSets,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 Predicted: TypeAlias = InformationSets | Bool[Tensor, "layer batch pos source"] | MovesKeys
 Measured: TypeAlias = Float[Tensor, "layer batch pos source"] | InfluenceResult
+SetsT = TypeVar("SetsT", InformationSets, GradedSets)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Agreement:
             left out as in `layers`.
         coverage: mean share of the target's active index set inside the predicted set of that
             position; None if no active index set was given.
+        numbers: the number of each of these layers in the model; empty for all from 0 on.
     """
 
     threshold: float
@@ -86,6 +89,7 @@ class Agreement:
     layers_with_self: tuple[SetAgreement, ...]
     cls: SetAgreement
     coverage: float | None = None
+    numbers: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers as JSON-compatible values."""
@@ -96,16 +100,18 @@ class Agreement:
         import pandas as pd
 
         rows: list[Mapping[str, Any]] = []
+        numbers = self.numbers or range(len(self.layers))
         for kind, with_self, layers in (
             ("tokens", False, self.layers),
             ("tokens", True, self.layers_with_self),
         ):
-            for layer, values in enumerate(layers):
+            for layer, values in zip(numbers, layers, strict=True):
                 rows.append(
                     {"layer": layer, "states": kind, "with_self": with_self, **asdict(values)}
                 )
-        last = len(self.layers) - 1
-        rows.append({"layer": last, "states": "cls", "with_self": False, **asdict(self.cls)})
+        rows.append(
+            {"layer": max(numbers), "states": "cls", "with_self": False, **asdict(self.cls)}
+        )
         return pd.DataFrame(rows)
 
     def __repr__(self) -> str:
@@ -338,13 +344,14 @@ def compare(
             f"{(n_batch, n_source)}, one row for each sequence"
         )
     tokens, last = states.is_token & states.asked, states.is_last & states.asked
-    read = predicted.members[-1][states.is_last]
+    read = predicted.members[states.last_layer][states.is_last]
     return Agreement(
         threshold=threshold,
         layers=tuple(states.agreement(layer, tokens, False) for layer in range(n_layers)),
         layers_with_self=tuple(states.agreement(layer, tokens, True) for layer in range(n_layers)),
-        cls=states.agreement(n_layers - 1, last, False),
+        cls=states.agreement(states.last_layer, last, False),
         coverage=None if active is None else coverage(read, active.to(read.device)),
+        numbers=states.layers,
     )
 
 
@@ -375,7 +382,7 @@ def compare_by_position(
             chosen = states.exists & states.asked & (places == position)
             if chosen.any():
                 values = asdict(states.agreement(layer, chosen, False))
-                rows.append({"layer": layer, "position": position, **values})
+                rows.append({"layer": states.layers[layer], "position": position, **values})
     return pd.DataFrame(rows)
 
 
@@ -454,14 +461,14 @@ def sets_of(predicted: Any, measured: Any) -> InformationSets:
     """
     _check_measured(measured)
     if isinstance(predicted, InformationSets):
-        return predicted
+        return of_measured_layers(predicted, measured)
     if isinstance(predicted, Tensor):
-        return InformationSets(predicted)
+        return of_measured_layers(InformationSets(predicted), measured)
     if isinstance(predicted, MovesKeys):
         if isinstance(measured, InformationSets):
             return propagate(predicted, measured.n_sources)
         scores = measured.influence if isinstance(measured, InfluenceResult) else measured
-        return propagate(predicted, scores.shape[-1])
+        return of_measured_layers(propagate(predicted, scores.shape[-1]), measured)
     hint = "; what was measured comes second" if isinstance(predicted, InfluenceResult) else ""
     if isinstance(predicted, GradedSets):
         hint = "; give the sets at a level, predicted.at(0.1), or rank all with compare_rankings"
@@ -471,11 +478,28 @@ def sets_of(predicted: Any, measured: Any) -> InformationSets:
     )
 
 
+def of_measured_layers(predicted: SetsT, measured: Any) -> SetsT:
+    """The sets of the layers that a result holds, in its order, where all layers are predicted.
+
+    Sets of all layers are in the model's order. Others are taken to be those of the result's
+    layers, in its order; so are all sets where sources enter above the input, which sets of the
+    whole model do not describe.
+    """
+    if not isinstance(measured, StateScores):
+        return predicted
+    layers, above = measured.layers, measured.record.config.get("source_layer")
+    covered = max(layers) < predicted.n_layers
+    some = len(layers) < predicted.n_layers or sorted(layers) == list(range(len(layers)))
+    return predicted.part(layers) if covered and some and not above else predicted
+
+
 class _States:
     """Predicted sets and measured influence of the same states, checked.
 
     Attributes:
         scores: influence [layer, batch, pos, source].
+        layers: the number of each layer in the model.
+        last_layer: which of them is the last of the model.
         exists, asked: bool [batch, pos], which states there are, and which were measured.
         is_token, is_last: bool [batch, pos], states of tokens, and the last of each sequence.
     """
@@ -496,7 +520,8 @@ class _States:
             )
         check_norms(self.scores)
         layers = range(len(self.scores))
-        self._layers = measured.layers if isinstance(measured, InfluenceResult) else tuple(layers)
+        self.layers = measured.layers if isinstance(measured, InfluenceResult) else tuple(layers)
+        self.last_layer = self.layers.index(max(self.layers))
         self._predicted = predicted.members
         self._measured = influence_sets(self.scores, threshold).members
         _, n_batch, n_pos, n_source = self.scores.shape
@@ -546,7 +571,7 @@ class _States:
         rest = ~(silent | empty | full)
         kept = scores[rest], members[rest], candidate[rest]
         return Explained(
-            layer=self._layers[layer],
+            layer=self.layers[layer],
             place=self._place(chosen),
             n_sequences=int(chosen.any(dim=1).sum()),
             with_self=with_self,
@@ -706,11 +731,11 @@ def coverage_curve(
     Raises:
         InfoFlowError: if shapes do not fit, or influence is negative or not finite.
     """
-    positions = _by_rank(positions)
+    positions, measured = _by_rank(positions), influence
     influence, lengths, asked = _scores(influence, lengths)
     n_layers, batch, n_pos, n_source = influence.shape
     expected = (batch, n_pos)
-    if len(positions) != n_layers or any(
+    if len(positions) < n_layers or any(
         layer.ndim != 4 or (layer.shape[0], layer.shape[2]) != expected for layer in positions
     ):
         raise InfoFlowError(
@@ -722,11 +747,12 @@ def coverage_curve(
     curve = []
     for k in range(1, min(layer.shape[-1] for layer in positions) + 1):
         sets = propagate([layer[..., :k] for layer in positions], n_source)
-        states = _States(sets, influence, 1.0, lengths)
+        states = _States(of_measured_layers(sets, measured), measured, 1.0, lengths)
         states.asked &= asked
         chosen = states.exists & states.asked
         layers = tuple(states.explained(i, chosen).inside for i in range(n_layers))
-        curve.append((layers, states.explained(n_layers - 1, states.is_last & states.asked)))
+        last = states.explained(states.last_layer, states.is_last & states.asked)
+        curve.append((layers, last))
     return CoverageCurve(
         layers=tuple(shares for shares, _ in curve),
         last=tuple(found.inside for _, found in curve),

@@ -10,7 +10,15 @@ from annotated_types import Interval, MinLen
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from infoflow_lens.agreement import Predicted, auroc, check_norms, check_real, real_states, sets_of
+from infoflow_lens.agreement import (
+    Predicted,
+    auroc,
+    check_norms,
+    check_real,
+    of_measured_layers,
+    real_states,
+    sets_of,
+)
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Distinct, Index, checked
@@ -55,6 +63,7 @@ class RankingAgreement:
             States whose set holds none or all take no part, since all methods are the same there.
         values: by (set that gives the size, method), then by metric, float [layer, batch, pos];
             NaN for states that take no part.
+        numbers: the number of each layer in the model; empty for all from 0 on.
     """
 
     sets: tuple[str, ...]
@@ -62,6 +71,7 @@ class RankingAgreement:
     n_candidates: Float[Tensor, "layer batch pos"]
     sizes: Mapping[str, Float[Tensor, "layer batch pos"]]
     values: Mapping[tuple[str, str], Mapping[str, Float[Tensor, "layer batch pos"]]]
+    numbers: tuple[int, ...] = ()
 
     def kind(self, method: str) -> str:
         """ "set", "score" or "control"."""
@@ -109,6 +119,7 @@ class RankingAgreement:
 
         n_layers, _, n_pos = self.n_candidates.shape
         rows: list[dict[str, Any]] = []
+        numbers = self.numbers or range(n_layers)
         for (size, method), metrics in self.values.items():
             if ahead and method == size:
                 continue
@@ -127,7 +138,7 @@ class RankingAgreement:
                             "size_of": size,
                             "method": method,
                             "kind": self.kind(method),
-                            "layer": layer,
+                            "layer": numbers[layer],
                             "positions": f"{first}-{end - 1}",
                             "n_sequences": int(takes_part.any(dim=1).sum()),
                             "n_states": int(takes_part.sum()),
@@ -298,14 +309,17 @@ def compare_rankings(
         check_real(influence)
     ranked: dict[str, Tensor] = {}
     for name, score in scores.items():
-        ranked[name], _, also = _full(score, lengths, repr(name))
+        ranked[name], _, also = _full(score, lengths, repr(name), measured)
         _same_shape(name, ranked[name], influence)
         if not ranked[name].isfinite().all() or (ranked[name] < 0).any():
             raise InfoFlowError(
                 f"scores of {name!r} are negative, infinite or NaN somewhere: expected scores >= 0"
             )
         asked = asked & also
-    chosen_sets = {name: sets_of(given, influence) for name, given in sets.items()}
+    chosen_sets = {
+        name: of_measured_layers(sets_of(given, influence), measured)
+        for name, given in sets.items()
+    }
     for name, predicted in chosen_sets.items():
         _same_shape(name, predicted.members, influence)
     n_layers, n_batch, n_pos, n_source = influence.shape
@@ -339,21 +353,33 @@ def compare_rankings(
         n_candidates=states.counted(candidate.expand(n_layers, -1, -1, -1)),
         sizes=sizes,
         values=values,
+        numbers=getattr(measured, "layers", ()),
     )
 
 
-def _full(values: Any, lengths: Tensor | None, name: str) -> tuple[Tensor, Tensor | None, Tensor]:
+def _full(
+    values: Any, lengths: Tensor | None, name: str, measured: Any = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Values of all positions, the lengths of the sequences, and which states have values.
+
+    Args:
+        values: scores or sets.
+        lengths: of the sequences, where `values` does not know them.
+        name: what errors call them.
+        measured: a result to whose layers values of more layers are cut.
 
     Raises:
         InfoFlowError: for what has no value for every state and source.
     """
     if isinstance(values, StateScores):
-        return values.full(), values.lengths, values.asked
+        full, wanted = values.full(), getattr(measured, "layers", values.layers)
+        if set(wanted) < set(values.layers):
+            full = full[[values.layers.index(layer) for layer in wanted]]
+        return full, values.lengths, values.asked
     if isinstance(values, InformationSets):
-        values = values.members.float()
+        values = of_measured_layers(values, measured).members.float()
     elif isinstance(values, GradedSets):
-        values = values.strengths
+        values = of_measured_layers(values, measured).strengths
     if not isinstance(values, Tensor) or values.ndim != 4:
         shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise InfoFlowError(

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -401,3 +402,59 @@ def test_a_tensor_with_states_that_cannot_be_real_is_refused(of_lengths):
             call()
     with pytest.raises(InfoFlowError, match="expected the same; probe and predict"):
         compare(positions, influence, lengths=torch.tensor([4, 9, 6, 4]))
+
+
+# Layers
+
+
+@pytest.fixture
+def some_layers(token_model, token_inputs):
+    """The keys of all layers, and influence on some, however these were asked for."""
+
+    def measured(layers, **more):
+        probes = [PositionsProbe((1, 2)), JacobianInfluence("resid_post", layers=layers, **more)]
+        return run_probes(token_model, token_inputs, probes, progress=False)
+
+    return measured
+
+
+def test_sets_of_all_layers_are_compared_with_the_layers_that_were_measured(some_layers):
+    for layers in ((0,), (1,), (1, 0)):
+        chosen, influence = some_layers(layers)
+        assert influence.layers == layers
+        whole = propagate(chosen.argmax, influence.influence.shape[-1])
+        part = whole.part(influence.layers)
+        assert compare(whole, influence) == compare(chosen, influence)
+        if len(layers) < 2:  # in their order; of all layers, sets are taken to be in the model's
+            assert compare(whole, influence) == compare(part, influence)
+        labels = compare(whole, influence).to_frame()["layer"]
+        assert set(labels) == set(influence.layers)
+        assert set(compare_by_position(whole, influence)["layer"]) == set(influence.layers)
+        assert explained(whole, influence).layer == layers[-1]
+        curve = coverage_curve(chosen, influence)
+        assert len(curve.layers[0]) == len(layers)
+        deepest = layers.index(max(layers))
+        assert curve.last[0] == explained(whole, influence, deepest, last=True).inside
+        assert compare(whole, influence).to_frame()["layer"].iloc[-1] == max(layers)
+        scores = {"sets": whole.members.float()[list(influence.layers)]}
+        ranked = compare_rankings({"all": whole}, scores, influence).to_frame()
+        assert set(ranked["layer"]) == set(influence.layers)
+
+
+def test_sources_above_the_input_are_not_what_sets_of_the_model_say(some_layers):
+    chosen, influence = some_layers((1,), source_layer=1)
+    with pytest.raises(InfoFlowError, match="predicted sets have shape"):
+        compare(chosen, influence)
+    above = propagate(chosen.argmax[1:], influence.influence.shape[-1])
+    assert compare(above, influence).numbers == (1,)
+
+
+def test_the_order_in_which_layers_were_asked_for_changes_no_number(some_layers):
+    chosen, influence = some_layers((0, 1))
+    _, turned = some_layers((1, 0))
+    torch.testing.assert_close(turned.influence.flip(0), influence.influence)
+    one, other = (compare(chosen, measured).to_frame() for measured in (influence, turned))
+    by = ["states", "with_self", "layer"]
+    pd.testing.assert_frame_equal(
+        one.set_index(by).sort_index(), other.set_index(by).sort_index(), rtol=1e-5
+    )

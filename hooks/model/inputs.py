@@ -570,7 +570,15 @@ def _may_be_mask(other: Any, ids: Tensor) -> bool:
 
 
 def _as_tensors(given: Any) -> Any:
-    """Arrays as tensors, also in lists; integers of every kind as int64, which embeddings read."""
+    """Arrays as tensors, also in lists; integers of every kind as int64, which embeddings read.
+
+    Of texts, arrays and columns of pandas are lists, and its tables columns by name.
+    """
+    if hasattr(given, "iloc"):
+        tables = getattr(given, "columns", None)
+        return given.tolist() if tables is None else {name: given[name].tolist() for name in tables}
+    if isinstance(given, np.ndarray) and given.dtype.kind in "UO":
+        return given.tolist()
     if isinstance(given, (list, tuple)) and any(isinstance(part, np.ndarray) for part in given):
         parts = map(_as_tensors, given)
         return tuple(parts) if isinstance(given, tuple) else list(parts)

@@ -85,9 +85,14 @@ class TargetOfMaps:
         Raises:
             InfoFlowError: if nobody stated it and the model's is large or unknown.
         """
-        if self.vocabulary is not None:
-            return self.vocabulary
         size = getattr(getattr(model, "cfg", None), "d_vocab", None)
+        if self.vocabulary is not None:
+            if size is not None and max(self.vocabulary) >= size:
+                raise InfoFlowError(
+                    f"vocabulary holds {max(self.vocabulary)}, but the model has {size} tokens: "
+                    f"expected ids from 0 to {size - 1}"
+                )
+            return self.vocabulary
         if size is None or size > _MOST_CLASSES:
             raise InfoFlowError(
                 f"target is 'identity' and the model has {size or 'an unknown number of'} tokens: "

@@ -43,5 +43,5 @@ def predict(
     sets = propagate(by_rank if rules is None else rules, longest)
     agreement = None
     if influence is not None:
-        agreement = compare(sets.part(influence.layers), influence, threshold=threshold)
+        agreement = compare(sets, influence, threshold=threshold)
     return {"sets": sets, "rules": rules, "agreement": agreement}

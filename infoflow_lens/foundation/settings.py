@@ -281,6 +281,7 @@ def _words(annotation: Any) -> str:
         least = [part.min_length for part in metadata if isinstance(part, MinLen)]
         if len(parts) == 2 and parts[1] is Ellipsis:
             number = f"at least {least[0]} of " if least and least[0] > 1 else ""
+            number = "one or more " if least == [1] else number
             return f"{number}{distinct}{_plural(_words(parts[0]))}"
         return f"{len(parts)} values: {', '.join(map(_words, parts))}"
     names = {int: "an integer", float: "a finite number", bool: "True or False", str: "a text"}

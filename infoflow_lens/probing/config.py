@@ -22,7 +22,7 @@ from infoflow_lens.foundation.settings import (
     settings,
 )
 from infoflow_lens.models.shipped import shipped_folder
-from infoflow_lens.probing.own_settings import OwnSetting
+from infoflow_lens.probing.own_settings import OwnSetting, check_different
 from infoflow_lens.probing.registry import part_names
 
 InfluenceKind = Literal["auto", "exact", "estimate", "resample"]
@@ -103,7 +103,8 @@ class ProbingConfig:
     ] = ()
 
     def __post_init__(self) -> None:
-        self.own_settings()
+        check_different(self.own_settings())
+        object.__setattr__(self, "setting", tuple(sorted(self.setting)))  # in whatever order given
         if self.ranks != tuple(range(1, len(self.ranks) + 1)):
             raise InfoFlowError(
                 f"ranks are {self.ranks}: expected 1 to some K, such as (1, 2, 3), from which "

@@ -297,14 +297,16 @@ def _streamed(path: Path, scratch: Path | None) -> Iterator[Any]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below says it
     try:
         # the default for parquet reads whole row groups, which may be as large as the unpacked file
-        sizes = {"batch_size": _ROWS} if path.suffix == ".parquet" else {}
+        options: dict[str, Any] = {"batch_size": _ROWS} if path.suffix == ".parquet" else {}
+        if path.suffix == ".csv":
+            options["keep_default_na"] = False  # "NA" is a word, too
         rows = datasets.load_dataset(
             _TABLES[path.suffix],
             data_files=str(path),
             split="train",
             streaming=True,
             cache_dir=scratch and str(scratch),  # it puts a lock there
-            **sizes,
+            **options,
         )
         for part in rows.iter(batch_size=_ROWS):
             yield datasets.Dataset.from_dict(part)

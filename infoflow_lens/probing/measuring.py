@@ -1,7 +1,7 @@
 """Measuring the parts of a run, each read from disk where it is finished."""
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
@@ -79,9 +79,7 @@ def parts_with_enough_data(
 
 def _probes_of(part: Part, context: RunContext) -> dict[str, Probe[Any]]:
     """The probes of a part, with the settings that the run has for them."""
-    config = context.config
-    options = [item.name for item in fields(config)]
-    return with_own_settings(part.probes(context), config.own_settings(), options)
+    return with_own_settings(part.probes(context), context.config.own_settings(), part.fixed)
 
 
 def _leave_out(name: str, why: str, config: ProbingConfig, say: Say, if_possible: bool) -> None:

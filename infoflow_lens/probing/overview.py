@@ -16,14 +16,13 @@ def explained_rows(predicted: Mapping[str, InformationSets], influence: Influenc
     The last state comes first, then every layer; within each the max-position rule comes first.
     """
     rules = sorted(predicted, key=lambda name: name != "max_position")
-    sets = {rule: predicted[rule].part(influence.layers) for rule in rules}
     rows = {}
     for rule in rules:
-        row = explained(sets[rule], influence, last=True)
+        row = explained(predicted[rule], influence, last=True)
         rows[row.states, rule] = row
     for index in range(len(influence.layers)):
         for rule in rules:
-            row = explained(sets[rule], influence, index)
+            row = explained(predicted[rule], influence, index)
             rows[row.states, rule] = row  # the first one again where the last alone was measured
     return rows
 

@@ -40,36 +40,37 @@ class OwnSetting(NamedTuple):
 
 
 def with_own_settings(
-    probes: "Mapping[str, Probe[Any]]", settings: Sequence[OwnSetting], options: Iterable[str]
+    probes: "Mapping[str, Probe[Any]]",
+    settings: Sequence[OwnSetting],
+    fixed: Mapping[str, Sequence[str]],
 ) -> "dict[str, Probe[Any]]":
     """Probes by name, those that settings name made anew with them.
 
     Args:
         probes: as the run makes them.
         settings: some may name probes that are not among these.
-        options: what all probes of the run share; no setting of a single one.
+        fixed: by the name of a probe, the fields that the rest of the run builds on.
 
     Raises:
-        InfoFlowError: for a field that a probe does not have or that is an option of the run, and
-            for a value that the field does not allow.
+        InfoFlowError: for a field that a probe does not have or that is fixed, and for values that
+            the fields do not allow.
     """
     made = dict(probes)
-    for name, field, value in settings:
-        if name not in made:
-            continue
-        probe: Any = made[name]  # a dataclass, as every probe is
+    for name in dict.fromkeys(setting.name for setting in settings if setting.name in probes):
+        probe: Any = probes[name]  # a dataclass, as every probe is
+        own = {each.field: each.value for each in settings if each.name == name}
         known = [item.name for item in dataclasses.fields(probe) if item.init]
-        own = [each for each in known if each not in options]
-        if field not in own:
-            if field in known:
-                option = "--" + field.replace("_", "-")
+        for field in own:
+            if field not in known:
+                raise InfoFlowError(f"{name} has no setting {field!r}{nearest(field, known)}")
+            if field in fixed.get(name, ()):
                 raise InfoFlowError(
-                    f"setting {name}.{field} is one of the whole run: expected {option}, which "
-                    "holds for all probes and for what is predicted from them"
+                    f"setting {name}.{field} is one that the comparison and the page of a run "
+                    "build on: expected another; use the option of the whole run if there is one, "
+                    f"or run_probes with a {type(probe).__name__}"
                 )
-            raise InfoFlowError(f"{name} has no setting {field!r}{nearest(field, own)}")
         try:
-            made[name] = dataclasses.replace(probe, **{field: value})
+            made[name] = dataclasses.replace(probe, **own)
         except InfoFlowError as error:
             raise InfoFlowError(f"{name}: {error}") from error
     return made
@@ -85,5 +86,22 @@ def check_named(settings: Sequence[OwnSetting], measured: Iterable[str]) -> None
     for name, field, _ in settings:
         if name not in names:
             raise InfoFlowError(
-                f"setting {name}.{field} is of a probe that is not measured{nearest(name, names)}"
+                f"setting {name}.{field} is of no probe of this run"
+                f"{nearest(name, names) if names else ': its parts have no probes to set'}"
             )
+
+
+def check_different(settings: Sequence[OwnSetting]) -> None:
+    """Refuse two values of one field.
+
+    Raises:
+        InfoFlowError: with both.
+    """
+    known: dict[tuple[str, str], Any] = {}
+    for name, field, value in settings:
+        if (name, field) in known:
+            raise InfoFlowError(
+                f"setting {name}.{field} is given twice ({known[name, field]!r} and {value!r}): "
+                "expected one value"
+            )
+        known[name, field] = value

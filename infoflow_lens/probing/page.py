@@ -144,8 +144,7 @@ def _by_place(result: "ProbingResult") -> Iterator[HeatMap]:
         or len(influence.positions[0]) < 2
     ):
         return
-    sets = result.predicted["max_position"].part(influence.layers)
-    rows = explained_by_position(sets, influence)
+    rows = explained_by_position(result.predicted["max_position"], influence)
     for values, title in (
         (
             [[each.inside for each in row] for row in rows],

@@ -77,6 +77,8 @@ class Part:
         after: the parts whose results it reads, from ``context.found``; it is measured with them
             or not at all.
         by_default: whether it is measured where no probes are named.
+        fixed: by the name of a probe, the settings that tables, figures or other parts build on,
+            so that a run must not change them.
     """
 
     title: ClassVar[str] = ""
@@ -84,6 +86,7 @@ class Part:
     sequences: ClassVar[Literal["all", "detail"]] = "all"
     after: ClassVar[tuple[str, ...]] = ()
     by_default: ClassVar[bool] = True
+    fixed: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     def lacking(self, layer: LayerCapabilities) -> str:
         """Why this cannot be measured in a layer; empty if it can."""

@@ -88,3 +88,9 @@ def test_a_misspelt_task_is_no_dataset_of_the_hub(name, meant):
         check_data(name)
     check_data("imdb")
     check_data("owner/d_retreival")
+
+
+def test_words_that_mean_missing_elsewhere_are_words(model, tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("text\nNA\nnull\nw5\n")
+    assert read_texts(str(path)) == ["NA", "null", "w5"]

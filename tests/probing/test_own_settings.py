@@ -9,6 +9,8 @@ import torch
 from infoflow_lens import InfoFlowError, RecoveryProbe, load_any, probe, run_probes
 from infoflow_lens.hooks import Probe
 from infoflow_lens.probing.own_settings import OwnSetting, with_own_settings
+from infoflow_lens.probing.part import name_of
+from infoflow_lens.probing.parts.recovery import too_few_rows
 from tests.hooks.test_invariants import MAKES
 from tests.reference import zoo
 
@@ -36,7 +38,9 @@ def test_a_run_measures_by_them(folder, ids, tmp_path):
     for mine, theirs in zip(found.recovery.fvu, expected.fvu, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     assert found.found["positions"].record.config["spread"] is False
-    assert json.loads((tmp_path / "out/record.json").read_text())["config"]["setting"] == given
+    assert json.loads((tmp_path / "out/record.json").read_text())["config"]["setting"] == sorted(
+        given
+    )
     with pytest.raises(InfoFlowError, match=r"settings \(setting\)"):
         probe(folder, ids, tmp_path / "out", probes=("positions", "recovery"), progress=False)
 
@@ -48,7 +52,7 @@ def test_every_field_of_every_probe_can_be_set(make, token_inputs):
     for item in dataclasses.fields(made):
         if item.init:
             setting = OwnSetting("mine", item.name, getattr(made, item.name))
-            again = with_own_settings({"mine": made}, [setting], ())["mine"]
+            again = with_own_settings({"mine": made}, [setting], {})["mine"]
             assert again is not made
             assert again.config() == made.config()
 
@@ -61,10 +65,55 @@ def test_every_field_of_every_probe_can_be_set(make, token_inputs):
         ("recovery.ridg=gcv", "recovery has no setting 'ridg'.*did you mean 'ridge'"),
         ("recovery.ridge=-1", "recovery: ridge is -1"),
         ("recovery.maps=1", "recovery: maps is 1: expected True or False"),
-        ("recovery.ranks=[1]", "one of the whole run: expected --ranks"),
-        ("recvery.ridge=gcv", "a probe that is not measured.*did you mean 'recovery'"),
+        ("positions.ranks=[1]", "positions.ranks is one that the comparison .* with a Positions"),
+        ("recvery.ridge=gcv", "no probe of this run.*did you mean 'recovery'"),
+        ("recovery.target=identity recovery.vocabulary=[9999]", "vocabulary holds 9999"),
+        ("recovery.ridge=1 recovery.ridge=gcv", "recovery.ridge is given twice"),
     ],
 )
 def test_what_cannot_be_set_is_refused_before_anything_is_measured(folder, ids, text, message):
     with pytest.raises(InfoFlowError, match=message):
-        probe(folder, ids, probes=("recovery",), setting=(text,), progress=False)
+        probe(
+            folder, ids, probes=("recovery", "positions"), setting=text.split(" "), progress=False
+        )
+
+
+def test_settings_hold_in_any_order_and_for_probes_of_ones_own(folder, ids, tmp_path):
+    both = ["recovery.vocabulary=[5, 6]", "recovery.target=identity"]
+    for order in (both, both[::-1]):  # the second one goes on
+        found = probe(folder, ids, tmp_path, probes=("recovery",), setting=order, progress=False)
+    assert found.recovery.accuracy is not None
+    own = RecoveryProbe((1, 2))
+    name = name_of(own)
+    found = probe(folder, ids, probes=(own,), setting=(f"{name}.ranks=[1]",), progress=False)
+    assert found.found[name].ranks == (1,)
+
+
+def test_what_the_comparison_builds_on_stays(folder, ids):
+    for field, value in (("layers", "[1, 0]"), ("positions", "[3]"), ("source_layer", "1")):
+        with pytest.raises(InfoFlowError, match=f"influence.{field} is one that the comparison"):
+            probe(
+                folder, ids, probes=("influence",), setting=(f"influence.{field}={value}",),
+                progress=False,
+            )  # fmt: skip
+
+
+def test_the_seed_of_the_run_is_that_of_an_estimate(folder, ids):
+    found = [
+        probe(
+            folder, ids, probes=("influence",), n_detail=3, seed=seed,
+            setting=("influence.estimate=4",), progress=False,
+        ).influence.influence
+        for seed in (0, 7)
+    ]  # fmt: skip
+    assert not found[0].equal(found[1])
+
+
+@pytest.mark.filterwarnings("ignore:layer 0. rank-deficient")
+def test_maps_with_a_penalty_may_have_fewer_rows_than_features(folder):
+    for setting, layers in (((), (0, 1)), (("recovery.ridge=gcv",), ())):
+        found = probe(
+            folder, zoo.tokens(5, 3), probes=("recovery",), ranks=(1,), setting=setting,
+            progress=False,
+        )  # fmt: skip
+        assert too_few_rows(found.recovery) == layers

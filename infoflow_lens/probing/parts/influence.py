@@ -1,7 +1,7 @@
 """The influence of tokens on states."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from infoflow_lens.hooks import (
     AttendedProbe,
@@ -26,6 +26,10 @@ class InfluencePart(Part):
 
     title = "What states depend on"
     sequences = "detail"
+    fixed: ClassVar[Mapping[str, Sequence[str]]] = {
+        "influence": ("state", "source_layer", "layers", "positions"),
+        "influence_positions": ("ranks",),
+    }
 
     def lacking(self, layer: LayerCapabilities) -> str:
         """Why influence cannot be measured: the input of a block must be replaceable."""
@@ -55,5 +59,5 @@ def _probe(context: RunContext) -> Probe[Any]:
         )
     affordable = longest * context.width <= _EXACT_UP_TO
     if config.influence == "exact" or (config.influence == "auto" and affordable):
-        return JacobianInfluence("resid_post")
+        return JacobianInfluence("resid_post", seed=config.seed)
     return JacobianInfluence("resid_post", positions=(-1,), estimate=_DIRECTIONS, seed=config.seed)

@@ -1,7 +1,7 @@
 """The positions to which heads attend."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from infoflow_lens.hooks import PositionsProbe, PositionsResult, Probe, ShardedPositions
 from infoflow_lens.probing.part import Part, RunContext
@@ -23,6 +23,8 @@ class PositionsPart(Part):
         "The share of first choices that no rule of positions explains, so that must come from the "
         "tokens, and the entropy of the attention rows."
     )
+
+    fixed: ClassVar[Mapping[str, Sequence[str]]] = {"positions": ("ranks",)}
 
     def probes(self, context: RunContext) -> Mapping[str, Probe[Any]]:
         """The probe of ranked positions, with the spread of the attention rows."""

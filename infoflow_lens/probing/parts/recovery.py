@@ -16,7 +16,12 @@ _WIDE, _SKETCH = 256, 64
 
 
 def too_few_rows(result: RecoveryResult) -> tuple[int, ...]:
-    """The layers whose maps had no more rows than features, so that they can fit any target."""
+    """The layers whose maps had no more rows than features, so that they can fit any target.
+
+    None where a penalty keeps the maps from that.
+    """
+    if result.record.config.get("ridge") is not None:
+        return ()
     pairs = zip(result.n_features, result.n_fit, strict=False)  # not known of older results
     return tuple(layer for layer, (features, rows) in enumerate(pairs) if rows <= features)
 

@@ -119,7 +119,7 @@ class RoutesPart(Part):
             )
         found = compare_rankings(sets, results, influence)
         # the comparison names the range that was asked for; few positions of it may be measured
-        place = explained(next(iter(sets.values())).part(influence.layers), influence).place
+        place = explained(next(iter(sets.values())), influence).place
         rows: list[Any] = found.to_frame().assign(positions=place).to_dict("records")
         return RoutesComparison(
             rows=tuple(rows),

@@ -162,12 +162,17 @@ def test_a_pass_that_cannot_be_repeated_is_refused(token_model, token_inputs, se
         ({"source_layer": 2}, "source_layer is 2"),
         ({"layers": (0, 2)}, r"layers are \[0, 2\]"),
         ({"source_layer": 1, "layers": (0,)}, r"layers are \[0\]: expected layers from 1"),
-        ({"positions": (9,)}, r"positions are \[9\]: the model has at most 9 positions"),
+        ({"positions": (9,)}, r"positions are \[9\].* 9 (positions|tokens)"),
     ],
 )
 def test_what_is_not_there_is_named(token_model, token_inputs, arguments, message):
     with pytest.raises(InfoFlowError, match=message):
         run_probes(token_model, token_inputs, [JacobianInfluence(**arguments)], progress=False)
+
+
+def test_positions_that_no_sequence_has_are_refused(token_model, token_inputs):
+    with pytest.raises(InfoFlowError, match=r"positions are \[8\], but the longest .* 5 tokens"):
+        probed(token_model, token_inputs[:, :5], positions=(8,))
 
 
 def probed(model, data, **arguments):

@@ -1,6 +1,8 @@
 """What users have is read as sequences, and padding changes nothing."""
 
 import datasets
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -427,3 +429,20 @@ def test_positions_left_out_are_never_chosen(token_model, token_inputs):
         first = ranked[..., 0]
         kept = (first != 0) & (first != 3)
         assert chosen[..., 0][kept].equal(first[kept])
+
+
+def test_texts_in_arrays_and_tables_are_those_of_a_list():
+    model = load_any(zoo.build("gpt2"), tokenizer=zoo.tokenizer()).model
+    texts = ["w5 w6 w7", "w8 w9"]
+    expected = read_inputs(model, texts).sequences()
+    frame = pd.DataFrame({"text": texts, "other": [1, 2]})
+    ids = pd.DataFrame({"input_ids": [[5, 6, 7], [8, 9]]})
+    plain = [torch.tensor(row) for row in ids["input_ids"]]
+    for given, rows in (
+        (np.array(texts), expected),
+        (frame["text"], expected),
+        (frame, expected),
+        (ids, plain),
+    ):
+        found = read_inputs(model, given).sequences()
+        assert all(mine.equal(theirs) for mine, theirs in zip(found, rows, strict=True))
