@@ -444,7 +444,7 @@ def test_data_that_are_not_there(folder, data, message, monkeypatch):
     [
         ({"probes": ("position",)}, "did you mean 'positions'"),
         ({"probes": ()}, r"probes are \(\): expected"),
-        ({"probes": ("positions", "positions")}, "probes are .*: expected different"),
+        ({"probes": ("positions", "positions")}, "probes are .*: expected one or more different"),
         ({"influence": "exactly"}, "did you mean 'exact'"),
         ({"ranks": (2, 3)}, "expected 1 to some K"),
         ({"metric": "mse"}, "did you mean 'nmse'"),
