@@ -49,7 +49,7 @@ environment-3:
 test: $(READY)  ## the tests, or those of TESTS="tests/models tests/hooks"
 	$(BIN)/python -m pytest $(if $(SLOW),-m "not acceptance") $(TESTS)
 
-acceptance: $(READY)  ## the demo's promises with three seeds, and theory on 2460 more targets (minutes)
+acceptance: $(READY)  ## the demo's promises with three seeds, theory on 2460 more targets, rounds of chaos (minutes)
 	$(BIN)/python -m pytest -m acceptance -n 0
 
 # Goes on behind what build/hunt holds of the same seed.

@@ -1,4 +1,4 @@
-"""A few rounds of trouble; ``python -m tests.chaos`` and ``make hunt`` make hundreds, with workers."""
+"""A few rounds of trouble; ``python -m tests.chaos`` makes hundreds, with workers and a cluster."""
 
 import pytest
 
