@@ -68,8 +68,8 @@ class SeparatedPairs(TrainedStudy):
     linear map recovers from the states of tokens behind it of its first and its second choice, over
     the error before training (eq 56, as in `max_position_recovery`).
 
-    Preset quick has T = 4 and D = 2 and 3; full has the other cells: T = 6 and 8, D = 4, and the
-    matrices and encoders one by one.
+    Preset quick has T = 4 and D = 2 and 3; full has the other cells: T = 6 and 8, the matrices and
+    encoders one by one, and a short look at D = 4.
     """
 
     name: ClassVar[str] = "separated_pairs"
@@ -92,7 +92,7 @@ class SeparatedPairs(TrainedStudy):
                 (3, 4, (_SEPARATED, _HIDDEN), 1, 15000),
                 (3, 4, (_ORTHOGONAL, _LINEAR), 1, 15000),
                 (3, 4, (_ORTHOGONAL, _HIDDEN), 1, 15000),
-                (4, 4, both, 2, 18000),
+                (4, 4, both, 1, 6000),
             ],
         }
         return [
