@@ -366,14 +366,14 @@ def _full(
         values: scores or sets.
         lengths: of the sequences, where `values` does not know them.
         name: what errors call them.
-        measured: a result to whose layers values of more layers are cut.
+        measured: a result in whose layers, and in whose order of them, scores are given back.
 
     Raises:
         InfoFlowError: for what has no value for every state and source.
     """
     if isinstance(values, StateScores):
         full, wanted = values.full(), getattr(measured, "layers", values.layers)
-        if set(wanted) < set(values.layers):
+        if wanted != values.layers and set(wanted) <= set(values.layers):
             full = full[[values.layers.index(layer) for layer in wanted]]
         return full, values.lengths, values.asked
     if isinstance(values, InformationSets):

@@ -453,6 +453,12 @@ def test_the_order_in_which_layers_were_asked_for_changes_no_number(some_layers)
     chosen, influence = some_layers((0, 1))
     _, turned = some_layers((1, 0))
     torch.testing.assert_close(turned.influence.flip(0), influence.influence)
+    ranked = [
+        compare_rankings({"sets": chosen}, {"scores": influence}, measured).to_frame()
+        for measured in (influence, turned)
+    ]
+    of_scores = [frame.query("method == 'scores'").set_index("layer")["auroc"] for frame in ranked]
+    pd.testing.assert_series_equal(of_scores[1].sort_index(), of_scores[0], rtol=1e-5)
     one, other = (compare(chosen, measured).to_frame() for measured in (influence, turned))
     by = ["states", "with_self", "layer"]
     pd.testing.assert_frame_equal(

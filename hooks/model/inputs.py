@@ -572,13 +572,15 @@ def _may_be_mask(other: Any, ids: Tensor) -> bool:
 def _as_tensors(given: Any) -> Any:
     """Arrays as tensors, also in lists; integers of every kind as int64, which embeddings read.
 
-    Of texts, arrays and columns of pandas are lists, and its tables columns by name.
+    Arrays of texts or of rows, and columns of pandas, become lists; its tables, columns by name.
     """
     if hasattr(given, "iloc"):
-        tables = getattr(given, "columns", None)
-        return given.tolist() if tables is None else {name: given[name].tolist() for name in tables}
+        names = getattr(given, "columns", None)
+        if names is not None:
+            return {name: given[name].tolist() for name in names}
+        return _as_tensors(given.tolist())
     if isinstance(given, np.ndarray) and given.dtype.kind in "UO":
-        return given.tolist()
+        return _as_tensors(given.tolist())
     if isinstance(given, (list, tuple)) and any(isinstance(part, np.ndarray) for part in given):
         parts = map(_as_tensors, given)
         return tuple(parts) if isinstance(given, tuple) else list(parts)

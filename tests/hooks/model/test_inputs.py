@@ -443,6 +443,7 @@ def test_texts_in_arrays_and_tables_are_those_of_a_list():
         (frame["text"], expected),
         (frame, expected),
         (ids, plain),
+        (pd.Series([np.array(row) for row in ids["input_ids"]]), plain),
     ):
         found = read_inputs(model, given).sequences()
         assert all(mine.equal(theirs) for mine, theirs in zip(found, rows, strict=True))
