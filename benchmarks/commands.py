@@ -1,11 +1,11 @@
 """What a whole `infoflow-lens probe` costs beside the same model alone, in seconds of processors.
 
 Run: python -m benchmarks.commands [--few 100] [--many 2000] [--batch-size 8]
-    [--parts start,sequence,tokens,reads]
+    [--width 64] [--layers 2] [--parts start,sequence,tokens,reads]
 
-The model is a random GPT-2 of two layers, four heads and width 64, with a word a token, in one
-thread; the data are texts of 40 to 63 words; the probes are positions and recovery. Seconds are of
-user and system together, so that other work on the machine changes them little.
+The model is a random GPT-2 of `--layers` layers, four heads and width `--width`, with a word a
+token, in one thread; the data are texts of 40 to 63 words; the probes are positions and recovery.
+Seconds are of user and system together, so that other work on the machine changes them little.
 
 - start: a run of `--few` sequences, the imports of PyTorch and TransformerLens alone, and the same
   command again, which finds its answer in the folder.
@@ -47,13 +47,15 @@ def main() -> None:
     parser.add_argument("--few", type=int, default=100)
     parser.add_argument("--many", type=int, default=2000)
     parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--parts", default="start,sequence,tokens,reads")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     table = Table("what", "seconds of processors", "ratio")
     with tempfile.TemporaryDirectory() as scratch:
         home = Path(scratch)
-        save_model(home / "model", width=64, n_positions=64)
+        save_model(home / "model", chosen.width, n_positions=64, n_layers=chosen.layers)
         for name, n in (("few", chosen.few), ("many", chosen.many)):
             save_texts(home / f"{name}.txt", n, (40, 63))
         parts = chosen.parts.split(",")

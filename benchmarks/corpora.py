@@ -65,8 +65,8 @@ def main() -> None:
         console.print(table)
 
 
-def save_model(folder: Path, width: int = 32, n_positions: int = 32) -> None:
-    """A random GPT-2 of two layers, and a tokenizer with a word a token."""
+def save_model(folder: Path, width: int = 32, n_positions: int = 32, n_layers: int = 2) -> None:
+    """A random GPT-2 of four heads, and a tokenizer with a word a token."""
     words = {"<|endoftext|>": 0, **{f"w{i}": i + 1 for i in range(_WORDS)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -77,7 +77,7 @@ def save_model(folder: Path, width: int = 32, n_positions: int = 32) -> None:
         torch.manual_seed(0)
         GPT2LMHeadModel(
             GPT2Config(
-                n_layer=2, n_head=4, n_embd=width, vocab_size=len(words),
+                n_layer=n_layers, n_head=4, n_embd=width, vocab_size=len(words),
                 n_positions=n_positions,
                 bos_token_id=0, eos_token_id=0,
             )

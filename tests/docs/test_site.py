@@ -10,6 +10,7 @@ import nbformat
 import pytest
 
 import infoflow_lens
+from benchmarks.routing import published
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
@@ -256,3 +257,16 @@ def test_both_runs_of_a_study_have_their_place():
         {"a b, full": "results/a_b/full/table.md"},
         {"other": "results/other/README.md"},
     ]
+
+
+def test_what_routing_tells_of_published_rows_is_what_they_hold():
+    page = (ROOT / "docs" / "routing.md").read_text("utf-8")
+    table = page[page.index("| D | matrices | draw |") :].split("\n\n")[0].splitlines()[2:]
+    told = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    rows = published().itertuples()
+    held = [
+        [*map(str, (row.D, row.matrices, row.draw + 1, row.h_1, row.n_tokens)),
+         f"{row.floor:.3g}", f"{row.trained:.3g}"]
+        for row in rows
+    ]  # fmt: skip
+    assert [[*cells[:6], cells[7]] for cells in told] == held
