@@ -287,7 +287,8 @@ def spoiled(path: Path, how: str, place: float, other: bytes) -> None:
     elif how == "cut":
         path.write_bytes(content[:at])
     elif how == "flipped":
-        path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+        flipped = bytes(byte ^ 4 for byte in content[at : at + 1])  # none of an empty file
+        path.write_bytes(content[:at] + flipped + content[at + 1 :])
     elif how == "other bytes":
         path.write_bytes(other)
     elif how == "not UTF-8":
