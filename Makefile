@@ -45,7 +45,7 @@ environment: $(READY)  ## what all that follows needs, and nothing else
 environment-3:
 	$(MAKE) environment TL=3
 
-# With SLOW=1 also those that take long and seldom fail: clusters, builds, every study.
+# With SLOW=1 also those that take long and seldom fail: clusters, builds, every study, example and page.
 test: $(READY)  ## the tests, or those of TESTS="tests/models tests/hooks"
 	$(BIN)/python -m pytest $(if $(SLOW),-m "not acceptance") $(TESTS)
 

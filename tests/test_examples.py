@@ -14,20 +14,11 @@ from infoflow_lens.cli import app
 from tests.processes import printed_by
 
 ROOT = Path(__file__).parent.parent
-SLOW = (
-    "constructions_tour",
-    "estimate_before_training",
-    "probe_trained_model",
-    "study_of_your_own",
-    "target_of_your_own",
-)
-EXAMPLES = [
-    pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else [], id=path.name)
-    for path in sorted((ROOT / "examples").glob("*.py"))
-]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize("path", EXAMPLES)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example_runs(path, tmp_path):
     assert printed_by(path, folder=tmp_path)
     assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
@@ -62,6 +53,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "shown"), BLOCKS)
 def test_what_a_page_says_to_run_runs(script, shown, tmp_path):
     path = tmp_path / "script.py"
@@ -95,6 +87,7 @@ SMALLER = {
 COMMANDS = sorted({" ".join(words): words for page in PAGES for words in commands(page)}.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", COMMANDS, ids=lambda words: " ".join(words).replace(MODEL, "MODEL")
 )

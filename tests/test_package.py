@@ -217,12 +217,15 @@ def test_public_names_are_those_that_type_checkers_see():
     assert typed == set(infoflow_lens.__all__)
 
 
-def test_importing_the_package_loads_nothing_heavy():
-    script = (
-        "import sys, infoflow_lens\n"
-        "heavy = ('torch', 'transformer_lens', 'datasets', 'pandas')\n"
-        "print([m for m in heavy if m in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("imports", "heavy"),
+    [
+        ("import infoflow_lens", ("torch", "transformer_lens", "datasets", "pandas")),
+        ("from infoflow_lens import attach, run_probes", ("torch._dynamo", "datasets", "pandas")),
+    ],
+)
+def test_importing_the_package_loads_nothing_heavy(imports, heavy):
+    script = f"import sys; {imports}; print([m for m in {heavy} if m in sys.modules])"
     assert run("-c", script, folder=ROOT) == "[]"
 
 

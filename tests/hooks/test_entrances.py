@@ -103,7 +103,11 @@ TAKES_PADDING = (through_run_probes, through_attach)
 MAY_REFUSE = (through_hooks, through_cache, through_cache_untold)
 
 
-@pytest.mark.parametrize("family", SHOWN)
+@pytest.mark.parametrize(
+    "family",
+    ["gpt2", pytest.param("llama", marks=pytest.mark.slow),
+     pytest.param("codegen", marks=pytest.mark.slow), "opt"],
+)  # fmt: skip
 def test_padding_shows_what_each_sequence_alone_shows(family, folders):
     """For every probe and by every entrance, or it is refused."""
     model, x = loaded(folders(family)), zoo.tokens(len(LENGTHS), max(LENGTHS))

@@ -607,6 +607,7 @@ def test_tokens_are_text_whatever_they_hold(show, html):
     page.locator("select.input").wait_for()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "heads", "width"), [(64, (12,) * 12, 1200), (64, (12,) * 12, 390), (300, (4,) * 6, 1200)]
 )

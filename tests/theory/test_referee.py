@@ -39,14 +39,13 @@ def _fits(made, d):
     return True
 
 
-BLOCKS = [
-    pytest.param(block, marks=[pytest.mark.acceptance] if block >= 6 else []) for block in range(30)
-]
+LONG = [[], [], *[[pytest.mark.slow]] * 4, *[[pytest.mark.acceptance]] * 24]
+BLOCKS = [pytest.param(block, marks=marks) for block, marks in enumerate(LONG)]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_nothing_that_a_network_does_is_excluded(block):
-    """Ten targets of each family; 480 more with the marker acceptance, any number by hunt."""
+    """40 targets; 80 more with the marker slow, 480 with acceptance, any number by hunt."""
     referee(block)
 
 

@@ -44,6 +44,7 @@ def test_cases_are_json_and_no_case_stands_twice(study):
         assert any(map(study.judges, study.cases(preset))) or preset == "full"
 
 
+@pytest.mark.slow
 @of_every_study
 def test_a_seed_gives_the_same_rows_whatever_the_global_seed_and_another_gives_others(study):
     rows = measured(study.name, 0)

@@ -352,6 +352,7 @@ def test_what_a_block_does_not_support_is_refused_by_name(token_model, token_inp
         assert make(model)(inputs).equal(model(inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch.compile, about TransformerLens
 @pytest.mark.parametrize("compiled_before", [True, False])
 def test_a_compiled_wrapper_of_an_attached_model_is_measured(case, compiled_before):

@@ -108,6 +108,7 @@ torch.save(found, sys.argv[2])
 """
 
 
+@pytest.mark.slow  # Triton's interpreter
 def test_the_kernel_of_a_gpu_gives_what_torch_gives(tmp_path):
     """In Triton's interpreter, on rows with many ties, masked keys and rows without a key."""
     pytest.importorskip("triton")
