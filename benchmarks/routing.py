@@ -26,7 +26,7 @@ CASES = [  # matrices, d, D, h_1, T
 ]
 DRAWS = (1000, 1001)
 SEARCH = {"budget": 1000, "n": 1000}
-LONGER_SEARCH = {"budget": 3000, "n": 4000}
+LONGER_SEARCH = {"budget": 3000, "n": 1500}
 RESULTS = Path(__file__).parents[1] / "docs/results/intrinsic_dimension"
 
 
@@ -34,16 +34,16 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--published", action="store_true")
-    published = parser.parse_args().published
+    of_rows = parser.parse_args().published
     columns = [
         *("D", "matrices", "draw", "h_1", "T", "floor in the rows", "found"),
         "trained, least over seeds",
-    ] if published else [
+    ] if of_rows else [
         *("matrices", "d", "D", "h_1", "T", "own scores, one role", "own scores, roles"),
         *("one score found", "scores and roles found"),
     ]  # fmt: skip
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for cells in _published_settings() if published else _settings():
+    for cells in _published_settings() if of_rows else _settings():
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 

@@ -103,11 +103,13 @@ TAKES_PADDING = (through_run_probes, through_attach)
 MAY_REFUSE = (through_hooks, through_cache, through_cache_untold)
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["gpt2", pytest.param("llama", marks=pytest.mark.slow),
-     pytest.param("codegen", marks=pytest.mark.slow), "opt"],
-)  # fmt: skip
+WITH_PADDING = [  # of each kind of what a bridge shows one; the others where SLOW=1
+    pytest.param(family, marks=[] if family in ("gpt2", "opt") else [pytest.mark.slow])
+    for family in SHOWN
+]
+
+
+@pytest.mark.parametrize("family", WITH_PADDING)
 def test_padding_shows_what_each_sequence_alone_shows(family, folders):
     """For every probe and by every entrance, or it is refused."""
     model, x = loaded(folders(family)), zoo.tokens(len(LENGTHS), max(LENGTHS))
