@@ -13,6 +13,10 @@ from pathlib import Path
 import pandas as pd
 
 from infoflow_lens import load_task
+from infoflow_lens.experiments.studies import STUDIES
+from infoflow_lens.experiments.studies.intrinsic_dimension import floor
+from infoflow_lens.experiments.studies.rows import first_heads
+from infoflow_lens.experiments.summary import rows_of
 from infoflow_lens.theory.best_heads import best_heads
 from infoflow_lens.theory.routing import routed_error
 
@@ -26,7 +30,6 @@ CASES = [  # matrices, d, D, h_1, T
 ]
 DRAWS = (1000, 1001)
 SEARCH = {"budget": 1000, "n": 1000}
-LONGER_SEARCH = {"budget": 3000, "n": 1500}
 RESULTS = Path(__file__).parents[1] / "docs/results/intrinsic_dimension"
 
 
@@ -49,8 +52,8 @@ def main() -> None:
 
 def published() -> pd.DataFrame:
     """The rows' floor and least error where the first layer has fewer heads than best pairs."""
-    rows = pd.concat([pd.read_csv(RESULTS / name / "results.csv") for name in (".", "full")])
-    rows["h_1"] = rows["heads"].str.split().str[0].astype(int)
+    rows = pd.concat([rows_of(RESULTS / name) for name in (".", "full")])
+    rows["h_1"] = rows["heads"].map(first_heads)
     by = ["n_tokens", "D", "matrices", "draw", "h_1", "d_token"]
     found = rows[rows["h_1"] < rows["D"]].groupby(by, as_index=False, sort=False)
     return found.agg(floor=("floor", "first"), trained=("nmse", "min"))
@@ -58,15 +61,12 @@ def published() -> pd.DataFrame:
 
 def _published_settings() -> Iterator[list[object]]:
     for row in published().itertuples():
-        kind, _, encoder = row.matrices.partition(", ")
-        task = load_task(
-            "intrinsic_dimension", n_tokens=row.n_tokens, d_token=row.d_token, tokens="sphere",
-            n_components=row.D, seed=1000 + row.draw, matrix_kind=kind,
-        )  # fmt: skip
-        best = best_heads(task, row.h_1, roles=1 if encoder else 2 * row.D, **LONGER_SEARCH)
+        task = STUDIES["intrinsic_dimension"].task(row._asdict())
+        best = floor(task, row.h_1, linear="linear encoder" in row.matrices)
+        found = "{floor:.3g} ({floor_low:.3g} to {floor_high:.3g})".format(**best)
         yield [
-            row.D, row.matrices, row.draw + 1, row.h_1, row.n_tokens, f"{row.floor:.3g}",
-            f"{best.nmse:.3g} ({best.low:.3g} to {best.high:.3g})", f"{row.trained:.3g}",
+            row.D, row.matrices, row.draw + 1, row.h_1, row.n_tokens, f"{row.floor:.3g}", found,
+            f"{row.trained:.3g}",
         ]  # fmt: skip
 
 

@@ -185,8 +185,9 @@ class _MeasuredForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model, and give what it showed to the probes.
 
-        A compiled wrapper of the model runs it as it is, and is measured. Without one the compiler
-        is not asked, as loading it takes as long as loading torch.
+        A compiled wrapper of the model runs this without compiling it, and is measured. Where
+        nothing has loaded PyTorch's compiler, nothing is compiled, and it is not loaded here:
+        that takes longer than loading torch itself.
         """
         if "torch._dynamo" not in sys.modules:
             return self._measure(*args, **kwargs)

@@ -37,7 +37,6 @@ def architecture(heads, n_tokens=64, d_model=16, d_token=4, positions="none"):
 
 def estimated(name, heads, n_tokens=64, positions="none", task=None, **settings):
     loaded = load_task(name, n_tokens=n_tokens, d_token=4, **(task or {}))
-    settings = {"verify": 20} | settings
     return estimate(architecture(heads, n_tokens, positions=positions), loaded, **settings)
 
 
@@ -267,10 +266,10 @@ def test_what_is_excluded_for_one_role_is_allowed_to_a_head_with_several():
     """D = 2 with a single first-layer head, T = 64, on the sphere (T5)."""
     task = load_task("intrinsic_dimension", n_tokens=64, d_token=3, tokens="sphere")
     sizes = {"n_heads": (1, 3), "d_model": 24, "d_head": (4, 4), "d_token": 3, "n_tokens": 64}
-    linear = estimate(Architecture(**sizes), task, verify=20)
+    linear = estimate(Architecture(**sizes), task, verify=60)
     assert linear.verdict == "excluded by the paper's count"
     assert "it would take an encoder network" in " ".join(linear.reasons)
-    encoded = estimate(Architecture(**sizes, d_encoder=64), task, verify=20)
+    encoded = estimate(Architecture(**sizes, d_encoder=64), task, verify=60)
     assert encoded.verdict == "allowed"
     assert "routed heads" in encoded.why
     assert encoded.routed.held == 1
