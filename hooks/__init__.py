@@ -1,5 +1,7 @@
 """What is measured: probes for any TransformerLens model, through its hook points."""
 
+from typing import TYPE_CHECKING, Any
+
 from infoflow_lens.hooks.arrays import LabelledArray
 from infoflow_lens.hooks.attended import AttendedProbe, AttendedResult
 from infoflow_lens.hooks.checking import check_probe
@@ -25,7 +27,6 @@ from infoflow_lens.hooks.model.capabilities import (
     inspect_model,
 )
 from infoflow_lens.hooks.model.inputs import example_input
-from infoflow_lens.hooks.passes.attach import AttachedProbes, attach
 from infoflow_lens.hooks.passes.run import probe_cache, run, run_probes
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.patterns import PatternsProbe, PatternsResult
@@ -44,6 +45,9 @@ from infoflow_lens.hooks.routes.gradient import GradientTimesInput
 from infoflow_lens.hooks.scores import StateScores
 from infoflow_lens.hooks.states import State, combined, concatenated, summed
 from infoflow_lens.hooks.why import Why, WhyAll, measure_why, measure_why_all
+
+if TYPE_CHECKING:
+    from infoflow_lens.hooks.passes.attach import AttachedProbes, attach
 
 __all__ = [
     "IDEALS",
@@ -108,3 +112,12 @@ __all__ = [
     "substituted",
     "summed",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What attaches probes loads PyTorch's compiler, which takes longer than torch itself."""
+    if name not in ("AttachedProbes", "attach"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from infoflow_lens.hooks.passes import attach as module
+
+    return getattr(module, name)

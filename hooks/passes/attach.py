@@ -1,7 +1,6 @@
 """attach(): probes on a model in the user's own loop, for the length of a block."""
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -182,18 +181,9 @@ class _MeasuredForward:
             else:
                 object.__setattr__(self._model, "forward", self._own)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled wrapper of the model runs it as it is, and is measured
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of the model, and give what it showed to the probes.
-
-        A compiled wrapper of the model runs this without compiling it, and is measured. Where
-        nothing has loaded PyTorch's compiler, nothing is compiled, and it is not loaded here:
-        that takes longer than loading torch itself.
-        """
-        if "torch._dynamo" not in sys.modules:
-            return self._measure(*args, **kwargs)
-        return torch.compiler.disable(self._measure)(*args, **kwargs)
-
-    def _measure(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call of the model, and give what it showed to the probes."""
         # a call inside a call is part of it, as where the user's forward calls the model again
         if in_own_call() or self._running or not self.sessions:
             return self._forward(*args, **kwargs)

@@ -368,6 +368,21 @@ def test_a_compiled_wrapper_of_an_attached_model_is_measured(case, compiled_befo
         assert one.equal(other)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch.compile, about TransformerLens
+def test_batches_of_other_sizes_compile_nothing_of_ours(case):
+    model, inputs = case
+    wrapper = torch.compile(model, backend="eager")
+    with (
+        torch._dynamo.config.patch(error_on_recompile=True),
+        torch.no_grad(),
+        attach(model, PositionsProbe()) as probes,
+    ):
+        for n in (1, 2, 5):
+            wrapper(inputs[:n])
+    assert probes[0].n_sequences == 8
+
+
 def test_resetting_hooks_takes_none_of_ours(model, inputs):
     """Between calls there are none, so a user's reset cannot leave a pass out in silence."""
     with attach(model, PositionsProbe()) as probes:
