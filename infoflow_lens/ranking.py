@@ -185,11 +185,9 @@ class RankingAgreement:
         grid = figure.subplots(1, len(layers), sharey=True, squeeze=False)[0]
         for axes, layer in zip(grid, layers, strict=True):
             for kind, rows in frame[frame["layer"] == layer].groupby("kind", sort=False):
-                low = rows[metric] - rows[f"{metric}_low"]
-                high = rows[f"{metric}_high"] - rows[metric]
-                axes.errorbar(
-                    rows[metric], rows["method"], xerr=[low, high], fmt="o", label=str(kind)
-                )
+                ends = rows[[f"{metric}_low", f"{metric}_high"]]
+                error = ends.sub(rows[metric], axis=0).abs().to_numpy().T
+                axes.errorbar(rows[metric], rows["method"], xerr=error, fmt="o", label=str(kind))
             axes.set(xlabel=metric, title=f"layer {layer}")
         grid[-1].legend()
         return figure

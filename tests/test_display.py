@@ -72,7 +72,7 @@ def test_a_big_result_shows_itself_without_being_read(name, monkeypatch):
 
 
 def hostile_objects() -> dict[str, Any]:
-    members = torch.zeros(12, 2000, 300, 300, dtype=torch.bool)[:, :1].expand(12, 2000, 300, 300)
+    members = torch.zeros((), dtype=torch.bool).expand(12, 2000, 300, 300)
     layer = LayerCapabilities(12, 12, HOSTILE, HOSTILE, "scores", False, (HOSTILE,), ())
     sizes = dict.fromkeys(il.agreement.SetAgreement.__dataclass_fields__, 0.5)
     one = il.agreement.SetAgreement(**sizes)

@@ -246,6 +246,7 @@ class _Cluster:
 
     def __init__(self, scheduler: str, n_threads: int) -> None:
         from distributed import Client
+        from distributed import TimeoutError as NoWorkersError  # before Python 3.11 no builtin one
 
         self._scheduler, self._n_threads = scheduler, n_threads
         try:
@@ -257,7 +258,7 @@ class _Cluster:
             ) from error
         try:
             self._client.wait_for_workers(1, timeout=_PATIENCE)
-        except TimeoutError as error:
+        except NoWorkersError as error:
             self.close()
             raise InfoFlowError(
                 f"the dask scheduler at {scheduler!r} has no workers: expected at least one within "

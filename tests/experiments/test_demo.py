@@ -44,7 +44,7 @@ def test_the_summary_has_every_number(demo):
     assert summary["task"]["name"] == "d_retrieval"
     assert summary["architecture"]["n_heads"] == [3, 1]
     assert summary["seed"] == 2
-    assert summary["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(summary["versions"]["torch"])  # + says a build
     assert summary["nmse"] == demo.training.last.nmse
     for rank in ("rank1", "rank2"):
         for stage in ("initial", "trained"):

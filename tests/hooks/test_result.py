@@ -49,7 +49,7 @@ def test_the_record_tells_settings_versions_and_model(results, model):
         "without": [],
         "spread": False,
     }
-    assert record.versions["torch"] == torch.__version__
+    assert torch.__version__.startswith(record.versions["torch"])  # + says a build
     assert record.model_fingerprint == model_fingerprint(model)
     assert record.weight_processing == {"normalization_type": None, "layer_norm_folded": False}
 

@@ -79,7 +79,7 @@ def test_the_rule_passes_and_fails_by_each_of_its_parts(study):
 def test_models_without_an_induction_head_are_told_and_not_judged(study):
     alone = study.verdict(without_induction_head())
     assert not alone.passed
-    both = pd.concat([rows(), without_induction_head()])
+    both = pd.DataFrame([*rows().to_dict("records"), *without_induction_head().to_dict("records")])
     verdict = study.verdict(both)
     assert verdict.passed
     assert verdict.remarks[0] == "b: no induction head (largest prefix matching 0.10)"
