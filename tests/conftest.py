@@ -1,5 +1,6 @@
 """Models and inputs that many tests use; every size is a different number."""
 
+import gc
 import os
 import shutil
 
@@ -16,6 +17,18 @@ torch.set_num_threads(1)  # the models are small, and tests run in parallel
 # Shared and noisy machines: examples may be slow without anything being wrong.
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")
+
+
+def pytest_collection():
+    """What imports make is never freed: while they run nobody looks for garbage,"""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    """and later nobody walks through what they made."""
+    gc.freeze()
+    gc.enable()
+
 
 N_TOKENS, D_TOKEN, D_MODEL, D_MLP = 7, 3, 30, 11
 HEADS, D_HEAD = (2, 5), (13, 6)
@@ -113,12 +126,31 @@ def token_inputs() -> torch.Tensor:
     return torch.randint(17, (19, 9), generator=torch.Generator().manual_seed(4))
 
 
+def some_of(cases, *always):
+    """The cases of a grid, of which some run always, by value, and the others where SLOW=1."""
+    assert all(case in cases for case in always)
+    return [
+        case if case in always else pytest.param(case, marks=pytest.mark.slow) for case in cases
+    ]
+
+
 def find_chromium():
     """The browser's path; None lets playwright take its own."""
     for name in (os.environ.get("CHROMIUM"), "chromium", "chromium-browser", "google-chrome"):
         if name and shutil.which(name):
             return shutil.which(name)
     return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of the tests of a file that open a browser the first is run always, the others are slow."""
+    opened = set()
+    for item in items:
+        if "browser" in item.fixturenames:
+            if item.path in opened:
+                item.add_marker("slow")
+            opened.add(item.path)
 
 
 @pytest.fixture(scope="session")

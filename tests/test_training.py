@@ -537,6 +537,7 @@ def test_one_layer_memorises_a_table():
     assert model(table[0])[:, -1].argmax(dim=1).equal(table[1])
 
 
+@pytest.mark.slow
 def test_two_layers_answer_in_context_and_one_does_not(questions):
     """Theorems 2 and 3 of Chen & Zou, on sequences that were never seen."""
     config = TrainingConfig(epochs=25, batch_size=64, lr=1e-2, weight_decay=0)

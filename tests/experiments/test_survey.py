@@ -12,6 +12,7 @@ from infoflow_lens.experiments import memory
 from infoflow_lens.experiments.survey import run_survey
 from infoflow_lens.experiments.survey_config import SurveyConfig
 from infoflow_lens.probing.checkpoint import Checkpoint
+from tests.conftest import some_of
 from tests.reference import zoo
 
 N_HEADS = zoo.N_LAYERS * zoo.N_HEADS
@@ -76,7 +77,7 @@ class Killed(BaseException):
     """What nothing catches."""
 
 
-@pytest.mark.parametrize("at", [1, 6, 25])
+@pytest.mark.parametrize("at", some_of([1, 6, 25], 6))
 def test_killed_and_resumed_it_gives_the_same_bytes(whole, config, tmp_path, monkeypatch, at):
     """Killed at a state on disk: what a process leaves that is gone at that moment."""
     states = []

@@ -44,6 +44,7 @@ def test_a_sweep_writes_rows_table_figure_and_record(tmp_path):
         assert (tmp_path / f"figure.{kind}").stat().st_size > 500
 
 
+@pytest.mark.slow
 def test_jobs_change_nothing_but_the_time(tmp_path):
     """And every run has one thread."""
     for jobs in (1, 2):

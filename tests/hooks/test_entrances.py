@@ -24,6 +24,7 @@ from infoflow_lens.hooks import Pass
 from infoflow_lens.hooks.model.call import has_user_hooks
 from infoflow_lens.hooks.model.semantics import visibility
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
+from tests.conftest import some_of
 from tests.hooks.test_invariants import EVERY, assert_equal, hosted, vectors
 from tests.reference import zoo
 
@@ -103,10 +104,7 @@ TAKES_PADDING = (through_run_probes, through_attach)
 MAY_REFUSE = (through_hooks, through_cache, through_cache_untold)
 
 
-WITH_PADDING = [  # of each kind of what a bridge shows one; the others where SLOW=1
-    pytest.param(family, marks=[] if family in ("gpt2", "opt") else [pytest.mark.slow])
-    for family in SHOWN
-]
+WITH_PADDING = some_of(SHOWN, "gpt2", "opt")  # of each kind of what a bridge shows one
 
 
 @pytest.mark.parametrize("family", WITH_PADDING)

@@ -25,10 +25,12 @@ from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.run import run_probing
 from infoflow_lens.probing.store import store_sequences
 from infoflow_lens.runs.folder import MANIFEST, PRIVATE, RunFolder
+from tests.conftest import some_of
 from tests.fuzz import OF_A_RUN, SPOILS, spoiled
 from tests.processes import started
 from tests.reference import zoo
 
+ALWAYS = ("manifest.jsonl", "influence.safetensors", "inputs/sequences.arrow")
 TABLES = ("positions.csv", "influence.csv", "agreement.csv", "coverage_curve.csv")
 
 
@@ -90,7 +92,7 @@ def measured(folder):
     return load_any(str(folder))
 
 
-@pytest.mark.parametrize("name", OF_A_RUN)
+@pytest.mark.parametrize("name", some_of(OF_A_RUN, *ALWAYS))
 def test_a_spoiled_file_is_named_or_made_anew(name, out, finished, folder, monkeypatch, measured):
     monkeypatch.setattr(run_module, "load_any", lambda *args, **kwargs: measured)
     if name.startswith("."):

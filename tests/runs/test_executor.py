@@ -42,6 +42,7 @@ def _threads(value):
     return torch.get_num_threads()
 
 
+@pytest.mark.slow
 def test_workers_work_in_the_folder_of_the_call(tmp_path, monkeypatch):
     joblib.Parallel(n_jobs=2)(joblib.delayed(os.getcwd)() for _ in range(4))
     monkeypatch.chdir(tmp_path)
@@ -60,6 +61,7 @@ with start_workers() as run:
 """
 
 
+@pytest.mark.slow
 def test_workers_that_hold_locks_end_without_a_word():
     """Progress bars hold one; of a worker that is killed the system says that it has leaked."""
     ended = subprocess.run([sys.executable, "-c", _LOCKS], capture_output=True, text=True)
@@ -108,6 +110,7 @@ def _killed_at_first(task):
     return value
 
 
+@pytest.mark.slow
 def test_a_unit_that_kills_every_worker_is_an_error_with_its_name_and_what_to_do():
     message = r"unit 3 has lost every worker that took it \(SIGKILL.*fewer jobs.*go on with lens go"
     with pytest.raises(InfoFlowError, match=message), start_workers() as run:

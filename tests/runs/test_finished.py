@@ -108,6 +108,7 @@ def test_names_whose_files_are_not_known_are_never_finished(tmp_path):
     assert not (tmp_path / "out" / FINISHED).exists()
 
 
+@pytest.mark.slow
 def test_the_command_says_the_same_and_imports_no_model(tmp_path):
     (tmp_path / "texts.txt").write_text("a = b\nfor x in y: print(x)\nimport os, sys\n" * 2)
     arguments = ["probe", "stdlib-2l", "--data", str(tmp_path / "texts.txt"), "--quiet"]

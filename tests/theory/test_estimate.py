@@ -296,6 +296,7 @@ def test_no_count_of_fixed_trees_proves_anything_of_two_layers(count):
     assert estimated("triangle_center", (2,), n_tokens=64).verdict == "excluded, proved"
 
 
+@pytest.mark.slow
 def test_large_sizes_answer_and_say_what_was_left_out():
     """T = 10^9 with positions, D = 20, six layers of twelve heads."""
     shape = ModelShape((12,) * 6, (768,) * 6, 10**9, positional=True)

@@ -61,6 +61,7 @@ def test_rotations_cannot_be_routed():
     assert found.held < 0.7
 
 
+@pytest.mark.slow
 def test_the_interval_covers_what_many_samples_give():
     task = intrinsic(10, seed=3)
     exact = routed_error(task, 1, n=800, seed=99).nmse

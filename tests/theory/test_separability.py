@@ -174,6 +174,7 @@ def test_memorization_is_feasible_even_if_dependent():
     assert certificate.margin >= 1
 
 
+@pytest.mark.slow
 def test_memorization_of_two_thousand():
     x, y = memorization(2000, 7, 500, seed=3)
     assert verified(x, y).feasible

@@ -51,6 +51,7 @@ def test_the_numbers_are_those_of_the_weights(name, measured, model):
     torch.testing.assert_close(scores, torch.tensor(measured["prefix_matching"]), atol=1e-3, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_validation_loss_holds_on_the_text_of_this_python(name, measured, model):
     """Other versions of Python have other files and changed ones."""
     corpus = read_corpus()
