@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import numpy as np
 import torch
 from annotated_types import Interval, MinLen
 from jaxtyping import Bool, Float, Int
@@ -185,9 +186,9 @@ class RankingAgreement:
         grid = figure.subplots(1, len(layers), sharey=True, squeeze=False)[0]
         for axes, layer in zip(grid, layers, strict=True):
             for kind, rows in frame[frame["layer"] == layer].groupby("kind", sort=False):
-                ends = rows[[f"{metric}_low", f"{metric}_high"]]
-                error = ends.sub(rows[metric], axis=0).abs().to_numpy().T
-                axes.errorbar(rows[metric], rows["method"], xerr=error, fmt="o", label=str(kind))
+                value, low, high = rows[[metric, f"{metric}_low", f"{metric}_high"]].to_numpy().T
+                error = np.stack([value - low, high - value])
+                axes.errorbar(value, rows["method"], xerr=error, fmt="o", label=str(kind))
             axes.set(xlabel=metric, title=f"layer {layer}")
         grid[-1].legend()
         return figure

@@ -18,18 +18,6 @@ torch.set_num_threads(1)  # the models are small, and tests run in parallel
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")
 
-
-def pytest_collection():
-    """What imports make is never freed: while they run nobody looks for garbage,"""
-    gc.disable()
-
-
-def pytest_collection_finish():
-    """and later nobody walks through what they made."""
-    gc.freeze()
-    gc.enable()
-
-
 N_TOKENS, D_TOKEN, D_MODEL, D_MLP = 7, 3, 30, 11
 HEADS, D_HEAD = (2, 5), (13, 6)
 
@@ -140,6 +128,17 @@ def find_chromium():
         if name and shutil.which(name):
             return shutil.which(name)
     return None
+
+
+def pytest_collection():
+    """Collecting imports all packages, and looking for garbage meanwhile finds none."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    """The garbage collector of the tests leaves out what was imported, which is never freed."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -34,9 +33,11 @@ def test_what_is_in_memory_gives_what_files_give(found, tmp_path):
     (tmp_path / "texts.txt").write_text("\n\n".join(TEXTS))
     folder = zoo.save("gpt2", tmp_path / "gpt2")
     named = probe(folder, tmp_path / "texts.txt", tmp_path / "out", **SETTINGS)
-    assert named.agreement.keys() == found.agreement.keys()
-    for rule, agreement in named.agreement.items():
-        np.testing.assert_equal(asdict(agreement), asdict(found.agreement[rule]))  # NaN equals NaN
+    numbers = [
+        {rule: agreement.to_dict() for rule, agreement in one.agreement.items()}
+        for one in (named, found)
+    ]
+    np.testing.assert_equal(*numbers)  # NaN equals NaN
     assert named.positions.to_frame().equals(found.positions.to_frame())
     assert (tmp_path / "out" / "report.html").is_file()
     assert named.out == tmp_path / "out"
