@@ -65,16 +65,16 @@ class HeadCount(TrainedStudy):
     title: ClassVar[str] = "Does one layer need as many heads as tokens to retrieve?"
     source: ClassVar[str] = "Yu et al. 2026 (ICLR), Tables 2, 3 and 5; Theorem 2"
     statement: ClassVar[Statement] = Statement.of("head_count")
-    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 3}
+    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 3, "longest": 3}
 
     def cases(self, preset: str) -> Sequence[Settings]:
-        """By table, length and heads."""
-        sizes: Mapping[str, Sequence[tuple[str, Sequence[int], Sequence[int], int]]] = {
-            "smoke": [("3", (8,), (3, 4), 8)],
-            "quick": [("3", (16,), (1, 2, 3, 4, 5), 200), ("5", (16,), (1, 2), 200)],
-            "full": [
-                (table, (length,), (1, 2, 3, 4, 5), 400) for length in _LENGTHS for table in _TABLES
-            ],
+        """By length, table and heads; all published cells are in full and longest."""
+        heads = (1, 2, 3, 4, 5)
+        sizes: Mapping[str, Sequence[tuple[str, Sequence[int], Sequence[int]]]] = {
+            "smoke": [("3", (8,), (3, 4))],
+            "quick": [("3", (16,), heads), ("5", (16,), (1, 2))],
+            "full": [(table, (length,), heads) for length in _LENGTHS[:3] for table in _TABLES],
+            "longest": [(table, (length,), heads) for length in _LENGTHS[3:] for table in _TABLES],
         }
         return [
             {
@@ -82,14 +82,14 @@ class HeadCount(TrainedStudy):
                 "n_tokens": length,
                 "heads": h,
                 "n_train": 2000 if preset == "smoke" else 8000,
-                "epochs": epochs,
+                "epochs": 8 if preset == "smoke" else 200,
                 "lr": 4e-3,
                 "d_encoder": 32,
                 "preset": preset,
             }
-            for table, lengths, heads, epochs in sizes[preset]
+            for table, lengths, numbers in sizes[preset]
             for length in lengths
-            for h in heads
+            for h in numbers
         ]
 
     def architecture(self, settings: Settings) -> Architecture:

@@ -37,8 +37,9 @@ def test_the_rule_is_about_one_layer_of_shared_width():
     assert not STUDY.verdict(frame({3: 1e-3, 4: 1e-5}, table="5")).passed
 
 
-def test_the_whole_study_covers_the_three_tables():
-    cases = STUDY.cases("full")
+def test_two_presets_cover_the_three_tables():
+    cases = [*STUDY.cases("full"), *STUDY.cases("longest")]
+    assert len(cases) == 75
     assert {(c["table"], c["n_tokens"], c["heads"]) for c in cases} == {
         (table, length, heads)
         for table in ("2", "3", "5")
