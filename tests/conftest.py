@@ -117,8 +117,10 @@ def token_inputs() -> torch.Tensor:
 def some_of(cases, *always):
     """The cases of a grid, of which some run always, by value, and the others where SLOW=1."""
     assert all(case in cases for case in always)
+    several = (case if isinstance(case, tuple) else (case,) for case in cases)
     return [
-        case if case in always else pytest.param(case, marks=pytest.mark.slow) for case in cases
+        pytest.param(*values, marks=() if case in always else pytest.mark.slow)
+        for case, values in zip(cases, several, strict=True)
     ]
 
 

@@ -39,11 +39,16 @@ import pytest
 
 from tests.processes import LIBRARIES
 
+_FOLDERS = ("experiments", "flows", "foundation", "models", "probing", "report", "runs", "theory")
+_MODULES = ("agreement", "cli", "ranking", "together", "training")
 ROOMS = {
     "hooks": "tests/hooks",
-    "infoflow_lens/theory": "tests/theory",
     "tasks": "tests/tasks",
-    "infoflow_lens/models": "tests/models",
+    **{f"infoflow_lens/{name}": f"tests/{name}" for name in _FOLDERS},
+    **{f"infoflow_lens/{name}.py": f"tests/test_{name}.py" for name in _MODULES},
+    "infoflow_lens/commands": "tests/test_cli.py",
+    "infoflow_lens/objectives.py": "tests/test_training.py",
+    "infoflow_lens/named.py": "tests/theory",
 }
 # A test may take 5 times its usual time, and a minute for fixtures that it shared when measured.
 SLOWER, SPARE = 5, 60
@@ -490,11 +495,12 @@ class Guard:
 
     def measure(self) -> None:
         """Find which tests execute which statements, a file of tests at a time."""
-        (self.out / "executed").mkdir(exist_ok=True)
         work = []
         for room, tests in self.rooms.items():
+            folder = _folder_of(self.out, room)
+            folder.mkdir(parents=True, exist_ok=True)
             for path in python_files(tests):
-                kept = self.out / "executed" / f"{path.replace('/', '.')}.json"
+                kept = folder / f"{path.replace('/', '.')}.json"
                 if Path(path).name.startswith("test_") and not kept.exists():
                     work.append(((path, kept), partial(_record, room, path)))
         for (path, kept), status, found, seconds in forked(work, self.jobs):
@@ -535,7 +541,7 @@ class Guard:
         parameters, the shortest first.
         """
         direct, near = [], []
-        for of_file in _executed(self.out / "executed", self.rooms[room]):
+        for of_file in _executed(_folder_of(self.out, room)):
             tests = {n: t for n, t in of_file["tests"].items() if n not in of_file["failed"]}
             hits = [n for n, test in tests.items() if _hit(test["lines"], file, statement)]
             direct += [(n, tests[n]["seconds"]) for n in hits]
@@ -583,11 +589,15 @@ def _in_turns(tests: list[tuple[str, float]]) -> list[tuple[str, float]]:
     return [(name, seconds) for _, seconds, name in sorted(order)]
 
 
+def _folder_of(out: Path, room: str) -> Path:
+    """Where it is kept what tests execute of a room; rooms may share tests."""
+    return out / "executed" / room.replace("/", ".")
+
+
 @cache
-def _executed(folder: Path, tests: str) -> list[dict[str, Any]]:
+def _executed(folder: Path) -> list[dict[str, Any]]:
     """What was measured for the tests of a room, a file of tests an entry."""
-    kept = [folder / f"{path.replace('/', '.')}.json" for path in python_files(tests)]
-    return [json.loads(path.read_text()) for path in kept if path.exists()]
+    return [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
 
 
 def _hit(lines: Mapping[str, str], file: str, line: int) -> bool:

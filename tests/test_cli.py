@@ -173,6 +173,7 @@ def test_bad_estimates_are_one_line(arguments, message):
     assert message in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_ctrl_c_is_a_clean_stop(tmp_path):
     arguments = ["demo", "--out", tmp_path, "--quiet"]

@@ -8,6 +8,8 @@ import pytest
 
 from tests.processes import printed_by, started
 
+pytestmark = pytest.mark.slow  # the server loads all libraries, and few other tests need it
+
 
 @pytest.fixture
 def program(tmp_path):

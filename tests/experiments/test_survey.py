@@ -54,6 +54,7 @@ def test_a_survey_gives_a_row_for_each_head(whole):
     assert heads["layer_k"].tolist() == [least[layer] for layer in heads["layer"]]
 
 
+@pytest.mark.slow
 def test_several_processes_measure_the_same(whole, config, tmp_path):
     run_survey(tmp_path, config, progress=False, jobs=2, n_threads=1)
     numbers = [pd.read_csv(out / "heads.csv") for out in (whole.out, tmp_path)]

@@ -50,6 +50,7 @@ def test_threads_of_one_process_give_the_numbers_of_one(architecture, inputs):
     assert alone[0] != alone[1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_worker_ends_with_the_process_that_started_it(tmp_path):
     script = tmp_path / "script.py"

@@ -176,7 +176,7 @@ IN_PRECISION = [
 ]
 
 
-@pytest.mark.parametrize(("family", "dtype"), IN_PRECISION)
+@pytest.mark.parametrize(("family", "dtype"), zoo.some_families(IN_PRECISION))
 def test_visible_keys_are_those_of_the_models_config(family, dtype, folders):
     """Also where scores are four times as large, and a mask of half precision is rounded."""
     model = loaded(folders(family), dtype, times=4.0)

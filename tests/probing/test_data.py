@@ -50,6 +50,7 @@ def test_a_window_that_the_model_does_not_take_is_refused_by_the_name_of_the_dat
         read_data(model, str(path), window=4000)
 
 
+@pytest.mark.slow
 def test_rows_that_change_their_columns_late_are_refused_with_the_columns(model, tmp_path):
     """The first block of a large file tells the columns."""
     path = tmp_path / "rows.jsonl"

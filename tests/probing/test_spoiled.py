@@ -332,6 +332,7 @@ def test_a_write_that_the_system_refuses(tmp_path, write):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_keeps_every_finished_batch(tmp_path, folder, number):
     """However short ago the state was written: behind the batch that runs."""

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from tests.conftest import some_of
+
 N_LAYERS, N_HEADS, D_HEAD, D_MODEL, D_MLP, N_VOCAB, N_CTX = 2, 4, 4, 16, 64, 50, 32
 N_KEY_VALUE_HEADS, WINDOW = 2, 4
 
@@ -187,6 +189,16 @@ WITHOUT_TOKENIZER = ("qwen2",)
 WITHOUT_ATTENTION_OF_ONE_STACK = ("t5", "mamba")
 FAMILIES = tuple(name for name in ARCHITECTURES if name not in WITHOUT_ATTENTION_OF_ONE_STACK)
 NAMES = FAMILIES[: FAMILIES.index("bert") + 1]  # the first twelve
+# Each has what no other of them has: positions, masks, sinks, shared keys, blocks side by side
+DIFFERENT = (
+    "gpt2", "gpt_neo", "opt", "bloom", "gptj", "llama", "gemma2", "gpt_oss", "bert", "falcon"
+)  # fmt: skip
+
+
+def some_families(cases):
+    """Cases by family: DIFFERENT ones run always, the others with SLOW=1."""
+    family = {case: case[0] if isinstance(case, tuple) else case for case in cases}
+    return some_of(cases, *(case for case in cases if family[case] in DIFFERENT))
 
 
 def words() -> list[str]:

@@ -17,6 +17,7 @@ import torch
 from infoflow_lens import InfoFlowError
 from infoflow_lens.runs import executor as module
 from infoflow_lens.runs.executor import Executor, Unit, choose_device
+from tests.conftest import some_of
 from tests.processes import started
 
 
@@ -73,7 +74,7 @@ def hold_a_lock(value, held=[]):  # noqa: B006  # for as long as the process liv
     return value
 
 
-@pytest.mark.parametrize("n", [0, 7])
+@pytest.mark.parametrize("n", some_of([0, 7], 7))
 def test_units_that_cannot_be_drawn_are_an_error_and_no_wait(n):
     def some():
         yield from units(range(n))
@@ -83,7 +84,7 @@ def test_units_that_cannot_be_drawn_are_an_error_and_no_wait(n):
         list(run(abs, some()))
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", some_of([1, 2], 1))
 def test_what_a_unit_raises_is_raised_as_it_is(jobs):
     with pytest.raises(FileNotFoundError, match="no-such"), start_workers(jobs) as run:
         list(run(_opened, units(["no-such"])))
@@ -93,6 +94,7 @@ def _opened(path):
     return Path(path).read_text()
 
 
+@pytest.mark.slow
 def test_a_unit_whose_worker_is_killed_runs_again(tmp_path):
     """Twice; the others are not touched, and each gives its result once."""
     with start_workers() as run:
@@ -245,6 +247,7 @@ def test_a_scheduler_that_dies_in_mid_run_is_one_error_with_the_command(schedule
         assert time.monotonic() - begun < 60
 
 
+@pytest.mark.slow
 def test_a_scheduler_without_workers_is_named(scheduler, monkeypatch):
     monkeypatch.setattr(module, "_PATIENCE", 0.5)
     with (

@@ -268,6 +268,7 @@ def drawn_elsewhere():
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DRAWN)
 def test_equal_arguments_give_equal_bytes_and_fingerprints_in_any_process(case, drawn_elsewhere):
     assert drawn(*DRAWN[case]) == drawn_elsewhere[case]
@@ -299,6 +300,7 @@ def test_workers_of_a_stream_draw_different_sequences():
     assert not set(parts[0]) & set(parts[1])
 
 
+@pytest.mark.slow
 def test_streams_reach_workers_that_are_no_copies_of_this_process():
     stream = load_task("in_context_qa", n_pairs=2).dataset("train", None).with_format("torch")
     assert pickle.loads(pickle.dumps(stream)).features == stream.features

@@ -1,6 +1,7 @@
 """Jacobian influence equals PyTorch's own Jacobian, and finds what the model reads."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -48,25 +49,24 @@ def caught(model, names, ids, start=None, layer=0):
     return sum(found[name] for name in names)
 
 
-@pytest.mark.parametrize("chunk_size", [5, None])
-@pytest.mark.parametrize("state", ["post_attention", "resid_post"])
-def test_equals_autograd_over_vector_tokens(model, inputs, state, chunk_size):
-    probe = JacobianInfluence(state=state, chunk_size=chunk_size)
-    (result,) = run_probes(model, inputs[:4], [probe], batch_size=3, progress=False)
-    assert result.influence.shape == (2, 4, N_TOKENS + 1, N_TOKENS)
+def test_equals_autograd_over_vector_tokens(model, inputs):
+    cases = list(product(("post_attention", "resid_post"), (5, None)))
+    probes = [JacobianInfluence(state=state, chunk_size=chunk) for state, chunk in cases]
+    results = run_probes(model, inputs[:4], probes, batch_size=3, progress=False)
+    names = [f"{state}.{layer}" for state, _ in cases for layer in (0, 1)]
     weights = model.state_dict()
-    for layer in (0, 1):
-        for sample in range(4):
 
-            def states(x, layer=layer):
-                return reference.forward(model.architecture, weights, x[None])[f"{state}.{layer}"][
-                    0
-                ]
+    def states(x):
+        found = reference.forward(model.architecture, weights, x[None])
+        return tuple(found[name][0] for name in names)
 
-            jacobian = torch.autograd.functional.jacobian(states, inputs[sample])
-            torch.testing.assert_close(
-                result.influence[layer, sample], norms(jacobian), rtol=1e-5, atol=1e-6
-            )
+    for sample in range(4):
+        jacobians = iter(torch.autograd.functional.jacobian(states, inputs[sample]))
+        for result in results:
+            assert result.influence.shape == (2, 4, N_TOKENS + 1, N_TOKENS)
+            for influence in result.influence[:, sample]:
+                expected = norms(next(jacobians))
+                torch.testing.assert_close(influence, expected, rtol=1e-5, atol=1e-6)
 
 
 KINDS = [
@@ -570,6 +570,7 @@ def test_rounding_is_no_influence(token_inputs):
         assert (result.influence == 0).any()
 
 
+@pytest.mark.slow
 def test_the_stated_error_covers_the_true_one():
     """In 95% of 200 draws, for the numbers of directions and positions that are used."""
     model = make_token_model(d_model=24, d_head=6, n_ctx=9)

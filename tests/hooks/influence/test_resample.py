@@ -33,25 +33,22 @@ def by_hand(model, inputs, donors, name):
     return torch.stack(moved).detach()
 
 
-@pytest.mark.parametrize(
-    ("aggregate", "join"),
-    [
-        ("median", lambda moved: moved.quantile(0.5, dim=0)),
-        ("mean", lambda moved: moved.mean(dim=0)),
-        (0.25, lambda moved: moved.quantile(0.25, dim=0)),
-    ],
-)
+AGGREGATED = {
+    "median": lambda moved: moved.quantile(0.5, dim=0),
+    "mean": lambda moved: moved.mean(dim=0),
+    0.25: lambda moved: moved.quantile(0.25, dim=0),
+}
+
+
 @pytest.mark.parametrize("kind", ["vectors", "tokens"])
-def test_it_is_the_change_of_the_state(
-    model, inputs, token_model, token_inputs, aggregate, join, kind
-):
+def test_it_is_the_change_of_the_state(model, inputs, token_model, token_inputs, kind):
     subject, data = (model, inputs) if kind == "vectors" else (token_model, token_inputs)
-    probe = ResampleInfluence(data[:4], aggregate, chunk_size=17)
-    (result,) = run_probes(subject, data[4:12], [probe], batch_size=3, progress=False)
+    probes = [ResampleInfluence(data[:4], aggregate, chunk_size=17) for aggregate in AGGREGATED]
+    results = run_probes(subject, data[4:12], probes, batch_size=3, progress=False)
     for layer in range(2):
-        name = f"blocks.{layer}.hook_resid_mid"
-        expected = join(by_hand(subject, data[4:12], data[:4], name))
-        torch.testing.assert_close(result.influence[layer], expected, rtol=1e-4, atol=1e-5)
+        moved = by_hand(subject, data[4:12], data[:4], f"blocks.{layer}.hook_resid_mid")
+        for result, join in zip(results, AGGREGATED.values(), strict=True):
+            torch.testing.assert_close(result.influence[layer], join(moved), rtol=1e-4, atol=1e-5)
 
 
 def test_neither_batches_nor_chunks_change_it(model, inputs):

@@ -109,6 +109,7 @@ def test_sequences_of_different_lengths_leave_themselves_out(model):
     assert measured == pytest.approx(expected / sum(map(len, tokens)), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_error_is_the_spread_over_other_sequences_and_other_calibrations(model):
     """Both drawn anew many times. The share of the mean patterns is to first order, which in a
     model of so peaked attention tells too much, never too little."""

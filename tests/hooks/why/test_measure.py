@@ -72,11 +72,13 @@ def test_pieces_are_what_scores_lose_when_parts_are_taken_out():
     torch.testing.assert_close(found.by_query().values, pieces.sum(1), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in zoo.FAMILIES if name not in REFUSED])
+@pytest.mark.parametrize(
+    "name", zoo.some_families([name for name in zoo.FAMILIES if name not in REFUSED])
+)
 def test_pieces_add_up_in_models_of_every_family(name, tmp_path):
     model = family(name, tmp_path)
     found = list(asked(model, zoo.tokens(1, 12)))
-    assert max(map(misses, found)) < (5e-5 if name in OF_VERSION_4 else 1e-5)
+    assert max(map(misses, found)) < 5e-5  # of float32, which processors round differently
     (ranked,) = run_probes(model, zoo.tokens(1, 12), [PositionsProbe((1, 2))], progress=False)
     for one in found:
         assert one.keys == tuple(ranked.positions[one.layer][0, one.head, one.query].tolist())
