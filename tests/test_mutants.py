@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.mutants import mutations
+from tests.mutants import ROOMS, mutations, python_files
 from tests.processes import printed_by
 
 SOURCE = '''
@@ -69,6 +69,13 @@ def test_a_mutation_changes_one_line_of_what_code_does():
         ("return found", "return None"),
         ("return x", "return None"),
     }
+
+
+def test_every_module_is_in_one_room_whose_tests_are_there():
+    rooms = [path for room in ROOMS for path in python_files(room)]
+    assert len(set(rooms)) == len(rooms)
+    assert {*python_files("infoflow_lens")} - {*rooms} == {"infoflow_lens/__init__.py"}
+    assert all(python_files(tests) for tests in ROOMS.values())
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _D = 4  # tokens that the target retrieves
 _LENGTHS = (8, 16, 32, 64, 128)
-_FULL = 8  # parts of tables in preset full: up to T = 32, there with one layer
 _FULL_AT = 16  # T at which preset full is held against Table 3
 _CELL = ["table", "n_tokens", "heads"]
 _NEAR = 2  # cells within this factor of the published are counted
@@ -70,13 +69,14 @@ class HeadCount(TrainedStudy):
 
     def cases(self, preset: str) -> Sequence[Settings]:
         """By length, table and heads; all published cells are in full and longest."""
-        heads = (1, 2, 3, 4, 5)
-        cells = [(table, (length,), heads) for length in _LENGTHS for table in _TABLES]
-        sizes: Mapping[str, Sequence[tuple[str, Sequence[int], Sequence[int]]]] = {
-            "smoke": [("3", (8,), (3, 4))],
-            "quick": [("3", (16,), heads), ("5", (16,), (1, 2))],
-            "full": cells[:_FULL],
-            "longest": cells[_FULL:],
+        every = (1, 2, 3, 4, 5)
+        published = [(table, length, every) for length in _LENGTHS for table in _TABLES]
+        longest = [part for part in published if part[1] > 32 or part[:2] == ("5", 32)]
+        sizes: Mapping[str, Sequence[tuple[str, int, Sequence[int]]]] = {
+            "smoke": [("3", 8, (3, 4))],
+            "quick": [("3", 16, every), ("5", 16, (1, 2))],
+            "full": [part for part in published if part not in longest],
+            "longest": longest,
         }
         return [
             {
@@ -89,9 +89,8 @@ class HeadCount(TrainedStudy):
                 "d_encoder": 32,
                 "preset": preset,
             }
-            for table, lengths, numbers in sizes[preset]
-            for length in lengths
-            for h in numbers
+            for table, length, heads in sizes[preset]
+            for h in heads
         ]
 
     def architecture(self, settings: Settings) -> Architecture:

@@ -27,9 +27,9 @@ REFUSED = {
 OF_VERSION_4 = ("cohere", "cohere2")  # whose bridges of version 3 compute something else
 
 
-def family(name, tmp_path, **changes):
+def family(name, tmp_path, dtype="float32", **changes):
     try:
-        return load_any(zoo.save(name, tmp_path / name, **changes)).model
+        return load_any(zoo.save(name, tmp_path / name, **changes), dtype=dtype).model
     except InfoFlowError as error:
         if name in OF_VERSION_4 and "computes something else" in str(error):
             pytest.skip("the bridge of TransformerLens 3 computes something else")
@@ -76,9 +76,10 @@ def test_pieces_are_what_scores_lose_when_parts_are_taken_out():
     "name", zoo.some_families([name for name in zoo.FAMILIES if name not in REFUSED])
 )
 def test_pieces_add_up_in_models_of_every_family(name, tmp_path):
-    model = family(name, tmp_path)
+    # experts of gpt_oss have no double precision; in single precision misses of llama are rounding
+    model = family(name, tmp_path, dtype="float32" if name == "gpt_oss" else "float64")
     found = list(asked(model, zoo.tokens(1, 12)))
-    assert max(map(misses, found)) < 5e-5  # of float32, which processors round differently
+    assert max(map(misses, found)) < (5e-5 if name in OF_VERSION_4 else 1e-5)
     (ranked,) = run_probes(model, zoo.tokens(1, 12), [PositionsProbe((1, 2))], progress=False)
     for one in found:
         assert one.keys == tuple(ranked.positions[one.layer][0, one.head, one.query].tolist())
