@@ -222,7 +222,8 @@ def scheduler(tmp_path):
         "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0",
         "--no-dashboard", "--scheduler-file", str(file), folder=tmp_path,
     ) as program:  # fmt: skip
-        program.wait_until(file.is_file)
+        # the scheduler makes the file first, and writes into it afterwards
+        program.wait_until(lambda: file.is_file() and file.read_text().endswith("}"))
         yield program, json.loads(file.read_text())["address"]
 
 
