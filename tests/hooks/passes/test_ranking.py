@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infoflow_lens.hooks.passes import kernels
 from infoflow_lens.hooks.passes.ranking import largest_keys, rank_keys
 from tests.reference import ranking
 
@@ -135,6 +136,26 @@ def test_the_kernel_of_a_gpu_gives_what_torch_gives(tmp_path):
         defined[..., -1] = False  # others that equal the last one may not be counted
         assert places[defined].equal(expected[1][defined]), case
         assert ties[defined].equal(expected[2][defined]), case
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scores", ["fp32", "bf16", "fp16"])
+def test_the_kernel_compiles_for_a_gpu(scores, masked, tmp_path, monkeypatch):
+    """The interpreter runs what the compiler refuses; the compiler needs no GPU."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = kernels._kernel()
+    pointers = {"scores": f"*{scores}", "visible": "*u8" if masked else f"*{scores}"}
+    pointers |= {"values": "*fp32", "places": "*i32", "ties": "*i32"}
+    numbers = {name: "i32" for name in kernel.arg_names if name.islower()}
+    constants = {"N": 4, "BLOCK": 64, "HAS_VISIBLE": masked, "SHARED": False}
+    signature = {**numbers, **pointers, **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(kernel, signature, constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert "cubin" in compiled.asm
 
 
 def test_weights_are_ranked_as_the_scores_they_come_from():
