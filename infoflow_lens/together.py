@@ -1,6 +1,7 @@
 """Training of many seeds together: one batched model, with the numbers of `train` for each seed."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +33,9 @@ __all__ = ["Trained", "train_together"]
 
 _EVALUATED_AT_ONCE = 2048  # sequences, of all seeds
 Readout: TypeAlias = Callable[[Weights, Tensor], Tensor]
+_EAGER_STEPS = 3  # of a size, before a GPU takes them up as a graph
+Measures: TypeAlias = dict[str, Float[Tensor, " seed"]]
+Step: TypeAlias = Callable[[Tensor, Tensor], Measures]
 DataOfSeed: TypeAlias = Callable[[int], tuple[Data | Draw, Data]]
 
 
@@ -168,10 +172,18 @@ class _Stack:
             name: nn.Parameter(torch.stack([_parameter(run, name) for run in runs]))
             for name, _ in model.named_parameters()
         }
-        self.optimizer = optimizer_of(list(self.weights.values()), config, fused=True)
+        self._prepare()
         readout = partial(stacked_readout, model)
         self.readout: Readout = torch.compile(readout) if compiled else readout
         self.data: tuple[Tensor, Tensor] | None = None
+
+    def _prepare(self) -> None:
+        """The optimiser of the weights as they are, and its step."""
+        on_gpu = self.device.type == "cuda"
+        self.optimizer = optimizer_of(
+            list(self.weights.values()), self.config, fused=True, in_graph=on_gpu
+        )
+        self.step: Step = _Graphs(self._step, self.device) if on_gpu else self._step
 
     def epoch(self) -> None:
         """One pass over the data of every seed."""
@@ -179,25 +191,34 @@ class _Stack:
         n, first, lr = x.shape[1], self.runs[0].ledger, self.config.lr
         order = torch.stack([run.ledger.order(n) for run in self.runs]).to(self.device)
         seeds = torch.arange(len(self.runs), device=self.device)[:, None]
-        measured = torch.func.vmap(self.objective.measures)
         totals: dict[str, Tensor] = {}
         batches = order.split(self.config.batch_size, dim=1)
         for step, rows in enumerate(batches):
             lr = first.rate(step, len(batches))
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            measures = measured(self.readout(self.weights, x[seeds, rows]), y[seeds, rows])
-            self.optimizer.zero_grad(set_to_none=True)
-            measures["train_loss"].sum().backward()
-            self._clip()
-            self.optimizer.step()
-            for name, means in measures.items():
-                part = means.detach() * rows.shape[1]
+            self._set_rate(lr)
+            for name, means in self.step(x[seeds, rows], y[seeds, rows]).items():
+                part = means * rows.shape[1]
                 totals[name] = totals[name] + part if name in totals else part
         of_seeds = {name: (total / n).tolist() for name, total in totals.items()}
         for index, run in enumerate(self.runs):
             own = {name: values[index] for name, values in of_seeds.items()}
             _noted(run, partial(run.ledger.trained, own, lr))
+
+    def _set_rate(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)  # a graph reads it where it lies
+            else:
+                group["lr"] = lr
+
+    def _step(self, x: Float[Tensor, "seed batch ..."], y: Tensor) -> Measures:
+        """A step of all seeds; what it measures before the update."""
+        measures = torch.func.vmap(self.objective.measures)(self.readout(self.weights, x), y)
+        self.optimizer.zero_grad(set_to_none=True)
+        measures["train_loss"].sum().backward()
+        self._clip()
+        self.optimizer.step()
+        return {name: means.detach() for name, means in measures.items()}
 
     def _data(self) -> tuple[Float[Tensor, "seed batch ..."], Tensor]:
         """What the seeds are trained on in the next epoch."""
@@ -247,7 +268,7 @@ class _Stack:
         self.weights = {
             name: nn.Parameter(weight.detach()[chosen]) for name, weight in self.weights.items()
         }
-        self.optimizer = optimizer_of(list(self.weights.values()), self.config, fused=True)
+        self._prepare()
         for weight, state in zip(self.weights.values(), states, strict=True):
             self.optimizer.state[weight] = {
                 name: value[chosen] if isinstance(value, Tensor) and value.ndim else value
@@ -255,6 +276,53 @@ class _Stack:
             }
         if self.data is not None:
             self.data = (self.data[0][chosen], self.data[1][chosen])
+
+
+class _Graphs:
+    """A step that a GPU replays as one graph, for each size of batch.
+
+    A step of small models is hundreds of operations that each take longer to start than to run. The
+    first steps of a size are run one operation after the other, which prepares libraries and the
+    optimiser for the graph.
+    """
+
+    def __init__(self, step: Step, device: torch.device) -> None:
+        self.step = step
+        self.stream = torch.cuda.Stream(device)
+        self.n_eager: Counter[torch.Size] = Counter()
+        self.graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Measures]] = {}
+
+    def __call__(self, x: Float[Tensor, "seed batch ..."], y: Tensor) -> Measures:
+        size = x.shape
+        if size not in self.graphs:
+            if self.n_eager[size] < _EAGER_STEPS:
+                self.n_eager[size] += 1
+                return self._eager(x, y)
+            self.graphs[size] = self._captured(x.clone(), y.clone())
+        graph, x_read, y_read, measures = self.graphs[size]
+        x_read.copy_(x)
+        y_read.copy_(y)
+        graph.replay()
+        return measures
+
+    def _eager(self, x: Tensor, y: Tensor) -> Measures:
+        """A step on the stream of the graphs, which gradients are then made for."""
+        others = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(others)
+        with torch.cuda.stream(self.stream):
+            measures = self.step(x, y)
+        others.wait_stream(self.stream)
+        return measures
+
+    def _captured(
+        self, x: Tensor, y: Tensor
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Measures]:
+        """The graph of a step, with what it reads and writes; nothing is run."""
+        graph = torch.cuda.CUDAGraph()
+        # other threads may go on using the GPU
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            measures = self.step(x, y)
+        return graph, x, y, measures
 
 
 def _parameter(run: _Seed, name: str) -> Tensor:

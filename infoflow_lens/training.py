@@ -374,9 +374,15 @@ class _Run(Ledger):
 
 
 def optimizer_of(
-    parameters: list[nn.Parameter], config: TrainingConfig, *, fused: bool = False
+    parameters: list[nn.Parameter],
+    config: TrainingConfig,
+    *,
+    fused: bool = False,
+    in_graph: bool = False,
 ) -> torch.optim.Optimizer:
     """The optimiser that the settings ask for; on a GPU or with `fused`, a step is one operation.
+
+    With `in_graph` a CUDA graph can hold the step: the learning rate is a tensor on the GPU.
 
     Raises:
         InfoFlowError: if no parameter asks for a gradient.
@@ -387,13 +393,13 @@ def optimizer_of(
             "requires_grad_(True)"
         )
     common: dict[str, Any] = {
-        "lr": config.lr,
+        "lr": torch.tensor(config.lr, device=parameters[0].device) if in_graph else config.lr,
         "weight_decay": config.weight_decay,
         "fused": fused or parameters[0].is_cuda or None,
     }
     if config.optimizer == "sgd":
         return torch.optim.SGD(parameters, momentum=config.momentum, **common)
-    return torch.optim.AdamW(parameters, betas=config.betas, **common)
+    return torch.optim.AdamW(parameters, betas=config.betas, capturable=in_graph, **common)
 
 
 def _beside_the_weights(model: nn.Module) -> dict[str, Any]:
