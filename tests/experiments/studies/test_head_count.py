@@ -37,8 +37,8 @@ def test_the_rule_is_about_one_layer_of_shared_width():
     assert not STUDY.verdict(frame({3: 1e-3, 4: 1e-5}, table="5")).passed
 
 
-def test_two_presets_cover_the_three_tables():
-    cases = [*STUDY.cases("full"), *STUDY.cases("longest")]
+def test_three_presets_cover_the_three_tables():
+    cases = [case for name in ("full", "longest", "largest") for case in STUDY.cases(name)]
     assert len(cases) == 75
     assert {(c["table"], c["n_tokens"], c["heads"]) for c in cases} == {
         (table, length, heads)
