@@ -32,7 +32,7 @@ from infoflow_lens.experiments.demo import DemoConfig
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.host import VectorTransformer, build_model
 from infoflow_lens.together import train_together
-from infoflow_lens.training import TrainingConfig, nmse, train
+from infoflow_lens.training import TrainingConfig, nmse, set_rate, train
 
 SEEDS = range(8)
 STEPS = 20
@@ -184,8 +184,7 @@ def loop(way: Way, epochs: int, device: str) -> float:
     x, y = training_data(model)
     steps = [rows for epoch in range(epochs) for rows in order(x, 0, epoch, size)]
     for done, rows in enumerate(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate(done, len(steps))
+        set_rate(optimizer, config.learning_rate(done, len(steps)))
         with torch.autocast(device, torch.bfloat16, enabled=way.lower):
             output = step(x[rows])
         loss = nn.functional.mse_loss(output.float(), y[rows])

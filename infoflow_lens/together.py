@@ -27,13 +27,14 @@ from infoflow_lens.training import (
     TrainingDivergedError,
     TrainingResult,
     optimizer_of,
+    set_rate,
 )
 
 __all__ = ["Trained", "train_together"]
 
 _EVALUATED_AT_ONCE = 2048  # sequences, of all seeds
+_EAGER_STEPS = 3  # with a size of batch, before a GPU captures such a step as a graph
 Readout: TypeAlias = Callable[[Weights, Tensor], Tensor]
-_EAGER_STEPS = 3  # of a size, before a GPU takes them up as a graph
 Measures: TypeAlias = dict[str, Float[Tensor, " seed"]]
 Step: TypeAlias = Callable[[Tensor, Tensor], Measures]
 DataOfSeed: TypeAlias = Callable[[int], tuple[Data | Draw, Data]]
@@ -70,7 +71,8 @@ def train_together(
     Each seed has what ``train(build_model(architecture, seed), *data(seed), replace(config,
     seed=seed))`` has, to the rounding of floats: initial weights, order of the sequences, clipping
     of its own gradient, learning rates, patience and best weights. A seed that has ended takes no
-    more part. Many seeds fill a GPU; on a CPU they save the overhead of small operations.
+    more part. Many seeds fill a GPU, which replays a step as one CUDA graph; on a CPU they save the
+    overhead of small operations.
 
     Args:
         architecture: of all models; or the models at their initial weights, one for each seed,
@@ -195,7 +197,7 @@ class _Stack:
         batches = order.split(self.config.batch_size, dim=1)
         for step, rows in enumerate(batches):
             lr = first.rate(step, len(batches))
-            self._set_rate(lr)
+            set_rate(self.optimizer, lr)
             for name, means in self.step(x[seeds, rows], y[seeds, rows]).items():
                 part = means * rows.shape[1]
                 totals[name] = totals[name] + part if name in totals else part
@@ -203,13 +205,6 @@ class _Stack:
         for index, run in enumerate(self.runs):
             own = {name: values[index] for name, values in of_seeds.items()}
             _noted(run, partial(run.ledger.trained, own, lr))
-
-    def _set_rate(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)  # a graph reads it where it lies
-            else:
-                group["lr"] = lr
 
     def _step(self, x: Float[Tensor, "seed batch ..."], y: Tensor) -> Measures:
         """A step of all seeds; what it measures before the update."""
@@ -306,7 +301,7 @@ class _Graphs:
         return measures
 
     def _eager(self, x: Tensor, y: Tensor) -> Measures:
-        """A step on the stream of the graphs, which gradients are then made for."""
+        """A step that is run at once, on the stream on which the graphs are captured later."""
         others = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(others)
         with torch.cuda.stream(self.stream):

@@ -353,8 +353,7 @@ class _Run(Ledger):
         self.model.train()
         for step, rows in enumerate(batches):
             lr = self.rate(step, len(batches))
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            set_rate(self.optimizer, lr)
             # a model that draws does so in every batch; others need not be watched
             with drawing if step == 0 or drawing.n_drawn else nullcontext():
                 measures = self.objective.measures(predict(x[rows]), y[rows])
@@ -400,6 +399,15 @@ def optimizer_of(
     if config.optimizer == "sgd":
         return torch.optim.SGD(parameters, momentum=config.momentum, **common)
     return torch.optim.AdamW(parameters, betas=config.betas, capturable=in_graph, **common)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give an optimiser of `optimizer_of` the learning rate of its next step."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)  # a CUDA graph reads it where it lies
+        else:
+            group["lr"] = lr
 
 
 def _beside_the_weights(model: nn.Module) -> dict[str, Any]:

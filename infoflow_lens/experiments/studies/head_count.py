@@ -76,16 +76,16 @@ class HeadCount(TrainedStudy):
     def cases(self, preset: str) -> Sequence[Settings]:
         """By length, table and heads; full, longest and largest are all published cells."""
         every = (1, 2, 3, 4, 5)
-        published = [(table, length, every) for length in _LENGTHS for table in _TABLES]
-        largest = [part for part in published if part[:2] == ("5", 128)]
-        above = [part for part in published if part[1] > 32 or part[:2] == ("5", 32)]
-        sizes: Mapping[str, Sequence[tuple[str, int, Sequence[int]]]] = {
+        sizes: dict[str, list[tuple[str, int, Sequence[int]]]] = {
             "smoke": [("3", 8, (3, 4))],
             "quick": [("3", 16, every), ("5", 16, (1, 2))],
-            "full": [part for part in published if part not in above],
-            "longest": [part for part in above if part not in largest],
-            "largest": largest,
+            "full": [],
+            "longest": [],
+            "largest": [],
         }
+        for length in _LENGTHS:
+            for table in _TABLES:
+                sizes[_preset_of(table, length)].append((table, length, every))
         return [
             {
                 "table": table,
@@ -187,6 +187,14 @@ class HeadCount(TrainedStudy):
         """Head counts D and D + 1 in the place of D - 1 and D."""
         more = results[results["heads"] >= _D]
         return {"one head more": more.assign(heads=more["heads"] - 1)}
+
+
+def _preset_of(table: str, length: int) -> str:
+    """The preset that runs the published cells of a table at a length, by how long they take."""
+    two_layers = table == "5"
+    if two_layers and length == 128:
+        return "largest"
+    return "longest" if length > (16 if two_layers else 32) else "full"
 
 
 def beside_published(results: "pd.DataFrame") -> "pd.DataFrame":
