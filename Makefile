@@ -21,7 +21,9 @@ SEED ?= 0
 WRITE ?=
 BIN := $(VENV)/bin
 # With uv, which takes packages from where pip takes them, an environment takes seconds; without it, pip.
-# Modules are compiled when they are first imported: most never are.
+# Modules are compiled when they are first imported, and kept compiled: most never are. Where nothing
+# may be kept, each of hundreds of processes would compile torch anew, which takes longer than the tests.
+unexport PYTHONDONTWRITEBYTECODE
 ifndef UV_FIND_LINKS
 export UV_FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
 endif

@@ -154,6 +154,18 @@ def pytest_collection_modifyitems(items):
             opened.add(item.path)
 
 
+@pytest.fixture
+def forked_workers():
+    """Workers of this process are forked from a server that has the libraries loaded."""
+    from joblib.externals.loky.backend.context import set_start_method
+
+    from tests.processes import server
+
+    set_start_method(server().get_start_method(), force=True)
+    yield
+    set_start_method(None, force=True)
+
+
 @pytest.fixture(scope="session")
 def browser():
     """One headless browser for the session."""

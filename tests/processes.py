@@ -23,6 +23,8 @@ from pathlib import Path
 
 LIBRARIES = [
     "transformer_lens",
+    "transformers.models.gpt2.modeling_gpt2",
+    "torch._dynamo",
     "datasets",
     "pandas",
     "matplotlib.backends.backend_agg",

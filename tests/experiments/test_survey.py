@@ -18,9 +18,12 @@ from tests.reference import zoo
 N_HEADS = zoo.N_LAYERS * zoo.N_HEADS
 
 
-pytestmark = pytest.mark.filterwarnings(  # few rows are told of
-    "ignore::infoflow_lens.foundation.errors.InfoFlowWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings(  # few rows are told of
+        "ignore::infoflow_lens.foundation.errors.InfoFlowWarning"
+    ),
+    pytest.mark.usefixtures("forked_workers"),
+]
 
 
 @pytest.fixture(scope="module")

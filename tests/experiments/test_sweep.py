@@ -20,6 +20,8 @@ from tests.experiments.studies_for_tests import Squares
 from tests.fuzz import slack
 from tests.processes import losing_a_worker
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 def run(study, out, **arguments):
     return run_study(study, out, progress=False, **arguments)

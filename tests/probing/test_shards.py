@@ -34,7 +34,10 @@ from tests.conftest import some_of
 from tests.processes import losing_a_worker
 from tests.reference import zoo
 
-pytestmark = pytest.mark.filterwarnings("ignore::infoflow_lens.foundation.errors.InfoFlowWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::infoflow_lens.foundation.errors.InfoFlowWarning"),
+    pytest.mark.usefixtures("forked_workers"),
+]
 
 
 @pytest.fixture(scope="module")

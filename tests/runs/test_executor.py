@@ -20,6 +20,8 @@ from infoflow_lens.runs.executor import Executor, Unit, choose_device
 from tests.conftest import some_of
 from tests.processes import started
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 def units(values):
     return (Unit(f"unit {value}", value) for value in values)
