@@ -21,8 +21,8 @@ SEED ?= 0
 WRITE ?=
 BIN := $(VENV)/bin
 # With uv, which takes packages from where pip takes them, an environment takes seconds; without it, pip.
-# Modules are compiled when they are first imported, and kept compiled: most never are. Where nothing
-# may be kept, each of hundreds of processes would compile torch anew, which takes longer than the tests.
+# Modules are compiled when they are first imported, for most never are. They are kept compiled, also
+# where PYTHONDONTWRITEBYTECODE is set: else each of many processes would compile torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 ifndef UV_FIND_LINKS
 export UV_FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))

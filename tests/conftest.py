@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 
 from infoflow_lens.models.architecture import Architecture
+from tests.processes import server
 
 torch.set_num_threads(1)  # the models are small, and tests run in parallel
 
@@ -158,8 +159,6 @@ def pytest_collection_modifyitems(items):
 def forked_workers():
     """Workers of this process are forked from a server that has the libraries loaded."""
     from joblib.externals.loky.backend.context import set_start_method
-
-    from tests.processes import server
 
     set_start_method(server().get_start_method(), force=True)
     yield

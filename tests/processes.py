@@ -23,7 +23,7 @@ from pathlib import Path
 
 LIBRARIES = [
     "transformer_lens",
-    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.gpt2.modeling_gpt2",  # and with it what models of all families need
     "torch._dynamo",
     "datasets",
     "pandas",

@@ -18,12 +18,9 @@ from tests.reference import zoo
 N_HEADS = zoo.N_LAYERS * zoo.N_HEADS
 
 
-pytestmark = [
-    pytest.mark.filterwarnings(  # few rows are told of
-        "ignore::infoflow_lens.foundation.errors.InfoFlowWarning"
-    ),
-    pytest.mark.usefixtures("forked_workers"),
-]
+pytestmark = pytest.mark.filterwarnings(  # few rows are told of
+    "ignore::infoflow_lens.foundation.errors.InfoFlowWarning"
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +55,7 @@ def test_a_survey_gives_a_row_for_each_head(whole):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_several_processes_measure_the_same(whole, config, tmp_path):
     run_survey(tmp_path, config, progress=False, jobs=2, n_threads=1)
     numbers = [pd.read_csv(out / "heads.csv") for out in (whole.out, tmp_path)]

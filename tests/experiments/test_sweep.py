@@ -20,8 +20,6 @@ from tests.experiments.studies_for_tests import Squares
 from tests.fuzz import slack
 from tests.processes import losing_a_worker
 
-pytestmark = pytest.mark.usefixtures("forked_workers")
-
 
 def run(study, out, **arguments):
     return run_study(study, out, progress=False, **arguments)
@@ -47,6 +45,7 @@ def test_a_sweep_writes_rows_table_figure_and_record(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_jobs_change_nothing_but_the_time(tmp_path):
     """And every run has one thread."""
     for jobs in (1, 2):

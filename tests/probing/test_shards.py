@@ -34,10 +34,7 @@ from tests.conftest import some_of
 from tests.processes import losing_a_worker
 from tests.reference import zoo
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::infoflow_lens.foundation.errors.InfoFlowWarning"),
-    pytest.mark.usefixtures("forked_workers"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::infoflow_lens.foundation.errors.InfoFlowWarning")
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +198,7 @@ def test_a_file_of_an_unfinished_run_that_is_gone_is_named(config, tmp_path, mon
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_workers_go_on_where_one_process_was_stopped(whole, config, tmp_path, monkeypatch):
     take = shards.ShardSums.add_shard
 
@@ -380,6 +378,7 @@ def test_workers_that_cannot_be_had(config, tmp_path, arguments, message):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_run_whose_worker_process_is_killed_gives_the_same_bytes(
     whole, config, tmp_path, monkeypatch
 ):
