@@ -30,6 +30,8 @@ _ENOUGH: Mapping[str, int] = {
     "in_context_template_matching": 3,
 }
 _JUDGED = (tokens.NOISY, tokens.WHOLE)
+_LAST = "in_context_template_matching"
+_CONTEXTUAL = {_LAST: tokens.SIZES["quick"][_LAST]}
 _SMOKE: Mapping[str, Mapping[str, int]] = {
     "in_context_qa": {"n_questions": 8, "n_answers": 8, "n_pairs": 3},
     "template_matching": {"n_words": 16, "length": 3},
@@ -51,6 +53,8 @@ class VaryingDepth(tokens.TokenStudy):
     Training is on sequences that no step has seen, by AdamW; from the noisy start generalization is
     trained by the paper's SGD, as AdamW fits the training words and fails on new ones. Memorization
     sees its sequences again and again. Noise, rates, epochs and sizes are [chosen], on other seeds.
+    Preset "contextual" has contextual generalization alone, with seeds enough for the power of the
+    rule, and three times smaller a rate from the paper's start plus noise.
 
     `chance` is what a model reaches that has not solved the task: 1/N for memorization; 1/k for the
     tasks in context, by naming any of the k answers that the sequence shows; the largest share of a
@@ -63,12 +67,12 @@ class VaryingDepth(tokens.TokenStudy):
     title: ClassVar[str] = "How many attention layers does a task need?"
     source: ClassVar[str] = "Chen & Zou 2024, Fig. 2; Theorems 1 to 6"
     statement: ClassVar[Statement] = Statement.of("varying_depth")
-    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5}
+    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 3, "full": 5, "contextual": 12}
     judges_every_run: ClassVar[bool] = True
 
     def cases(self, preset: str) -> Sequence[Settings]:
         """By start, task and layers."""
-        sizes_of = tokens.SIZES.get(preset, _SMOKE)
+        sizes_of = {"smoke": _SMOKE, **tokens.SIZES}.get(preset, _CONTEXTUAL)
         more = 1 if preset == "full" else 0
         cases: list[Settings] = []
         for start in (tokens.NOISY, tokens.WHOLE, tokens.PAPER):
@@ -265,8 +269,10 @@ def _training(preset: str, start: str, task: str) -> dict[str, Any]:
             settings |= {"noise": settings["noise"] / 2, "optimizer": "sgd", "lr": paper["lr"]}
     elif task == "in_context_qa":
         settings["epochs"] = 40
-    if start == tokens.NOISY and task == "in_context_template_matching":
+    if start == tokens.NOISY and task == _LAST:
         settings["epochs"] = 40
+        if preset == "contextual":
+            settings["lr"] = 1e-3
     if task == tokens.MEMORIZATION:
         settings |= {"fresh": False, "warmup_steps": paper["warmup_steps"]}
     if start == tokens.PAPER:
