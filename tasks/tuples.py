@@ -26,7 +26,8 @@ from infoflow_lens.theory.comparison import (
 
 
 def _squared_norm_of_sum(x: Float[Tensor, "*batch arity d"]) -> Float[Tensor, "*batch"]:
-    return x.sum(dim=-2).square().sum(dim=-1)
+    # sum() adds tensor by tensor, faster than x.sum(dim=-2) over so short a dimension
+    return sum(x.unbind(dim=-2)).square().sum(dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -302,6 +302,50 @@ class TrainedStudy(TogetherStudy):
             else self.rows(settings, seed, trained.model, trained.result)
             for seed, trained in zip(seeds, together, strict=True)
         ]
+
+
+class FreshStudy(TrainedStudy):
+    """A study of models that are trained on sequences which no step sees twice, along a cosine.
+
+    Settings name the learning rate `lr`, the `steps` of `BATCH` sequences, and in `n_train` how
+    many sequences an epoch draws. Targets have mean 0 and deviation 1.
+    """
+
+    BATCH: ClassVar[int] = 256
+
+    @abstractmethod
+    def task(self, settings: Settings) -> VectorTask:
+        """What is learnt; the same for all seeds."""
+
+    def data(self, settings: Settings, seed: int) -> tuple[Draw, Pair]:
+        """Fresh sequences in every epoch, and those that validate."""
+        drawn = self.scaled(settings)
+
+        def draw(epoch: int) -> Pair:
+            return drawn("train", settings["n_train"], derived_seed(seed, epoch))
+
+        return draw, drawn("validation", 4000, seed)
+
+    def scaled(self, settings: Settings) -> Callable[[str, int, int], Pair]:
+        """What draws sequences for a part, so many of a seed; targets of mean 0, deviation 1."""
+        task = self.task(settings)
+        scale = self.drawn(task, "scale", 20000, 0)
+        return lambda part, n, seed: standardised(scale, self.drawn(task, part, n, seed))[1]
+
+    def training(self, settings: Settings) -> TrainingConfig:
+        """Along a cosine, at full length from the start."""
+        return TrainingConfig(
+            epochs=settings["steps"] * self.BATCH // settings["n_train"],
+            batch_size=self.BATCH,
+            lr=settings["lr"],
+            betas=(0.9, 0.99),
+            warmup_steps=100,
+            weight_decay=0.0,
+        )
+
+    def steps(self, steps: int) -> Row:
+        """The settings of so many steps; an epoch has at most 100."""
+        return {"steps": steps, "n_train": min(steps, 100) * self.BATCH}
 
 
 def standardised(train: Pair, validation: Pair) -> tuple[Pair, Pair]:

@@ -27,7 +27,9 @@ Heads = Annotated[tuple[Number, ...], MinLen(1), Remedy("one for each layer")]
 
 Score = Callable[[Float[Tensor, "*batch arity d_token"]], Float[Tensor, "*batch"]]
 
-_MOST_SCORES_AT_ONCE = 2**19  # fits in the processor's cache, which halves the time
+# what fits in the processor's cache, which halves the time
+_SEQUENCES_AT_ONCE = 256
+_MOST_SCORES_AT_ONCE = 2**19
 _MOST_SCORES_INSIDE = 2**21
 
 
@@ -125,6 +127,9 @@ def best_tuples(
     Ties go to the first tuple in lexicographic order [chosen]. Tuples are scored in chunks, so that
     triples of 128 tokens need no [batch, 128, 128, 128] tensor.
     """
+    if len(x) > _SEQUENCES_AT_ONCE:
+        found = [best_tuples(some, component) for some in x.split(_SEQUENCES_AT_ONCE)]
+        return torch.cat([chosen for chosen, _ in found]), torch.cat([best for _, best in found])
     tuples = component_tuples(x.shape[1], component).to(x.device)
     if component.rank > 1:
         scores = component.preference(x[:, tuples])

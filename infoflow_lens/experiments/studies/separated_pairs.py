@@ -1,6 +1,6 @@
 """D heads for D best pairs, where nothing but the heads can be to blame (InfoFlow 2026, C.4)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -26,35 +26,26 @@ from infoflow_lens.experiments.studies.rows import (
     runs_of,
     with_one_head,
 )
-from infoflow_lens.experiments.study import (
-    Pair,
-    Row,
-    Settings,
-    Statement,
-    TrainedStudy,
-    standardised,
-)
+from infoflow_lens.experiments.study import FreshStudy, Row, Settings, Statement
 from infoflow_lens.experiments.tables import Column, Part, TableSpec, groups
-from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import VectorTransformer
 from infoflow_lens.tasks import IntrinsicDimension
 from infoflow_lens.tasks.tuples import largest_overlap
-from infoflow_lens.training import Draw, TrainingConfig, TrainingResult, restored
+from infoflow_lens.training import TrainingResult, restored
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _SEPARATED, _ORTHOGONAL = "rotoreflection", "orthogonal"
 _LINEAR, _HIDDEN = "linear", "hidden layer"
-_BATCH = 256
 _SMALL, _TIMES = 1e-3, 50  # the error of (D, D), and how much larger the others' are
 _FIRST, _SECOND = 0.1, 0.75  # of the error before training: of the first choice, of the second
 _CELL = ("D", "n_tokens", "matrices", "encoder", "heads")
 _MOST_JUDGED = 3  # D
 
 
-class SeparatedPairs(TrainedStudy):
+class SeparatedPairs(FreshStudy):
     """NMSE of two-layer models on a sum of D best pairs, of matrices that are alike and far apart.
 
     As `IntrinsicDimensionStudy`, with all taken away that lets models with D heads stop early or
@@ -108,8 +99,7 @@ class SeparatedPairs(TrainedStudy):
                 "d_head": 4,
                 "d_mlp": 64,
                 "lr": 5e-3,
-                "steps": steps,
-                "n_train": min(steps, 100) * _BATCH,  # of an epoch, and no other
+                **self.steps(steps),
             }
             for d, n_tokens, (matrices, encoder), draws, steps in cells[preset]
             for draw in range(draws)
@@ -133,32 +123,6 @@ class SeparatedPairs(TrainedStudy):
             seed=1000 + settings["draw"],
         )
 
-    def data(self, settings: Settings, seed: int) -> tuple[Draw, Pair]:
-        """Fresh sequences in every epoch."""
-        drawn = self._scaled(settings)
-
-        def draw(epoch: int) -> Pair:
-            return drawn("train", settings["n_train"], derived_seed(seed, epoch))
-
-        return draw, drawn("validation", 4000, seed)
-
-    def _scaled(self, settings: Settings) -> Callable[[str, int, int], Pair]:
-        """What draws sequences for a part, so many of a seed; targets of mean 0, deviation 1."""
-        task = self.task(settings)
-        scale = self.drawn(task, "scale", 20000, 0)
-        return lambda part, n, seed: standardised(scale, self.drawn(task, part, n, seed))[1]
-
-    def training(self, settings: Settings) -> TrainingConfig:
-        """Along a cosine, at full length from the start."""
-        return TrainingConfig(
-            epochs=settings["steps"] * _BATCH // settings["n_train"],
-            batch_size=_BATCH,
-            lr=settings["lr"],
-            betas=(0.9, 0.99),
-            warmup_steps=100,
-            weight_decay=0.0,
-        )
-
     def rows(
         self, settings: Settings, seed: int, model: VectorTransformer, result: TrainingResult
     ) -> list[Row]:
@@ -170,7 +134,7 @@ class SeparatedPairs(TrainedStudy):
             "overlap": float(largest_overlap(task.matrices)),
             **floor(task, settings["heads"][0], linear=settings["encoder"] == _LINEAR),
         }
-        x, y = self._scaled(settings)("test", 2000, seed)
+        x, y = self.scaled(settings)("test", 2000, seed)
         initial = restored(model, result.initial_state)
         recovered = [r for r in recovery_rows(initial, model, x, y) if r["queries"] == TOKENS]
         rows = route_rows(task, model, x)

@@ -9,42 +9,45 @@ from torch import Tensor
 
 from infoflow_lens.experiments.claims import Claim, Numbers
 from infoflow_lens.experiments.plots import Axis, Curves, FigureSpec, Panel
-from infoflow_lens.experiments.stages import StagedResult, StagedStudy
 from infoflow_lens.experiments.studies.rows import heads_shown
-from infoflow_lens.experiments.study import (
-    Pair,
-    Row,
-    Settings,
-    Statement,
-)
+from infoflow_lens.experiments.study import FreshStudy, Row, Settings, Statement
 from infoflow_lens.experiments.tables import Column, Part, TableSpec, Words
 from infoflow_lens.models.architecture import Architecture
+from infoflow_lens.models.host import VectorTransformer
 from infoflow_lens.tasks import DepthSeparation, DRetrieval, Target, TriangleCenter
 from infoflow_lens.tasks.target import RetrievalTask
 from infoflow_lens.theory.estimate import estimate
-from infoflow_lens.training import TrainingConfig
+from infoflow_lens.training import TrainingResult
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _SIZES = ((2, 16), (4, 32), (8, 64))  # heads of either layer, E
+_D_TOKEN = 4
+_STEPS: Mapping[str, Mapping[int, int]] = {  # by T
+    "smoke": {4: 10, 8: 10},
+    "quick": {8: 6000, 16: 6000, 32: 8000},
+    "full": {8: 12000, 16: 12000, 32: 18000, 48: 24000, 64: 30000},
+}
 _NOISE, _CEILING = 0.01, 0.9  # by which NMSE above the second may fall from one T to the next
 _LEARNT = 0.3  # of the controls: the most
 _TRIPLES, _PAIRS, _TOKENS = "triples", "pairs", "tokens"
 _CONTROLS = (_PAIRS, _TOKENS)
+_LINEAR = "pairs, linear encoder"
 
 
-class TriangleCenterStudy(StagedStudy):
+class TriangleCenterStudy(FreshStudy):
     """NMSE by T for three sizes of two-layer models without positional encoding.
 
     Stated: three sizes, T growing, AdamW with a cosine schedule, clamped norms, the best validation
     NMSE averaged over seeds. Its numbers are stripped from the text, and so are all sizes: heads,
-    E, d = 4, the MLP's width of 64, T, the learning rate and the number of samples are [chosen].
+    E, d = 4, the MLP's width of 64, T, the learning rate and the number of steps are [chosen].
 
     Controls at every T, of the same tokens and under the same training, with the middle size: the
     best pair min ||x(s) + x(t)||^2, and a sum of the largest of three directions (D-retrieval).
-    All targets are standardised, and models are trained at growing lengths
-    (`infoflow_lens.experiments.stages`): trained at once, pairs are not learnt at T = 32.
+    Their norms differ, so the score of a pair holds ||x(s)||^2, which no bilinear form of the
+    tokens does: the encoder has a hidden layer. Beside them stand pairs behind a linear one at T up
+    to 16, which no rule judges.
 
     Beside it stands what the estimate says before training: the exponent |I| d/E of the cost law,
     from below by counting comparisons (`count="paper"`) and from above by the best schedule, which
@@ -59,28 +62,20 @@ class TriangleCenterStudy(StagedStudy):
 
     def cases(self, preset: str) -> Sequence[Settings]:
         """By length and size."""
-        lengths: Mapping[str, Sequence[int]] = {
-            "smoke": (4, 8),
-            "quick": (8, 16, 32),
-            "full": (8, 16, 32, 48, 64),
-        }
-        sizes: Mapping[str, Mapping[str, int]] = {
-            "smoke": {"n_train": 1000, "epochs_each": 1, "epochs": 1, "last_epochs": 1},
-            "quick": {"n_train": 16000, "epochs_each": 16, "epochs": 24, "last_epochs": 12},
-            "full": {"n_train": 50000, "epochs_each": 16, "epochs": 64, "last_epochs": 24},
-        }
         return [
             {
                 "target": target,
                 "n_tokens": n_tokens,
                 "heads": [h, h],
                 "d_model": d_model,
-                "lengths": [n for n in (4, 8, 16, 32) if n < n_tokens],
-                **sizes[preset],
+                "d_encoder": None if target == _LINEAR else 64,
+                "lr": 5e-3,
+                **self.steps(steps),
             }
-            for n_tokens in lengths[preset]
-            for target in (_TRIPLES, *_CONTROLS)
+            for n_tokens, steps in _STEPS[preset].items()
+            for target in (_TRIPLES, *_CONTROLS, _LINEAR)
             for h, d_model in (_SIZES if target == _TRIPLES else _SIZES[1:2])
+            if target != _LINEAR or n_tokens <= 16
         ]
 
     def architecture(self, settings: Settings) -> Architecture:
@@ -88,35 +83,31 @@ class TriangleCenterStudy(StagedStudy):
         return Architecture(
             n_heads=tuple(settings["heads"]),
             d_model=settings["d_model"],
-            d_token=4,
+            d_token=_D_TOKEN,
             n_tokens=settings["n_tokens"],
             d_mlp=64,
+            d_encoder=settings["d_encoder"],
             act_fn="gelu",
+            init_mode="kaiming_uniform",
         )
 
-    def data_at(self, settings: Settings, seed: int, n_tokens: int) -> tuple[Pair, Pair]:
-        """The target at a length."""
-        d_token = self.architecture(settings).d_token
-        return self.data_of(task_of(settings["target"], n_tokens, d_token), settings, seed, n=2000)
+    def task(self, settings: Settings) -> RetrievalTask:
+        """The target over triples, or a control."""
+        return task_of(settings["target"], settings["n_tokens"], _D_TOKEN)
 
-    def training(self, settings: Settings) -> TrainingConfig:
-        """Batches of 256."""
-        return TrainingConfig(batch_size=256, lr=3e-3, warmup_steps=100)
-
-    def rows(self, settings: Settings, seed: int, trained: StagedResult) -> list[Row]:
+    def rows(
+        self, settings: Settings, seed: int, model: VectorTransformer, result: TrainingResult
+    ) -> list[Row]:
         """The errors of one model, and the estimate for its architecture."""
-        architecture = self.architecture(settings)
-        task = task_of(settings["target"], architecture.n_tokens, architecture.d_token)
-        training = trained.last
-        best = training.history[training.best_epoch - 1]
         paper, proved = (
-            estimate(architecture, task, count=count, verify=0) for count in ("paper", "proved")
+            estimate(self.architecture(settings), self.task(settings), count=count, verify=0)
+            for count in ("paper", "proved")
         )
         return [
             {
-                "nmse": training.nmse,
-                "train_nmse": best["train_loss"],  # of standardised targets
-                "epochs_run": sum(trained.epochs.values()),
+                "nmse": result.nmse,
+                # of standardised targets
+                "train_nmse": result.history[result.best_epoch - 1]["train_loss"],
                 "information": paper.min_information,
                 "information_proved": proved.min_information,
                 "exponent_lower": paper.lower["law"],
@@ -215,6 +206,7 @@ def task_of(target: str, n_tokens: int, d_token: int) -> RetrievalTask:
     sizes: dict[str, Any] = {"n_tokens": n_tokens, "d_token": d_token}
     components = {
         _PAIRS: DepthSeparation(n_tokens=n_tokens).components,
+        _LINEAR: DepthSeparation(n_tokens=n_tokens).components,
         _TOKENS: DRetrieval(n_components=3, **sizes).components,
     }[target]
     return Target(components=components, tokens=tokens, name=f"control {target}", **sizes)
