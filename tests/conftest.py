@@ -178,3 +178,11 @@ def browser():
         running = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield running
         running.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_goes_back():
+    yield
+    import ctypes
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 BEGIN, END = "<!-- summary -->", "<!-- end of summary -->"
-# folders within a study's: a run by settings that it no longer has, and one of preset full
-EARLIER, FULL = "earlier", "full"
+EARLIER = "earlier"  # the folder of a run by settings that a study no longer has
 # columns in which rows may differ from the settings: a run has its own learning rate in each
 # epoch, and its own number of states where sets leave some out
 _MEASURED = ("lr", "n_states")
@@ -57,9 +56,9 @@ def summarise(folder: Path) -> None:
     Each study's ``table.md`` is written anew from its code and its
     ``results.csv`` (or ``results.csv.gz``), each page that has a template beside it
     (``PAGE.md.jinja``), and the table of all studies into ``README.md`` (or what its template
-    gives), between the lines ``<!-- summary -->`` and ``<!-- end of summary -->``. A run of preset
-    full stands in the folder ``full`` of its study. A study whose settings changed after its run is
-    said to wait for one. Studies of language models have the folder ``language_model``, where one
+    gives), between the lines ``<!-- summary -->`` and ``<!-- end of summary -->``. More runs of a
+    study stand in folders within its own, each named by its preset, as ``full``. A study whose
+    settings changed after its run is said to wait for one. Studies of language models have the folder ``language_model``, where one
     study may have several runs.
 
     Raises:
@@ -68,12 +67,11 @@ def summarise(folder: Path) -> None:
     # all of it before anything is written
     rows, pages = [], {}
     for study in STUDIES.values():
-        for path in (folder / study.name, folder / study.name / FULL):
+        for path in _folders_of(study, folder):
             run = recorded_run(study, path) if _has_run(study, path) else None
             if run is not None:
                 pages[path / "table.md"] = _report(study, path, run)
-            if path.name != FULL or path.is_dir():
-                rows.append(_summary_row(study, folder, path, run))
+            rows.append(_summary_row(study, folder, path, run))
     summary = markdown_table(
         ["experiment", "what theory says", "what was measured", "by its rule"], rows
     )
@@ -162,7 +160,7 @@ def _summary_row(
 ) -> tuple[str, str, str, str]:
     """What theory says, what was measured, and the verdict by the rule."""
     theory = study.statement.in_short if study.statement else study.title
-    label = ", full" if path.name == FULL else ""
+    label = "" if path == folder / study.name else f", {path.name}"
     if run is not None:
         seen = "seen" if run.verdict.passed else "**not seen**"
         link = f"[`{study.name}`]({path.relative_to(folder).as_posix()}/table.md){label}"
@@ -175,14 +173,20 @@ def _summary_row(
 
 
 def runs_of(study: Study, folder: Path) -> list[Path]:
-    """The folders of a study's runs by the settings that it has now: quick, then full.
+    """The folders of a study's runs by the settings that it has now: its own, then by preset.
 
     Args:
         study: the study.
         folder: of all studies.
     """
+    return [path for path in _folders_of(study, folder) if _has_run(study, path)]
+
+
+def _folders_of(study: Study, folder: Path) -> list[Path]:
+    """The folder of a study, with or without a run, and those within it that a preset names."""
     of_study = folder / study.name
-    return [path for path in (of_study, of_study / FULL) if _has_run(study, path)]
+    of_presets = [of_study / preset for preset in study.presets]
+    return [of_study, *(path for path in of_presets if path.is_dir())]
 
 
 def _has_run(study: Study, path: Path) -> bool:
@@ -192,7 +196,7 @@ def _has_run(study: Study, path: Path) -> bool:
     config = _config(record)
     if config["study"] != study.name or config["preset"] not in study.presets:
         return False
-    if path.name == FULL and config["preset"] != FULL:
+    if path.name != study.name and config["preset"] != path.name:
         return False
     now = json.loads(json.dumps(list(study.cases(config["preset"]))))
     return bool(config["cases"] == now)

@@ -14,7 +14,6 @@ from infoflow_lens.experiments.studies import STUDIES, find_study
 from infoflow_lens.experiments.summary import (
     BEGIN,
     END,
-    FULL,
     recorded_run,
     rows_of,
     runs_of,
@@ -36,15 +35,20 @@ def config_of(path):
 
 
 def test_every_run_is_by_the_present_settings_of_its_study():
-    assert set(RUNS) >= set(STUDIES)
-    for name in STUDIES:
-        assert (f"{name}/{FULL}" in RUNS) is (RESULTS / name / FULL).is_dir()
+    others = ("earlier", "partly")
+    found = {
+        str(path.parent.relative_to(RESULTS))
+        for name in STUDIES
+        for path in (RESULTS / name).rglob("record.json")
+        if path.parent.name not in others
+    }
+    assert set(RUNS) == found >= set(STUDIES)
 
 
 @of_each_run
 def test_a_run_is_whole(study, path):
     config = config_of(path)
-    preset = "full" if path.name == FULL else "quick"
+    preset = "quick" if path.name == study.name else path.name
     assert config["preset"] == preset
     assert config["cases"] == json.loads(json.dumps(list(study.cases(preset))))
     assert config["seeds"] == list(range(study.presets[preset]))
@@ -64,16 +68,17 @@ def test_the_recorded_run_is_that_of_the_rows(study, path):
 
 @of_each_run
 def test_tables_and_figures_do_without_a_case(study, path):
-    """Without the first, one between and the last; of preset full without one, and no figure."""
+    """Without the first, one between and the last; of larger presets without one, and no figure."""
     rows = rows_of(path)
     cases = rows["run"] // len(config_of(path)["seeds"])
     ordered = sorted(cases.unique())
     middle = ordered[len(ordered) // 2]
-    for case in {middle} if path.name == FULL else {ordered[0], middle, ordered[-1]}:
+    quick = path.name == study.name
+    for case in {ordered[0], middle, ordered[-1]} if quick else {middle}:
         without = rows[cases != case]
         if not without.empty:
             assert study.table(without)
-    if path.name != FULL:
+    if quick:
         assert study.figure(rows[cases != ordered[0]] if len(ordered) > 1 else rows).axes
 
 
@@ -92,8 +97,8 @@ def test_the_pages_are_what_the_summary_writes(tmp_path):
     assert len(lines) == len(RUNS)
     for line, (name, (study, path)) in zip(lines, RUNS.items(), strict=True):
         assert (copy / study.name / "statement.md").is_file()
-        full = ", full" if path.name == FULL else ""
-        assert line.startswith(f"| [`{study.name}`]({name}/table.md){full} |")
+        preset = "" if path.name == study.name else f", {path.name}"
+        assert line.startswith(f"| [`{study.name}`]({name}/table.md){preset} |")
         seen = "seen" if recorded_run(study, path).verdict.passed else "**not seen**"
         assert line.endswith(f"| {seen} |")
 
@@ -123,7 +128,7 @@ def test_numbers_that_change_change_the_summary(tmp_path):
     assert "**Not seen**" in (copy / "table.md").read_text()
 
 
-@pytest.mark.parametrize("spoiled", ["", FULL], ids=["quick", "full"])
+@pytest.mark.parametrize("spoiled", ["", "full"], ids=["quick", "full"])
 @pytest.mark.parametrize("change", [{"cases": []}, {"preset": "smoke"}, {"study": "head_count"}])
 def test_a_run_by_other_settings_is_said_to_be_missing(spoiled, change, tmp_path):
     shutil.copytree(RESULTS / "kth_largest", tmp_path / "kth_largest")
@@ -225,7 +230,7 @@ def test_settings_survive_the_file_of_the_rows(study, tmp_path):
 
 def test_quick_numbers_are_not_told_as_those_of_full(tmp_path):
     shutil.copytree(RESULTS / "kth_largest", tmp_path / "kth_largest")
-    shutil.copy(RESULTS / "kth_largest" / "record.json", tmp_path / "kth_largest" / FULL)
+    shutil.copy(RESULTS / "kth_largest" / "record.json", tmp_path / "kth_largest" / "full")
     (tmp_path / "README.md").write_text(f"{BEGIN}\n{END}\n")
     summarise(tmp_path)
     page = (tmp_path / "README.md").read_text()

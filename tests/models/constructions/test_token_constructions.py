@@ -60,7 +60,7 @@ FIRST = [next(case for case in EXACT if case[0] == name) for name in NAMES]
 def margins(model, x, y):
     """By how much the right logit leads, for every sequence."""
     with torch.no_grad():
-        logits = torch.cat([model(part)[:, -1] for part in x.split(200)]).double()
+        logits = torch.cat([model(part)[:, -1] for part in x.split(25)]).double()
     right = logits.gather(1, y[:, None])[:, 0]
     return right - logits.scatter(1, y[:, None], -torch.inf).amax(dim=1)
 
