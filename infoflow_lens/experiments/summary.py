@@ -58,8 +58,8 @@ def summarise(folder: Path) -> None:
     (``PAGE.md.jinja``), and the table of all studies into ``README.md`` (or what its template
     gives), between the lines ``<!-- summary -->`` and ``<!-- end of summary -->``. More runs of a
     study stand in folders within its own, each named by its preset, as ``full``. A study whose
-    settings changed after its run is said to wait for one. Studies of language models have the folder ``language_model``, where one
-    study may have several runs.
+    settings changed after its run is said to wait for one. Studies of language models have the
+    folder ``language_model``, where one study may have several runs.
 
     Raises:
         InfoFlowError: where there is no README.md with these lines, or a run that cannot be read.
