@@ -680,8 +680,9 @@ def _check_no_cached_keys(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Refuse cached keys for a bridge: it takes TransformerLens's cache, and leaves it out.
 
     Those of a HookedTransformer, and what a bridge makes of its own model's, show in the pattern.
+    A cache of transformers has had several names, and is known by what it is.
     """
-    length = getattr(kwargs.get("past_key_values"), "get_seq_length", lambda: 0)()
+    length = max((getattr(v, "get_seq_length", lambda: 0)() for v in kwargs.values()), default=0)
     if is_bridge(model) and (kwargs.get("past_kv_cache") is not None or length):
         raise InfoFlowError(
             "the call has cached keys, which a TransformerBridge may leave out in silence: "

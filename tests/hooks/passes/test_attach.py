@@ -425,6 +425,11 @@ def test_cached_keys_are_refused(token_model, token_inputs):
             token_model(token_inputs[:, 4:], past_kv_cache=cache, attention_mask=whole[:, 4:])
 
 
+# transformers 5.24 and later
+OLD_NAME = "ignore:`past_key_values` is deprecated:FutureWarning"
+
+
+@pytest.mark.filterwarnings(OLD_NAME)
 @pytest.mark.parametrize("native", [True, False])
 def test_cached_keys_that_a_bridge_would_leave_out_are_refused(tmp_path, native):
     """It takes them and says nothing, so the pass would be of the last tokens alone."""
@@ -443,8 +448,9 @@ def test_cached_keys_that_a_bridge_would_leave_out_are_refused(tmp_path, native)
             model(ids, past_kv_cache=object())
         model(ids, past_key_values=cache)  # empty: a whole pass
         cache.update(torch.zeros(2, 4, 3, 4), torch.zeros(2, 4, 3, 4), 0)
-        with pytest.raises(InfoFlowError, match="without past_kv_cache"):
-            model(ids, past_key_values=cache)
+        for name in ("past_key_values", "cache"):
+            with pytest.raises(InfoFlowError, match="without past_kv_cache"):
+                model(ids, **{name: cache})
     assert probes[0].n_sequences == 2
 
 
@@ -597,6 +603,7 @@ def test_a_pass_ends_when_all_is_seen(model, inputs, monkeypatch):
         assert model(inputs).shape == (23, 1)  # the user's own call is never cut short
 
 
+@pytest.mark.filterwarnings(OLD_NAME)
 @pytest.mark.parametrize("make", [PositionsProbe, AttendedProbe])
 @pytest.mark.parametrize(
     "kind", ["bridge", pytest.param("token model", marks=needs_hooked_transformer)]
