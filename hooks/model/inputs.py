@@ -646,12 +646,13 @@ def call_inputs(
         InfoFlowError: for leading padding that the model masks without being told, and for cached
             keys that it leaves out.
     """
-    _check_no_cached_keys(model, kwargs)
     kwargs = _named(model, args, kwargs)
     names = ("input", "input_ids", "inputs_embeds")
     found = [kwargs[name] for name in names if kwargs.get(name) is not None]
     given = found[0] if found else next(iter(args), None)
     mask = next((kwargs[name] for name in _MASKS if kwargs.get(name) is not None), None)
+    if is_bridge(model):
+        _check_no_cached_keys(kwargs, given, mask)
     if isinstance(given[0] if isinstance(given, (list, tuple)) and given else given, str):
         return _call_of_texts(model, given, kwargs)
     if not isinstance(given, Tensor):
@@ -676,14 +677,20 @@ def call_inputs(
     return given, None
 
 
-def _check_no_cached_keys(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+def _check_no_cached_keys(kwargs: Mapping[str, Any], given: Any, mask: Any) -> None:
     """Refuse cached keys for a bridge: it takes TransformerLens's cache, and leaves it out.
 
     Those of a HookedTransformer, and what a bridge makes of its own model's, show in the pattern.
-    A cache of transformers has had several names, and is known by what it is.
+    A cache of transformers has had several names, and is known by what it is; where the bridge has
+    lost its keys, a mask is longer than the sequences that are given.
     """
     length = max((getattr(v, "get_seq_length", lambda: 0)() for v in kwargs.values()), default=0)
-    if is_bridge(model) and (kwargs.get("past_kv_cache") is not None or length):
+    both = isinstance(given, Tensor) and isinstance(mask, Tensor) and given.ndim == mask.ndim == 2
+    if (
+        kwargs.get("past_kv_cache") is not None
+        or length
+        or (both and mask.shape[1] > given.shape[1])
+    ):
         raise InfoFlowError(
             "the call has cached keys, which a TransformerBridge may leave out in silence: "
             "expected one pass over whole sequences; run without past_kv_cache"

@@ -451,6 +451,8 @@ def test_cached_keys_that_a_bridge_would_leave_out_are_refused(tmp_path, native)
         for name in ("past_key_values", "cache"):
             with pytest.raises(InfoFlowError, match="without past_kv_cache"):
                 model(ids, **{name: cache})
+        with pytest.raises(InfoFlowError, match="without past_kv_cache"):
+            model(ids[:, 4:], attention_mask=torch.ones(2, 6))  # whose keys are not there
     assert probes[0].n_sequences == 2
 
 
