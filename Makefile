@@ -1,12 +1,16 @@
 # Two commands set up everything: `make demo` and `make test`. With TL=3 they, and all others, use
 # TransformerLens 3 in an environment of its own: `make test TL=3`; with NEWEST=1, the newest
-# packages that pyproject.toml allows, unpinned.
+# packages that pyproject.toml allows, unpinned; with OLDEST=1, the oldest that it names.
 PYTHON ?= python3
 TL ?= 4
 NEWEST ?=
+OLDEST ?=
 ifneq ($(NEWEST),)
 VENV := .venv-newest
 PINS :=
+else ifneq ($(OLDEST),)
+VENV := .venv-oldest
+PINS := build/oldest.txt
 else ifeq ($(TL),3)
 VENV := .venv-tl3
 PINS := constraints-tl3.txt
@@ -92,7 +96,16 @@ constraints: $(READY)  ## pin both environments anew
 	$(COMPILE) --upgrade-package transformer-lens -o constraints-tl3.txt
 
 clean:
-	rm -rf .venv .venv-tl3 .venv-newest build dist demo
+	rm -rf .venv .venv-tl3 .venv-newest .venv-oldest build dist demo
+
+# The lower bounds of pyproject.toml as pins; torch is as everywhere, other packages as they resolve.
+build/oldest.txt: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	mkdir -p build
+	printf '%s\n' "$(TORCH)" > build/pins.txt
+	$(BIN)/uv pip compile --quiet --no-deps --resolution lowest-direct --extra certificates --extra cluster \
+		--constraint build/pins.txt --output-file $@ pyproject.toml
 
 # What the package itself needs is there sooner than what its development needs.
 $(CORE): pyproject.toml $(PINS)
