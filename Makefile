@@ -105,7 +105,7 @@ build/oldest.txt: pyproject.toml
 	mkdir -p build
 	printf '%s\n' "$(TORCH)" > build/pins.txt
 	$(BIN)/uv pip compile --quiet --no-deps --resolution lowest-direct --extra certificates --extra cluster \
-		--constraint build/pins.txt --output-file $@ pyproject.toml
+		--constraint build/pins.txt --output-file $@ pyproject.toml > /dev/null
 
 # What the package itself needs is there sooner than what its development needs.
 $(CORE): pyproject.toml $(PINS)

@@ -86,4 +86,9 @@ def test_what_makes_a_run_large():
     assert more_data - base == 10**6 * 3 * 4 * (16 * 4 + 1)
     # four times the tokens: scores grow by sixteen
     assert run_bytes(**(sizes | {"n_tokens": 1024})) > 12 * run_bytes(**(sizes | {"n_tokens": 256}))
-    assert run_bytes(**sizes, d_head=64) > base
+    steps = run_bytes(**(sizes | {"batch_size": 10_000}))  # so large that evaluation takes less
+    for more in (
+        {"d_head": 64}, {"d_encoder": 64}, {"d_mlp": 128}, {"d_token": 8}, {"d_model": 64},
+        {"heads": (4, 2)},
+    ):  # fmt: skip
+        assert run_bytes(**(sizes | {"batch_size": 10_000} | more)) > steps, more

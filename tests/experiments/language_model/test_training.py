@@ -121,6 +121,16 @@ def test_rows_of_the_history_come_when_they_are_due(whole):
     assert whole.history[-1]["validation_loss"] < whole.history[0]["validation_loss"]
 
 
+def test_a_row_of_the_history_has_the_mean_loss_since_the_last_one(whole, tmp_path):
+    of_each_step = run(tmp_path, replace(CONFIG, evaluate_every=1)).history
+    losses = [row["train_loss"] for row in of_each_step[1:]]
+    steps = [row["step"] for row in whole.history]
+    for last, row in zip(steps, whole.history[1:], strict=False):
+        since = losses[last : row["step"]]
+        assert row["train_loss"] == pytest.approx(sum(since) / len(since))
+    assert [row["lr"] for row in whole.history] == [CONFIG.learning_rate(step) for step in steps]
+
+
 def test_another_run_in_the_folder_is_refused(whole):
     for config, corpus, said in (
         (replace(CONFIG, seed=1), CORPUS, r"settings \(seed\) changed"),

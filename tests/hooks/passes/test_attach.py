@@ -659,6 +659,15 @@ def test_an_edit_where_sources_enter_is_refused_and_looking_is_not(
     with token_model.hooks(fwd_hooks=[(point, lambda activation, hook: None)]):
         (looked_at,) = run_probes(token_model, token_inputs[:3], [make()], progress=False)
     assert looked_at.influence.equal(plain.influence)
+    mask = torch.ones(3, token_inputs.shape[1], dtype=torch.long)
+    mask[0, -2:] = 0
+    with (
+        token_model.hooks(fwd_hooks=[(point, lambda activation, hook: None)]),
+        attach(token_model, make()) as probes,
+        torch.no_grad(),
+    ):
+        token_model(token_inputs[:3], attention_mask=mask)
+    torch.testing.assert_close(probes[0].result().influence[:, 1:], plain.influence[:, 1:])
 
 
 def test_a_state_of_other_settings_is_refused(token_model, token_inputs):
