@@ -126,11 +126,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         add(uri, text)
         places["reference"].append({title: uri})
     config.extra["origins"] = origins
-    config.nav = list(_filled(config.nav or [], places, files))
+    config.nav = list(filled(config.nav or [], places, files))
     return files
 
 
-def _filled(nav: Any, places: dict[str, list[Any]], files: Files) -> Iterator[Any]:
+def filled(nav: Any, places: dict[str, list[Any]], files: Files) -> Iterator[Any]:
     """The navigation, with what stands for generated pages (``"<examples>"``) in its place."""
     for entry in nav:
         if isinstance(entry, str) and entry.strip("<>") in places:
@@ -144,9 +144,9 @@ def _filled(nav: Any, places: dict[str, list[Any]], files: Files) -> Iterator[An
         elif isinstance(entry, dict):
             ((title, below),) = entry.items()
             if isinstance(below, list):
-                filled = list(_filled(below, places, files))
-                if filled:
-                    yield {title: filled}
+                inside = list(filled(below, places, files))
+                if inside:
+                    yield {title: inside}
             elif files.get_file_from_path(below) is not None:
                 yield entry
         else:

@@ -43,7 +43,7 @@ def largest_keys(
     shared = visible is None or visible.shape[0] == 1
     keys = rows if visible is None else visible.contiguous().view(torch.uint8)
     block = max(16, 1 << (n_keys - 1).bit_length())
-    _kernel()[(rows.shape[0],)](
+    ranking_kernel()[(rows.shape[0],)](
         rows,
         keys,
         values,
@@ -66,7 +66,8 @@ def largest_keys(
 
 
 @cache
-def _kernel() -> Any:
+def ranking_kernel() -> Any:
+    """The kernel, compiled by Triton when it is first called."""
     import triton
     import triton.language as tl
 

@@ -93,7 +93,7 @@ def verify_design(
     data = standardised(small.sample(n_train, train_seed), small.sample(4000, test_seed))
     cases: list[tuple[tuple[int, ...], str]] = [(design.recommended.n_heads, "recommended")]
     cases += [(n.n_heads, n.verdict) for n in design.neighbours]
-    positional = "fixed positions" in {design.recommended.mechanisms}
+    positional = design.recommended.mechanisms == "fixed positions"
     errors = []
     for heads, _ in cases:
         best = min(
@@ -107,10 +107,15 @@ def verify_design(
         Measured(heads, predicted, error, error / errors[0])
         for (heads, predicted), error in zip(cases, errors, strict=True)
     )
-    return Verification(small.n_tokens, models, *_compared(models))
+    return Verification(small.n_tokens, models, *judged(models))
 
 
-def _compared(models: Sequence[Measured]) -> tuple[bool | None, str]:
+def judged(models: Sequence[Measured]) -> tuple[bool | None, str]:
+    """Whether the models are as predicted, and why not.
+
+    Args:
+        models: the recommended one, then its neighbours.
+    """
     excluded = [model for model in models[1:] if model.predicted.startswith("excluded")]
     if not excluded:
         return None, "no neighbour is excluded: nothing is owed"

@@ -115,7 +115,7 @@ class Executor:
                 if self.scheduler is None
                 else _Cluster(self.scheduler, self.n_threads)
             ) as workers:
-                yield partial(_run_in_workers, workers)
+                yield partial(run_in_workers, workers)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{kept}; go on with {self.again}") from None
         except _GoneError as error:
@@ -141,12 +141,13 @@ def _run_locally(
         each_second()
 
 
-def _run_in_workers(
+def run_in_workers(
     workers: "_Processes | _Cluster",
     function: Callable[[Any], Any],
     units: Iterable[Unit],
     each_second: Callable[[], None] = lambda: None,
 ) -> Iterator[Any]:
+    """Yield what the workers return, as it comes; they get as many units as they have room for."""
     remaining, running = iter(units), dict[Future[Any], Unit]()
     is_exhausted = False  # whether no unit remains
 

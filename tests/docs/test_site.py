@@ -252,7 +252,7 @@ def test_both_runs_of_a_study_have_their_place():
              "other/README")  # fmt: skip
     pages = [SimpleNamespace(src_uri=f"results/{name}.md") for name in names]
     files = SimpleNamespace(documentation_pages=lambda: pages)
-    assert list(site_pages._filled(["<results>"], {}, files)) == [
+    assert list(site_pages.filled(["<results>"], {}, files)) == [
         {"a b": "results/a_b/table.md"},
         {"a b, full": "results/a_b/full/table.md"},
         {"other": "results/other/README.md"},

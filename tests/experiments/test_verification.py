@@ -3,7 +3,7 @@
 import pytest
 
 from infoflow_lens import InfoFlowError, load_task
-from infoflow_lens.experiments.verification import Measured, _compared, verify_design
+from infoflow_lens.experiments.verification import Measured, judged, verify_design
 from infoflow_lens.theory.design import design
 
 
@@ -34,7 +34,7 @@ def test_recommended_and_neighbours_are_trained_alike():
 def test_the_rule_is_ten_times(rows, confirmed, words):
     models = (Measured((2,), "recommended", 1e-3, 1.0),)
     models += tuple(Measured((1,), verdict, times * 1e-3, times) for verdict, times in rows)
-    found, why = _compared(models)
+    found, why = judged(models)
     assert found is confirmed
     assert words in why
 
@@ -44,7 +44,7 @@ def test_an_untrained_recommendation_is_told():
         Measured((2,), "recommended", 0.9, 1.0),
         Measured((1,), "excluded, proved", 0.95, 1.05),
     )
-    assert "is not trained" in _compared(models)[1]
+    assert "is not trained" in judged(models)[1]
 
 
 def test_token_tasks_are_refused():

@@ -162,7 +162,7 @@ def test_workers_that_join_later_are_used_and_none_for_a_while_lose_nothing(monk
 
     monkeypatch.setattr(module, "_PAUSE", 0.01)
     changing = Changing()
-    assert sorted(module._run_in_workers(changing, abs, units(range(20)))) == list(range(20))
+    assert sorted(module.run_in_workers(changing, abs, units(range(20)))) == list(range(20))
     assert changing.most == 4
 
 

@@ -102,7 +102,7 @@ class GradedSetsStudy(LanguageModelStudy):
         deep = settings["model"] == _RANDOM
         model = _random(length, seed) if deep else load_snapshot(self.source_of(settings), device)
         model = model.to(device)
-        texts = self._texts_of(model, settings, seed)
+        texts = self.texts_of(model, settings, seed)
         facts = {"mlp": _has_mlp(model)}
         mechanisms = None  # of a random model, whose output needs no head more than another
         if not deep:
@@ -159,7 +159,7 @@ class GradedSetsStudy(LanguageModelStudy):
         others = baselines(model, "resid_post", positions=places, cheap=mechanisms is None)
         return found | {name: probe for name, probe in others.items() if name != "graded sets"}
 
-    def _texts_of(self, model: nn.Module, settings: Settings, seed: int) -> dict[str, Tensor]:
+    def texts_of(self, model: nn.Module, settings: Settings, seed: int) -> dict[str, Tensor]:
         """Windows to choose by and windows to measure, of texts that share nothing."""
         n, length = settings["n_windows"] + _DONORS, settings["n_context"]
         m = max(2, settings["n_windows"] // 2) + _DONORS  # to choose by

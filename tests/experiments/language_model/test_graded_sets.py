@@ -39,7 +39,7 @@ def test_rows_are_those_of_the_measures_by_hand(study, rows, strength):
     """The texts that choose and those that are measured share no window."""
     settings = study.cases("smoke")[0]
     model = load_snapshot(study.source_of(settings), "cpu")
-    texts = study._texts_of(model, settings, 0)
+    texts = study.texts_of(model, settings, 0)
     windows = [tuple(row) for part in texts.values() for row in part.tolist()]
     assert len(set(windows)) == len(windows)
     places = tuple(range(1, 16, 2))

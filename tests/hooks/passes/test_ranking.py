@@ -150,7 +150,7 @@ def test_the_kernel_compiles_for_a_gpu(scores, masked, tmp_path, monkeypatch):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # else Triton 3.9 warns of its default
-    kernel = kernels._kernel()
+    kernel = kernels.ranking_kernel()
     pointers = {"scores": f"*{scores}", "visible": "*u8" if masked else f"*{scores}"}
     pointers |= {"values": "*fp32", "places": "*i32", "ties": "*i32"}
     numbers = {name: "i32" for name in kernel.arg_names if name.islower()}
