@@ -1,0 +1,1 @@
+"""Ratios of our ways to named alternatives, each pair timed in the same run."""
