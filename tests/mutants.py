@@ -1,7 +1,7 @@
-"""How many small faults put into the code do the tests of its room find?
+"""How many small faults put into the code do its tests find?
 
 ``python -m tests.mutants --seed 1 --n 200 --out FOLDER`` changes one expression or statement at a
-time (a mutant), runs the tests of the room that execute it, and counts the mutants that some test
+time (a mutant), runs the tests that execute it, and counts the mutants that some test
 fails on. It writes one line of JSON for each mutant and goes on where it was stopped; the table
 stands at the end, and in FOLDER. No file outside of FOLDER changes.
 
@@ -39,21 +39,11 @@ import pytest
 
 from tests.processes import LIBRARIES
 
-_FOLDERS = ("experiments", "flows", "foundation", "models", "probing", "report", "runs", "theory")
-_MODULES = ("agreement", "cli", "ranking", "together", "training")
-ROOMS = {
-    "hooks": "tests/hooks",
-    "tasks": "tests/tasks",
-    **{f"infoflow_lens/{name}": f"tests/{name}" for name in _FOLDERS},
-    **{f"infoflow_lens/{name}.py": f"tests/test_{name}.py" for name in _MODULES},
-    "infoflow_lens/commands": "tests/test_cli.py",
-    "infoflow_lens/objectives.py": "tests/test_training.py",
-    "infoflow_lens/named.py": "tests/theory",
-}
 # A test may take 5 times its usual time, and a minute for fixtures that it shared when measured.
 SLOWER, SPARE = 5, 60
 MEMORY = 6 * 2**30  # bytes that a mutant may add to those of the process it is forked from
 _EXECUTED = "_executed_lines_"
+_DIGITS = bytes.maketrans(b"\0\1", b"01")
 
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),
@@ -318,7 +308,7 @@ class Recorder:
         found = {}
         for file, executed in self.executed.items():
             if any(executed):
-                found[file] = f"{sum(1 << line for line, hit in enumerate(executed) if hit):x}"
+                found[file] = f"{int(executed[::-1].translate(_DIGITS), 2):x}"
                 executed[:] = bytes(len(executed))
         return found
 
@@ -460,17 +450,19 @@ def _child(function: Callable[[Path], Any], scratch: Path) -> None:
 
 @dataclass
 class Guard:
-    """The mutants of some rooms, and what their tests make of them.
+    """The mutants of some rooms, and what the tests make of them.
 
     Attributes:
-        rooms: folders of sources, each with the folder of its tests.
+        rooms: folders of sources, or single modules.
+        tests: the folder of the tests.
         out: where results are kept.
         seed: of the sample.
         budget: how many seconds of tests a mutant may take, by their usual time.
         jobs: how many processes at once.
     """
 
-    rooms: Mapping[str, str]
+    rooms: Sequence[str]
+    tests: str
     out: Path
     seed: int
     budget: float
@@ -479,8 +471,8 @@ class Guard:
     def __post_init__(self) -> None:
         self.out = self.out.resolve()
         self.out.mkdir(parents=True, exist_ok=True)
-        about = {"rooms": dict(self.rooms), "seed": self.seed, "budget": self.budget,
-                 "code": self._digest()}  # fmt: skip
+        about = {"rooms": [*self.rooms], "tests": self.tests, "seed": self.seed,
+                 "budget": self.budget, "code": self._digest()}  # fmt: skip
         path = self.out / "about.json"
         if path.exists() and json.loads(path.read_text()) != about:
             sys.exit(f"{self.out} holds mutants of other code or settings: name another folder")
@@ -488,21 +480,21 @@ class Guard:
 
     def _digest(self) -> str:
         digest = hashlib.sha256(Path(__file__).read_bytes())
-        for room, tests in self.rooms.items():
-            for path in [*python_files(room), *python_files(tests)]:
-                digest.update(path.encode() + Path(path).read_bytes())
+        for path in [*self._modules(), *python_files(self.tests)]:
+            digest.update(path.encode() + Path(path).read_bytes())
         return digest.hexdigest()
+
+    def _modules(self) -> list[str]:
+        return [path for room in self.rooms for path in python_files(room)]
 
     def measure(self) -> None:
         """Find which tests execute which statements, a file of tests at a time."""
-        work = []
-        for room, tests in self.rooms.items():
-            folder = _folder_of(self.out, room)
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in python_files(tests):
-                kept = folder / f"{path.replace('/', '.')}.json"
-                if Path(path).name.startswith("test_") and not kept.exists():
-                    work.append(((path, kept), partial(_record, room, path)))
+        work, modules = [], self._modules()
+        (self.out / "executed").mkdir(exist_ok=True)
+        for path in python_files(self.tests):
+            kept = self.out / "executed" / f"{path.replace('/', '.')}.json"
+            if Path(path).name.startswith("test_") and not kept.exists():
+                work.append(((path, kept), partial(_record, modules, path)))
         for (path, kept), status, found, seconds in forked(work, self.jobs):
             if isinstance(found, str):
                 sys.exit(f"{path} ends with status {status} where nothing is changed: {found}")
@@ -532,7 +524,7 @@ class Guard:
         for number, (_, *mutant) in enumerate(sorted(order)):
             yield (number, *mutant)
 
-    def tests_of(self, room: str, file: str, statement: int) -> dict[str, float]:
+    def tests_of(self, file: str, statement: int) -> dict[str, float]:
         """The tests for a statement, in order, each with its usual time, within the budget.
 
         First those that execute it, then those that execute other statements of its module, of
@@ -541,7 +533,7 @@ class Guard:
         parameters, the shortest first.
         """
         direct, near = [], []
-        for of_file in _executed(_folder_of(self.out, room)):
+        for of_file in _executed(self.out / "executed"):
             tests = {n: t for n, t in of_file["tests"].items() if n not in of_file["failed"]}
             hits = [n for n, test in tests.items() if _hit(test["lines"], file, statement)]
             direct += [(n, tests[n]["seconds"]) for n in hits]
@@ -563,7 +555,7 @@ class Guard:
         for number, room, file, which in self.sample():
             if number < n and number not in numbers:
                 mutation = mutations(_parsed(file))[which]
-                tests = self.tests_of(room, file, mutation.statement)
+                tests = self.tests_of(file, mutation.statement)
                 row = {"number": number, "room": room, "file": file, "line": mutation.line,
                        "operator": mutation.operator, "change": str(mutation),
                        "chosen": len(tests)}  # fmt: skip
@@ -589,14 +581,9 @@ def _in_turns(tests: list[tuple[str, float]]) -> list[tuple[str, float]]:
     return [(name, seconds) for _, seconds, name in sorted(order)]
 
 
-def _folder_of(out: Path, room: str) -> Path:
-    """Where it is kept what tests execute of a room; rooms may share tests."""
-    return out / "executed" / room.replace("/", ".")
-
-
 @cache
 def _executed(folder: Path) -> list[dict[str, Any]]:
-    """What was measured for the tests of a room, a file of tests an entry."""
+    """What was measured, a file of tests an entry."""
     return [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
 
 
@@ -622,8 +609,19 @@ def python_files(folder: str) -> list[str]:
     return [path.as_posix()] if path.is_file() else sorted(p.as_posix() for p in path.rglob("*.py"))
 
 
-def _record(room: str, path: str, scratch: Path) -> dict[str, Any]:
-    recorder = Recorder(python_files(room))
+def rooms_of(package: str) -> list[str]:
+    """The folders of a package, where links lead, and its modules."""
+    inside = [
+        path
+        for path in sorted(Path(package).iterdir())
+        if python_files(path.as_posix()) and (path.is_dir() or path.suffix == ".py")
+    ]
+    found = [path.resolve().relative_to(Path.cwd()) for path in inside]
+    return [path.as_posix() for path in found if path.name != "__init__.py"]
+
+
+def _record(modules: Sequence[str], path: str, scratch: Path) -> dict[str, Any]:
+    recorder = Recorder(modules)
     sys.meta_path.insert(0, Changes({file: recorder.mark(file) for file in recorder.executed}))
     _pytest([path], recorder, scratch)
     return {"collected": recorder.collected, "tests": recorder.tests,
@@ -696,19 +694,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=30, help="seconds of tests for a mutant")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--room", action="append", help="SOURCES=TESTS, instead of the usual rooms")
+    parser.add_argument("--package", default="infoflow_lens")
+    parser.add_argument("--tests", default="tests")
+    parser.add_argument("--room", action="append", help="a folder or module, instead of all")
     chosen = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):  # ends the forks, and prints the table
         signal.signal(number, signal.default_int_handler)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    rooms = dict(room.split("=") for room in chosen.room) if chosen.room else ROOMS
+    rooms = chosen.room or rooms_of(chosen.package)
     sys.path.insert(0, os.getcwd())
     for name in (*LIBRARIES, "hypothesis", "sklearn.linear_model"):
         importlib.import_module(name)
-    loaded = [name for name in sys.modules if name.split(".")[0] == "infoflow_lens"]
+    loaded = [name for name in sys.modules if name.split(".")[0] == chosen.package]
     assert not loaded, loaded
-    guard = Guard(rooms, chosen.out, chosen.seed, chosen.budget, chosen.jobs)
+    guard = Guard(rooms, chosen.tests, chosen.out, chosen.seed, chosen.budget, chosen.jobs)
     guard.measure()
     rows = guard.run(chosen.n)
     (guard.out / "survivors.txt").write_text(survivors(rows))
