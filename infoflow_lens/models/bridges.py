@@ -79,9 +79,12 @@ def hosted(name: str, alone: Any, tokenizer: Any, has_words: bool) -> Any:
         # now: a bridge changes the model
         with torch.no_grad():
             expected = getattr(alone(tokens), "logits", None)
+    # by its whole path: a folder may be called what TransformerLens takes for another model
+    place = str(Path(name).absolute()) if Path(name).is_dir() else name
     model = TransformerBridge.boot_transformers(
-        name, hf_model=alone, device=device, dtype=dtype, tokenizer=tokenizer
+        place, hf_model=alone, device=device, dtype=dtype, tokenizer=tokenizer
     )
+    model.cfg.model_name = name
     if not has_words:
         model.tokenizer = None
     model.eval()

@@ -505,6 +505,27 @@ def test_a_model_in_memory_finds_the_tokenizer_of_its_folder(tmp_path):
     assert load_any(alone).model.to_tokens("w5 w7")[0].tolist()[-2:] == [5, 7]
 
 
+@pytest.mark.parametrize("place", ["gpt2-small", "./gpt2-small", "in memory"])
+def test_a_folder_called_like_another_model_is_itself(place, cache, tmp_path, monkeypatch):
+    """TransformerLens takes gpt2-small for gpt2, also where both are folders."""
+    from transformers import AutoModelForCausalLM
+
+    for name in ("gpt2-small", "gpt2"):
+        zoo.save("gpt2", tmp_path / name)
+    other = json.loads((tmp_path / "gpt2" / "tokenizer.json").read_text())
+    words = other["model"]["vocab"]
+    words["w5"], words["w6"] = words["w6"], words["w5"]
+    (tmp_path / "gpt2" / "tokenizer.json").write_text(json.dumps(other))
+    monkeypatch.chdir(tmp_path)
+    if place == "in memory":
+        loaded = load_any(AutoModelForCausalLM.from_pretrained("gpt2-small"))
+    else:
+        loaded = load_any(place)
+    assert loaded.model.to_tokens("w5 w7").tolist()[0][-2:] == [5, 7]
+    assert "gpt2-small" in loaded.description
+    assert load_any("gpt2").model.to_tokens("w5 w7").tolist()[0][-2:] == [6, 7]
+
+
 def test_what_hosts_already_is_taken_as_it_is(model):
     loaded = load_any(model)
     assert loaded.model is model
