@@ -44,8 +44,13 @@ def layer_count(model: nn.Module) -> int:
 
     Raises:
         InfoFlowError: if the model has no `blocks` and no hook points, that is, does not come from
-            TransformerLens.
+            TransformerLens, or is compiled.
     """
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise InfoFlowError(
+            f"the {type(model).__name__} is compiled, and compiled code leaves hooks out: expected "
+            "the model itself; give what was given to torch.compile, and run that"
+        )
     blocks = getattr(model, "blocks", None)
     if blocks is None or not hook_points(model) or len(blocks) == 0:
         raise InfoFlowError(
@@ -111,6 +116,15 @@ def hook_points(model: nn.Module) -> Mapping[str, Any]:
     return _known[model][1]
 
 
+def mode_of(model: nn.Module) -> tuple[Any, ...]:
+    """What the user may switch, and what was found by running a model rests on.
+
+    Masks are the lowest numbers of a precision, so they are others in another one.
+    """
+    precision = next((parameter.dtype for parameter in model.parameters()), None)
+    return len(hook_points(model)), getattr(model, "compatibility_mode", None), precision
+
+
 def hook_name(model: nn.Module, name: str) -> str:
     """`name`, if the model has that hook point.
 
@@ -151,7 +165,7 @@ def reads_vectors(model: nn.Module) -> bool:
 
 def is_bridge(model: nn.Module) -> bool:
     """Whether the model is a TransformerBridge, around a model of another library."""
-    return hasattr(type(model), "boot_transformers")
+    return hasattr(model, "boot_transformers")  # of the model: it may be wrapped
 
 
 def instead_of_a_bridge() -> str:

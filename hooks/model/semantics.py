@@ -25,6 +25,7 @@ from infoflow_lens.hooks.model.points import (
     hook_points,
     is_bridge,
     layer_count,
+    mode_of,
     pattern_hook,
     scores_hook,
 )
@@ -71,7 +72,7 @@ class Visibility:
 class _Known:
     """What has been found of one model."""
 
-    state: Any
+    mode: Any
     semantics: HookSemantics
     visible: dict[int, Visibility] = field(default_factory=dict)
 
@@ -121,9 +122,9 @@ def visibility(model: nn.Module, n_pos: int) -> Visibility | None:
 
 
 def _found(model: nn.Module) -> _Known:
-    state = (len(hook_points(model)), getattr(model, "compatibility_mode", None))
-    if model not in _known or _known[model].state != state:  # users may switch the mode
-        _known[model] = _Known(state, _semantics(model))
+    mode = mode_of(model)
+    if model not in _known or _known[model].mode != mode:
+        _known[model] = _Known(mode, _semantics(model))
     return _known[model]
 
 

@@ -116,7 +116,6 @@ def attach(
         raise InfoFlowError("no probes to attach: expected at least one, as in attach(model, p)")
     split = Split(eval_every, first=first_index, step=index_step)
     layer_count(model)
-    _check_not_compiled(model)
     weights = WeightState(model)
     session = Session(probes, split, prepare(model, probes, weights), weights)
     with one_thread(model):
@@ -135,18 +134,6 @@ def attach(
                 "attached, so its passes may be of different models: expected one model for "
                 "each result; attach a new probe after each change"
             )
-
-
-def _check_not_compiled(model: nn.Module) -> None:
-    """Refuse compiled models, whose hooks do not fire as those of the model itself."""
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        raise InfoFlowError(_COMPILED.format(type(model).__name__))
-
-
-_COMPILED = (
-    "the {} is compiled, and compiled code leaves hooks out: expected the model itself; attach to "
-    "what was given to torch.compile, and run that"
-)
 
 
 def _measured(model: nn.Module) -> "_MeasuredForward":

@@ -479,21 +479,44 @@ def check_no_padding(model: nn.Module, activations: Mapping[str, Tensor]) -> Non
     """
     if reads_vectors(model):  # vectors have no padding; CLS is closed
         return
+    cut: Tensor | None = None
     for name, by_weight, seen in _attention_shown(model, activations):
         layer, n_pos = layer_of(name) or 0, seen.shape[-1]
         if seen.shape[-2] != n_pos:
             continue
         found = attended(model, layer, seen, by_weight)
         known = visibility(model, n_pos)
-        beyond = known is not None and (found & ~known.keys[layer][:n_pos, :n_pos]).any()
-        if beyond or not found.any(dim=1).all():
-            raise InfoFlowError(
-                f"{name}: some positions are seen by no query, or see more than others do, as with "
-                "padding and an attention_mask, and activations alone do not tell which these are: "
-                "expected sequences without padding, or the attention_mask; use attach() or "
-                "run_probes() for padded ones"
-            )
-        return
+        may_see = None if known is None else known.keys[layer][:n_pos, :n_pos].to(found.device)
+        if cut is None:  # one layer tells
+            beyond = may_see is not None and (found & ~may_see).any()
+            if beyond or not found.any(dim=1).all():
+                raise InfoFlowError(_LIKE_PADDING.format(name))
+        if may_see is None or not by_weight:
+            return
+        here = ~_crossed(found) & _crossed(may_see)
+        cut = here if cut is None else cut & here  # weights underflow, but not in every layer
+    if cut is not None and cut.any():
+        raise InfoFlowError(_LIKE_PADDING.format("every layer"))
+
+
+_LIKE_PADDING = (
+    "{}: some positions are seen by no query or by none behind them, or see more than others do, "
+    "as with padding and an attention_mask, and activations alone do not tell which these are: "
+    "expected sequences without padding, or the attention_mask; use attach() or run_probes() for "
+    "padded ones"
+)
+
+
+def _crossed(attended: Bool[Tensor, "*batch query key"]) -> Bool[Tensor, "*batch place"]:
+    """Whether some query at or behind each place (but the first) attends to a key before it.
+
+    Where a model lets padding on the left attend to itself, as GPT-Neo does, no query of the tokens
+    attends to it.
+    """
+    n_pos = attended.shape[-1]
+    place = torch.arange(n_pos, device=attended.device)
+    last = torch.where(attended, place[:, None], -1).amax(dim=-2)  # the last query of each key
+    return last.cummax(dim=-1).values[..., :-1] >= place[1:]
 
 
 def padded_together(parts: list[Tensor], axes: tuple[int, ...], value: float | int) -> Tensor:

@@ -13,14 +13,14 @@ from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.hooks.influence.base import tolerance
 from infoflow_lens.hooks.model.call import call, without_user_hooks
 from infoflow_lens.hooks.model.inputs import example_input
-from infoflow_lens.hooks.model.points import layer_count, reads_vectors
+from infoflow_lens.hooks.model.points import layer_count, mode_of, reads_vectors
 from infoflow_lens.hooks.model.semantics import hook_semantics
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.routes.base import RoutesProbe
 from infoflow_lens.hooks.routes.paths import Edges, Places, Scores, rolled_out, widest
 
 Combine = Literal["widest", "rollout"]
-_known: WeakKeyDictionary[nn.Module, tuple[float, ...]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, tuple[Any, tuple[float, ...]]] = WeakKeyDictionary()
 _GAP = (
     "what the heads bring does not add up to what attention adds: a norm stands on it, or a hook "
     "of yours changes it"
@@ -115,9 +115,9 @@ def factors_of(model: nn.Module) -> tuple[float, ...]:
     Raises:
         InfoFlowError: if the states of the model cannot be decomposed, saying why.
     """
-    points, n_layers = needs_of_parts(model).points, layer_count(model)
-    if model in _known:
-        return _known[model]
+    points, n_layers, mode = needs_of_parts(model).points, layer_count(model), mode_of(model)
+    if model in _known and _known[model][0] == mode:
+        return _known[model][1]
     for layer in range(n_layers):
         if not isinstance(_output_matrix(model, layer), Tensor):
             raise _cannot(model, f"attention layer {layer} has no W_O")
@@ -139,8 +139,8 @@ def factors_of(model: nn.Module) -> tuple[float, ...]:
             reason = f"values, patterns and W_O do not fit together ({str(error).splitlines()[0]})"
         if reason:
             raise _cannot(model, f"in layer {layer} {reason}")
-    _known[model] = tuple(factors)
-    return _known[model]
+    _known[model] = (mode, tuple(factors))
+    return _known[model][1]
 
 
 def _cannot(model: nn.Module, reason: str) -> InfoFlowError:

@@ -20,7 +20,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.hooks.model.call import without_user_hooks
 from infoflow_lens.hooks.model.inputs import example_input
-from infoflow_lens.hooks.model.points import layer_count
+from infoflow_lens.hooks.model.points import layer_count, mode_of
 from infoflow_lens.hooks.model.semantics import attention_hook, hook_semantics
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -245,15 +245,15 @@ def readings(model: nn.Module) -> tuple[Reading, ...]:
     Raises:
         InfoFlowError: if a layer does so in another way, with what stands in between.
     """
-    state = (layer_count(model), getattr(model, "compatibility_mode", None))
-    if model in _known and _known[model][0] == state:
+    n_layers, mode = layer_count(model), mode_of(model)
+    if model in _known and _known[model][0] == mode:
         return _known[model][1]
-    points = [name for layer in range(state[0]) for name in Layer.points(model, layer)]
+    points = [name for layer in range(n_layers) for name in Layer.points(model, layer)]
     tokens = example_input(model, n_sequences=1)
     with eval_mode(model), without_user_hooks(model):
         seen = run(model, tokens, Needs(tuple(dict.fromkeys(points))))
-        found = tuple(_reading(seen, layer) for layer in range(state[0]))
-    _known[model] = (state, found)
+        found = tuple(_reading(seen, layer) for layer in range(n_layers))
+    _known[model] = (mode, found)
     return found
 
 

@@ -124,6 +124,41 @@ def test_padding_shows_what_each_sequence_alone_shows(family, folders):
             assert_equal(found, alone, tolerance=2e-4)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neo", "opt", "bert"])
+@pytest.mark.parametrize("n_padding", [1, 3])
+def test_padding_that_nobody_told_of_is_refused(family, n_padding, folders):
+    """GPT-Neo lets padding on the left attend to itself."""
+    model, ids = loaded(folders(family)), zoo.tokens(2, 8, seed=2)
+    for place in (slice(0, n_padding), slice(8 - n_padding, 8)):
+        mask = torch.ones_like(ids)
+        mask[1, place] = 0
+        with torch.no_grad():
+            _, whole = model.run_with_cache(ids)
+            _, padded = model.run_with_cache(ids, attention_mask=mask)
+        probe_cache(model, whole, [PositionsProbe()])
+        with pytest.raises(InfoFlowError, match="as with padding"):
+            probe_cache(model, padded, [PositionsProbe()])
+
+
+@pytest.mark.parametrize("family", WITH_PADDING)
+def test_a_model_may_change_its_precision(family, folders):
+    """Masks are other numbers there."""
+    model = loaded(folders(family))
+    (whole,) = run_probes(model, rows(), [PositionsProbe()], progress=False)
+    for dtype in ("float16", "float32"):
+        (found,) = run_probes(
+            model.to(getattr(torch, dtype)), rows(), [PositionsProbe()], progress=False
+        )
+        (fresh,) = run_probes(
+            loaded(folders(family), dtype), rows(), [PositionsProbe()], progress=False
+        )
+        assert found.lengths.equal(fresh.lengths)
+        for one, other in zip(found.positions, fresh.positions, strict=True):
+            assert one.equal(other)
+    for one, other in zip(found.positions, whole.positions, strict=True):
+        assert one.float().eq(other).float().mean() > 0.9  # half precision rounds ties
+
+
 MODELS_AND_IDS = {
     **{
         family: lambda folders, family=family: (loaded(folders(family)), zoo.tokens(10, 7))

@@ -20,11 +20,16 @@ from infoflow_lens import (
     RecoveryProbe,
     attach,
     build_token_model,
+    inspect_model,
     load_any,
+    measure_edge_budget,
+    measure_mechanisms,
+    measure_sufficiency,
+    measure_top_k,
     probe_cache,
     run_probes,
 )
-from infoflow_lens.hooks import Needs
+from infoflow_lens.hooks import Needs, measure_why
 from infoflow_lens.hooks.model.semantics import attention_hook
 from infoflow_lens.hooks.probe import Split
 from infoflow_lens.models.host import build_model
@@ -805,12 +810,57 @@ def test_a_probe_that_asks_for_nothing_there_is_refused(model, inputs):
         run_probes(model, inputs, [Odd()], progress=False)
 
 
-def test_compiled_models_are_refused(token_model, token_inputs):
-    with (
-        pytest.raises(InfoFlowError, match="compiled code leaves hooks out"),
-        attach(torch.compile(token_model, backend="eager"), PositionsProbe()),
-    ):
-        pass
+ENTRANCES = {
+    "attach": lambda model, x: attach(model, PositionsProbe()).__enter__(),
+    "run_probes": lambda model, x: run_probes(model, x, [PositionsProbe()], progress=False),
+    "probe_cache": lambda model, x: probe_cache(model, {}, [PositionsProbe()], tokens=x),
+    "inspect_model": lambda model, x: inspect_model(model),
+    "measure_mechanisms": lambda model, x: measure_mechanisms(model, x, progress=False),
+    "measure_sufficiency": lambda model, x: measure_sufficiency(model, x, None, progress=False),
+    "measure_edge_budget": lambda model, x: measure_edge_budget(model, x, x, progress=False),
+    "measure_top_k": lambda model, x: measure_top_k(model, x, progress=False),
+    "measure_why": lambda model, x: measure_why(model, x[0], 0, 0, 1),
+    "fwd_hooks": lambda model, x: PositionsProbe().fwd_hooks(model),
+}
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_compiled_models_are_refused(token_model, token_inputs, entrance):
+    compiled = torch.compile(token_model, backend="eager")
+    with pytest.raises(InfoFlowError, match="compiled code leaves hooks out"):
+        ENTRANCES[entrance](compiled, token_inputs)
+
+
+def test_a_model_that_another_module_wraps_is_measured_as_itself(tmp_path):
+    class Wrapper(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.inner, name)
+
+        def forward(self, *args, **kwargs):
+            return self.inner(*args, **kwargs)
+
+    model = load_any(zoo.save("llama", tmp_path)).model
+    x = zoo.tokens(2, 7)
+    found = [
+        run_probes(m, x, [PositionsProbe((1, 2))], progress=False)[0]
+        for m in (model, Wrapper(model))
+    ]
+    for one, other in zip(*(result.positions for result in found), strict=True):
+        assert one.equal(other)
+
+
+def test_models_that_compiled_themselves_are_refused(token_model, token_inputs):
+    copied = copy.deepcopy(token_model)
+    copied.compile(backend="eager")
+    with pytest.raises(InfoFlowError, match="compiled code leaves hooks out"):
+        run_probes(copied, token_inputs, [PositionsProbe()], progress=False)
 
 
 def test_a_bridge_is_probed_without_dropout_and_left_training(tmp_path):
