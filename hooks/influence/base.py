@@ -16,7 +16,7 @@ from infoflow_lens.foundation.settings import Count, Distinct, Index, checked
 from infoflow_lens.hooks.influence.rerun import Rerun, start_point
 from infoflow_lens.hooks.model.call import call, restore_module_tensors, without_user_hooks
 from infoflow_lens.hooks.model.inputs import Batch, may_be_padded
-from infoflow_lens.hooks.model.points import hook_points, layer_count
+from infoflow_lens.hooks.model.points import hook_points, layer_count, layer_of
 from infoflow_lens.hooks.model.semantics import state_hooks
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.scores import StateScores, StateScoresProbe, existing
@@ -209,14 +209,19 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         return self.parts(influence, place, lengths, layers, n_pos) | more
 
     def _check_start(self, seen: Pass, start: Tensor) -> None:
-        """Refuse a hook that edits the sources: repeated passes begin with the edited values.
+        """Refuse hooks that edit the sources: repeated passes begin with the edited values.
 
         Raises:
             InfoFlowError: naming the hook point.
         """
         model, point = seen.model, start_point(seen.model, self.source_layer)
-        points = hook_points(model)
-        hooks = [hook for hook in points[point].fwd_hooks if not hook.is_permanent]
+        hooks = [
+            hook
+            for name, at in hook_points(model).items()
+            if name == point or self._stands_below(name)
+            for hook in at.fwd_hooks
+            if not hook.is_permanent
+        ]
         if all(getattr(getattr(hook, "user_hook", None), "only_looks", False) for hook in hooks):
             return
         same = False
@@ -229,11 +234,18 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
             same = bool((gap <= tolerance(start) * start[real].float().norm(dim=-1) + _TINY).all())
         if not same:
             raise InfoFlowError(
-                f"a hook of yours stands at {point}, where the sources enter, and changes what "
-                "enters: influence would be that of the changed sources. Take it off and make the "
-                "change in the inputs; one that does nothing when repeated can take part with "
+                f"a hook of yours changes what enters at {point}, where the sources enter: "
+                "influence would be that of the changed sources. Take it off and make the change "
+                "in the inputs; one that does nothing when repeated can take part with "
                 "through_hooks=True"
             )
+
+    def _stands_below(self, name: str) -> bool:
+        """Whether a hook point is on the way to the sources."""
+        layer = layer_of(name)
+        if layer is None:
+            return not name.startswith(("ln_final", "unembed"))
+        return layer < (self.source_layer or 0)
 
     def _check_rerun(
         self,

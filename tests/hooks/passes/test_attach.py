@@ -14,10 +14,12 @@ from transformers import DynamicCache
 
 from infoflow_lens import (
     AttendedProbe,
+    GradientTimesInput,
     InfoFlowError,
     JacobianInfluence,
     PositionsProbe,
     RecoveryProbe,
+    ResampleInfluence,
     attach,
     build_token_model,
     inspect_model,
@@ -673,6 +675,24 @@ def test_an_edit_where_sources_enter_is_refused_and_looking_is_not(
     ):
         token_model(token_inputs[:3], attention_mask=mask)
     torch.testing.assert_close(probes[0].result().influence[:, 1:], plain.influence[:, 1:])
+
+
+@pytest.mark.parametrize("make", [JacobianInfluence, GradientTimesInput, ResampleInfluence])
+@pytest.mark.parametrize(
+    ("source_layer", "point"), [(None, "hook_embed"), (1, "blocks.0.hook_resid_post")]
+)
+def test_an_edit_on_the_way_to_the_sources_is_refused(
+    token_model, token_inputs, make, source_layer, point
+):
+    x, donors = token_inputs[:3], token_inputs[3:5]
+    given = (donors,) if make is ResampleInfluence else ()
+    probe = lambda **more: make(*given, source_layer=source_layer, **more)  # noqa: E731
+    with token_model.hooks(fwd_hooks=[(point, lambda activation, hook: 1.7 * activation)]):
+        with pytest.raises(InfoFlowError, match="where the sources enter"):
+            run_probes(token_model, x, [probe()], progress=False)
+        run_probes(token_model, x, [probe(through_hooks=True)], progress=False)
+    with token_model.hooks(fwd_hooks=[(point, lambda activation, hook: None)]):
+        run_probes(token_model, x, [probe()], progress=False)
 
 
 def test_a_state_of_other_settings_is_refused(token_model, token_inputs):
