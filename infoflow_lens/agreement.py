@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -685,22 +685,29 @@ class CoverageCurve:
         last: the same at the last position of the last layer (CLS, or the last token).
         size: the mean size of the predicted set there.
         chance: what a random set of the same size would hold there.
+        numbers: of these layers in the model; default, 0, 1, ..
     """
 
     layers: tuple[tuple[float, ...], ...]
     last: tuple[float, ...]
     size: tuple[float, ...]
     chance: tuple[float, ...]
+    numbers: tuple[int, ...] = ()
+
+    def by_layer(self, k: int) -> dict[int, float]:
+        """The shares inside where heads pass k positions, by the number of the layer."""
+        shares = self.layers[k - 1]
+        return dict(zip(self.numbers or range(len(shares)), shares, strict=True))
 
     def to_frame(self) -> "pd.DataFrame":
         """One row for each k."""
         import pandas as pd
 
         rows = [
-            {"k": k + 1, "last": last, "chance": chance, "size": size}
-            | {f"layer_{layer}": share for layer, share in enumerate(shares)}
-            for k, (shares, last, chance, size) in enumerate(
-                zip(self.layers, self.last, self.chance, self.size, strict=True)
+            {"k": k, "last": last, "chance": chance, "size": size}
+            | {f"layer_{layer}": share for layer, share in sorted(self.by_layer(k).items())}
+            for k, (last, chance, size) in enumerate(
+                zip(self.last, self.chance, self.size, strict=True), start=1
             )
         ]
         return pd.DataFrame(rows)
@@ -731,6 +738,7 @@ def coverage_curve(
     Raises:
         InfoFlowError: if shapes do not fit, or influence is negative or not finite.
     """
+    counted = positions.lengths if isinstance(positions, PositionsResult) else None
     positions, measured = _by_rank(positions), influence
     influence, lengths, asked = _scores(influence, lengths)
     n_layers, batch, n_pos, n_source = influence.shape
@@ -747,6 +755,7 @@ def coverage_curve(
     curve = []
     for k in range(1, min(layer.shape[-1] for layer in positions) + 1):
         sets = propagate([layer[..., :k] for layer in positions], n_source)
+        sets = replace(sets, lengths=counted)
         states = _States(of_measured_layers(sets, measured), measured, 1.0, lengths)
         states.asked &= asked
         chosen = states.exists & states.asked
@@ -758,6 +767,7 @@ def coverage_curve(
         last=tuple(found.inside for _, found in curve),
         size=tuple(found.size for _, found in curve),
         chance=tuple(found.chance for _, found in curve),
+        numbers=states.layers,
     )
 
 

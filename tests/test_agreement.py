@@ -1,6 +1,7 @@
 """Agreement metrics are scikit-learn's, state by state."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -390,6 +391,14 @@ def test_states_that_are_not_real_enter_no_mean_whatever_is_given(of_lengths):
         assert whole.influence_inside == pytest.approx(mean)
 
 
+def test_results_of_other_sequences_are_refused_by_their_lengths(of_lengths):
+    (positions, influence), _ = of_lengths
+    other = replace(positions, lengths=positions.lengths.flip(0))
+    for call in (compare, coverage_curve, explained):
+        with pytest.raises(InfoFlowError, match="expected the same; probe and predict the same"):
+            call(other, influence)
+
+
 def test_a_tensor_with_states_that_cannot_be_real_is_refused(of_lengths):
     (positions, influence), _ = of_lengths
     sets = InformationSets(propagate(positions).members)
@@ -432,7 +441,10 @@ def test_sets_of_all_layers_are_compared_with_the_layers_that_were_measured(some
         assert set(compare_by_position(whole, influence)["layer"]) == set(influence.layers)
         assert explained(whole, influence).layer == layers[-1]
         curve = coverage_curve(chosen, influence)
-        assert len(curve.layers[0]) == len(layers)
+        named = {name for name in curve.to_frame() if name.startswith("layer_")}
+        assert named == {f"layer_{layer}" for layer in influence.layers}
+        for place, layer in enumerate(influence.layers):
+            assert curve.by_layer(1)[layer] == explained(whole, influence, place).inside
         deepest = layers.index(max(layers))
         assert curve.last[0] == explained(whole, influence, deepest, last=True).inside
         assert compare(whole, influence).to_frame()["layer"].iloc[-1] == max(layers)

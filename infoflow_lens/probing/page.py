@@ -160,16 +160,15 @@ def _by_place(result: "ProbingResult") -> Iterator[HeatMap]:
 
 def _curve(curve: CoverageCurve) -> Lines:
     """Influence inside the sets as heads pass more keys."""
-    series = {}
-    if any(not math.isnan(value) for shares in curve.layers for value in shares):
-        for layer in range(len(curve.layers[0])):
-            series[f"layer {layer}"] = [shares[layer] for shares in curve.layers]
+    ks = range(1, len(curve.last) + 1)
+    of_k = [curve.by_layer(k) for k in ks]
+    series = {f"layer {layer}": [shares[layer] for shares in of_k] for layer in sorted(of_k[0])}
     series = {name: v for name, v in series.items() if any(not math.isnan(each) for each in v)}
     series["last state"] = list(curve.last)
     series["last state, by chance"] = list(curve.chance)
     return Lines(
         "Influence inside the sets if every head passes on its k largest (own token left out)",
-        range(1, len(curve.last) + 1),
+        ks,
         series,
         "k (the max-position rule is k = 1)",
         "share of influence",
