@@ -28,10 +28,13 @@ class AttendedResult(Result):
     Attributes:
         share: the least share of a row's largest weight that counts.
         attended: bool [sample, head, query, key]; False for padding.
+        lengths: int [sample], the queries of each sequence; None (of results saved before) where
+            they are not known, and all count.
     """
 
     share: float
     attended: tuple[Bool[Tensor, "sample _head query key"], ...]
+    lengths: Int[Tensor, " sample"] | None = None
 
     @property
     def positions(self) -> tuple[Int[Tensor, "sample _head query key"], ...]:
@@ -47,21 +50,32 @@ class AttendedResult(Result):
         """What heads pass on, :attr:`positions`; `propagate` takes the result for it."""
         return self.positions
 
+    @property
+    def is_query(self) -> Bool[Tensor, "sample query"]:
+        """Which queries are no padding."""
+        n_samples, _, n_queries, _ = self.attended[0].shape
+        if self.lengths is None:
+            return torch.ones(n_samples, n_queries, dtype=torch.bool)
+        return torch.arange(n_queries) < self.lengths[:, None]
+
     def to_frame(self) -> "pd.DataFrame":
         """One row for each layer and head: how many keys a query draws from."""
-        counts = [attended.sum(dim=-1) for attended in self.attended]
+        real = self.is_query
+        # [query of any sequence, head]
+        counts = [attended.sum(dim=-1).transpose(1, 2)[real] for attended in self.attended]
         by_head = {
-            "mean_keys": [count.double().mean(dim=(0, 2)) for count in counts],
-            "most_keys": [count.amax(dim=(0, 2)) for count in counts],
-            "silent_queries": [(count == 0).double().mean(dim=(0, 2)) for count in counts],
+            "mean_keys": [count.double().mean(dim=0) for count in counts],
+            "most_keys": [count.amax(dim=0) for count in counts],
+            "silent_queries": [(count == 0).double().mean(dim=0) for count in counts],
         }
         return frame_of(
             [LabelledArray(name, tuple(v), ("layer", "head")) for name, v in by_head.items()]
         )
 
     def plot(self, layer: int = 0) -> "Figure":
-        """How often each query draws from each key, a panel for each head."""
-        often = tuple(attended.double().mean(dim=0) for attended in self.attended)
+        """How often each query that is there draws from each key, a panel for each head."""
+        n = self.is_query.sum(dim=0)[:, None]
+        often = tuple(attended.double().sum(dim=0) / n for attended in self.attended)
         array = LabelledArray("frequency", often, ("layer", "head", "query", "key"))
         return array.select(layer=layer).plot(f"Keys that heads of layer {layer} draw from")
 
@@ -85,6 +99,7 @@ class AttendedProbe(Probe[AttendedResult]):
 
     reads: ClassVar = ("pattern",)
     attended = concatenated(2, 3)
+    lengths = concatenated()
 
     def update(self, seen: Pass) -> Mapping[str, Any]:
         """The keys of a pass."""
@@ -93,7 +108,11 @@ class AttendedProbe(Probe[AttendedResult]):
             pattern = seen.pattern(layer)
             largest = pattern.amax(dim=-1, keepdim=True)
             layers.append((pattern > 0) & (pattern >= self.share * largest))
-        return {"attended": to_host(layers)}
+        full = torch.full((len(seen),), layers[0].shape[2])
+        return {
+            "attended": to_host(layers),
+            "lengths": full if seen.lengths is None else seen.lengths,
+        }
 
     def compute(self) -> AttendedResult:
         """All batches together."""

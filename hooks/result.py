@@ -144,6 +144,11 @@ class Result(Displayed):
                 tensors |= {name: part.contiguous() for name, part in found.items()}
             elif item.name != "record":
                 plain[item.name] = value
+        written: set[int] = set()
+        for name, tensor in tensors.items():
+            if tensor.data_ptr() in written:  # a file holds no tensor under two names
+                tensors[name] = tensor.clone()
+            written.add(tensor.data_ptr())
         return plain, tensors
 
     @classmethod

@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -460,6 +460,8 @@ class _Reader:
         if is_dataset:
             plain = table.with_format(None)
             table = {name: list(plain[name]) for name in {column, _MASKS[0]} & set(names)}
+            if not reads_vectors(self.model) and _holds_batches(table[column]):
+                table = {name: [*chain.from_iterable(rows)] for name, rows in table.items()}
         found = _as_tensors(table[column])
         is_list = isinstance(found, (list, tuple)) and len(found) > 0
         if is_dataset and is_list and not isinstance(found[0], (str, list, tuple)):
@@ -507,6 +509,12 @@ class _Reader:
 
 def _is_dataset(given: Any) -> bool:
     return hasattr(given, "column_names") and hasattr(given, "__getitem__")
+
+
+def _holds_batches(rows: list[Any]) -> bool:
+    """Whether each row of a table is a batch of sequences of ids, as ``.batch(n)`` makes them."""
+    first = rows[0][0] if rows and isinstance(rows[0], list) and rows[0] else None
+    return isinstance(first, list)
 
 
 def _is_row(given: Any) -> bool:

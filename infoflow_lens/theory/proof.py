@@ -109,8 +109,20 @@ def verify(certificate: Any) -> list[str]:
     return wrong
 
 
-if __name__ == "__main__":
-    with open(sys.argv[1], encoding="utf-8") as file:
-        found = verify(json.load(file))
+def main(arguments: list[str]) -> int:
+    """Verify the file that is named; 0 if it proves what it says, 1 if not, 2 if there is none."""
+    try:
+        (place,) = arguments
+        with open(place, encoding="utf-8") as file:
+            certificate = json.load(file)
+        found = verify(certificate)
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        reason = str(error) or type(error).__name__
+        sys.stderr.write(f"error: {reason}: expected one file, which `certify --out` wrote\n")
+        return 2
     sys.stdout.write("\n".join(found or ["proved"]) + "\n")
-    sys.exit(1 if found else 0)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

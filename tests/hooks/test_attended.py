@@ -37,6 +37,20 @@ def test_its_positions_propagate_to_the_union_of_attended_sets(token_model, toke
         assert members[layer].equal(sets)
 
 
+def test_padding_is_no_query(token_model, token_inputs):
+    rows = [token_inputs[0].tolist(), token_inputs[1][:2].tolist(), token_inputs[2][:5].tolist()]
+    (result,) = run_probes(token_model, rows, [AttendedProbe()], progress=False)
+    alone = [run_probes(token_model, [r], [AttendedProbe()], progress=False)[0] for r in rows]
+    frames = [one.to_frame() for one in alone]
+    frame, sizes = result.to_frame(), [len(row) for row in rows]
+    for name in ("mean_keys", "silent_queries"):
+        of_rows = torch.tensor([one[name].tolist() for one in frames], dtype=torch.float64)
+        mean = (of_rows * torch.tensor(sizes)[:, None]).sum(0) / sum(sizes)
+        torch.testing.assert_close(torch.tensor(frame[name].tolist()), mean.float())
+    for axes in result.plot(layer=0).axes[:2]:
+        assert axes.images[0].get_array().max() == 1.0  # of BOS, by all sequences
+
+
 def test_its_result_is_saved_shown_and_merged(model, inputs, tmp_path):
     (whole,) = run_probes(model, inputs, [AttendedProbe()], progress=False)
     halves = [AttendedProbe(), AttendedProbe()]

@@ -120,7 +120,7 @@ def test_its_result_is_a_table_a_picture_and_a_file(model, inputs, tmp_path):
         loaded.array("value", head=7)
 
 
-def test_several_arrays_have_axes_of_their_own(model, inputs):
+def test_several_arrays_have_axes_of_their_own(model, inputs, tmp_path):
     class Two(PreviousToken):
         dims: typing.ClassVar = {"heads": ("layer", "head"), "layers": ("layer",)}
 
@@ -130,6 +130,10 @@ def test_several_arrays_have_axes_of_their_own(model, inputs):
 
     (result,) = run_probes(model, inputs, [Two()], progress=False)
     frame = result.to_frame()
+    same = dataclasses.replace(result, values={**result.values, "again": result.values["layers"]},
+                   axes={**result.axes, "again": ("layer",)})  # fmt: skip
+    same.save(tmp_path / "same")
+    assert Result.load(tmp_path / "same")["again"].equal(result["layers"])
     means = frame.groupby("layer")["heads"].mean()
     np.testing.assert_allclose(frame.groupby("layer")["layers"].first(), means, rtol=1e-5)
     assert result.array("heads", layer=1).dims == ("head",)

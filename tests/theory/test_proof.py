@@ -131,3 +131,15 @@ def test_what_is_no_file_and_no_token_task_is_refused():
     assert "vector tokens" in certified("d_retrieval").output
     with pytest.raises(InfoFlowError, match="expected as many"):
         certificate_document([["a"]], [])
+
+
+@pytest.mark.parametrize("content", [None, "no json", "[1, 2]", '{"witness": 3}'])
+def test_what_is_no_certificate_is_one_line(tmp_path, capsys, content):
+    path = tmp_path / "certificate.json"
+    if content is not None:
+        path.write_text(content)
+    assert proof.main([str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert proof.main([]) == 2

@@ -145,6 +145,8 @@ KINDS = {
     "mapping of arrays": lambda s: {name: part.numpy() for name, part in named(s).items()},
     "dataset": table_of,
     "dataset of tensors": lambda s: table_of(s).with_format("torch"),
+    "dataset of batches": lambda s: table_of(s).batch(4),
+    "streamed dataset of batches": lambda s: table_of(s).to_iterable_dataset().batch(4),
     "another column": lambda s: datasets.Dataset.from_dict({"tokens": as_lists(s)}),
     "streamed dataset": lambda s: table_of(s).to_iterable_dataset(),
     "list of mappings": lambda s: [{"input_ids": row, "labels": 0} for row in as_lists(s)],
@@ -159,7 +161,12 @@ KINDS = {
 }
 
 
-UNCOUNTED = {"streamed dataset", "list of mappings", "generator of any of them"}
+UNCOUNTED = {
+    "streamed dataset",
+    "streamed dataset of batches",
+    "list of mappings",
+    "generator of any of them",
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
