@@ -82,7 +82,6 @@ def test_tables_and_figures_do_without_a_case(study, path):
         assert study.figure(rows[cases != ordered[0]] if len(ordered) > 1 else rows).axes
 
 
-@pytest.mark.slow
 def test_the_pages_are_what_the_summary_writes(tmp_path):
     """Tables and the page over all studies, byte by byte."""
     copy = tmp_path / "results"

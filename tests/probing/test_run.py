@@ -34,6 +34,7 @@ from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import read_data, stream_data, stream_texts
 from infoflow_lens.probing.page import build_report
 from infoflow_lens.probing.parts import mechanisms as mechanisms_part
+from infoflow_lens.probing.per_head import per_head
 from infoflow_lens.probing.picture import build_flow_view
 from infoflow_lens.probing.registry import part_names
 from infoflow_lens.probing.run import run_probing
@@ -90,6 +91,19 @@ def test_a_run_gives_what_the_probes_give(tmp_path, config, folder):
     expected = compare(propagate(chosen.argmax), influence)
     assert found.agreement["max_position"].cls.auroc == pytest.approx(expected.cls.auroc)
     assert set(found.agreement) == {"max_position", "mechanisms"}
+    # what each of them says of a head, in one row
+    heads = per_head(found)
+    assert len(heads) == 2 * 4
+    for name, column in found.positions.summary().drop(columns=["layer", "head"]).items():
+        assert heads[name].equals(column), name
+    for rank, of_rank in found.recovery.to_frame().groupby("rank"):
+        assert heads[f"fvu_{rank}"].tolist() == of_rank["fvu"].tolist()
+    damage = found.mechanisms.to_frame()
+    assert heads["mechanism"].equals(damage["mechanism"])
+    for ideal in found.mechanisms.ideals:
+        assert heads[f"damage_{ideal}"].equals(damage[ideal])
+        named = heads["sufficient"].str.split(", ").map(lambda names, ideal=ideal: ideal in names)
+        assert named.equals(damage[f"sufficient_{ideal}"])
 
 
 def test_a_run_writes_tables_tensors_record_and_report(tmp_path, config):

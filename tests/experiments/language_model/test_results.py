@@ -42,7 +42,6 @@ def config_of(path):
     return json.loads((path / "record.json").read_text())["config"]
 
 
-@pytest.mark.slow
 def test_tables_and_pages_are_what_the_summary_writes(tmp_path):
     """Byte by byte; each page has its template beside it."""
     of_models = tmp_path / "language_model"
@@ -72,7 +71,6 @@ def test_the_recorded_verdict_is_that_of_the_rows(path):
         assert "/" not in case["model"]  # a name, no path
 
 
-@pytest.mark.slow
 def test_every_study_has_a_run_and_a_figure_of_one_moment():
     assert {config_of(path)["study"] for path in RUNS.values()} == set(LANGUAGE_MODEL_STUDIES)
     for name, kind in LANGUAGE_MODEL_STUDIES.items():

@@ -1,5 +1,7 @@
 """Many heads replaced at once, and keys taken out: against plain passes, and on a known circuit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -285,6 +287,22 @@ def test_a_table_has_what_was_looked_at(model, tokens, keys):
             sums = result.losses[result.kept.index(kept), place, result.ks.index(k)]
             assert row["loss"] == pytest.approx(float(sums.sum()) / 108)
             assert row["rise"] == pytest.approx(float(sums.sum() / result.bare.sum()) - 1)
+
+
+NOT_LOOKED = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("rises", "least"),
+    [((0.05, 0.05, 0.05), 1), ((0.5, 0.05, 0.05), 2), ((0.05, 0.5, 0.05), 4), ((0, 0, 0.5), 10),
+     ((NOT_LOOKED, 0.5, 0.05), 4), ((0.5, NOT_LOOKED, 0.05), 4), ((NOT_LOOKED, 0.05, 0), 2)],
+)  # fmt: skip
+def test_the_least_k_is_one_from_which_on_all_are_enough(keys, rises, least):
+    losses = keys.bare * (1 + torch.tensor(rises, dtype=torch.float64)[:, None])
+    found = replace(
+        keys, ks=(1, 2, 4), tolerance=0.1, kept=("largest",), losses=losses.expand(1, 3, -1, -1)
+    )
+    assert found.least() == (least,) * 3
 
 
 def test_a_search_finds_what_looking_at_all_finds_where_the_loss_falls(model, tokens):
