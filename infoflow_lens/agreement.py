@@ -742,6 +742,8 @@ def coverage_curve(
     positions, measured = _by_rank(positions), influence
     influence, lengths, asked = _scores(influence, lengths)
     n_layers, batch, n_pos, n_source = influence.shape
+    if counted is not None:
+        counted = counted - (n_pos - n_source)  # a result counts CLS
     expected = (batch, n_pos)
     if len(positions) < n_layers or any(
         layer.ndim != 4 or (layer.shape[0], layer.shape[2]) != expected for layer in positions

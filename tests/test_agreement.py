@@ -213,6 +213,7 @@ def test_the_coverage_curve_is_the_share_inside_the_sets_of_k_positions(model, i
         assert one.size[k - 1] == len(inside)
     frame = curve.to_frame()
     assert list(frame["k"]) == [1, 2, 3]
+    assert frame.equals(coverage_curve(positions, influence).to_frame())  # CLS is counted
     assert frame["size"].is_monotonic_increasing
 
 
