@@ -140,7 +140,7 @@ def test_padding_that_nobody_told_of_is_refused(family, n_padding, folders):
             probe_cache(model, padded, [PositionsProbe()])
 
 
-@pytest.mark.parametrize("family", WITH_PADDING)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])  # CodeGen runs in none but single
 def test_a_model_may_change_its_precision(family, folders):
     """Masks are other numbers there."""
     model = loaded(folders(family))
