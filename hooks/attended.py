@@ -108,11 +108,7 @@ class AttendedProbe(Probe[AttendedResult]):
             pattern = seen.pattern(layer)
             largest = pattern.amax(dim=-1, keepdim=True)
             layers.append((pattern > 0) & (pattern >= self.share * largest))
-        full = torch.full((len(seen),), layers[0].shape[2])
-        return {
-            "attended": to_host(layers),
-            "lengths": full if seen.lengths is None else seen.lengths,
-        }
+        return {"attended": to_host(layers), "lengths": seen.lengths_of(layers[0].shape[2])}
 
     def compute(self) -> AttendedResult:
         """All batches together."""

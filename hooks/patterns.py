@@ -77,11 +77,10 @@ class PatternsProbe(Probe[PatternsResult]):
         layers = range(seen.n_layers)
         shown = [make(layer).float() for make in (seen.pattern, seen.scores) for layer in layers]
         host = to_host(shown)
-        full = torch.full((len(seen),), host[0].shape[2])
         return {
             "patterns": host[: len(layers)],
             "scores": host[len(layers) :],
-            "lengths": full if seen.lengths is None else seen.lengths,
+            "lengths": seen.lengths_of(host[0].shape[2]),
         }
 
     def compute(self) -> PatternsResult:

@@ -195,7 +195,7 @@ class StateInfluence(StateScoresProbe[InfluenceResult]):
         start = seen.activation(start_point(model, self.source_layer))
         expected = [seen.state(layer, self.state) for layer in layers]
         n_source, n_pos = start.shape[1], expected[0].shape[1]
-        lengths = torch.full((len(seen),), n_source) if seen.lengths is None else seen.lengths
+        lengths = seen.lengths_of(n_source)
         n_states = lengths + n_pos - n_source  # CLS has no source
         if not self.through_hooks:
             self._check_start(seen, start)

@@ -19,6 +19,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 
 TOKENS = "hook_tokens"
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+FoundT = TypeVar("FoundT")
 
 
 def takes_model(function: FunctionT) -> FunctionT:
@@ -116,13 +117,23 @@ def hook_points(model: nn.Module) -> Mapping[str, Any]:
     return _known[model][1]
 
 
-def mode_of(model: nn.Module) -> tuple[Any, ...]:
-    """What the user may switch, and what was found by running a model rests on.
+def found_once(find: Callable[[nn.Module], FoundT]) -> Callable[[nn.Module], FoundT]:
+    """A function that runs a model to find something out, called once for each mode of the model.
 
-    Masks are the lowest numbers of a precision, so they are others in another one.
+    Users may switch the mode: masks, for example, are the lowest numbers of a precision, so they
+    are others in another one.
     """
-    precision = next((parameter.dtype for parameter in model.parameters()), None)
-    return len(hook_points(model)), getattr(model, "compatibility_mode", None), precision
+    known: WeakKeyDictionary[nn.Module, tuple[Any, FoundT]] = WeakKeyDictionary()
+
+    @functools.wraps(find)
+    def call(model: nn.Module) -> FoundT:
+        precision = next((parameter.dtype for parameter in model.parameters()), None)
+        mode = len(hook_points(model)), getattr(model, "compatibility_mode", None), precision
+        if model not in known or known[model][0] != mode:
+            known[model] = (mode, find(model))
+        return known[model][1]
+
+    return call
 
 
 def hook_name(model: nn.Module, name: str) -> str:

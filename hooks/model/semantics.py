@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,11 +20,11 @@ from infoflow_lens.hooks.model.call import (
 )
 from infoflow_lens.hooks.model.inputs import depends_on_length, example_input
 from infoflow_lens.hooks.model.points import (
+    found_once,
     hook_name,
     hook_points,
     is_bridge,
     layer_count,
-    mode_of,
     pattern_hook,
     scores_hook,
 )
@@ -72,12 +71,8 @@ class Visibility:
 class _Known:
     """What has been found of one model."""
 
-    mode: Any
     semantics: HookSemantics
     visible: dict[int, Visibility] = field(default_factory=dict)
-
-
-_known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
 def hook_semantics(model: nn.Module) -> HookSemantics:
@@ -121,11 +116,9 @@ def visibility(model: nn.Module, n_pos: int) -> Visibility | None:
     return known.visible[length]
 
 
+@found_once
 def _found(model: nn.Module) -> _Known:
-    mode = mode_of(model)
-    if model not in _known or _known[model].mode != mode:
-        _known[model] = _Known(mode, _semantics(model))
-    return _known[model]
+    return _Known(_semantics(model))
 
 
 @contextmanager

@@ -187,6 +187,10 @@ class Pass:
         """The number of attention layers."""
         return layer_count(self.model)
 
+    def lengths_of(self, n_pos: int) -> Int[Tensor, " batch"]:
+        """The positions of each sequence, `n_pos` where nothing is padding."""
+        return torch.full((len(self),), n_pos) if self.lengths is None else self.lengths
+
     def is_real(self, n_pos: int) -> Bool[Tensor, "batch pos"]:
         """Which of the first `n_pos` positions are no padding."""
         if self.lengths is None:

@@ -68,7 +68,6 @@ class PositionsProbe(Probe[PositionsResult]):
         layers = range(seen.n_layers)
         ranked = [seen.ranked(layer, self.ranks, self.without) for layer in layers]
         spread = [_spread(seen.pattern(layer)) for layer in layers] if self.spread else []
-        full = torch.full((len(seen),), ranked[0].positions.shape[2])
         measured = [*zip(*ranked, strict=True), *zip(*spread, strict=True)]
         host = iter(to_host([tensor for of_layers in measured for tensor in of_layers]))
         names = ("positions", "margins", "ties", "entropy", "concentration")
@@ -77,7 +76,7 @@ class PositionsProbe(Probe[PositionsResult]):
             "entropy": [],
             "concentration": [],
             **by_name,
-            "lengths": full if seen.lengths is None else seen.lengths,
+            "lengths": seen.lengths_of(ranked[0].positions.shape[2]),
             "is_relu": attention_kind(seen.model) == "relu",
         }
 

@@ -76,7 +76,7 @@ class RoutesProbe(StateScoresProbe[RoutesResult]):
         for layer in (~(edges >= 0)).flatten(1).any(dim=1).nonzero().flatten().tolist():
             raise InfoFlowError(self.refusal(layer))
         n_pos = edges.shape[2]
-        lengths = torch.full((len(seen),), n_source) if seen.lengths is None else seen.lengths
+        lengths = seen.lengths_of(n_source)
         place = self.place(lengths + n_pos - n_source, n_pos)  # CLS has no source
         scores = self.follow(edges, place)[..., :n_source]
         scores = torch.where(existing(place, lengths, n_source), scores, 0)

@@ -2,7 +2,6 @@
 
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,14 +12,13 @@ from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.hooks.influence.base import tolerance
 from infoflow_lens.hooks.model.call import call, without_user_hooks
 from infoflow_lens.hooks.model.inputs import example_input
-from infoflow_lens.hooks.model.points import layer_count, mode_of, reads_vectors
+from infoflow_lens.hooks.model.points import found_once, layer_count, reads_vectors
 from infoflow_lens.hooks.model.semantics import hook_semantics
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.routes.base import RoutesProbe
 from infoflow_lens.hooks.routes.paths import Edges, Places, Scores, rolled_out, widest
 
 Combine = Literal["widest", "rollout"]
-_known: WeakKeyDictionary[nn.Module, tuple[Any, tuple[float, ...]]] = WeakKeyDictionary()
 _GAP = (
     "what the heads bring does not add up to what attention adds: a norm stands on it, or a hook "
     "of yours changes it"
@@ -106,6 +104,7 @@ def gap_in(layer: int) -> str:
     )
 
 
+@found_once
 def factors_of(model: nn.Module) -> tuple[float, ...]:
     """The constants by which the layers multiply what attention adds, found out by running them.
 
@@ -115,9 +114,7 @@ def factors_of(model: nn.Module) -> tuple[float, ...]:
     Raises:
         InfoFlowError: if the states of the model cannot be decomposed, saying why.
     """
-    points, n_layers, mode = needs_of_parts(model).points, layer_count(model), mode_of(model)
-    if model in _known and _known[model][0] == mode:
-        return _known[model][1]
+    points, n_layers = needs_of_parts(model).points, layer_count(model)
     for layer in range(n_layers):
         if not isinstance(_output_matrix(model, layer), Tensor):
             raise _cannot(model, f"attention layer {layer} has no W_O")
@@ -139,8 +136,7 @@ def factors_of(model: nn.Module) -> tuple[float, ...]:
             reason = f"values, patterns and W_O do not fit together ({str(error).splitlines()[0]})"
         if reason:
             raise _cannot(model, f"in layer {layer} {reason}")
-    _known[model] = (mode, tuple(factors))
-    return _known[model][1]
+    return tuple(factors)
 
 
 def _cannot(model: nn.Module, reason: str) -> InfoFlowError:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -20,7 +19,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.hooks.model.call import without_user_hooks
 from infoflow_lens.hooks.model.inputs import example_input
-from infoflow_lens.hooks.model.points import layer_count, mode_of
+from infoflow_lens.hooks.model.points import found_once, layer_count
 from infoflow_lens.hooks.model.semantics import attention_hook, hook_semantics
 from infoflow_lens.hooks.passes.run import run
 from infoflow_lens.hooks.passes.view import Needs, Pass
@@ -28,7 +27,6 @@ from infoflow_lens.hooks.passes.view import Needs, Pass
 Gain = Literal["none", "weight", "one plus weight"]
 _ROTATIONS = tuple(product(("first half", "every other", "whole"), ("halves", "adjacent")))
 _LINEAR = 1e-4  # how far queries, keys and scores may lie from those of a reading, in float32
-_known: WeakKeyDictionary[nn.Module, tuple[Any, tuple["Reading", ...]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -239,22 +237,19 @@ def _apart(made: Tensor, shown: Tensor) -> float:
     return float((made - shown).norm()) / size if size else float(made.norm() > 0)
 
 
+@found_once
 def readings(model: nn.Module) -> tuple[Reading, ...]:
     """How each layer makes scores, found once by running the model.
 
     Raises:
         InfoFlowError: if a layer does so in another way, with what stands in between.
     """
-    n_layers, mode = layer_count(model), mode_of(model)
-    if model in _known and _known[model][0] == mode:
-        return _known[model][1]
+    n_layers = layer_count(model)
     points = [name for layer in range(n_layers) for name in Layer.points(model, layer)]
     tokens = example_input(model, n_sequences=1)
     with eval_mode(model), without_user_hooks(model):
         seen = run(model, tokens, Needs(tuple(dict.fromkeys(points))))
-        found = tuple(_reading(seen, layer) for layer in range(n_layers))
-    _known[model] = (mode, found)
-    return found
+        return tuple(_reading(seen, layer) for layer in range(n_layers))
 
 
 def _reading(seen: Pass, layer: int) -> Reading:
