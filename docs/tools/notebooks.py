@@ -24,7 +24,6 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "examples" / "notebooks"
 RUN = ROOT / "build" / "notebooks"
 TIMEOUT = 300  # seconds for one cell
-SETUP = "setup"  # tag of a cell that the site leaves out
 WIDTH, HEIGHT = 820, 700  # of the still picture of a page
 RELATIVE, ABSOLUTE = 0.05, 0.02  # how far numbers may differ between processors
 
@@ -166,8 +165,6 @@ def _near(a: float, b: float) -> bool:
 
 # Pages of the site
 
-BADGE = re.compile(r"\[!\[(?P<text>[^\]]*)\]\([^)]*\)\]\((?P<target>[^)]*)\)")
-
 
 def _shown(output: NotebookNode, name: str, pieces: dict[str, str | bytes]) -> str:
     """One output in Markdown; pictures and interactive pages become files of their own."""
@@ -196,8 +193,6 @@ def as_page(source: Path, notebook: NotebookNode) -> tuple[str, str, dict[str, s
     parts: list[str] = []
     pieces: dict[str, str | bytes] = {}
     for i, cell in enumerate(notebook.cells):
-        if SETUP in cell.metadata.get("tags", ()):
-            continue
         if cell.cell_type == "markdown":
             parts.append(cell.source)
             continue
@@ -207,10 +202,8 @@ def as_page(source: Path, notebook: NotebookNode) -> tuple[str, str, dict[str, s
             for k, output in enumerate(cell.get("outputs", []))
         ]
     heading, _, rest = parts[0].partition("\n")
-    # a badge is a picture of somebody else's: the site has its words
-    links = [f"[{badge['text']}]({badge['target']})" for badge in BADGE.finditer(rest)]
-    links.append(f'<a href="{source.name}" download>Download this notebook</a>')
-    parts[0] = f"{heading}\n\n{' · '.join(links)}\n{BADGE.sub('', rest)}"
+    download = f'<a href="{source.name}" download>Download this notebook</a>'
+    parts[0] = f"{heading}\n\n{download}\n{rest}"
     pieces[source.name] = source.read_text("utf-8")
     return heading.lstrip("# "), "\n\n".join(part for part in parts if part) + "\n", pieces
 

@@ -24,8 +24,6 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import notebooks  # noqa: E402  (beside this file)
 
-HOME = re.search(r'^Homepage = "(.+)"$', (ROOT / "pyproject.toml").read_text("utf-8"), re.M)[1]
-
 # files of the repository that are pages of the site
 PAPERS = {
     "README.md": "index.md",
@@ -153,8 +151,8 @@ def filled(nav: Any, places: dict[str, list[Any]], files: Files) -> Iterator[Any
             yield entry
 
 
-def _in_site(path: str) -> str:
-    """Where the site shows a file of the repository."""
+def _in_site(path: str) -> str | None:
+    """Where the site shows a file of the repository; None if it does not."""
     if path in PAPERS:
         return PAPERS[path]
     if path.startswith("docs/"):
@@ -163,11 +161,14 @@ def _in_site(path: str) -> str:
         return f"examples/{match[1]}.md"
     if match := re.fullmatch(r"examples/notebooks/([\w-]+)\.ipynb", path):
         return f"notebooks/{match[1]}.md"
-    return f"{HOME}/blob/main/{path}"
+    return None
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links between files of the repository become links between pages of the site."""
+    """Links between files of the repository become links between pages of the site.
+
+    Of links to files that the site does not show, the text stays.
+    """
     uri = page.file.src_uri
     origin = config.extra["origins"].get(uri, f"docs/{uri}")
 
@@ -180,12 +181,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             live = posixpath.relpath(config.extra["live"], posixpath.dirname(uri) or ".")
             return notebooks.frame(live)
         place = _in_site(target)
-        if not place.startswith("https://"):
-            place = posixpath.relpath(place, posixpath.dirname(uri) or ".")
-        return f"{match['text']}({place}{'#' + anchor if anchor else ''})"
+        if place is None:
+            return match["text"]
+        place = posixpath.relpath(place, posixpath.dirname(uri) or ".")
+        anchor = f"#{anchor}" if anchor else ""
+        return f"{match['picture']}[{match['text']}]({place}{anchor})"
 
     text = re.sub(
-        r"(?P<text>!?\[[^\]]*\])\((?P<target>(?!https?://|#|mailto:)[^)\s]+)\)", moved, markdown
+        r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>(?!https?://|#|mailto:)[^)\s]+)\)",
+        moved,
+        markdown,
     )
     if re.fullmatch(RUN_TABLE, uri):
         folder = ROOT / "docs" / posixpath.dirname(uri)
