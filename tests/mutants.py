@@ -361,7 +361,7 @@ class Chosen:
         self.why = (crash.message if crash else report.longreprtext[-200:])[:200]
 
 
-def _pytest(paths: Sequence[str], plugin: object, scratch: Path) -> int:
+def _pytest(paths: Sequence[str], plugin: object, scratch: Path, slow: bool) -> int:
     import hypothesis.configuration
 
     hypothesis.configuration.set_hypothesis_home_dir(scratch)  # one mutant's examples alone
@@ -371,6 +371,8 @@ def _pytest(paths: Sequence[str], plugin: object, scratch: Path) -> int:
                f"--basetemp={scratch / 'pytest'}"]  # fmt: skip
     if isinstance(plugin, Recorder):
         options.remove("-x")
+    if slow:
+        options += ["-m", "not acceptance"]
     return int(pytest.main([*options, *paths], plugins=[plugin]))
 
 
@@ -459,6 +461,7 @@ class Guard:
         seed: of the sample.
         budget: how many seconds of tests a mutant may take, by their usual time.
         jobs: how many processes at once.
+        slow: whether the tests of ``make test SLOW=1`` are among them.
     """
 
     rooms: Sequence[str]
@@ -467,12 +470,13 @@ class Guard:
     seed: int
     budget: float
     jobs: int
+    slow: bool
 
     def __post_init__(self) -> None:
         self.out = self.out.resolve()
         self.out.mkdir(parents=True, exist_ok=True)
         about = {"rooms": [*self.rooms], "tests": self.tests, "seed": self.seed,
-                 "budget": self.budget, "code": self._digest()}  # fmt: skip
+                 "budget": self.budget, "slow": self.slow, "code": self._digest()}  # fmt: skip
         path = self.out / "about.json"
         if path.exists() and json.loads(path.read_text()) != about:
             sys.exit(f"{self.out} holds mutants of other code or settings: name another folder")
@@ -494,7 +498,7 @@ class Guard:
         for path in python_files(self.tests):
             kept = self.out / "executed" / f"{path.replace('/', '.')}.json"
             if Path(path).name.startswith("test_") and not kept.exists():
-                work.append(((path, kept), partial(_record, modules, path)))
+                work.append(((path, kept), partial(_record, modules, path, self.slow)))
         for (path, kept), status, found, seconds in forked(work, self.jobs):
             if isinstance(found, str):
                 sys.exit(f"{path} ends with status {status} where nothing is changed: {found}")
@@ -559,7 +563,7 @@ class Guard:
                 row = {"number": number, "room": room, "file": file, "line": mutation.line,
                        "operator": mutation.operator, "change": str(mutation),
                        "chosen": len(tests)}  # fmt: skip
-                work.append((row, partial(_try, file, which, tests)))
+                work.append((row, partial(_try, file, which, tests, self.slow)))
         with path.open("a") as lines, suppress(KeyboardInterrupt):
             for row, status, found, seconds in forked(work, self.jobs):
                 row |= _outcome(status, found) | {"seconds": round(seconds, 1)}
@@ -620,15 +624,17 @@ def rooms_of(package: str) -> list[str]:
     return [path.as_posix() for path in found if path.name != "__init__.py"]
 
 
-def _record(modules: Sequence[str], path: str, scratch: Path) -> dict[str, Any]:
+def _record(modules: Sequence[str], path: str, slow: bool, scratch: Path) -> dict[str, Any]:
     recorder = Recorder(modules)
     sys.meta_path.insert(0, Changes({file: recorder.mark(file) for file in recorder.executed}))
-    _pytest([path], recorder, scratch)
+    _pytest([path], recorder, scratch, slow)
     return {"collected": recorder.collected, "tests": recorder.tests,
             "failed": sorted(recorder.failed)}  # fmt: skip
 
 
-def _try(file: str, which: int, tests: Mapping[str, float], scratch: Path) -> dict[str, Any]:
+def _try(
+    file: str, which: int, tests: Mapping[str, float], slow: bool, scratch: Path
+) -> dict[str, Any]:
     if not tests:
         return {"outcome": "survived", "ran": 0, "by": "", "why": "no test executes it"}
 
@@ -639,7 +645,7 @@ def _try(file: str, which: int, tests: Mapping[str, float], scratch: Path) -> di
     sys.meta_path.insert(0, Changes({file: change}))
     plugin = Chosen(tests)
     signal.setitimer(signal.ITIMER_REAL, SLOWER * SPARE)  # loading modules may not end, either
-    status = _pytest(list(dict.fromkeys(n.split("::")[0] for n in tests)), plugin, scratch)
+    status = _pytest(list(dict.fromkeys(n.split("::")[0] for n in tests)), plugin, scratch, slow)
     signal.setitimer(signal.ITIMER_REAL, 0)
     return {"outcome": "survived" if status == 0 else "killed", "ran": plugin.ran,
             "by": plugin.by or ("" if status == 0 else f"pytest's status {status}"),
@@ -694,6 +700,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=30, help="seconds of tests for a mutant")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--slow", action="store_true", help="also the tests of make test SLOW=1")
     parser.add_argument("--package", default="infoflow_lens")
     parser.add_argument("--tests", default="tests")
     parser.add_argument("--room", action="append", help="a folder or module, instead of all")
@@ -708,7 +715,9 @@ def main() -> None:
         importlib.import_module(name)
     loaded = [name for name in sys.modules if name.split(".")[0] == chosen.package]
     assert not loaded, loaded
-    guard = Guard(rooms, chosen.tests, chosen.out, chosen.seed, chosen.budget, chosen.jobs)
+    guard = Guard(
+        rooms, chosen.tests, chosen.out, chosen.seed, chosen.budget, chosen.jobs, chosen.slow
+    )
     guard.measure()
     rows = guard.run(chosen.n)
     (guard.out / "survivors.txt").write_text(survivors(rows))

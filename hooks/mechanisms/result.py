@@ -113,15 +113,7 @@ class MechanismsResult(Result):
 
         It is the damage of "own_position", where a head brings nothing from elsewhere. A head whose
         mechanism that is does not need more.
-
-        Raises:
-            InfoFlowError: if that was not measured.
         """
-        if "own_position" not in self.ideals:
-            raise InfoFlowError(
-                f"ideals are {', '.join(self.ideals)}: expected own_position among them, by which "
-                "a head is taken out"
-            )
         own = self.ideals.index("own_position")
         return tuple(
             damage[:, own].clamp(min=0) * torch.tensor([n != "own_position" for n in names])

@@ -8,6 +8,7 @@ import copy
 import gc
 import inspect
 import random
+import tempfile
 import weakref
 from itertools import product
 
@@ -36,7 +37,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.foundation.memory import bytes_in
-from infoflow_lens.hooks import Probe
+from infoflow_lens.hooks import Probe, Result
 from infoflow_lens.hooks.influence.base import StateInfluence
 from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
@@ -385,6 +386,29 @@ def merging_in_any_order_is_the_same(model, x, make):
         torch.testing.assert_close(one[name], value, rtol=1e-5, atol=1e-8, equal_nan=True, msg=name)
 
 
+def its_tables_and_pictures_are_those_of_the_saved_one(model, x, make):
+    (result,) = run_probes(model, x, [make(x)], progress=False)
+    with tempfile.TemporaryDirectory() as folder:
+        result.save(f"{folder}/result")
+        loaded = Result.load(f"{folder}/result")
+    assert_equal(loaded, result)
+    assert len(result.to_frame())
+    assert loaded.to_frame().equals(result.to_frame())
+    assert len(loaded.array().plot().axes)
+    assert "<table" in loaded._repr_html_()
+
+
+def each_number_stands_in_a_row_of_the_table_of_its_array(model, x, make):
+    (result,) = run_probes(model, x, [make(x)], progress=False)
+    for name, array in result.arrays.items():
+        frame = array.to_frame()
+        parts = array.values if isinstance(array.values, tuple) else (array.values,)
+        assert len(frame) == sum(part.numel() for part in parts)
+        for row in frame.sample(min(len(frame), 9), random_state=0).to_dict("records"):
+            value = array.select(**{dim: row[dim] for dim in array.dims}).values
+            assert float(value) == pytest.approx(float(row[name]), nan_ok=True)
+
+
 PROPERTIES = (
     the_model_is_left_as_found,
     the_model_is_left_as_found_after_an_exception,
@@ -394,6 +418,8 @@ PROPERTIES = (
     padding_on_either_side_does_not_matter,
     going_on_from_a_snapshot_equals_not_having_stopped,
     merging_in_any_order_is_the_same,
+    its_tables_and_pictures_are_those_of_the_saved_one,
+    each_number_stands_in_a_row_of_the_table_of_its_array,
 )
 
 

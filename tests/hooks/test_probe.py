@@ -139,6 +139,39 @@ def test_several_arrays_have_axes_of_their_own(model, inputs, tmp_path):
     assert result.array("heads", layer=1).dims == ("head",)
 
 
+def test_layers_of_different_heads_and_arrays_of_other_axes_make_one_table(model, inputs):
+    class Weights(PreviousToken):
+        dims: typing.ClassVar = {
+            "weights": ("layer", "sample", "head", "query", "key"),
+            "places": ("place",),
+        }
+
+        def compute(self):
+            sizes = [part.shape[0] for part in super().compute()]
+            made = [torch.arange(120.0 * h).view(2, h, 5, 12) for h in sizes]
+            return {"weights": made, "places": torch.tensor([7.0, 8.0, 9.0])}
+
+    (result,) = run_probes(model, inputs, [Weights()], progress=False)
+    frame = result.to_frame()
+    places = frame[frame["place"].notna()]
+    assert places["places"].tolist() == [7, 8, 9]
+    weights = frame[frame["place"].isna()]
+    assert len(weights) == 120 * (2 + 5)
+    for row in weights.sample(20, random_state=0).itertuples():
+        where = {dim: int(getattr(row, dim)) for dim in ("sample", "head", "query", "key")}
+        expected = result["weights"][int(row.layer)][tuple(where.values())]
+        assert row.weights == expected
+    two = result.array("weights", head=1)
+    assert two.dims == ("layer", "sample", "query", "key")
+    assert two.values[1].equal(result["weights"][1][:, 1])
+    with pytest.raises(
+        InfoFlowError, match="no array 'wights': expected one of weights, places; did"
+    ):
+        result.array("wights")
+    # of four axes, one panel for each place of the first of the last three
+    assert [axes.get_title() for axes in two.plot().axes[:2]] == ["sample 0", "sample 1"]
+
+
 # What is refused
 
 
@@ -306,6 +339,11 @@ BEYOND = [
          "blocks": [0], "sketch": [1], "without": [(-1,)]},
     ),
 ]  # fmt: skip
+
+
+def test_one_sequence_compares_with_nothing(token_model, token_inputs):
+    with pytest.raises(InfoFlowError, match="there is 1 sequence: expected at least two"):
+        check_probe(PositionsProbe(), token_model, token_inputs[:1])
 
 
 @pytest.mark.parametrize(("kind", "settings"), BEYOND, ids=lambda entry: str(entry)[:40])

@@ -218,6 +218,21 @@ def test_heads_without_a_mechanism_stay_soft(model, inputs):
     assert all(isinstance(rule, MaxPosition) for layer in rules for rule in layer)
 
 
+def test_a_result_says_no_more_than_was_measured(token_model, token_inputs):
+    few = {"batch_size": 4, "progress": False}
+    found = measure_mechanisms(token_model, token_inputs, threshold=1e9, **few)
+    with pytest.raises(InfoFlowError, match=r"expected that one; measure with threshold=0\.5"):
+        found.mechanisms(0.5)
+    short = measure_mechanisms(token_model, token_inputs[:, :5], **few)
+    positions, attended = run_probes(
+        token_model, token_inputs, [PositionsProbe(), AttendedProbe()], progress=False
+    )
+    with pytest.raises(InfoFlowError, match="at most 5 positions, these sequences have 9"):
+        short.rules(attended, positions)
+    with pytest.raises(InfoFlowError, match="have 3 and 4 axes: expected 4 and 3"):
+        short.rules(positions, attended)
+
+
 def test_a_greedy_replacement_stays_within_its_budget(token_model, token_inputs):
     result = measure_mechanisms(token_model, token_inputs, threshold=1e9, progress=False)
     free = replace_greedily(token_model, token_inputs, result, budget=1e9, progress=False)

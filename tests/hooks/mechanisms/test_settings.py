@@ -83,12 +83,12 @@ def mechanisms():
     return measure_mechanisms(MODEL, TOKENS, progress=False)
 
 
-def run(measure, mechanisms, **options):
+def run(measure, mechanisms, model=MODEL, given=TOKENS, **options):
     parameters = inspect.signature(measure).parameters
     others = (mechanisms,) if "mechanisms" in parameters else ()
     others = (TOKENS,) if measure is measure_edge_budget else others
     needed = {"budget": 1.0} if measure is replace_greedily else {}
-    return measure(MODEL, TOKENS, *others, **{**needed, "progress": False, **options})
+    return measure(model, given, *others, **{**needed, "progress": False, **options})
 
 
 @pytest.mark.parametrize(("measure", "option", "kind"), CASES)
@@ -115,3 +115,19 @@ def test_no_option_is_left_out():
         given = {"attention_mask", "resume", "calibration", "others"}
         assert keywords - given == {*SHARED, *own}
         assert get_type_hints(measure)
+
+
+@pytest.mark.parametrize("measure", OPTIONS, ids=lambda measure: measure.__name__)
+def test_inputs_that_may_be_read_once_only_are_refused(measure, mechanisms):
+    """Each goes over its sequences more than once."""
+    with pytest.raises(InfoFlowError, match="generator, which may be read once only"):
+        run(measure, mechanisms, given=(row for row in TOKENS))
+
+
+@pytest.mark.parametrize("measure", [measure_sufficiency, measure_top_k])
+def test_next_tokens_need_a_language_model_and_two_tokens(measure, mechanisms, model, inputs):
+    with pytest.raises(InfoFlowError, match="a sequence has 1 token: expected at least 2"):
+        run(measure, mechanisms, given=[TOKENS[0], TOKENS[1, :1]])
+    found = measure_mechanisms(model, inputs, progress=False)
+    with pytest.raises(InfoFlowError, match="is a vector, which predicts no next token"):
+        run(measure, found, model=model, given=inputs)
