@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.settings import Distinct
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
+from infoflow_lens.hooks.model.points import position_count
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
 from infoflow_lens.hooks.states import combined, concatenated, latest
@@ -125,21 +126,22 @@ class StateScoresProbe(Probe[ScoresT]):
     scored_layers = combined(latest)
     n_positions = combined(max)
 
-    def check(self, n_fit: int | None, n_evaluate: int | None, n_keys: int) -> None:
-        """Refuse positions that no sequence has; see :meth:`Probe.check`."""
-        n_pos = n_keys + 1  # CLS may be no key
-        if self.positions and not any(-n_pos <= p < n_pos for p in self.positions):
-            raise InfoFlowError(
-                f"positions are {list(self.positions)}, but the longest sequence has {n_keys} "
-                "tokens: expected positions that some sequence has; -1 is the last of each"
-            )
-
-    def check_positions(self, model: nn.Module) -> None:
+    def check_positions(self, model: nn.Module, longest: int | None = None) -> None:
         """Refuse positions that no sequence of this model has.
+
+        Args:
+            model: to be run.
+            longest: tokens of the longest sequence, if that is known.
 
         Raises:
             InfoFlowError: with the number of positions that there are.
         """
+        n_pos = None if longest is None else position_count(model, longest)
+        if n_pos and self.positions and not any(-n_pos <= p < n_pos for p in self.positions):
+            raise InfoFlowError(
+                f"positions are {list(self.positions)}, but the longest sequence has {n_pos} "
+                "positions: expected some of these; -1 is the last of each"
+            )
         n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
         if n_ctx and self.positions and not all(-n_ctx <= p < n_ctx for p in self.positions):
             raise InfoFlowError(

@@ -198,9 +198,15 @@ def starts_at_layers(model: nn.Module) -> bool:
     )
 
 
+def position_count(model: nn.Module, n_tokens: int) -> int:
+    """How many positions a sequence of `n_tokens` has: models over vector tokens add CLS."""
+    return n_tokens + reads_vectors(model)
+
+
 def key_count(model: nn.Module, n_tokens: int) -> int:
-    """How many keys a query of a sequence of `n_tokens` has at most."""
-    return int(getattr(model, "n_keys", n_tokens))
+    """How many keys a query of a sequence of `n_tokens` has at most; CLS may be none (eq 1)."""
+    attention = getattr(model.blocks[0], "attn", None)  # type: ignore[index]
+    return position_count(model, n_tokens) - (not getattr(attention, "last_is_key", True))
 
 
 def token_hook(model: nn.Module) -> str:

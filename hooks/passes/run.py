@@ -24,6 +24,7 @@ from infoflow_lens.hooks.model.inputs import (
 from infoflow_lens.hooks.model.points import check_one_device, key_count, layer_count, takes_model
 from infoflow_lens.hooks.passes.view import Needs, Pass, check_no_padding
 from infoflow_lens.hooks.probe import Probe, Split
+from infoflow_lens.hooks.scores import StateScoresProbe
 
 
 @takes_model
@@ -319,6 +320,8 @@ def _check_data(
     if longest:
         for probe in probes:
             probe.check(n_fit, n_evaluate, key_count(model, max(longest)))
+            if isinstance(probe, StateScoresProbe):
+                probe.check_positions(model, max(longest))
 
 
 def _measure_parts(

@@ -161,7 +161,7 @@ def test_a_pass_that_cannot_be_repeated_is_refused(token_model, token_inputs, se
         ({"source_layer": 2}, "source_layer is 2"),
         ({"layers": (0, 2)}, r"layers are \[0, 2\]"),
         ({"source_layer": 1, "layers": (0,)}, r"layers are \[0\]: expected layers from 1"),
-        ({"positions": (9,)}, r"positions are \[9\].* 9 (positions|tokens)"),
+        ({"positions": (9,)}, r"positions are \[9\].* 9 positions"),
     ],
 )
 def test_what_is_not_there_is_named(token_model, token_inputs, arguments, message):
@@ -169,9 +169,16 @@ def test_what_is_not_there_is_named(token_model, token_inputs, arguments, messag
         run_probes(token_model, token_inputs, [JacobianInfluence(**arguments)], progress=False)
 
 
-def test_positions_that_no_sequence_has_are_refused(token_model, token_inputs):
-    with pytest.raises(InfoFlowError, match=r"positions are \[8\], but the longest .* 5 tokens"):
-        probed(token_model, token_inputs[:, :5], positions=(8,))
+def test_positions_that_no_sequence_has_are_refused(model, inputs, token_model, token_inputs):
+    """A model over vector tokens has CLS behind them; others have the tokens alone."""
+    for over, x, n_pos in ((model, inputs, N_TOKENS + 1), (token_model, token_inputs[:, :6], 6)):
+        for position in (n_pos, -n_pos - 1):
+            with pytest.raises(
+                InfoFlowError, match=rf"positions are \[{position}\].* {n_pos} positions"
+            ):
+                probed(over, x, positions=(position,))
+        for position in (n_pos - 1, -n_pos):
+            assert probed(over, x[:2], positions=(position,)).positions.ge(0).all()
 
 
 def probed(model, data, **arguments):
@@ -225,6 +232,14 @@ def test_from_any_layer_to_any_layer():
 
         jacobian = torch.autograd.functional.jacobian(states, start)
         torch.testing.assert_close(result.influence[row, 0], norms(jacobian), rtol=1e-4, atol=1e-6)
+
+
+def test_the_first_position_is_one_of_all(model, inputs):
+    some = probed(model, inputs[:5], positions=(0, -1))
+    every = probed(model, inputs[:5])
+    torch.testing.assert_close(some.full()[:, :, 0], every.influence[:, :, 0])
+    assert some.asked.nonzero()[:, 1].tolist() == [0, N_TOKENS] * 5
+    assert set(some.to_frame()["position"]) == {0, N_TOKENS}
 
 
 def test_cls_can_be_asked_for_alone(model, inputs):

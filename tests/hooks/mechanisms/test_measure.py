@@ -184,9 +184,10 @@ def test_rules_of_heads_by_position_hold_what_they_read():
 
 
 @pytest.mark.parametrize("ideal", ["global", "specific_position"])
-def test_rules_of_texts_of_different_length_hold_no_padding(ideal):
+@pytest.mark.parametrize("causal", [True, False])
+def test_rules_of_texts_of_different_length_hold_no_padding(ideal, causal, hosted_over_ids):
     """Fixed keys of the long sequences are not there in the short ones."""
-    model = make_token_model()
+    model = make_token_model() if causal else hosted_over_ids
     generator = torch.Generator().manual_seed(2)
     rows = [torch.randint(17, (n,), generator=generator) for n in (9, 4, 6)]
     found = measure_mechanisms(model, rows, exact=True, progress=False)
@@ -203,6 +204,8 @@ def test_rules_of_texts_of_different_length_hold_no_padding(ideal):
             held = sets.of(layer, sequence, t)
             assert held <= set(range(len(row)))
             assert t == 0 or len(held) > 1
+            if ideal == "global":
+                assert held == set(range(t + 1 if causal else len(row)))
 
 
 def test_heads_without_a_mechanism_stay_soft(model, inputs):

@@ -34,6 +34,7 @@ from infoflow_lens import (
 from infoflow_lens.hooks import Needs, measure_why
 from infoflow_lens.hooks.model.semantics import attention_hook
 from infoflow_lens.hooks.probe import Split
+from infoflow_lens.models.architecture import Architecture
 from infoflow_lens.models.host import build_model
 from tests.reference import zoo
 from tests.versions import needs_hooked_transformer, needs_version_4
@@ -538,6 +539,17 @@ def test_ranks_that_no_query_has_are_undefined_and_said(model, inputs):
 def test_bad_settings_are_named(model, inputs, arguments, message):
     with pytest.raises(InfoFlowError, match=message):
         run_probes(model, inputs, [PositionsProbe()], progress=False, **arguments)
+
+
+def test_cls_is_a_rank_where_it_is_a_key(inputs):
+    """In eq 1 it is none."""
+    sizes = {"n_heads": (2,), "d_model": 12, "d_token": 3, "n_tokens": 7}
+    for cls_is_key in (False, True):
+        model, ranks = build_model(Architecture(**sizes, cls_is_key=cls_is_key)), 7 + cls_is_key
+        (found,) = run_probes(model, inputs, [PositionsProbe((ranks,))], progress=False)
+        assert found.positions[0].ge(0).all()
+        with pytest.raises(InfoFlowError, match=f"ask for ranks up to {ranks}"):
+            run_probes(model, inputs, [PositionsProbe((ranks + 1,))], progress=False)
 
 
 def test_no_probes(model):
