@@ -22,6 +22,7 @@ from infoflow_lens.theory.comparison import (
     information_needed,
     intrinsic_dimension_profile,
     model_comparisons,
+    pair_scores,
     root_ceiling,
     triangle_center_profile,
 )
@@ -118,6 +119,20 @@ def test_components_by_looking_at_every_tuple(arity, distinct, positions, extrem
         for holder, found in zip(holders.tolist(), inside.tolist(), strict=True):
             held = [value for indices, value in values.items() if all(holder[i] for i in indices)]
             assert found == pytest.approx(max(held, default=-math.inf))
+
+
+@pytest.mark.parametrize("positions", [None, (0, 2, 3)])
+@pytest.mark.parametrize("distinct", [False, True])
+def test_scores_of_all_pairs_one_by_one(positions, distinct):
+    """For a query at i and a key at j; in reverse, the key is the pair's first."""
+    score = polynomial(2, 3)
+    component = Component(2, score, distinct=distinct, positions=positions)
+    x = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(5))
+    for reverse, (i, j) in itertools.product((False, True), itertools.product(range(4), repeat=2)):
+        allowed = {i, j} <= set(positions or range(4)) and not (distinct and i == j)
+        pair = x[0, [j, i]] if reverse else x[0, [i, j]]
+        expected = float(score(pair)) if allowed else -math.inf
+        assert float(pair_scores(component, x, reverse)[0, i, j]) == pytest.approx(expected)
 
 
 def test_a_component_can_look_at_some_positions_only():

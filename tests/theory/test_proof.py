@@ -46,6 +46,9 @@ def test_a_model_is_checked_on_every_sequence():
     assert document["verdict"] == "fits"
     assert verify(document) == []
     spoilt = copy.deepcopy(document)
+    for value in (0.5, True, "1"):
+        spoilt["weights"] = [[0, "1", "1", value]]
+        assert verify(spoilt) == [f"weight {value!r} is no integer"]
     spoilt["weights"] = []
     assert any("scores 0" in words for words in verify(spoilt))
 

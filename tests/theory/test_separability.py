@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import sparse
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.theory import separation
@@ -334,6 +335,11 @@ def test_wrong_witnesses_are_refused():
     good = torch.tensor([[1, -1], [1, -1], [-1, 1], [-1, 1]])
     assert check_witness(x, y, good)
     assert check_witness(x, y, 7 * good)
+    assert check_witness(x, y, sparse.coo_matrix(good.numpy()))
+    assert not check_witness(x, y, sparse.csr_matrix(-good.numpy()))
+    named = one_layer_certificate((x, y)).witness
+    assert check_witness(x, y, named)
+    assert not check_witness(x, y + 1, named)  # of other labels
     assert not check_witness(x, y, -good)
     assert not check_witness(x, y, 0 * good)
     for i, c in itertools.product(range(4), range(2)):
@@ -481,6 +487,7 @@ def test_datasets_pairs_and_arrays_are_the_same():
         ((torch.zeros(2, 3, 1).long(), torch.zeros(2).long()), r"shape \(2, 3, 1\)"),
         (([[True, False]], [0]), "x holds True .*: expected integers"),
         (([[]], [0]), r"shape \(1, 0\)"),
+        ((np.zeros((2, 0), int), np.zeros(2, int)), "have no token: expected at least one"),
         ({"x": [[1, 2]], "y": [0]}, "the dataset is dict: expected a datasets.Dataset"),
         ((np.zeros((5001, 2), int), np.zeros(5001, int)), "5001 sequences: expected at most 5000"),
     ],

@@ -6,9 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 from transformer_lens.config import TransformerBridgeConfig
-from transformers import BertConfig, GPT2Config, LlamaConfig, MistralConfig
+from transformers import BertConfig, GPT2Config, LlamaConfig, LlavaConfig, MistralConfig, T5Config
 
-from infoflow_lens import Architecture, InfoFlowError, build_model, load_task, save_model
+from infoflow_lens import (
+    Architecture,
+    InfoFlowError,
+    build_model,
+    build_token_model,
+    load_task,
+    save_model,
+)
 from infoflow_lens.models.configs import shape_of_named
 from infoflow_lens.tasks import Target
 from infoflow_lens.theory.comparison import Component
@@ -127,6 +134,52 @@ def test_one_table_of_what_a_configuration_can_learn():
 def test_what_is_no_model_is_refused(model, message):
     with pytest.raises(InfoFlowError, match=message):
         shape_of(model)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1, 2]", "holds list: expected an object"),
+        ("{", "cannot be read .*: expected a config in JSON"),
+        ('{"num_hidden_layers": 2, "num_attention_heads": true, "hidden_size": 8}', "no heads"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path, content, message):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InfoFlowError, match=message):
+        shape_of(tmp_path)
+
+
+def test_a_model_of_texts_and_pictures_is_what_its_texts_go_through(tmp_path):
+    inner = MistralConfig(num_hidden_layers=2, sliding_window=None).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": inner, "vision": {}}))
+    assert shape_of(tmp_path).n_heads == (32, 32)
+    outer = LlavaConfig(text_config=MistralConfig(num_hidden_layers=2, sliding_window=7))
+    assert shape_of(outer).windows == (7, 7)
+
+
+def test_a_saved_model_over_ids_has_its_positions(tmp_path):
+    model = build_token_model(
+        n_layers=2, n_heads=(2, 3), d_head=5, d_model=12, n_tokens=9, d_vocab=17, d_output=17
+    )
+    save_model(model, tmp_path)
+    shape = shape_of(tmp_path)
+    assert (shape.n_heads, shape.d_model, shape.n_tokens) == ((2, 3), (12, 12), 9)
+    assert (shape.positional, shape.has_mlp) == (True, False)
+
+
+def test_sizes_of_other_layers_and_encoders_with_decoders_are_refused():
+    with pytest.raises(InfoFlowError, match="windows has 1 entries for 2 layers"):
+        ModelShape((2, 2), (8, 8), 9, windows=(4,))
+    with pytest.raises(InfoFlowError, match="is an encoder with a decoder"):
+        shape_of(T5Config())
+
+
+def test_layers_that_differ_are_told_one_by_one():
+    words = ModelShape((2, 3), (8, 16), 9, windows=(4, None), n_key_value_heads=(1, 3)).describe()
+    assert "heads (2, 3), E = (8, 16)" in words
+    assert "1 layers local (window 4)" in words
+    assert "(1, 3) heads of keys and values" in words
 
 
 def test_unknown_names_are_refused():
