@@ -158,11 +158,12 @@ def shape_of(model: Any) -> ModelShape:
     if hasattr(model, "n_heads") and isinstance(model.n_heads, (tuple, list)):
         return _from_ours(model)
     for name in ("cfg", "config"):
-        inner = getattr(model, name, None)
-        if inner is not None and not isinstance(inner, Mapping) and _first(inner, "layers"):
-            return _from_config(inner, f"{type(model).__name__}")
-    if _first(model, "layers") is not None:
-        return _from_config(model, _name_of(model))
+        inner = _of_texts(getattr(model, name, None))
+        if not isinstance(inner, Mapping) and _first(inner, "layers"):
+            return _from_config(inner, type(model).__name__)
+    config = _of_texts(model)
+    if _first(config, "layers") is not None:
+        return _from_config(config, _name_of(config))
     raise InfoFlowError(
         f"{type(model).__name__} tells no sizes of a Transformer: expected an Architecture, a "
         "config or model of TransformerLens or Hugging Face, or a folder with a config.json"
@@ -183,6 +184,12 @@ def _get(config: Any, name: str) -> Any:
 
 def _first(config: Any, what: str) -> Any:
     return next((v for v in (_get(config, name) for name in _NAMES[what]) if v is not None), None)
+
+
+def _of_texts(config: Any) -> Any:
+    """The config of the part that reads texts, where a model reads pictures, too."""
+    inner = _get(config, "text_config")
+    return config if inner is None or _first(config, "layers") is not None else inner
 
 
 def _from_ours(architecture: Any) -> ModelShape:
@@ -217,9 +224,6 @@ def _from_ours(architecture: Any) -> ModelShape:
 
 
 def _from_config(config: Any, source: str) -> ModelShape:
-    inner = _get(config, "text_config")
-    if inner is not None and _first(config, "layers") is None:
-        config = inner
     if _get(config, "is_encoder_decoder"):
         raise InfoFlowError(
             f"{source} is an encoder with a decoder: expected one stack of blocks, such as gpt2"
@@ -302,9 +306,7 @@ def _from_folder(path: Path) -> ModelShape:
             f"there is no file {str(file)!r}: expected a folder with a config.json, as "
             "save_pretrained writes it"
         )
-    values = _read_json(file)
-    if _first(values, "layers") is None and isinstance(values.get("text_config"), Mapping):
-        values = values["text_config"]
+    values = _of_texts(_read_json(file))
     return replace(_from_config(values, _name_of(values)), source=path.name)
 
 
