@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from html import escape
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from datasets import Dataset
 
 from infoflow_lens import InfoFlowError, load_any, probe
 from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.registry import load_part, part_names
 from tests.reference import zoo
 
 TEXTS = [" ".join(f"w{(7 * i + j) % 30 + 4}" for j in range(4 + i % 5)) for i in range(20)]
@@ -26,7 +28,32 @@ def hf_model():
 
 @pytest.fixture(scope="module")
 def found(hf_model):
-    return probe(hf_model, TEXTS, tokenizer=zoo.tokenizer(), **SETTINGS)
+    return probe(hf_model, TEXTS, tokenizer=zoo.tokenizer(), probes=part_names(), **SETTINGS)
+
+
+@pytest.mark.parametrize("name", part_names())
+def test_every_part_shows_itself_and_has_its_section(name, found, page):
+    result, part = found.found[name], load_part(name)
+    assert len(result.to_frame())
+    assert len(result.plot().axes)
+    assert name == "influence" or escape(part.title) in page
+    assert escape(str(part.remarks(result)).strip()) in page
+
+
+@pytest.fixture(scope="module")
+def page(found, tmp_path_factory):
+    return found.report(tmp_path_factory.mktemp("page") / "page.html").read_text("utf-8")
+
+
+def test_the_page_says_which_measure_is_nearest_to_influence(found, page):
+    """By the table of routes: AUROC in the last layer, at the size of the model's own sets."""
+    rows = found.found["routes"].to_frame()
+    own = found.found["routes"].rows[0]["size_of"]
+    rows = rows[(rows["size_of"] == own) & (rows["layer"] == rows["layer"].max())]
+    best = rows.loc[rows["auroc"].where(rows["method"] != "measured").idxmax()]
+    own = rows.loc[rows["method"] == own, "auroc"].item()
+    assert f"{best['method']} is nearest to influence (AUROC {best['auroc']:.3f}" in page
+    assert f"the set {own:.3f}" in page
 
 
 def test_what_is_in_memory_gives_what_files_give(found, tmp_path):

@@ -352,8 +352,10 @@ def outcome(rows: "pd.DataFrame", method: str, other: str) -> str:
 
 def _lead(rows: "pd.DataFrame", method: str, other: str, metric: str) -> tuple[float, float]:
     """The mean of the paired difference, and half its 95% interval."""
-    by_sequence = rows.pivot_table(values=metric, index="sequence", columns="method")
-    return _mean(by_sequence[method] - by_sequence[other])
+    one, two = (
+        rows[rows["method"] == name].groupby("sequence")[metric].mean() for name in (method, other)
+    )
+    return _mean(one - two)
 
 
 def _interval(rows: "pd.DataFrame", method: str, other: str, metric: str) -> str:

@@ -340,6 +340,25 @@ def test_a_forward_that_the_user_wrapped_is_run_and_kept(model, inputs):
     assert (calls, probes[0].n_sequences) == ([1], 23)
 
 
+def test_a_wrapper_that_changes_what_the_mask_is_for_is_refused(token_model, token_inputs):
+    """Nobody could say where the padding stands then."""
+    own, ids = token_model.forward, token_inputs[:, :6]
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+
+    def longer(given, **settings):
+        one = torch.ones_like(given[:, :1])
+        mask = settings.get("attention_mask")
+        if mask is not None:
+            settings["attention_mask"] = torch.cat([mask, one], dim=1)
+        return own(torch.cat([given, one], dim=1), **settings)
+
+    token_model.forward = longer
+    message = "7 positions, the attention_mask of the call 6: expected the same"
+    with pytest.raises(InfoFlowError, match=message), attach(token_model, PositionsProbe()):
+        token_model(ids, attention_mask=mask)
+
+
 def test_what_a_block_does_not_support_is_refused_by_name(token_model, token_inputs, model, inputs):
     """A second thread, copying and pickling."""
     with attach(token_model, PositionsProbe()) as probes, torch.no_grad():
