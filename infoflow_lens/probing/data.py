@@ -1,5 +1,6 @@
 """Data for a probe run, by what a user types: a file, a folder, a task, or a name on the hub."""
 
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from itertools import chain, islice
@@ -454,7 +455,7 @@ def _task(model: nn.Module, name: str, n: int, seed: int) -> Tensor:
 def _from_hub(data: str) -> Any:
     import datasets
 
-    name, *rest = data.split(":")
+    name, *rest = re.split(r":(?![^\[]*\])", data)  # a split may be a slice, "train[:50]"
     split = rest[-1] if rest else "train"
     config = rest[0] if len(rest) > 1 else None
     try:

@@ -385,6 +385,10 @@ def test_saving_keeps_an_attention_that_was_changed(ids, tmp_path):
     save_model(model, tmp_path)
     assert load_model(tmp_path).architecture.attention == "softmax"
     assert load_model(tmp_path)(ids).equal(model(ids))
+    set_attention(model, "relu")
+    model.blocks[0].attn.hook_pattern = type(model.blocks[0].attn.hook_k)()  # one of a softmax
+    with pytest.raises(InfoFlowError, match=r"different attention \(relu, softmax\)"):
+        save_model(model, tmp_path / "mixed")
 
 
 @pytest.mark.parametrize(

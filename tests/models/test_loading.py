@@ -378,6 +378,22 @@ def test_models_of_other_kinds_are_refused(tmp_path):
         load_any(zoo.save("mamba", tmp_path / "mamba"))
 
 
+def test_a_model_without_weights_is_refused():
+    with pytest.raises(InfoFlowError, match="a ReLU, has no weights: expected a Transformer"):
+        load_any(torch.nn.ReLU())
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.cuda.OutOfMemoryError])
+def test_a_model_too_large_for_memory_is_said_with_what_to_do(tmp_path, monkeypatch, error):
+    def none_left(*args, **kwargs):
+        raise error
+
+    folder = zoo.save("gpt2", tmp_path / "gpt2")
+    monkeypatch.setattr("infoflow_lens.models.loading.hosted", none_left)
+    with pytest.raises(InfoFlowError, match="does not fit into memory: try dtype bfloat16"):
+        load_any(folder)
+
+
 def test_options_that_do_not_exist(tmp_path, architecture):
     folder = zoo.save("gpt2", tmp_path / "gpt2")
     save_model(build_model(architecture), tmp_path / "ours")

@@ -2,9 +2,11 @@
 
 import json
 
+import datasets
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from infoflow_lens import InfoFlowError, load_any
 from infoflow_lens.probing.data import check_data, read_data, read_texts
@@ -89,6 +91,50 @@ def test_a_misspelt_task_is_no_dataset_of_the_hub(name, meant):
         check_data(name)
     check_data("imdb")
     check_data("owner/d_retreival")
+
+
+@pytest.mark.parametrize(
+    ("data", "asked"),
+    [
+        ("owner/texts", ("owner/texts", None, "train")),
+        ("owner/texts:test", ("owner/texts", None, "test")),
+        ("owner/texts:small:test[:5]", ("owner/texts", "small", "test[:5]")),
+    ],
+)
+def test_a_dataset_of_the_hub_is_asked_for_by_name_config_and_split(
+    model, data, asked, monkeypatch
+):
+    def loaded(name, config, split):
+        assert (name, config, split) == asked
+        return datasets.Dataset.from_dict({"text": ["w5 w6", "w7 w8"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", loaded)
+    assert read_texts(data) == ["w5 w6", "w7 w8"]
+    assert len(read_data(model, data).sequences()) == 2
+
+
+def test_what_is_nowhere_is_refused_with_the_file_that_was_meant(model, tmp_path, monkeypatch):
+    def gone(*args, **kwargs):
+        raise FileNotFoundError("no such dataset")
+
+    monkeypatch.setattr(datasets, "load_dataset", gone)
+    (tmp_path / "texts.txt").write_text("w5 w6\n")
+    with pytest.raises(InfoFlowError, match=r"no such dataset.*did you mean 'texts\.txt'"):
+        read_texts(str(tmp_path / "texts"))
+
+
+def test_tensors_of_other_shapes_and_files_of_several_are_refused(model, tmp_path):
+    flat, table, several = (tmp_path / n for n in ("flat.pt", "table.pt", "several.safetensors"))
+    torch.save(torch.arange(5), flat)
+    torch.save({"x": torch.zeros(2, 3)}, table)
+    save_file({"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)}, several)
+    for path, message in (
+        (flat, r"holds a tensor \(5,\): expected token ids \[n, pos\]"),
+        (table, "holds a dict: expected a tensor"),
+        (several, "it holds 2 tensors"),
+    ):
+        with pytest.raises(InfoFlowError, match=message):
+            read_data(model, str(path))
 
 
 def test_words_that_mean_missing_elsewhere_are_words(model, tmp_path):

@@ -1,8 +1,10 @@
 """Pieces of margins against parts taken out one by one, circuits known from the weights up, and
 the scores of models of every family."""
 
+import dataclasses
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -301,6 +303,28 @@ def test_results_are_saved_tabled_and_drawn(tmp_path, token_model, token_inputs)
     every.save(tmp_path / "all")
     again = type(every).load(tmp_path / "all")
     assert again.of(1, 2, 8, sample=1) == every.of(1, 2, 8, sample=1)
+
+
+def test_a_picture_of_many_parts_has_the_strongest_and_the_sum_of_the_others(
+    token_model, token_inputs
+):
+    found = measure_why(token_model, token_inputs[:1], 1, 2, keys=(4, 1))
+    pieces = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    many = dataclasses.replace(
+        found, pieces=pieces, query_parts=tuple(f"part {i}" for i in range(40)),
+        key_parts=("a", "b", "c"),
+    )  # fmt: skip
+    (image,) = many.plot().axes[0].get_images()
+    shown, names = image.get_array(), [t.get_text() for t in many.plot().axes[0].get_yticklabels()]
+    assert names[-1] == "the others"
+    np.testing.assert_allclose(shown.sum(axis=0), pieces.sum(dim=0), rtol=1e-4)
+    for name, row in zip(names[:-1], shown[:-1], strict=True):
+        np.testing.assert_allclose(row, pieces[int(name.split()[1])], rtol=1e-6)
+    weakest_shown = min(abs(row).sum() for row in shown[:-1])
+    left = set(range(40)) - {int(name.split()[1]) for name in names[:-1]}
+    assert all(float(pieces[i].abs().sum()) <= weakest_shown for i in left)
+    with pytest.raises(InfoFlowError, match="by is 'keys': expected 'key' or 'query'"):
+        found.table("keys")
 
 
 def test_it_leaves_the_model_as_it_was(token_model, token_inputs):

@@ -116,3 +116,6 @@ def test_models_too_large_to_host_are_refused():
         certified_model(certificate)
     with pytest.raises(InfoFlowError, match="certificate is NoneType"):
         certified_model(None)
+    alone = one_layer_certificate((torch.tensor([[3], [3]]), torch.tensor([0, 0])))
+    with pytest.raises(InfoFlowError, match="have a single token: expected at least one before"):
+        certified_model(alone)

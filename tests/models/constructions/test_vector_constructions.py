@@ -174,6 +174,7 @@ def test_specific_positions_have_equal_weights_whatever_the_tokens_are():
         ("kth_largest", {"tokens": "normal"}, "tokens is 'normal'"),
         ("d_retrieval", {"outer": "product"}, "outer is 'product'"),
         ("kth_largest", {"n_layer": 1}, "did you mean 'n_layers'"),
+        ("kth_largest", {"n_layers": 10**3}, "n_layers is 1000: expected 1 to"),
     ],
 )
 def test_bad_parameters_are_named(name, parameters, message):
