@@ -31,6 +31,11 @@ def found(hf_model):
     return probe(hf_model, TEXTS, tokenizer=zoo.tokenizer(), probes=part_names(), **SETTINGS)
 
 
+@pytest.fixture(scope="module")
+def page(found, tmp_path_factory):
+    return found.report(tmp_path_factory.mktemp("page") / "page.html").read_text("utf-8")
+
+
 @pytest.mark.parametrize("name", part_names())
 def test_every_part_shows_itself_and_has_its_section(name, found, page):
     result, part = found.found[name], load_part(name)
@@ -40,18 +45,13 @@ def test_every_part_shows_itself_and_has_its_section(name, found, page):
     assert escape(str(part.remarks(result)).strip()) in page
 
 
-@pytest.fixture(scope="module")
-def page(found, tmp_path_factory):
-    return found.report(tmp_path_factory.mktemp("page") / "page.html").read_text("utf-8")
-
-
 def test_the_page_says_which_measure_is_nearest_to_influence(found, page):
     """By the table of routes: AUROC in the last layer, at the size of the model's own sets."""
     rows = found.found["routes"].to_frame()
-    own = found.found["routes"].rows[0]["size_of"]
-    rows = rows[(rows["size_of"] == own) & (rows["layer"] == rows["layer"].max())]
+    sets = rows["size_of"].iloc[0]
+    rows = rows[(rows["size_of"] == sets) & (rows["layer"] == rows["layer"].max())]
     best = rows.loc[rows["auroc"].where(rows["method"] != "measured").idxmax()]
-    own = rows.loc[rows["method"] == own, "auroc"].item()
+    own = rows.loc[rows["method"] == sets, "auroc"].item()
     assert f"{best['method']} is nearest to influence (AUROC {best['auroc']:.3f}" in page
     assert f"the set {own:.3f}" in page
 

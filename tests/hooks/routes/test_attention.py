@@ -126,7 +126,7 @@ def test_its_result_is_saved_shown_and_tabled(token_model, token_inputs, tmp_pat
 
 
 def test_positions_that_no_sequence_has_are_refused(token_model, token_inputs):
-    with pytest.raises(InfoFlowError, match="9 positions"):
+    with pytest.raises(InfoFlowError, match="longest sequence has 9 positions"):
         run_probes(token_model, token_inputs, [AttentionRollout(positions=(9,))], progress=False)
 
 
