@@ -31,6 +31,8 @@ ByLayer = Annotated[tuple[Count, ...], MinLen(1), Remedy("one for each layer")]
 _BIDIRECTIONAL = (
     "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "longformer",
     "modernbert", "mpnet", "roberta", "xlm-roberta",
+    "align_text_model", "altclip_text_model", "chinese_clip_text_model", "flava_text_model",
+    "siglip2_text_model", "siglip_text_model",
 )  # fmt: skip
 
 
@@ -186,6 +188,17 @@ def _first(config: Any, what: str) -> Any:
     return next((v for v in (_get(config, name) for name in _NAMES[what]) if v is not None), None)
 
 
+def _by_layer(config: Any, what: str, n: int) -> list[Any]:
+    """A number of every layer; some configs name the layers where it is another, as of Gemma 4."""
+    own = _get(config, "per_layer_config")
+    if own is None:
+        return [_first(config, what)] * n
+    if not isinstance(own, Mapping):
+        return [_first(own[layer], what) for layer in range(n)]
+    named = {int(layer): _first(values, what) for layer, values in own.items()}
+    return [named.get(layer) or _first(config, what) for layer in range(n)]
+
+
 def _of_texts(config: Any) -> Any:
     """The config of the part that reads texts, where a model reads pictures, too."""
     inner = _get(config, "text_config")
@@ -240,8 +253,8 @@ def _from_config(config: Any, source: str) -> ModelShape:
     direction = _get(config, "attention_dir")
     causal = direction != "bidirectional" if direction else model_type not in _BIDIRECTIONAL
     heads = int(sizes["heads"])
-    shared = _first(config, "key_value_heads")
-    width_of_head = _first(config, "head_width") or int(sizes["width"]) // heads
+    shared = _by_layer(config, "key_value_heads", n)
+    widths = _by_layer(config, "head_width", n)
     kind = _get(config, "positional_embedding_type")
     return ModelShape(
         n_heads=(heads,) * n,
@@ -250,8 +263,8 @@ def _from_config(config: Any, source: str) -> ModelShape:
         positional=kind not in ("none", "nope"),
         causal=causal,
         windows=_windows(config, n),
-        n_key_value_heads=(int(shared),) * n if _is_size(shared) else None,
-        d_head=(int(width_of_head),) * n,
+        n_key_value_heads=tuple(shared) if all(map(_is_size, shared)) else None,
+        d_head=tuple(int(width or sizes["width"] // heads) for width in widths),
         # tokens are looked up in a table, which gives every token the query that it needs
         routes=True,
         has_mlp=not bool(_get(config, "attn_only")),

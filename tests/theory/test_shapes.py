@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from transformer_lens.config import TransformerBridgeConfig
 from transformers import BertConfig, GPT2Config, LlamaConfig, LlavaConfig, MistralConfig, T5Config
 
@@ -156,6 +157,23 @@ def test_a_model_of_texts_and_pictures_is_what_its_texts_go_through(tmp_path):
     assert shape_of(tmp_path).n_heads == (32, 32)
     outer = LlavaConfig(text_config=MistralConfig(num_hidden_layers=2, sliding_window=7))
     assert shape_of(outer).windows == (7, 7)
+
+
+@pytest.mark.parametrize("name", ["Siglip", "Siglip2", "AltCLIP", "ChineseCLIP", "Flava", "Align"])
+def test_encoders_of_texts_beside_pictures_read_both_ways(name):
+    assert not shape_of(getattr(transformers, f"{name}Config")()).causal
+    assert shape_of(transformers.CLIPConfig()).causal
+
+
+@pytest.mark.skipif(
+    not hasattr(GPT2Config(), "per_layer_config"), reason="this transformers has one head width"
+)
+def test_layers_with_heads_of_another_width_are_told_in_memory_and_in_a_folder(tmp_path):
+    """Every sixth layer of Gemma 4 has heads twice as wide."""
+    config = transformers.Gemma4Config()
+    config.save_pretrained(tmp_path)
+    expected = tuple(512 if layer % 6 == 5 else 256 for layer in range(30))
+    assert shape_of(config).d_head == shape_of(tmp_path).d_head == expected
 
 
 def test_a_saved_model_over_ids_has_its_positions(tmp_path):
