@@ -56,14 +56,16 @@ class LabelledArray:
 
     def places(self, dim: str) -> Sequence[Any]:
         """What stands at the places of an axis."""
-        if dim in self.coords:
-            return self.coords[dim]
+        return self.coords[dim] if dim in self.coords else range(self.size_of(dim))
+
+    def size_of(self, dim: str) -> int:
+        """Return how many places an axis has; the most, where layers differ."""
         axis = self.dims.index(dim)
         if not isinstance(self.values, tuple):
-            return range(self.values.shape[axis])
+            return self.values.shape[axis]
         if axis == 0:
-            return range(len(self.values))
-        return range(max(part.shape[axis - 1] for part in self.values))
+            return len(self.values)
+        return max(part.shape[axis - 1] for part in self.values)
 
     def select(self, **where: Any) -> "LabelledArray":
         """The array at one place of some axes, which it then no longer has.

@@ -1,7 +1,10 @@
-"""Trying out a probe of one's own: is it right on texts of different length, and when merged?"""
+"""Trying out a probe of one's own on what its protocol must survive."""
 
 import copy
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,8 @@ from infoflow_lens.hooks.passes.run import run_shard
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
 
+_OF_SEQUENCES = ("sample", "batch", "sequence")  # axes with a place for each sequence
+
 
 @takes_model
 @checked
@@ -24,9 +29,12 @@ def check_probe(
 ) -> Result:
     """Refuse a probe that does not measure what it should.
 
-    A batch of texts of different length must give what each gives alone; probes of some texts must
-    merge to that of all, in any grouping; and a probe that goes on from a stored state must end
-    where one does that was not interrupted.
+    The same sequences must give the same numbers twice; several in a batch must give what each
+    gives alone, first of one length and then of different ones; probes of some texts must merge to
+    that of all, in any grouping; a probe that goes on from a stored state must end where one does
+    that was not interrupted; another order of the sequences must change nothing, unless the probe
+    says ``by_index = True``; a text of one token, which has no earlier key, must spoil no number;
+    and the result must be the same once it is saved and loaded.
 
     Args:
         probe: as it was made; it is copied, and measures nothing itself.
@@ -44,51 +52,154 @@ def check_probe(
     rows = list(read_inputs(model, inputs).sequences())
     if len(rows) < 2:
         raise InfoFlowError(f"there is {len(rows)} sequence: expected at least two to compare")
-    given: Inputs = torch.stack(rows) if rows[0].is_floating_point() else rows
-    if len({len(row) for row in rows}) == 1 and given is rows:
-        given = rows = [row[: len(row) - index % 2] for index, row in enumerate(rows)]
-    trial = _Trial(probe, model, read_inputs(model, given), len(rows), tolerance)
-    together = trial.measured(0, len(rows))
-    whole = together.result()
-    alone = [trial.measured(index, index + 1) for index in range(len(rows))]
+    if rows[0].is_floating_point():  # vectors, all of one length
+        trial = _Trial(probe, model, torch.stack(rows), tolerance)
+        _check_one_length(trial)
+    else:
+        shortest = min(map(len, rows))
+        _check_one_length(_Trial(probe, model, [row[:shortest] for row in rows], tolerance))
+        if len({len(row) for row in rows}) == 1:
+            rows = [row[: len(row) - index % 2] for index, row in enumerate(rows)]
+        trial = _Trial(probe, model, rows, tolerance)
+        trial.compare(
+            _merged(trial.alone()),
+            trial.whole,
+            f"a batch of texts with {', '.join(str(len(row)) for row in rows[:8])} tokens does not "
+            "give what each gives alone: padding may enter, as in a mean over all rows of a "
+            "pattern; use seen.sum_over_queries, seen.sum_over_positions, or seen.is_real",
+        )
+    _check_states(trial)
+    if not probe.by_index:
+        trial.compare(
+            _Trial(probe, model, trial.given.flip(0) if isinstance(trial.given, Tensor)
+                   else trial.given[::-1], tolerance).measured(0, trial.n),
+            trial.whole,
+            "another order of the texts gives other numbers: expected none, or by_index = True "
+            "in the class, where the place of a text decides something",
+            flipped=True,
+        )  # fmt: skip
+    if not isinstance(trial.given, Tensor):
+        _check_one_token(probe, model, trial, tolerance)
+    _check_files(trial)
+    return trial.whole
+
+
+def _check_one_length(trial: "_Trial") -> None:
+    """Refuse a probe that is random, or that counts passes and not sequences."""
     trial.compare(
-        _merged(alone),
-        whole,
-        f"a batch of texts with {', '.join(str(len(row)) for row in rows[:8])} tokens does not "
-        "give what each gives alone: padding may enter, as in a mean over all rows of a pattern; "
-        "use seen.mean_over_queries, seen.mean_over_positions, or seen.is_real",
+        trial.measured(0, trial.n),
+        trial.whole,
+        "the same texts give other numbers a second time: it is random; draw from a generator with "
+        "a seed that is a setting, made anew in each update",
     )
-    half = len(rows) // 2
-    first, second = trial.measured(0, half), trial.measured(half, len(rows))
+    trial.compare(
+        _merged(trial.alone()),
+        trial.whole,
+        "a batch of texts of one length does not give what each gives alone: it may count passes, "
+        "keep the last one, or take a mean over a batch; return sums over the sequences of a pass, "
+        "and divide in compute()",
+    )
+
+
+def _check_states(trial: "_Trial") -> None:
+    """Refuse a probe whose states do not merge, or do not hold all that it knows."""
+    half = trial.n // 2
+    alone = trial.alone()
+    first, second = trial.measured(0, half), trial.measured(half, trial.n)
     before = state_to_bytes(second.state_dict())
+    whole = trial.whole
     trial.compare(_merged([first, second]), whole, "two halves do not merge to the whole")
     trial.compare(
         _merged([alone[0], _merged(alone[1:])]), whole, "merging depends on what is merged first"
     )
     if state_to_bytes(second.state_dict()) != before:
         raise InfoFlowError(f"{trial.name}: merging changes the probe that is merged into another")
-    again = copy.deepcopy(probe)
+    again = copy.deepcopy(trial.probe)
     again.load_state_dict(state_from_bytes(state_to_bytes(first.state_dict())))
     trial.compare(
-        trial.measured(half, len(rows), again),
+        trial.measured(half, trial.n, again),
         whole,
         "a probe that goes on from a stored state ends elsewhere: what update() keeps in "
         "attributes of its own is lost; return it as a state",
     )
-    return whole
+
+
+def _check_one_token(
+    probe: Probe[Any], model: nn.Module, trial: "_Trial", tolerance: float
+) -> None:
+    """Refuse a probe of which a text of one token, without a second query, spoils the numbers."""
+    rows = [*trial.given, trial.given[0][:1]]
+    more = _Trial(probe, model, rows, tolerance)
+    found = _attempted(trial.name, "a text of one token among others", lambda: more.whole)
+    for name, array in trial.whole.arrays.items():
+        if name not in found.arrays or set(array.dims) & set(_OF_SEQUENCES):
+            continue
+        pairs = zip(_parts(array.values), _parts(found.arrays[name].values), strict=False)
+        for before, after in pairs:
+            if before.shape == after.shape and bool((after.isnan() & ~before.isnan()).any()):
+                raise InfoFlowError(
+                    f"{trial.name}: a text of one token among others turns {name} into NaN: a mean "
+                    "over no query is NaN, and so is a sum with it; sum over queries, count them "
+                    "(seen.count_queries), and divide in compute()"
+                )
+    _attempted(trial.name, "a text of one token alone", lambda: more.measured(trial.n, trial.n + 1))
+
+
+def _check_files(trial: "_Trial") -> None:
+    """Refuse a result that its files do not hold."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result"
+
+        def store() -> Result:
+            trial.whole.save(path)
+            return Result.load(path)
+
+        found = _attempted(trial.name, "saving the result, and loading it", store)
+    for name, array in trial.whole.arrays.items():
+        pairs = zip(_parts(array.values), _parts(found.arrays[name].values), strict=True)
+        if not all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in pairs):
+            raise InfoFlowError(f"{trial.name}: {name} is another once it is saved and loaded")
+
+
+def _attempted(name: str, what: str, call: Callable[[], Any]) -> Any:
+    """What a call gives; its error says what the probe was tried on."""
+    try:
+        return call()
+    except InfoFlowError as error:
+        raise InfoFlowError(f"{name}: {what} is refused ({error})") from error
+    except Exception as error:  # of code that somebody else has written
+        raise InfoFlowError(
+            f"{name}: {what} ends in {type(error).__name__} ({error}): expected a result, NaN "
+            "where nothing can be measured, or an InfoFlowError that says why not"
+        ) from error
 
 
 class _Trial:
-    def __init__(
-        self, probe: Probe[Any], model: nn.Module, batches: Batches, n: int, tolerance: float
-    ) -> None:
-        self.name = type(probe).__name__
-        self._probe, self._model, self._batches, self._n = probe, model, batches, n
-        self._tolerance = tolerance
+    """Runs of a probe on some sequences.
+
+    Attributes:
+        probe: as it was made.
+        given: the sequences.
+        n: how many.
+    """
+
+    def __init__(self, probe: Probe[Any], model: nn.Module, given: Any, tolerance: float) -> None:
+        self.name, self.probe, self.given, self.n = type(probe).__name__, probe, given, len(given)
+        self._model, self._tolerance = model, tolerance
+        self._batches: Batches = read_inputs(model, given)
+
+    @cached_property
+    def whole(self) -> Result:
+        """The result of all sequences in one batch."""
+        return self.measured(0, self.n).result()
+
+    def alone(self) -> list[Probe[Any]]:
+        """A probe of each sequence."""
+        return [self.measured(index, index + 1) for index in range(self.n)]
 
     def measured(self, start: int, end: int, probe: Probe[Any] | None = None) -> Probe[Any]:
         """A probe that has seen these sequences in one batch, too."""
-        probe = copy.deepcopy(self._probe) if probe is None else probe
+        probe = copy.deepcopy(self.probe) if probe is None else probe
         extent = self._batches.extent
         assert extent is not None
         run_shard(
@@ -97,12 +208,20 @@ class _Trial:
             [probe],
             extent=extent,
             first_index=start - probe.n_sequences,
-            batch_size=self._n,
+            batch_size=self.n,
         )
         return probe
 
-    def compare(self, probe: Probe[Any], expected: Result, problem: str) -> None:
+    def compare(
+        self, probe: Probe[Any], expected: Result, problem: str, *, flipped: bool = False
+    ) -> None:
         """Refuse other numbers than expected ones.
+
+        Args:
+            probe: which has measured.
+            expected: what it should give.
+            problem: what it means if it does not.
+            flipped: whether it has seen the sequences in the opposite order.
 
         Raises:
             InfoFlowError: with the first that differs.
@@ -111,12 +230,15 @@ class _Trial:
         for name, array in expected.arrays.items():
             other = found.arrays.get(name)
             pairs = zip(_parts(array.values), _parts(other.values if other else ()), strict=False)
+            dims = array.dims[isinstance(array.values, tuple) :]
             for wanted, given in pairs:
                 if wanted.shape != given.shape:
                     raise InfoFlowError(
                         f"{self.name}: {problem} ({name} has shape {list(given.shape)} there, "
                         f"{list(wanted.shape)} here)"
                     )
+                if flipped:
+                    given = given.flip([i for i, dim in enumerate(dims) if dim in _OF_SEQUENCES])
                 one, two = wanted.double(), given.double()
                 near = one.isclose(two, rtol=self._tolerance, atol=self._tolerance, equal_nan=True)
                 if not near.all():

@@ -91,14 +91,15 @@ class Probe(ABC, Generic[ResultT]):
         class PreviousToken(Probe):
             reads = ("pattern",)  # of a pass
             dims = ("layer", "head")  # of what compute returns
-            weight = summed()  # what is kept, and how two of it become one
+            weight, n_queries = summed(), summed()  # what is kept, and how two become one
 
             def update(self, seen):  # what one pass adds
                 rows = [seen.pattern(i).diagonal(-1, 2, 3) for i in range(seen.n_layers)]
-                return {"weight": [seen.mean_over_queries(row, first=1).sum(0) for row in rows]}
+                sums = [seen.sum_over_queries(row, first=1).sum(dim=0) for row in rows]
+                return {"weight": sums, "n_queries": seen.count_queries(rows[0], first=1).sum()}
 
             def compute(self):
-                return [weight / self.n_sequences for weight in self.weight]
+                return [weight / self.n_queries for weight in self.weight]
 
     Settings are annotated fields, such as ``ranks: Ranks = (1,)``, and are checked when it is made.
     Merging, snapshots, processes, shards, files and tables follow from the declarations.
@@ -116,6 +117,8 @@ class Probe(ABC, Generic[ResultT]):
         dims: the names of the axes of what `compute` returns, or by the names of these arrays.
             Arrays with a tensor for each layer have "layer" as the first.
         sharded: the kind of result that keeps parts on disk, for what grows with every sequence.
+        by_index: whether the place of a sequence among all decides something, as which ones are
+            held out; another order may then give other numbers.
         n_sequences: how many it has measured.
         pending: takes in what plain hooks have collected so far.
         kept: what the declared states hold, by name.
@@ -124,6 +127,7 @@ class Probe(ABC, Generic[ResultT]):
     reads: ClassVar[str | Sequence[str]] = ()
     dims: ClassVar[Sequence[str] | Mapping[str, Sequence[str]]] = ()
     sharded: ClassVar[type["ShardedResult[Any]"] | None] = None
+    by_index: ClassVar[bool] = False
     _states: ClassVar[dict[str, State]] = {}
 
     n_sequences: int

@@ -4,26 +4,20 @@ import functools
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_args, get_type_hints
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from infoflow_lens.foundation.display import Displayed, brief, panel
+from infoflow_lens.foundation.documents import check_name
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import (
-    atomic_path,
-    read_signed,
-    writable_folder,
-    write_signed,
-)
+from infoflow_lens.foundation.files import open_regular
 from infoflow_lens.foundation.hub import pull, push
 from infoflow_lens.foundation.names import nearest
-from infoflow_lens.foundation.record import RunRecord, fingerprint
+from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.foundation.saving import describe_remedy, read_parts, typed_fields, write_parts
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 
 if TYPE_CHECKING:
@@ -122,16 +116,17 @@ class Result(Displayed):
         more = "more: .to_frame(), .plot(), .save(path)"
         return panel(type(self).__name__, facts, self.notes, more, head)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.
 
         Args:
             path: of both files, without the ends of their names.
+            overwrite: whether files that are no saved result may be replaced, too.
 
         Raises:
-            InfoFlowError: if they cannot be written.
+            InfoFlowError: if they cannot be written, or other files stand in their places.
         """
-        write_parts(path, _SCHEMA, *self.stored())
+        write_parts(path, _SCHEMA, *self.stored(), overwrite=overwrite)
 
     def stored(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What is written of it: values for JSON, and tensors by name."""
@@ -188,9 +183,26 @@ class Result(Displayed):
                 place = place.setdefault(part, {})
             place[last] = tensor
         grouped = {name: _layers_as_tuples(value) for name, value in grouped.items()}
-        record = RunRecord.from_dict(values.pop("record", None))
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return kind(record=record, **values, **grouped)
+        values["record"] = RunRecord.from_dict(values.pop("record", None))
+        if twice := values.keys() & grouped.keys():
+            raise InfoFlowError(f"{min(twice)} stands in both saved files: expected it in one")
+        found = kind(**typed_fields(kind, {**values, **grouped}))
+        found._check_places()
+        return found
+
+    def _check_places(self) -> None:
+        """Check that each axis has as many places as names.
+
+        Raises:
+            InfoFlowError: naming the array.
+        """
+        for name, array in self.arrays.items():
+            for dim, names in array.coords.items():
+                if dim in array.dims and array.size_of(dim) != len(names):
+                    raise InfoFlowError(
+                        f"{name} has {array.size_of(dim)} places on the axis {dim!r}: expected "
+                        f"{len(names)}, one for each of {brief(names)}"
+                    )
 
     def push_to_hub(
         self,
@@ -213,9 +225,10 @@ class Result(Displayed):
             The address of the dataset.
 
         Raises:
-            InfoFlowError: for a name that the hub refuses, a missing or wrong token, or no network.
+            InfoFlowError: for a name that the hub refuses or that leads out of the dataset, a
+                missing or wrong token, or no network.
         """
-        name = type(self).__name__ if name is None else name
+        name = type(self).__name__ if name is None else check_name(name, "name")
         load = f'Result.from_hub("{repo_id}", "{name}")'
         return push(
             repo_id,
@@ -241,10 +254,10 @@ class Result(Displayed):
             revision: branch, tag or commit; default, the newest.
 
         Raises:
-            InfoFlowError: if there is none, it is of another kind or version, or there is no
-                network.
+            InfoFlowError: if there is none, it is of another kind or version, the name leads out of
+                the dataset, or there is no network.
         """
-        name = cls.__name__ if name is None else name
+        name = cls.__name__ if name is None else check_name(name, "name")
         folder = pull(repo_id, [f"{name}.*", f"{name}/*"], revision=revision, token=token)
         return cls.load(folder / name)
 
@@ -384,54 +397,9 @@ def digest_of_result(path: str | os.PathLike[str]) -> str:
     """
     described = Path(f"{os.fspath(path)}.json")
     try:
-        return hashlib.sha256(described.read_bytes()).hexdigest()[:16]
+        with open_regular(described) as file:
+            return hashlib.sha256(file.read()).hexdigest()[:16]
     except OSError as error:
         raise InfoFlowError(
-            f"{str(described)!r} cannot be read ({error.strerror}): {_hint(path)}"
+            f"{str(described)!r} cannot be read ({error.strerror}): {describe_remedy(path)}"
         ) from error
-
-
-def write_parts(
-    path: str | os.PathLike[str], schema: str, plain: Mapping[str, Any], tensors: dict[str, Tensor]
-) -> None:
-    """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.
-
-    Raises:
-        InfoFlowError: if they cannot be written.
-    """
-    writable_folder(Path(path).parent)
-    with atomic_path(f"{os.fspath(path)}.safetensors") as temporary:
-        save_file(tensors, temporary)
-    signed = {**plain, "tensors": fingerprint(tensors)}
-    write_signed(f"{os.fspath(path)}.json", schema, signed)
-
-
-@contextmanager
-def read_parts(
-    path: str | os.PathLike[str], schema: str, what: str
-) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """What :func:`write_parts` wrote, to be used in the block, whose errors speak of these files.
-
-    Raises:
-        InfoFlowError: if there are none, they are of another kind or version, or spoiled.
-    """
-    described, tensors = Path(f"{os.fspath(path)}.json"), Path(f"{os.fspath(path)}.safetensors")
-    if not described.is_file():
-        raise InfoFlowError(f"no {what} at {os.fspath(path)!r}: expected {described.name}")
-    plain = read_signed(described, schema, what, _hint(path))
-    try:
-        found = load_file(tensors)
-        if fingerprint(found) != plain.pop("tensors", None):
-            raise ValueError(f"it has changed since {described.name} was written")
-        yield plain, found
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        if isinstance(error, InfoFlowError):
-            raise
-        raise InfoFlowError(f"{str(tensors)!r} cannot be read ({error}): {_hint(path)}") from error
-
-
-def _hint(path: str | os.PathLike[str]) -> str:
-    name = Path(path).name
-    return (
-        f"expected what save() wrote; delete {name}.json and {name}.safetensors to measure it again"
-    )

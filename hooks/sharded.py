@@ -1,10 +1,9 @@
 """Results that grow with the sequences, in files of which one is in memory at a time."""
 
 import os
-import shutil
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -128,11 +127,31 @@ class ShardedResult(Result, Generic[PartT]):
             )
         return self._joined(list(self.shards()))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write ``<path>.safetensors``, ``<path>.json`` and the parts in the folder `path`."""
-        if Path(path) != self._folder:
-            shutil.copytree(self._folder, Path(path), dirs_exist_ok=True)
-        super().save(path)
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write ``<path>.safetensors``, ``<path>.json`` and the parts in the folder `path`.
+
+        These are the parts of this result and nothing else that lies beside them.
+
+        Args:
+            path, overwrite: as for :meth:`Result.save`.
+
+        Raises:
+            InfoFlowError: as for :meth:`Result.save` and :meth:`shards`; and for a link in the
+                place of the folder.
+        """
+        saved: Any = self
+        if not _is_same(Path(path), self._folder):
+            if Path(path).is_symlink():
+                raise InfoFlowError(
+                    f"{os.fspath(path)!r} is a link: expected a new folder or an earlier one of "
+                    "such a result; choose another name"
+                )
+            digests = []
+            for index, part in enumerate(self.shards()):
+                part.save(_shard(path, index), overwrite=overwrite)
+                digests.append(digest_of_result(_shard(path, index)))
+            saved = replace(self, digests=tuple(digests))
+        Result.save(saved, path, overwrite=overwrite)
 
     def _located(self, path: str | os.PathLike[str]) -> "ShardedResult[PartT]":
         missing = [
@@ -155,6 +174,10 @@ class ShardedResult(Result, Generic[PartT]):
         return self
 
     _folder: ClassVar[Path] = Path()
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    return path.exists() and other.exists() and path.samefile(other)
 
 
 def _shard(path: str | os.PathLike[str], index: int) -> Path:

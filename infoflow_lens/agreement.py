@@ -11,6 +11,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.hooks.influence.base import InfluenceResult, influence_sets
 from infoflow_lens.hooks.positions.result import PositionsResult
 from infoflow_lens.hooks.scores import StateScores
@@ -31,7 +32,7 @@ SetsT = TypeVar("SetsT", InformationSets, GradedSets)
 
 
 @dataclass(frozen=True)
-class SetAgreement:
+class SetAgreement(Savable):
     """How well predicted sets match measured ones, averaged over states.
 
     A state is one (sequence, position) of a layer; its candidates are the input positions that
@@ -68,7 +69,7 @@ class SetAgreement:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Agreement(Savable):
     """Agreement layer by layer, of the tokens and of the read-out position.
 
     Attributes:
@@ -126,7 +127,7 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Explained:
+class Explained(Savable):
     """How much of the influence on states of a layer lies inside their predicted sets.
 
     This is the one number that tables, curves, pictures and sentences show. A state whose set is
@@ -673,7 +674,7 @@ def check_real(scores: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class CoverageCurve:
+class CoverageCurve(Savable):
     """How much of the influence lies inside the predicted sets, as heads pass more positions.
 
     The paper's claim, max-position retrieval, is the point k = 1. All is of other tokens than each

@@ -1,7 +1,10 @@
 """The command line. Commands import what they need when they run, so that --help is quick."""
 
+import os
+import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,10 +16,13 @@ from infoflow_lens.commands.common import (
     Backend,
     Device,
     Dtype,
+    Overwrite,
     Quiet,
     folder,
     own_command,
+    say,
 )
+from infoflow_lens.commands.common import console as make_console
 from infoflow_lens.commands.common import report_errors as _report_errors
 from infoflow_lens.commands.design import design
 from infoflow_lens.commands.estimate import estimate
@@ -25,6 +31,7 @@ from infoflow_lens.commands.options import options_of
 from infoflow_lens.commands.train_language_model import train_language_model
 from infoflow_lens.commands.why import why
 from infoflow_lens.experiments.survey_config import SurveyConfig
+from infoflow_lens.foundation.display import printable
 from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.probing.config import ProbingConfig
 
@@ -65,7 +72,7 @@ def _show_version(value: bool) -> None:
     if value:
         from infoflow_lens import __version__
 
-        typer.echo(f"infoflow-lens {__version__}")
+        say(f"infoflow-lens {__version__}")
         raise typer.Exit
 
 
@@ -89,7 +96,6 @@ def demo(
     quiet: Quiet = False,
 ) -> None:
     """Train a small model, probe it, predict it, and show where the two agree (about a minute)."""
-    from rich.console import Console
     from rich.table import Table
 
     with _report_errors():
@@ -103,7 +109,7 @@ def demo(
     table.add_column("trained", justify="right")
     for label, (initial, trained) in verdict(result.summary).items():
         table.add_row(label, f"{initial:.3f}", f"{trained:.3f}")
-    console = Console()
+    console = make_console()
     console.print(table)
     console.print(f"report: {result.out / 'report.html'}", soft_wrap=True, markup=False)
     console.print(f"numbers: {result.out / 'summary.json'}", soft_wrap=True, markup=False)
@@ -118,9 +124,10 @@ def study(
         bool,
         typer.Option(
             "--summary",
-            help="Write table.md of each run in --out, and the pages that have a template there.",
+            help="Write table.md of each run in --out, and the table of all into its README.md.",
         ),
     ] = False,
+    overwrite: Overwrite = False,
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -159,14 +166,14 @@ def study(
 
         if list_all:
             for kind in STUDY_KINDS.values():
-                typer.echo(f"{kind.name}: {kind.title}\n  {kind.source}\n  {kind().rule()}")
+                say(f"{kind.name}: {kind.title}\n  {kind.source}\n  {kind().rule()}")
             return
         if summary:
             from infoflow_lens.experiments.summary import summarise
 
             folder = out or Path("docs/results")
-            summarise(folder)
-            typer.echo(f"summary: {folder / 'README.md'}")
+            summarise(folder, overwrite=overwrite)
+            say(f"summary: {folder / 'README.md'}")
             return
         if name is None:
             raise InfoFlowError(f"no study is named: expected one of {', '.join(STUDY_KINDS)}")
@@ -186,8 +193,8 @@ def study(
             progress=not quiet,
             again=own_command(context, "--resume"),
         )
-        typer.echo((result.out / "table.md").read_text(encoding="utf-8"))
-        typer.echo(f"numbers: {result.out}")
+        say((result.out / "table.md").read_text(encoding="utf-8"))
+        say(f"numbers: {result.out}")
 
 
 app.command("experiment", hidden=True)(study)  # its earlier name, for scripts
@@ -220,7 +227,7 @@ def inspect_command(
         found = inspect_model(loaded.model, example)
     if as_json:
         about = {"source": loaded.source, "description": loaded.description}
-        typer.echo(json.dumps({**about, **found.to_dict()}, indent=2, default=str))
+        say(json.dumps({**about, **found.to_dict()}, indent=2, default=str))
         return
     notes = []
     if loaded.tokenizer is None and not found.reads_vectors:
@@ -236,10 +243,9 @@ def inspect_command(
 
 
 def _print_inspection(description: str, found: Any, notes: list[str]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = make_console()
     console.print(description, markup=False, soft_wrap=True)
     kinds = found.kinds()
     table = Table()
@@ -264,7 +270,7 @@ def _print_inspection(description: str, found: Any, notes: list[str]) -> None:
         table.add_row(label, *("-" if value in (None, "") else str(value) for value in values))
     console.print(table)
     problems = found.problems()
-    for heading, lines in (("Problems", problems), ("Mind", notes)):
+    for heading, lines in (("Problems", problems), ("Notes", notes)):
         if lines:
             console.print(f"[bold]{heading}[/bold]")
         for line in lines:
@@ -315,7 +321,7 @@ def survey(
 
     again = own_command(context)
     _probe(out, config, run, jobs, scheduler, threads, quiet, again, "heads.csv")
-    typer.echo(f"heads: {out / 'heads.csv'}")
+    say(f"heads: {out / 'heads.csv'}")
 
 
 def _probe(
@@ -340,7 +346,7 @@ def _probe(
             result = run(
                 settings,
                 progress=not quiet,
-                say=lambda line: typer.echo(line, err=True),
+                say=lambda line: say(line, err=True),
                 jobs=jobs,
                 scheduler=scheduler,
                 n_threads=threads,
@@ -348,15 +354,14 @@ def _probe(
             )
             said = result.printed_output()
         else:
-            typer.echo("finished before, on the same model and data", err=True)
+            say("finished before, on the same model and data", err=True)
     _print_probing(out, said)
 
 
 def _print_probing(out: Path, said: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False)
+    console = make_console(markup=False)
     for sentence in said["sentences"]:
         console.print(sentence)
     if said["rows"]:
@@ -381,7 +386,7 @@ def tasks(
         from infoflow_lens.tasks import dataset_card, list_tasks, load_task
 
         if name is not None:
-            typer.echo(str(dataset_card(load_task(name))))
+            say(str(dataset_card(load_task(name))))
             return
         known = [load_task(each) for each in list_tasks()]
     rows: list[dict[str, Any]] = [
@@ -396,9 +401,8 @@ def tasks(
         for task in known
     ]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        say(json.dumps(rows, indent=2))
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(show_lines=True)
@@ -412,13 +416,12 @@ def tasks(
         table.add_row(
             f"[bold]{row['name']}[/bold]\n{row['source']}", row["input"], parameters, compared
         )
-    Console(highlight=False).print(table)
+    make_console().print(table)
 
 
 @app.command(short_help="List the models whose weights are set by hand.")
 def constructions() -> None:
     """List the models whose weights are set by hand, for build_construction."""
-    from rich.console import Console
     from rich.table import Table
 
     with _report_errors():
@@ -435,7 +438,7 @@ def constructions() -> None:
             "\n".join([f"task {construction.task}", *own]),
             f"{construction.summary}\n{construction.source}",
         )
-    Console(highlight=False, markup=False).print(table)
+    make_console(markup=False).print(table)
 
 
 app.command(short_help="Draw what can reach a state of a text, and what does.")(flow)
@@ -455,7 +458,15 @@ _as_python = warnings.formatwarning
 def main() -> None:
     """The entry point of ``infoflow-lens``."""
     warnings.formatwarning = _as_sentence
-    app()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:  # what is printed has no room, as in a file on a full disk
+        with suppress(OSError):
+            say(f"error: the output cannot be written ({error.strerror}): expected room", err=True)
+        os._exit(2)  # else Python flushes the output once more, and fails again
 
 
 def _as_sentence(
@@ -463,7 +474,7 @@ def _as_sentence(
 ) -> str:
     """A warning of ours without the place in the code; others as Python shows them."""
     if issubclass(category, InfoFlowWarning):
-        return f"mind: {message}\n"
+        return f"Note: {printable(str(message))}\n"
     return _as_python(message, category, filename, lineno, line)
 
 

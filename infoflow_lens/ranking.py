@@ -22,6 +22,7 @@ from infoflow_lens.agreement import (
 )
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import Distinct, Index, checked
 from infoflow_lens.hooks.influence.base import influence_sets
 from infoflow_lens.hooks.scores import StateScores
@@ -48,7 +49,7 @@ _ROOM = 2**20  # numbers in a table of pairs
 
 
 @dataclass(frozen=True, eq=False)
-class RankingAgreement:
+class RankingAgreement(Savable):
     """How well sets and scores tell which sources a state depends on, state by state.
 
     Each set fixes a size at each state, and every score is cut there: its set are its sources of

@@ -6,7 +6,7 @@ from infoflow_lens.tasks.d_retrieval import DRetrieval
 from infoflow_lens.tasks.kth_largest import KthLargest
 from infoflow_lens.tasks.memorization import Memorization
 from infoflow_lens.tasks.question_answering import InContextQA, NestedQA
-from infoflow_lens.tasks.registry import is_task, list_tasks, load_task
+from infoflow_lens.tasks.registry import list_tasks, load_task
 from infoflow_lens.tasks.target import Target
 from infoflow_lens.tasks.task import Task, VectorTask
 from infoflow_lens.tasks.templates import InContextTemplateMatching, TemplateMatching
@@ -31,7 +31,6 @@ __all__ = [
     "TriangleCenter",
     "VectorTask",
     "dataset_card",
-    "is_task",
     "list_tasks",
     "load_task",
 ]

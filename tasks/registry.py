@@ -69,27 +69,9 @@ def _task_of(name: str) -> type[Task]:
     return task
 
 
-def is_task(name: str) -> bool:
-    """Whether `name` is a task of ours, or names one of the user's as ``module:name``."""
-    if name in list_tasks():
-        return True
-    where, _, attribute = name.rpartition(":")
-    if not where or not attribute.isidentifier():
-        return False
-    if where.endswith(".py"):
-        return Path(where).is_file()
-    if not all(part.isidentifier() for part in where.split(".")):
-        return False
-    with _importable_from_here():
-        try:
-            return importlib.util.find_spec(where) is not None
-        except (ImportError, ValueError):
-            return False
-
-
 @contextmanager
 def _importable_from_here() -> Iterator[None]:
-    """Modules of the current folder can be imported, as with ``python -m``."""
+    """Let modules of the current folder be imported for a block, as with ``python -m``."""
     here = str(Path.cwd())
     added = here not in sys.path
     if added:
@@ -157,6 +139,8 @@ def load_task(name: str, **parameters: Any) -> Task:
 
     Besides the names of :func:`list_tasks`, ``module:name`` and ``file.py:name`` load a task of
     one's own: a task, whose fields the parameters replace, or a function of them that makes one.
+    That runs the module or the file, with the modules of the current folder before others. Any
+    name may have ``task:`` in front.
 
     Example:
         >>> task = load_task("d_retrieval", n_tokens=16, d_token=4, n_components=4, seed=0)
@@ -172,6 +156,7 @@ def load_task(name: str, **parameters: Any) -> Task:
             f"name is a {type(name).__name__}: expected the name of a task, such as "
             f"{next(iter(_TASKS))!r}; a task itself is used as it is"
         )
+    name = name.removeprefix("task:")
     if name not in _TASKS and ":" in name:
         return _load_imported(name, parameters)
     task = _task_of(name)

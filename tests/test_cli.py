@@ -81,7 +81,7 @@ def test_estimate_prints_a_verdict():
     assert result.exit_code == 0
     assert "max-position retrieval alone: excluded, proved" in " ".join(result.output.split())
     assert "Because" in result.output
-    assert "Mind" in result.output
+    assert "Notes" in result.output
     assert "|I|: tokens that" in result.output  # the signs of the table in words
 
 

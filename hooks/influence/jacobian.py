@@ -161,7 +161,7 @@ class JacobianInfluence(StateInfluence):
         for i, (layer, value) in enumerate(zip(here.layers, values, strict=True)):
             for rows in torch.arange(n_asked).split(max(1, chunk // m)):
                 place = here.place[:, rows]
-                energies = torch.empty(len(rows) * m, batch, n_source)
+                energies = torch.empty(len(rows) * m, batch, n_source, dtype=torch.float32)
                 drawn, index = self._drawn(layer, place, d_model, m)
                 for pairs in torch.arange(len(energies)).split(chunk):
                     towards = _towards(value, place, pairs // m, pairs % m, drawn, index)

@@ -1,6 +1,6 @@
 """What all measurements of edited models share: inputs read again, the model checked, a bar."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import Advance, progress_bar
+from infoflow_lens.foundation.record import configuration_fingerprint, model_fingerprint
 from infoflow_lens.hooks.influence.base import tolerance
 from infoflow_lens.hooks.model.call import (
     call,
@@ -75,6 +77,46 @@ class Reading:
         with eval_mode(model), progress_bar(name, total, self.progress) as step:
             check_edits_reach(model, next(batches.batches(1)))
             yield step
+
+
+def identify(
+    model: nn.Module, settings: Mapping[str, Any], **inputs: Batches | None
+) -> dict[str, Any]:
+    """Return what the numbers of a measurement depend on, as JSON-compatible values.
+
+    Args:
+        model: the model.
+        settings: of the measurement.
+        inputs: the sequences by what errors call them; None where there are none.
+    """
+    digests = {name: None if of is None else of.fingerprint() for name, of in inputs.items()}
+    return {
+        **settings,
+        **digests,
+        "model": model_fingerprint(model),
+        "configuration": configuration_fingerprint(model),
+    }
+
+
+def check_resumed(found: Any, expected: Mapping[str, Any]) -> None:
+    """Refuse to go on with what another run has measured.
+
+    Args:
+        found: what :func:`identify` gave of the run that was stopped.
+        expected: what it gives of this one.
+
+    Raises:
+        InfoFlowError: naming what differs.
+    """
+    before = found if isinstance(found, Mapping) else {}
+    differs = [name for name in expected if before.get(name) != expected[name]]
+    if differs:
+        name = differs[0]
+        raise InfoFlowError(
+            f"resume is of another run: its {name} was {brief(before.get(name))}, now it is "
+            f"{brief(expected[name])}; expected the same inputs, settings and model; leave resume "
+            "out to measure anew"
+        )
 
 
 def mean_patterns(

@@ -30,7 +30,7 @@ from infoflow_lens.foundation.settings import (
 )
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 from infoflow_lens.hooks.mechanisms.damage import Damage, Read, Reference, metric_of, places_of
-from infoflow_lens.hooks.mechanisms.driver import Reading, mean_patterns
+from infoflow_lens.hooks.mechanisms.driver import Reading, identify, mean_patterns
 from infoflow_lens.hooks.mechanisms.edges import (
     CHANCE,
     EdgeMethod,
@@ -304,7 +304,18 @@ def measure_edge_budget(
         for name in ([f"{CHANCE} {i}" for i in range(draws)] if method == CHANCE else [method])
     ]
     budget_names = ", ".join(f"{budget:g}" for budget in chosen)
-    once = KeptLosses(resume, after).once
+    settings = {
+        "probe": "edge_budget",
+        "methods": list(asked),
+        "budgets": list(chosen),
+        "metric": metric,
+        "read": None if read is None else list(read),
+        "draws": draws,
+        "seed": seed,
+        "n_calibration": others.n_sequences,
+    }
+    identity = identify(model, settings, inputs=batches, calibration=others)
+    once = KeptLosses(identity, resume, after).once
     with reading.measuring(model, batches, "edge budget", len(names) * len(chosen) + 2) as step:
         work = _Run(model, batches, others, measure, batch_size, chosen, asked, seed, step)
         bare = once("bare", work.bare)
@@ -322,16 +333,7 @@ def measure_edge_budget(
         n_tokens=work.n_states,
         record=RunRecord.of_model(
             model,
-            {
-                "probe": "edge_budget",
-                "methods": list(asked),
-                "budgets": list(chosen),
-                "metric": metric,
-                "read": None if read is None else list(read),
-                "draws": draws,
-                "seed": seed,
-                "n_calibration": others.n_sequences,
-            },
+            settings,
             seed,
         ),
     )

@@ -7,6 +7,7 @@ from annotated_types import MinLen
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.display import Displayed
+from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import Count, Distinct, NonNegative, checked
 from infoflow_lens.hooks.mechanisms.damage import Read, metric_of
 from infoflow_lens.hooks.mechanisms.driver import Reading
@@ -20,7 +21,7 @@ Ideals = Annotated[tuple[Ideal, ...], MinLen(1), Distinct()]
 
 
 @dataclass(frozen=True)
-class JointReplacement(Displayed):
+class JointReplacement(Displayed, Savable):
     """Heads that are replaced at once.
 
     Attributes:

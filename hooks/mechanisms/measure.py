@@ -24,7 +24,9 @@ from infoflow_lens.foundation.settings import Count, NonNegative, Seed, checked
 from infoflow_lens.hooks.mechanisms.damage import Damage, Metric, Read, Reference, metric_of
 from infoflow_lens.hooks.mechanisms.driver import (
     Reading,
+    check_resumed,
     example_of,
+    identify,
     layers_to_start,
     mean_patterns,
     real_queries,
@@ -53,7 +55,7 @@ class MechanismsProgress:
     """How far :func:`measure_mechanisms` has come, to go on from there; a copy, of plain values.
 
     Attributes:
-        settings: of the run, with the fingerprint of the model.
+        settings: of the run, with digests of the model and the inputs.
         mean_patterns: for every layer the mean patterns, over the calibration or all inputs.
         n_mean: for each query, over how many sequences.
         seen: what the scale of the damage is made of.
@@ -171,12 +173,9 @@ def measure_mechanisms(
         "n_calibration": None if others is None else others.n_sequences,
     }
     fingerprint = model_fingerprint(model)
-    known = {**settings, "model": fingerprint}
-    if resume is not None and resume.settings != known:
-        raise InfoFlowError(
-            f"resume is of another run, {resume.settings}: expected the same settings and model, "
-            f"{known}"
-        )
+    known = identify(model, settings, inputs=batches, calibration=others)
+    if resume is not None:
+        check_resumed(resume.settings, known)
     with reading.measuring(model, batches, "replacing", None) as step:
         run = _Run(model, batches, others, damage, known, batch_size, after_batch, step)
         run.begin(resume)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.hooks.mechanisms.damage import Read, places_of
+from infoflow_lens.hooks.mechanisms.driver import check_resumed
 from infoflow_lens.hooks.model.call import call, output_of, without_user_hooks
 from infoflow_lens.hooks.model.inputs import Batch, Batches, example_input
 from infoflow_lens.hooks.model.points import (
@@ -21,7 +23,8 @@ from infoflow_lens.hooks.model.points import (
 )
 from infoflow_lens.hooks.result import Result
 
-Losses = Mapping[str, Float[Tensor, "*point sequence"]]
+Losses = Mapping[str, Any]
+"""What was measured so far: losses, float [*point, sequence], by name, and of what run they are."""
 Edit = Callable[[Batch, int], AbstractContextManager[object]]
 """The model edited for one batch, whose first sequence has that index, while the block lasts."""
 
@@ -44,16 +47,30 @@ class NextTokenResult(Result):
         return float(self.bare.sum() / self.n_tokens.sum())
 
 
+_IDENTITY = "identity"
+
+
 class KeptLosses:
     """Losses by name, each measured once, also by a run that was stopped and goes on.
 
     Args:
+        identity: what the losses depend on (:func:`~.driver.identify`).
         resume: those of the run before.
         after: called after each that is measured, with all so far.
+
+    Raises:
+        InfoFlowError: if those of the run before depend on something else.
     """
 
-    def __init__(self, resume: Losses | None, after: Callable[[Losses], None] | None) -> None:
-        self._found = dict(resume or {})
+    def __init__(
+        self,
+        identity: Mapping[str, Any],
+        resume: Losses | None,
+        after: Callable[[Losses], None] | None,
+    ) -> None:
+        if resume is not None:
+            check_resumed(resume.get(_IDENTITY), identity)
+        self._found = {_IDENTITY: dict(identity), **(resume or {})}
         self._after = after
 
     def once(self, name: str, measured: Callable[[], Tensor]) -> Tensor:

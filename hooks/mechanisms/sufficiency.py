@@ -17,11 +17,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.record import RunRecord, model_fingerprint
+from infoflow_lens.foundation.record import RunRecord, fingerprint, hash_values, model_fingerprint
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.foundation.settings import Count, Distinct, Index, Seed, checked
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
-from infoflow_lens.hooks.mechanisms.driver import Reading
+from infoflow_lens.hooks.mechanisms.driver import Reading, identify
 from infoflow_lens.hooks.mechanisms.ideals import IDEALS, Heads, Ideal, substituted
 from infoflow_lens.hooks.mechanisms.next_token import (
     KeptLosses,
@@ -246,10 +246,10 @@ def measure_sufficiency(
     reading = Reading(attention_mask, column, max_length, batch_size, progress)
     batches = reading.batches(model, inputs)
     loss = NextTokenLoss(model, batches, batch_size, last)
-    fingerprint = model_fingerprint(model)
-    if mechanisms.record.model_fingerprint != fingerprint:
+    weights = model_fingerprint(model)
+    if mechanisms.record.model_fingerprint != weights:
         raise InfoFlowError(
-            f"mechanisms are of model {mechanisms.record.model_fingerprint}, this is {fingerprint} "
+            f"mechanisms are of model {mechanisms.record.model_fingerprint}, this is {weights} "
             "(other weights): expected the same; measure its mechanisms"
         )
     longest = mechanisms.mean_patterns[0].shape[1]
@@ -286,7 +286,20 @@ def measure_sufficiency(
         for place, n in enumerate(counts)
         if n >= least
     ]
-    once = KeptLosses(resume, after).once
+    settings = {
+        "probe": "sufficiency",
+        "shares": list(shares),
+        "draws": draws,
+        "ks": list(ks),
+        "last": last,
+        "seed": seed,
+        "mechanisms": dict(mechanisms.record.config),
+    }
+    patterns = fingerprint({str(i): mean for i, mean in enumerate(mechanisms.mean_patterns)})
+    replaced = [(name, k, n, given and sorted(given.items())) for name, given, k, _, n in points]
+    # what takes the place of heads, and of their patterns, is no setting and goes into the losses
+    known = {**settings, "replaced": hash_values(replaced), "mean_patterns": patterns}
+    once = KeptLosses(identify(model, known, inputs=batches), resume, after).once
 
     with reading.measuring(model, batches, "sufficiency", len(points)) as step:
         bare = once("bare", loss.sums)
@@ -314,17 +327,9 @@ def measure_sufficiency(
         ideals=tuple(ideals),
         record=RunRecord.of_model(
             model,
-            {
-                "probe": "sufficiency",
-                "shares": list(shares),
-                "draws": draws,
-                "ks": list(ks),
-                "last": last,
-                "seed": seed,
-                "mechanisms": dict(mechanisms.record.config),
-            },
+            settings,
             seed,
-            fingerprint_of_model=fingerprint,
+            fingerprint_of_model=weights,
         ),
     )
 

@@ -20,7 +20,7 @@ from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.foundation.settings import Count, Distinct, Positive, Seed, checked
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
-from infoflow_lens.hooks.mechanisms.driver import Reading
+from infoflow_lens.hooks.mechanisms.driver import Reading, identify
 from infoflow_lens.hooks.mechanisms.ideals import (
     SeenKeys,
     edits_of_patterns,
@@ -158,7 +158,16 @@ def measure_top_k(
     chosen = tuple(sorted(ks or powers or (1,)))
     kinds = (LARGEST, RANDOM) if control else (LARGEST,)
     n_layers = layer_count(model)
-    once = KeptLosses(resume, after).once
+    settings = {
+        "probe": "top_k",
+        "ks": list(chosen),
+        "tolerance": float(tolerance),
+        "search": search,
+        "control": control,
+        "last": last,
+        "seed": seed,
+    }
+    once = KeptLosses(identify(model, settings, inputs=batches), resume, after).once
 
     n_points = len(kinds) * (n_layers + 1)
     with reading.measuring(model, batches, "top k", n_points) as step:
@@ -189,15 +198,7 @@ def measure_top_k(
         n_pos=n_pos,
         record=RunRecord.of_model(
             model,
-            {
-                "probe": "top_k",
-                "ks": list(chosen),
-                "tolerance": float(tolerance),
-                "search": search,
-                "control": control,
-                "last": last,
-                "seed": seed,
-            },
+            settings,
             seed,
         ),
     )

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.hooks.model.points import (
     check_inputs,
@@ -30,7 +31,7 @@ from infoflow_lens.hooks.model.texts import tokenized
 
 COLUMNS = ("input_ids", "tokens", "text", "x")  # of datasets, in this order
 _LONGEST_EXAMPLE = 256  # a longer window does not show in it
-_MASKS = ("attention_mask", "one_zero_attention_mask")  # HookedEncoder has the second
+MASKS = ("attention_mask", "one_zero_attention_mask")  # HookedEncoder has the second
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,16 @@ class Batches:
                 rows = rows.cut(longest) if hasattr(rows, "cut") else [r[:longest] for r in rows]
         return Batches(self._model, rows, self._name)
 
+    def fingerprint(self) -> str:
+        """Return a digest of all sequences, by which those of another run are noticed.
+
+        Raises:
+            InfoFlowError: for a loader, which may be read once only.
+        """
+        rows = self.sequences()
+        named = {"": rows} if isinstance(rows, Tensor) else {str(i): r for i, r in enumerate(rows)}
+        return fingerprint(named)
+
     def whole(self) -> Batch:
         """All sequences together, whether or not the model may be run on them so."""
         return _together(self.sequences())
@@ -221,7 +232,7 @@ def _together(sequences: Tensor | Sequence[Tensor]) -> Batch:
 def mask_argument(model: nn.Module) -> str:
     """What the model's forward calls the attention mask."""
     parameters = inspect.signature(type(model).forward).parameters
-    return next((name for name in _MASKS if name in parameters), _MASKS[0])
+    return next((name for name in MASKS if name in parameters), MASKS[0])
 
 
 def may_be_padded(model: nn.Module) -> bool:
@@ -459,7 +470,7 @@ class _Reader:
             )
         if is_dataset:
             plain = table.with_format(None)
-            table = {name: list(plain[name]) for name in {column, _MASKS[0]} & set(names)}
+            table = {name: list(plain[name]) for name in {column, MASKS[0]} & set(names)}
             if not reads_vectors(self.model) and _holds_batches(table[column]):
                 table = {name: [*chain.from_iterable(rows)] for name, rows in table.items()}
         found = _as_tensors(table[column])
@@ -470,7 +481,7 @@ class _Reader:
                 "expected texts or lists of token ids; leave that row out, or name another column"
             )
         is_text = isinstance(found[0] if is_list else found, str)
-        return found, None if is_text else table.get(_MASKS[0])
+        return found, None if is_text else table.get(MASKS[0])
 
     def _sequences(self, given: Any, mask: Any, first: int) -> list[Tensor]:
         """The real tokens of sequences, cut; vectors are not cut."""
@@ -658,7 +669,7 @@ def call_inputs(
     names = ("input", "input_ids", "inputs_embeds")
     found = [kwargs[name] for name in names if kwargs.get(name) is not None]
     given = found[0] if found else next(iter(args), None)
-    mask = next((kwargs[name] for name in _MASKS if kwargs.get(name) is not None), None)
+    mask = next((kwargs[name] for name in MASKS if kwargs.get(name) is not None), None)
     if is_bridge(model):
         _check_no_cached_keys(kwargs, given, mask)
     if isinstance(given[0] if isinstance(given, (list, tuple)) and given else given, str):

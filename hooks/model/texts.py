@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, panics_as_errors
 
 _LONG_TEXT = 2**16  # characters; shorter ones are tokenised whole
 _TRIED = 256  # characters, by which the model's own rules are tried
@@ -45,6 +45,11 @@ def tokenized(
             )
         if not isinstance(text, str) or not text:
             raise InfoFlowError(f"{name}[{index}] is {text!r}: expected a text that is not empty")
+        if any("\ud800" <= mark <= "\udfff" for mark in text):
+            raise InfoFlowError(
+                f"{name}[{index}] holds half a character (a surrogate, U+D800 to U+DFFF): expected "
+                "Unicode text; read the file as UTF-8, or take text.encode('utf-8', 'replace')"
+            )
     kept = max_length or int(getattr(getattr(model, "cfg", None), "n_ctx", None) or 2**20) + 1
     length = max(_LONG_TEXT, 16 * kept)
     rows: list[Tensor] = []
@@ -122,7 +127,8 @@ def _together(model: nn.Module, texts: Sequence[str], bare: bool) -> list[list[i
         bos = tokenizer.bos_token or ""
         is_one = len(tokenizer(bos, add_special_tokens=False)["input_ids"]) == 1
         texts = [bos + text for text in texts] if is_one else texts
-    rows: list[list[int]] = tokenizer(list(texts), return_attention_mask=False)["input_ids"]
+    with panics_as_errors("the tokenizer"):
+        rows: list[list[int]] = tokenizer(list(texts), return_attention_mask=False)["input_ids"]
     if getattr(cfg, "tokenizer_appends_eos", False):
         for row in rows:
             while len(row) > 1 and row[-1] == tokenizer.eos_token_id:

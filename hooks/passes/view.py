@@ -280,6 +280,10 @@ class Pass:
         """
         return mean_over(values, self.is_real(first + values.shape[2])[:, first:], 2)
 
+    def count_queries(self, values: Tensor, first: int = 0) -> Int[Tensor, " batch"]:
+        """Count the real queries of each sequence in values [batch, head, query, ...], as above."""
+        return self.is_real(first + values.shape[2])[:, first:].sum(dim=1)
+
     def sum_over_positions(self, values: Tensor, first: int = 0) -> Tensor:
         """The sum over the real positions of values [batch, pos, ...], as above."""
         return sum_over(values, self.is_real(first + values.shape[1])[:, first:], 1)

@@ -4,7 +4,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge
@@ -86,6 +86,8 @@ class RecoveryProbe(Probe[RecoveryResult]):
         InfoFlowError: for ranks below 1 or beyond the number of keys, settings that are none of
             these, or without sequences to fit and to evaluate on.
     """
+
+    by_index: ClassVar[bool] = True  # the place of a sequence decides whether it is held out
 
     ranks: Ranks = (1,)
     _: KW_ONLY

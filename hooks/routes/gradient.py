@@ -52,7 +52,8 @@ class GradientTimesInput(StateInfluence):
         self._check_rerun(rerun.layers, rerun(start), expected, rerun.real)
         rows = rows_at_once(rerun.model, expected[0].shape[1], expected[0].shape[2], start.device)
         chunk = self.chunk_size or max(1, rows // len(start))
-        found = torch.zeros(len(expected), len(start), place.shape[1], n_source)
+        shape = (len(expected), len(start), place.shape[1], n_source)
+        found = torch.zeros(shape, dtype=torch.float32)
         alone = torch.eye(n_source, dtype=torch.bool, device=start.device)
         for sources in torch.arange(n_source).split(chunk):
             moved = _moved(rerun, start, alone[sources])

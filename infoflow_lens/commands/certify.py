@@ -7,10 +7,11 @@ import typer
 
 from infoflow_lens.commands.common import (
     AsJson,
+    Overwrite,
     Quiet,
-    check_document_place,
     console,
     report_errors,
+    say,
 )
 
 _SIGN = "<read>"
@@ -22,7 +23,8 @@ def certify(
         typer.Argument(
             help="A file (csv, json, jsonl, parquet) or a saved dataset with a column of sequences "
             "(lists, or words with spaces) and one of labels; in a csv file every other column may "
-            "be a position; or a task over token ids."
+            "be a position; or a task over token ids, such as in_context_qa, file.py:name or "
+            "task:module:name."
         ),
     ],
     column: Annotated[str, typer.Option(help="Column of sequences.")] = "x",
@@ -34,6 +36,7 @@ def certify(
     out: Annotated[
         Path | None, typer.Option(help="Write the certificate to this json file.")
     ] = None,
+    overwrite: Overwrite = False,
     seed: Annotated[int, typer.Option(help="Seed of a task's sequences.")] = 0,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -42,6 +45,7 @@ def certify(
     import json
 
     with report_errors():
+        from infoflow_lens.foundation.documents import CERTIFICATE
         from infoflow_lens.foundation.errors import InfoFlowError
         from infoflow_lens.foundation.files import write_json
         from infoflow_lens.theory.certificates import certificate_document
@@ -50,7 +54,7 @@ def certify(
         if n is not None and n < 1:
             raise InfoFlowError(f"--n is {n}: expected at least 1")
         if out is not None:
-            check_document_place(out, "one-layer certificate", "certificate")
+            CERTIFICATE.check(out, overwrite=overwrite)
         sequences, labels, notes = _read(data, column, label, n, seed)
         document, certificate = certificate_document(sequences, labels, progress=not quiet)
         document["source"] = data
@@ -59,9 +63,9 @@ def certify(
         if wrong:
             raise RuntimeError(f"internal error: the certificate fails its check ({wrong[0]})")
         if out is not None:
-            write_json(out, document)
+            write_json(CERTIFICATE.check(out, overwrite=overwrite), document)
     if as_json:
-        typer.echo(json.dumps(document))
+        say(json.dumps(document))
         return
     screen = console()
     for line in (*notes, *certificate.describe().splitlines()):
@@ -80,12 +84,11 @@ def _read(
 ) -> tuple[list[list[Any]], list[Any], list[str]]:
     """Sequences of tokens, their labels, and what was done to them."""
     from infoflow_lens.foundation.errors import InfoFlowError
-    from infoflow_lens.tasks import is_task
+    from infoflow_lens.probing.data import find_data, read_rows
 
-    if is_task(data):
-        return _of_task(data, n, seed)
-    from infoflow_lens.probing.data import read_rows
-
+    named = find_data(data)
+    if named.kind == "task":
+        return _of_task(named.name, n, seed)
     table = read_rows(data)
     names = list(table.column_names)
     if label not in names:

@@ -1,8 +1,7 @@
 """What commands share: printing errors, options, lists of numbers, tasks by name."""
 
-import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,54 +20,6 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
-def check_document_place(out: Path, kind: str, what: str) -> None:
-    """Refuse, before work starts, a place that cannot be written or holds another document.
-
-    Args:
-        out: the file.
-        kind: what stands in the "format" of documents that may be replaced.
-        what: what errors call them.
-
-    Raises:
-        InfoFlowError: for a link, or a file that is none.
-    """
-    import json
-
-    def is_ours(text: bytes) -> bool:
-        held = json.loads(text)
-        return isinstance(held, dict) and kind in str(held.get("format"))
-
-    check_place(out, what, is_ours)
-
-
-def check_place(out: Path, what: str, is_ours: Callable[[bytes], bool]) -> None:
-    """Refuse, before work starts, a place that cannot be written or holds something else.
-
-    Args:
-        out: the file.
-        what: what errors call files that may be replaced.
-        is_ours: whether a file with these contents may be; a ValueError means that it may not.
-
-    Raises:
-        InfoFlowError: for a link, or a file that may not be replaced.
-    """
-    from infoflow_lens.foundation.errors import InfoFlowError
-    from infoflow_lens.foundation.files import writable_folder
-
-    writable_folder(out.parent)
-    if not os.path.lexists(out):
-        return
-    try:
-        ours = not out.is_symlink() and is_ours(out.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        ours = False
-    if not ours:
-        raise InfoFlowError(
-            f"{str(out)!r} is there and is no {what}: expected a new file or an earlier {what}; "
-            "choose another name"
-        )
-
-
 # Options that several commands have
 Device = Annotated[str, typer.Option(help="Device of the model: cpu, cuda:0, ...")]
 Dtype = Annotated[
@@ -78,6 +29,9 @@ Backend = Annotated[
     str, typer.Option(help="How to host it: hooked (TransformerLens 3), bridge or auto.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bars.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a file of another kind that stands there.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -88,21 +42,22 @@ def report_errors() -> Iterator[None]:
     Raises:
         typer.Exit: after the message.
     """
-    from infoflow_lens.foundation.errors import InfoFlowError, is_out_of_memory
+    from infoflow_lens.foundation.errors import InfoFlowError, is_out_of_memory, panics_as_errors
 
     try:
-        yield
+        with panics_as_errors("a model, a tokenizer or a file"):
+            yield
     except InfoFlowError as error:
-        typer.echo(f"error: {error}", err=True)
+        say(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt as interrupt:
         reason = str(interrupt) or "interrupted"
-        typer.echo(f"stopped: {reason}", err=True)
+        say(f"stopped: {reason}", err=True)
         raise typer.Exit(130) from None
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        typer.echo(
+        say(
             f"error: memory ran out ({type(error).__name__}): expected room for the libraries, the "
             "model and a batch; allow more (ulimit -v), or give smaller batches or shorter "
             "sequences",
@@ -174,11 +129,30 @@ def task_by_options(
     return load_task(name, **{key: value for key, value in asked.items() if value is not None})
 
 
-def console() -> Any:
-    """Rich's console without highlighting."""
+def say(text: str, err: bool = False) -> None:
+    """Print a text, without what a terminal would take for a command."""
+    from infoflow_lens.foundation.display import printable
+
+    typer.echo(printable(text), err=err)
+
+
+def console(markup: bool = True) -> Any:
+    """Make Rich's console without highlighting, which prints as :func:`say`.
+
+    Args:
+        markup: whether ``[bold]`` and the like are styles.
+    """
     from rich.console import Console
 
-    return Console(highlight=False)
+    from infoflow_lens.foundation.display import printable
+
+    class Plain(Console):
+        """A console that shows escapes in texts; its own styles come later, and stay."""
+
+        def render_str(self, text: str, **settings: Any) -> Any:
+            return super().render_str(printable(text), **settings)
+
+    return Plain(highlight=False, markup=markup)
 
 
 def print_lines(heading: str, lines: Any) -> None:

@@ -11,6 +11,7 @@ from infoflow_lens.commands.common import (
     integers,
     print_lines,
     report_errors,
+    say,
     task_by_options,
 )
 
@@ -84,7 +85,7 @@ def design(
         values = result.to_dict()
         if checked is not None:
             values["verification"] = asdict(checked)
-        typer.echo(json.dumps(values, indent=2))
+        say(json.dumps(values, indent=2))
         return
     _print_design(result)
     if checked is not None:

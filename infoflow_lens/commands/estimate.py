@@ -7,11 +7,12 @@ import typer
 
 from infoflow_lens.commands.common import (
     AsJson,
-    check_document_place,
+    Overwrite,
     console,
     integers,
     print_lines,
     report_errors,
+    say,
     task_by_options,
 )
 
@@ -93,11 +94,13 @@ def estimate(
     plot: Annotated[
         Path | None, typer.Option(help="With --sweep: draw it to this png, svg or pdf file.")
     ] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Estimate, before any training, what an architecture must pay to learn a task (Sec. 5.3)."""
     import json
 
     with report_errors():
+        from infoflow_lens.foundation.documents import WITNESS
         from infoflow_lens.foundation.errors import InfoFlowError
         from infoflow_lens.foundation.files import write_json
         from infoflow_lens.theory import estimate as estimates
@@ -106,17 +109,22 @@ def estimate(
             raise InfoFlowError("expected either --heads, such as 4,1, or --like, such as gpt2")
         if sweep is None and plot is not None:
             raise InfoFlowError("--plot draws a phase diagram: expected --sweep heads,tokens too")
+        if (task == "all" or sweep is not None) and (witness or out is not None):
+            raise InfoFlowError(
+                "--witness and --out give the proof of one verdict: expected one task and no "
+                "--sweep; leave them out, or ask for one architecture"
+            )
         if task == "all":
             _survey(like, heads, tokens, d_model, positions, encoder, count, seed, as_json)
             return
         if out is not None:
-            check_document_place(out, "infoflow-lens exclusion", "witness")
+            WITNESS.check(out, overwrite=overwrite)
         target = _load(task, tokens, d_token, components, seed)
         if sweep is not None:
             if sweep != "heads,tokens" or heads is None:
                 raise InfoFlowError(f"--sweep is {sweep!r}: expected heads,tokens, and --heads")
             n_heads = integers(heads, "--heads")
-            _sweep(target, n_heads, target.n_tokens, count, trees, as_json, plot)
+            _sweep(target, n_heads, target.n_tokens, count, trees, as_json, plot, overwrite)
             return
         architecture = _architecture(like, heads, d_model, target.n_tokens, positions, encoder)
         result = estimates.estimate(
@@ -128,12 +136,12 @@ def estimate(
                 "'excluded, proved'; leave out --witness and --out"
             )
         if out is not None:
-            write_json(out, result.witness)
+            write_json(WITNESS.check(out, overwrite=overwrite), result.witness)
     if as_json:
-        typer.echo(json.dumps(result.to_dict(), indent=2))
+        say(json.dumps(result.to_dict(), indent=2))
         return
     if witness:
-        typer.echo(json.dumps(result.witness))
+        say(json.dumps(result.witness))
         return
     console().print(architecture.describe(), markup=False, soft_wrap=True)
     _print_estimate(result)
@@ -209,7 +217,7 @@ def _print_estimate(result: Any) -> None:
         table.add_row(label, value)
     out.print(table)
     print_lines("Because", result.reasons)
-    print_lines("Mind", result.flags)
+    print_lines("Notes", result.flags)
     print_lines("Words", _WORDS)
 
 
@@ -225,6 +233,7 @@ def _sweep(
     trees: int,
     as_json: bool,
     plot: Path | None,
+    overwrite: bool,
 ) -> None:
     import itertools
     import json
@@ -241,7 +250,7 @@ def _sweep(
     if plot is not None:
         from infoflow_lens.report.phase import check_picture_path, draw_phase_diagram
 
-        check_picture_path(plot)
+        check_picture_path(plot, overwrite=overwrite)
     lengths = sorted({2**k for k in range(3, tokens.bit_length()) if 2**k <= tokens} | {tokens})
     if (rows_asked := math.prod(n_heads) * len(lengths)) > _MOST_ROWS:
         raise InfoFlowError(
@@ -253,10 +262,10 @@ def _sweep(
     flags = () if target.comparison is None else flags_of(target.comparison, n_heads, count, trees)
     title = f"{target.name}: max-position retrieval alone, count={count}, K={trees}"
     if plot is not None:
-        draw_phase_diagram(rows, title, plot)
+        draw_phase_diagram(rows, title, plot, overwrite=overwrite)
     if as_json:
         summary = {"target": target.name, "count": count, "trees": trees, "flags": flags}
-        typer.echo(json.dumps({**summary, "rows": rows}, indent=2))
+        say(json.dumps({**summary, "rows": rows}, indent=2))
         return
     table = Table()
     table.add_column("heads", justify="right")
@@ -272,7 +281,7 @@ def _sweep(
         "columns are T"
     )
     out.print(table)
-    print_lines("Mind", flags)
+    print_lines("Notes", flags)
 
 
 def _survey(
@@ -302,7 +311,7 @@ def _survey(
     with progress_bar("tasks", len(cases), show=not as_json) as advance:
         rows = survey(shape, cases, count=cast(Any, count), advance=advance)
     if as_json:
-        typer.echo(json.dumps({"model": shape.to_dict(), "rows": rows}, indent=2))
+        say(json.dumps({"model": shape.to_dict(), "rows": rows}, indent=2))
         return
     out = console()
     out.print(shape.describe(), markup=False, soft_wrap=True)

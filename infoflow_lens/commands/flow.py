@@ -9,14 +9,13 @@ from infoflow_lens.commands.common import (
     Backend,
     Device,
     Dtype,
+    Overwrite,
     Quiet,
-    check_place,
     integers,
     report_errors,
+    say,
 )
 from infoflow_lens.foundation.errors import InfoFlowError
-
-_OURS = b'<meta name="generator" content="infoflow-lens flow">'
 
 
 def flow(
@@ -56,11 +55,14 @@ def flow(
     device: Device = "cpu",
     dtype: Dtype = None,
     backend: Backend = "auto",
+    overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
     """Draw what can reach the states of a text, beside what does: one page, to click through."""
     with report_errors():
-        check_place(out, "page of infoflow-lens flow", lambda text: _OURS in text)
+        from infoflow_lens.foundation.documents import FLOW_PAGE
+
+        FLOW_PAGE.check(out, overwrite=overwrite)
         from infoflow_lens.flows.comparing import compare_flows
         from infoflow_lens.flows.run import flow as make
 
@@ -99,14 +101,14 @@ def flow(
             for each, read in inputs
         ]
         compared = compare_flows(flows[0], flows[1]) if is_comparison else None
-        (compared or flows[0]).to_html(out)
+        (compared or flows[0]).to_html(out, overwrite=overwrite)
     names = ("",) if compared is None else tuple(f"{name}: " for name in compared.names)
     for name, found in zip(names, flows, strict=True):
-        typer.echo(name + found.summary())
+        say(name + found.summary())
     if compared is not None:
-        typer.echo(compared.summary())
+        say(compared.summary())
     for note in dict.fromkeys(
         name + note for name, found in zip(names, flows, strict=True) for note in found.notes
     ):
-        typer.echo(note, err=True)
-    typer.echo(f"page: {out}")
+        say(note, err=True)
+    say(f"page: {out}")

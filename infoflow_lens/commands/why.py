@@ -13,6 +13,7 @@ from infoflow_lens.commands.common import (
     integers,
     print_lines,
     report_errors,
+    say,
 )
 
 
@@ -54,7 +55,7 @@ def why(
         tables = {f"by_{by}": found.table(by).to_dict("records") for by in ("key", "query")}
         place = {name: getattr(found, name) for name in ("layer", "head", "query", "keys")}
         about = {**place, "tokens": found.tokens, "margin": found.margin}
-        typer.echo(json.dumps({**about, **tables}, indent=2))
+        say(json.dumps({**about, **tables}, indent=2))
         return
     _print(found, rows)
 
@@ -78,4 +79,4 @@ def _print(found: Any, rows: int) -> None:
                 f"the other {len(parts) - rows}", f"{others.value:+.3f}", f"{others.share:.0%}"
             )
         out.print(table)
-    print_lines("Mind", found.notes)
+    print_lines("Notes", found.notes)

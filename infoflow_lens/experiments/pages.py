@@ -1,4 +1,4 @@
-"""Pages of results: templates that stand beside them, filled from the rows of the runs."""
+"""Pages of results: templates of the package, filled from the rows of the runs."""
 
 import math
 import re
@@ -9,33 +9,46 @@ from typing import Any, TypeAlias
 
 import jinja2
 import numpy as np
+from jinja2.sandbox import SandboxedEnvironment
 
 from infoflow_lens.experiments.study import Statement
 from infoflow_lens.foundation.errors import InfoFlowError
 
+CARD = "card.md"  # the page of a language model, which stands beside the model
 Form: TypeAlias = Callable[[float], str] | int  # how a number is written, or its digits
-TEMPLATE = ".jinja"  # behind the name of the page
+TEMPLATES = Path(__file__).parent / "templates"  # each named by its page, and ``.jinja``
 _WORDS = (
     *("none", "one", "two", "three", "four", "five", "six", "seven"),
     *("eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen"),
 )
 
 
-def render_page(template: Path, more: Mapping[str, Any]) -> str:
-    """A page from its template, in Jinja.
+def page_templates() -> tuple[str, ...]:
+    """Return the pages of results that have a template, by their paths below the results."""
+    found = sorted(TEMPLATES.rglob("*.md.jinja"))
+    names = (path.relative_to(TEMPLATES).as_posix().removesuffix(".jinja") for path in found)
+    return tuple(name for name in names if name != CARD)
+
+
+def render_page(page: str, more: Mapping[str, Any]) -> str:
+    """Render a page from its template, which is one of the package's.
+
+    A folder of results holds rows, and no template: what it holds is data of the page. The
+    sandbox keeps a template that a mistake brought in from names that Python keeps private.
 
     A template has, as functions and as filters, what :data:`FORMS` names, the filters ``n``,
     ``span``, ``listed``, ``in_words`` and ``number`` (the first one of a cell), and
     ``statement(name)``, what a study stated beforehand.
 
     Args:
-        template: the file.
+        page: one of :func:`page_templates`, or :data:`CARD`.
         more: what else it can name, such as ``rows(run)``.
 
     Raises:
-        InfoFlowError: if it cannot be filled, naming the file.
+        InfoFlowError: if it cannot be filled, naming the template.
     """
-    environment = jinja2.Environment(
+    environment = SandboxedEnvironment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -48,11 +61,11 @@ def render_page(template: Path, more: Mapping[str, Any]) -> str:
         FORMS, statement=lambda name: Statement.of(name).text.rstrip(), **more
     )
     try:
-        return environment.from_string(template.read_text(encoding="utf-8")).render()
+        return environment.get_template(f"{page}.jinja").render()
     except (jinja2.TemplateError, KeyError, IndexError, TypeError, ValueError) as error:
         raise InfoFlowError(
-            f"{str(template)!r} cannot be filled ({type(error).__name__}: {error}): expected a "
-            "template for the rows beside it; mend it, or run the study again"
+            f"the template of {page!r} cannot be filled ({type(error).__name__}: {error}): "
+            "expected the rows of all runs that it names; run these studies again"
         ) from error
 
 

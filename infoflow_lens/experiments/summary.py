@@ -1,6 +1,7 @@
 """The page of all studies, whose table is made from their rows."""
 
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infoflow_lens.experiments.claims import Numbers, Verdict
 from infoflow_lens.experiments.language_model.card import comparison, measured_models
-from infoflow_lens.experiments.pages import TEMPLATE, cell_of, render_page
+from infoflow_lens.experiments.pages import cell_of, page_templates, render_page
 from infoflow_lens.experiments.registry import LANGUAGE_MODEL_STUDIES, STUDY_KINDS
 from infoflow_lens.experiments.studies import STUDIES
 from infoflow_lens.experiments.studies.head_count import beside_published
@@ -24,13 +25,15 @@ from infoflow_lens.experiments.sweep import (
     verdict_of,
 )
 from infoflow_lens.experiments.tables import markdown_table
+from infoflow_lens.foundation.documents import Document, marked
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import read_json, write_text
+from infoflow_lens.foundation.files import naming_file, open_regular, read_json
 
 if TYPE_CHECKING:
     import pandas as pd
 
 BEGIN, END = "<!-- summary -->", "<!-- end of summary -->"
+WRITTEN = "<!-- written by infoflow-lens study --summary -->"  # at the end of each page
 EARLIER = "earlier"  # the folder of a run by settings that a study no longer has
 # columns in which rows may differ from the settings: a run has its own learning rate in each
 # epoch, and its own number of states where sets leave some out
@@ -47,22 +50,30 @@ _OF_ROWS: Mapping[str, Any] = {
         last_epochs,
     )
 }
+_README = marked("page with a place for the summary", BEGIN)
+_WRITTEN_PAGE = marked("page of infoflow-lens study --summary", WRITTEN)
 _RUN_AGAIN = "expected what `infoflow-lens study` wrote; run the study again"
 
 
-def summarise(folder: Path) -> None:
+def summarise(folder: Path, *, overwrite: bool = False) -> None:
     """Write tables and pages of a folder that has a folder for each study.
 
     Each study's ``table.md`` is written anew from its code and its
-    ``results.csv`` (or ``results.csv.gz``), each page that has a template beside it
-    (``PAGE.md.jinja``), and the table of all studies into ``README.md`` (or what its template
-    gives), between the lines ``<!-- summary -->`` and ``<!-- end of summary -->``. More runs of a
+    ``results.csv`` (or ``results.csv.gz``), and the table of all studies into ``README.md``,
+    between the lines ``<!-- summary -->`` and ``<!-- end of summary -->``. The templates of pages
+    belong to the package, and so does what they say: a page is filled from its template only where
+    a page with the line :data:`WRITTEN` stands already. More runs of a
     study stand in folders within its own, each named by its preset, as ``full``. A study whose
     settings changed after its run is said to wait for one. Studies of language models have the
     folder ``language_model``, where one study may have several runs.
 
+    Args:
+        folder: the folder of all studies. It holds rows, records and pages; nothing in it is run.
+        overwrite: whether a ``table.md`` that no study wrote may be replaced, too.
+
     Raises:
-        InfoFlowError: where there is no README.md with these lines, or a run that cannot be read.
+        InfoFlowError: where there is no README.md with these lines, a run that cannot be read, or
+            another file in the place of a table.
     """
     # all of it before anything is written
     rows, pages = [], {}
@@ -78,12 +89,28 @@ def summarise(folder: Path) -> None:
     for path in language_model_runs(folder):
         study = LANGUAGE_MODEL_STUDIES[_config(path / "record.json")["study"]]()
         pages[path / "table.md"] = _report(study, path, recorded_run(study, path))
-    for template in sorted(folder.rglob(f"*.md{TEMPLATE}")):
-        pages[template.with_suffix("")] = _page(template, pages)
+    for name in page_templates():
+        if _WRITTEN_PAGE.recognises(folder / name):
+            pages[folder / name] = f"{_page(name, folder, pages)}\n{WRITTEN}\n"
     page = folder / "README.md"
+    of_readme = _WRITTEN_PAGE if page in pages else _README
     pages[page] = _with_summary(page, pages.get(page), summary)
+    kinds = {path: _TABLE if path.name == "table.md" else _WRITTEN_PAGE for path in pages}
+    kinds[page] = of_readme
+    for path in pages:
+        kinds[path].check(path, overwrite=overwrite)
     for path, content in pages.items():
-        write_text(path, content)
+        kinds[path].write(path, content, overwrite=overwrite)
+
+
+def _is_table(path: Path) -> bool:
+    """Return whether a file begins as the tables of a study do (:func:`report_text`)."""
+    with open_regular(path) as file:
+        begin = file.read(2**12).decode("utf-8", errors="replace")
+    return begin.startswith("# ") and bool(re.search(r"\n\n.*\. Preset \w+, \d+ runs", begin))
+
+
+_TABLE = Document("table of a study", _is_table)
 
 
 def _with_summary(page: Path, text: str | None, summary: str) -> str:
@@ -93,7 +120,10 @@ def _with_summary(page: Path, text: str | None, summary: str) -> str:
         InfoFlowError: if it has no place for the table, or is not UTF-8.
     """
     if text is None:
-        text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
+        text = ""
+        if os.path.lexists(page):
+            with naming_file(page, "read"), open_regular(page) as file:
+                text = file.read().decode("utf-8", errors="replace")
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise InfoFlowError(
             f"{str(page)!r} has no place for the summary: expected a line {BEGIN} and, behind it, "
@@ -110,11 +140,18 @@ def language_model_runs(folder: Path) -> list[Path]:
     return [path.parent for path in sorted((folder / "language_model").glob("*/record.json"))]
 
 
-def _page(template: Path, pages: Mapping[Path, str]) -> str:
-    """A page filled from the runs in the folders beside it, and their tables."""
+def _page(name: str, folder: Path, pages: Mapping[Path, str]) -> str:
+    """Return a page filled from the runs in the folders beside it, and their tables.
+
+    Args:
+        name: of the page, by its path below the folder of all studies.
+        folder: of all studies.
+        pages: what will be written, by path.
+    """
+    beside = (folder / name).parent
 
     def table(run: str) -> str:
-        return pages[template.parent / run / "table.md"]
+        return pages[beside / run / "table.md"]
 
     def section(run: str, heading: str) -> str:
         """What a run's table.md has below a heading."""
@@ -125,8 +162,8 @@ def _page(template: Path, pages: Mapping[Path, str]) -> str:
 
     @cache
     def of_run(run: str) -> tuple[Study, RecordedRun]:
-        study = STUDY_KINDS[_config(template.parent / run / "record.json")["study"]]()
-        return study, recorded_run(study, template.parent / run)
+        study = STUDY_KINDS[_config(beside / run / "record.json")["study"]]()
+        return study, recorded_run(study, beside / run)
 
     def numbers(run: str, place: int) -> Numbers:
         """The numbers of a claim of a study."""
@@ -138,15 +175,15 @@ def _page(template: Path, pages: Mapping[Path, str]) -> str:
         return of_run(run)[0].claims()[place].holds(numbers(run, place)[label])
 
     return render_page(
-        template,
+        name,
         {
-            "rows": cache(lambda run: rows_of(template.parent / run)),
+            "rows": cache(lambda run: rows_of(beside / run)),
             "verdict": lambda run: of_run(run)[1].verdict,
             "seen": lambda run: "**Seen**" if of_run(run)[1].verdict.passed else "**Not seen**",
             "passed": lambda run: "passed" if of_run(run)[1].verdict.passed else "not passed",
             "numbers": numbers,
             "holds": holds,
-            "models": lambda: comparison(measured_models(template.parent / "models")),
+            "models": lambda: comparison(measured_models(beside / "models")),
             "section": section,
             "cell": lambda run, column, *first: cell_of(table(run), column, *first),
             "statements": [study.statement.text for study in STUDIES.values() if study.statement],

@@ -144,18 +144,22 @@ class FlowComparison:
                 keys = one[0, :, position].tolist(), other[0, :, second].tolist()
                 yield layer, position, second, list(zip(*keys, strict=True))
 
-    def to_html(self, path: str | os.PathLike[str]) -> Path:
+    def to_html(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Write both pictures as one page, which needs no network.
+
+        Args:
+            path: of the page.
+            overwrite: whether a file that is no such page may be replaced, too.
 
         Returns:
             The file.
 
         Raises:
-            InfoFlowError: if the file cannot be written.
+            InfoFlowError: if the file cannot be written, or another one stands in its place.
         """
         from infoflow_lens.report.flow import write_flow
 
-        return write_flow(self.view, path)
+        return write_flow(self.view, path, overwrite=overwrite)
 
     @cached_property
     def view(self) -> FlowView:

@@ -222,31 +222,37 @@ class Flow:
         layer = layer + self.sets.n_layers if layer < 0 else layer
         return draw_flow(viewed, self.rule, self.k, layer, position)
 
-    def to_html(self, path: str | os.PathLike[str]) -> Path:
+    def to_html(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Write the interactive picture as a page of its own, which needs no network.
+
+        Args:
+            path: of the page.
+            overwrite: whether a file that is no such page may be replaced, too.
 
         Returns:
             The file.
 
         Raises:
-            InfoFlowError: if the file cannot be written.
+            InfoFlowError: if the file cannot be written, or another one stands in its place.
         """
         from infoflow_lens.report.flow import write_flow
 
-        return write_flow(self.view, path)
+        return write_flow(self.view, path, overwrite=overwrite)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.
 
         Args:
             path: of both files, without the ends of their names.
+            overwrite: whether files that are no saved result may be replaced, too.
 
         Raises:
-            InfoFlowError: if they cannot be written.
+            InfoFlowError: if they cannot be written, or other files stand in their places.
         """
         from infoflow_lens.flows.saving import save_fields
 
-        save_fields({field.name: getattr(self, field.name) for field in fields(self)}, path)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        save_fields(values, path, overwrite=overwrite)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Flow":

@@ -9,7 +9,8 @@ from torch import Tensor
 from infoflow_lens.flows.next_tokens import NextTokens, Replaced
 from infoflow_lens.flows.predicting import predict
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.hooks.result import Result, read_parts, write_parts
+from infoflow_lens.foundation.saving import read_parts, write_parts
+from infoflow_lens.hooks.result import Result
 
 _SCHEMA = "infoflow-lens flow 1"
 _MEASURED = (
@@ -18,12 +19,15 @@ _MEASURED = (
 _ASKED = ("tokens", "rule", "k", "next_tokens", "notes", "title")
 
 
-def save_fields(flow: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def save_fields(
+    flow: Mapping[str, Any], path: str | os.PathLike[str], *, overwrite: bool = False
+) -> None:
     """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.
 
     Args:
         flow: the fields of a flow.
         path: of both files, without the ends of their names.
+        overwrite: whether files that are no saved result may be replaced, too.
     """
     tensors: dict[str, Tensor] = {}
     measured: dict[str, Any] = {}
@@ -35,7 +39,7 @@ def save_fields(flow: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     plain = {name: flow[name] for name in _ASKED}
     plain["replaced"] = flow["replaced"] and [[r.by, r.next_tokens] for r in flow["replaced"]]
     plain |= {"measured": measured, "record": flow["record"].to_dict()}
-    write_parts(path, _SCHEMA, plain, tensors)
+    write_parts(path, _SCHEMA, plain, tensors, overwrite=overwrite)
 
 
 def load_fields(path: str | os.PathLike[str]) -> dict[str, Any]:

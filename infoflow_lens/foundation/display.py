@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import html
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import islice
 from typing import Any
 
+_TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # of the direction
 _LONGEST = 80  # characters of a value
 _LONGEST_LINE = 400
 _ROWS = 12
@@ -47,6 +49,22 @@ class Displayed:
     def _repr_html_(self) -> str:
         facts = {name: value for name, value in self._facts().items() if name != "notes"}
         return panel(type(self).__name__, facts, self._notes(), _what_to_do(self))
+
+
+def printable(text: str) -> str:
+    """Return a text in which what a terminal takes for a command is shown as ``\\x1b``.
+
+    Line breaks and tabs stay. Names of files, models and tokens may hold anything, so whatever is
+    printed goes through here.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        mark
+        if mark in "\n\t" or not (unicodedata.category(mark) in ("Cc", "Cs") or mark in _TURNS)
+        else ascii(mark)[1:-1]
+        for mark in text
+    )
 
 
 def brief(value: Any) -> str:

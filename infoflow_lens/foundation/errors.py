@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from infoflow_lens.foundation.display import printable
+
 
 class InfoFlowError(ValueError):
     """Bad input, or a model that cannot give what a call needs.
 
     The message names the value, what was expected and what to do. It is raised before work starts.
+    What a terminal would take for a command, such as an escape in a name, is shown and not sent.
     """
+
+    def __init__(self, *parts: object) -> None:
+        super().__init__(*(printable(part) if isinstance(part, str) else part for part in parts))
 
 
 class InfoFlowWarning(UserWarning):
     """A result is valid, but not what its reader may assume (from a rank-deficient fit, say)."""
+
+
+@contextmanager
+def panics_as_errors(what: str) -> Iterator[None]:
+    """Turn a panic of a library in Rust, which ``except Exception`` lets through, into an error.
+
+    Args:
+        what: what was read meanwhile, such as "the tokenizer of 'gpt2'".
+
+    Raises:
+        InfoFlowError: in the place of the panic.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InfoFlowError(
+            f"{what} cannot be used (a library in Rust gave up: {first_line(error)}): expected "
+            "files that it can read; take another model or tokenizer"
+        ) from error
 
 
 class NothingMeasuredError(InfoFlowError):

@@ -6,12 +6,13 @@ import errno
 import hashlib
 import json
 import os
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from safetensors import SafetensorError
 
@@ -46,8 +47,8 @@ def owned_by(owner: Owner) -> Iterator[None]:
         _owners.remove(owner)
 
 
-def _owner_of(target: Path) -> Owner | None:
-    """The owner of the innermost folder in which a file will lie."""
+def owner_of(target: Path) -> Owner | None:
+    """Return the owner of the innermost folder in which a file will lie; None where it has none."""
     owners = [owner for owner in _owners if target.is_relative_to(owner.path)]
     return max(owners, key=lambda owner: len(owner.path.parts), default=None)
 
@@ -64,21 +65,86 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
             owner of the folder refuses (:func:`owned_by`).
     """
     target = Path(path)
-    owner = _owner_of(target)
+    owner = owner_of(target)
     with naming_file(target):
         if owner is None:
             temporary = target.parent / f".{target.name}.{uuid.uuid4().hex[:12]}.part"
         else:
             temporary = owner.temporary(target)
-        # permissions are those of an ordinary new file; not every file system lets change them
-        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        # permissions are those of an ordinary new file
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+        os.close(descriptor)
         try:
             yield temporary
             with temporary.open("rb+") as file:
-                os.fsync(file.fileno())
+                sync(file.fileno())
+            # safetensors puts a file of its own in this one's place, which its owner alone may read
+            if stat.S_IMODE(temporary.stat().st_mode) != mode:
+                with suppress(OSError):  # not every file system lets permissions change
+                    temporary.chmod(mode)
             (os.replace if owner is None else owner.replace)(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def sync(descriptor: int) -> None:
+    """Wait until a file is on its disk, where its file system can say so.
+
+    Raises:
+        OSError: if it could not be written; not where files there cannot be synchronised (EINVAL).
+    """
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file to be read. A link is followed; a pipe or a device is never waited for.
+
+    Raises:
+        OSError: if it cannot be opened, or is no regular file.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    check_regular(path)  # before it is opened: to open some devices does something
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # it has changed in between
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, _NOT_REGULAR, os.fspath(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise if a path leads to something else than a regular file, such as a pipe or a folder.
+
+    Raises:
+        OSError: if it does, or leads nowhere.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, _NOT_REGULAR, os.fspath(path))
+
+
+_NOT_REGULAR = "it is no regular file"
+
+
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the tensors of a safetensors file, also where a file system cannot map files (ENODEV).
+
+    Raises:
+        OSError, SafetensorError: if it cannot be read, or is no regular file.
+    """
+    from safetensors.torch import load, load_file  # torch is not needed to write a text
+
+    check_regular(path)
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if os.strerror(errno.ENODEV) not in str(error):
+            raise
+        with open_regular(path) as file:
+            return load(file.read())
 
 
 @contextmanager
@@ -131,9 +197,10 @@ def read_json(path: str | os.PathLike[str], what: str, hint: str) -> dict[str, A
         InfoFlowError: if it cannot be read, or is no JSON object in UTF-8.
     """
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            value = json.loads(file.read().decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, not UTF-8
-        reason = str(error) or type(error).__name__
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise InfoFlowError(f"{str(path)!r} is no {what} ({reason}): {hint}") from error
     if not isinstance(value, dict):
         raise InfoFlowError(
@@ -196,9 +263,9 @@ def writable_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file, as 32 hex digits."""
+    """Return the SHA-256 of a regular file, as 32 hex digits."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while piece := file.read(2**20):
             digest.update(piece)
     return digest.hexdigest()[:32]

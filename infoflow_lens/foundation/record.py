@@ -79,7 +79,7 @@ def configuration_fingerprint(model: nn.Module) -> str:
     blocks = getattr(model, "blocks", ())
     patterns = [getattr(getattr(block, "attn", None), "hook_pattern", None) for block in blocks]
     parts["attention"] = [getattr(pattern, "kind", "softmax") for pattern in patterns]
-    return _hash_values(parts)
+    return hash_values(parts)
 
 
 def _settings_of(config: Any) -> Any:
@@ -96,10 +96,10 @@ def tokenizer_fingerprint(tokenizer: Any | None) -> str | None:
     rules = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = rules.to_str() if rules is not None else sorted(tokenizer.get_vocab().items())
     special = {name: str(word) for name, word in tokenizer.special_tokens_map.items()}
-    return _hash_values([vocabulary, special, getattr(tokenizer, "padding_side", None)])
+    return hash_values([vocabulary, special, getattr(tokenizer, "padding_side", None)])
 
 
-def _hash_values(values: Any) -> str:
+def hash_values(values: Any) -> str:
     """SHA-256, as 16 hex digits, of JSON-compatible values; of other values the text of repr()
     without memory addresses.
     """
@@ -125,6 +125,8 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         tensor = tensor.detach()
         flat = (tensor if tensor.layout is torch.strided else tensor.to_dense()).cpu()
         flat = flat.contiguous().flatten()
+        if flat.stride() != (1,):  # a single number keeps the stride that it had
+            flat = flat.clone(memory_format=torch.contiguous_format)
         digest.update(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
     return digest.hexdigest()[:16]
 
@@ -225,9 +227,28 @@ def model_fingerprint(model: nn.Module, state: WeightState | None = None) -> str
     key = (state.marks, state.sample)
     known = _digests.get(model)
     if known is None or known[0] != key:
-        known = (key, state_fingerprint(model.state_dict()))
+        known = (key, state_fingerprint(_state_of(model)))
         _digests[model] = known
     return known[1]
+
+
+def _state_of(model: nn.Module) -> Mapping[str, Any]:
+    """Return the model's state, by name.
+
+    ``state_dict()`` of modules that write their own, as those of bitsandbytes do, may change them:
+    of these the tensors are taken as they are.
+    """
+    if any(
+        type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
+        for module in modules_of(model)
+    ):
+        return {
+            f"{prefix}.{name}" if prefix else name: tensor
+            for prefix, module in model.named_modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None and name not in module._non_persistent_buffers_set
+        }
+    return model.state_dict()
 
 
 def state_fingerprint(state: Mapping[str, Any]) -> str:

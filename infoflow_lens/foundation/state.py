@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load as from_bytes
-from safetensors.torch import load_file, save_file
 from safetensors.torch import save as to_bytes
+from safetensors.torch import save_file
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import atomic_path
+from infoflow_lens.foundation.files import atomic_path, open_regular, read_tensors
 from infoflow_lens.foundation.record import fingerprint
 
 _ENTRY = "infoflow-lens"  # of the metadata
@@ -62,11 +62,17 @@ def read_state(path: Path, what: str, hint: str) -> tuple[Any, dict[str, Any]]:
         InfoFlowError: for a file that is spoiled, of another format or of another version of it.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-        return _decoded(load_file(path), header)
+        return _decoded(read_tensors(path), _header_of(path))
     except (OSError, SafetensorError, _UnreadableError, RuntimeError, ValueError) as error:
         raise InfoFlowError(f"{what} {str(path)!r} cannot be read ({error}): {hint}") from error
+
+
+def _header_of(path: Path) -> dict[str, str]:
+    """Return the metadata of a safetensors file, which lie before its tensors."""
+    with open_regular(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        found = json.loads(file.read(length)).get("__metadata__", {})
+        return found if isinstance(found, dict) else {}
 
 
 def state_to_bytes(value: Any) -> bytes:

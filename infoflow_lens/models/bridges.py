@@ -5,7 +5,7 @@ import os
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,22 +16,15 @@ import torch
 from torch import nn
 
 from infoflow_lens.foundation.drawing import SeededRandom
-from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.errors import InfoFlowError, first_line
+from infoflow_lens.foundation.files import read_json
 from infoflow_lens.models.weights import stored_shapes
 
-# Sizes that a config says and that no weight may fall short of
-_WIDTHS = (
-    "hidden_size",
-    "intermediate_size",
-    "n_inner",  # as GPT-2 calls it
-    "ffn_dim",
-    "d_ff",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
-_LARGEST = 10**7  # of a size that no weights tell
-_SLACK = 64  # layers may share their weights
+_LARGEST = 2**24  # of a whole number in a config, where the weights are fewer
+_SLACK = 64  # times the stored numbers that a model may have: layers may share their weights
+_FEWEST = 2**20  # numbers that any model may have, such as masks and tables of positions
+_MOST_LAYERS = 1000  # that may share their weights
+_NO_SIZES = ("theta", "base", "token_id", "seed")  # in the names of numbers that are no size
 _loading = threading.RLock()
 # How far a bridge's logits may lie from those of its model, as a share of their range
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
@@ -43,6 +36,21 @@ class Place:
 
     device: str
     dtype: torch.dtype
+
+
+def check_needs_no_code(name: str, error: BaseException) -> None:
+    """Raise if transformers has refused a model or a tokenizer for the code that its files name.
+
+    Raises:
+        InfoFlowError: naming the model, with what to do.
+    """
+    if "custom code" in str(error) and "trust_remote_code" in str(error):
+        raise InfoFlowError(
+            f"{name!r} needs Python code of its own (auto_map in its config.json or "
+            "tokenizer_config.json), which would run here: expected a model of a class that "
+            "transformers has. If you trust that code, load the model and its tokenizer yourself, "
+            "with trust_remote_code=True, and give both to load_any(model, tokenizer=...)"
+        ) from error
 
 
 def check_one_stack(name: str, config: Any) -> None:
@@ -101,18 +109,32 @@ def class_of_transformers(model: nn.Module) -> str:
     return next((name for name in names if hasattr(transformers, name)), names[0])
 
 
+def named_class(config: Any) -> Any:
+    """Return the class of transformers that a config names, if it is a model; else of decoders.
+
+    A config names any attribute of transformers that it likes: what is no model is not called.
+    """
+    import transformers
+
+    kind = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+    if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+        return kind
+    return transformers.AutoModelForCausalLM
+
+
 def transformers_model(name: str, config: Any, place: Place) -> Any:
     """The model of transformers, with eager attention.
 
     Raises:
         InfoFlowError: if the files lack weights, which transformers would draw at random.
     """
-    import transformers
-
-    architecture = next(iter(config.architectures or ()), "")
-    kind: Any = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
+    kind = named_class(config)
     model, info = kind.from_pretrained(
-        name, dtype=place.dtype, attn_implementation="eager", output_loading_info=True
+        name,
+        dtype=place.dtype,
+        attn_implementation="eager",
+        output_loading_info=True,
+        trust_remote_code=False,
     )
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -123,30 +145,85 @@ def transformers_model(name: str, config: Any, place: Place) -> Any:
     return model.to(place.device).eval()
 
 
-def check_sizes(folder: Path, config: Any) -> None:
-    """Refuse a config far larger than the weights beside it, before memory is taken for it.
+def stored_numbers(folder: Path) -> dict[str, int]:
+    """Return how many numbers each tensor of a folder's weights has, by name.
+
+    Raises:
+        InfoFlowError: for files that are no weights.
+    """
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    try:
+        return {name: math.prod(shape) for name, shape in stored_shapes(files).items()}
+    except Exception as error:  # the readers of two formats raise their own errors
+        raise InfoFlowError(
+            f"the weights in {str(folder)!r} cannot be read ({first_line(error)}): expected what "
+            "save_pretrained writes; save or download them again"
+        ) from error
+
+
+def check_config(folder: Path, stored: Mapping[str, int]) -> None:
+    """Refuse a config with numbers far above those of the weights, before it is made.
+
+    A config may take memory for each of a size that it names, as for the names of labels.
+
+    Args:
+        folder: of the model.
+        stored: its weights, by :func:`stored_numbers`.
+
+    Raises:
+        InfoFlowError: naming the number.
+    """
+    most = max(_LARGEST, sum(stored.values()))
+    hint = "expected what save_pretrained writes; save or download it again"
+    for name, value in _whole_numbers(read_json(folder / "config.json", "config", hint)):
+        if value > most and not any(word in name for word in _NO_SIZES):
+            raise _too_large(folder, f"{name} {value}")
+
+
+def _whole_numbers(values: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _whole_numbers(value, key)
+    elif isinstance(values, list):
+        for value in values:
+            yield from _whole_numbers(value, name)
+    elif isinstance(values, int):
+        yield name, values
+
+
+def _too_large(folder: Path, what: str) -> InfoFlowError:
+    return InfoFlowError(
+        f"config.json in {str(folder)!r} says {what}, which the weights beside it do not hold: "
+        "expected what save_pretrained writes; save or download it again"
+    )
+
+
+def check_sizes(folder: Path, config: Any, stored: Mapping[str, int]) -> None:
+    """Refuse a config of a model far larger than the weights beside it, before memory is taken.
+
+    The model is made where tensors have sizes and no numbers, and compared with what is stored.
+
+    Args:
+        folder: of the model.
+        config: of it.
+        stored: its weights, by :func:`stored_numbers`.
 
     Raises:
         InfoFlowError: with the size that is too large.
     """
-    shapes = stored_shapes(sorted(folder.glob("*.safetensors")))
-    text = config.get_text_config()
-    asked = {name: getattr(text, name, None) for name in (*_WIDTHS, "num_hidden_layers")}
-    known = {name: size for name, size in asked.items() if isinstance(size, int)}
-    largest = max((size for shape in shapes.values() for size in shape), default=_LARGEST)
-    numbers = sum(math.prod(shape) for shape in shapes.values()) or _LARGEST**2
-    limits = dict.fromkeys(_WIDTHS, largest) | {"max_position_embeddings": _LARGEST}
-    counted = {int(part) for name in shapes for part in name.split(".") if part.isdigit()}
-    limits["num_hidden_layers"] = len(counted) if counted else _LARGEST
-    width = known.get("hidden_size", 1)
-    for name, size in known.items():
-        by = width if name == "max_position_embeddings" else size
-        squared = name in (*_WIDTHS[:2], "max_position_embeddings")
-        if size > limits[name] or (squared and size * by > _SLACK * max(numbers, 2**20)):
-            raise InfoFlowError(
-                f"config.json in {str(folder)!r} says {name} {size}, which the weights beside it "
-                "do not hold: expected what save_pretrained writes; save or download it again"
-            )
+    n_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(n_layers, int) and n_layers > max(len(stored), _MOST_LAYERS):
+        raise _too_large(folder, f"num_hidden_layers {n_layers}")
+    kind = named_class(config)
+    try:
+        with torch.device("meta"):
+            made = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+    except Exception:  # a model that cannot be made so is judged when it is loaded
+        return
+    asked = {name: t.numel() for name, t in (*made.named_parameters(), *made.named_buffers())}
+    if sum(asked.values()) > _SLACK * max(sum(stored.values()), _FEWEST):
+        largest = max(asked, key=asked.__getitem__)
+        raise _too_large(folder, f"sizes of a model whose {largest} has {asked[largest]} numbers")
 
 
 def _few_tokens(config: Any, device: str) -> torch.Tensor:
@@ -226,7 +303,7 @@ def tokenizer_of(place: str | None, given: Any | None = None) -> Iterator[tuple[
         words = PreTrainedTokenizerFast(tokenizer_object=inner, **special)
     with tempfile.TemporaryDirectory() as folder:
         words.save_pretrained(folder)
-        yield type(words).from_pretrained(folder), given is not None
+        yield type(words).from_pretrained(folder, trust_remote_code=False), given is not None
 
 
 def _has_tokenizer(name: str) -> bool:
@@ -237,7 +314,8 @@ def _has_tokenizer(name: str) -> bool:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception:  # of many kinds: no file, no network, a missing package
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # of many kinds: no file, no network, a missing package
+        check_needs_no_code(name, error)
         return False
     return not set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)

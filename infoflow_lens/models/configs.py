@@ -1,10 +1,10 @@
 """Configurations of models by name or folder, read without their weights."""
 
-from pathlib import Path
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError, first_line
 from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.naming import find_model
 from infoflow_lens.models.shipped import shipped_folder
 from infoflow_lens.theory.shapes import ModelShape, shape_of
 
@@ -21,9 +21,10 @@ def shape_of_named(name: str) -> ModelShape:
     Raises:
         InfoFlowError: for what is none of these.
     """
-    path = Path(name)
-    if path.exists():
-        return shape_of(path)
+    named = find_model(name)
+    if named.kind == "file" and (named.path.exists() or named.is_said):
+        return shape_of(named.path)
+    name, path = named.name, named.path
     if shipped := shipped_folder(name):
         return shape_of(shipped)
     if path.suffix == ".json":
@@ -34,7 +35,7 @@ def shape_of_named(name: str) -> ModelShape:
     config: Any = None
     reason = ""
     try:
-        config = AutoConfig.from_pretrained(name, local_files_only=True)
+        config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of the hub, of a file
         reason = first_line(error)
     if config is None and "/" in name:

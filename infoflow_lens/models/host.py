@@ -22,9 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
+from infoflow_lens.foundation.documents import MARK, Document, tensors_beside
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import atomic_path, writable_folder, write_json
+from infoflow_lens.foundation.files import read_json, writable_folder, write_json
 from infoflow_lens.foundation.sequences import check_token_ids, check_vectors
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.models.architecture import (
@@ -311,13 +312,34 @@ def _initialise_as_chen_zou(model: TokenTransformer) -> None:
     nn.init.uniform_(model.unembed.W_U)
 
 
-def save_model(model: VectorTransformer | TokenTransformer, folder: str | os.PathLike[str]) -> None:
+def _is_architecture(path: Path) -> bool:
+    held = read_json(path, "architecture", "")
+    return {"n_heads", "d_model", "d_head"} <= held.keys()
+
+
+_ARCHITECTURE = Document("architecture of a saved model", _is_architecture)
+_WEIGHTS = tensors_beside(_ARCHITECTURE, "architecture.json")
+
+
+def save_model(
+    model: VectorTransformer | TokenTransformer,
+    folder: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+) -> None:
     """Write ``architecture.json`` and ``model.safetensors`` to `folder`.
 
     Of a model over token ids it keeps, too, which parameters are fixed.
 
+    Args:
+        model: a model of ours.
+        folder: made if it is not there; an earlier model of ours in it is replaced.
+        overwrite: whether other files of these names may be replaced, too, such as the weights of
+            a model of transformers.
+
     Raises:
-        InfoFlowError: if the folder cannot be written, or the model is none of ours.
+        InfoFlowError: if the folder cannot be written or holds another model, or the model is none
+            of ours.
     """
     if not isinstance(model, (VectorTransformer, TokenTransformer)):
         raise InfoFlowError(
@@ -329,10 +351,11 @@ def save_model(model: VectorTransformer | TokenTransformer, folder: str | os.Pat
         fixed = [name for name, p in model.named_parameters() if not p.requires_grad]
         settings["fixed"] = fixed
     path = writable_folder(folder)
+    described = _ARCHITECTURE.check(path / "architecture.json", overwrite=overwrite)
     state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
-    with atomic_path(path / "model.safetensors") as temporary:
-        save_file(state, temporary)
-    write_json(path / "architecture.json", settings)
+    with _WEIGHTS.writing(path / "model.safetensors", overwrite=overwrite) as temporary:
+        save_file(state, temporary, metadata={MARK: "model"})
+    write_json(described, settings)
 
 
 def _as_it_is(model: VectorTransformer | TokenTransformer) -> Architecture | TokenArchitecture:

@@ -16,15 +16,19 @@ from torch import nn
 
 from infoflow_lens.foundation.devices import check_device
 from infoflow_lens.foundation.display import panel
-from infoflow_lens.foundation.errors import InfoFlowError, first_line
+from infoflow_lens.foundation.errors import InfoFlowError, first_line, panics_as_errors
 from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.naming import find_model
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.models.bridges import (
     Place,
+    check_config,
+    check_needs_no_code,
     check_one_stack,
     check_sizes,
     class_of_transformers,
     hosted,
+    stored_numbers,
     tokenizer_of,
     transformers_model,
     without_trace,
@@ -114,7 +118,8 @@ def load_any(
     them would be about other states than the trained ones.
 
     Args:
-        name_or_path: a folder, "stdlib-2l", an official name such as "gpt2", or owner/name; these
+        name_or_path: a folder, "stdlib-2l", an official name such as "gpt2", or owner/name, each
+            also with "file:" or "hub:" in front, where a name could be both; these
             names with ``@revision`` behind them are that branch, tag or commit of the hub, such as
             "EleutherAI/pythia-70m@step1000"; a model in memory, of transformers or
             TransformerLens; or what this function gave.
@@ -153,8 +158,10 @@ def load_any(
             "bring their own; load the model with transformers, and give both"
         )
     place = Place(device or "cpu", wanted or torch.float32)
-    folder = Path(name).expanduser()
-    if folder.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+    named = find_model(name)
+    name = named.name
+    if named.kind == "file":
+        folder = named.path
         if _kind_of_folder(folder) == "checkpoint":
             _check_backend(host, "hooked", f"{name!r} was written by save_model")
             return _checkpoint(folder, place.device, wanted)
@@ -248,7 +255,7 @@ def _gpt2_by_hooked(folder: Path, place: Place) -> LoadedModel:
 
     name = folder.name
     with without_trace(), _named(name):
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         alone = transformers_model(str(folder), config, place)
         model = transformer_lens.HookedTransformer(
             transformer_lens.HookedTransformerConfig(
@@ -267,7 +274,7 @@ def _gpt2_by_hooked(folder: Path, place: Place) -> LoadedModel:
                 device=place.device,
                 dtype=place.dtype,
             ),
-            tokenizer=AutoTokenizer.from_pretrained(folder),
+            tokenizer=AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
         )
         conversions = import_module("transformer_lens.pretrained.weight_conversions")
         weights = conversions.convert_gpt2_weights(alone, model.cfg)
@@ -376,10 +383,13 @@ def _by_bridge(
     with without_trace(), _named(known_as or name):
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(name)
+        stored = stored_numbers(Path(name)) if source == "folder" else {}
+        if source == "folder":
+            check_config(Path(name), stored)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         check_one_stack(name, config)
         if source == "folder":
-            check_sizes(Path(name), config)
+            check_sizes(Path(name), config, stored)
         alone = transformers_model(name, config, place)
         with tokenizer_of(name) as (tokenizer, has_words):
             return _loaded(hosted(name, alone, tokenizer, has_words), known_as or name, source)
@@ -492,10 +502,12 @@ def _description(model: Any, name: str) -> str:
 def _named(name: str) -> Iterator[None]:
     """Whatever goes wrong while a model loads is said of that model, with what to do."""
     try:
-        yield
+        with panics_as_errors(repr(name)):
+            yield
     except InfoFlowError:
         raise
     except Exception as error:  # the loaders raise errors of every kind
+        check_needs_no_code(name, error)
         raise InfoFlowError(_why(name, error)) from error
 
 

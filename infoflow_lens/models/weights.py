@@ -3,13 +3,18 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 
 
 def stored_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
-    """The shapes of all tensors of safetensors files, by name."""
+    """Read the shapes of all tensors of safetensors and bin files, by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
+        if path.suffix == ".bin":  # tensors alone, and their numbers stay on the disk
+            held = torch.load(path, weights_only=True, mmap=True, map_location="meta")
+            shapes |= {name: tuple(t.shape) for name, t in held.items() if hasattr(t, "shape")}
+            continue
         with safe_open(path, framework="pt") as file:
             names = file.keys()
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}

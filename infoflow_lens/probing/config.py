@@ -9,6 +9,7 @@ from annotated_types import MinLen
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.naming import find_named
 from infoflow_lens.foundation.settings import (
     Count,
     Distinct,
@@ -141,4 +142,4 @@ class ProbingConfig:
         """The paths of "model" and "data"; a name that is no path gives a path that is missing."""
         model = shipped_folder(self.model) or Path(self.model).expanduser()
         drawn = self.data == "repeated"
-        return {"model": model} | ({} if drawn else {"data": Path(self.data)})
+        return {"model": model} | ({} if drawn else {"data": find_named(self.data).path})

@@ -1,7 +1,14 @@
-"""Data for a probe run, by what a user types: a file, a folder, a task, or a name on the hub."""
+"""Data for a probe run, by what a user types: a file, a folder, a task, or a name on the hub.
 
+Of a table only the columns of texts or ids are read. Pictures and sounds in other columns are
+neither decoded nor fetched, and no network is asked unless the user named something on the hub.
+"""
+
+import errno
+import glob
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from difflib import get_close_matches
 from itertools import chain, islice
 from pathlib import Path
@@ -11,14 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError, first_line
-from infoflow_lens.foundation.files import digest_of
+from infoflow_lens.foundation.files import digest_of, read_tensors
 from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.naming import Named, find_named
 from infoflow_lens.foundation.settings import Count, Seed, checked
-from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, Rows, read_inputs
+from infoflow_lens.hooks.model.inputs import COLUMNS, MASKS, Batches, Rows, read_inputs
 from infoflow_lens.hooks.model.points import check_inputs
 from infoflow_lens.probing.windows import windows
 from infoflow_lens.runs.finished import file_digests
-from infoflow_lens.tasks import TokenTask, is_task, list_tasks, load_task
+from infoflow_lens.tasks import TokenTask, list_tasks, load_task
 
 REPEATED = "repeated"  # random tokens, twice: the test of induction
 
@@ -65,7 +73,7 @@ def stream_data(
         data: a file of texts (txt, one a line), of rows (json, jsonl, csv, parquet) or of ids or
             vectors (pt, npy, safetensors); a folder that ``datasets`` has saved; "repeated", random
             tokens twice in a row; the name of a task of ours; or "name", "name:split" or
-            "name:config:split" on the hub.
+            "name:config:split" on the hub. See :func:`find_data` for what is what.
         column: the column that holds texts or ids.
         n: at most so many sequences.
         max_length: longer sequences are cut to it.
@@ -82,7 +90,7 @@ def stream_data(
         max_length = min(window, max_length or window)
         texts = stream_texts(data, column, scratch)
         if texts is not None:
-            one_text = Path(data).suffix == ".txt"
+            one_text = _is_text_file(find_data(data))
             for rows in windows(
                 model, texts, max_length, n, data, one_text=one_text, scratch=scratch
             ):
@@ -90,7 +98,7 @@ def stream_data(
                 yield rows
             return
     seen = 0
-    for part in _parts(model, data, n or 256, max_length, seed, scratch):
+    for part in _parts(model, data, n or 256, max_length, seed, scratch, column):
         if n is not None:
             most = min(n - seen, len(part))
             part = part.select(range(most)) if hasattr(part, "column_names") else part[:most]
@@ -99,6 +107,22 @@ def stream_data(
         seen += len(part)
         if seen == n:
             return
+
+
+def find_data(data: str) -> Named:
+    """Find what a user means by data, importing nothing and asking no network.
+
+    The order is that of :func:`~infoflow_lens.foundation.naming.find_named`; "repeated" counts as a
+    task.
+
+    Raises:
+        InfoFlowError: for no name.
+    """
+    return find_named(data, (REPEATED, *list_tasks()), (*_TABLES, *_TENSORS))
+
+
+def _is_text_file(named: Named) -> bool:
+    return named.kind == "file" and named.path.suffix == ".txt"
 
 
 def data_identity(data: str) -> Any:
@@ -110,14 +134,13 @@ def data_identity(data: str) -> Any:
     Raises:
         InfoFlowError: for a dataset of the hub that cannot be read.
     """
-    path = Path(data)
-    if data == REPEATED or is_task(data):
+    named = find_data(data)
+    if named.kind == "task":
         return None
-    if path.is_file():
-        return [path.suffix, digest_of(path)]
-    if path.is_dir():
-        return file_digests(path)
-    return _from_hub(data)._fingerprint
+    if named.kind == "hub":
+        return _from_hub(named.name)._fingerprint
+    path = named.path
+    return file_digests(path) if path.is_dir() else [path.suffix, digest_of(path)]
 
 
 def check_data(data: str, column: str | None = None) -> None:
@@ -129,20 +152,21 @@ def check_data(data: str, column: str | None = None) -> None:
     """
     if not data:
         raise InfoFlowError("data is empty: expected a file, a task or the name of a dataset")
-    path = Path(data)
-    looks_like_a_file = path.suffix in (*_TABLES, *_TENSORS) or data.startswith((".", "/", "~"))
-    if looks_like_a_file and not path.exists() and not is_task(data):
-        raise InfoFlowError(f"there is no file {data!r}: expected a file of texts or rows")
+    named = find_data(data)
+    path = named.path
+    if named.kind == "file" and not path.is_dir():
+        _check_file(path)
     known = [REPEATED, *list_tasks()]
-    if "/" not in data and data not in known and not path.exists():
+    if named.kind == "hub" and not named.is_said and "/" not in data:
         near = get_close_matches(data, known, n=1, cutoff=_ALIKE)
         if near:  # the hub would be asked for half a minute where there is no network
             raise InfoFlowError(
                 f"data is {data!r}, which is no file and no task; did you mean {near[0]!r}? A "
-                "dataset of the hub is named OWNER/NAME"
+                f"dataset of the hub is named OWNER/NAME, or hub:{data}"
             )
-    is_text = path.suffix == ".txt"
-    has_columns = not (is_text or path.suffix in _TENSORS or data == REPEATED or is_task(data))
+    is_text = _is_text_file(named)
+    is_tensor = named.kind == "file" and path.suffix in _TENSORS
+    has_columns = not (is_text or is_tensor or named.kind == "task")
     if column is not None and not has_columns and not (is_text and column == "text"):
         held = "lines of text" if is_text else "sequences"
         raise InfoFlowError(
@@ -160,7 +184,7 @@ def read_texts(data: str, column: str | None = None) -> list[str] | None:
     if texts is None:
         return None
     found = list(texts)
-    return ["".join(found)] if Path(data).suffix == ".txt" else found or None
+    return ["".join(found)] if _is_text_file(find_data(data)) else found or None
 
 
 def stream_texts(
@@ -177,13 +201,17 @@ def stream_texts(
     Raises:
         InfoFlowError: for data that are not there, cannot be read, or are empty.
     """
-    path = Path(data)
-    if path.suffix == ".txt" and path.is_file():
-        return _pieces(path)
-    if path.suffix in _TENSORS or data == REPEATED or is_task(data):
+    named = find_data(data)
+    path = named.path
+    if named.kind == "task" or (named.kind == "file" and path.suffix in _TENSORS):
         return None
-    is_file = path.is_dir() or path.suffix in _TABLES
-    parts = _rows_of(path, scratch) if is_file else iter([_from_hub(data)])
+    if _is_text_file(named) and path.is_file():
+        return _pieces(path)
+    parts = (
+        iter([_from_hub(named.name)])
+        if named.kind == "hub"
+        else _rows_of(path, scratch, _columns_read(column))
+    )
     first = next(parts)
     chosen = column or next((name for name in COLUMNS if name in first.column_names), "")
     if chosen not in first.column_names:
@@ -225,19 +253,26 @@ def _parts(
     max_length: int | None,
     seed: int,
     scratch: Path | None,
+    column: str | None,
 ) -> Iterator[Any]:
-    """What a user names, some sequences at a time."""
-    path = Path(data)
-    if path.suffix in _TENSORS and path.is_file():
-        yield from _of_tensor(path)
-    elif path.is_dir() or path.suffix in _TABLES:
-        yield from _rows_of(path, scratch)
-    elif data == REPEATED:
+    """Yield what a user names, some sequences at a time."""
+    named = find_data(data)
+    path = named.path
+    if named.kind == "hub":
+        yield from _split_rows(_from_hub(named.name))
+    elif named.name == REPEATED and named.kind == "task":
         yield _repeated(model, n, max_length, seed)
-    elif is_task(data):
-        yield _task(model, data, n, seed)
+    elif named.kind == "task":
+        yield _task(model, named.name, n, seed)
+    elif path.suffix in _TENSORS and path.is_file():
+        yield from _of_tensor(path)
     else:
-        yield from _split_rows(_from_hub(data))
+        yield from _rows_of(path, scratch, _columns_read(column))
+
+
+def _columns_read(column: str | None) -> tuple[str, ...]:
+    """Return the columns of a table of which one may be read, and that of masks."""
+    return (*(COLUMNS if column is None else (column,)), MASKS[0])
 
 
 def _split_rows(table: Any) -> Iterator[Any]:
@@ -246,8 +281,15 @@ def _split_rows(table: Any) -> Iterator[Any]:
         yield table.select(range(start, min(start + _ROWS, len(table))))
 
 
-def _rows_of(path: Path, scratch: Path | None = None) -> Iterator[Any]:
-    """The rows of a file or of a saved dataset, in tables of some rows.
+def _rows_of(
+    path: Path, scratch: Path | None = None, columns: Collection[str] = ()
+) -> Iterator[Any]:
+    """Yield the rows of a file or of a saved dataset, in tables of some rows.
+
+    Args:
+        path: of the file or the folder.
+        scratch: as for :func:`stream_data`.
+        columns: those that are read, of which a table may have some; default, all.
 
     Raises:
         InfoFlowError: for what is not there, cannot be read, or holds no rows.
@@ -255,12 +297,11 @@ def _rows_of(path: Path, scratch: Path | None = None) -> Iterator[Any]:
     if path.is_dir():
         yield from _split_rows(_folder(path))
         return
-    if not path.is_file():
-        raise InfoFlowError(f"there is no file {str(path)!r}: expected a file of texts or rows")
+    _check_file(path)
     if not path.stat().st_size:
         raise InfoFlowError(f"{str(path)!r} is empty: expected at least one text or row")
     n = 0
-    for part in _lines_of(path) if path.suffix == ".txt" else _streamed(path, scratch):
+    for part in _lines_of(path) if path.suffix == ".txt" else _streamed(path, scratch, columns):
         n += 1
         yield part
     if not n:
@@ -290,27 +331,51 @@ def _bounded(file: TextIO) -> Iterator[str]:
             line = file.readline(_LINE)
 
 
-def _streamed(path: Path, scratch: Path | None) -> Iterator[Any]:
-    """Read the rows of a json, jsonl, csv or parquet file with ``datasets``, some at a time."""
+def _check_file(path: Path) -> None:
+    """Check that a file is there, and that it is no pipe or device.
+
+    Raises:
+        InfoFlowError: naming files of the same name with another end.
+    """
+    if path.exists() and not path.is_file():
+        raise InfoFlowError(f"{str(path)!r} is no regular file: expected a file of texts or rows")
+    if not path.exists():
+        raise InfoFlowError(
+            f"there is no file {str(path)!r}: expected a file of texts or rows{_meant(path)}"
+        )
+
+
+def _meant(path: Path) -> str:
+    """Return the end of an error that names a file of the same name with another end."""
+    ends = sorted(other.name for other in path.parent.glob(f"{glob.escape(path.name)}.*"))
+    return f"; did you mean {ends[0]!r}?" if ends else ""
+
+
+def _streamed(path: Path, scratch: Path | None, columns: Collection[str]) -> Iterator[Any]:
+    """Yield the rows of a json, jsonl, csv or parquet file by ``datasets``, some at a time.
+
+    Its readers of files are called by themselves: ``load_dataset`` would ask the hub first.
+    """
     import datasets
 
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below says it
     try:
-        # the default for parquet reads whole row groups, which may be as large as the unpacked file
-        options: dict[str, Any] = {"batch_size": _ROWS} if path.suffix == ".parquet" else {}
+        options: dict[str, Any] = {"streaming": True}
+        if scratch is not None:
+            options["cache_dir"] = str(scratch)  # it puts a lock there
+        if path.suffix == ".parquet":
+            # the default reads whole row groups, which may be as large as the unpacked file
+            options |= {"batch_size": _ROWS, "columns": _chosen(_names_in(path), columns)}
         if path.suffix == ".csv":
             options["keep_default_na"] = False  # "NA" is a word, too
-        rows = datasets.load_dataset(
-            _TABLES[path.suffix],
-            data_files=str(path),
-            split="train",
-            streaming=True,
-            cache_dir=scratch and str(scratch),  # it puts a lock there
-            **options,
-        )
+        read = getattr(datasets.Dataset, f"from_{_TABLES[path.suffix]}")
+        rows = read(str(path), **options)
+        if path.suffix == ".parquet":
+            rows = rows.decode(False)  # its header may call addresses pictures: they stay text
         for part in rows.iter(batch_size=_ROWS):
-            yield datasets.Dataset.from_dict(part)
+            kept = {name: part[name] for name in _chosen(part, columns)}
+            yield datasets.Dataset.from_dict(kept)
     except Exception as error:  # the readers of four formats raise their own errors
         cause: BaseException = error
         while cause.__cause__ is not None:
@@ -324,21 +389,33 @@ def _streamed(path: Path, scratch: Path | None) -> Iterator[Any]:
         datasets.logging.set_verbosity(verbosity)
 
 
+def _names_in(path: Path) -> list[str]:
+    from pyarrow import parquet
+
+    return list(parquet.read_schema(path).names)
+
+
+def _chosen(names: Iterable[str], columns: Collection[str]) -> list[str]:
+    """Return the names of a table's columns that are read; all where none of them is."""
+    found = list(names)
+    return [name for name in found if name in columns] or found
+
+
 def read_rows(data: str) -> Any:
-    """A dataset from a file of rows or a folder that ``datasets`` has saved.
+    """Read a dataset from a file of rows or a folder that ``datasets`` has saved.
 
     Raises:
         InfoFlowError: for what is neither, or cannot be read.
     """
     import datasets
 
-    path = Path(data)
+    path = find_data(data).path
     if path.is_dir():
         return _folder(path)
     if path.suffix not in _TABLES or not path.is_file():
         raise InfoFlowError(
             f"there is no file {data!r}: expected a file of rows ({', '.join(_TABLES)}), a saved "
-            "dataset, or a task"
+            "dataset, or a task (task:MODULE:NAME for one of your own in a module)"
         )
     parts = (
         datasets.Dataset.from_dict({"text": part}) if isinstance(part, list) else part
@@ -363,7 +440,15 @@ def _folder(path: Path) -> Any:
             f"{str(path)!r} holds several splits ({splits}): expected one; give its folder, such "
             f"as {path / next(iter(found))}"
         )
-    return found
+    return _without_media(found)
+
+
+def _without_media(table: Any) -> Any:
+    """Return a dataset without columns that would be decoded when a row is read."""
+    from datasets.features.features import require_decoding
+
+    kept = [name for name, kind in table.features.items() if not require_decoding(kind)]
+    return table if len(kept) == len(table.features) else table.select_columns(kept)
 
 
 def _of_tensor(path: Path) -> Iterator[Tensor]:
@@ -373,18 +458,24 @@ def _of_tensor(path: Path) -> Iterator[Tensor]:
         InfoFlowError: if it cannot be read, or has too few axes.
     """
     import numpy as np
-    from safetensors.torch import load_file
 
-    try:
+    def read(mapped: bool) -> Any:
         if path.suffix == ".npy":
-            found: Any = np.load(path, allow_pickle=False, mmap_mode="r")
-        elif path.suffix == ".safetensors":
-            tensors = load_file(path)
+            return np.load(path, allow_pickle=False, mmap_mode="r" if mapped else None)
+        if path.suffix == ".safetensors":
+            tensors = read_tensors(path)
             if len(tensors) != 1:
                 raise ValueError(f"it holds {len(tensors)} tensors")
-            found = next(iter(tensors.values()))
-        else:
-            found = torch.load(path, weights_only=True, mmap=True)
+            return next(iter(tensors.values()))
+        return torch.load(path, weights_only=True, mmap=mapped)
+
+    try:
+        try:
+            found = read(mapped=True)
+        except (OSError, RuntimeError) as error:
+            if os.strerror(errno.ENODEV) not in str(error):
+                raise
+            found = read(mapped=False)  # the file system cannot map files
         if isinstance(found, np.ndarray):
             torch.from_numpy(_native(found[:0]))  # of a type that torch has
         elif isinstance(found, Tensor) and found.layout != torch.strided:
@@ -459,12 +550,12 @@ def _from_hub(data: str) -> Any:
     split = rest[-1] if rest else "train"
     config = rest[0] if len(rest) > 1 else None
     try:
-        return datasets.load_dataset(name, config, split=split)
+        return _without_media(datasets.load_dataset(name, config, split=split))
     except Exception as error:  # of the hub, of the network, of the builder
         known = [REPEATED, *list_tasks()]
-        ends = sorted(path.name for path in Path(data).parent.glob(f"{Path(data).name}.*"))
-        meant = f"; did you mean {ends[0]!r}?" if ends else ""
+        meant = _meant(Path(data))
         raise InfoFlowError(
             f"data is {data!r}, which is no file, no folder and no dataset of the hub "
-            f"({first_line(error)}){meant or nearest(data, known)}"
+            f"({first_line(error)}){meant or nearest(data, known)}; a task of your own in a module "
+            f"is task:{data}"
         ) from error

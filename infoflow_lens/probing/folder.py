@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 
 # Settings on which no number depends: the names of model and data, whose contents have digests,
-# the device, and what the page shows.
+# the device, and what the page shows. The digests of weights and configuration tell the precision
+# and the host that were used, however they were asked for: "float32" is what None gives.
 _OF_SEQUENCES = ("column", "n", "max_length", "window")
-_IGNORED_SETTINGS = ("model", "data", *_OF_SEQUENCES, "device", "n_shown")
+_OF_MODEL = ("dtype", "backend")
+_IGNORED_SETTINGS = ("model", "data", *_OF_SEQUENCES, *_OF_MODEL, "device", "n_shown")
 
 
 def settings_identity(config: ProbingConfig) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def sequences_identity(
     data = data_identity(config.data)
     if data is None:
         return None
-    settings = {name: getattr(config, name) for name in (*_OF_SEQUENCES, "backend")}
+    settings = {name: getattr(config, name) for name in _OF_SEQUENCES}
     model = {"configuration": configuration, "tokenizer": tokenizer}
     return {"data": data, **settings, **model, **versions_identity()}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from infoflow_lens.agreement import Agreement, CoverageCurve, Explained
 from infoflow_lens.foundation.display import panel
-from infoflow_lens.foundation.files import writable_folder, write_text
+from infoflow_lens.foundation.documents import PROBE_PAGE
 from infoflow_lens.foundation.hub import push
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import (
@@ -93,22 +93,26 @@ class ProbingResult:
         """The mechanisms of heads; None if they were not measured."""
         return self._of("mechanisms", MechanismsResult)
 
-    def report(self, path: str | os.PathLike[str] = "report.html") -> Path:
+    def report(
+        self, path: str | os.PathLike[str] = "report.html", *, overwrite: bool = False
+    ) -> Path:
         """Write the report, a page that needs no network.
+
+        Args:
+            path: of the page.
+            overwrite: whether a file that is no such page may be replaced, too.
 
         Returns:
             The file.
 
         Raises:
-            InfoFlowError: if the file cannot be written.
+            InfoFlowError: if the file cannot be written, or another one stands in its place.
         """
         from infoflow_lens.probing.page import build_report
         from infoflow_lens.report.probing import render_probing
 
-        target = Path(path)
-        writable_folder(target.parent)
-        write_text(target, render_probing(build_report(self)))
-        return target
+        PROBE_PAGE.check(path, overwrite=overwrite)  # before the page is made
+        return PROBE_PAGE.write(path, render_probing(build_report(self)), overwrite=overwrite)
 
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None

@@ -17,7 +17,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import escape
 from torch import Tensor
 
-from infoflow_lens.foundation.files import writable_folder, write_text
+from infoflow_lens.foundation.documents import FLOW_PAGE
 from infoflow_lens.report.assets import asset, script, with_policy
 from infoflow_lens.report.flow_view import (
     RULES,
@@ -58,16 +58,19 @@ def render_flow(view: FlowView, fragment: bool = False) -> str:
     return with_policy(page)
 
 
-def write_flow(view: FlowView, path: str | os.PathLike[str]) -> Path:
+def write_flow(view: FlowView, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
     """Write the picture as a page of its own.
 
+    Args:
+        view: what it shows.
+        path: of the page.
+        overwrite: whether a file that is no such page may be replaced, too.
+
     Raises:
-        InfoFlowError: if the file cannot be written.
+        InfoFlowError: if the file cannot be written, or another one stands in its place.
     """
-    target = Path(path)
-    writable_folder(target.parent)
-    write_text(target, render_flow(view))
-    return target
+    FLOW_PAGE.check(path, overwrite=overwrite)  # before the page is made
+    return FLOW_PAGE.write(path, render_flow(view), overwrite=overwrite)
 
 
 def picture_data(view: FlowView) -> str:

@@ -10,8 +10,8 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from infoflow_lens.foundation.documents import MARK, PICTURE
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import atomic_path, writable_folder
 
 COLOURS = {
     "excluded, proved": "#a33c00",
@@ -22,19 +22,23 @@ COLOURS = {
 FORMATS = (".png", ".svg", ".pdf")
 
 
-def check_picture_path(path: str | os.PathLike[str]) -> Path:
-    """Refuse a file that no picture can be written to, before any work.
+def check_picture_path(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Check, before any work, that a picture can be written to a file.
+
+    Args:
+        path: of the picture.
+        overwrite: whether a file that is no picture of ours may be replaced, too.
 
     Raises:
-        InfoFlowError: for another ending than FORMATS, or a folder that can't be written.
+        InfoFlowError: for another ending than FORMATS, a folder that can't be written, and another
+            file in the picture's place.
     """
     target = Path(path)
     if target.suffix not in FORMATS:
         raise InfoFlowError(
             f"cannot draw to {target.name!r}: expected a name that ends in {', '.join(FORMATS)}"
         )
-    writable_folder(target.parent)
-    return target
+    return PICTURE.check(target, overwrite=overwrite)
 
 
 def phase_panel(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -89,9 +93,23 @@ def phase_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
 
 
 def draw_phase_diagram(
-    rows: Sequence[Mapping[str, Any]], title: str, path: str | os.PathLike[str]
+    rows: Sequence[Mapping[str, Any]],
+    title: str,
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
 ) -> None:
-    """Write :func:`phase_figure` to a png, svg or pdf file, whole or not at all."""
-    target = check_picture_path(path)
-    with atomic_path(target) as temporary:
-        phase_figure(rows, title).savefig(temporary, format=target.suffix[1:], dpi=150)
+    """Write :func:`phase_figure` to a png, svg or pdf file, whole or not at all.
+
+    Args:
+        rows, title: as there.
+        path, overwrite: as for :func:`check_picture_path`.
+
+    Raises:
+        InfoFlowError: as :func:`check_picture_path`.
+    """
+    target = check_picture_path(path, overwrite=overwrite)
+    maker = {"Software" if target.suffix == ".png" else "Creator": MARK}
+    with PICTURE.writing(target, overwrite=overwrite) as temporary:
+        figure = phase_figure(rows, title)
+        figure.savefig(temporary, format=target.suffix[1:], dpi=150, metadata=maker)

@@ -5,6 +5,7 @@ One loop for all three: a unit whose worker died runs again, and workers that jo
 
 import os
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import torch
 from annotated_types import Interval
@@ -28,6 +30,7 @@ from infoflow_lens.foundation.settings import Count, check
 
 Jobs = Annotated[int, Interval(ge=1, le=4096)]
 _PAUSE = 1.0  # seconds between two looks at who is there
+_ANSWER = 5.0  # seconds until what a scheduler's address names must say something
 _PATIENCE = 30.0  # seconds until a scheduler must have a worker
 _PATIENCE_LATER = 600.0  # and for which it may lose all of them, as where jobs are queued again
 
@@ -240,6 +243,24 @@ def _initialize_worker(parent: int) -> None:
     exit_with_parent(parent)
 
 
+def _check_answers(scheduler: str) -> None:
+    """Check that a scheduler speaks, before a client waits for it as long as its settings say.
+
+    What takes a connection and says nothing, as another server does, would hold the client for a
+    minute and a half.
+
+    Raises:
+        TimeoutError: if nothing comes in `_ANSWER` seconds.
+        OSError: if there is no connection.
+    """
+    where = urlsplit(scheduler if "://" in scheduler else f"tcp://{scheduler}")
+    if where.scheme != "tcp" or not where.hostname or not where.port:
+        return  # the client knows other protocols, and says what is wrong
+    with socket.create_connection((where.hostname, where.port), timeout=_ANSWER) as connection:
+        if not connection.recv(1):  # a scheduler begins the conversation
+            raise ConnectionError("the connection was closed")
+
+
 class _Cluster:
     """The workers of a dask scheduler, which itself runs units again whose workers died."""
 
@@ -251,6 +272,7 @@ class _Cluster:
 
         self._scheduler, self._n_threads = scheduler, n_threads
         try:
+            _check_answers(scheduler)
             self._client = Client(scheduler, timeout="3s")
         except Exception as error:  # an address that is none raises errors of many kinds
             raise InfoFlowError(

@@ -5,6 +5,7 @@ the run is, then a line with the digest of each file. What the manifest does not
 else's, and is neither read, replaced nor removed.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -18,15 +19,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import (
     digest_of,
     naming_file,
+    open_regular,
     owned_by,
     read_json,
+    sync,
     writable_folder,
 )
 
@@ -35,6 +38,8 @@ PRIVATE = ".infoflow-lens"  # the folder for files that are needed only during a
 _SCRATCH, _LOCK, _WRITER = "scratch", "lock", "writer.json"
 _SCHEMA = "infoflow-lens run 1"
 _LONGEST_LOCK = 4096
+# what file systems answer that have no locks, or whose server of locks is away
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO)
 
 
 class RunFolder:
@@ -271,9 +276,9 @@ class RunFolder:
         """Read what is new in the manifest; workers and this process append to it."""
         path = self.path / MANIFEST
         refuse_links(self.path, path)
-        if not path.exists():
+        if not os.path.lexists(path):
             return
-        with naming_file(path, "read"), path.open("rb") as file:
+        with naming_file(path, "read"), open_regular(path) as file:
             found = os.fstat(file.fileno())
             if found.st_ino != self._read_position[0] or found.st_size < self._read_position[1]:
                 self._digests, self._read_position = {}, (found.st_ino, 0)
@@ -311,13 +316,21 @@ class RunFolder:
         line = json.dumps({"name": name, "sha256": digest}) + "\n"
         # before the file is in its place: a file without an entry counts as somebody else's
         flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
-        descriptor = os.open(self.path / MANIFEST, flags)
-        try:
-            os.write(descriptor, line.encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with naming_file(self.path / MANIFEST):
+            descriptor = os.open(self.path / MANIFEST, flags)
+            with os.fdopen(descriptor, "ab") as file:  # which writes all of it, or says why not
+                # what a full disk has cut off before is a line of its own, and is not read
+                file.write(b"" if self._ends_a_line() else b"\n")
+                file.write(line.encode())
+                file.flush()
+                sync(file.fileno())
         self._read()
+
+    def _ends_a_line(self) -> bool:
+        """Return whether the manifest ends with a whole line."""
+        with open_regular(self.path / MANIFEST) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            return file.read() in (b"", b"\n")
 
     def _rewrite(self, finished: bool = False, begin: bool = False) -> None:
         """Write the manifest anew, in order, without files that are gone.
@@ -371,7 +384,8 @@ def refuse_links(folder: Path, path: Path) -> None:
 def _lock_folder(folder: Path, what: str) -> Iterator[None]:
     """Hold the lock of a folder for a block, and empty its scratch folder."""
     private = folder / PRIVATE
-    lock, writer = FileLock(private / _LOCK), private / _WRITER
+    lock: BaseFileLock = FileLock(private / _LOCK)
+    writer = private / _WRITER
     try:
         for name in (_LOCK, _WRITER, _SCRATCH):
             refuse_links(folder, private / name)
@@ -379,7 +393,16 @@ def _lock_folder(folder: Path, what: str) -> Iterator[None]:
         _check_lock(private / _LOCK)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # for a file system without locks: see RunFolder.open
-            lock.acquire(timeout=0)
+            try:
+                lock.acquire(timeout=0)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                with suppress(OSError):  # the empty file of the lock that could not be had
+                    if not (private / _LOCK).stat().st_size:
+                        (private / _LOCK).unlink()
+                lock = SoftFileLock(private / _LOCK)
+                lock.acquire(timeout=0)
     except Timeout as error:
         raise InfoFlowError(
             f"{str(folder)!r} is being written by {_describe_writer(writer)}: expected one run at "

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.theory.graded import GradedLayer, Path, check_strengths
 from infoflow_lens.theory.packed import PackedSets, pack, unpack
@@ -37,7 +38,7 @@ def check_lengths(lengths: Tensor, n_batch: int, n_source: int) -> Int[Tensor, "
 
 
 @dataclass(frozen=True, eq=False)
-class InformationSets:
+class InformationSets(Savable):
     """Sets of input positions, one for every layer, sequence and position.
 
     Attributes:
@@ -117,7 +118,7 @@ class InformationSets:
 
 
 @dataclass(frozen=True, eq=False)
-class GradedSets:
+class GradedSets(Savable):
     """How strongly each state may hold each input position: information sets with an order.
 
     In a deep model the information set of a state soon holds every token. Here each token has the

@@ -14,6 +14,7 @@ from infoflow_lens.experiments.studies import STUDIES, find_study
 from infoflow_lens.experiments.summary import (
     BEGIN,
     END,
+    WRITTEN,
     recorded_run,
     rows_of,
     runs_of,
@@ -86,7 +87,7 @@ def test_the_pages_are_what_the_summary_writes(tmp_path):
     """Tables and the page over all studies, byte by byte."""
     copy = tmp_path / "results"
     shutil.copytree(RESULTS, copy, ignore=shutil.ignore_patterns("*.png", "language_model"))
-    (copy / "README.md").unlink()  # it has a template
+    (copy / "README.md").write_text(WRITTEN)  # its template gives the rest
     done = CliRunner().invoke(app, ["experiment", "--summary", "--out", str(copy)])
     assert done.exit_code == 0, done.output
     for page in sorted(copy.rglob("*.md")):

@@ -53,7 +53,7 @@ class Attributes(PreviousToken):
 
     def update(self, seen):
         self.total = self.total + super().update(seen)["weight"][0]
-        return {"weight": [self.total]}
+        return {"weight": [self.total], "n_queries": torch.tensor(1.0)}
 
     def compute(self):
         return [self.total]
@@ -62,7 +62,8 @@ class Attributes(PreviousToken):
 class Unmasked(PreviousToken):
     def update(self, seen):
         rows = [seen.pattern(i).diagonal(-1, 2, 3) for i in range(seen.n_layers)]
-        return {"weight": [row.mean(dim=2).sum(dim=0) for row in rows]}
+        n = torch.tensor(float(len(seen)))
+        return {"weight": [row.mean(dim=2).sum(dim=0) for row in rows], "n_queries": n}
 
 
 class Last(Probe):
@@ -76,19 +77,68 @@ class Last(Probe):
         return self.weight
 
 
+class Random(PreviousToken):
+    def update(self, seen):
+        found = super().update(seen)
+        return {**found, "weight": [w + torch.rand_like(w) for w in found["weight"]]}
+
+
+class CountsPasses(PreviousToken):
+    def update(self, seen):
+        return {**super().update(seen), "n_queries": torch.tensor(1.0)}
+
+
+class OfTheFirst(PreviousToken):
+    """Its number is that of the first text, which alone merges rightly where order stays."""
+
+    weight = combined(lambda one, other: one)
+
+    def update(self, seen):
+        rows = [seen.pattern(i)[0].diagonal(-1, 1, 2) for i in range(seen.n_layers)]
+        weights = [row.mean(dim=1) for row in rows]
+        return {**super().update(seen), "weight": weights}
+
+    def compute(self):
+        return self.weight
+
+
+class MeanOfMeans(PreviousToken):
+    """The example as it was published until 0.3."""
+
+    def update(self, seen):
+        rows = [seen.pattern(i).diagonal(-1, 2, 3) for i in range(seen.n_layers)]
+        means = [seen.mean_over_queries(row, first=1).sum(dim=0) for row in rows]
+        return {"weight": means, "n_queries": torch.tensor(float(len(seen)))}
+
+
+class Fails(PreviousToken):
+    def update(self, seen):
+        found = super().update(seen)
+        if not found["n_queries"]:
+            raise ZeroDivisionError("no query")
+        return found
+
+
 # A probe of one's own
 
 
 def test_the_example_measures_each_text_as_if_alone(token_model, texts):
     (result,) = run_probes(token_model, texts, [PreviousToken()], batch_size=3, progress=False)
     for layer, found in enumerate(result["value"]):
-        means = [
-            token_model.run_with_cache(row[None])[1]["pattern", layer][0]
-            .diagonal(-1, 1, 2)
-            .mean(dim=1)
+        weights = [
+            token_model.run_with_cache(row[None])[1]["pattern", layer][0].diagonal(-1, 1, 2)
             for row in texts
         ]
-        torch.testing.assert_close(found, torch.stack(means).mean(dim=0))
+        torch.testing.assert_close(found, torch.cat(weights, dim=1).mean(dim=1))
+
+
+def test_a_text_without_a_second_query_spoils_no_number(token_model, texts):
+    """The published example, once NaN for every head of a corpus with one such text."""
+    (alone,) = run_probes(token_model, texts, [PreviousToken()], progress=False)
+    more = [texts[0][:1], *texts, texts[1][:1]]
+    (result,) = run_probes(token_model, more, [PreviousToken()], batch_size=3, progress=False)
+    for one, other in zip(result["value"], alone["value"], strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_it_is_taken_wherever_probes_are(token_model, token_inputs):
@@ -260,6 +310,11 @@ def test_check_probe_takes_what_is_right(token_model, texts, model, inputs):
         (Unmasked, "padding may enter"),
         (Last, "does not give what each gives alone"),
         (Attributes, "alone|merge|stored state"),
+        (Random, "it is random"),
+        (CountsPasses, "may count passes"),
+        (OfTheFirst, "another order"),
+        (MeanOfMeans, "one token among others turns value into NaN"),
+        (Fails, "a text of one token alone ends in ZeroDivisionError"),
     ],
 )
 def test_check_probe_finds_what_is_wrong(token_model, texts, wrong, message):

@@ -355,13 +355,9 @@ def test_folders_that_are_no_models(tmp_path):
     ("file", "text", "message"),
     [
         ("config.json", "{}", r"cannot be loaded \(ValueError: Unrecognized model"),
-        ("config.json", "{nope", r"cannot be loaded \(OSError: .*not a valid JSON file"),
-        (
-            "config.json",
-            '{"model_type": "vit"}',
-            "hidden_size 768, which the weights beside it do not hold",
-        ),
-        ("model.safetensors", "rubbish", r"cannot be loaded \(SafetensorError"),
+        ("config.json", "{nope", r"is no config \(Expecting property name"),
+        ("config.json", '{"model_type": "vit"}', "Unrecognized configuration class"),
+        ("model.safetensors", "rubbish", r"the weights in .* cannot be read .*header too small"),
     ],
 )
 def test_broken_files_are_said_of_the_model(file, text, message, tmp_path):

@@ -119,8 +119,11 @@ def test_what_is_nowhere_is_refused_with_the_file_that_was_meant(model, tmp_path
 
     monkeypatch.setattr(datasets, "load_dataset", gone)
     (tmp_path / "texts.txt").write_text("w5 w6\n")
-    with pytest.raises(InfoFlowError, match=r"no such dataset.*did you mean 'texts\.txt'"):
+    with pytest.raises(InfoFlowError, match=r"there is no file .*did you mean 'texts\.txt'"):
         read_texts(str(tmp_path / "texts"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InfoFlowError, match=r"no such dataset.*did you mean 'texts\.txt'"):
+        read_texts("texts")
 
 
 def test_tensors_of_other_shapes_and_files_of_several_are_refused(model, tmp_path):

@@ -18,7 +18,7 @@ from infoflow_lens import (
 )
 from infoflow_lens.cli import app
 from infoflow_lens.probing.data import read_data
-from infoflow_lens.tasks import Target, is_task
+from infoflow_lens.tasks import Target
 from infoflow_lens.theory.comparison import Component
 from infoflow_lens.theory.estimate import estimate
 from infoflow_lens.theory.shapes import ModelShape
@@ -251,7 +251,5 @@ def test_probes_read_a_target_by_module_and_name(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     model = build_model(Architecture(n_heads=(1,), d_model=8, d_token=2, n_tokens=5), seed=0)
-    batches = read_data(model, "probed:task", n=7)
+    batches = read_data(model, "task:probed:task", n=7)
     assert batches.n_sequences == 7
-    assert not is_task("wikitext:train")
-    assert not is_task("no_such_module:task")

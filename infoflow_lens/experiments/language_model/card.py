@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from infoflow_lens.experiments.language_model.config import PRESETS
-from infoflow_lens.experiments.pages import render_page
+from infoflow_lens.experiments.pages import CARD, render_page
 from infoflow_lens.experiments.tables import markdown_table
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.models.shipped import SHIPPED
 
-_CARD = Path(__file__).with_name("card.md.jinja")
 _COLUMNS = (
     "", "parameters", "steps", "validation", "test", "repeated", "heads above .5",
     "largest prefix matching", "largest previous token",
@@ -33,7 +32,7 @@ def model_card(name: str, measured: Mapping[str, Any]) -> str:
         "best": min(ngram, key=ngram.__getitem__),
         "beaten": [order for order in ngram if measured["loss"]["test"] < ngram[order]],
     }
-    return render_page(_CARD, {**measured, **about})
+    return render_page(CARD, {**measured, **about})
 
 
 def measured_models(folder: Path) -> dict[str, Any]:

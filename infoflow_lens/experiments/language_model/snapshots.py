@@ -13,6 +13,7 @@ from torch import nn
 
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.models.bridges import named_class
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.shipped import shipped_folder
 
@@ -132,15 +133,16 @@ def untrained(source: str, seed: int) -> Iterator[str]:
         source: a folder, or a name of the hub.
         seed: of the weights; the global random state is left alone.
     """
-    import transformers
     from transformers import AutoConfig, AutoTokenizer
 
     name, _, revision = source.partition("@")
-    config: Any = AutoConfig.from_pretrained(name, revision=revision or None)
-    kind: Any = getattr(
-        transformers, next(iter(config.architectures or ()), ""), transformers.AutoModelForCausalLM
+    config: Any = AutoConfig.from_pretrained(
+        name, revision=revision or None, trust_remote_code=False
     )
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or None)
+    kind = named_class(config)
+    tokenizer = AutoTokenizer.from_pretrained(
+        name, revision=revision or None, trust_remote_code=False
+    )
     with tempfile.TemporaryDirectory() as scratch:
         with SeededRandom(seed):
             plain = kind.__name__ == "AutoModelForCausalLM"

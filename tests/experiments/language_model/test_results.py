@@ -10,6 +10,7 @@ import pytest
 from scipy.stats import spearmanr, ttest_rel
 
 from infoflow_lens import InfoFlowError
+from infoflow_lens.experiments import pages
 from infoflow_lens.experiments.language_model import graded_sets, roles
 from infoflow_lens.experiments.language_model.card import comparison, measured_models
 from infoflow_lens.experiments.language_model.config import PRESETS
@@ -17,6 +18,7 @@ from infoflow_lens.experiments.pages import (
     cell_of,
     in_words,
     listed,
+    page_templates,
     render_page,
     short,
     span,
@@ -26,6 +28,7 @@ from infoflow_lens.experiments.registry import LANGUAGE_MODEL_STUDIES
 from infoflow_lens.experiments.summary import (
     BEGIN,
     END,
+    WRITTEN,
     language_model_runs,
     recorded_run,
     rows_of,
@@ -43,20 +46,19 @@ def config_of(path):
 
 
 def test_tables_and_pages_are_what_the_summary_writes(tmp_path):
-    """Byte by byte; each page has its template beside it."""
+    """Byte by byte; each page has its template in the package."""
     of_models = tmp_path / "language_model"
-    shutil.copytree(
-        RESULTS / "language_model", of_models, ignore=shutil.ignore_patterns("*.png", "README.md")
-    )
+    shutil.copytree(RESULTS / "language_model", of_models, ignore=shutil.ignore_patterns("*.png"))
+    (of_models / "README.md").write_text(WRITTEN)
     (tmp_path / "README.md").write_text(f"{BEGIN}\n{END}\n")
     summarise(tmp_path)
-    pages = sorted((RESULTS / "language_model").rglob("*.md"))
-    assert len(pages) > len(LANGUAGE_MODEL_STUDIES) + len(RUNS)
-    for page in pages:
+    published = sorted((RESULTS / "language_model").rglob("*.md"))
+    assert len(published) > len(LANGUAGE_MODEL_STUDIES) + len(RUNS)
+    for page in published:
         assert (of_models / page.relative_to(RESULTS / "language_model")).read_text() == (
             page.read_text()
         ), page
-        assert page.name == "table.md" or page.with_name(f"{page.name}.jinja").is_file()
+        assert page.name == "table.md" or str(page.relative_to(RESULTS)) in page_templates()
 
 
 @pytest.mark.parametrize("path", RUNS.values(), ids=RUNS)
@@ -176,8 +178,8 @@ def test_a_cell_is_found_by_the_cells_before_it():
 
 
 @pytest.mark.parametrize("text", ["{{ nothing }}", "{{", "{{ cell('a') }}", "{{ statement(3) }}"])
-def test_a_template_that_cannot_be_filled_is_named(text, tmp_path):
-    template = tmp_path / "page.md.jinja"
-    template.write_text(text)
-    with pytest.raises(InfoFlowError, match=r"page\.md\.jinja' cannot be filled"):
-        render_page(template, {"cell": lambda run: {}[run]})
+def test_a_template_that_cannot_be_filled_is_named(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "TEMPLATES", tmp_path)
+    (tmp_path / "page.md.jinja").write_text(text)
+    with pytest.raises(InfoFlowError, match=r"template of 'page\.md' cannot be filled"):
+        render_page("page.md", {"cell": lambda run: {}[run]})

@@ -1,0 +1,103 @@
+"""What users name: a file, a task, or something on the hub.
+
+One text may mean several things: ``imdb:train`` is a split of a dataset of the hub, and could be a
+variable of a module of that name. :func:`find_named` alone decides, and neither imports anything
+nor asks a network to do so.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from infoflow_lens.foundation.errors import InfoFlowError
+
+NameKind = Literal["file", "task", "hub"]
+OWN_TASK = ".py"  # the end of a file whose variable FILE.py:NAME is a task of the user's own
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a user has named.
+
+    Attributes:
+        kind: "file" (or a folder), "task" or "hub".
+        name: without the kind in front.
+        is_said: whether the user said the kind, and it was not inferred.
+    """
+
+    kind: NameKind
+    name: str
+    is_said: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The path of a file."""
+        return Path(self.name).expanduser()
+
+
+def find_named(text: str, tasks: Collection[str] = (), endings: Collection[str] = ()) -> Named:
+    """Find what a text names. The first of these that fits:
+
+    1. ``file:PATH``, ``task:NAME`` and ``hub:NAME`` say it themselves.
+    2. A path that exists is a file.
+    3. A known name is a task, and so is ``FILE.py:NAME``, a variable in a file that exists.
+    4. What begins with ``.``, ``/`` or ``~``, or ends like a file, is a file that is missing.
+    5. All else is a name on the hub, such as ``OWNER/NAME`` or ``NAME:SPLIT``.
+
+    A variable of a module is a task only where the user says so: ``task:MODULE:NAME``.
+
+    Args:
+        text: what the user gave.
+        tasks: the names that are known.
+        endings: of files, such as ".txt".
+
+    Raises:
+        InfoFlowError: for an empty text, or a kind without a name.
+    """
+    kind, colon, rest = text.partition(":")
+    for known in get_args(NameKind):
+        if colon and kind == known:
+            if not rest.strip():
+                raise InfoFlowError(f"{text!r} names no {kind}: expected {kind}:NAME")
+            return Named(known, rest, is_said=True)
+    if not text.strip():
+        raise InfoFlowError("the name is empty: expected a file, a task, or a name on the hub")
+    if _exists(text):
+        return Named("file", text)
+    if text in tasks or _is_own_task(text):
+        return Named("task", text)
+    if text.startswith((".", "/", "~")) or Path(text).suffix in endings:
+        return Named("file", text)
+    return Named("hub", text)
+
+
+def find_model(text: str) -> Named:
+    """Find what names a model, a file or something on the hub, as :func:`find_named`.
+
+    A name on the hub may also be an official name of TransformerLens, or of a model that comes with
+    the package. A path with several folders is a file, also where it is missing.
+
+    Raises:
+        InfoFlowError: for what is said to be a task.
+    """
+    named = find_named(text)
+    if named.kind == "task":
+        raise InfoFlowError(
+            f"the model is {text!r}, a task: expected a folder, an official name, or owner/name"
+        )
+    if named.kind == "hub" and not named.is_said and named.name.count("/") > 1:
+        return Named("file", named.name)
+    return named
+
+
+def _is_own_task(text: str) -> bool:
+    where, _, variable = text.rpartition(":")
+    return where.endswith(OWN_TASK) and variable.isidentifier() and _exists(where)
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # too long, a null byte, a user that is not known
+        return False

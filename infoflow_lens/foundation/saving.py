@@ -1,0 +1,309 @@
+"""Results on disk: a safetensors file for tensors, a JSON file for the rest, typed when loaded.
+
+Whatever is saved is a dataclass. The annotations of its fields are the schema of its files: a value
+of another type, a missing tensor, or axes of different sizes are refused when the files are read,
+and not where somebody uses them later. Reading calls nothing that the files name.
+"""
+
+import dataclasses
+import math
+import os
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from infoflow_lens.foundation.documents import MARK, RESULT, tensors_beside
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import read_signed, read_tensors, write_signed
+from infoflow_lens.foundation.record import fingerprint
+from infoflow_lens.foundation.settings import check
+
+_SCHEMA = "infoflow-lens saved 1"
+SavableT = TypeVar("SavableT", bound="Savable")
+
+
+class Savable:
+    """A base of dataclasses that can be saved, and loaded again as they were."""
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.
+
+        Args:
+            path: of both files, without the ends of their names.
+            overwrite: whether files that are no saved result may be replaced, too.
+
+        Raises:
+            InfoFlowError: if they cannot be written, or other files stand in their places.
+        """
+        tensors: dict[str, Tensor] = {}
+        fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
+        names = [item.name for item in fields]
+        values = {name: _encode(getattr(self, name), name, tensors) for name in names}
+        plain = {"kind": type(self).__name__, "fields": values}
+        write_parts(path, _SCHEMA, plain, tensors, overwrite=overwrite)
+
+    @classmethod
+    def load(cls: type[SavableT], path: str | os.PathLike[str]) -> SavableT:
+        """Read what :meth:`save` wrote. Nothing that the files name is called.
+
+        Raises:
+            InfoFlowError: if there is none, it is of another kind or version, or a file is spoiled.
+        """
+        with read_parts(path, _SCHEMA, cls.__name__) as (plain, tensors):
+            if plain.get("kind") != cls.__name__:
+                raise InfoFlowError(
+                    f"{os.fspath(path)!r} holds {plain.get('kind')!r}: expected a {cls.__name__}"
+                )
+            values = _decode(plain["fields"], tensors)
+            return cls(**typed_fields(cls, values))
+
+
+def write_parts(
+    path: str | os.PathLike[str],
+    schema: str,
+    plain: Mapping[str, Any],
+    tensors: dict[str, Tensor],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write ``<path>.safetensors`` and ``<path>.json``, each whole or not at all.
+
+    Args:
+        path: of both files, without the ends of their names.
+        schema: the name and the version of what they hold.
+        plain: values for JSON.
+        tensors: by name.
+        overwrite: whether files that are no saved result may be replaced, too.
+
+    Raises:
+        InfoFlowError: if they cannot be written, or other files stand in their places.
+    """
+    names = f"{os.fspath(path)}.safetensors", f"{os.fspath(path)}.json"
+    held = tensors_beside(RESULT)
+    for document, name in zip((held, RESULT), names, strict=True):  # both, before one is written
+        document.check(name, overwrite=overwrite)
+    with held.writing(names[0], overwrite=overwrite) as temporary:
+        save_file(tensors, temporary, metadata={MARK: schema})
+    write_signed(names[1], schema, {**plain, "tensors": fingerprint(tensors)})
+
+
+@contextmanager
+def read_parts(
+    path: str | os.PathLike[str], schema: str, what: str
+) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """Read what :func:`write_parts` wrote, for use in the block, whose errors speak of these files.
+
+    Raises:
+        InfoFlowError: if there are none, they are of another kind or version, or spoiled.
+    """
+    text, held = Path(f"{os.fspath(path)}.json"), Path(f"{os.fspath(path)}.safetensors")
+    if not os.path.lexists(text):
+        raise InfoFlowError(f"no {what} at {os.fspath(path)!r}: expected {text.name}")
+    plain = read_signed(text, schema, what, describe_remedy(path))
+    try:
+        found = read_tensors(held)
+        if fingerprint(found) != plain.pop("tensors", None):
+            raise ValueError(f"it has changed since {text.name} was written")
+        yield plain, found
+    except _SPOILED as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        if isinstance(error, InfoFlowError) and str(text) in reason:
+            raise
+        raise InfoFlowError(
+            f"{str(held)!r} cannot be read ({reason}): {describe_remedy(path)}"
+        ) from error
+
+
+_SPOILED = (
+    OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, IndexError,
+    RuntimeError, OverflowError,
+)  # fmt: skip
+
+
+def describe_remedy(path: str | os.PathLike[str]) -> str:
+    """Return the end of an error about a saved result: what was expected, and what to do."""
+    name = Path(path).name
+    return (
+        f"expected what save() wrote; delete {name}.json and {name}.safetensors to measure it again"
+    )
+
+
+# The types of fields
+
+
+def typed_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Check values that were read against the fields of a dataclass.
+
+    Args:
+        kind: the dataclass.
+        values: by the names of its fields; lists stand for tuples, and None for a NaN.
+
+    Returns:
+        The values, in the types that the annotations say.
+
+    Raises:
+        InfoFlowError: for a field that is missing, unknown or of another type, and for tensors
+            whose axes of the same name have different sizes.
+    """
+    hints = _hints(kind)
+    known = {item.name: item for item in dataclasses.fields(kind) if item.init}
+    needed = {
+        name
+        for name, item in known.items()
+        if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+    }
+    odd = sorted(values.keys() - known.keys()) or sorted(needed - values.keys())
+    if odd:
+        problem = "has no field" if odd[0] not in known else "lacks the field"
+        raise InfoFlowError(f"a {kind.__name__} {problem} {odd[0]!r}: expected {', '.join(known)}")
+    found = {name: _typed(value, hints[name], name) for name, value in values.items()}
+    sizes: dict[Any, tuple[int, str]] = {}
+    for name, value in found.items():
+        for axis, size in _axes(value, hints[name]):
+            before = sizes.setdefault(axis, (size, name))
+            if before[0] != size:
+                raise InfoFlowError(
+                    f"{name} of a {kind.__name__} has {size} places on the axis {axis!r}, "
+                    f"{before[1]} has {before[0]}: expected as many"
+                )
+    return found
+
+
+@cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def _typed(value: Any, hint: Any, name: str) -> Any:
+    """Return a value in the type of an annotation.
+
+    Raises:
+        InfoFlowError: if it is of another one.
+    """
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any or isinstance(hint, TypeVar):
+        return value
+    if origin in (Union, types.UnionType):
+        return _first_of(value, parts, name)
+    if origin is Annotated and not _is_plain(parts[0]):
+        return _typed(value, parts[0], name)
+    if hasattr(hint, "dim_str") or hint is Tensor:
+        if not isinstance(value, hint):
+            raise InfoFlowError(f"{name} is {_shape_of(value)}: expected {_words_of(hint)}")
+        return value
+    if origin is tuple and isinstance(value, (list, tuple)):
+        several = len(parts) == 2 and parts[1] is Ellipsis
+        if not several and len(value) != len(parts):
+            raise InfoFlowError(f"{name} has {len(value)} values: expected {len(parts)}")
+        each = [parts[0]] * len(value) if several else parts
+        return tuple(_typed(item, of, name) for item, of in zip(value, each, strict=True))
+    if origin is not None and issubclass(origin, Mapping) and isinstance(value, Mapping):
+        return {
+            _typed(key, parts[0], f"a key of {name}"): _typed(item, parts[1], f"{name}[{key!r}]")
+            for key, item in value.items()
+        }
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, hint):
+            return value
+        if isinstance(value, Mapping):
+            return hint(**typed_fields(hint, value))
+    if hint is float and value is None:  # JSON has no NaN
+        return math.nan
+    if hint is float and isinstance(value, float):
+        return value
+    return check(value, hint, name)
+
+
+def _first_of(value: Any, options: tuple[Any, ...], name: str) -> Any:
+    """Return a value in the first type of several that it has."""
+    if value is None and type(None) in options:
+        return None
+    errors = []
+    for option in options:
+        try:
+            return _typed(value, option, name)
+        except InfoFlowError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _is_plain(hint: Any) -> bool:
+    """Return whether :func:`~infoflow_lens.foundation.settings.check` knows a type."""
+    return hint in (int, float, str, bool) or get_origin(hint) is not None
+
+
+def _axes(value: Any, hint: Any) -> Iterator[tuple[Any, int]]:
+    """Return the axes of the tensors of a field, with their sizes; those of layers apart.
+
+    An axis whose name begins with "_" may differ from layer to layer.
+    """
+    dims = getattr(hint, "dim_str", None)
+    if dims is not None and isinstance(value, Tensor):
+        names = dims.split()
+        if not any(name.startswith("*") for name in names):
+            yield from zip(names, value.shape, strict=True)
+    elif get_origin(hint) is tuple and value and isinstance(value, tuple):
+        inner = get_args(hint)[0]
+        if hasattr(inner, "dim_str"):
+            yield "layers with tensors", len(value)
+            for layer, part in enumerate(value):
+                for name, size in _axes(part, inner):
+                    yield ((name, layer) if name.startswith("_") else name), size
+
+
+def _shape_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def _words_of(hint: Any) -> str:
+    kind = getattr(hint, "__name__", str(hint)).split("[")[0].lower()
+    return f"{kind} [{', '.join(hint.dim_str.split())}]" if hasattr(hint, "dim_str") else kind
+
+
+# Values of any depth
+
+
+def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return a value for JSON; its tensors go to `tensors`, under names."""
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach().cpu().contiguous().clone()
+        return {"tensor": name}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            item.name: _encode(getattr(value, item.name), f"{name}.{item.name}", tensors)
+            for item in dataclasses.fields(value)
+        }
+    if isinstance(value, Mapping):
+        pairs = [
+            [key, _encode(item, f"{name}.{place}", tensors)]
+            for place, (key, item) in enumerate(value.items())
+        ]
+        return {"pairs": pairs}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item, f"{name}.{place}", tensors) for place, item in enumerate(value)]
+    return value
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the value that :func:`_encode` gave, with lists for tuples."""
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {"tensor"}:
+        return tensors[value["tensor"]]
+    if set(value) == {"pairs"}:
+        return {
+            tuple(key) if isinstance(key, list) else key: _decode(item, tensors)
+            for key, item in value["pairs"]
+        }
+    return {name: _decode(item, tensors) for name, item in value.items()}
