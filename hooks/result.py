@@ -197,8 +197,9 @@ class Result(Displayed):
             InfoFlowError: naming the array.
         """
         for name, array in self.arrays.items():
-            for dim, names in array.coords.items():
-                if dim in array.dims and array.size_of(dim) != len(names):
+            for dim in array.dims:
+                names = getattr(self, _COORDINATES.get(dim, _PLACES.get(dim, "")), None)
+                if isinstance(names, tuple) and array.size_of(dim) != len(names):
                     raise InfoFlowError(
                         f"{name} has {array.size_of(dim)} places on the axis {dim!r}: expected "
                         f"{len(names)}, one for each of {brief(names)}"
@@ -355,6 +356,18 @@ _COORDINATES = {
     "control": "controls",
     "query_part": "query_parts",
     "key_part": "key_parts",
+}
+
+
+# Axes whose places have names, too, and that tables show by number.
+_PLACES = {
+    "ideal": "ideals",
+    "method": "methods",
+    "budget": "budgets",
+    "assignment": "assignments",
+    "share": "shares",
+    "kept": "kept",
+    "k": "ks",
 }
 
 

@@ -8,15 +8,41 @@ from torch import Tensor
 
 from infoflow_lens.flows.next_tokens import NextTokens, Replaced
 from infoflow_lens.flows.predicting import predict
+from infoflow_lens.flows.settings import RuleName
+from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.foundation.saving import read_parts, write_parts
-from infoflow_lens.hooks.result import Result
+from infoflow_lens.foundation.saving import read_parts, typed, write_parts
+from infoflow_lens.foundation.settings import Count, Index, Share
+from infoflow_lens.hooks import (
+    AttendedResult,
+    InfluenceResult,
+    MechanismsResult,
+    PatternsResult,
+    PositionsResult,
+    Result,
+    WhyAll,
+)
 
 _SCHEMA = "infoflow-lens flow 1"
-_MEASURED = (
-    "influence", "elsewhere", "reasons", "positions", "attention", "attended", "mechanisms",
-)  # fmt: skip
-_ASKED = ("tokens", "rule", "k", "next_tokens", "notes", "title")
+_MEASURED: Mapping[str, type[Result]] = {
+    "influence": InfluenceResult,
+    "elsewhere": InfluenceResult,
+    "reasons": WhyAll,
+    "positions": PositionsResult,
+    "attention": PatternsResult,
+    "attended": AttendedResult,
+    "mechanisms": MechanismsResult,
+}
+_NEEDED = ("positions", "attention")  # the others may be None
+_ASKED: Mapping[str, Any] = {
+    "tokens": tuple[tuple[str, ...], ...],
+    "rule": RuleName,
+    "k": Count,
+    "next_tokens": tuple[NextTokens, ...] | None,
+    "notes": tuple[str, ...],
+    "title": str,
+}
+_REPLACED: Any = tuple[tuple[tuple[str, ...], tuple[NextTokens, ...]], ...] | None
 
 
 def save_fields(
@@ -50,31 +76,42 @@ def load_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     with read_parts(path, _SCHEMA, "flow") as (plain, tensors):
         found: dict[str, Any] = dict.fromkeys(_MEASURED)
-        for name, values in plain["measured"].items():
+        for name, kind in _MEASURED.items():
+            if name not in plain["measured"]:
+                continue
             inside = {
                 key.removeprefix(f"{name}."): tensor
                 for key, tensor in tensors.items()
                 if key.startswith(f"{name}.")
             }
-            found[name] = Result.of_stored(values, inside)
+            found[name] = kind.of_stored(plain["measured"][name], inside)
+        missing = [name for name in _NEEDED if found[name] is None]
+        if missing or plain["measured"].keys() - found.keys():
+            raise InfoFlowError(
+                f"measured are {', '.join(plain['measured'])}: expected {', '.join(_NEEDED)}, and "
+                f"no others than {', '.join(_MEASURED)}"
+            )
         record = RunRecord.from_dict(plain["record"])
+        threshold = typed(record.config.get("threshold"), Share, "threshold")
+        typed(record.config.get("without"), tuple[Index, ...], "without")
+        asked = {name: typed(plain[name], kind, name) for name, kind in _ASKED.items()}
+        n_texts, n_measured = len(asked["tokens"]), len(found["positions"].lengths)
+        if n_texts != n_measured:
+            raise InfoFlowError(f"tokens are of {n_texts} texts, positions of {n_measured}")
+        if asked["rule"] == "mechanisms" and None in (found["attended"], found["mechanisms"]):
+            raise InfoFlowError(
+                "rule is 'mechanisms', and no mechanisms are there: expected them, and the "
+                "attended keys"
+            )
         predicted = predict(
-            plain["rule"], plain["k"], found["positions"], found["attended"], found["mechanisms"],
-            max(map(len, plain["tokens"])), found["influence"], record.config["threshold"],
+            asked["rule"], asked["k"], found["positions"], found["attended"], found["mechanisms"],
+            max(map(len, asked["tokens"])), found["influence"], threshold,
         )  # fmt: skip
-        said, replaced = plain["next_tokens"], plain["replaced"]
+        replaced = typed(plain["replaced"], _REPLACED, "replaced")
         return {
-            **{name: plain[name] for name in _ASKED},
-            "tokens": tuple(map(tuple, plain["tokens"])),
-            "next_tokens": said and tuple(map(_pairs, said)),
-            "replaced": replaced
-            and tuple(Replaced(tuple(by), tuple(map(_pairs, after))) for by, after in replaced),
-            "notes": tuple(plain["notes"]),
+            **asked,
+            "replaced": replaced and tuple(Replaced(by, after) for by, after in replaced),
             "record": record,
             **found,
             **predicted,
         }
-
-
-def _pairs(said: Any) -> NextTokens:
-    return tuple(tuple((str(token), float(chance)) for token, chance in row) for row in said)

@@ -163,7 +163,7 @@ def typed_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     if odd:
         problem = "has no field" if odd[0] not in known else "lacks the field"
         raise InfoFlowError(f"a {kind.__name__} {problem} {odd[0]!r}: expected {', '.join(known)}")
-    found = {name: _typed(value, hints[name], name) for name, value in values.items()}
+    found = {name: typed(value, hints[name], name) for name, value in values.items()}
     sizes: dict[Any, tuple[int, str]] = {}
     for name, value in found.items():
         for axis, size in _axes(value, hints[name]):
@@ -181,8 +181,13 @@ def _hints(kind: type) -> Mapping[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 
-def _typed(value: Any, hint: Any, name: str) -> Any:
-    """Return a value in the type of an annotation.
+def typed(value: Any, hint: Any, name: str) -> Any:
+    """Return a value that was read in the type of an annotation.
+
+    Args:
+        value: lists stand for tuples, and None for a NaN.
+        hint: the annotation.
+        name: what errors call it.
 
     Raises:
         InfoFlowError: if it is of another one.
@@ -193,7 +198,7 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
     if origin in (Union, types.UnionType):
         return _first_of(value, parts, name)
     if origin is Annotated and not _is_plain(parts[0]):
-        return _typed(value, parts[0], name)
+        return typed(value, parts[0], name)
     if hasattr(hint, "dim_str") or hint is Tensor:
         if not isinstance(value, hint):
             raise InfoFlowError(f"{name} is {_shape_of(value)}: expected {_words_of(hint)}")
@@ -203,10 +208,10 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
         if not several and len(value) != len(parts):
             raise InfoFlowError(f"{name} has {len(value)} values: expected {len(parts)}")
         each = [parts[0]] * len(value) if several else parts
-        return tuple(_typed(item, of, name) for item, of in zip(value, each, strict=True))
-    if origin is not None and issubclass(origin, Mapping) and isinstance(value, Mapping):
+        return tuple(typed(item, of, name) for item, of in zip(value, each, strict=True))
+    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
         return {
-            _typed(key, parts[0], f"a key of {name}"): _typed(item, parts[1], f"{name}[{key!r}]")
+            typed(key, parts[0], f"a key of {name}"): typed(item, parts[1], f"{name}[{key!r}]")
             for key, item in value.items()
         }
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -228,7 +233,7 @@ def _first_of(value: Any, options: tuple[Any, ...], name: str) -> Any:
     errors = []
     for option in options:
         try:
-            return _typed(value, option, name)
+            return typed(value, option, name)
         except InfoFlowError as error:
             errors.append(error)
     raise errors[0]

@@ -231,6 +231,12 @@ def _kind_of_folder(folder: Path) -> Literal["checkpoint", "folder"]:
             "missing): expected a folder written by save_pretrained of Hugging Face or by "
             "save_model"
         )
+    odd = [p.name for p in folder.iterdir() if p.exists() and not (p.is_file() or p.is_dir())]
+    if odd:  # whoever reads a pipe waits for its other end
+        raise InfoFlowError(
+            f"the folder {str(folder)!r} holds {', '.join(sorted(odd))}, which is no regular file: "
+            "expected what save_pretrained writes; save or download it again"
+        )
     if not any((folder / file).is_file() for file in _WEIGHTS):
         raise InfoFlowError(
             f"the folder {str(folder)!r} has a config.json but no weights (one of "

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.cli import app
+from infoflow_lens.experiments import pages
 from infoflow_lens.experiments.studies import STUDIES, find_study
 from infoflow_lens.experiments.summary import (
     BEGIN,
@@ -21,6 +22,7 @@ from infoflow_lens.experiments.summary import (
     summarise,
 )
 from infoflow_lens.experiments.sweep import plain_cell
+from tests.foundation.test_documents import occupy
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RUNS = {
@@ -101,6 +103,75 @@ def test_the_pages_are_what_the_summary_writes(tmp_path):
         assert line.startswith(f"| [`{study.name}`]({name}/table.md){preset} |")
         seen = "seen" if recorded_run(study, path).verdict.passed else "**not seen**"
         assert line.endswith(f"| {seen} |")
+
+
+HOSTILE = "{{ cycler.__init__.__globals__.os.system('touch ran') }}"
+
+
+def test_a_template_in_a_folder_of_results_is_not_run(tmp_path, monkeypatch):
+    """It was rendered once, with all that Python can do."""
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "out"
+    (out / "language_model").mkdir(parents=True)
+    for name in ("x.md.jinja", "README.md.jinja", "language_model/README.md.jinja"):
+        (out / name).write_text(HOSTILE)
+    (out / "x.md").write_text(f"mine, {WRITTEN}")
+    (out / "README.md").write_text(f"{HOSTILE}\n{BEGIN}\n{END}\n")
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    summarise(out)
+    assert not (tmp_path / "ran").exists()
+    after = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    assert after.pop(out / "README.md").startswith(HOSTILE.encode())  # a text as any other
+    before.pop(out / "README.md")
+    assert after == before
+
+
+def test_data_of_a_page_are_no_template_either(tmp_path, monkeypatch):
+    """Rows and records are values of the page, and what they hold is shown as it is."""
+    monkeypatch.setattr(pages, "TEMPLATES", tmp_path)
+    (tmp_path / "page.md.jinja").write_text("{{ value }}")
+    assert pages.render_page("page.md", {"value": HOSTILE}) == HOSTILE
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{{ value.__class__.__mro__ }}", "{{ ''.__class__ }}", HOSTILE, "{% include '/etc/hosts' %}"],
+)
+def test_the_sandbox_keeps_what_python_keeps_private(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "TEMPLATES", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "page.md.jinja").write_text(text)
+    with pytest.raises(InfoFlowError, match="cannot be filled"):
+        pages.render_page("page.md", {"value": 1})
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("how", ["foreign", "pipe", "link", "folder"])
+def test_a_table_that_no_study_wrote_is_not_replaced(how, tmp_path):
+    shutil.copytree(RESULTS / "kth_largest", tmp_path / "kth_largest")
+    (tmp_path / "README.md").write_text(f"{BEGIN}\n{END}\n")
+    table = tmp_path / "kth_largest" / "table.md"
+    table.unlink()
+    other = tmp_path / "theirs"
+    other.write_text("mine")
+    table.write_text("mine") if how == "foreign" else occupy(how, table, other)
+    with pytest.raises(InfoFlowError, match=r"table\.md' is (there|a (pipe|link|folder))"):
+        summarise(tmp_path)
+    assert (tmp_path / "README.md").read_text() == f"{BEGIN}\n{END}\n"
+    assert other.read_text() == "mine"
+    if how == "foreign":
+        summarise(tmp_path, overwrite=True)
+        assert table.read_text() == (RESULTS / "kth_largest" / "table.md").read_text()
+
+
+@pytest.mark.parametrize("how", ["pipe", "link", "folder"])
+def test_the_page_itself_must_be_a_file(how, tmp_path):
+    other = tmp_path / "theirs"
+    other.write_text(f"{BEGIN}\n{END}\n")
+    occupy(how, tmp_path / "README.md", other)
+    with pytest.raises(InfoFlowError, match="README"):
+        summarise(tmp_path)
+    assert other.read_text() == f"{BEGIN}\n{END}\n"
 
 
 def test_a_page_without_a_place_for_the_summary_is_left_alone(tmp_path):

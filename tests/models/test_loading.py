@@ -1,18 +1,22 @@
 """Models by name or folder, saved in the real formats and loaded by the real code, offline."""
 
 import json
+import os
 import random
 import sys
 import threading
+import time
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from infoflow_lens import InfoFlowError
-from infoflow_lens.models.bridges import without_trace
+from infoflow_lens.models.bridges import named_class, without_trace
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import build_model, save_model
 from infoflow_lens.models.loading import load_any
@@ -591,3 +595,111 @@ def test_a_revision_that_is_not_there_is_refused_by_name(cache):
     zoo.save_in_cache("gpt2", "somebody/model", cache)
     with pytest.raises(InfoFlowError, match=r"'somebody/model@step7' .*cannot be downloaded"):
         load_any("somebody/model@step7")
+
+
+# Folders from anybody
+
+CODE = "import pathlib\npathlib.Path('ran').write_text('')\n"
+
+
+def with_code(folder, where):
+    """A folder of a model whose files name Python of its own."""
+    zoo.save("gpt2", folder)
+    (folder / "own.py").write_text(f"{CODE}class Own: pass\nclass OwnConfig: pass\n")
+    names = {
+        "config": ("config.json", {"AutoConfig": "own.OwnConfig"}),
+        "tokenizer": ("tokenizer_config.json", {"AutoTokenizer": ["own.Own", None]}),
+    }  # fmt: skip
+    if where == "generation":
+        (folder / "custom_generate").mkdir()
+        (folder / "custom_generate" / "generate.py").write_text(CODE)
+        return folder
+    name, auto_map = names[where]
+    values = json.loads((folder / name).read_text())
+    if where == "config":
+        values["model_type"] = "own"
+    else:
+        values["tokenizer_class"] = "Own"
+    (folder / name).write_text(json.dumps({**values, "auto_map": auto_map}))
+    return folder
+
+
+@pytest.mark.parametrize("where", ["config", "tokenizer", "generation"])
+def test_code_in_a_folder_never_runs_and_no_question_is_asked(where, tmp_path, monkeypatch):
+    """It once ran after a `y` to a question that nobody could see."""
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "y")
+    folder = with_code(tmp_path / "model", where)
+    if where != "config":  # a way to generate, and words for which transformers has a class
+        assert load_any(folder).tokenizer is not None
+    else:
+        with pytest.raises(InfoFlowError, match=r"model' needs Python code of its own .*auto_map"):
+            load_any(folder)
+    assert asked == []
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_config_names_models_and_nothing_else(tmp_path):
+    """`architectures` may name any attribute of transformers: what is no model is not called."""
+    for name in ("pipeline", "Trainer", "AutoTokenizer", "logging", "nothing"):
+        assert named_class(SimpleNamespace(architectures=[name])) is AutoModelForCausalLM
+    assert named_class(SimpleNamespace(architectures=["GPT2LMHeadModel"])) is GPT2LMHeadModel
+
+
+HUGE = {
+    "labels": {"num_labels": 3 * 10**7},
+    "layers": {"n_layer": 9 * 10**6},
+    "positions": {"n_positions": 10**7},
+    "width": {"n_embd": 4 * 10**5, "n_head": 4},
+    "words": {"vocab_size": 10**9},
+    "inner": {"n_inner": 10**8},
+}
+
+
+@pytest.mark.parametrize("weights", ["safetensors", "bin"])
+@pytest.mark.parametrize("what", HUGE)
+def test_sizes_far_above_the_weights_are_refused_in_a_moment(what, weights, tmp_path):
+    """num_labels alone once took a minute and 6.6 GB; layers of a .bin were not compared."""
+    folder = zoo.save("gpt2", tmp_path / "gpt2")
+    if weights == "bin":
+        tensors = load_file(folder / "model.safetensors")
+        torch.save(tensors, folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    load_any(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | HUGE[what]))
+    started = time.monotonic()
+    with pytest.raises(InfoFlowError, match="which the weights beside it do not hold"):
+        load_any(folder)
+    assert time.monotonic() - started < 20
+
+
+def test_large_numbers_that_are_no_sizes_are_let_through(tmp_path):
+    folder = zoo.save("llama", tmp_path / "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 5 * 10**7}))
+    load_any(folder)
+
+
+def test_a_panic_of_a_library_is_an_error(tmp_path, monkeypatch):
+    """Those of Rust are no Exception, and end a command in a traceback."""
+
+    class PanicException(BaseException):
+        pass
+
+    def gives_up(*args, **kwargs):
+        raise PanicException("regex too large")
+
+    folder = zoo.save("gpt2", tmp_path / "gpt2")
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", gives_up)
+    with pytest.raises(InfoFlowError, match=r"gave up: regex too large.*take another model"):
+        load_any(folder)
+
+
+def test_a_pipe_among_the_files_of_a_model_is_refused(tmp_path):
+    folder = zoo.save("gpt2", tmp_path / "gpt2")
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+    with pytest.raises(InfoFlowError, match=r"tokenizer\.json.* no regular file"):
+        load_any(folder)

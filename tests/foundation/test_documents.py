@@ -1,0 +1,202 @@
+"""A document takes no place but a new one, or that of an earlier document of its kind."""
+
+import json
+import os
+import resource
+import socket
+
+import pytest
+import torch
+
+from infoflow_lens import InfoFlowError
+from infoflow_lens.foundation.documents import (
+    CERTIFICATE,
+    FLOW_PAGE,
+    PICTURE,
+    PROBE_PAGE,
+    RESULT,
+    WITNESS,
+    Document,
+    check_name,
+)
+from infoflow_lens.foundation.files import read_json
+from infoflow_lens.foundation.saving import read_parts, write_parts
+from infoflow_lens.foundation.state import read_state, write_state
+
+KINDS = {
+    "flow page": (FLOW_PAGE, '<meta name="generator" content="infoflow-lens flow">'),
+    "probe page": (PROBE_PAGE, '<meta name="generator" content="infoflow-lens probe">'),
+    "picture": (PICTURE, "<svg>infoflow-lens</svg>"),
+    "certificate": (CERTIFICATE, '{"format": "infoflow-lens one-layer certificate 1"}'),
+    "witness": (WITNESS, '{"format": "infoflow-lens exclusion 1"}'),
+    "result": (RESULT, '{"schema": "infoflow-lens result 1"}'),
+}
+of_each_kind = pytest.mark.parametrize(("kind", "text"), KINDS.values(), ids=KINDS)
+
+
+def bind(path):
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+
+
+# What may stand in the place of a file that a user names, and never gives way.
+TAKEN = {
+    "pipe": lambda path, other: os.mkfifo(path),
+    "link": lambda path, other: path.symlink_to(other),
+    "dangling link": lambda path, other: path.symlink_to(other / "nowhere"),
+    "folder": lambda path, other: path.mkdir(),
+    "socket": lambda path, other: bind(path),
+    "device": lambda path, other: os.mknod(path, 0o020666, os.makedev(1, 3)),  # as /dev/null
+}
+
+
+def occupy(how, path, other):
+    try:
+        TAKEN[how](path, other)
+    except PermissionError:
+        pytest.skip("only root makes devices")
+
+
+@of_each_kind
+def test_an_earlier_document_gives_way_and_other_files_when_asked(kind, text, tmp_path):
+    path = tmp_path / "below" / "document"
+    kind.write(path, text)
+    assert path.read_text() == text
+    kind.write(path, text + " ")
+    path.write_text("mine")
+    with pytest.raises(InfoFlowError, match=r"is there and is no .*choose another name"):
+        kind.write(path, text)
+    assert path.read_text() == "mine"
+    kind.write(path, text, overwrite=True)
+    assert path.read_text() == text
+    assert [p.name for p in path.parent.iterdir()] == ["document"]
+
+
+@of_each_kind
+@pytest.mark.parametrize("how", TAKEN)
+def test_what_is_no_file_never_gives_way(kind, text, how, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # names of sockets are short
+    other = tmp_path / "theirs"
+    other.write_text(text)
+    occupy(how, tmp_path / "x", other)
+    for overwrite in (False, True):
+        with pytest.raises(InfoFlowError, match=r"'x' is a (pipe|link|folder|socket|device)"):
+            kind.write("x", "new", overwrite=overwrite)
+    assert other.read_text() == text
+    assert {p.name for p in tmp_path.iterdir()} == {"x", "theirs"}
+
+
+@of_each_kind
+def test_a_document_of_another_kind_is_no_document_of_this(kind, text, tmp_path):
+    for other, content in KINDS.values():
+        (tmp_path / "x").write_text(content)
+        assert other.recognises(tmp_path / "x")
+        if other is not kind and kind is not PICTURE:  # whose mark is the name of the package
+            assert not kind.recognises(tmp_path / "x")
+
+
+def test_deep_and_broken_json_is_no_document(tmp_path):
+    for text in ("[" * 10**5, "{", "null", "[]", "\0"):
+        (tmp_path / "x").write_text(text)
+        assert not WITNESS.recognises(tmp_path / "x")
+
+
+def test_places_that_are_none(tmp_path):
+    for place in ("", ".", "/"):
+        with pytest.raises(InfoFlowError, match="names no file"):
+            PICTURE.check(place)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InfoFlowError, match="cannot write to the output folder"):
+        PICTURE.check(tmp_path / "file" / "below")
+
+
+WRITERS = {
+    "document": (lambda path: PICTURE.write(path / "x", "text"), ["x"]),
+    "parts": (
+        lambda path: write_parts(path / "x", "infoflow-lens result 1", {}, {"a": torch.ones(3)}),
+        ["x.json", "x.safetensors"],
+    ),
+    "state": (lambda path: write_state(path / "x", {"a": torch.ones(3)}, {}), ["x"]),
+}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+@pytest.mark.parametrize(("write", "names"), WRITERS.values(), ids=WRITERS)
+def test_files_have_the_permissions_of_new_files(write, names, umask, tmp_path):
+    """safetensors 0.8 makes files that their owner alone may read."""
+    before = os.umask(umask)
+    try:
+        write(tmp_path)
+    finally:
+        os.umask(before)
+    modes = {p.name: p.stat().st_mode & 0o777 for p in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(names, 0o666 & ~umask)
+
+
+@pytest.mark.parametrize(("write", "names"), WRITERS.values(), ids=WRITERS)
+def test_a_write_that_is_cut_short_leaves_nothing(write, names, tmp_path):
+    """A limit on sizes gives short writes and then an error, as a full disk does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2, limits[1]))
+    try:
+        with pytest.raises(InfoFlowError, match=r"cannot write .*make room"):
+            write(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.parametrize(("write", "names"), WRITERS.values(), ids=WRITERS)
+def test_a_folder_that_may_not_be_written_is_named(write, names, tmp_path):
+    tmp_path.chmod(0o555)
+    with pytest.raises(InfoFlowError, match="cannot write"):
+        write(tmp_path)
+
+
+READERS = {
+    "json": lambda path: read_json(path, "record", "write it again"),
+    "state": lambda path: read_state(path, "the state", "write it again"),
+    "parts, text": lambda path: list(_read(path.with_suffix(""), path, ".json")),
+    "parts, tensors": lambda path: list(_read(path.with_suffix(""), path, ".safetensors")),
+}
+
+
+def _read(stem, path, end):
+    if end == ".safetensors":
+        write_parts(stem, "infoflow-lens result 1", {}, {})
+        stem.with_suffix(end).unlink()
+    path.rename(stem.with_suffix(end))
+    with read_parts(stem, "infoflow-lens result 1", "result") as parts:
+        yield parts
+
+
+@pytest.mark.parametrize("how", ["pipe", "folder", "device"])
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_nobody_waits_for_what_is_no_file(read, how, tmp_path):
+    """A pipe in the place of a record once held a command for ever."""
+    occupy(how, tmp_path / "x.y", tmp_path)
+    with pytest.raises(InfoFlowError, match="it is no regular file"):
+        read(tmp_path / "x.y")
+
+
+@pytest.mark.parametrize("name", ["x", "first/second", "a.b", "Result-1_2"])
+def test_names_that_stay_below(name):
+    assert check_name(name, "name") == name
+
+
+@pytest.mark.parametrize(
+    "name", ["", "/abs", "../x", "a/../b", "a//b", "a/", ".hidden", "a\\b", "*", "a b", "a\0", None]
+)
+def test_names_that_do_not(name):
+    with pytest.raises(InfoFlowError, match=r"name is .*it stays below the folder"):
+        check_name(name, "name")
+
+
+def test_kinds_are_all_here():
+    from infoflow_lens.foundation import documents
+
+    assert {id(kind) for kind, _ in KINDS.values()} == {
+        id(value) for value in vars(documents).values() if isinstance(value, Document)
+    }
+    assert json.loads(KINDS["witness"][1])

@@ -1,0 +1,460 @@
+"""Everything that can be saved: it comes back as it was, and what is not it is refused at the door.
+
+The kinds are found from the package, so that the next one cannot be forgotten: without an entry in
+SAVED a test fails.
+"""
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import infoflow_lens.probing.parts.routes
+from infoflow_lens import (
+    AttendedProbe,
+    Flow,
+    GradedSetsProbe,
+    InfoFlowError,
+    JacobianInfluence,
+    PatternsProbe,
+    PositionsProbe,
+    RecoveryProbe,
+    compare,
+    compare_rankings,
+    coverage_curve,
+    flow,
+    probe,
+    propagate,
+    run_probes,
+)
+from infoflow_lens.agreement import explained
+from infoflow_lens.foundation.saving import Savable, write_parts
+from infoflow_lens.hooks import (
+    AttentionRollout,
+    Probe,
+    Result,
+    ShardedPositions,
+    measure_edge_budget,
+    measure_mechanisms,
+    measure_sufficiency,
+    measure_top_k,
+    measure_why,
+    measure_why_all,
+    replace_greedily,
+    summed,
+)
+from infoflow_lens.models.host import load_model, save_model
+from infoflow_lens.report.phase import draw_phase_diagram
+from infoflow_lens.tasks import load_task
+from infoflow_lens.theory.estimate import phase_diagram
+from tests.conftest import make_token_model
+from tests.foundation.test_documents import occupy
+
+IDS = torch.randint(17, (8, 9), generator=torch.Generator().manual_seed(4))
+QUIET = {"progress": False}
+
+
+class Own(Probe):
+    reads = ("pattern",)
+    dims = ("layer", "head")
+    weight = summed()
+
+    def update(self, seen):
+        return {"weight": [seen.pattern(i).sum(dim=(0, 2, 3)) for i in range(seen.n_layers)]}
+
+    def compute(self):
+        return list(self.weight)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """One of every kind, by the name of its class."""
+    model = make_token_model()
+    texts = [row[:n] for row, n in zip(IDS, (9, 4, 6, 9, 5, 9, 9, 9), strict=True)]
+    probes = [
+        PositionsProbe((1, 2), spread=True), RecoveryProbe((1,), controls=True, maps=True),
+        JacobianInfluence("resid_post"), AttendedProbe(), PatternsProbe(), AttentionRollout(),
+        GradedSetsProbe("weight"), Own(),
+    ]  # fmt: skip
+    results = run_probes(model, texts, probes, **QUIET)
+    positions, _, influence, attended, _, rollout, graded, own = results
+    mechanisms = measure_mechanisms(model, IDS[:4], **QUIET)
+    sets = propagate(positions)
+    run = probe(
+        model, IDS, probes=["positions", "influence", "routes"], shard=3, ranks=(1,),
+        out=tmp_path_factory.mktemp("run") / "out", **QUIET,
+    )  # fmt: skip
+    every = [
+        *results, mechanisms, run.found["positions"], run.found["routes"],
+        measure_sufficiency(model, IDS[4:], mechanisms, draws=1, **QUIET),
+        measure_top_k(model, IDS[4:], **QUIET),
+        measure_edge_budget(model, IDS[4:], IDS[:4], budgets=(3, 5), **QUIET),
+        measure_why(model, IDS[:1], 1, 2), measure_why_all(model, IDS[:2]),
+        sets, propagate(strength=[p.float() for p in attended.attended]), compare(sets, influence),
+        compare(sets, influence).cls, explained(sets, influence),
+        coverage_curve(positions, influence),
+        compare_rankings({"sets": sets}, {"rollout": rollout, "graded": graded}, influence),
+        replace_greedily(model, IDS[4:], mechanisms, budget=0.5, **QUIET),
+    ]  # fmt: skip
+    assert own.values
+    return {type(one).__name__: one for one in every}
+
+
+def concrete(kind):
+    found = {kind.__name__: kind} if dataclasses.is_dataclass(kind) else {}
+    for sub in kind.__subclasses__():
+        if sub.__module__.startswith("infoflow_lens."):
+            found |= concrete(sub)
+    return found
+
+
+BASES = {"Result", "ShardedResult", "StateScores", "NextTokenResult"}
+RESULTS = sorted(concrete(Result).keys() - BASES)
+OTHERS = sorted(concrete(Savable))
+SAVED = [*RESULTS, *OTHERS]
+
+
+def test_everything_that_can_be_saved_is_here(made):
+    assert set(made) == set(SAVED)
+    assert infoflow_lens.probing.parts.routes.RoutesComparison.__name__ in SAVED
+
+
+def same(one, other):
+    """Whether two values of any depth are the same, NaN equal to NaN."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    if dataclasses.is_dataclass(one):
+        return type(one) is type(other) and all(
+            same(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one)
+        )
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (tuple, list)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return one == other or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_it_comes_back_as_it_was(made, name, tmp_path):
+    one = made[name]
+    one.save(tmp_path / "x")
+    other = type(one).load(tmp_path / "x")
+    fields = {f.name for f in dataclasses.fields(one)} - {"record", "digests"}
+    for field in fields:
+        assert same(getattr(one, field), getattr(other, field)), field
+    one.save(tmp_path / "x")  # an earlier one of its kind gives way
+    assert same(getattr(one, min(fields)), getattr(type(one).load(tmp_path / "x"), min(fields)))
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_it_is_not_loaded_as_another_kind(made, name, tmp_path):
+    made[name].save(tmp_path / "x")
+    other = made["RecoveryResult" if name != "RecoveryResult" else "PositionsResult"]
+    with pytest.raises(InfoFlowError, match=r"is no |holds a "):
+        type(other).load(tmp_path / "x")
+    other = made["Agreement" if name != "Agreement" else "CoverageCurve"]
+    with pytest.raises(InfoFlowError, match=r"is no |holds '"):
+        type(other).load(tmp_path / "x")
+
+
+# Hostile and old files: signed anew, so that only their types are wrong
+
+SCHEMA = {True: "infoflow-lens result 1", False: "infoflow-lens saved 1"}
+WRONG = [{"evil": 1}, [["x"], {}], "x", -3.5, None, True, 10**30]
+
+
+def parts_of(one, path):
+    one.save(path)
+    if isinstance(one, Result):
+        return one.stored()
+    from safetensors.torch import load_file
+
+    from infoflow_lens.foundation.files import read_signed
+
+    plain = read_signed(f"{path}.json", SCHEMA[False], "result", "")
+    return {k: v for k, v in plain.items() if k != "tensors"}, load_file(f"{path}.safetensors")
+
+
+def spoiled(one, path):
+    """(what was done, values, tensors) for every field of a saved object, and every wrong value."""
+    plain, tensors = parts_of(one, path)
+    inside = plain if isinstance(one, Result) else plain["fields"]
+    for name in inside:
+        for wrong in WRONG:
+            if wrong is not None and type(wrong) is type(inside[name]) is not list:
+                continue  # of the right type
+            changed = copy.deepcopy(plain)
+            (changed if isinstance(one, Result) else changed["fields"])[name] = wrong
+            yield f"{name} = {wrong!r}", changed, tensors
+        changed = copy.deepcopy(plain)
+        del (changed if isinstance(one, Result) else changed["fields"])[name]
+        yield f"no {name}", changed, tensors
+    for name, tensor in tensors.items():
+        yield f"no tensor {name}", plain, {k: v for k, v in tensors.items() if k != name}
+        other = torch.bool if tensor.dtype != torch.bool else torch.float32
+        yield f"{name} as {other}", plain, {**tensors, name: tensor.to(other)}
+        yield f"{name} with another axis", plain, {**tensors, name: tensor[None].clone()}
+    extra = copy.deepcopy(plain)
+    (extra if isinstance(one, Result) else extra["fields"])["more"] = 1
+    yield "more", extra, tensors
+    if isinstance(one, Result):
+        yield "a tensor more", plain, {**tensors, "more": torch.zeros(2)}
+
+
+def uses(one):
+    """What a user does with a loaded object: it must not fail later."""
+    for call in ("to_frame", "summary", "mechanisms", "excess", "rise", "sizes", "sentences"):
+        method = getattr(one, call, None)
+        if callable(method):
+            method()
+    repr(one)
+    one._repr_html_() if hasattr(one, "_repr_html_") else None
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_field_of_another_type_is_refused_when_it_is_loaded(made, name, tmp_path):
+    """Or it is of the right type by chance (a number for NaN), and works."""
+    one, n_refused = made[name], 0
+    for what, plain, tensors in spoiled(one, tmp_path / "x"):
+        write_parts(tmp_path / "x", SCHEMA[isinstance(one, Result)], plain, dict(tensors))
+        try:
+            loaded = type(one).load(tmp_path / "x")
+        except InfoFlowError:
+            n_refused += 1
+            continue
+        try:
+            uses(loaded)
+        except InfoFlowError:
+            pass  # says what is wrong
+        except Exception as error:
+            pytest.fail(f"{name} with {what} fails later: {type(error).__name__}: {error}")
+    assert n_refused > 5
+
+
+@pytest.mark.parametrize("axis", ["sample", "rank", "layers"])
+def test_axes_of_one_name_have_one_size(made, axis, tmp_path):
+    """A result cut by hand: fewer sequences, ranks that are not named, a layer gone."""
+    plain, tensors = made["PositionsResult"].stored()
+    if axis == "sample":
+        tensors["lengths"] = tensors["lengths"][:-1].clone()
+    elif axis == "rank":
+        plain["ranks"] = [1, 2, 3]
+    else:
+        del tensors["ties.1"]
+    write_parts(tmp_path / "x", SCHEMA[True], plain, tensors)
+    with pytest.raises(InfoFlowError, match=r"x\.safetensors' cannot be read .*expected"):
+        Result.load(tmp_path / "x")
+
+
+def test_a_flow_of_wrong_values_is_refused_when_it_is_loaded(tmp_path):
+    flow(make_token_model(), [[1, 2, 3]], **QUIET).save(tmp_path / "x")
+    from safetensors.torch import load_file
+
+    from infoflow_lens.foundation.files import read_signed
+
+    schema = "infoflow-lens flow 1"
+    plain = read_signed(tmp_path / "x.json", schema, "flow", "")
+    tensors = load_file(tmp_path / "x.safetensors")
+    del plain["tensors"]
+    Flow.load(tmp_path / "x")
+    changes = [(name, wrong) for name in plain for wrong in (*WRONG, "evil", [])]
+    n_refused = 0
+    for name, wrong in changes:
+        if type(wrong) is type(plain[name]):
+            continue
+        write_parts(tmp_path / "x", schema, {**plain, name: wrong}, dict(tensors))
+        try:
+            found = Flow.load(tmp_path / "x")
+        except InfoFlowError:
+            n_refused += 1
+        else:
+            uses(found)
+            assert found.view
+    assert n_refused > 40
+    for config in ({}, {**plain["record"]["config"], "threshold": "x"},
+                   {**plain["record"]["config"], "without": ["x"]}):  # fmt: skip
+        record = {**plain["record"], "config": config}
+        write_parts(tmp_path / "x", schema, {**plain, "record": record}, dict(tensors))
+        with pytest.raises(InfoFlowError):
+            Flow.load(tmp_path / "x")
+    write_parts(tmp_path / "x", schema, {**plain, "rule": "evil"}, dict(tensors))
+    with pytest.raises(InfoFlowError, match="rule is 'evil': expected one of max_position"):
+        Flow.load(tmp_path / "x")
+
+
+# Places that are taken
+
+
+@pytest.fixture(scope="module")
+def shown():
+    return flow(make_token_model(), [[1, 2, 3]], **QUIET)
+
+
+@pytest.fixture(scope="module")
+def probed():
+    return probe(make_token_model(), IDS, probes=["positions"], **QUIET)
+
+
+def phase(path):
+    rows = phase_diagram(load_task("kth_largest", n_tokens=8), ((1,), (2,)), (8,), "paper", 1)
+    draw_phase_diagram(rows, "heads", path)
+
+
+WRITERS = {
+    **{name: lambda fixtures, path, name=name: fixtures["made"][name].save(path) for name in SAVED},
+    "flow": lambda fixtures, path: fixtures["shown"].save(path),
+    "flow page": lambda fixtures, path: fixtures["shown"].to_html(path),
+    "probe page": lambda fixtures, path: fixtures["probed"].report(path),
+    "png": lambda fixtures, path: phase(path.with_suffix(".png")),
+    "svg": lambda fixtures, path: phase(path.with_suffix(".svg")),
+    "pdf": lambda fixtures, path: phase(path.with_suffix(".pdf")),
+    "model": lambda fixtures, path: save_model(fixtures["model"], path),
+}
+
+
+@pytest.fixture
+def fixtures(made, shown, probed, model):
+    return {"made": made, "shown": shown, "probed": probed, "model": model}
+
+
+def files_of(path):
+    return sorted(p for p in path.parent.rglob("*") if not p.is_dir())
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_each_file_that_is_written_may_be_written_again_and_no_other_is_touched(
+    fixtures, name, tmp_path
+):
+    write, path = WRITERS[name], tmp_path / "x"
+    (tmp_path / "x.notes").write_text("mine")
+    (tmp_path / "x").mkdir() if name in ("model", "ShardedPositions") else None
+    notes = tmp_path / "x" / "notes.txt"
+    if notes.parent.is_dir():
+        notes.write_text("mine")
+    theirs = {p: p.read_bytes() for p in files_of(path)}
+    write(fixtures, path)
+    mine = [p for p in files_of(path) if p not in theirs]
+    write(fixtures, path)
+    assert {p: p.read_bytes() for p in theirs} == theirs
+    assert mine
+    for place in mine:
+        content = place.read_bytes()
+        place.write_bytes(b"notes of somebody")
+        others = {p: p.read_bytes() for p in files_of(path)}
+        # one file of a pair is ours where the other says so
+        if place.suffix == ".safetensors" and name != "model":
+            place.with_suffix(".json").unlink()
+            others = {p: p.read_bytes() for p in files_of(path)}
+        elif name == "model" and place.name == "model.safetensors":
+            (path / "architecture.json").unlink()
+            others = {p: p.read_bytes() for p in files_of(path)}
+        with pytest.raises(InfoFlowError, match="choose another name"):
+            write(fixtures, path)
+        assert {p: p.read_bytes() for p in files_of(path)} == others
+        place.unlink()
+        write(fixtures, path)
+        assert place.read_bytes() == content or name in ("pdf", "svg")
+
+
+@pytest.mark.parametrize("how", ["pipe", "link", "dangling link", "folder"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_place_that_is_taken_stays_as_it_is(fixtures, name, how, tmp_path):
+    write, path = WRITERS[name], tmp_path / "x"
+    write(fixtures, path)
+    mine = files_of(path)
+    other = tmp_path.parent / f"{tmp_path.name}-theirs"
+    other.write_text("theirs")
+    for place in mine:
+        content = place.read_bytes()
+        place.unlink()
+        occupy(how, place, other)
+        with pytest.raises(InfoFlowError, match=r"is a (pipe|link|folder)"):
+            write(fixtures, path)
+        place.rmdir() if how == "folder" else place.unlink()
+        place.write_bytes(content)
+    assert other.read_text() == "theirs"
+
+
+# What lies beside a result
+
+
+@pytest.fixture
+def given(made, tmp_path):
+    """A folder of results from somebody, with a link to a secret and a file beside its parts."""
+    secret = tmp_path / "home" / "secret"
+    secret.parent.mkdir()
+    secret.write_text("key")
+    folder = tmp_path / "given"
+    made["ShardedPositions"].save(folder / "positions")
+    (folder / "positions" / "more").symlink_to(secret.parent)
+    (folder / "positions" / "key").symlink_to(secret)
+    (folder / "positions" / "notes.txt").write_text("theirs")
+    return folder / "positions"
+
+
+def test_a_copy_holds_the_result_and_nothing_that_lies_beside_it(given, tmp_path):
+    """It once followed links, and replaced notes of the user."""
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "notes.txt").write_text("mine")
+    found = Result.load(given)
+    found.save(tmp_path / "copy")
+    names = {p.name for p in (tmp_path / "copy").iterdir()}
+    assert names == {"notes.txt", *(f"{i:06d}.{e}" for i in range(found.n_shards)
+                                    for e in ("json", "safetensors"))}  # fmt: skip
+    assert (tmp_path / "copy" / "notes.txt").read_text() == "mine"
+    assert ShardedPositions.load(tmp_path / "copy").to_frame().equals(found.to_frame())
+
+
+def test_what_is_uploaded_is_the_result_alone(given, monkeypatch):
+    uploaded = {}
+
+    def push(repo_id, write, card, **settings):
+        import tempfile
+        from pathlib import Path
+
+        with tempfile.TemporaryDirectory() as folder:
+            write(Path(folder))
+            uploaded.update({
+                p.relative_to(folder).as_posix(): p.read_bytes()
+                for p in Path(folder).rglob("*") if p.is_file()
+            })  # fmt: skip
+        return "address"
+
+    monkeypatch.setattr("infoflow_lens.hooks.result.push", push)
+    found = Result.load(given)
+    found.push_to_hub("me/it", "positions")
+    parts = {f"positions/{i:06d}" for i in range(found.n_shards)}
+    expected = {
+        f"{part}.{end}" for part in parts | {"positions"} for end in ("json", "safetensors")
+    }
+    assert set(uploaded) == expected
+    assert not any(content == b"key" for content in uploaded.values())
+
+
+@pytest.mark.parametrize("name", ["/abs", "../../x", "a/../../x", "", "*"])
+def test_names_on_the_hub_stay_in_the_dataset(made, name):
+    for call in (made["PositionsResult"].push_to_hub, Result.from_hub):
+        with pytest.raises(InfoFlowError, match="it stays below the folder"):
+            call("me/it", name)
+
+
+def test_a_link_in_the_place_of_the_folder_of_parts_is_refused(made, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "x").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InfoFlowError, match="is a link"):
+        made["ShardedPositions"].save(tmp_path / "x")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_saved_model_does_not_take_the_place_of_another(model, tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(InfoFlowError, match="is no architecture of a saved model"):
+        save_model(model, tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"model.safetensors"}
+    save_model(model, tmp_path, overwrite=True)
+    assert load_model(tmp_path).architecture == model.architecture
+    save_model(model, tmp_path)
