@@ -122,7 +122,7 @@ class ResampleInfluence(StateInfluence):
         self._check_rerun(rerun.layers, plain, expected, rerun.real)
         n_layers, (batch, n_pos, d_model) = len(plain), plain[0].shape
         n_source, n_donors = start.shape[1], len(donated)
-        influence = torch.zeros(n_layers, batch, place.shape[1], n_source)
+        influence = torch.zeros(n_layers, batch, place.shape[1], n_source, dtype=torch.float32)
         rows = self.chunk_size or rows_at_once(rerun.model, n_pos, d_model, start.device)
         rounding = [
             _ROUNDING * torch.finfo(state.dtype).eps * state.float().norm(dim=-1) for state in plain
@@ -132,7 +132,7 @@ class ResampleInfluence(StateInfluence):
         together = max(1, rows // (n_donors * batch))  # sources
         for sources in torch.arange(n_source).split(together):
             each = torch.cartesian_prod(sources, torch.arange(n_donors), torch.arange(batch))
-            moved = torch.empty(n_layers, len(each), place.shape[1])
+            moved = torch.empty(n_layers, len(each), place.shape[1], dtype=torch.float32)
             for part in torch.arange(len(each)).split(rows):
                 source, donor, which = (index.to(start.device) for index in each[part].unbind(1))
                 changed = start[which]

@@ -91,7 +91,7 @@ class _Network:
         part = np.sort(reached)  # what the state cannot reach only costs time
         graph = self._graph[part][:, part]
         start = int(np.searchsorted(part, state))
-        flows = torch.zeros(self._n_pos)
+        flows = torch.zeros(self._n_pos, dtype=torch.float32)
         for index, source in enumerate(part[part < self._n_pos].tolist()):
             flows[source] = maximum_flow(graph, start, index).flow_value / _UNIT
         return flows

@@ -66,7 +66,9 @@ def _viewed(flow: "Flow", index: int, with_patterns: bool) -> ViewedInput:
         patterns.append(pattern[:, :, :n_states])
     influence = None
     if flow.influence is not None:
-        influence = torch.full((members.shape[0], n_states, n_source), torch.nan)
+        influence = torch.full(
+            (members.shape[0], n_states, n_source), torch.nan, dtype=torch.float32
+        )
         for found in (flow.elsewhere, flow.influence):  # the asked positions may be exact
             if found is None:
                 continue

@@ -4,6 +4,7 @@ import math
 
 import matplotlib.figure
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -483,3 +484,17 @@ def test_the_name_stays_a_function_whatever_is_imported():
 def test_a_device_and_a_number_type_may_be_torchs(host):
     made = quick(host, TEXT, device=torch.device("cpu"), dtype=torch.float32)
     assert made.record.config == quick(host, TEXT).record.config
+
+
+def test_the_default_number_type_is_of_the_user(token_model):
+    """torch.set_default_dtype(float64) ended in an error of torch."""
+    asked = {"rule": "mechanisms", "progress": False}
+    texts = torch.randint(17, (8, 5), generator=torch.Generator().manual_seed(1))
+    expected = flow(token_model, texts, **asked)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = flow(token_model, texts, **asked)
+        found.view  # noqa: B018
+    finally:
+        torch.set_default_dtype(torch.float32)
+    pd.testing.assert_frame_equal(found.to_frame(), expected.to_frame(), rtol=1e-5)

@@ -409,6 +409,17 @@ def each_number_stands_in_a_row_of_the_table_of_its_array(model, x, make):
             assert float(value) == pytest.approx(float(row[name]), nan_ok=True)
 
 
+def the_default_number_type_changes_nothing(model, x, make):
+    """torch.set_default_dtype(float64) is of the user, and says nothing of this model."""
+    (expected,) = run_probes(model, x, [make(x)], progress=False)
+    torch.set_default_dtype(torch.float64)
+    try:
+        (found,) = run_probes(model, x, [make(x)], progress=False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_equal(found, expected, 1e-6)
+
+
 PROPERTIES = (
     the_model_is_left_as_found,
     the_model_is_left_as_found_after_an_exception,
@@ -420,6 +431,7 @@ PROPERTIES = (
     merging_in_any_order_is_the_same,
     its_tables_and_pictures_are_those_of_the_saved_one,
     each_number_stands_in_a_row_of_the_table_of_its_array,
+    the_default_number_type_changes_nothing,
 )
 
 

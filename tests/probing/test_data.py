@@ -1,15 +1,19 @@
 """Data by what a user types: what is read, and what is refused in words."""
 
+import errno
 import json
+import os
 
 import datasets
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from infoflow_lens import InfoFlowError, load_any
-from infoflow_lens.probing.data import check_data, read_data, read_texts
+from infoflow_lens import InfoFlowError, PositionsProbe, load_any, run_probes
+from infoflow_lens.probing import data as data_module
+from infoflow_lens.probing.data import check_data, read_data, read_rows, read_texts
 from tests.reference import zoo
 
 
@@ -144,3 +148,100 @@ def test_words_that_mean_missing_elsewhere_are_words(model, tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("text\nNA\nnull\nw5\n")
     assert read_texts(str(path)) == ["NA", "null", "w5"]
+
+
+# What a header calls a picture or a sound
+
+MEDIA = {
+    "image": datasets.Image(),
+    "audio": datasets.Audio(),
+    "images": datasets.List(datasets.Image()),
+    "nested": {"inner": datasets.Image()},
+}
+
+
+def with_media(kind, path):
+    """A dataset with texts, and a column that would be fetched or opened if it were decoded."""
+    value = {"path": "https://nowhere.invalid/x.png", "bytes": None}
+    held = {"images": [value], "nested": {"inner": value}}.get(kind, value)
+    features = datasets.Features({"text": datasets.Value("string"), "media": MEDIA[kind]})
+    rows = datasets.Dataset.from_dict({"text": ["w4 w5", "w6 w7 w8"], "media": [held, held]})
+    table = rows.data.table.replace_schema_metadata(
+        {"huggingface": json.dumps({"info": {"features": features.to_dict()}})}
+    )
+    pyarrow.parquet.write_table(table, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", MEDIA)
+@pytest.mark.parametrize("stored", ["file", "folder"])
+def test_columns_of_media_are_neither_decoded_nor_fetched(
+    model, kind, stored, tmp_path, monkeypatch
+):
+    """A header of a parquet file once made addresses in it be fetched."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("it was decoded")
+
+    path = with_media(kind, tmp_path / "x.parquet")
+    if stored == "folder":
+        datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "c")).save_to_disk(
+            tmp_path / "saved"
+        )
+        path = tmp_path / "saved"
+    for media in (datasets.Image, datasets.Audio):
+        monkeypatch.setattr(media, "decode_example", refuse)
+    assert [len(row) for row in read_data(model, str(path)).sequences()] == [3, 4]  # with BOS
+    assert read_texts(str(path)) == ["w4 w5", "w6 w7 w8"]
+    assert read_rows(str(path))["text"][:] == ["w4 w5", "w6 w7 w8"]
+    with pytest.raises(InfoFlowError, match="media"):
+        read_data(model, str(path), column="media")
+
+
+def test_only_the_columns_that_are_used_are_read(model, tmp_path):
+    path = tmp_path / "x.jsonl"
+    rows = [{"text": "w4 w5", "more": 1}, {"text": "w6", "more": 2}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (part,) = data_module._streamed(path, None, ("text", "attention_mask"))
+    assert part.column_names == ["text"]
+    assert len(read_data(model, str(path)).sequences()) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes have no names there")
+@pytest.mark.parametrize("end", ["txt", "jsonl", "parquet", "pt", "npy"])
+def test_a_pipe_is_no_file_of_data(model, end, tmp_path):
+    os.mkfifo(tmp_path / f"x.{end}")
+    with pytest.raises(InfoFlowError, match="is no regular file"):
+        read_data(model, str(tmp_path / f"x.{end}"))
+
+
+@pytest.mark.parametrize("end", ["pt", "npy", "safetensors"])
+def test_a_file_system_that_cannot_map_files_is_read(model, end, tmp_path, monkeypatch):
+    ids, path = zoo.tokens(4, 9), tmp_path / f"x.{end}"
+    writers = {"pt": torch.save, "npy": lambda x, p: np.save(p, x.numpy()),
+               "safetensors": lambda x, p: save_file({"x": x}, p)}  # fmt: skip
+    writers[end](ids, path)
+    originals = {"pt": torch.load, "npy": np.load}
+
+    def unmapped(original, option):
+        def read(*args, **settings):
+            if settings.get(option):
+                raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+            return original(*args, **settings)
+
+        return read
+
+    if end == "safetensors":
+        fails = unmapped(None, "mapped")
+        monkeypatch.setattr("safetensors.torch.load_file", lambda path: fails(mapped=True))
+    else:
+        place = {"pt": "torch.load", "npy": "numpy.load"}[end]
+        option = {"pt": "mmap", "npy": "mmap_mode"}[end]
+        monkeypatch.setattr(place, unmapped(originals[end], option))
+    assert read_data(model, str(path)).sequences().equal(ids)
+
+
+def test_half_a_character_is_named(model):
+    """A lone surrogate once ended in a UnicodeEncodeError of the tokenizer."""
+    with pytest.raises(InfoFlowError, match=r"inputs\[1\] holds half a character"):
+        run_probes(model, ["w4 w5", "w6 \ud800 w7"], [PositionsProbe()], progress=False)

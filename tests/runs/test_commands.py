@@ -1,16 +1,24 @@
 """Every command that takes --out leaves what others have put into the folder as it was."""
 
+import errno
 import os
+import socket
+import subprocess
+import sys
+import time
 
+import datasets
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from infoflow_lens import InfoFlowError
 from infoflow_lens.cli import app
 from infoflow_lens.experiments import demo
 from infoflow_lens.experiments.language_model import training
 from infoflow_lens.experiments.language_model.config import preset
-from infoflow_lens.runs.folder import MANIFEST, PRIVATE
+from infoflow_lens.runs.executor import Executor
+from infoflow_lens.runs.folder import MANIFEST, PRIVATE, RunFolder
 from tests.conftest import some_of
 from tests.experiments.language_model.test_training import CONFIG, CORPUS
 from tests.reference import zoo
@@ -150,3 +158,180 @@ def test_links_in_the_places_of_the_runs_own_files_are_refused(
     assert name in result.stderr
     after = theirs(tmp_path)
     assert {path: after.get(path) for path in before} == before
+
+
+# No command asks a network, unless the user named something on the hub
+
+WITHOUT_OUT = {
+    "inspect": ["MODEL"],
+    "why": ["MODEL", "a b a b", "--layer", "0", "--head", "1"],
+    "design": ["kth_largest", "--tokens", "8", "--max-heads", "2", "--quiet"],
+    "tasks": [],
+    "constructions": [],
+}
+
+
+def test_the_tables_name_every_command():
+    assert set(ARGUMENTS) | set(WITHOUT_OUT) == set(typer.main.get_command(app).commands)
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Every try to reach one, which fails."""
+    tried = []
+
+    def refuse(*args, **kwargs):
+        tried.append(args)
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    for name in ("connect", "connect_ex", "sendto"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    for place in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
+        monkeypatch.setattr(place, False)
+    return tried
+
+
+def runs(command, arguments, out, words):
+    asked = [words.get(word, word) for word in arguments]
+    place = [] if command in WITHOUT_OUT else ["--out", str(out / DOCUMENTS.get(command, ""))]
+    return CliRunner().invoke(app, [command, *asked, *place])
+
+
+EVERY = {**ARGUMENTS, **WITHOUT_OUT}
+
+
+@pytest.mark.parametrize("command", some_of(sorted(EVERY), "probe", "inspect"))
+def test_no_command_asks_a_network(command, model, small, no_network, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"x": ["a", "?"], "y": "a"}\n{"x": ["b", "?"], "y": "b"}\n')
+    words = {"MODEL": str(model), "DATA": str(data)}
+    result = runs(command, EVERY[command], tmp_path / "out", words)
+    assert result.exit_code == 0, result.output
+    assert no_network == []
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "json", "csv", "parquet", "saved"])
+def test_no_file_of_data_asks_a_network(kind, model, no_network, tmp_path):
+    rows = datasets.Dataset.from_dict({"text": ["w4 w5 w6", "w7 w8"] * 3})
+    path = tmp_path / f"data.{kind}"
+    if kind == "txt":
+        path.write_text("w4 w5 w6\nw7 w8\n")
+    elif kind == "saved":
+        rows.save_to_disk(path)
+    else:
+        write = getattr(rows, f"to_{'json' if kind == 'jsonl' else kind}")
+        write(path, lines=True) if kind == "json" else write(path)
+    out = tmp_path / "out"
+    arguments = ["MODEL", "--data", str(path), "--probes", "positions", "--quiet"]
+    result = runs("probe", arguments, out, {"MODEL": str(model)})
+    assert result.exit_code == 0, result.output
+    assert no_network == []
+
+
+def test_a_name_on_the_hub_does(model, no_network, tmp_path):
+    """So that the test above can fail."""
+    arguments = ["MODEL", "--data", "hub:owner/texts", "--probes", "positions", "--quiet"]
+    result = runs("probe", arguments, tmp_path / "out", {"MODEL": str(model)})
+    assert result.exit_code == 2
+    assert "no dataset of the hub" in result.output
+    assert no_network
+
+
+# What a terminal would take for a command
+
+ESCAPE = "\x1b]0;pwned\x07\x1b[2J\u202e"
+
+
+@pytest.mark.parametrize("command", sorted(EVERY))
+def test_names_that_are_no_names_send_nothing_to_the_terminal(command, tmp_path):
+    """Whatever a command says of a name, in errors as in what it prints."""
+    table = EVERY[command]
+    asked = [ESCAPE if word in ("MODEL", "DATA", "a b a b") else word for word in table]
+    asked = [ESCAPE, *asked[1:]] if asked and not asked[0].startswith("-") else [*asked, ESCAPE]
+    place = [] if command in WITHOUT_OUT else ["--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, [command, *asked, *place])
+    assert result.exit_code == 2
+    assert not {"\x1b", "\x07"} & set(result.output + result.stderr)
+
+
+def test_what_a_folder_says_of_its_writer_is_shown_and_not_sent(tmp_path):
+    (tmp_path / PRIVATE).mkdir()
+    with RunFolder.open(tmp_path, ESCAPE), pytest.raises(InfoFlowError) as refused:
+        RunFolder.open(tmp_path, "two").__enter__()
+    assert "\\x1b]0;pwned" in str(refused.value)
+    assert "\x1b" not in str(refused.value)
+
+
+def test_what_a_model_is_called_is_shown_and_not_sent(tmp_path, capsys):
+    folder = zoo.save("gpt2", tmp_path / f"x{ESCAPE}")
+    result = CliRunner().invoke(app, ["inspect", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "\\x1b" in result.output
+    assert not {"\x1b", "\x07", "\u202e"} & set(result.output)
+
+
+# Documents
+
+
+def test_a_picture_takes_no_place_of_another_file(tmp_path):
+    """--plot replaced any file, where --out refused."""
+    sweep = ["estimate", "kth_largest", "--heads", "2", "--tokens", "8", "--sweep", "heads,tokens"]
+    place = tmp_path / "notes.png"
+    place.write_text("mine")
+    result = CliRunner().invoke(app, [*sweep, "--plot", str(place)])
+    assert result.exit_code == 2
+    assert "is no picture of infoflow-lens" in result.stderr
+    assert place.read_text() == "mine"
+    for more in (["--overwrite"], []):  # then it is one of ours
+        result = CliRunner().invoke(app, [*sweep, "--plot", str(place), *more])
+        assert result.exit_code == 0, result.output
+    assert place.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("option", ["--out", "--witness"])
+@pytest.mark.parametrize("asked", [["kth_largest", "--sweep", "heads,tokens"], ["all"]])
+def test_a_proof_is_of_one_verdict(asked, option, tmp_path):
+    """--out with --sweep ended well, and wrote nothing."""
+    more = [option, str(tmp_path / "x")] if option == "--out" else [option]
+    result = CliRunner().invoke(app, ["estimate", *asked, "--heads", "2", "--tokens", "8", *more])
+    assert result.exit_code == 2
+    assert "give the proof of one verdict" in result.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device")
+def test_output_without_room_is_one_line(tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "infoflow_lens.cli", "tasks", "--json"],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: the output cannot be written (No space left on device): expected room"
+    ]
+
+
+def test_a_run_goes_on_however_its_precision_and_host_were_asked_for(model, tmp_path):
+    """What was computed counts, and not what was typed: float32 is what nothing gives."""
+    start = ["probe", str(model), *ARGUMENTS["probe"][1:], "--out", str(tmp_path / "out")]
+    first = CliRunner().invoke(app, start)
+    assert first.exit_code == 0, first.output
+    before = (tmp_path / "out" / "positions.json").read_bytes()
+    for spelled in (["--dtype", "float32"], ["--backend", "bridge"]):
+        again = CliRunner().invoke(app, [*start, *spelled])
+        assert again.exit_code == 0, again.output
+    assert (tmp_path / "out" / "positions.json").read_bytes() == before
+    other = CliRunner().invoke(app, [*start, "--dtype", "float64"])
+    assert other.exit_code == 2
+    assert "the model's weights changed" in other.stderr
+
+
+def test_a_scheduler_that_says_nothing_is_not_waited_for():
+    """It took a minute and a half."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        started = time.monotonic()
+        with pytest.raises(InfoFlowError, match="there is no dask scheduler at"):
+            Executor(scheduler=address).start_workers("all").__enter__()
+    assert time.monotonic() - started < 20

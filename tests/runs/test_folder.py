@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import resource
 import shutil
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation.files import atomic_path, owned_by, write_json, write_text
+from infoflow_lens.runs.finished import read_finished
 from infoflow_lens.runs.folder import MANIFEST, PRIVATE, RunFolder
 
 
@@ -73,11 +75,14 @@ def test_no_link_is_followed_out_of_the_folder_of_a_run(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX locks")
-def test_where_the_system_has_no_locks_a_file_says_that_the_folder_is_taken(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", ["ENOSYS", "ENOLCK", "EOPNOTSUPP", "EIO"])
+def test_where_the_system_has_no_locks_a_file_says_that_the_folder_is_taken(
+    tmp_path, monkeypatch, number
+):
     import fcntl
 
     def missing(*args):
-        raise OSError(errno.ENOSYS, "Function not implemented")
+        raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)))
 
     monkeypatch.setattr(fcntl, "flock", missing)
     with (
@@ -88,6 +93,58 @@ def test_where_the_system_has_no_locks_a_file_says_that_the_folder_is_taken(tmp_
         pass
     with RunFolder.open(tmp_path, "three"):
         pass
+
+
+def test_a_file_system_that_cannot_synchronise_is_written_to(tmp_path, monkeypatch):
+    def invalid(descriptor):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", invalid)
+    write_run(tmp_path, (1, 2))
+    assert RunFolder(tmp_path).holds("parts/0.json", "table.csv")
+
+    def failed(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", failed)
+    with pytest.raises(InfoFlowError, match="cannot write"):
+        write_run(tmp_path.with_name("other"), (1, 2))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes have no names there")
+@pytest.mark.parametrize("name", [MANIFEST, "table.csv", "parts/0.json", "finished.json"])
+def test_nobody_waits_for_a_pipe_in_a_folder(tmp_path, name):
+    """A pipe in the place of the manifest once held a command for ever."""
+    write_run(tmp_path, (1, 2))
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    if name == "finished.json":
+        assert read_finished(tmp_path, {}, {}) is None
+    else:
+        with pytest.raises(InfoFlowError, match="is no regular file"):
+            RunFolder(tmp_path).holds("parts/0.json", "table.csv")
+
+
+def test_a_line_that_a_full_disk_cuts_short_is_noticed_and_the_next_one_is_whole(tmp_path):
+    """The manifest had half a line, nobody said so, and the finished folder was refused."""
+    with RunFolder.open(tmp_path, "a run") as folder:
+        folder.claim({"the settings": "a"})
+        write_json(tmp_path / "one.json", {})
+        size = (tmp_path / MANIFEST).stat().st_size
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 7, limits[1]))
+        try:
+            with pytest.raises(InfoFlowError, match=r"cannot write .*manifest.*make room"):
+                write_json(tmp_path / "two.json", {})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert (tmp_path / MANIFEST).stat().st_size == size + 7
+        assert not (tmp_path / "two.json").exists()
+        write_json(tmp_path / "three.json", {})
+        write_json(tmp_path / "two.json", {})
+        worker = RunFolder(tmp_path)
+        assert worker.holds("one.json", "two.json", "three.json")
+    assert RunFolder(tmp_path).names() == ["one.json", "three.json", "two.json"]
 
 
 def write_run(out, numbers, identity="a"):

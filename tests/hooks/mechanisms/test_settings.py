@@ -131,3 +131,82 @@ def test_next_tokens_need_a_language_model_and_two_tokens(measure, mechanisms, m
     found = measure_mechanisms(model, inputs, progress=False)
     with pytest.raises(InfoFlowError, match="is a vector, which predicts no next token"):
         run(measure, found, model=model, given=inputs)
+
+
+# resume= is of the same run
+
+OTHERS = {
+    "other inputs": lambda x: {"inputs": x.flip(0)},
+    "other last": lambda x: {"last": 3},
+    "other seed": lambda x: {"seed": 7},
+}
+MEASURES = {
+    "top_k": (
+        measure_top_k,
+        lambda m, x: (m, x[4:]),
+        {"ks": (1, 2)},
+        ("other inputs", "other last"),
+    ),
+    "sufficiency": (
+        measure_sufficiency,
+        lambda m, x: (m, x[4:], measure_mechanisms(m, x[:4], progress=False)),
+        {"draws": 1},
+        ("other inputs", "other last", "other seed"),
+    ),
+    "edge budget": (
+        measure_edge_budget,
+        lambda m, x: (m, x[4:], x[:4]),
+        {"budgets": (3, 5), "draws": 1},
+        ("other inputs", "other seed"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_what_another_run_has_measured_is_refused(name, token_model, token_inputs):
+    """It was taken in silence: 10.05 of other inputs where 10.60 is right."""
+    measure, arguments, settings, others = MEASURES[name]
+    model, mine, *more = arguments(token_model, token_inputs[:8])
+    kept = []
+    expected = measure(model, mine, *more, **settings, after=kept.append, progress=False)
+    again = measure(model, mine, *more, **settings, resume=kept[-1], progress=False)
+    assert again.losses.nan_to_num(0).equal(expected.losses.nan_to_num(0))
+    for other in others:
+        changed = OTHERS[other](mine)
+        inputs = changed.pop("inputs", mine)
+        with pytest.raises(InfoFlowError, match=f"resume is of another run: its {other[6:]} was"):
+            measure(
+                model, inputs, *more, **{**settings, **changed}, resume=kept[-1], progress=False
+            )
+    with pytest.raises(InfoFlowError, match="resume is of another run"):
+        measure(model, mine, *more, **settings, resume={"bare": expected.bare}, progress=False)
+    first = next(model.parameters())
+    before = first.detach().clone()
+    with torch.no_grad():
+        first.mul_(1.5)
+    try:
+        with pytest.raises(InfoFlowError, match=r"its model was|other weights"):
+            measure(model, mine, *more, **settings, resume=kept[-1], progress=False)
+    finally:
+        with torch.no_grad():
+            first.copy_(before)
+
+
+def test_another_metric_or_calibration_is_another_run(token_model, token_inputs):
+    """A run by the loss went on with numbers of a divergence, and its record said "loss"."""
+    x, kept = token_inputs[:8], []
+    settings = {"budgets": (3, 5), "draws": 1, "progress": False}
+    measure_edge_budget(token_model, x[4:], x[:4], metric="kl", after=kept.append, **settings)
+    for other in ({"metric": "loss"}, {"metric": "kl", "calibration": x[:3]}):
+        calibration = other.pop("calibration", x[:4])
+        with pytest.raises(InfoFlowError, match="resume is of another run"):
+            measure_edge_budget(
+                token_model, x[4:], calibration, **other, resume=kept[-1], **settings
+            )
+
+
+def test_mechanisms_of_other_inputs_are_another_run(token_model, token_inputs):
+    kept = []
+    measure_mechanisms(token_model, token_inputs[:4], after_batch=kept.append, progress=False)
+    with pytest.raises(InfoFlowError, match="resume is of another run: its inputs was"):
+        measure_mechanisms(token_model, token_inputs[4:8], resume=kept[0], progress=False)
