@@ -153,7 +153,9 @@ class Flow:
     def _visible(self) -> Bool[Tensor, "input pos source"]:
         """What each state of the last of the asked layers could hold, by the model's mask."""
         n_states, n_source = self.sets.members.shape[2:]
-        reached = torch.eye(n_states, n_source).expand(len(self.tokens), -1, -1)
+        reached = torch.eye(n_states, n_source, dtype=torch.float32).expand(
+            len(self.tokens), -1, -1
+        )
         for scores in self.attention.scores[: self.layers[-1] + 1]:
             allowed = (scores > -math.inf).any(dim=1).float()
             reached = ((allowed @ reached + reached) > 0).float()

@@ -72,9 +72,8 @@ def _measured_influence(result: "ProbingResult") -> Tensor:
     sequence, row = (influence.positions >= 0).nonzero(as_tuple=True)
     asked[sequence, influence.positions[sequence, row]] = True
     full = influence.full().float().masked_fill(~asked[None, :, :, None], torch.nan)
-    whole = torch.full(
-        (len(result.capabilities.layers), n_batch, influence.n_positions, n_source), torch.nan
-    )
+    size = (len(result.capabilities.layers), n_batch, influence.n_positions, n_source)
+    whole = torch.full(size, torch.nan, dtype=torch.float32)
     whole[list(influence.layers)] = full
     return whole
 
@@ -96,7 +95,7 @@ def _weights(
     for layer, (ranked, largest) in enumerate(
         zip(positions.positions, positions.concentration, strict=True)
     ):
-        weights = torch.full(ranked[index, :, :n_pos].shape, torch.nan)
+        weights = torch.full(ranked[index, :, :n_pos].shape, torch.nan, dtype=torch.float32)
         weights[..., columns[0]] = largest[index, :, :n_pos].float()
         margins = positions.margins[layer][index, :, :n_pos].float()
         for above, below in pairwise(columns if softmax[layer] else []):

@@ -119,11 +119,11 @@ def _short(token: str) -> str:
 def _weights(viewed: ViewedInput, rule: str, k: int, layer: int) -> Float[Tensor, "pos key"]:
     """The largest weight of all heads that pass a key to a query; 1 where no weight is known."""
     n_pos, moves = viewed.n_queries, viewed.describe(rule)
-    found = torch.zeros(n_pos, n_pos + 1)  # the last column is "none"
+    found = torch.zeros(n_pos, n_pos + 1, dtype=torch.float32)  # the last column is "none"
     for head, ranked in enumerate(viewed.ranked[layer]):
         move = moves if isinstance(moves, Move) else moves[layer][head]
         keys = move.rule(ranked[None], viewed, k).describe()[:n_pos]
-        weights = torch.full((n_pos, n_pos + 1), torch.nan)
+        weights = torch.full((n_pos, n_pos + 1), torch.nan, dtype=torch.float32)
         if viewed.patterns is not None:
             pattern = viewed.patterns[layer][head]
             weights[:, : pattern.shape[1]] = pattern.float()
@@ -149,7 +149,7 @@ def _paths(
     """
     n_pos = len(weights[0])
     # the strength of the best path from each state to the chosen one
-    best = torch.zeros(layer + 2, n_pos)
+    best = torch.zeros(layer + 2, n_pos, dtype=torch.float32)
     best[layer + 1, position] = 1
     goes_on: dict[tuple[int, int], int] = {}  # the query of the best path
     lines = []

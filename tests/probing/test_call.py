@@ -176,3 +176,14 @@ def test_devices_and_number_types_of_pytorch_count_as_their_names(hf_model):
     for given in ({"device": torch.device("cpu"), "dtype": torch.float32}, {"device": None}):
         config = probe(hf_model, TEXTS, **settings, **given).config
         assert (config.device, config.dtype) == ("cpu", "float32" if "dtype" in given else None)
+
+
+def test_the_default_number_type_is_of_the_user(tmp_path):
+    """Every part and the page under torch.set_default_dtype(float64)."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = probe("stdlib-2l", [*TEXTS[:3], *TEXTS[:3]], progress=False)
+        assert found.report(tmp_path / "page.html").stat().st_size > 10_000
+        assert found.influence.influence.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
