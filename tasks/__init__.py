@@ -1,5 +1,7 @@
 """Synthetic tasks whose active tokens are known: inputs, targets, datasets."""
 
+from typing import Any
+
 from infoflow_lens.tasks.aggregation import GlobalMean, PositionSum
 from infoflow_lens.tasks.card import dataset_card
 from infoflow_lens.tasks.d_retrieval import DRetrieval
@@ -34,3 +36,14 @@ __all__ = [
     "list_tasks",
     "load_task",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Say where a name went."""
+    hint = (
+        "; find_named(text, list_tasks()).kind of infoflow_lens.foundation.naming tells a task from "
+        "a file and a name on the hub"
+        if name == "is_task"
+        else ""
+    )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

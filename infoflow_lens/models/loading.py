@@ -306,11 +306,23 @@ def _by_name(name: str, place: Place, backend: Backend) -> LoadedModel:
     if official.startswith(_NOT_HOOKED):
         what = f"{official!r} is no model for HookedTransformer (not a decoder of tokens)"
         _check_backend(backend, "bridge", what)
+    elif hooked and _runs_code(official):
+        what = f"HookedTransformer would run Python from the hub for {official!r}"
+        _check_backend(backend, "bridge", what)
     elif hooked:
         return _by_hooked(official, place)
     if official.startswith(_IN_OLD_FORMAT):
         return _in_old_format(official, place)
     return _by_bridge(official, place, "name")
+
+
+def _runs_code(official: str) -> bool:
+    """Return whether HookedTransformer loads a model by code that stands beside its weights.
+
+    TransformerLens 3 asks for ``trust_remote_code=True`` by itself for some of its official names.
+    """
+    module = import_module("transformer_lens.loading_from_pretrained")
+    return official.startswith(tuple(module.NEED_REMOTE_CODE_MODELS))
 
 
 def _official_names() -> dict[str, str]:

@@ -27,6 +27,8 @@ from tests.versions import needs_hooked_transformer, needs_version_4
 TOKENS = zoo.tokens(3, 9)
 # who hosts official names
 OF_OFFICIAL_NAMES = "HookedTransformer" if HAS_HOOKED_TRANSFORMER else "TransformerBridge"
+# for which TransformerLens 3 would run Python from the hub: a bridge hosts them
+WITH_CODE = ("openai/gpt-oss-20b",)
 # whose logits the bridge gets wrong; they are refused
 WRONG = ("cohere", "cohere2") if HAS_HOOKED_TRANSFORMER else ()
 RIGHT = tuple(name for name in zoo.FAMILIES if name not in WRONG)
@@ -138,7 +140,8 @@ def test_missing_weights_are_no_random_ones(name, weight, tmp_path):
 def test_an_official_name_computes_what_transformers_computes(official, name, cache):
     zoo.save_in_cache(name, official, cache)
     loaded = load_any(official)
-    assert (type(loaded.model).__name__, loaded.source) == (OF_OFFICIAL_NAMES, "name")
+    host = "TransformerBridge" if official in WITH_CODE else OF_OFFICIAL_NAMES
+    assert (type(loaded.model).__name__, loaded.source) == (host, "name")
     torch.testing.assert_close(logits(loaded.model), plain(name), rtol=1e-4, atol=1e-4)
     if name not in zoo.WITHOUT_TOKENIZER:
         assert loaded.tokenizer("w5 w7")["input_ids"][-2:] == [5, 7]
@@ -703,3 +706,9 @@ def test_a_pipe_among_the_files_of_a_model_is_refused(tmp_path):
     os.mkfifo(folder / "tokenizer.json")
     with pytest.raises(InfoFlowError, match=r"tokenizer\.json.* no regular file"):
         load_any(folder)
+
+
+@needs_hooked_transformer
+def test_official_names_that_would_run_code_are_hosted_by_a_bridge_alone():
+    with pytest.raises(InfoFlowError, match=r"would run Python from the hub .*'bridge'"):
+        load_any("microsoft/phi-2", backend="hooked")
