@@ -39,11 +39,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Say where a name went."""
-    hint = (
-        "; find_named(text, list_tasks()).kind of infoflow_lens.foundation.naming tells a task from "
-        "a file and a name on the hub"
-        if name == "is_task"
-        else ""
-    )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+    """Say what takes the place of a name that is gone."""
+    instead = "; use infoflow_lens.foundation.naming.find_named" if name == "is_task" else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
