@@ -130,7 +130,7 @@ def _check_one_token(
     """Refuse a probe of which a text of one token, without a second query, spoils the numbers."""
     rows = [*trial.given, trial.given[0][:1]]
     more = _Trial(probe, model, rows, tolerance)
-    found = _attempted(trial.name, "a text of one token among others", lambda: more.whole)
+    found = _attempt(trial.name, "a text of one token among others", lambda: more.whole)
     for name, array in trial.whole.arrays.items():
         if name not in found.arrays or set(array.dims) & set(_OF_SEQUENCES):
             continue
@@ -142,7 +142,7 @@ def _check_one_token(
                     "over no query is NaN, and so is a sum with it; sum over queries, count them "
                     "(seen.count_queries), and divide in compute()"
                 )
-    _attempted(trial.name, "a text of one token alone", lambda: more.measured(trial.n, trial.n + 1))
+    _attempt(trial.name, "a text of one token alone", lambda: more.measured(trial.n, trial.n + 1))
 
 
 def _check_files(trial: "_Trial") -> None:
@@ -154,15 +154,15 @@ def _check_files(trial: "_Trial") -> None:
             trial.whole.save(path)
             return Result.load(path)
 
-        found = _attempted(trial.name, "saving the result, and loading it", store)
+        found = _attempt(trial.name, "saving the result, and loading it", store)
     for name, array in trial.whole.arrays.items():
         pairs = zip(_parts(array.values), _parts(found.arrays[name].values), strict=True)
         if not all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in pairs):
             raise InfoFlowError(f"{trial.name}: {name} is another once it is saved and loaded")
 
 
-def _attempted(name: str, what: str, call: Callable[[], Any]) -> Any:
-    """What a call gives; its error says what the probe was tried on."""
+def _attempt(name: str, what: str, call: Callable[[], Any]) -> Any:
+    """Return what a call gives; its error says what the probe was tried on."""
     try:
         return call()
     except InfoFlowError as error:

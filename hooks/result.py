@@ -17,7 +17,7 @@ from infoflow_lens.foundation.files import open_regular
 from infoflow_lens.foundation.hub import pull, push
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.foundation.saving import describe_remedy, read_parts, typed_fields, write_parts
+from infoflow_lens.foundation.saving import convert_fields, describe_remedy, read_parts, write_parts
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class Result(Displayed):
         values["record"] = RunRecord.from_dict(values.pop("record", None))
         if twice := values.keys() & grouped.keys():
             raise InfoFlowError(f"{min(twice)} stands in both saved files: expected it in one")
-        found = kind(**typed_fields(kind, {**values, **grouped}))
+        found = kind(**convert_fields(kind, {**values, **grouped}))
         found._check_places()
         return found
 

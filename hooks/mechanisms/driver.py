@@ -113,9 +113,9 @@ def check_resumed(found: Any, expected: Mapping[str, Any]) -> None:
     if differs:
         name = differs[0]
         raise InfoFlowError(
-            f"resume is of another run: its {name} was {brief(before.get(name))}, now it is "
-            f"{brief(expected[name])}; expected the same inputs, settings and model; leave resume "
-            "out to measure anew"
+            f"resume is of another run: {name} = {brief(before.get(name))} there, "
+            f"{brief(expected[name])} here; expected the same inputs, settings and model; leave "
+            "resume out to measure anew"
         )
 
 

@@ -25,7 +25,7 @@ from infoflow_lens.experiments.sweep import (
     verdict_of,
 )
 from infoflow_lens.experiments.tables import markdown_table
-from infoflow_lens.foundation.documents import Document, marked
+from infoflow_lens.foundation.documents import Document, kind_by_mark
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import naming_file, open_regular, read_json
 
@@ -50,8 +50,8 @@ _OF_ROWS: Mapping[str, Any] = {
         last_epochs,
     )
 }
-_README = marked("page with a place for the summary", BEGIN)
-_WRITTEN_PAGE = marked("page of infoflow-lens study --summary", WRITTEN)
+_README = kind_by_mark("page with a place for the summary", BEGIN)
+_WRITTEN_PAGE = kind_by_mark("page of infoflow-lens study --summary", WRITTEN)
 _RUN_AGAIN = "expected what `infoflow-lens study` wrote; run the study again"
 
 

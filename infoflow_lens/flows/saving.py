@@ -11,7 +11,7 @@ from infoflow_lens.flows.predicting import predict
 from infoflow_lens.flows.settings import RuleName
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.foundation.saving import read_parts, typed, write_parts
+from infoflow_lens.foundation.saving import convert, read_parts, write_parts
 from infoflow_lens.foundation.settings import Count, Index, Share
 from infoflow_lens.hooks import (
     AttendedResult,
@@ -92,9 +92,9 @@ def load_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
                 f"no others than {', '.join(_MEASURED)}"
             )
         record = RunRecord.from_dict(plain["record"])
-        threshold = typed(record.config.get("threshold"), Share, "threshold")
-        typed(record.config.get("without"), tuple[Index, ...], "without")
-        asked = {name: typed(plain[name], kind, name) for name, kind in _ASKED.items()}
+        threshold = convert(record.config.get("threshold"), Share, "threshold")
+        convert(record.config.get("without"), tuple[Index, ...], "without")
+        asked = {name: convert(plain[name], kind, name) for name, kind in _ASKED.items()}
         n_texts, n_measured = len(asked["tokens"]), len(found["positions"].lengths)
         if n_texts != n_measured:
             raise InfoFlowError(f"tokens are of {n_texts} texts, positions of {n_measured}")
@@ -107,7 +107,7 @@ def load_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
             asked["rule"], asked["k"], found["positions"], found["attended"], found["mechanisms"],
             max(map(len, asked["tokens"])), found["influence"], threshold,
         )  # fmt: skip
-        replaced = typed(plain["replaced"], _REPLACED, "replaced")
+        replaced = convert(plain["replaced"], _REPLACED, "replaced")
         return {
             **asked,
             "replaced": replaced and tuple(Replaced(by, after) for by, after in replaced),

@@ -114,7 +114,7 @@ class Document:
         return Path(path)
 
 
-def marked(what: str, mark: str) -> Document:
+def kind_by_mark(what: str, mark: str) -> Document:
     """Return the kind of documents that hold a text by which they are known, such as pages."""
 
     def is_ours(path: Path) -> bool:
@@ -124,7 +124,7 @@ def marked(what: str, mark: str) -> Document:
     return Document(what, is_ours)
 
 
-def described(what: str, key: str, kinds: tuple[str, ...]) -> Document:
+def kind_by_entry(what: str, key: str, kinds: tuple[str, ...]) -> Document:
     """Return the kind of JSON documents that say what they are.
 
     Args:
@@ -141,7 +141,7 @@ def described(what: str, key: str, kinds: tuple[str, ...]) -> Document:
     return Document(what, is_ours)
 
 
-def tensors_beside(document: Document, name: str | None = None) -> Document:
+def kind_of_tensors(document: Document, name: str | None = None) -> Document:
     """Return the kind of safetensors files that we mark, or that stand beside a document of ours.
 
     Args:
@@ -162,15 +162,15 @@ def tensors_beside(document: Document, name: str | None = None) -> Document:
 def page_by(command: str) -> Document:
     """Return the kind of pages that a command writes; their templates name it."""
     mark = f'<meta name="generator" content="infoflow-lens {command}">'
-    return marked(f"page of infoflow-lens {command}", mark)
+    return kind_by_mark(f"page of infoflow-lens {command}", mark)
 
 
 FLOW_PAGE, PROBE_PAGE = page_by("flow"), page_by("probe")
-PICTURE = marked("picture of infoflow-lens", MARK)
-CERTIFICATE = described("certificate", "format", ("infoflow-lens one-layer certificate",))
-WITNESS = described("witness", "format", ("infoflow-lens exclusion",))
+PICTURE = kind_by_mark("picture of infoflow-lens", MARK)
+CERTIFICATE = kind_by_entry("certificate", "format", ("infoflow-lens one-layer certificate",))
+WITNESS = kind_by_entry("witness", "format", ("infoflow-lens exclusion",))
 _SAVED = ("infoflow-lens result ", "infoflow-lens flow ", "infoflow-lens saved ")
-RESULT = described("saved result", "schema", _SAVED)
+RESULT = kind_by_entry("saved result", "schema", _SAVED)
 
 
 def check_name(name: str, what: str) -> str:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from infoflow_lens.foundation.documents import MARK, RESULT, tensors_beside
+from infoflow_lens.foundation.documents import MARK, RESULT, kind_of_tensors
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import read_signed, read_tensors, write_signed
 from infoflow_lens.foundation.record import fingerprint
@@ -62,7 +62,7 @@ class Savable:
                     f"{os.fspath(path)!r} holds {plain.get('kind')!r}: expected a {cls.__name__}"
                 )
             values = _decode(plain["fields"], tensors)
-            return cls(**typed_fields(cls, values))
+            return cls(**convert_fields(cls, values))
 
 
 def write_parts(
@@ -86,7 +86,7 @@ def write_parts(
         InfoFlowError: if they cannot be written, or other files stand in their places.
     """
     names = f"{os.fspath(path)}.safetensors", f"{os.fspath(path)}.json"
-    held = tensors_beside(RESULT)
+    held = kind_of_tensors(RESULT)
     for document, name in zip((held, RESULT), names, strict=True):  # both, before one is written
         document.check(name, overwrite=overwrite)
     with held.writing(names[0], overwrite=overwrite) as temporary:
@@ -138,7 +138,7 @@ def describe_remedy(path: str | os.PathLike[str]) -> str:
 # The types of fields
 
 
-def typed_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def convert_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Check values that were read against the fields of a dataclass.
 
     Args:
@@ -163,7 +163,7 @@ def typed_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     if odd:
         problem = "has no field" if odd[0] not in known else "lacks the field"
         raise InfoFlowError(f"a {kind.__name__} {problem} {odd[0]!r}: expected {', '.join(known)}")
-    found = {name: typed(value, hints[name], name) for name, value in values.items()}
+    found = {name: convert(value, hints[name], name) for name, value in values.items()}
     sizes: dict[Any, tuple[int, str]] = {}
     for name, value in found.items():
         for axis, size in _axes(value, hints[name]):
@@ -181,7 +181,7 @@ def _hints(kind: type) -> Mapping[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 
-def typed(value: Any, hint: Any, name: str) -> Any:
+def convert(value: Any, hint: Any, name: str) -> Any:
     """Return a value that was read in the type of an annotation.
 
     Args:
@@ -198,7 +198,7 @@ def typed(value: Any, hint: Any, name: str) -> Any:
     if origin in (Union, types.UnionType):
         return _first_of(value, parts, name)
     if origin is Annotated and not _is_plain(parts[0]):
-        return typed(value, parts[0], name)
+        return convert(value, parts[0], name)
     if hasattr(hint, "dim_str") or hint is Tensor:
         if not isinstance(value, hint):
             raise InfoFlowError(f"{name} is {_shape_of(value)}: expected {_words_of(hint)}")
@@ -208,17 +208,17 @@ def typed(value: Any, hint: Any, name: str) -> Any:
         if not several and len(value) != len(parts):
             raise InfoFlowError(f"{name} has {len(value)} values: expected {len(parts)}")
         each = [parts[0]] * len(value) if several else parts
-        return tuple(typed(item, of, name) for item, of in zip(value, each, strict=True))
+        return tuple(convert(item, of, name) for item, of in zip(value, each, strict=True))
     if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
         return {
-            typed(key, parts[0], f"a key of {name}"): typed(item, parts[1], f"{name}[{key!r}]")
+            convert(key, parts[0], f"a key of {name}"): convert(item, parts[1], f"{name}[{key!r}]")
             for key, item in value.items()
         }
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, hint):
             return value
         if isinstance(value, Mapping):
-            return hint(**typed_fields(hint, value))
+            return hint(**convert_fields(hint, value))
     if hint is float and value is None:  # JSON has no NaN
         return math.nan
     if hint is float and isinstance(value, float):
@@ -233,7 +233,7 @@ def _first_of(value: Any, options: tuple[Any, ...], name: str) -> Any:
     errors = []
     for option in options:
         try:
-            return typed(value, option, name)
+            return convert(value, option, name)
         except InfoFlowError as error:
             errors.append(error)
     raise errors[0]

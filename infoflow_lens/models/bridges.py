@@ -24,7 +24,14 @@ _LARGEST = 2**24  # of a whole number in a config, where the weights are fewer
 _SLACK = 64  # times the stored numbers that a model may have: layers may share their weights
 _FEWEST = 2**20  # numbers that any model may have, such as masks and tables of positions
 _MOST_LAYERS = 1000  # that may share their weights
-_NO_SIZES = ("theta", "base", "token_id", "seed")  # in the names of numbers that are no size
+_NO_SIZES = (
+    "theta",
+    "base",
+    "token_id",
+    "seed",
+    "max_length",
+    "param",
+)  # in the names of numbers that are no size
 _loading = threading.RLock()
 # How far a bridge's logits may lie from those of its model, as a share of their range
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
@@ -109,7 +116,7 @@ def class_of_transformers(model: nn.Module) -> str:
     return next((name for name in names if hasattr(transformers, name)), names[0])
 
 
-def named_class(config: Any) -> Any:
+def find_class(config: Any) -> Any:
     """Return the class of transformers that a config names, if it is a model; else of decoders.
 
     A config names any attribute of transformers that it likes: what is no model is not called.
@@ -128,7 +135,7 @@ def transformers_model(name: str, config: Any, place: Place) -> Any:
     Raises:
         InfoFlowError: if the files lack weights, which transformers would draw at random.
     """
-    kind = named_class(config)
+    kind = find_class(config)
     model, info = kind.from_pretrained(
         name,
         dtype=place.dtype,
@@ -214,7 +221,7 @@ def check_sizes(folder: Path, config: Any, stored: Mapping[str, int]) -> None:
     n_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(n_layers, int) and n_layers > max(len(stored), _MOST_LAYERS):
         raise _too_large(folder, f"num_hidden_layers {n_layers}")
-    kind = named_class(config)
+    kind = find_class(config)
     try:
         with torch.device("meta"):
             made = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
-from infoflow_lens.foundation.documents import MARK, Document, tensors_beside
+from infoflow_lens.foundation.documents import MARK, Document, kind_of_tensors
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import read_json, writable_folder, write_json
@@ -318,7 +318,7 @@ def _is_architecture(path: Path) -> bool:
 
 
 _ARCHITECTURE = Document("architecture of a saved model", _is_architecture)
-_WEIGHTS = tensors_beside(_ARCHITECTURE, "architecture.json")
+_WEIGHTS = kind_of_tensors(_ARCHITECTURE, "architecture.json")
 
 
 def save_model(

@@ -332,7 +332,7 @@ def _bounded(file: TextIO) -> Iterator[str]:
 
 
 def _check_file(path: Path) -> None:
-    """Check that a file is there, and that it is no pipe or device.
+    """Check that a file is there, that it is no pipe or device, and that its end is known.
 
     Raises:
         InfoFlowError: naming files of the same name with another end.
@@ -342,6 +342,11 @@ def _check_file(path: Path) -> None:
     if not path.exists():
         raise InfoFlowError(
             f"there is no file {str(path)!r}: expected a file of texts or rows{_meant(path)}"
+        )
+    if path.suffix not in (*_TABLES, *_TENSORS):
+        raise InfoFlowError(
+            f"{str(path)!r} does not say what it holds: expected a name that ends in "
+            f"{', '.join((*_TABLES, *_TENSORS))}; rename it (hub:{path.name} is a name on the hub)"
         )
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from infoflow_lens import InfoFlowError
-from infoflow_lens.models.bridges import named_class, without_trace
+from infoflow_lens.models.bridges import find_class, without_trace
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import build_model, save_model
 from infoflow_lens.models.loading import load_any
@@ -646,8 +646,8 @@ def test_code_in_a_folder_never_runs_and_no_question_is_asked(where, tmp_path, m
 def test_a_config_names_models_and_nothing_else(tmp_path):
     """`architectures` may name any attribute of transformers: what is no model is not called."""
     for name in ("pipeline", "Trainer", "AutoTokenizer", "logging", "nothing"):
-        assert named_class(SimpleNamespace(architectures=[name])) is AutoModelForCausalLM
-    assert named_class(SimpleNamespace(architectures=["GPT2LMHeadModel"])) is GPT2LMHeadModel
+        assert find_class(SimpleNamespace(architectures=[name])) is AutoModelForCausalLM
+    assert find_class(SimpleNamespace(architectures=["GPT2LMHeadModel"])) is GPT2LMHeadModel
 
 
 HUGE = {
@@ -712,3 +712,12 @@ def test_a_pipe_among_the_files_of_a_model_is_refused(tmp_path):
 def test_official_names_that_would_run_code_are_hosted_by_a_bridge_alone():
     with pytest.raises(InfoFlowError, match=r"would run Python from the hub .*'bridge'"):
         load_any("microsoft/phi-2", backend="hooked")
+
+
+def test_weights_in_the_format_before_pytorch_1_6_are_loaded(tmp_path):
+    folder = zoo.save("gpt2", tmp_path / "gpt2")
+    expected = logits(load_any(folder).model)
+    tensors = load_file(folder / "model.safetensors")
+    torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    (folder / "model.safetensors").unlink()
+    torch.testing.assert_close(logits(load_any(folder).model), expected)

@@ -245,3 +245,12 @@ def test_half_a_character_is_named(model):
     """A lone surrogate once ended in a UnicodeEncodeError of the tokenizer."""
     with pytest.raises(InfoFlowError, match=r"inputs\[1\] holds half a character"):
         run_probes(model, ["w4 w5", "w6 \ud800 w7"], [PositionsProbe()], progress=False)
+
+
+@pytest.mark.parametrize("name", ["texts", "texts.md", "texts.TXT"])
+def test_a_file_that_does_not_say_what_it_holds_is_named(model, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("w4 w5")
+    for call in (check_data, read_texts, lambda data: read_data(model, data)):
+        with pytest.raises(InfoFlowError, match=rf"'{name}' does not say what it holds.*\.jsonl"):
+            call(name)

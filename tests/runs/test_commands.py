@@ -229,6 +229,7 @@ def test_no_file_of_data_asks_a_network(kind, model, no_network, tmp_path):
     assert no_network == []
 
 
+@pytest.mark.slow  # the client tries again and again
 def test_a_name_on_the_hub_does(model, no_network, tmp_path):
     """So that the test above can fail."""
     arguments = ["MODEL", "--data", "hub:owner/texts", "--probes", "positions", "--quiet"]
@@ -327,8 +328,9 @@ def test_a_run_goes_on_however_its_precision_and_host_were_asked_for(model, tmp_
     assert "the model's weights changed" in other.stderr
 
 
-def test_a_scheduler_that_says_nothing_is_not_waited_for():
+def test_a_scheduler_that_says_nothing_is_not_waited_for(monkeypatch):
     """It took a minute and a half."""
+    monkeypatch.setattr("infoflow_lens.runs.executor._ANSWER", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         started = time.monotonic()

@@ -13,7 +13,7 @@ from torch import nn
 
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.models.bridges import named_class
+from infoflow_lens.models.bridges import find_class
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.shipped import shipped_folder
 
@@ -139,7 +139,7 @@ def untrained(source: str, seed: int) -> Iterator[str]:
     config: Any = AutoConfig.from_pretrained(
         name, revision=revision or None, trust_remote_code=False
     )
-    kind = named_class(config)
+    kind = find_class(config)
     tokenizer = AutoTokenizer.from_pretrained(
         name, revision=revision or None, trust_remote_code=False
     )
