@@ -24,14 +24,8 @@ _LARGEST = 2**24  # of a whole number in a config, where the weights are fewer
 _SLACK = 64  # times the stored numbers that a model may have: layers may share their weights
 _FEWEST = 2**20  # numbers that any model may have, such as masks and tables of positions
 _MOST_LAYERS = 1000  # that may share their weights
-_NO_SIZES = (
-    "theta",
-    "base",
-    "token_id",
-    "seed",
-    "max_length",
-    "param",
-)  # in the names of numbers that are no size
+# in the names of whole numbers that are no size
+_NO_SIZES = ("theta", "base", "token_id", "seed", "max_length", "param")
 _loading = threading.RLock()
 # How far a bridge's logits may lie from those of its model, as a share of their range
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
