@@ -21,6 +21,7 @@ from infoflow_lens.runs.executor import Executor
 from infoflow_lens.runs.folder import MANIFEST, PRIVATE, RunFolder
 from tests.conftest import some_of
 from tests.experiments.language_model.test_training import CONFIG, CORPUS
+from tests.foundation.test_documents import occupy
 from tests.reference import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore::infoflow_lens.foundation.errors.InfoFlowWarning")
@@ -337,3 +338,24 @@ def test_a_scheduler_that_says_nothing_is_not_waited_for(monkeypatch):
         with pytest.raises(InfoFlowError, match="there is no dask scheduler at"):
             Executor(scheduler=address).start_workers("all").__enter__()
     assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("how", ["pipe", "link", "dangling link", "folder", "foreign"])
+@pytest.mark.parametrize("command", sorted(ARGUMENTS))
+def test_no_command_waits_for_or_replaces_what_is_no_file_of_its_own(
+    command, how, model, small, tmp_path
+):
+    """A pipe as manifest, record or page once held a command for ever."""
+    out, other = tmp_path / "out", tmp_path / "theirs"
+    out.mkdir()
+    other.write_text("theirs")
+    place = out / DOCUMENTS.get(command, MANIFEST)
+    place.write_text("theirs") if how == "foreign" else occupy(how, place, other)
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"x": ["a", "?"], "y": "a"}\n{"x": ["b", "?"], "y": "b"}\n')
+    words = {"MODEL": str(model), "DATA": str(data)}
+    result = runs(command, ARGUMENTS[command], out, words)
+    assert result.exit_code == 2, result.output
+    assert place.name in result.stderr
+    assert other.read_text() == "theirs"
+    assert how != "foreign" or place.read_text() == "theirs"
