@@ -95,6 +95,7 @@ def identify(
         **digests,
         "model": model_fingerprint(model),
         "configuration": configuration_fingerprint(model),
+        "user_hooks": has_user_hooks(model),
     }
 
 

@@ -26,7 +26,7 @@ from infoflow_lens.foundation.files import (
     writable_folder,
 )
 
-MARK = "infoflow-lens"  # in what we write: the key of a safetensors header, the maker of a picture
+MARK = "infoflow-lens"  # a key of the header of each safetensors file that we write
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -159,14 +159,15 @@ def kind_of_tensors(document: Document, name: str | None = None) -> Document:
     return Document(document.what, is_ours)
 
 
-def page_by(command: str) -> Document:
+def kind_of_page(command: str) -> Document:
     """Return the kind of pages that a command writes; their templates name it."""
     mark = f'<meta name="generator" content="infoflow-lens {command}">'
     return kind_by_mark(f"page of infoflow-lens {command}", mark)
 
 
-FLOW_PAGE, PROBE_PAGE = page_by("flow"), page_by("probe")
-PICTURE = kind_by_mark("picture of infoflow-lens", MARK)
+FLOW_PAGE, PROBE_PAGE = kind_of_page("flow"), kind_of_page("probe")
+PICTURE_MAKER = "infoflow-lens estimate --plot"  # in the metadata of a picture
+PICTURE = kind_by_mark("picture of infoflow-lens", PICTURE_MAKER)
 CERTIFICATE = kind_by_entry("certificate", "format", ("infoflow-lens one-layer certificate",))
 WITNESS = kind_by_entry("witness", "format", ("infoflow-lens exclusion",))
 _SAVED = ("infoflow-lens result ", "infoflow-lens flow ", "infoflow-lens saved ")

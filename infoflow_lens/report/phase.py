@@ -10,7 +10,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from infoflow_lens.foundation.documents import MARK, PICTURE
+from infoflow_lens.foundation.documents import PICTURE, PICTURE_MAKER
 from infoflow_lens.foundation.errors import InfoFlowError
 
 COLOURS = {
@@ -109,7 +109,7 @@ def draw_phase_diagram(
         InfoFlowError: as :func:`check_picture_path`.
     """
     target = check_picture_path(path, overwrite=overwrite)
-    maker = {"Software" if target.suffix == ".png" else "Creator": MARK}
+    maker = {"Software" if target.suffix == ".png" else "Creator": PICTURE_MAKER}
     with PICTURE.writing(target, overwrite=overwrite) as temporary:
         figure = phase_figure(rows, title)
         figure.savefig(temporary, format=target.suffix[1:], dpi=150, metadata=maker)

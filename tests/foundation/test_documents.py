@@ -26,7 +26,7 @@ from infoflow_lens.foundation.state import read_state, write_state
 KINDS = {
     "flow page": (FLOW_PAGE, '<meta name="generator" content="infoflow-lens flow">'),
     "probe page": (PROBE_PAGE, '<meta name="generator" content="infoflow-lens probe">'),
-    "picture": (PICTURE, "<svg>infoflow-lens</svg>"),
+    "picture": (PICTURE, "<svg>infoflow-lens estimate --plot</svg>"),
     "certificate": (CERTIFICATE, '{"format": "infoflow-lens one-layer certificate 1"}'),
     "witness": (WITNESS, '{"format": "infoflow-lens exclusion 1"}'),
     "result": (RESULT, '{"schema": "infoflow-lens result 1"}'),
@@ -91,7 +91,7 @@ def test_a_document_of_another_kind_is_no_document_of_this(kind, text, tmp_path)
     for other, content in KINDS.values():
         (tmp_path / "x").write_text(content)
         assert other.recognises(tmp_path / "x")
-        if other is not kind and kind is not PICTURE:  # whose mark is the name of the package
+        if other is not kind:
             assert not kind.recognises(tmp_path / "x")
 
 
