@@ -403,7 +403,8 @@ def _names_in(path: Path) -> list[str]:
 def _chosen(names: Iterable[str], columns: Collection[str]) -> list[str]:
     """Return the names of a table's columns that are read; all where none of them is."""
     found = list(names)
-    return [name for name in found if name in columns] or found
+    chosen = [name for name in found if name in columns]
+    return chosen if set(chosen) - set(MASKS) else found  # else the error names all
 
 
 def read_rows(data: str) -> Any:

@@ -254,3 +254,10 @@ def test_a_file_that_does_not_say_what_it_holds_is_named(model, name, tmp_path, 
     for call in (check_data, read_texts, lambda data: read_data(model, data)):
         with pytest.raises(InfoFlowError, match=rf"'{name}' does not say what it holds.*\.jsonl"):
             call(name)
+
+
+def test_a_column_that_is_not_there_is_told_with_all_that_are(model, tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "w4 w5", "attention_mask": [1, 1]}\n')
+    with pytest.raises(InfoFlowError, match="has the columns text, attention_mask, without nope"):
+        read_data(model, str(path), column="nope")
