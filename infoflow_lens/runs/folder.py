@@ -16,7 +16,7 @@ import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
@@ -288,11 +288,18 @@ class RunFolder:
             lines = file.read()
             self._read_position = (found.st_ino, file.tell())
         for line in lines.splitlines():
-            # a kill may cut off the last line; the file that it names is not yet in its place
-            with suppress(ValueError, KeyError, TypeError, RecursionError):
+            try:
                 entry = json.loads(line)
-                digests = self._digests.setdefault(str(entry["name"]), [])
-                digests[:] = [*(d for d in digests if d != entry["sha256"]), str(entry["sha256"])]
+                name, digest = entry["name"], str(entry["sha256"])
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue  # a kill has cut it off; the file that it names is not yet in its place
+            if not _stays_below(name):
+                raise InfoFlowError(
+                    f"{str(path)!r} names {name!r}, which is no file below the folder of the run: "
+                    "expected what this version wrote; choose another folder"
+                )
+            digests = self._digests.setdefault(name, [])
+            digests[:] = [*(d for d in digests if d != digest), digest]
 
     def _read_header(self, line: bytes) -> None:
         try:
@@ -300,6 +307,8 @@ class RunFolder:
             digest = header.pop("digest")
             if header["schema"] != _SCHEMA or digest != _digest_of_values(header):
                 raise ValueError("it has changed since it was written")
+            if not isinstance(header["identity"], (dict, type(None))):
+                raise TypeError("its identity is no mapping")
             self.identity = header["identity"]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InfoFlowError(
@@ -361,6 +370,14 @@ class RunFolder:
             os.replace(temporary, target)
         self._read_position = (-1, 0)
         self._read()
+
+
+def _stays_below(name: Any) -> bool:
+    """Return whether a name of a manifest leads to a file below its folder, and to no other."""
+    if not isinstance(name, str) or PureWindowsPath(name).drive:
+        return False
+    parts = name.split("/")  # of an absolute name the first is empty
+    return not any(part in ("", ".", "..") or {"\\", "\0"} & set(part) for part in parts)
 
 
 def refuse_links(folder: Path, path: Path) -> None:

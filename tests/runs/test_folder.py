@@ -1,6 +1,7 @@
 """The folder of a run: what others put there stays; what is read is what the run has written."""
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -263,3 +264,36 @@ def test_parts_of_two_runs_mixed_in_any_way_are_refused_by_name_or_right(tmp_pat
     assert found == [True] * 4
     numbers = [json.loads((mine / f"parts/{index}.json").read_text()) for index in range(4)]
     assert [part["number"] for part in numbers] in ([1, 2, 3, 4], [5, 2, 6, 7])
+
+
+def manifest_naming(folder, *names, identity=None):
+    """A manifest as anybody can write one: with its digest, and names of their choice."""
+    header = {"schema": "infoflow-lens run 1", "identity": identity}
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()[:16]
+    lines = [{**header, "digest": digest}, *({"name": n, "sha256": "0"} for n in names)]
+    folder.mkdir(exist_ok=True)
+    (folder / MANIFEST).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../thesis.tex", "inputs/../../thesis.tex", "/thesis.tex", "a//b", "./a", "a/.", "a\\b",
+     "C:thesis.tex", "", ".."],
+)  # fmt: skip
+def test_a_manifest_that_names_files_elsewhere_is_refused(name, tmp_path):
+    """A given folder once had the user's own file removed, beside the folder."""
+    out, mine = tmp_path / "out", tmp_path / "thesis.tex"
+    mine.write_text("mine")
+    manifest_naming(out, "inputs/sequences.json", name)
+    with pytest.raises(InfoFlowError, match="which is no file below the folder"):
+        RunFolder(out)
+    with pytest.raises(InfoFlowError, match="which is no file"), RunFolder.open(out, "a run"):
+        pass
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("identity", [[1, 2], "xx", 5])
+def test_an_identity_of_another_type_is_no_manifest_of_ours(identity, tmp_path):
+    manifest_naming(tmp_path, identity=identity)
+    with pytest.raises(InfoFlowError, match="is no manifest of a run of this version"):
+        RunFolder(tmp_path)
