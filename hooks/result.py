@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_args, get_type_hints
 
+import torch
 from torch import Tensor
 
 from infoflow_lens.foundation.display import Displayed, brief, panel
@@ -136,14 +137,19 @@ class Result(Displayed):
             value = getattr(self, item.name)
             found = dict(_flat(item.name, value))
             if all(isinstance(part, Tensor) for part in found.values()) and found:
-                tensors |= {name: part.contiguous() for name, part in found.items()}
+                tensors |= {
+                    name: (part if part.layout is torch.strided else part.to_dense()).contiguous()
+                    for name, part in found.items()
+                }
             elif item.name != "record":
                 plain[item.name] = value
         written: set[int] = set()
         for name, tensor in tensors.items():
-            if tensor.data_ptr() in written:  # a file holds no tensor under two names
-                tensors[name] = tensor.clone()
-            written.add(tensor.data_ptr())
+            storage = tensor.untyped_storage()
+            # a file holds no number under two names
+            if storage.data_ptr() in written or storage.nbytes() > tensor.numel() * tensor.itemsize:
+                tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
+            written.add(storage.data_ptr())
         return plain, tensors
 
     @classmethod

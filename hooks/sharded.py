@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.memory import format_bytes, free_memory
 from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.foundation.saving import check_parts
 from infoflow_lens.hooks.result import Result, digest_of_result
 
 PartT = TypeVar("PartT", bound=Result)
@@ -114,10 +115,14 @@ class ShardedResult(Result, Generic[PartT]):
         Raises:
             InfoFlowError: if it does not fit in what is free; and as for :meth:`shards`.
         """
-        size = sum(
-            Path(f"{_shard(self._folder, index)}.safetensors").stat().st_size
-            for index in range(self.n_shards)
-        )
+        names = [f"{_shard(self._folder, index)}.safetensors" for index in range(self.n_shards)]
+        try:
+            size = sum(Path(name).stat().st_size for name in names)
+        except OSError as error:
+            raise InfoFlowError(
+                f"{error.filename!r} cannot be read ({error.strerror}): expected all parts of the "
+                f"result; delete {self._folder.name}.json, and run the same again"
+            ) from error
         free = free_memory()
         if free is not None and 2 * size > free:  # the parts, and all together
             raise InfoFlowError(
@@ -146,6 +151,10 @@ class ShardedResult(Result, Generic[PartT]):
                     f"{os.fspath(path)!r} is a link: expected a new folder or an earlier one of "
                     "such a result; choose another name"
                 )
+            # an earlier result stays unless all parts of this one are there, and may be written
+            for index, _ in enumerate(self.shards()):
+                check_parts(_shard(path, index), overwrite=overwrite)
+            check_parts(path, overwrite=overwrite)
             digests = []
             for index, part in enumerate(self.shards()):
                 part.save(_shard(path, index), overwrite=overwrite)
@@ -154,16 +163,16 @@ class ShardedResult(Result, Generic[PartT]):
         Result.save(saved, path, overwrite=overwrite)
 
     def _located(self, path: str | os.PathLike[str]) -> "ShardedResult[PartT]":
+        if len(self.digests) != self.n_shards or self.n_sequences < self.n_shards:
+            raise InfoFlowError(
+                f"{Path(path).name}.json tells of {len(self.digests)} of {self.n_shards} files: "
+                "expected what save() wrote; delete it, and run the same again"
+            )
         missing = [
             index
             for index in range(self.n_shards)
             if not Path(f"{_shard(path, index)}.json").is_file()
         ]
-        if len(self.digests) != self.n_shards:
-            raise InfoFlowError(
-                f"{Path(path).name}.json tells of {len(self.digests)} of {self.n_shards} files: "
-                "expected what save() wrote; delete it, and run the same again"
-            )
         if missing:
             raise InfoFlowError(
                 f"{str(_shard(path, missing[0]))!r} is gone ({len(missing)} of {self.n_shards} "

@@ -7,7 +7,9 @@ SAVED a test fails.
 import copy
 import dataclasses
 import math
+import resource
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,9 +32,11 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.agreement import explained
+from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.saving import Savable, write_parts
 from infoflow_lens.hooks import (
     AttentionRollout,
+    LabelledResult,
     Probe,
     Result,
     ShardedPositions,
@@ -458,3 +462,100 @@ def test_a_saved_model_does_not_take_the_place_of_another(model, tmp_path):
     save_model(model, tmp_path, overwrite=True)
     assert load_model(tmp_path).architecture == model.architecture
     save_model(model, tmp_path)
+
+
+# A save that fails leaves what was saved before
+
+
+def numbers_of(values, **config):
+    return LabelledResult(values={"v": values}, axes={"v": ["x"]}, record=RunRecord(config=config))
+
+
+def test_a_save_of_what_is_no_json_leaves_the_earlier_result(tmp_path):
+    numbers_of(torch.zeros(3), lr=1.0).save(tmp_path / "r")
+    with pytest.raises(InfoFlowError, match=r"is no JSON .*float32"):
+        numbers_of(torch.ones(3), lr=np.float32(1)).save(tmp_path / "r")
+    assert Result.load(tmp_path / "r").values["v"].equal(torch.zeros(3))
+
+
+@pytest.mark.parametrize("room", [10, 1000, 10_000])
+def test_a_full_disk_leaves_the_earlier_result(room, tmp_path):
+    numbers_of(torch.zeros(3), lr=1.0).save(tmp_path / "r")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(InfoFlowError, match="cannot write"):
+            numbers_of(torch.ones(3), notes="x" * 30_000).save(tmp_path / "r")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert Result.load(tmp_path / "r").values["v"].equal(torch.zeros(3))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_parts_that_cannot_all_be_copied_leave_the_earlier_result(made, tmp_path):
+    result = made["ShardedPositions"]
+    result.save(tmp_path / "a")
+    result.save(tmp_path / "b")
+    spoiled = Result.load(tmp_path / "b")
+    (tmp_path / "b" / "000001.safetensors").write_bytes(b"")
+    with pytest.raises(InfoFlowError, match="is spoiled"):
+        spoiled.save(tmp_path / "a")
+    assert Result.load(tmp_path / "a").to_frame().equals(result.to_frame())
+    (tmp_path / "b" / "000001.safetensors").unlink()
+    with pytest.raises(InfoFlowError, match="expected all parts of the result"):
+        spoiled.whole()
+    (tmp_path / "c.json").write_text("mine")
+    with pytest.raises(InfoFlowError, match="is there and is no saved result"):
+        result.save(tmp_path / "c")
+    assert not (tmp_path / "c").exists() or not list((tmp_path / "c").iterdir())
+
+
+@pytest.mark.parametrize(("name", "value"), [("n_shards", 10**30), ("n_sequences", -5)])
+def test_counts_of_parts_that_cannot_be_are_refused_at_once(made, name, value, tmp_path):
+    plain, tensors = made["ShardedPositions"].stored()
+    made["ShardedPositions"].save(tmp_path / "x")
+    write_parts(tmp_path / "x", SCHEMA[True], {**plain, name: value}, tensors)
+    with pytest.raises(InfoFlowError, match="expected what save"):
+        Result.load(tmp_path / "x")
+
+
+@pytest.mark.parametrize("view", [lambda t: t[1:], lambda t: t[::2], lambda t: t.to_sparse()])
+def test_arrays_that_share_their_numbers_are_saved(view, tmp_path):
+    values = torch.arange(6.0)
+    both = {"all": values[:4], "part": view(values)}
+    axes = {key: ["x"] for key in both}
+    LabelledResult(values=both, axes=axes, record=RunRecord()).save(tmp_path / "v")
+    found = Result.load(tmp_path / "v").values
+    assert found["all"].equal(values[:4])
+    assert found["part"].equal(view(values).to_dense())
+
+
+def test_a_result_does_not_take_the_place_of_the_weights_of_a_model(made, model, tmp_path):
+    save_model(model, tmp_path)
+    with pytest.raises(InfoFlowError, match="is there and is no saved result"):
+        made["PositionsResult"].save(tmp_path / "model")
+    load_model(tmp_path)
+
+
+def test_a_file_that_names_sizes_is_no_architecture_of_ours(model, tmp_path):
+    (tmp_path / "architecture.json").write_text('{"n_heads": 12, "d_model": 768, "d_head": 64}')
+    (tmp_path / "model.safetensors").write_bytes(b"my own weights")
+    with pytest.raises(InfoFlowError, match="is there and is no architecture"):
+        save_model(model, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == b"my own weights"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/", "a\0b", "\ud800"])
+def test_names_that_are_no_names_of_files(made, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InfoFlowError, match="cannot be saved as"):
+        made["PositionsResult"].save(name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saving_again_keeps_who_may_read_it(made, tmp_path):
+    made["Agreement"].save(tmp_path / "x")
+    for path in tmp_path.iterdir():
+        path.chmod(0o600)
+    made["Agreement"].save(tmp_path / "x")
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}

@@ -109,6 +109,11 @@ def check_resumed(found: Any, expected: Mapping[str, Any]) -> None:
     Raises:
         InfoFlowError: naming what differs.
     """
+    if expected.get("user_hooks"):
+        raise InfoFlowError(
+            "resume is given, and hooks of your own stand on the model: nobody can tell whether "
+            "they are those of the run before; expected none, or no resume"
+        )
     before = found if isinstance(found, Mapping) else {}
     differs = [name for name in expected if before.get(name) != expected[name]]
     if differs:

@@ -69,7 +69,7 @@ class KeptLosses:
         after: Callable[[Losses], None] | None,
     ) -> None:
         if resume is not None:
-            check_resumed(resume.get(_IDENTITY), identity)
+            check_resumed(resume.get(_IDENTITY) if isinstance(resume, Mapping) else None, identity)
         self._found = {_IDENTITY: dict(identity), **(resume or {})}
         self._after = after
 

@@ -59,8 +59,14 @@ class Document:
                 folder in its place, and for a file of another kind.
         """
         target = Path(path)
-        if not target.name:
+        if not target.name or target.name == ".." or {"\0", "\n"} & set(os.fspath(path)):
             raise InfoFlowError(f"{os.fspath(path)!r} names no file: expected a file's name")
+        try:
+            os.fsencode(target)
+        except UnicodeEncodeError as error:
+            raise InfoFlowError(
+                f"{os.fspath(path)!r} is no name of a file ({error.reason}): expected another name"
+            ) from error
         writable_folder(target.parent)
         if owner_of(target) is not None or not os.path.lexists(target):
             return target
@@ -141,11 +147,14 @@ def kind_by_entry(what: str, key: str, kinds: tuple[str, ...]) -> Document:
     return Document(what, is_ours)
 
 
-def kind_of_tensors(document: Document, name: str | None = None) -> Document:
+def kind_of_tensors(
+    document: Document, marks: tuple[str, ...], name: str | None = None
+) -> Document:
     """Return the kind of safetensors files that we mark, or that stand beside a document of ours.
 
     Args:
         document: which describes them.
+        marks: how their mark may begin.
         name: of the file beside them that is one; default, their own with the end ``.json``.
     """
 
@@ -154,7 +163,7 @@ def kind_of_tensors(document: Document, name: str | None = None) -> Document:
         if document.recognises(path.with_name(beside)):
             return True
         with safe_open(path, framework="pt") as file:
-            return MARK in (file.metadata() or {})
+            return (file.metadata() or {}).get(MARK, "").startswith(marks)
 
     return Document(document.what, is_ours)
 
@@ -170,8 +179,8 @@ PICTURE_MAKER = "infoflow-lens estimate --plot"  # in the metadata of a picture
 PICTURE = kind_by_mark("picture of infoflow-lens", PICTURE_MAKER)
 CERTIFICATE = kind_by_entry("certificate", "format", ("infoflow-lens one-layer certificate",))
 WITNESS = kind_by_entry("witness", "format", ("infoflow-lens exclusion",))
-_SAVED = ("infoflow-lens result ", "infoflow-lens flow ", "infoflow-lens saved ")
-RESULT = kind_by_entry("saved result", "schema", _SAVED)
+SAVED = ("infoflow-lens result ", "infoflow-lens flow ", "infoflow-lens saved ")
+RESULT = kind_by_entry("saved result", "schema", SAVED)
 
 
 def check_name(name: str, what: str) -> str:

@@ -74,6 +74,9 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         # permissions are those of an ordinary new file
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+        with suppress(OSError):  # of a file that is replaced the permissions stay
+            before = target.lstat().st_mode
+            mode = stat.S_IMODE(before) if stat.S_ISREG(before) else mode
         os.close(descriptor)
         try:
             yield temporary
@@ -211,8 +214,23 @@ def read_json(path: str | os.PathLike[str], what: str, hint: str) -> dict[str, A
 
 def write_signed(path: str | os.PathLike[str], schema: str, values: dict[str, Any]) -> None:
     """Write JSON with the name of its schema, and a digest by which a change is noticed."""
+    write_text(path, sign(schema, values))
+
+
+def sign(schema: str, values: dict[str, Any]) -> str:
+    """Return the JSON that :func:`write_signed` writes.
+
+    Raises:
+        InfoFlowError: for values that JSON does not have.
+    """
     signed = {"schema": schema, **_without_nan(values)}
-    write_json(path, {**signed, "digest": _digest(signed)})
+    try:
+        return json.dumps({**signed, "digest": _digest(signed)}, indent=2, allow_nan=False) + "\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InfoFlowError(
+            f"what is to be saved is no JSON ({error}): expected numbers, texts, lists and "
+            "mappings of Python; convert it first, such as float(value) of a number of NumPy"
+        ) from error
 
 
 def read_signed(path: str | os.PathLike[str], schema: str, what: str, hint: str) -> dict[str, Any]:

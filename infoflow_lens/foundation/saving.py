@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from infoflow_lens.foundation.documents import MARK, RESULT, kind_of_tensors
+from infoflow_lens.foundation.documents import MARK, RESULT, SAVED, kind_of_tensors
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import read_signed, read_tensors, write_signed
+from infoflow_lens.foundation.files import read_signed, read_tensors, sign
 from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.foundation.settings import check
 
@@ -86,12 +86,27 @@ def write_parts(
         InfoFlowError: if they cannot be written, or other files stand in their places.
     """
     names = f"{os.fspath(path)}.safetensors", f"{os.fspath(path)}.json"
-    held = kind_of_tensors(RESULT)
-    for document, name in zip((held, RESULT), names, strict=True):  # both, before one is written
-        document.check(name, overwrite=overwrite)
-    with held.writing(names[0], overwrite=overwrite) as temporary:
-        save_file(tensors, temporary, metadata={MARK: schema})
-    write_signed(names[1], schema, {**plain, "tensors": fingerprint(tensors)})
+    text = sign(schema, {**plain, "tensors": fingerprint(tensors)})
+    check_parts(path, overwrite=overwrite)
+    # both are whole before the first takes its place: what was saved there stays if one fails
+    with (
+        RESULT.writing(names[1], overwrite=overwrite) as described,
+        kind_of_tensors(RESULT, SAVED).writing(names[0], overwrite=overwrite) as held,
+    ):
+        save_file(tensors, held, metadata={MARK: schema})
+        described.write_text(text, encoding="utf-8")
+
+
+def check_parts(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Check that :func:`write_parts` may write; arguments and errors as there."""
+    name = os.path.basename(os.fspath(path))
+    if name in ("", ".", "..") or not name.isprintable():
+        raise InfoFlowError(
+            f"a result cannot be saved as {os.fspath(path)!r}: expected the beginning of a file's "
+            "name, such as 'results/positions'"
+        )
+    kind_of_tensors(RESULT, SAVED).check(f"{os.fspath(path)}.safetensors", overwrite=overwrite)
+    RESULT.check(f"{os.fspath(path)}.json", overwrite=overwrite)
 
 
 @contextmanager

@@ -313,12 +313,24 @@ def _initialise_as_chen_zou(model: TokenTransformer) -> None:
 
 
 def _is_architecture(path: Path) -> bool:
-    held = read_json(path, "architecture", "")
-    return {"n_heads", "d_model", "d_head"} <= held.keys()
+    """Return whether a file is the architecture of the weights beside it, or of none that is there.
+
+    Other files may have such names, too, and sizes in them.
+    """
+    settings = read_json(path, "architecture", "")
+    try:
+        if (path.parent / "model.safetensors").exists():
+            _check_shapes(settings, path.parent)
+        else:
+            with torch.device("meta"):
+                _model_of(settings)
+    except (TypeError, KeyError, AttributeError, RuntimeError, OverflowError, SafetensorError):
+        return False
+    return True
 
 
 _ARCHITECTURE = Document("architecture of a saved model", _is_architecture)
-_WEIGHTS = kind_of_tensors(_ARCHITECTURE, "architecture.json")
+_WEIGHTS = kind_of_tensors(_ARCHITECTURE, ("model",), "architecture.json")
 
 
 def save_model(
@@ -351,6 +363,7 @@ def save_model(
         fixed = [name for name, p in model.named_parameters() if not p.requires_grad]
         settings["fixed"] = fixed
     path = writable_folder(folder)
+    _WEIGHTS.check(path / "model.safetensors", overwrite=overwrite)
     described = _ARCHITECTURE.check(path / "architecture.json", overwrite=overwrite)
     state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
     with _WEIGHTS.writing(path / "model.safetensors", overwrite=overwrite) as temporary:

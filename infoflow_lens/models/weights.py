@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from infoflow_lens.foundation.files import check_regular
+
 
 def _load_shapes(path: Path) -> dict[str, torch.Tensor]:
     """Load the tensors of a bin file without their numbers."""
@@ -19,6 +21,7 @@ def stored_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
     """Read the shapes of all tensors of safetensors and bin files, by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
+        check_regular(path)  # whoever opens a pipe waits for its other end
         if path.suffix == ".bin":  # tensors alone, and their numbers stay on the disk
             held = _load_shapes(path)
             shapes |= {name: tuple(t.shape) for name, t in held.items() if hasattr(t, "shape")}

@@ -181,7 +181,7 @@ def test_what_another_run_has_measured_is_refused(name, token_model, token_input
     with pytest.raises(InfoFlowError, match="resume is of another run"):
         measure(model, mine, *more, **settings, resume={"bare": expected.bare}, progress=False)
     model.add_hook("blocks.0.hook_resid_pre", lambda activation, hook: activation * 2)
-    with pytest.raises(InfoFlowError, match="resume is of another run: user_hooks = False there"):
+    with pytest.raises(InfoFlowError, match="hooks of your own stand on the model"):
         measure(model, mine, *more, **settings, resume=kept[-1], progress=False)
     model.reset_hooks()
     first = next(model.parameters())
