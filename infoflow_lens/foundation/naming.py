@@ -60,7 +60,7 @@ def find_named(text: str, tasks: Collection[str] = (), endings: Collection[str] 
         if colon and kind == known:
             if not rest.strip():
                 raise InfoFlowError(f"{text!r} names no {kind}: expected {kind}:NAME")
-            return Named(known, rest, is_said=True)
+            return _checked(Named(known, rest, is_said=True))
     if not text.strip():
         raise InfoFlowError("the name is empty: expected a file, a task, or a name on the hub")
     if _exists(text):
@@ -68,7 +68,7 @@ def find_named(text: str, tasks: Collection[str] = (), endings: Collection[str] 
     if text in tasks or _is_own_task(text):
         return Named("task", text)
     if text.startswith((".", "/", "~")) or Path(text).suffix in endings:
-        return Named("file", text)
+        return _checked(Named("file", text))
     return Named("hub", text)
 
 
@@ -87,7 +87,24 @@ def find_model(text: str) -> Named:
             f"the model is {text!r}, a task: expected a folder, an official name, or owner/name"
         )
     if named.kind == "hub" and not named.is_said and named.name.count("/") > 1:
-        return Named("file", named.name)
+        return _checked(Named("file", named.name))
+    return named
+
+
+def _checked(named: Named) -> Named:
+    """Return a name, if it is no file, or one whose path the system can look at.
+
+    Raises:
+        InfoFlowError: for a path that is too long, or whose user is unknown.
+    """
+    if named.kind == "file":
+        try:
+            named.path.exists()
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise InfoFlowError(
+                f"{named.name[:200]!r} is no path ({reason}): expected the path of a file or folder"
+            ) from error
     return named
 
 

@@ -1,11 +1,14 @@
 """Models of transformers, hosted by a bridge of TransformerLens and compared with themselves."""
 
+import inspect
+import logging
 import math
 import os
+import re
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infoflow_lens.foundation.display import printable
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError, first_line
 from infoflow_lens.foundation.files import read_json
@@ -23,6 +27,7 @@ from infoflow_lens.models.weights import stored_shapes
 _LARGEST = 2**24  # of a whole number in a config, where the weights are fewer
 _SLACK = 64  # times the stored numbers that a model may have: layers may share their weights
 _FEWEST = 2**20  # numbers that any model may have, such as masks and tables of positions
+_MOST_LABELS = 1000  # that a model may name without weights for them
 _MOST_LAYERS = 1000  # that may share their weights
 # in the names of whole numbers that are no size
 _NO_SIZES = ("theta", "base", "token_id", "seed", "max_length", "param")
@@ -146,50 +151,74 @@ def transformers_model(name: str, config: Any, place: Place) -> Any:
     return model.to(place.device).eval()
 
 
-def stored_numbers(folder: Path) -> dict[str, int]:
-    """Return how many numbers each tensor of a folder's weights has, by name.
+@dataclass(frozen=True)
+class Stored:
+    """What the weights of a folder hold, read without taking memory for them.
 
-    Raises:
-        InfoFlowError: for files that are no weights.
+    Attributes:
+        n_tensors: how many tensors.
+        n_numbers: how many numbers, at most one for each byte of the files: a file may say that one
+            number is many.
+        longest: the longest axis of a tensor.
     """
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    try:
-        return {name: math.prod(shape) for name, shape in stored_shapes(files).items()}
-    except Exception as error:  # the readers of two formats raise their own errors
-        raise InfoFlowError(
-            f"the weights in {str(folder)!r} cannot be read ({first_line(error)}): expected what "
-            "save_pretrained writes; save or download them again"
-        ) from error
+
+    n_tensors: int
+    n_numbers: int
+    longest: int
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> "Stored":
+        """Read what a folder of Hugging Face holds.
+
+        Raises:
+            InfoFlowError: for files that are no weights.
+        """
+        files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+        try:
+            shapes = stored_shapes(files)
+            n_bytes = sum(file.stat().st_size for file in files)
+        except Exception as error:  # the readers of two formats raise their own errors
+            raise InfoFlowError(
+                f"the weights in {str(folder)!r} cannot be read ({first_line(error)}): expected "
+                "what save_pretrained writes; save or download them again"
+            ) from error
+        longest = max((size for shape in shapes.values() for size in shape), default=0)
+        n_numbers = sum(math.prod(shape) for shape in shapes.values())
+        return cls(len(shapes), min(n_numbers, n_bytes), min(longest, n_bytes))
 
 
-def check_config(folder: Path, stored: Mapping[str, int]) -> None:
+def check_config(folder: Path, stored: Stored) -> None:
     """Refuse a config with numbers far above those of the weights, before it is made.
 
-    A config may take memory for each of a size that it names, as for the names of labels.
-
-    Args:
-        folder: of the model.
-        stored: its weights, by :func:`stored_numbers`.
+    A config takes memory for each label and for each layer that it names. Entries that its class
+    does not know size nothing.
 
     Raises:
         InfoFlowError: naming the number.
     """
-    most = max(_LARGEST, sum(stored.values()))
+    from transformers import CONFIG_MAPPING
+
     hint = "expected what save_pretrained writes; save or download it again"
-    for name, value in _whole_numbers(read_json(folder / "config.json", "config", hint)):
+    values = read_json(folder / "config.json", "config", hint)
+    name = values.get("model_type")
+    kind: Any = CONFIG_MAPPING[name] if isinstance(name, str) and name in CONFIG_MAPPING else None
+    known = {"num_labels"}
+    if kind is not None:
+        known |= {*inspect.signature(kind.__init__).parameters, *kind.attribute_map}
+    for name, value in _whole_numbers(values, known):
+        labels = max(_MOST_LABELS, stored.longest)
+        most = labels if name == "num_labels" else max(_LARGEST, stored.n_numbers)
         if value > most and not any(word in name for word in _NO_SIZES):
             raise _too_large(folder, f"{name} {value}")
 
 
-def _whole_numbers(values: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    if isinstance(values, dict):
-        for key, value in values.items():
-            yield from _whole_numbers(value, key)
-    elif isinstance(values, list):
-        for value in values:
-            yield from _whole_numbers(value, name)
-    elif isinstance(values, int):
-        yield name, values
+def _whole_numbers(values: Any, known: Collection[str]) -> Iterator[tuple[str, int]]:
+    """Return the whole numbers of a config by name, of its parts all."""
+    for name, value in values.items():
+        if isinstance(value, dict) and name.endswith("config"):
+            yield from _whole_numbers(value, value)
+        elif isinstance(value, int) and name in known:
+            yield name, value
 
 
 def _too_large(folder: Path, what: str) -> InfoFlowError:
@@ -199,30 +228,32 @@ def _too_large(folder: Path, what: str) -> InfoFlowError:
     )
 
 
-def check_sizes(folder: Path, config: Any, stored: Mapping[str, int]) -> None:
+def check_sizes(folder: Path, config: Any, stored: Stored) -> None:
     """Refuse a config of a model far larger than the weights beside it, before memory is taken.
 
     The model is made where tensors have sizes and no numbers, and compared with what is stored.
 
-    Args:
-        folder: of the model.
-        config: of it.
-        stored: its weights, by :func:`stored_numbers`.
-
     Raises:
-        InfoFlowError: with the size that is too large.
+        InfoFlowError: with the size that is too large, and for a class that reads another config.
     """
     n_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if isinstance(n_layers, int) and n_layers > max(len(stored), _MOST_LAYERS):
+    if isinstance(n_layers, int) and n_layers > max(stored.n_tensors, _MOST_LAYERS):
         raise _too_large(folder, f"num_hidden_layers {n_layers}")
     kind = find_class(config)
+    reads = getattr(kind, "config_class", None)
+    if isinstance(reads, type) and not isinstance(config, reads):
+        raise InfoFlowError(
+            f"config.json in {str(folder)!r} is of a {config.model_type}, and its architectures "
+            f"name {kind.__name__}, which reads another config and would take its own sizes: "
+            "expected a class of the same family; mend architectures"
+        )
     try:
         with torch.device("meta"):
             made = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
     except Exception:  # a model that cannot be made so is judged when it is loaded
         return
     asked = {name: t.numel() for name, t in (*made.named_parameters(), *made.named_buffers())}
-    if sum(asked.values()) > _SLACK * max(sum(stored.values()), _FEWEST):
+    if sum(asked.values()) > _SLACK * max(stored.n_numbers, _FEWEST):
         largest = max(asked, key=asked.__getitem__)
         raise _too_large(folder, f"sizes of a model whose {largest} has {asked[largest]} numbers")
 
@@ -270,6 +301,7 @@ def without_trace() -> Iterator[None]:
         warnings.catch_warnings(),
         open(os.devnull, "w", encoding="utf-8") as nowhere,
         redirect_stdout(nowhere),
+        _printable_messages(),
     ):
         warnings.filterwarnings(
             "ignore",
@@ -277,6 +309,25 @@ def without_trace() -> Iterator[None]:
             category=DeprecationWarning,
         )
         yield
+
+
+@contextmanager
+def _printable_messages() -> Iterator[None]:
+    """Let transformers log what it says of a model's files without what a terminal would take."""
+
+    def clean(record: logging.LogRecord) -> bool:
+        text = re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage())  # its own colours, and others
+        record.msg, record.args = printable(text), ()
+        return True
+
+    handlers = list(logging.getLogger("transformers").handlers)
+    for handler in handlers:
+        handler.addFilter(clean)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(clean)
 
 
 @contextmanager

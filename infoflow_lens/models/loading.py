@@ -22,13 +22,13 @@ from infoflow_lens.foundation.naming import find_model
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.models.bridges import (
     Place,
+    Stored,
     check_config,
     check_needs_no_code,
     check_one_stack,
     check_sizes,
     class_of_transformers,
     hosted,
-    stored_numbers,
     tokenizer_of,
     transformers_model,
     without_trace,
@@ -401,12 +401,12 @@ def _by_bridge(
     with without_trace(), _named(known_as or name):
         from transformers import AutoConfig
 
-        stored = stored_numbers(Path(name)) if source == "folder" else {}
-        if source == "folder":
+        stored = Stored.in_folder(Path(name)) if source == "folder" else None
+        if stored is not None:
             check_config(Path(name), stored)
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         check_one_stack(name, config)
-        if source == "folder":
+        if stored is not None:
             check_sizes(Path(name), config, stored)
         alone = transformers_model(name, config, place)
         with tokenizer_of(name) as (tokenizer, has_words):

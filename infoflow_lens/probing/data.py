@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError, first_line
-from infoflow_lens.foundation.files import digest_of, read_tensors
+from infoflow_lens.foundation.files import digest_of, read_json, read_tensors
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.naming import Named, find_named
 from infoflow_lens.foundation.settings import Count, Seed, checked
@@ -433,6 +433,7 @@ def read_rows(data: str) -> Any:
 def _folder(path: Path) -> Any:
     import datasets
 
+    _check_saved(path)
     try:
         found = datasets.load_from_disk(str(path))
     except Exception as error:
@@ -447,6 +448,27 @@ def _folder(path: Path) -> Any:
             f"as {path / next(iter(found))}"
         )
     return _without_media(found)
+
+
+def _check_saved(path: Path) -> None:
+    """Check that a saved dataset holds files, and names none that lie elsewhere.
+
+    Raises:
+        InfoFlowError: naming the file.
+    """
+    for file in path.rglob("*"):
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise InfoFlowError(f"{str(file)!r} is no regular file: expected those of a dataset")
+    for state in path.rglob("state.json"):
+        held = read_json(state, "state of a saved dataset", "save the dataset again")
+        named = held.get("_data_files")
+        for entry in named if isinstance(named, list) else ():
+            name = entry.get("filename") if isinstance(entry, dict) else None
+            if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
+                raise InfoFlowError(
+                    f"{str(state)!r} names {name!r}: expected the name of a file beside it; save "
+                    "the dataset again"
+                )
 
 
 def _without_media(table: Any) -> Any:
@@ -486,6 +508,8 @@ def _of_tensor(path: Path) -> Iterator[Tensor]:
             torch.from_numpy(_native(found[:0]))  # of a type that torch has
         elif isinstance(found, Tensor) and found.layout != torch.strided:
             raise TypeError(f"it is {found.layout}")
+        elif isinstance(found, Tensor) and found.nbytes > found.untyped_storage().nbytes():
+            raise ValueError(f"it says {found.numel()} numbers, of which its file holds fewer")
     except Exception as error:
         raise InfoFlowError(
             f"{str(path)!r} cannot be read as a tensor ({error}): expected token ids [n, pos] or "

@@ -70,12 +70,31 @@ EVALUATES = {
 HARMLESS = {
     *("__future__", "abc", "annotated_types", "base64", "collections", "concurrent", "contextlib"),
     *("contextvars", "copy", "dataclasses", "difflib", "einops", "errno", "filelock", "fractions"),
-    *("functools", "glob", "hashlib", "html", "huggingface_hub", "inspect", "io", "itertools"),
+    *(
+        "functools",
+        "glob",
+        "hashlib",
+        "html",
+        "huggingface_hub",
+        "inspect",
+        "io",
+        "itertools",
+        "logging",
+    ),
     *("jaxtyping", "json", "markupsafe", "math", "matplotlib", "numbers", "numpy", "os", "pandas"),
     *("pathlib", "platform", "pyarrow", "pydantic", "re", "reprlib", "rich", "safetensors"),
     *("scipy", "shlex", "shutil", "signal", "socket", "stat", "sys", "sysconfig", "tempfile"),
     *("threading", "time", "tokenizers", "torch", "tqdm", "triton", "typer", "types", "typing"),
-    *("typing_extensions", "uuid", "warnings", "weakref", "zlib", "unicodedata", "urllib"),
+    *(
+        "typing_extensions",
+        "uuid",
+        "warnings",
+        "weakref",
+        "zlib",
+        "unicodedata",
+        "urllib",
+        "logging",
+    ),
 }
 # What of these, or of Python itself, runs what a text or a file says, and where it may stand.
 UNSAFE = {

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -652,6 +653,7 @@ def test_a_config_names_models_and_nothing_else(tmp_path):
 
 HUGE = {
     "labels": {"num_labels": 3 * 10**7},
+    "fewer labels": {"num_labels": 10**6},
     "layers": {"n_layer": 9 * 10**6},
     "positions": {"n_positions": 10**7},
     "width": {"n_embd": 4 * 10**5, "n_head": 4},
@@ -721,3 +723,47 @@ def test_weights_in_the_format_before_pytorch_1_6_are_loaded(tmp_path):
     torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     (folder / "model.safetensors").unlink()
     torch.testing.assert_close(logits(load_any(folder).model), expected)
+
+
+def with_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def test_entries_that_size_nothing_may_be_large(tmp_path):
+    """What a trainer wrote beside the sizes."""
+    folder = zoo.save("gpt2", tmp_path / "gpt2")
+    load_any(with_config(folder, trained_tokens=15 * 10**12, created=20240101000000))
+
+
+@pytest.mark.parametrize("name", ["GPTNeoForCausalLM", "LlamaForCausalLM"])
+def test_a_class_that_reads_another_config_is_refused_before_it_is_made(name, tmp_path):
+    """It would take the sizes of its own default, which are those of a large model."""
+    folder = with_config(zoo.save("gpt2", tmp_path / "gpt2"), architectures=[name])
+    with pytest.raises(InfoFlowError, match=f"name {name}, which reads another config"):
+        load_any(folder)
+
+
+def test_a_number_that_a_file_says_is_many_counts_once(tmp_path):
+    folder = zoo.save("gpt2", tmp_path / "gpt2")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    (name,) = (name for name in tensors if "wte" in name)
+    width = tensors[name].shape[1]
+    tensors = {k: v for k, v in tensors.items() if "lm_head" not in k}
+    torch.save({**tensors, name: torch.zeros(1).expand(2**26, width)}, folder / "pytorch_model.bin")
+    with_config(folder, vocab_size=2**26)
+    with pytest.raises(InfoFlowError, match="which the weights beside it do not hold"):
+        load_any(folder)
+
+
+def test_what_transformers_logs_of_a_folder_sends_nothing_to_the_terminal(tmp_path):
+    folder = zoo.save("gpt2", tmp_path / "gpt2")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["transformer.h.0.\x1b]0;pwned\x07x"] = torch.zeros(2)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    command = [sys.executable, "-m", "infoflow_lens.cli", "inspect", str(folder)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "pwned" in said.stderr
+    assert not [mark for mark in ("\x1b]", "\x07") if mark in said.stderr + said.stdout]

@@ -261,3 +261,44 @@ def test_a_column_that_is_not_there_is_told_with_all_that_are(model, tmp_path):
     path.write_text('{"text": "w4 w5", "attention_mask": [1, 1]}\n')
     with pytest.raises(InfoFlowError, match="has the columns text, attention_mask, without nope"):
         read_data(model, str(path), column="nope")
+
+
+def saved(path, text="w4 w5"):
+    datasets.Dataset.from_dict({"text": [text] * 3}).save_to_disk(path)
+    return path
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes have no names there")
+def test_a_pipe_in_a_saved_dataset_is_refused(tmp_path):
+    path = saved(tmp_path / "ds")
+    (arrow,) = path.glob("*.arrow")
+    arrow.unlink()
+    os.mkfifo(arrow)
+    with pytest.raises(InfoFlowError, match="is no regular file"):
+        read_rows(str(path))
+
+
+@pytest.mark.parametrize("name", ["../good/data-00000-of-00001.arrow", "/etc/hosts", "", 5])
+def test_a_saved_dataset_that_names_files_elsewhere_is_refused(name, tmp_path):
+    """Its digests were of the files below it alone."""
+    saved(tmp_path / "good")
+    state = saved(tmp_path / "ds") / "state.json"
+    values = json.loads(state.read_text())
+    state.write_text(json.dumps({**values, "_data_files": [{"filename": name}]}))
+    with pytest.raises(InfoFlowError, match="expected the name of a file beside it"):
+        read_rows(str(tmp_path / "ds"))
+
+
+def test_a_tensor_of_more_numbers_than_its_file_holds_is_refused(model, tmp_path):
+    torch.save(torch.zeros(1, dtype=torch.long).expand(1000, 10**10), tmp_path / "x.pt")
+    with pytest.raises(InfoFlowError, match="of which its file holds fewer"):
+        read_data(model, str(tmp_path / "x.pt"))
+
+
+@pytest.mark.parametrize("data", ["~nouser/x.txt", "file:" + "x" * 5000, "x" * 5000 + ".txt"])
+def test_what_is_no_path_is_named(data):
+    with pytest.raises(InfoFlowError, match="is no path"):
+        check_data(data)
+    if not data.endswith("x.txt"):
+        with pytest.raises(InfoFlowError, match=r"is no path|no official name"):
+            load_any(data)
