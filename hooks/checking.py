@@ -19,6 +19,7 @@ from infoflow_lens.hooks.passes.run import run_shard
 from infoflow_lens.hooks.probe import Probe
 from infoflow_lens.hooks.result import Result
 
+_ROUNDED = 1e-7
 _OF_SEQUENCES = ("sample", "batch", "sequence")  # axes with a place for each sequence
 
 
@@ -92,6 +93,13 @@ def _check_one_length(trial: "_Trial") -> None:
         "the same texts give other numbers a second time: it is random; draw from a generator with "
         "a seed that is a setting, made anew in each update",
     )
+    asked = trial.measured(0, trial.n)
+    trial.compare(
+        asked,
+        asked.result(),
+        "its result is another when it is asked for again: compute() changes what is kept; let it "
+        "make new tensors",
+    )
     trial.compare(
         _merged(trial.alone()),
         trial.whole,
@@ -136,12 +144,13 @@ def _check_one_token(
             continue
         pairs = zip(_parts(array.values), _parts(found.arrays[name].values), strict=False)
         for before, after in pairs:
-            if before.shape == after.shape and bool((after.isnan() & ~before.isnan()).any()):
-                raise InfoFlowError(
-                    f"{trial.name}: a text of one token among others turns {name} into NaN: a mean "
-                    "over no query is NaN, and so is a sum with it; sum over queries, count them "
-                    "(seen.count_queries), and divide in compute()"
-                )
+            if before.shape != after.shape or not (before.isfinite() & ~after.isfinite()).any():
+                continue
+            raise InfoFlowError(
+                f"{trial.name}: a text of one token among others turns {name} into NaN or "
+                "infinity: a mean over no query is NaN, and so is a sum with it; sum over "
+                "queries, count them (seen.count_queries), and divide in compute()"
+            )
     _attempt(trial.name, "a text of one token alone", lambda: more.measured(trial.n, trial.n + 1))
 
 
@@ -227,6 +236,10 @@ class _Trial:
             InfoFlowError: with the first that differs.
         """
         found = probe.result()
+        if more := found.arrays.keys() ^ expected.arrays.keys():
+            raise InfoFlowError(
+                f"{self.name}: {problem} ({min(more)} is an array of one of them alone)"
+            )
         for name, array in expected.arrays.items():
             other = found.arrays.get(name)
             pairs = zip(_parts(array.values), _parts(other.values if other else ()), strict=False)
@@ -240,7 +253,11 @@ class _Trial:
                 if flipped:
                     given = given.flip([i for i, dim in enumerate(dims) if dim in _OF_SEQUENCES])
                 one, two = wanted.double(), given.double()
-                near = one.isclose(two, rtol=self._tolerance, atol=self._tolerance, equal_nan=True)
+                # small numbers count by the size of those beside them, down to what float32 rounds
+                finite = one[one.isfinite()].abs()
+                largest = min(1.0, float(finite.max())) if len(finite) else 1.0
+                least = max(self._tolerance * largest, _ROUNDED)
+                near = one.isclose(two, rtol=self._tolerance, atol=least, equal_nan=True)
                 if not near.all():
                     place = (~near).flatten().nonzero()[0]
                     raise InfoFlowError(

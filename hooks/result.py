@@ -61,6 +61,7 @@ class Result(Displayed):
 
     kinds: ClassVar[dict[str, type["Result"]]] = {}
     small: ClassVar[bool] = False  # whether its frame has few rows, whatever was measured
+    makes_small_table: ClassVar[bool] = False  # the same, of a result that does not show it
 
     record: RunRecord = field(repr=False)
     notes: tuple[str, ...] = ()
@@ -161,6 +162,8 @@ class Result(Displayed):
         """
         with read_parts(path, _SCHEMA, "result") as (plain, tensors):
             result = cls.of_stored(plain, tensors)
+            if result.small or result.makes_small_table:
+                result.to_frame()  # what is loaded can be shown, or is refused here
         return result._located(path)
 
     @classmethod

@@ -559,3 +559,38 @@ def test_saving_again_keeps_who_may_read_it(made, tmp_path):
         path.chmod(0o600)
     made["Agreement"].save(tmp_path / "x")
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+CUT = [
+    ("AttendedResult", lambda p, t: t.update(lengths=t["lengths"][:1].clone())),
+    ("SufficiencyResult", lambda p, t: p.update(n_replaced=p["n_replaced"][:-1])),
+    ("SufficiencyResult", lambda p, t: p.update(n_replaced=[10**30] * len(p["n_replaced"]))),
+    ("TopKResult", lambda p, t: p.update(kept=["x", *p["kept"][1:]])),
+    ("RecoveryResult", lambda p, t: p.update(n_fit=[])),
+    ("RoutesComparison", lambda p, t: p.update(rows=[{"layer": [1]}])),
+]
+
+
+@pytest.mark.parametrize(("name", "cut"), CUT)
+def test_results_that_were_cut_are_refused_when_they_are_loaded(made, name, cut, tmp_path):
+    """Of the right types, and yet no table could be made of them."""
+    plain, tensors = copy.deepcopy(made[name].stored())
+    cut(plain, tensors)
+    write_parts(tmp_path / "x", SCHEMA[True], plain, tensors)
+    with pytest.raises(InfoFlowError, match="cannot be read"):
+        Result.load(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("Agreement", "layers"), ("CoverageCurve", "chance"), ("RankingAgreement", "sets")],
+)
+def test_what_else_was_cut_is_refused_too(made, name, field, tmp_path):
+    plain, tensors = parts_of(made[name], tmp_path / "x")
+    plain["fields"][field] = plain["fields"][field][:-1]
+    write_parts(tmp_path / "x", SCHEMA[False], plain, dict(tensors))
+    try:
+        found = type(made[name]).load(tmp_path / "x")
+    except InfoFlowError:
+        return
+    uses(found)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -37,6 +37,8 @@ class NextTokenResult(Result):
         bare: float [sequence], summed next-token loss of the model as it is, in nats.
         n_tokens: int [sequence], predictions that count.
     """
+
+    makes_small_table: ClassVar[bool] = True
 
     bare: Float[Tensor, " sequence"]
     n_tokens: Int[Tensor, " sequence"]

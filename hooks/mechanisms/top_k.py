@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 import torch
 from annotated_types import MinLen
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-LARGEST, RANDOM = "largest", "random"
+Kept: TypeAlias = Literal["largest", "random"]
+LARGEST: Final = "largest"
+RANDOM: Final = "random"
 
 Ks = Annotated[tuple[Count, ...], MinLen(1), Distinct()]
 
@@ -62,7 +64,7 @@ class TopKResult(NextTokenResult):
 
     ks: tuple[int, ...]
     tolerance: float
-    kept: tuple[str, ...]
+    kept: tuple[Kept, ...]
     losses: Float[Tensor, "kept layer k sequence"]
     n_pos: int
 
@@ -156,7 +158,7 @@ def measure_top_k(
     n_pos = batches.longest or 0
     powers = [2**i for i in range(n_pos.bit_length()) if 2**i < n_pos]
     chosen = tuple(sorted(ks or powers or (1,)))
-    kinds = (LARGEST, RANDOM) if control else (LARGEST,)
+    kinds: tuple[Kept, ...] = (LARGEST, RANDOM) if control else (LARGEST,)
     n_layers = layer_count(model)
     settings = {
         "probe": "top_k",

@@ -61,8 +61,10 @@ class Savable:
                 raise InfoFlowError(
                     f"{os.fspath(path)!r} holds {plain.get('kind')!r}: expected a {cls.__name__}"
                 )
-            values = _decode(plain["fields"], tensors)
-            return cls(**convert_fields(cls, values))
+            found = cls(**convert_fields(cls, _decode(plain["fields"], tensors)))
+            if hasattr(found, "to_frame"):
+                found.to_frame()  # what is loaded can be shown, or is refused here
+            return found
 
 
 def write_parts(
@@ -138,7 +140,7 @@ def read_parts(
 
 _SPOILED = (
     OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, IndexError,
-    RuntimeError, OverflowError,
+    RuntimeError, ArithmeticError,
 )  # fmt: skip
 
 
@@ -265,11 +267,17 @@ def _axes(value: Any, hint: Any) -> Iterator[tuple[Any, int]]:
     An axis whose name begins with "_" may differ from layer to layer.
     """
     dims = getattr(hint, "dim_str", None)
-    if dims is not None and isinstance(value, Tensor):
+    if get_origin(hint) in (Union, types.UnionType) and value is not None:
+        for option in get_args(hint):
+            yield from _axes(value, option)
+    elif isinstance(value, Mapping) and get_args(hint):
+        for item in value.values():
+            yield from _axes(item, get_args(hint)[1])
+    elif dims is not None and isinstance(value, Tensor):
         names = dims.split()
         if not any(name.startswith("*") for name in names):
             yield from zip(names, value.shape, strict=True)
-    elif get_origin(hint) is tuple and value and isinstance(value, tuple):
+    elif get_origin(hint) is tuple and isinstance(value, tuple) and value:
         inner = get_args(hint)[0]
         if hasattr(inner, "dim_str"):
             yield "layers with tensors", len(value)

@@ -111,6 +111,27 @@ class MeanOfMeans(PreviousToken):
         return {"weight": means, "n_queries": torch.tensor(float(len(seen)))}
 
 
+class ChangesWhatIsKept(PreviousToken):
+    def compute(self):
+        return [weight.add_(1) / self.n_queries for weight in self.weight]
+
+
+class CountsALittle(PreviousToken):
+    def update(self, seen):
+        return {**super().update(seen), "n_queries": torch.tensor(1e5)}
+
+
+class SometimesMore(PreviousToken):
+    passes = summed()
+
+    def update(self, seen):
+        return {**super().update(seen), "passes": torch.tensor(1)}
+
+    def compute(self):
+        more = {"more": self.weight} if self.passes > 1 else {}
+        return {"value": super().compute(), **more}
+
+
 class Fails(PreviousToken):
     def update(self, seen):
         found = super().update(seen)
@@ -314,6 +335,9 @@ def test_check_probe_takes_what_is_right(token_model, texts, model, inputs):
         (CountsPasses, "may count passes"),
         (OfTheFirst, "another order"),
         (MeanOfMeans, "one token among others turns value into NaN"),
+        (ChangesWhatIsKept, "asked for again"),
+        (CountsALittle, "may count passes"),
+        (SometimesMore, "more is an array of one of them alone"),
         (Fails, "a text of one token alone ends in ZeroDivisionError"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from infoflow_lens.agreement import explained
 from infoflow_lens.hooks import (
@@ -47,7 +47,9 @@ class RoutesComparison(Result):
             :meth:`~infoflow_lens.ranking.RankingAgreement.to_frame`.
     """
 
-    rows: tuple[Mapping[str, Any], ...]
+    makes_small_table: ClassVar[bool] = True
+
+    rows: tuple[Mapping[str, str | int | float | None], ...]
 
     def to_frame(self) -> "pd.DataFrame":
         """One row for each size, layer and method."""
