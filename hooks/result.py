@@ -208,6 +208,8 @@ class Result(Displayed):
         for name, array in self.arrays.items():
             for dim in array.dims:
                 names = getattr(self, _COORDINATES.get(dim, _PLACES.get(dim, "")), None)
+                if dim in _OF_SEQUENCES and not array.size_of(dim):
+                    raise InfoFlowError(f"{name} is of no sequence: expected at least one")
                 if isinstance(names, tuple) and array.size_of(dim) != len(names):
                     raise InfoFlowError(
                         f"{name} has {array.size_of(dim)} places on the axis {dim!r}: expected "
@@ -378,6 +380,9 @@ _PLACES = {
     "kept": "kept",
     "k": "ks",
 }
+
+
+_OF_SEQUENCES = ("sample", "batch", "sequence")
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import resource
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import infoflow_lens.probing.parts.routes
 from infoflow_lens import (
@@ -32,6 +33,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.agreement import explained
+from infoflow_lens.foundation.files import read_signed
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.saving import Savable, write_parts
 from infoflow_lens.hooks import (
@@ -173,10 +175,6 @@ def parts_of(one, path):
     one.save(path)
     if isinstance(one, Result):
         return one.stored()
-    from safetensors.torch import load_file
-
-    from infoflow_lens.foundation.files import read_signed
-
     plain = read_signed(f"{path}.json", SCHEMA[False], "result", "")
     return {k: v for k, v in plain.items() if k != "tensors"}, load_file(f"{path}.safetensors")
 
@@ -254,10 +252,6 @@ def test_axes_of_one_name_have_one_size(made, axis, tmp_path):
 
 def test_a_flow_of_wrong_values_is_refused_when_it_is_loaded(tmp_path):
     flow(make_token_model(), [[1, 2, 3]], **QUIET).save(tmp_path / "x")
-    from safetensors.torch import load_file
-
-    from infoflow_lens.foundation.files import read_signed
-
     schema = "infoflow-lens flow 1"
     plain = read_signed(tmp_path / "x.json", schema, "flow", "")
     tensors = load_file(tmp_path / "x.safetensors")
@@ -594,3 +588,32 @@ def test_what_else_was_cut_is_refused_too(made, name, field, tmp_path):
     except InfoFlowError:
         return
     uses(found)
+
+
+FLOW_CUT = {
+    "a chance that is none": lambda p: p["next_tokens"][0][0][0].__setitem__(1, None),
+    "next tokens of a position": lambda p: p["next_tokens"][0].pop(),
+    "how influence was measured": lambda p: p["measured"]["influence"]["record"]["config"].clear(),
+    "a layer that is none": lambda p: p["measured"]["influence"]["layers"].__setitem__(0, 10**30),
+    "positions that are none": lambda p: p["measured"]["influence"].update(n_positions=-3),
+}
+
+
+@pytest.mark.parametrize("cut", FLOW_CUT.values(), ids=FLOW_CUT)
+def test_a_flow_that_was_cut_is_refused_when_it_is_loaded(shown, cut, tmp_path):
+    shown.save(tmp_path / "x")
+    schema = "infoflow-lens flow 1"
+    plain = read_signed(tmp_path / "x.json", schema, "flow", "")
+    del plain["tensors"]
+    cut(plain)
+    write_parts(tmp_path / "x", schema, plain, load_file(tmp_path / "x.safetensors"))
+    with pytest.raises(InfoFlowError, match="cannot be read"):
+        Flow.load(tmp_path / "x")
+
+
+def test_a_result_of_no_sequence_is_refused(made, tmp_path):
+    plain, tensors = made["PositionsResult"].stored()
+    none = {name: tensor[:0].clone() for name, tensor in tensors.items()}
+    write_parts(tmp_path / "x", SCHEMA[True], plain, none)
+    with pytest.raises(InfoFlowError, match="of no sequence"):
+        Result.load(tmp_path / "x")

@@ -7,6 +7,8 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from gzip import GzipFile
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,6 +54,7 @@ _OF_ROWS: Mapping[str, Any] = {
 }
 _README = kind_by_mark("page with a place for the summary", BEGIN)
 _WRITTEN_PAGE = kind_by_mark("page of infoflow-lens study --summary", WRITTEN)
+_MOST_ROWS = 2**28  # bytes
 _RUN_AGAIN = "expected what `infoflow-lens study` wrote; run the study again"
 
 
@@ -253,7 +256,7 @@ def rows_of(folder: Path, status: str | None = "finished") -> "pd.DataFrame":
 
     path = _rows_path(folder)
     try:
-        rows = pd.read_csv(path, dtype={"table": str})
+        rows = pd.read_csv(BytesIO(_unpacked(path)), dtype={"table": str})
     # pandas's errors are ValueErrors
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise InfoFlowError(f"{str(path)!r} has no rows ({error}): {_RUN_AGAIN}") from error
@@ -261,6 +264,19 @@ def rows_of(folder: Path, status: str | None = "finished") -> "pd.DataFrame":
         if name not in rows:
             raise InfoFlowError(f"{str(path)!r} has no column {name!r}: {_RUN_AGAIN}")
     return rows if status is None else rows[rows["status"] == status]
+
+
+def _unpacked(path: Path) -> bytes:
+    """Return what a file of rows holds, unpacked.
+
+    Raises:
+        OSError, EOFError, ValueError: for a file that is not whole, or far larger than rows are.
+    """
+    with open_regular(path) as file:
+        content = (GzipFile(fileobj=file) if path.suffix == ".gz" else file).read(_MOST_ROWS + 1)
+    if len(content) > _MOST_ROWS:
+        raise ValueError(f"it holds more than {_MOST_ROWS:,} bytes")
+    return content
 
 
 def _rows_path(folder: Path) -> Path:

@@ -264,9 +264,15 @@ class Flow:
         Raises:
             InfoFlowError: if there is none, it is of another kind or version, or a file is spoiled.
         """
-        from infoflow_lens.flows.saving import load_fields
+        from infoflow_lens.flows.saving import loaded_fields
+        from infoflow_lens.report.flow import render_flow
 
-        return cls(**load_fields(path))
+        with loaded_fields(path) as values:
+            found = cls(**values)
+            # what is loaded can be shown, or is refused here
+            found.to_frame()
+            render_flow(found.view)
+            return found
 
     @cached_property
     def view(self) -> FlowView:

@@ -1,7 +1,8 @@
 """Flows on disk: settings and measured results; predictions are computed again."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -68,8 +69,9 @@ def save_fields(
     write_parts(path, _SCHEMA, plain, tensors, overwrite=overwrite)
 
 
-def load_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The fields of the flow that :func:`save_fields` wrote.
+@contextmanager
+def loaded_fields(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Read the fields of the flow that :func:`save_fields` wrote, for use in the block.
 
     Raises:
         InfoFlowError: for files that are missing, spoiled, or of another kind or version.
@@ -108,7 +110,7 @@ def load_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
             max(map(len, asked["tokens"])), found["influence"], threshold,
         )  # fmt: skip
         replaced = convert(plain["replaced"], _REPLACED, "replaced")
-        return {
+        yield {
             **asked,
             "replaced": replaced and tuple(Replaced(by, after) for by, after in replaced),
             "record": record,

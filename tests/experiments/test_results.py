@@ -1,5 +1,6 @@
 """The results in docs/results: what stands there is what the studies make of their rows."""
 
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.cli import app
-from infoflow_lens.experiments import pages
+from infoflow_lens.experiments import pages, summary
 from infoflow_lens.experiments.studies import STUDIES, find_study
 from infoflow_lens.experiments.summary import (
     BEGIN,
@@ -307,3 +308,11 @@ def test_quick_numbers_are_not_told_as_those_of_full(tmp_path):
     page = (tmp_path / "README.md").read_text()
     _, full = (line for line in page.splitlines() if line.startswith("| [`kth_largest`]"))
     assert full.endswith("| awaits its run |")
+
+
+def test_rows_that_unpack_to_far_more_than_rows_are_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(summary, "_MOST_ROWS", 10**4)
+    with gzip.open(tmp_path / "results.csv.gz", "wb") as file:
+        file.write(b"run,seed,status\n" + b"0,0,finished\n" * 10**5)
+    with pytest.raises(InfoFlowError, match=r"has no rows .it holds more than 10,000 bytes"):
+        rows_of(tmp_path)

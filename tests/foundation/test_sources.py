@@ -69,7 +69,17 @@ EVALUATES = {
 # Modules that evaluate nothing that they read, but for what UNSAFE names.
 HARMLESS = {
     *("__future__", "abc", "annotated_types", "base64", "collections", "concurrent", "contextlib"),
-    *("contextvars", "copy", "dataclasses", "difflib", "einops", "errno", "filelock", "fractions"),
+    *(
+        "contextvars",
+        "copy",
+        "dataclasses",
+        "difflib",
+        "einops",
+        "errno",
+        "filelock",
+        "fractions",
+        "gzip",
+    ),
     *(
         "functools",
         "glob",
@@ -80,6 +90,7 @@ HARMLESS = {
         "io",
         "itertools",
         "logging",
+        "gzip",
     ),
     *("jaxtyping", "json", "markupsafe", "math", "matplotlib", "numbers", "numpy", "os", "pandas"),
     *("pathlib", "platform", "pyarrow", "pydantic", "re", "reprlib", "rich", "safetensors"),
@@ -94,6 +105,7 @@ HARMLESS = {
         "unicodedata",
         "urllib",
         "logging",
+        "gzip",
     ),
 }
 # What of these, or of Python itself, runs what a text or a file says, and where it may stand.
