@@ -765,5 +765,6 @@ def test_what_transformers_logs_of_a_folder_sends_nothing_to_the_terminal(tmp_pa
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     command = [sys.executable, "-m", "infoflow_lens.cli", "inspect", str(folder)]
     said = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "pwned" in said.stderr
+    # TransformerLens 3 silences what transformers logs while it loads
+    assert HAS_HOOKED_TRANSFORMER or "pwned" in said.stderr
     assert not [mark for mark in ("\x1b]", "\x07") if mark in said.stderr + said.stdout]
