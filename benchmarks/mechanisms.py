@@ -22,7 +22,7 @@ from benchmarks.models import causal
 from benchmarks.timing import paired
 from infoflow_lens import measure_mechanisms
 from infoflow_lens.hooks.mechanisms import IDEALS, MechanismsProgress, MechanismsResult
-from infoflow_lens.models.constructions import build_construction
+from infoflow_lens.studies.constructions import build_construction
 
 
 class Row(NamedTuple):

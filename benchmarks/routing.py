@@ -13,11 +13,11 @@ from pathlib import Path
 import pandas as pd
 
 from infoflow_lens import load_task
-from infoflow_lens.experiments.studies import STUDIES
-from infoflow_lens.experiments.studies.intrinsic_dimension import floor
-from infoflow_lens.experiments.studies.rows import first_heads
-from infoflow_lens.experiments.summary import rows_of
-from infoflow_lens.theory.best_heads import best_heads
+from infoflow_lens.studies.best_heads import best_heads
+from infoflow_lens.studies.papers import STUDIES
+from infoflow_lens.studies.papers.intrinsic_dimension import floor
+from infoflow_lens.studies.papers.rows import first_heads
+from infoflow_lens.studies.summary import rows_of
 from infoflow_lens.theory.routing import routed_error
 
 CASES = [  # matrices, d, D, h_1, T

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from infoflow_lens.experiments.survey import run_survey
-from infoflow_lens.experiments.survey_config import SurveyConfig
 from infoflow_lens.models.loading import load_any
+from infoflow_lens.probing.survey import run_survey
+from infoflow_lens.probing.survey_config import SurveyConfig
 
 _GOAL, _N, _LENGTH, _VOCABULARY = 200, 32, 64, 1024
 

@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-import infoflow_lens.together
+import infoflow_lens.studies.together
 from benchmarks.timing import paired
-from infoflow_lens.experiments.demo import DemoConfig
 from infoflow_lens.foundation.seeds import derived_seed
 from infoflow_lens.models.host import VectorTransformer, build_model
-from infoflow_lens.together import train_together
+from infoflow_lens.studies.demo import DemoConfig
+from infoflow_lens.studies.together import train_together
 from infoflow_lens.training import TrainingConfig, nmse, set_rate, train
 
 SEEDS = range(8)
@@ -131,7 +131,7 @@ def by_vmap(models: list[VectorTransformer]) -> Iterator[None]:
         named = {f"model.{name}": value for name, value in weights.items()}
         return torch.func.vmap(output)(named, x)
 
-    with mock.patch.object(infoflow_lens.together, "stacked_readout", readout):
+    with mock.patch.object(infoflow_lens.studies.together, "stacked_readout", readout):
         yield
 
 

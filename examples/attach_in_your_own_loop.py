@@ -5,7 +5,8 @@ Run: python examples/attach_in_your_own_loop.py   (seconds)
 
 import torch
 
-from infoflow_lens import PositionsProbe, RecoveryProbe, attach, build_construction
+from infoflow_lens import PositionsProbe, RecoveryProbe, attach
+from infoflow_lens.studies.constructions import build_construction
 
 # Answers a question from its context by copying and matching. Your own model goes here.
 model, task = build_construction("in_context_qa_softmax", n_questions=8, n_answers=8, n_pairs=3)

@@ -5,9 +5,13 @@ Run: python examples/certify_depth.py   (seconds)
 
 import torch
 
-from infoflow_lens import build_construction, dependence, load_task, one_layer_certificate
-from infoflow_lens.models.constructions import certified_model
-from infoflow_lens.theory import check_witness
+from infoflow_lens import load_task
+from infoflow_lens.studies.certificates.separability import (
+    check_witness,
+    dependence,
+    one_layer_certificate,
+)
+from infoflow_lens.studies.constructions import build_construction, certified_model
 
 # Two questions, two answers: the eight sequences of the smallest reasoning task.
 task = load_task("in_context_qa", n_questions=2, n_answers=2, n_pairs=2)

@@ -7,7 +7,6 @@ from infoflow_lens import (
     AttendedProbe,
     JacobianInfluence,
     PositionsProbe,
-    build_construction,
     compare,
     coverage_curve,
     measure_mechanisms,
@@ -15,6 +14,7 @@ from infoflow_lens import (
     replace_greedily,
     run_probes,
 )
+from infoflow_lens.studies.constructions import build_construction
 
 # In-context question answering by copying and matching. Your own model goes here.
 model, task = build_construction("in_context_qa_softmax", n_questions=8, n_answers=8, n_pairs=3)

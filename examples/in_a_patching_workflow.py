@@ -10,13 +10,8 @@ mechanisms say what each head contributes.
 import torch
 from transformer_lens import patching
 
-from infoflow_lens import (
-    PositionsProbe,
-    build_construction,
-    measure_mechanisms,
-    propagate,
-    run_probes,
-)
+from infoflow_lens import PositionsProbe, measure_mechanisms, propagate, run_probes
+from infoflow_lens.studies.constructions import build_construction
 
 # A model that answers a question from context: the same questions with other answers.
 model, task = build_construction("in_context_qa_softmax", n_questions=8, n_answers=8, n_pairs=3)

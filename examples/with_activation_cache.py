@@ -3,13 +3,8 @@
 Run: python examples/with_activation_cache.py   (seconds)
 """
 
-from infoflow_lens import (
-    PositionsProbe,
-    RecoveryProbe,
-    build_construction,
-    probe_cache,
-    propagate,
-)
+from infoflow_lens import PositionsProbe, RecoveryProbe, probe_cache, propagate
+from infoflow_lens.studies.constructions import build_construction
 
 # Answers a question from its context by copying and matching. Your own model goes here.
 model, task = build_construction("in_context_qa_softmax", n_questions=8, n_answers=8, n_pairs=3)

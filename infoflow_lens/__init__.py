@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from infoflow_lens.hooks import replace_greedily as replace_greedily
     from infoflow_lens.hooks import run_probes as run_probes
     from infoflow_lens.models.architecture import Architecture as Architecture
-    from infoflow_lens.models.constructions import build_construction as build_construction
-    from infoflow_lens.models.constructions import list_constructions as list_constructions
     from infoflow_lens.models.host import build_model as build_model
     from infoflow_lens.models.host import build_token_model as build_token_model
     from infoflow_lens.models.host import load_model as load_model
@@ -71,10 +69,7 @@ if TYPE_CHECKING:
     from infoflow_lens.theory import Component as Component
     from infoflow_lens.theory import GradedSets as GradedSets
     from infoflow_lens.theory import InformationSets as InformationSets
-    from infoflow_lens.theory import dependence as dependence
-    from infoflow_lens.theory import one_layer_certificate as one_layer_certificate
     from infoflow_lens.theory import propagate as propagate
-    from infoflow_lens.together import train_together as train_together
     from infoflow_lens.training import TrainingConfig as TrainingConfig
     from infoflow_lens.training import train as train
 
@@ -106,7 +101,6 @@ _HOMES = {
     "WhyAll": "hooks",
     "attach": "hooks",
     "baselines": "hooks",
-    "build_construction": "models.constructions",
     "build_model": "models.host",
     "build_token_model": "models.host",
     "compare": "agreement",
@@ -115,13 +109,11 @@ _HOMES = {
     "compare_rankings": "ranking",
     "coverage_curve": "agreement",
     "dataset_card": "tasks",
-    "dependence": "theory",
     "design": "named",
     "estimate": "named",
     "flow": "flows.run",
     "inspect_model": "hooks",
     "learns": "named",
-    "list_constructions": "models.constructions",
     "list_tasks": "tasks",
     "load_any": "models.loading",
     "load_model": "models.host",
@@ -130,7 +122,6 @@ _HOMES = {
     "measure_mechanisms": "hooks",
     "measure_sufficiency": "hooks",
     "measure_top_k": "hooks",
-    "one_layer_certificate": "theory",
     "probe": "probing.call",
     "probe_cache": "hooks",
     "propagate": "theory",
@@ -138,17 +129,34 @@ _HOMES = {
     "run_probes": "hooks",
     "save_model": "models.host",
     "train": "training",
-    "train_together": "together",
     "why": "flows.why",
     "why_all": "flows.why",
 }
 
 __all__ = sorted(_HOMES)
 
+# names that went to the laboratory with 0.4, and go from here with 0.5
+_MOVED = {
+    "build_construction": "infoflow_lens.studies.constructions",
+    "dependence": "infoflow_lens.studies.certificates.separability",
+    "list_constructions": "infoflow_lens.studies.constructions",
+    "one_layer_certificate": "infoflow_lens.studies.certificates.separability",
+    "train_together": "infoflow_lens.studies.together",
+}
+
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in _MOVED:
+        import warnings
+
+        warnings.warn(
+            f"{name} is in {_MOVED[name]}: import it from there; the name here goes with 0.5",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return getattr(import_module(_MOVED[name]), name)
     if name == "__version__":
         from infoflow_lens.foundation.versions import own_version
 

@@ -5,18 +5,19 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from infoflow_lens.commands.certify import certify
 from infoflow_lens.commands.common import (
     AsJson,
     Backend,
     Device,
     Dtype,
-    Overwrite,
+    Jobs,
     Quiet,
     folder,
     own_command,
@@ -28,12 +29,11 @@ from infoflow_lens.commands.design import design
 from infoflow_lens.commands.estimate import estimate
 from infoflow_lens.commands.flow import flow
 from infoflow_lens.commands.options import options_of
-from infoflow_lens.commands.train_language_model import train_language_model
 from infoflow_lens.commands.why import why
-from infoflow_lens.experiments.survey_config import SurveyConfig
 from infoflow_lens.foundation.display import printable
 from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.probing.config import ProbingConfig
+from infoflow_lens.probing.survey_config import SurveyConfig
 
 app = typer.Typer(
     name="infoflow-lens",
@@ -48,12 +48,6 @@ app = typer.Typer(
 ReportFolder = Annotated[
     Path, typer.Option(help="Folder for results and the report.", parser=folder)
 ]
-# Options of studies
-StudyName = Annotated[str | None, typer.Argument(help="The study; --list shows all.")]
-ListAll = Annotated[bool, typer.Option("--list", help="List the studies and their rules.")]
-Preset = Annotated[str, typer.Option(help="Size of the runs: smoke, quick or full.")]
-Seeds = Annotated[int | None, typer.Option(help="Number of seeds; default, the preset's.")]
-Jobs = Annotated[int, typer.Option(help="Processes that run at once.")]
 ProbeScheduler = Annotated[
     str | None, typer.Option(help="Address of a dask scheduler whose workers measure instead.")
 ]
@@ -61,11 +55,6 @@ ProbeThreads = Annotated[
     int | None,
     typer.Option(help="Threads of each process; default, one if there are several processes."),
 ]
-StudyFolder = Annotated[
-    Path | None,
-    typer.Option(help="Folder for results; default results/NAME-PRESET.", parser=folder),
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on: run only what the folder lacks.")]
 
 
 def _show_version(value: bool) -> None:
@@ -84,120 +73,6 @@ def _common(
     ] = False,
 ) -> None:
     pass
-
-
-@app.command(short_help="Train a small model, probe it, predict it, compare.")
-def demo(
-    out: Annotated[
-        Path, typer.Option(help="Folder for the report and the numbers.", parser=folder)
-    ],
-    seed: Annotated[int, typer.Option(help="Seed of the target, the weights and the data.")] = 0,
-    device: Device = "cpu",
-    quiet: Quiet = False,
-) -> None:
-    """Train a small model, probe it, predict it, and show where the two agree (about a minute)."""
-    from rich.table import Table
-
-    with _report_errors():
-        from infoflow_lens.experiments.demo import DemoConfig, run_demo, verdict
-
-        result = run_demo(out, DemoConfig(seed=seed), device=device, progress=not quiet)
-
-    table = Table(title=f"validation NMSE {result.summary['nmse']:.2e}", title_justify="left")
-    table.add_column("")
-    table.add_column("initial", justify="right")
-    table.add_column("trained", justify="right")
-    for label, (initial, trained) in verdict(result.summary).items():
-        table.add_row(label, f"{initial:.3f}", f"{trained:.3f}")
-    console = make_console()
-    console.print(table)
-    console.print(f"report: {result.out / 'report.html'}", soft_wrap=True, markup=False)
-    console.print(f"numbers: {result.out / 'summary.json'}", soft_wrap=True, markup=False)
-
-
-@app.command(short_help="Reproduce the papers, or put their open questions to language models.")
-def study(
-    context: typer.Context,
-    name: StudyName = None,
-    list_all: ListAll = False,
-    summary: Annotated[
-        bool,
-        typer.Option(
-            "--summary",
-            help="Write table.md of each run in --out, and the table of all into its README.md.",
-        ),
-    ] = False,
-    overwrite: Overwrite = False,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Of studies of language models: a folder (with checkpoints/step-... where it has "
-            "some), a name, or owner/name@revision,revision of the hub; may be repeated."
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="Of the same: a file of held-out text, or rows with a column of texts; default, "
-            "the part of this Python's standard library that stdlib-2l has not seen."
-        ),
-    ] = None,
-    preset: Preset = "quick",
-    seeds: Seeds = None,
-    jobs: Jobs = 1,
-    threads: Annotated[
-        int, typer.Option(help="Threads of each run; another number rounds differently.")
-    ] = 1,
-    device: Device = "cpu",
-    out: StudyFolder = None,
-    scheduler: Annotated[
-        str | None, typer.Option(help="Address of a dask scheduler whose workers run the study.")
-    ] = None,
-    together: Annotated[
-        bool, typer.Option("--together", help="Train the seeds of a configuration as one batch.")
-    ] = False,
-    resume: Resume = False,
-    quiet: Quiet = False,
-) -> None:
-    """Train or load models, measure, compare with the prediction, and judge by the stated rule."""
-    with _report_errors():
-        from infoflow_lens.experiments.registry import STUDY_KINDS, find_study
-        from infoflow_lens.foundation.errors import InfoFlowError
-
-        if list_all:
-            for kind in STUDY_KINDS.values():
-                say(f"{kind.name}: {kind.title}\n  {kind.source}\n  {kind().rule()}")
-            return
-        if summary:
-            from infoflow_lens.experiments.summary import summarise
-
-            folder = out or Path("docs/results")
-            summarise(folder, overwrite=overwrite)
-            say(f"summary: {folder / 'README.md'}")
-            return
-        if name is None:
-            raise InfoFlowError(f"no study is named: expected one of {', '.join(STUDY_KINDS)}")
-        from infoflow_lens.experiments.sweep import run_study
-
-        result = run_study(
-            find_study(name, model or (), data),
-            out or Path("results") / f"{name}-{preset}",
-            preset=preset,
-            seeds=seeds,
-            jobs=jobs,
-            n_threads=threads,
-            device=device,
-            resume=resume,
-            scheduler=scheduler,
-            together=together,
-            progress=not quiet,
-            again=own_command(context, "--resume"),
-        )
-        say((result.out / "table.md").read_text(encoding="utf-8"))
-        say(f"numbers: {result.out}")
-
-
-app.command("experiment", hidden=True)(study)  # its earlier name, for scripts
 
 
 @app.command("inspect", short_help="Show what a model is, and what can be measured on it.")
@@ -315,7 +190,7 @@ def survey(
     sets what its states depend on? A preset of probe; run again to go on."""
 
     def run(settings: SurveyConfig, **spread: Any) -> Any:
-        from infoflow_lens.experiments.survey import run_survey
+        from infoflow_lens.probing.survey import run_survey
 
         return run_survey(out, settings, **spread)
 
@@ -419,37 +294,15 @@ def tasks(
     make_console().print(table)
 
 
-@app.command(short_help="List the models whose weights are set by hand.")
-def constructions() -> None:
-    """List the models whose weights are set by hand, for build_construction."""
-    from rich.table import Table
-
-    with _report_errors():
-        from infoflow_lens.models.constructions import CONSTRUCTIONS
-
-    table = Table(show_lines=True)
-    table.add_column("construction", no_wrap=True)
-    table.add_column("task and parameters of its own")
-    table.add_column("what it is, and source")
-    for name, construction in CONSTRUCTIONS.items():
-        own = [f"{key}={value!r}" for key, value in construction.parameters.items()]
-        table.add_row(
-            name,
-            "\n".join([f"task {construction.task}", *own]),
-            f"{construction.summary}\n{construction.source}",
-        )
-    make_console(markup=False).print(table)
-
-
 app.command(short_help="Draw what can reach a state of a text, and what does.")(flow)
 app.command(short_help="Split the reason why a head prefers one key to another.")(why)
 app.command(short_help="Estimate what a task costs an architecture, before training.")(estimate)
-app.command(short_help="Decide whether one layer can fit labelled sequences, with proof.")(certify)
 app.command(short_help="Find the smallest architectures that the theory allows.")(design)
 
-app.command(short_help="Train a small language model on Python's standard library.")(
-    train_language_model
-)
+
+# The studies bring commands of their own, where they are installed; nothing else knows of them.
+if find_spec("infoflow_lens.studies"):
+    import_module("infoflow_lens.studies.commands").add_commands(app)
 
 
 _as_python = warnings.formatwarning

@@ -16,6 +16,7 @@ from infoflow_lens.foundation.settings import Count, checked
 
 Data: TypeAlias = datasets.Dataset | tuple[Tensor, Tensor]
 Predict: TypeAlias = Callable[[Tensor], Tensor]
+Pair: TypeAlias = tuple[Tensor, Tensor]  # sequences and targets
 
 
 def nmse(
@@ -291,3 +292,15 @@ def evaluate_labels(model: nn.Module, data: Data, batch_size: Count = 2048) -> L
 def is_finite(row: Mapping[str, float | int]) -> bool:
     """Whether every number of a history row is."""
     return all(math.isfinite(value) for value in row.values())
+
+
+def standardised(train: Pair, validation: Pair) -> tuple[Pair, Pair]:
+    """Both with the targets' mean and deviation in training taken out; NMSE stays what it is.
+
+    Sequences [sample, ...] and targets [sample, d_output], which must not be constant.
+    """
+    mean, deviation = train[1].mean(), train[1].std()
+    return (train[0], (train[1] - mean) / deviation), (
+        validation[0],
+        (validation[1] - mean) / deviation,
+    )

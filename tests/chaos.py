@@ -50,7 +50,7 @@ from pathlib import Path
 import typer
 
 from infoflow_lens.commands.common import report_errors
-from infoflow_lens.experiments.demo import DemoConfig, run_demo
+from infoflow_lens.studies.demo import DemoConfig, run_demo
 config = DemoConfig(n_tokens=4, d_model=8, d_mlp=8, half_epochs=4, epochs=16, n_train=400,
                     n_validation=100, n_recovery=200, n_influence=20, n_shown=2)
 try:
@@ -66,9 +66,9 @@ from pathlib import Path
 import typer
 
 from infoflow_lens.commands.common import report_errors
-from infoflow_lens.experiments.language_model.config import LanguageModelConfig
-from infoflow_lens.experiments.language_model.corpus import Corpus
-from infoflow_lens.experiments.language_model.training import train_language_model
+from infoflow_lens.studies.language_model.config import LanguageModelConfig
+from infoflow_lens.studies.language_model.corpus import Corpus
+from infoflow_lens.studies.language_model.training import train_language_model
 config = LanguageModelConfig(d_model=16, n_heads=2, n_context=24, vocabulary=300, n_steps=40,
                              batch_size=4, warmup_steps=2, shortest_repeat=3, longest_repeat=8,
                              evaluate_every=5, save_every=2, threads=1)

@@ -28,12 +28,12 @@ from typer.testing import CliRunner
 
 from infoflow_lens import Architecture, InfoFlowError, build_model, load_any, load_model, save_model
 from infoflow_lens.cli import app
-from infoflow_lens.experiments.studies import STUDIES
 from infoflow_lens.foundation.errors import InfoFlowWarning
 from infoflow_lens.hooks.model.inputs import read_inputs
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import read_data
 from infoflow_lens.probing.run import run_probing
+from infoflow_lens.studies.papers import STUDIES
 from infoflow_lens.tasks import list_tasks
 from tests.reference import zoo
 

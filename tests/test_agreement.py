@@ -22,7 +22,6 @@ from infoflow_lens import (
     InformationSets,
     JacobianInfluence,
     PositionsProbe,
-    build_construction,
     compare,
     compare_by_position,
     compare_rankings,
@@ -32,6 +31,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.agreement import coverage, explained
+from infoflow_lens.studies.constructions import build_construction
 from tests.reference import sets as reference_sets
 from tests.reference import zoo
 

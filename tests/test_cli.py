@@ -206,7 +206,7 @@ def test_tasks_prints_the_card_of_one():
 
 
 def test_constructions_are_listed_with_their_parameters():
-    from infoflow_lens import list_constructions
+    from infoflow_lens.studies.constructions import list_constructions
 
     table = CliRunner().invoke(app, ["constructions"]).output
     assert all(name in table for name in list_constructions())
@@ -345,7 +345,7 @@ def test_the_hint_how_to_go_on_is_the_command_as_it_was_given(given, monkeypatch
         seen.append(((study.name, vars(study), out, {**settings, "resume": True}), again))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("infoflow_lens.experiments.sweep.run_study", stopped)
+    monkeypatch.setattr("infoflow_lens.studies.sweep.run_study", stopped)
     CliRunner().invoke(app, given)
     words = shlex.split(seen[0][1])
     assert words[0] == "infoflow-lens"
@@ -355,7 +355,7 @@ def test_the_hint_how_to_go_on_is_the_command_as_it_was_given(given, monkeypatch
 
 
 def test_studies_are_listed_with_their_rules():
-    from infoflow_lens.experiments.registry import STUDY_KINDS
+    from infoflow_lens.studies.registry import STUDY_KINDS
 
     listed = CliRunner().invoke(app, ["study", "--list"]).output
     for name, kind in STUDY_KINDS.items():

@@ -20,7 +20,7 @@ import infoflow_lens
 from tests.processes import printed_by
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("hooks", "tasks")  # at the top of a clone, and linked to from the package
+ROOMS = ("hooks", "studies", "tasks")  # at the top of a clone, and linked to from the package
 JUNK = {"__pycache__", ".ipynb_checkpoints", "build", "dist", "demo"}
 
 
@@ -188,9 +188,9 @@ def test_only_what_needs_an_extra_imports_it(clone):
     script.write_text(
         "import sys\n"
         "for name in ('joblib', 'flint', 'dask', 'distributed'): sys.modules[name] = None\n"
-        "import infoflow_lens, infoflow_lens.experiments.studies, infoflow_lens.experiments.demo\n"
+        "import infoflow_lens, infoflow_lens.studies.papers, infoflow_lens.studies.demo\n"
         "[getattr(infoflow_lens, name) for name in infoflow_lens.__all__]\n"
-        "import infoflow_lens.probing.run, infoflow_lens.commands.certify\n"
+        "import infoflow_lens.probing.run, infoflow_lens.studies.commands.certify\n"
         "print('loaded')"
     )
     assert printed_by(script, folder=clone).strip() == "loaded"

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from infoflow_lens import Architecture, InfoFlowError, TrainingConfig, flow, list_tasks, load_task
-from infoflow_lens.experiments.demo import DemoConfig
-from infoflow_lens.experiments.language_model.config import LanguageModelConfig
-from infoflow_lens.experiments.language_model.config import preset as language_model_preset
-from infoflow_lens.experiments.language_model.ngram import NGram
-from infoflow_lens.experiments.survey_config import SurveyConfig
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.models.architecture import TokenArchitecture
-from infoflow_lens.models.constructions import CONSTRUCTIONS
 from infoflow_lens.models.host import build_model, build_token_model
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import stream_data
+from infoflow_lens.probing.survey_config import SurveyConfig
 from infoflow_lens.runs.executor import Executor
+from infoflow_lens.studies.constructions import CONSTRUCTIONS
+from infoflow_lens.studies.demo import DemoConfig
+from infoflow_lens.studies.language_model.config import LanguageModelConfig
+from infoflow_lens.studies.language_model.config import preset as language_model_preset
+from infoflow_lens.studies.language_model.ngram import NGram
 from infoflow_lens.training import evaluate
 
 NUMBER_TOO_FAR = (-1, -1.0, math.nan, math.inf)

@@ -15,9 +15,9 @@ from jaxtyping import install_import_hook
 with install_import_hook("infoflow_lens", "beartype.beartype"):
     import infoflow_lens.cli
     from infoflow_lens import *
-    from infoflow_lens.experiments.demo import DemoConfig, run_demo
+    from infoflow_lens.studies.demo import DemoConfig, run_demo
     from infoflow_lens.hooks.passes.ranking import rank_keys
-    from infoflow_lens.models.constructions import CONSTRUCTIONS
+    from infoflow_lens.studies.constructions import CONSTRUCTIONS
 
 import torch
 run_demo(
@@ -35,7 +35,7 @@ for result in run_probes(
 ):
     result.to_frame(), result.plot()
 from infoflow_lens.theory import DigitCode, ComparisonTree
-from infoflow_lens.theory.bounds import kth_largest_collision
+from infoflow_lens.studies.bounds import kth_largest_collision
 from infoflow_lens.theory.cost import exponents, total_cost
 for name in ("d_retrieval", "depth_separation", "intrinsic_dimension", "triangle_center"):
     task = load_task(name, n_tokens=6, d_token=4)
@@ -73,7 +73,7 @@ mechanisms = measure_mechanisms(model5, x, progress=False)
 replace_greedily(model5, x, mechanisms, budget=1.0, progress=False)
 propagate(mechanisms.rules(attended.positions, positions.argmax)), mechanisms.plot()
 inspect_model(model5, x).to_frame(), positions.summary()
-from infoflow_lens.models.constructions import certified_model
+from infoflow_lens.studies.constructions import certified_model
 for name in ("memorization", "in_context_qa"):
     task = load_task(name, **({"n_sequences": 5} if name == "memorization" else {
         "n_questions": 2, "n_answers": 2, "n_pairs": 2}))

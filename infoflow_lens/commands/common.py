@@ -28,6 +28,7 @@ Dtype = Annotated[
 Backend = Annotated[
     str, typer.Option(help="How to host it: hooked (TransformerLens 3), bridge or auto.")
 ]
+Jobs = Annotated[int, typer.Option(help="Processes that run at once.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bars.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace a file of another kind that stands there.")

@@ -93,8 +93,8 @@ def design(
 
 
 def _verify(result: Any, target: Any, seeds: int, epochs: int, seed: int, quiet: bool) -> Any:
-    from infoflow_lens.experiments.verification import verify_design
     from infoflow_lens.foundation.progress import progress_bar
+    from infoflow_lens.verification import verify_design
 
     total = 1 + len(result.neighbours)
     with progress_bar("training", total, show=not quiet) as advance:

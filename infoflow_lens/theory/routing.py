@@ -12,7 +12,7 @@ heads is then a count of heads times roles.
   matrices: :func:`routed_error` measures both for given ones.
 * [measured] The choice of roles here takes, for every query, the one in which fewest tokens could
   reach a higher score. What it leaves bounds the best routed head from above only, and other scores
-  are far better where it fails: :mod:`infoflow_lens.theory.best_heads` seeks them.
+  are far better where it fails: :mod:`infoflow_lens.studies.best_heads` seeks them.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,6 @@ from infoflow_lens import (
     InfoFlowError,
     JacobianInfluence,
     PositionsProbe,
-    build_construction,
     compare,
     flow,
     load_any,
@@ -23,6 +22,7 @@ from infoflow_lens import (
 )
 from infoflow_lens.foundation.record import model_fingerprint
 from infoflow_lens.report.flow_plot import draw_flow
+from infoflow_lens.studies.constructions import build_construction
 from tests.conftest import make_token_model
 from tests.reference import zoo
 

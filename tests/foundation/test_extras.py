@@ -4,10 +4,11 @@ import sys
 
 import pytest
 
-from infoflow_lens import InfoFlowError, dependence, one_layer_certificate
-from infoflow_lens.experiments.sweep import run_study
+from infoflow_lens import InfoFlowError
 from infoflow_lens.foundation.extras import import_optional
-from tests.experiments.studies_for_tests import Squares
+from infoflow_lens.studies.certificates.separability import dependence, one_layer_certificate
+from infoflow_lens.studies.sweep import run_study
+from tests.studies.studies_for_tests import Squares
 
 
 @pytest.fixture

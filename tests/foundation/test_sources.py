@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import infoflow_lens
-from infoflow_lens.experiments.pages import TEMPLATES
+from infoflow_lens.studies.pages import TEMPLATES
 
 ROOT = Path(infoflow_lens.__file__).resolve().parent.parent
-FOLDERS = ("infoflow_lens", "hooks", "tasks")
+FOLDERS = ("infoflow_lens", "hooks", "studies", "tasks")
 
 # Modules that evaluate text, load code or start programs, and the places that may import them.
 # What is neither here nor in HARMLESS is not imported at all: it is put into one of them first.
@@ -26,7 +26,8 @@ EVALUATES = {
     "distributed": {"infoflow_lens/runs/executor.py": "a cluster that the user named"},
     "importlib": {
         "infoflow_lens/__init__.py": "the public names, from a table in the file",
-        "infoflow_lens/experiments/language_model/training.py": "the version of a package",
+        "infoflow_lens/cli.py": "the commands of studies, where they are installed",
+        "studies/language_model/training.py": "the version of a package",
         "infoflow_lens/foundation/extras.py": "packages that the callers name in the source",
         "infoflow_lens/foundation/plugins.py": "entry points of installed packages",
         "infoflow_lens/foundation/versions.py": "versions of packages",
@@ -40,7 +41,7 @@ EVALUATES = {
         "tasks/registry.py": "a module or file that the user named as a task",
     },
     "jinja2": {
-        "infoflow_lens/experiments/pages.py": "templates of the package, in a sandbox",
+        "studies/pages.py": "templates of the package, in a sandbox",
         "infoflow_lens/report/templating.py": "templates of the package",
         "infoflow_lens/report/flow.py": "JSON for pages",
         "infoflow_lens/report/probing.py": "JSON for pages",
@@ -56,10 +57,10 @@ EVALUATES = {
         "infoflow_lens/models/loading.py": "official names",
     },
     "transformers": {
-        "infoflow_lens/experiments/language_model/snapshots.py": "without remote code",
-        "infoflow_lens/experiments/language_model/graded_sets.py": "a model that is made here",
-        "infoflow_lens/experiments/language_model/measures.py": "a type",
-        "infoflow_lens/experiments/language_model/model.py": "a model that is made here",
+        "studies/language_model/snapshots.py": "without remote code",
+        "studies/language_model/graded_sets.py": "a model that is made here",
+        "studies/language_model/measures.py": "a type",
+        "studies/language_model/model.py": "a model that is made here",
         "infoflow_lens/foundation/progress.py": "its bars",
         "infoflow_lens/models/bridges.py": "without remote code",
         "infoflow_lens/models/configs.py": "without remote code",
@@ -135,7 +136,7 @@ UNSAFE = {
     "np.load": {"infoflow_lens/probing/data.py": "with allow_pickle=False"},
     "exec_module": {"tasks/registry.py": "a file that the user named as a task"},
     "trust_remote_code": {
-        "infoflow_lens/experiments/language_model/snapshots.py": "False",
+        "studies/language_model/snapshots.py": "False",
         "infoflow_lens/models/bridges.py": "False",
         "infoflow_lens/models/configs.py": "False",
         "infoflow_lens/models/loading.py": "False",
@@ -180,7 +181,7 @@ def _parsed() -> Iterator[tuple[str, ast.Module]]:
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             where = path.relative_to(ROOT).as_posix()
-            if where.startswith(("infoflow_lens/hooks/", "infoflow_lens/tasks/")):
+            if where.startswith(tuple(f"infoflow_lens/{room}/" for room in FOLDERS[1:])):
                 continue  # links to the folders at the top
             yield where, ast.parse(path.read_text(encoding="utf-8"))
 
@@ -298,11 +299,11 @@ def test_templates_belong_to_the_package():
         if isinstance(node, ast.Call) and dotted(node.func).endswith("Environment")
     }
     assert set(made) == {
-        "infoflow_lens/experiments/pages.py", "infoflow_lens/report/templating.py",
+        "studies/pages.py", "infoflow_lens/report/templating.py",
     }  # fmt: skip
-    assert "FileSystemLoader(TEMPLATES)" in made["infoflow_lens/experiments/pages.py"]
+    assert "FileSystemLoader(TEMPLATES)" in made["studies/pages.py"]
     assert "PackageLoader('infoflow_lens.report'" in made["infoflow_lens/report/templating.py"]
-    assert TEMPLATES.is_relative_to(Path(infoflow_lens.__file__).parent)
+    assert TEMPLATES.resolve().is_relative_to(ROOT)
     assert not [name for _, name in names() if name.endswith((".from_string", ".Template"))]
 
 

@@ -13,7 +13,6 @@ from transformer_lens import ActivationCache, HookedRootModule, patching
 from infoflow_lens import (
     Architecture,
     InfoFlowError,
-    build_construction,
     build_model,
     build_token_model,
     load_model,
@@ -21,6 +20,7 @@ from infoflow_lens import (
 )
 from infoflow_lens.models.attention import set_attention
 from infoflow_lens.models.loading import load_any
+from infoflow_lens.studies.constructions import build_construction
 from tests.conftest import D_HEAD, D_MODEL, D_TOKEN, HEADS, N_TOKENS
 from tests.reference import transformer as reference
 

@@ -18,7 +18,6 @@ from infoflow_lens import (
     PatternsProbe,
     PositionsProbe,
     RecoveryProbe,
-    build_construction,
     compare,
     load_any,
     measure_mechanisms,
@@ -39,6 +38,7 @@ from infoflow_lens.probing.picture import build_flow_view
 from infoflow_lens.probing.registry import part_names
 from infoflow_lens.probing.run import run_probing
 from infoflow_lens.runs.folder import MANIFEST
+from infoflow_lens.studies.constructions import build_construction
 from tests.reference import zoo
 
 TEXTS = [" ".join(f"w{(7 * i + j) % 30 + 4}" for j in range(4 + i % 5)) for i in range(20)]

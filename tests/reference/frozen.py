@@ -37,15 +37,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional
 
-from infoflow_lens import (
-    Architecture,
-    TrainingConfig,
-    build_construction,
-    build_model,
-    build_token_model,
-    train,
-)
+from infoflow_lens import Architecture, TrainingConfig, build_model, build_token_model, train
 from infoflow_lens.foundation.record import fingerprint
+from infoflow_lens.studies.constructions import build_construction
 
 HERE = Path(__file__).parent
 VALUES, RECORD = HERE / "frozen.safetensors", HERE / "frozen.json"

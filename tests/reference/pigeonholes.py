@@ -1,6 +1,6 @@
 """Theorems 1 to 3 in numbers, and pairs that a given model confuses: pigeonholes that run.
 
-`kth_largest_collision` (Theorem 2) is in :mod:`infoflow_lens.theory.bounds`.
+`kth_largest_collision` (Theorem 2) is in :mod:`infoflow_lens.studies.bounds`.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.theory.bounds import (
+from infoflow_lens.studies.bounds import (
     Collision,
     attention_average,
     shared_cube,

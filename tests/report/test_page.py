@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from infoflow_lens.experiments.demo import DemoConfig, run_demo
+from infoflow_lens.studies.demo import DemoConfig, run_demo
 
 
 @pytest.fixture(scope="module")

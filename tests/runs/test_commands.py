@@ -14,15 +14,15 @@ from typer.testing import CliRunner
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.cli import app
-from infoflow_lens.experiments import demo
-from infoflow_lens.experiments.language_model import training
-from infoflow_lens.experiments.language_model.config import preset
 from infoflow_lens.runs.executor import Executor
 from infoflow_lens.runs.folder import MANIFEST, PRIVATE, RunFolder
+from infoflow_lens.studies import demo
+from infoflow_lens.studies.language_model import training
+from infoflow_lens.studies.language_model.config import preset
 from tests.conftest import some_of
-from tests.experiments.language_model.test_training import CONFIG, CORPUS
 from tests.foundation.test_documents import occupy
 from tests.reference import zoo
+from tests.studies.language_model.test_training import CONFIG, CORPUS
 
 pytestmark = pytest.mark.filterwarnings("ignore::infoflow_lens.foundation.errors.InfoFlowWarning")
 

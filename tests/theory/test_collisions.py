@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from infoflow_lens import InfoFlowError, load_task
+from infoflow_lens.studies.bounds import encoding_bound
 from infoflow_lens.tasks.tuples import depth_separation_on_cube
-from infoflow_lens.theory.bounds import encoding_bound
 from infoflow_lens.theory.comparison import Branch, ComparisonTree, Leaf
 from infoflow_lens.theory.cost import DigitCode
 from infoflow_lens.theory.estimate import estimate

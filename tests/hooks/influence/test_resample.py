@@ -3,16 +3,11 @@
 import pytest
 import torch
 
-from infoflow_lens import (
-    InfoFlowError,
-    JacobianInfluence,
-    ResampleInfluence,
-    build_construction,
-    run_probes,
-)
+from infoflow_lens import InfoFlowError, JacobianInfluence, ResampleInfluence, run_probes
 from infoflow_lens.agreement import auroc
 from infoflow_lens.hooks import InfluenceResult
 from infoflow_lens.hooks.model.points import starts_at_layers
+from infoflow_lens.studies.constructions import build_construction
 from tests.conftest import make_token_model
 from tests.reference import zoo
 from tests.versions import for_each

@@ -25,7 +25,7 @@ from infoflow_lens.hooks.mechanisms import (
     substituted,
 )
 from infoflow_lens.hooks.mechanisms.ideals import ideal_pattern
-from infoflow_lens.models.constructions import build_construction
+from infoflow_lens.studies.constructions import build_construction
 from infoflow_lens.theory.rules import MaxPosition
 from tests.conftest import make_token_model, some_of
 from tests.reference import zoo

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from infoflow_lens import baselines, build_construction, run_probes
+from infoflow_lens import baselines, run_probes
+from infoflow_lens.studies.constructions import build_construction
 from tests.conftest import make_token_model
 
 ROUTES = (

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from infoflow_lens import InfoFlowError, build_construction, build_model, load_any
+from infoflow_lens import InfoFlowError, build_model, load_any
 from infoflow_lens.hooks import PositionsProbe, measure_why, measure_why_all, run_probes
 from infoflow_lens.models.architecture import Architecture
+from infoflow_lens.studies.constructions import build_construction
 from tests.conftest import make_token_model
 from tests.reference import zoo
 from tests.reference.induction import SHARP, induction_model, repeated_segments

@@ -1,0 +1,1 @@
+"""One attention layer and labelled sequences: a model that fits them, or a proof in integers."""

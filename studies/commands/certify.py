@@ -1,0 +1,164 @@
+"""``infoflow-lens certify``: whether one attention layer can fit labelled sequences, with proof."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from infoflow_lens.commands.common import (
+    AsJson,
+    Overwrite,
+    Quiet,
+    console,
+    report_errors,
+    say,
+)
+
+_SIGN = "<read>"
+
+
+def certify(
+    data: Annotated[
+        str,
+        typer.Argument(
+            help="A file (csv, json, jsonl, parquet) or a saved dataset with a column of sequences "
+            "(lists, or words with spaces) and one of labels; in a csv file every other column may "
+            "be a position; or a task over token ids, such as in_context_qa, file.py:name or "
+            "task:module:name."
+        ),
+    ],
+    column: Annotated[str, typer.Option(help="Column of sequences.")] = "x",
+    label: Annotated[str, typer.Option(help="Column of labels.")] = "y",
+    n: Annotated[
+        int | None,
+        typer.Option("--n", help="Most sequences that are taken; default, 2000 of a large task."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the certificate to this json file.")
+    ] = None,
+    overwrite: Overwrite = False,
+    seed: Annotated[int, typer.Option(help="Seed of a task's sequences.")] = 0,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Decide whether one attention layer can fit all labels, and check the proof again."""
+    import json
+
+    with report_errors():
+        from infoflow_lens.foundation.documents import CERTIFICATE
+        from infoflow_lens.foundation.errors import InfoFlowError
+        from infoflow_lens.foundation.files import write_json
+        from infoflow_lens.studies.certificates.documents import certificate_document
+        from infoflow_lens.studies.certificates.proof import verify
+
+        if n is not None and n < 1:
+            raise InfoFlowError(f"--n is {n}: expected at least 1")
+        if out is not None:
+            CERTIFICATE.check(out, overwrite=overwrite)
+        sequences, labels, notes = _read(data, column, label, n, seed)
+        document, certificate = certificate_document(sequences, labels, progress=not quiet)
+        document["source"] = data
+        document["notes"] = notes
+        wrong = verify(document)
+        if wrong:
+            raise RuntimeError(f"internal error: the certificate fails its check ({wrong[0]})")
+        if out is not None:
+            write_json(CERTIFICATE.check(out, overwrite=overwrite), document)
+    if as_json:
+        say(json.dumps(document))
+        return
+    screen = console()
+    for line in (*notes, *certificate.describe().splitlines()):
+        screen.print(line, markup=False, soft_wrap=True)
+    screen.print(
+        "Checked again, in plain integers, by verify() of infoflow_lens.studies.certificates.proof."
+    )
+    if out is not None:
+        screen.print(f"certificate: {out}", markup=False, soft_wrap=True)
+        screen.print(
+            f"anybody can check it: python -m infoflow_lens.studies.certificates.proof {out}",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
+
+
+def _read(
+    data: str, column: str, label: str, n: int | None, seed: int
+) -> tuple[list[list[Any]], list[Any], list[str]]:
+    """Sequences of tokens, their labels, and what was done to them."""
+    from infoflow_lens.foundation.errors import InfoFlowError
+    from infoflow_lens.probing.data import find_data, read_rows
+
+    named = find_data(data)
+    if named.kind == "task":
+        return _of_task(named.name, n, seed)
+    table = read_rows(data)
+    names = list(table.column_names)
+    if label not in names:
+        raise InfoFlowError(
+            f"{data!r} has columns {names}, without {label!r}: name that of the labels by --label"
+        )
+    if n is not None:
+        table = table.select(range(min(n, len(table))))
+    labels = list(table[label])
+    if column in names:
+        sequences = [_tokens(row, data) for row in table[column]]
+    else:
+        positions = [name for name in names if name != label]
+        if len(positions) < 2:
+            raise InfoFlowError(
+                f"{data!r} has columns {names}, without {column!r}: name that of the sequences by "
+                "--column, or give a column for each position"
+            )
+        sequences = [list(row) for row in zip(*(table[name] for name in positions), strict=True)]
+    missing = [i for i, row in enumerate(sequences) if None in row or labels[i] is None]
+    if missing:
+        raise InfoFlowError(f"row {missing[0]} of {data!r} has a missing value: remove such rows")
+    lengths = sorted({len(row) for row in sequences})
+    if len(lengths) > 1:
+        raise InfoFlowError(
+            f"the sequences of {data!r} have lengths {', '.join(map(str, lengths[:5]))}: expected "
+            "one length; cut or pad them"
+        )
+    notes = []
+    if len({row[-1] for row in sequences}) > 1:
+        sequences = [[*row, _SIGN] for row in sequences]
+        notes.append(
+            f"The sequences end in several tokens, so {_SIGN!r} was put behind each: the model is "
+            "read there."
+        )
+    return sequences, labels, notes
+
+
+def _tokens(row: Any, data: str) -> list[Any]:
+    from infoflow_lens.foundation.errors import InfoFlowError
+
+    if isinstance(row, str):
+        return row.split()
+    if isinstance(row, (list, tuple)):
+        return list(row)
+    raise InfoFlowError(
+        f"{data!r} has the sequence {row!r}: expected a list of tokens, or words with spaces"
+    )
+
+
+def _of_task(name: str, n: int | None, seed: int) -> tuple[list[list[Any]], list[Any], list[str]]:
+    from infoflow_lens.foundation.errors import InfoFlowError
+    from infoflow_lens.studies.certificates.separability import MAX_SEQUENCES
+    from infoflow_lens.tasks import TokenTask, load_task
+
+    task = load_task(name)
+    if not isinstance(task, TokenTask):
+        raise InfoFlowError(
+            f"task {name!r} has vector tokens: a certificate is for labelled sequences of token "
+            "ids; estimate asks about vector tasks"
+        )
+    most = n or 2000
+    if n is None and task.space_size <= MAX_SEQUENCES:
+        x, y = task.all_sequences()
+        notes = [f"All {len(x)} sequences of the task."]
+    else:
+        x, y = task.sample(most, seed)
+        notes = [f"{most} of the task's {task.space_size} sequences, drawn at random."]
+    tokens, labels = task.token_names, task.label_names
+    sequences = [[tokens[token] for token in row] for row in x.tolist()]
+    return sequences, [labels[index] for index in y.tolist()], notes

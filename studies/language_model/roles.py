@@ -1,0 +1,316 @@
+"""In how many directions do the queries of heads look, and do more directions cost more?"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.hooks.mechanisms.next_token import NextTokenLoss
+from infoflow_lens.hooks.mechanisms.sufficiency import mean_ablated, mean_outputs
+from infoflow_lens.hooks.model.inputs import Batch, read_inputs
+from infoflow_lens.studies.claims import Claim, Numbers
+from infoflow_lens.studies.language_model.queries import Directions, directions, projecting
+from infoflow_lens.studies.language_model.study import (
+    TRAINED,
+    UNTRAINED,
+    BesideUntrained,
+    by_model,
+    final,
+    least_within,
+    model_of,
+    of_heads,
+    select_rows,
+    stack_rows,
+    with_steps,
+)
+from infoflow_lens.studies.plots import GREEN, GREY, ORANGE, Axis, Curves, FigureSpec, Panel
+from infoflow_lens.studies.study import Row, Settings, Statement
+from infoflow_lens.studies.tables import Column, Part, TableSpec
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+_TOLERANCE, _BATCH, _PERMUTATIONS, _LEVEL = 0.01, 16, 1000, 0.95
+_RANKS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+_SHARES = ("fixed", "by_token", "by_token_shuffled", "by_position")
+
+
+class Roles(BesideUntrained):
+    """Directions of the queries of every head; projections of all; mean ablation of each."""
+
+    name: ClassVar[str] = "roles"
+    title: ClassVar[str] = "Does a head retrieve in one direction, or in several?"
+    statement: ClassVar[Statement] = Statement.of("roles")
+    windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 32, "full": 256}
+    steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 4, "full": None}
+    draws: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 2, "full": 8}
+
+    def contexts(self, moment: Any, preset: str) -> Sequence[Settings]:
+        """The longest context."""
+        longest = 24 if preset == "smoke" else self.longest(moment)
+        return [{"n_context": longest, "draws": self.draws[preset]}]
+
+    def of_model(self, model: nn.Module, settings: Settings, seed: int, kind: str) -> list[Row]:
+        """A row for each head, and for each number of directions."""
+        windows = self.sequences(model, settings, seed)
+        found = directions(model, windows[0::2], _BATCH)
+        loss = NextTokenLoss(model, read_inputs(model, windows[1::2]), _BATCH)
+        with torch.no_grad():
+            bare = float(loss.sums().sum())
+            n_tokens = int(loss.counts().sum())
+            heads = self._heads(model, found, windows[0::2], loss, bare, n_tokens, seed)
+            # reported, not judged: attention to the first token outweighs other differences
+            without = [
+                roles
+                for own in directions(model, windows[0::2], _BATCH, first_key=1)
+                for roles in own.roles().tolist()
+            ]
+            for row, roles in zip(heads, without, strict=True):
+                row["roles_without_first"] = roles
+            curve = self._curve(model, found, loss, bare, settings["draws"], seed)
+        common: Row = {"kind": kind, "loss": bare / n_tokens}
+        return [{**common, **row} for row in (*heads, *curve)]
+
+    def _heads(
+        self,
+        model: nn.Module,
+        found: Sequence[Directions],
+        windows: Tensor,
+        loss: NextTokenLoss,
+        bare: float,
+        n_tokens: int,
+        seed: int,
+    ) -> list[Row]:
+        token = windows[:, 1:].flatten()
+        place = torch.arange(1, windows.shape[1]).repeat(len(windows))
+        generator = torch.Generator().manual_seed(derived_seed("shuffled", seed))
+        shuffled = token[torch.randperm(len(token), generator=generator)]
+        means = mean_outputs(model, loss.batches, _BATCH)
+        rows: list[Row] = []
+        for layer, own in enumerate(found):
+            columns = {
+                "roles": own.roles(),
+                "fixed": own.fixed(),
+                "by_token": own.share_by(token),
+                "by_token_shuffled": own.share_by(shuffled),
+                "by_position": own.share_by(place),
+                "deviation": own.u.square().sum(dim=2).mean(dim=1).sqrt(),
+            }
+            for head in range(len(own.u)):
+                lost = loss.sums(partial(_without, model, (layer, head), means))
+                cost = (float(lost.sum()) - bare) / n_tokens
+                values: Row = {name: float(value[head]) for name, value in columns.items()}
+                rows.append({"part": "head", "layer": layer, "head": head, "cost": cost, **values})
+        return rows
+
+    def _curve(
+        self,
+        model: nn.Module,
+        found: Sequence[Directions],
+        loss: NextTokenLoss,
+        bare: float,
+        draws: int,
+        seed: int,
+    ) -> list[Row]:
+        d_head = found[0].u.shape[2]
+        rows: list[Row] = []
+        for rank in (*(r for r in _RANKS if r < d_head), d_head):
+            chosen = {"first": [[own.axes[:, :, :rank] for own in found]]}
+            chosen["random"] = [
+                [_random(own, rank, derived_seed("directions", seed, draw, i))
+                 for i, own in enumerate(found)]
+                for draw in range(draws if 0 < rank < d_head else 1)
+            ]  # fmt: skip
+            for name, several in chosen.items():
+                for bases in several:
+                    lost = loss.sums(partial(_projected, model, projecting(found, bases)))
+                    rise = float(lost.sum()) / bare - 1
+                    rows.append({"part": "curve", "of": name, "rank": rank, "rise": rise})
+        return rows
+
+    def tables(self) -> Sequence[Part]:
+        """Directions needed and correlations; then every head of the last snapshots."""
+        return (
+            TableSpec(
+                ("model", "step", "kind"),
+                (
+                    Column("loss", "loss", "mean", ".3f"),
+                    Column("directions needed", partial(_needed, "first")),
+                    Column("of random ones", partial(_needed, "random")),
+                    Column("of d_head", lambda rows: int(rows["rank"].max())),
+                    Column("roles (median, range)", _range_of_roles),
+                    Column("roles with cost", _correlation, form="+.2f"),
+                ),
+                rows=with_steps,
+                names={"kind": "weights"},
+            ),
+            "The heads of the last snapshots: the deviation of scores over keys (nats), roles (in "
+            "brackets where the first token is no key, told and not judged), shares of the energy "
+            "(fixed direction; by the query's token, in brackets with "
+            "shuffled tokens; by position), and what the loss rises by without the head",
+            TableSpec(
+                ("model", "name"),
+                (
+                    Column("deviation", "deviation", "first", ".2f"),
+                    Column("roles", partial(_beside, "roles", "roles_without_first", ".1f")),
+                    Column("fixed", "fixed", "first", ".2f"),
+                    Column("by token", partial(_beside, "by_token", "by_token_shuffled", ".2f")),
+                    Column("by position", "by_position", "first", ".2f"),
+                    Column("cost (nats)", "cost", "first", "+.3f"),
+                ),
+                rows=lambda results: _by_head(select_rows("kind", TRAINED, final(results))),
+                names={"name": "head"},
+            ),
+        )
+
+    def plots(self) -> FigureSpec:
+        """Loss by directions, cost by roles, shares of the energy."""
+        curves = [
+            Curves("rank", "percent", style=style, colour=ORANGE, label=f"{of} directions",
+                   rows=partial(_curve, of))
+            for of, style in (("first", ".-"), ("random", ".:"))
+        ]  # fmt: skip
+        heads = [
+            Curves("roles", "cost", take="each", style="o", colour=colour, label=kind,
+                   rows=partial(select_rows, "kind", kind))
+            for kind, colour in ((UNTRAINED, "#bbbbbb"), (TRAINED, ORANGE))
+        ]  # fmt: skip
+        loss = Axis("rise of the loss (%)", "symlog", (0, None), (100 * _TOLERANCE,))
+        return FigureSpec(
+            (
+                Panel(curves, Axis("directions a head"), loss, model_of,
+                      partial(select_rows, "kind", TRAINED)),
+                Panel(heads, Axis("roles of a head"), Axis("cost without it (nats)")),
+                Panel((_draw_shares,), y=Axis("share of the energy"),
+                      rows=partial(select_rows, "kind", TRAINED), legend="above"),
+            ),
+            per="model",
+            rows=final,
+        )  # fmt: skip
+
+    def claims(self) -> Sequence[Claim]:
+        """Claims on the directions that are needed, and on what correlates with roles."""
+        return (
+            Claim(
+                "to keep the loss within 1%, {bound} direction a head is needed in every model",
+                partial(_of_trained, partial(_needed, "first")), ">", 1,
+            ),
+            Claim(
+                "of random directions {bound} more are needed",
+                partial(_of_trained, lambda own: _needed("random", own) - _needed("first", own)),
+                ">", 0,
+            ),
+            Claim(
+                "the rank correlation of the heads' roles with what they cost is {bound}",
+                partial(_of_trained, _correlation), ">", 0,
+            ),
+            Claim(
+                "it is above a share of {bound} of permutations",
+                partial(_of_trained, _level), ">", _LEVEL,
+            ),
+            Claim(
+                "less that of the untrained model it is {bound}",
+                lambda results: by_model(results, _beyond_untrained), ">", 0,
+            ),
+        )  # fmt: skip
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Rows with random directions for the first ones, or untrained heads for trained ones."""
+        own = results["kind"] == TRAINED
+        first = results[~(own & (results["of"] == "first"))]
+        drawn = results[own & (results["of"] == "random")].assign(of="first")
+        untrained = results[~own]
+        return {
+            "random directions": stack_rows(first, drawn),
+            "untrained": stack_rows(untrained, untrained.assign(kind=TRAINED)),
+        }
+
+
+def _of_trained(number: "Callable[[pd.DataFrame], float]", results: "pd.DataFrame") -> Numbers:
+    """A number of each trained model."""
+    return by_model(select_rows("kind", TRAINED, results), number)
+
+
+def _beyond_untrained(rows: "pd.DataFrame") -> float:
+    """The correlation less the untrained model's; all of it where that has none."""
+    own, control = (_correlation(select_rows("kind", kind, rows)) for kind in (TRAINED, UNTRAINED))
+    return own if math.isnan(control) else own - control
+
+
+def _without(
+    model: nn.Module, head: tuple[int, int], means: Sequence[Tensor], batch: Batch, first: int
+) -> AbstractContextManager[None]:
+    return mean_ablated(model, [head], means)
+
+
+def _projected(model: Any, hooks: Any, batch: Batch, first: int) -> Any:
+    return model.hooks(fwd_hooks=hooks)
+
+
+def _random(own: Directions, rank: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(own.axes.shape, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(drawn).Q[:, :, :rank]
+
+
+def _curve(of: str, rows: "pd.DataFrame") -> "pd.DataFrame":
+    """The rise of the loss in percent, by the number of directions."""
+    curve = rows[(rows["part"] == "curve") & (rows["of"] == of)]
+    return curve.assign(percent=100 * curve["rise"])
+
+
+def _needed(of: str, rows: "pd.DataFrame") -> int:
+    """The least number of directions from which on the mean rise is within."""
+    curve = _curve(of, rows)
+    least = least_within(curve, "rank", _TOLERANCE)
+    return int(curve["rank"].max()) if least is None else least
+
+
+def _by_head(rows: "pd.DataFrame") -> "pd.DataFrame":
+    columns = ["roles", "roles_without_first", "deviation", "cost", *_SHARES]
+    return of_heads(rows[rows["part"] == "head"], columns)
+
+
+def _range_of_roles(rows: "pd.DataFrame") -> str:
+    roles = _by_head(rows)["roles"]
+    return f"{roles.median():.1f} ({roles.min():.1f} to {roles.max():.1f})"
+
+
+def _beside(name: str, other: str, form: str, heads: "pd.DataFrame") -> str:
+    """A number of a head, and another in brackets."""
+    return f"{heads[name].iloc[0]:{form}} ({heads[other].iloc[0]:{form}})"
+
+
+def _draw_shares(axes: "Axes", rows: "pd.DataFrame") -> None:
+    """Bars of the shares of each head, on each other."""
+    heads = _by_head(rows)
+    below = 0 * heads["fixed"]
+    for name, colour in (("fixed", GREY), ("by_token", ORANGE), ("by_position", GREEN)):
+        share, label = heads[name].clip(lower=0), name.replace("_", " ")
+        axes.bar(heads["name"], share, bottom=below, color=colour, label=label)
+        below = below + share
+    axes.tick_params(axis="x", rotation=90, labelsize="x-small")
+
+
+def _correlation(rows: "pd.DataFrame") -> float:
+    """Spearman's, of roles and cost over heads."""
+    values = _by_head(rows)
+    if len(values) < 3:
+        return math.nan
+    return float(values["roles"].corr(values["cost"], method="spearman"))
+
+
+def _level(rows: "pd.DataFrame") -> float:
+    """The share of permutations of the costs whose correlation is smaller."""
+    values = _by_head(rows).rank()
+    roles, cost = (torch.tensor(values[name].to_numpy()) for name in ("roles", "cost"))
+    roles, cost = roles - roles.mean(), cost - cost.mean()
+    generator = torch.Generator().manual_seed(derived_seed("roles"))
+    orders = torch.rand(_PERMUTATIONS, len(cost), generator=generator).argsort(dim=1)
+    return float(((cost[orders] @ roles) < (cost @ roles)).double().mean())

@@ -1,0 +1,266 @@
+"""What the studies of language models share: which models, which text, which windows."""
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.seeds import derived_seed
+from infoflow_lens.models.configs import shape_of_named
+from infoflow_lens.probing.data import read_texts
+from infoflow_lens.probing.windows import spread_windows, token_stream
+from infoflow_lens.studies.claims import Numbers
+from infoflow_lens.studies.language_model.corpus import read_corpus
+from infoflow_lens.studies.language_model.snapshots import (
+    Snapshot,
+    load_snapshot,
+    snapshots,
+    untrained,
+)
+from infoflow_lens.studies.study import Row, Settings, Study
+from infoflow_lens.studies.tables import groups
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MODEL = ("model", "step")
+TRAINED, UNTRAINED = "trained", "untrained"
+IS_INDUCTION = 0.5  # prefix matching above it
+_MOST = 512  # tokens of the longest context that is looked at
+
+
+class LanguageModelStudy(Study):
+    """A study of trained language models on held-out text.
+
+    Unlike the other studies it trains nothing: its configurations are snapshots of models that a
+    user names. Settings tell weights and text by digests, never by paths.
+
+    Args:
+        models: folders or names, as :func:`~infoflow_lens.studies.language_model.snapshots`
+            reads them.
+        data: a file of held-out texts; default, the test part of this Python's standard library,
+            which the models of the package have not seen.
+
+    Attributes:
+        windows: for each preset, how many windows of text.
+        steps: for each preset, how many moments of training at most; None for all.
+    """
+
+    source: ClassVar[str] = "The question that InfoFlow 2026 leaves open, on language models"
+    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 1, "full": 3}
+    windows: ClassVar[Mapping[str, int]] = {"smoke": 10, "quick": 64, "full": 256}
+    steps: ClassVar[Mapping[str, int | None]] = {"smoke": 1, "quick": 6, "full": None}
+
+    def __init__(self, models: Sequence[str] = (), data: str | None = None) -> None:
+        self.models, self.data = tuple(models), data
+
+    def moments(self, preset: str) -> list[Snapshot]:
+        """The snapshots of all models.
+
+        Raises:
+            InfoFlowError: without models, or for two of one name.
+        """
+        if not self.models:
+            raise InfoFlowError("no model is named: expected at least one; give --model")
+        found = [part for model in self.models for part in snapshots(model, self.steps[preset])]
+        keys = [(part.model, part.step) for part in found]
+        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+            raise InfoFlowError(
+                f"two models are called {twice[0][0]!r}: expected different names of folders, by "
+                "which results tell them apart; rename one"
+            )
+        self._sources = {(part.model, part.step): part.source for part in found}
+        return found
+
+    def cases(self, preset: str) -> Sequence[Settings]:
+        """A configuration for each snapshot, or several."""
+        text = hashlib.sha256("\0".join(self._texts).encode()).hexdigest()[:12]
+        return [
+            {
+                "model": moment.model,
+                "step": moment.step,
+                "final": moment.final,
+                "weights": moment.weights,
+                "text": text,
+                "n_windows": self.windows[preset],
+                **more,
+            }
+            for moment in self.moments(preset)
+            for more in self.contexts(moment, preset)
+        ]
+
+    def contexts(self, moment: Snapshot, preset: str) -> Sequence[Settings]:
+        """What is varied on one snapshot; by default its longest context alone."""
+        return [{"n_context": self.longest(moment)}]
+
+    def longest(self, moment: Snapshot) -> int:
+        """The tokens of the longest window: the model's context, at most 512."""
+        return min(_MOST, shape_of_named(moment.source.partition("@")[0]).n_tokens)
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        if self.data is None:
+            return read_corpus().texts("test")
+        texts = read_texts(self.data)
+        if texts is None:
+            raise InfoFlowError(
+                f"{self.data!r} gives no texts: expected a text file, or rows with a column of "
+                "texts"
+            )
+        return texts
+
+    def source_of(self, settings: Settings) -> str:
+        """What the snapshot of these settings is loaded from."""
+        if not hasattr(self, "_sources"):
+            self.moments("full")
+        return self._sources[settings["model"], settings["step"]]
+
+    def sequences(self, model: nn.Module, settings: Settings, seed: int) -> Int[Tensor, "n pos"]:
+        """Windows of the text, spread evenly over it; other seeds begin at other tokens."""
+        length = settings["n_context"]
+        prefix, stream = self._stream(model)
+        stream = stream[len(prefix) :]
+        shift = seed * (length // 3) % max(1, len(stream) // 2)
+        whole = torch.cat([prefix, stream[shift:]])
+        return spread_windows(prefix, whole, length, settings["n_windows"], "the text")
+
+    def shuffled(
+        self, model: nn.Module, settings: Settings, n: int, seed: int
+    ) -> Int[Tensor, "n pos"]:
+        """`n` windows in a random order: neighbours in the text go to different parts."""
+        spread = self.sequences(model, {**settings, "n_windows": n}, seed)
+        return spread[torch.randperm(n, generator=torch.Generator().manual_seed(seed))]
+
+    def _stream(self, model: nn.Module) -> tuple[Int[Tensor, " prefix"], Int[Tensor, " pos"]]:
+        return token_stream(model, self._texts)
+
+    def _prefix(self, model: nn.Module) -> Int[Tensor, " prefix"]:
+        """What the tokenizer puts before a text, such as BOS."""
+        return token_stream(model, [self._texts[0][:100]])[0]
+
+
+class OnRepeats(LanguageModelStudy):
+    """A study of random tokens that repeat, ``n`` sequences of twice ``half`` tokens."""
+
+    def cases(self, preset: str) -> Sequence[Settings]:
+        """A configuration for each snapshot; no text is needed."""
+        return [
+            {
+                "model": moment.model,
+                "step": moment.step,
+                "final": moment.final,
+                "weights": moment.weights,
+                "half": min(50, (self.longest(moment) - 1) // 2),
+                "n": self.windows[preset],
+            }
+            for moment in self.moments(preset)
+        ]
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """Models without an induction head."""
+        most = final(results).groupby("model", sort=False)["prefix_matching"].max()
+        return [
+            f"{model}: no induction head (largest prefix matching {score:.2f})"
+            for model, score in most.items()
+            if score <= IS_INDUCTION
+        ]
+
+
+class BesideUntrained(LanguageModelStudy):
+    """A study that looks at the last snapshot of a model with random weights, too."""
+
+    def measure(self, settings: Settings, seed: int, device: str) -> list[Row]:
+        """The rows of the snapshot; for the last one those of the untrained model beside them."""
+        source = self.source_of(settings)
+        rows = self.of_model(load_snapshot(source, device), settings, seed, TRAINED)
+        if settings["final"]:
+            with untrained(source, derived_seed("untrained", seed)) as folder:
+                rows += self.of_model(load_snapshot(folder, device), settings, seed, UNTRAINED)
+        return rows
+
+    @abstractmethod
+    def of_model(self, model: nn.Module, settings: Settings, seed: int, kind: str) -> list[Row]:
+        """The rows of one model, whose ``kind`` is "trained" or "untrained"."""
+
+
+def with_steps(results: "pd.DataFrame") -> "pd.DataFrame":
+    """Rows with their steps of training as tables show them; ``-`` where there is none."""
+    known = results["step"] >= 0
+    if "kind" in results:
+        known &= results["kind"] != UNTRAINED
+    return results.assign(step=results["step"].astype(int).astype(str).where(known, "-"))
+
+
+def model_of(results: "pd.DataFrame") -> str:
+    """The model of some rows, above a panel."""
+    return str(results["model"].iloc[0])
+
+
+def of_heads(
+    results: "pd.DataFrame", columns: Sequence[str], extra_keys: Sequence[str] = ()
+) -> "pd.DataFrame":
+    """Means over seeds for each model, layer and head, with the head's name.
+
+    Args:
+        results: rows of a study.
+        columns: the columns to average.
+        extra_keys: other columns that tell groups apart.
+    """
+    keys = ["model", *extra_keys, "layer", "head"]
+    rows = results.groupby(keys, sort=False)[list(columns)].mean().reset_index()
+    return with_names(rows)
+
+
+def with_names(rows: "pd.DataFrame") -> "pd.DataFrame":
+    """Rows of heads with their names, such as 0.6."""
+    heads = zip(rows["layer"], rows["head"], strict=True)
+    return rows.assign(name=[f"{layer:.0f}.{head:.0f}" for layer, head in heads])
+
+
+def final(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The rows of each model's last snapshot."""
+    return results[results["final"].astype(bool)]
+
+
+def by_model(results: "pd.DataFrame", number: "Callable[[pd.DataFrame], float]") -> Numbers:
+    """A number of the rows of each model's last snapshot."""
+    return {model: number(rows) for (model,), rows in groups(final(results), ("model",))}
+
+
+def stack_rows(*results: "pd.DataFrame") -> "pd.DataFrame":
+    """Stack frames below each other."""
+    import pandas as pd
+
+    return pd.concat(results, ignore_index=True)
+
+
+def select_rows(column: str, value: object, results: "pd.DataFrame") -> "pd.DataFrame":
+    """The rows with this value in this column."""
+    return results[results[column] == value]
+
+
+def last_layer(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The rows of each model's last layer."""
+    return results[results["layer"] == results.groupby("model")["layer"].transform("max")]
+
+
+def least_within(curve: "pd.DataFrame", by: str, tolerance: float) -> int | None:
+    """The least value of a column from which on the mean rise of the loss is within a tolerance.
+
+    None if there is no such value.
+
+    Args:
+        curve: rows with the column and ``rise``.
+        by: the column, of integers.
+        tolerance: the largest rise.
+    """
+    means = curve.groupby(by)["rise"].mean().sort_index()
+    beyond = means.index[means > tolerance]
+    within = means.index[means.index > beyond.max()] if len(beyond) else means.index
+    return int(within[0]) if len(within) else None

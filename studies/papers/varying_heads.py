@@ -1,0 +1,333 @@
+"""What more heads change, on four tasks (Chen & Zou 2024, Sec. 9.2 and 9.3, Fig. 4 to 7)."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from infoflow_lens.studies.claims import Claim, Numbers
+from infoflow_lens.studies.papers import token_models as tokens
+from infoflow_lens.studies.plots import Axis, Curves, FigureSpec, Panel
+from infoflow_lens.studies.study import Settings, Statement
+from infoflow_lens.studies.tables import Column, Part, TableSpec, groups
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_MEMORY, _CONTEXTUAL = tokens.MEMORIZATION, "in_context_template_matching"
+# Heads of each layer, the first of a task with one head a layer. The paper's are not readable.
+_HEADS: Mapping[str, tuple[tuple[int, ...], ...]] = {
+    _MEMORY: ((1,), (2,), (4,), (8,)),
+    "in_context_qa": ((1, 1), (2, 2), (4, 4)),
+    "template_matching": ((1, 1), (2, 2), (4, 4)),
+    _CONTEXTUAL: ((1, 1, 1), (1, 1, 4), (1, 1, 1, 1)),
+}
+_PUBLISHED: Mapping[str, str] = {
+    _MEMORY: "more heads, faster",
+    "in_context_qa": "no significant effect",
+    "template_matching": "no significant effect",
+    _CONTEXTUAL: "four layers faster than three; one head in the last faster (4 pairs)",
+}
+# One grid for all head counts of a task; at the paper's sizes memorization takes higher ones.
+_RATES: Mapping[str, tuple[float, ...]] = {
+    _MEMORY: (0.3, 0.6, 1.2, 2.4, 4.8, 9.6),
+    "in_context_qa": (1e-3, 3e-3, 1e-2),
+    "template_matching": (0.5, 1.0, 2.0),
+    _CONTEXTUAL: (1e-3, 3e-3),
+}
+# Heads averaged and summed, of memorization and of the others.
+_STARTS = {True: (tokens.PAPER, tokens.SUMMED), False: (tokens.NOISY, tokens.NOISY_SUMMED)}
+_AVERAGED = (tokens.PAPER, tokens.NOISY)
+_QUICK: Mapping[str, Mapping[str, int]] = {
+    **tokens.SIZES["quick"],
+    "in_context_qa": {"n_questions": 10, "n_answers": 10, "n_pairs": 3},
+}
+_FULL_RATES = {**_RATES, _MEMORY: (0.6, 1.2, 2.4, 4.8, 9.6, 19.2)}
+_FULL: Mapping[str, Mapping[str, int]] = {
+    **tokens.SIZES["full"],
+    _CONTEXTUAL: tokens.SIZES["quick"][_CONTEXTUAL],
+}
+_SMOKE: Mapping[str, Mapping[str, int]] = {
+    _MEMORY: {"n_words": 10, "length": 4, "n_sequences": 20},
+    "in_context_qa": {"n_questions": 6, "n_answers": 6, "n_pairs": 2},
+}
+
+
+class VaryingHeads(tokens.TokenStudy):
+    """Epochs to an accuracy of .95 by the heads of each layer, at a learning rate for each.
+
+    Memorization starts and trains by SGD as Sec. 9.1 does. The other tasks start from there plus
+    noise and train on sequences that no step has seen, as in `varying_depth`: generalization by
+    SGD, the tasks in context by AdamW, for by SGD it is luck whether a seed leaves the plateau at
+    all. The heads of a layer are averaged (eq 2), and in the first layer they start from the one
+    head of the construction (for memorization, each from scores of its own). Under SGD averaged
+    heads divide the gradient among them, so that one rate for all head counts punishes more heads.
+    Every task, head count and way of combining heads therefore
+    runs with the same grid of rates; the first half of the seeds chooses its rate, by the mean
+    epochs to a validation accuracy of .95, then by validation loss, and the other half is judged.
+    Models with more than one head run with heads summed, too: the same without the factor 1 / m.
+
+    Preset "full" has the sizes of Sec. 9.1, but for contextual generalization, which is not learnt
+    there in the epochs that can be paid; runs end with a validation loss below .05, and by then
+    have the accuracy that is asked for.
+
+    Fig. 4 to 7 are curves without numbers, and the head counts in them are not readable; those here
+    are [chosen], as are rates, epochs and sizes.
+    """
+
+    name: ClassVar[str] = "varying_heads"
+    title: ClassVar[str] = "What do more attention heads change?"
+    source: ClassVar[str] = "Chen & Zou 2024, Sec. 9.2 and 9.3, Fig. 4 to 7"
+    statement: ClassVar[Statement] = Statement.of("varying_heads")
+    presets: ClassVar[Mapping[str, int]] = {"smoke": 1, "quick": 4, "full": 6}
+
+    def cases(self, preset: str) -> Sequence[Settings]:
+        """By task, heads, how they are combined, and learning rate."""
+        sizes_of = {"smoke": _SMOKE, "quick": _QUICK}.get(preset, _FULL)
+        rates_of = _FULL_RATES if preset == "full" else _RATES
+        few = 2 if preset == "smoke" else None
+        return [
+            {
+                **_training(preset, task),
+                "start": start,
+                "task": task,
+                "layers": len(heads),
+                **sizes,
+                "heads": list(heads),
+                "lr": rate,
+                "rate": rate,  # rows have the rate of their epoch as lr
+            }
+            for task, sizes in sizes_of.items()
+            for heads in _HEADS[task][:few]
+            for start in _STARTS[task == _MEMORY][: 2 if max(heads) > 1 else 1]
+            for rate in rates_of[task][:few]
+        ]
+
+    def tables(self) -> Sequence[Part]:
+        """The rate that was chosen, epochs to .95 and test accuracies by heads."""
+        columns = (
+            Column("learning rate", "rate", "first", "g"),
+            Column("epochs to .95", "until"),
+            Column("seeds that reach it", lambda r: f"{r['until'].count()} of {len(r)}"),
+            "test_accuracy",
+            Column("published", lambda runs: _PUBLISHED[runs["task"].iloc[0]]),
+        )
+        return (
+            TableSpec(_CELL, columns, _judged, tokens.WORDS, {"heads": "heads of each layer"}),
+            "The rate of each row was chosen on other seeds. Over seeds, mean (least to "
+            "largest); epochs to .95: the first epoch after which the validation accuracy is "
+            "at least .95, of the seeds that reach it. Fig. 4 to 7 are curves without numbers.",
+        )
+
+    def plots(self) -> FigureSpec:
+        """Epochs to .95 over the rate, and over the rate per head, a column for each task."""
+
+        def curves(rate: str) -> list[Curves]:
+            """Solid: heads averaged; dotted: heads summed, which each have the whole rate."""
+            return [
+                Curves(
+                    rate, "until", ["heads"], style=style, alpha=0.8,
+                    label=(lambda heads: f"[{heads.replace(' ', ', ')}]") if averaged else "",
+                    colour=lambda heads: f"C{sum(map(int, heads.split()))}",
+                    rows=partial(_of_starts, averaged=averaged),
+                )
+                for averaged, style in ((True, "o-"), (False, "s:"))
+            ]  # fmt: skip
+
+        epochs = Axis("epochs to .95\n(dotted: heads summed)")
+        per_head = Axis("learning rate / heads if averaged", "log")
+        panels = [
+            Panel(curves("rate"), Axis("learning rate", "log"), epochs, tokens.task_shown),
+            Panel(curves("rate_per_head"), per_head, epochs, legend=""),
+        ]
+        return FigureSpec(panels, "task", (3.2, 2.5), rows=_runs)
+
+    def claims(self) -> Sequence[Claim]:
+        """By epochs to .95 at the chosen rates, and test accuracies; heads averaged."""
+        epochs = f"epochs to {tokens.SOLVED} (at the rate that other seeds choose)"
+        alike = "with every head count, on reasoning and generalization, the"
+        return (
+            Claim(
+                "memorization with the most heads takes {bound} of the mean " + f"{epochs} of one",
+                _more_heads,
+                "<=",
+                0.8,
+            ),
+            Claim(
+                f"{alike} seed of the least validation loss has a test accuracy of " + "{bound}",
+                lambda r: _like_one_head(r, lambda one, rows: tokens.chosen_accuracy(rows)),
+                ">=",
+                tokens.SOLVED,
+            ),
+            Claim(
+                f"{alike} fastest seed takes " + "{bound}" + f" times the {epochs} of one head",
+                lambda r: _like_one_head(r, lambda one, rows: _fastest(rows) / one),
+                "within",
+                (0.5, 2),
+            ),
+            Claim(
+                "on contextual generalization four layers of one head take {bound} times the "
+                f"{epochs} of three layers, by the fastest seed of each",
+                _deeper,
+                "<",
+                1,
+            ),
+        )
+
+    def remarks(self, results: "pd.DataFrame") -> Sequence[str]:
+        """Epochs of the judged runs, and of those with summed heads."""
+        alike = _like_one_head(results, lambda one, rows: float(len(rows)))
+        n_judged = int(min(alike.values(), default=0))
+        power = tokens.chance_to_see(n_judged, len(alike))
+        return [
+            f"power of the rule on reasoning and generalization: {power}",
+            *(
+                f"{tokens.TASKS[task]}, {tokens.STARTS[start]}, heads {heads}: "
+                f"epochs to {tokens.SOLVED} of the fastest seed "
+                f"{_shown(_fastest(rows))}, mean {_shown(_mean_epochs(rows))}"
+                for (start, task, heads), rows in groups(_judged(results), _CELL)
+            ),
+        ]
+
+    def controlled(self, results: "pd.DataFrame") -> "Mapping[str, pd.DataFrame]":
+        """Memorization with one head, or with its rate, in the place of that with the most."""
+        import pandas as pd
+
+        heads = results["heads"].astype(str)
+        memory = (results["task"] == _MEMORY) & (results["start"] == tokens.PAPER)
+        one = results[memory & (heads == "1")]
+        most = max(heads[memory], key=int)
+        of_most = memory & (heads == most)
+        twin = one.assign(heads=most, run=one["run"] + results["run"].max() + 1)
+        rate = _judged(one)["rate"].iloc[0]
+        return {
+            "one head": pd.concat([results[~of_most], twin]),
+            "one rate for all": results[~of_most | (results["rate"] == rate)],
+        }
+
+
+_CELL = ("start", "task", "heads")
+
+
+def _runs(results: "pd.DataFrame") -> "pd.DataFrame":
+    """A row for each run, with epochs to .95, and its rate for each of the heads of a layer."""
+    runs = tokens.last_epochs(results).set_index("run", drop=False)
+    averaged = runs["start"].isin(_AVERAGED)
+    most = runs["heads"].map(lambda heads: max(map(int, str(heads).split())))
+    return runs.assign(
+        until=tokens.epochs_until(results, tokens.SOLVED),
+        heads=runs["heads"].astype(str),
+        rate_per_head=runs["rate"] / most.where(averaged, 1),
+    )
+
+
+def _of_starts(runs: "pd.DataFrame", averaged: bool) -> "pd.DataFrame":
+    return runs[(runs["start"].isin(_AVERAGED) == averaged) & runs["until"].notna()]
+
+
+def _judged(results: "pd.DataFrame") -> "pd.DataFrame":
+    """The judged runs of each start, task and head counts, at the rate that the others choose."""
+    runs = _runs(results)
+    seeds = sorted(runs["seed"].unique())
+    half = len(seeds) // 2
+    choosing, judged = seeds[:half] or seeds, seeds[half:]
+    chosen = _best_rates(runs[runs["seed"].isin(choosing)])
+    cells = zip(*(runs[name] for name in _CELL), strict=True)
+    at_best = runs["rate"] == [chosen.get(cell) for cell in cells]
+    return runs[runs["seed"].isin(judged) & at_best]
+
+
+def _best_rates(runs: "pd.DataFrame") -> dict[tuple[str, str, str], float]:
+    """Of each cell the rate of the fewest mean epochs to .95, of several that of the least loss."""
+    known = runs.assign(until=runs["until"].fillna(math.inf))
+    by_rate = known.groupby([*_CELL, "rate"], sort=False)[["until", "best_validation_loss"]].mean()
+    best = by_rate.sort_values(["until", "best_validation_loss"], kind="stable").reset_index("rate")
+    return best[~best.index.duplicated()]["rate"].to_dict()
+
+
+def _fastest(runs: "pd.DataFrame") -> float:
+    """Epochs of the fastest seed; infinite where none reaches .95."""
+    least = float(runs["until"].min())
+    return math.inf if math.isnan(least) else least
+
+
+def _mean_epochs(runs: "pd.DataFrame") -> float:
+    """Mean epochs over seeds; infinite where one does not reach .95."""
+    return math.inf if runs["until"].isna().any() else float(runs["until"].mean())
+
+
+def _shown(epochs: float) -> str:
+    return "never" if math.isinf(epochs) else f"{epochs:.3g}"
+
+
+def _of_task(results: "pd.DataFrame", task: str) -> Mapping[str, "pd.DataFrame"]:
+    """The judged runs of a task with averaged heads, by heads."""
+    averaged = results[results["start"].isin(_AVERAGED) & (results["task"] == task)]
+    if averaged.empty:
+        return {}
+    return {heads: rows for (heads,), rows in groups(_judged(averaged), ["heads"])}
+
+
+def _more_heads(results: "pd.DataFrame") -> Numbers:
+    """Mean epochs with the most heads over those with one; NaN where one head fails."""
+    runs = _of_task(results, _MEMORY)
+    if not runs:
+        return {}
+    counts = sorted(runs, key=int)
+    one, most = (_mean_epochs(runs[heads]) for heads in (counts[0], counts[-1]))
+    if counts[0] != "1" or len(counts) == 1 or math.isinf(one):
+        return {f"{counts[-1]} heads": math.nan}
+    return {f"{counts[-1]} heads": most / one}
+
+
+def _like_one_head(
+    results: "pd.DataFrame", number: Callable[[float, "pd.DataFrame"], float]
+) -> Numbers:
+    """A number of every model with the epochs of one head a layer, and its runs; NaN without."""
+    found = {}
+    for task in dict.fromkeys(results["task"]):
+        if task in (_MEMORY, _CONTEXTUAL):
+            continue
+        runs = _of_task(results, task)
+        single = next((rows for heads, rows in runs.items() if set(heads.split()) == {"1"}), None)
+        if single is None:
+            found[f"{tokens.TASKS[task]}, one head"] = math.nan
+            continue
+        one = _fastest(single)
+        for heads, rows in runs.items():
+            found[f"{tokens.TASKS[task]}, heads {heads}"] = number(one, rows)
+    return found
+
+
+def _deeper(results: "pd.DataFrame") -> Numbers:
+    """Epochs of the fastest seed of four layers over those of three; NaN where these fail."""
+    runs = _of_task(results, _CONTEXTUAL)
+    if not runs:
+        return {}
+    three = [_fastest(rows) for heads, rows in runs.items() if len(heads.split()) == 3]
+    four = _fastest(runs["1 1 1 1"]) if "1 1 1 1" in runs else math.inf
+    least = min(three, default=math.inf)
+    return {"": math.nan if math.isinf(least) else four / least}
+
+
+def _training(preset: str, task: str) -> dict[str, Any]:
+    """How the runs of a task are trained; the rate comes from the grid."""
+    paper = tokens.paper_training(task)
+    noisy = {
+        "preset": preset,
+        **tokens.FRESH,
+        "scale": paper["scale"],
+        "noise": 0.02,
+        "n_test": 1000,
+    }
+    of_task: Mapping[str, Mapping[str, Any]] = {
+        _MEMORY: {"preset": preset, **paper, "n_train": 512, "epochs": 24, "n_test": 500},
+        "in_context_qa": {**noisy, "epochs": 8},
+        "template_matching": {**noisy, "noise": 0.01, "optimizer": "sgd", "epochs": 12},
+        _CONTEXTUAL: {**noisy, "epochs": 40},
+    }
+    changes: Mapping[str, Mapping[str, Any]] = {
+        "smoke": {"n_test": 300, "epochs": 6, "n_train": 1024},
+        "full": {"stop_below": 0.05, **({"epochs": 16} if task == _MEMORY else {})},
+    }
+    return {**of_task[task], **changes.get(preset, {})}

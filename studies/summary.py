@@ -1,0 +1,413 @@
+"""The page of all studies, whose table is made from their rows."""
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from gzip import GzipFile
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from infoflow_lens.foundation.documents import Document, kind_by_mark
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import naming_file, open_regular, read_json
+from infoflow_lens.studies.claims import Numbers, Verdict
+from infoflow_lens.studies.language_model.card import comparison, measured_models
+from infoflow_lens.studies.pages import cell_of, page_templates, render_page
+from infoflow_lens.studies.papers import STUDIES
+from infoflow_lens.studies.papers.head_count import beside_published
+from infoflow_lens.studies.papers.rows import beside_enough, best_runs, has_enough_heads
+from infoflow_lens.studies.papers.token_models import epochs_until, last_epochs
+from infoflow_lens.studies.registry import LANGUAGE_MODEL_STUDIES, STUDY_KINDS
+from infoflow_lens.studies.study import Study
+from infoflow_lens.studies.sweep import (
+    plain_cell,
+    report_text,
+    verdict_of,
+)
+from infoflow_lens.studies.tables import markdown_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+BEGIN, END = "<!-- summary -->", "<!-- end of summary -->"
+WRITTEN = "<!-- written by infoflow-lens study --summary -->"  # at the end of each page
+EARLIER = "earlier"  # the folder of a run by settings that a study no longer has
+# columns in which rows may differ from the settings: a run has its own learning rate in each
+# epoch, and its own number of states where sets leave some out
+_MEASURED = ("lr", "n_states")
+# what templates can make of rows
+_OF_ROWS: Mapping[str, Any] = {
+    function.__name__: function
+    for function in (
+        beside_enough,
+        beside_published,
+        best_runs,
+        epochs_until,
+        has_enough_heads,
+        last_epochs,
+    )
+}
+_README = kind_by_mark("page with a place for the summary", BEGIN)
+_WRITTEN_PAGE = kind_by_mark("page of infoflow-lens study --summary", WRITTEN)
+_MOST_ROWS = 2**28  # bytes
+_RUN_AGAIN = "expected what `infoflow-lens study` wrote; run the study again"
+
+
+def summarise(folder: Path, *, overwrite: bool = False) -> None:
+    """Write tables and pages of a folder that has a folder for each study.
+
+    Each study's ``table.md`` is written anew from its code and its
+    ``results.csv`` (or ``results.csv.gz``), and the table of all studies into ``README.md``,
+    between the lines ``<!-- summary -->`` and ``<!-- end of summary -->``. The templates of pages
+    belong to the package, and so does what they say: a page is filled from its template only where
+    a page with the line :data:`WRITTEN` stands already. More runs of a
+    study stand in folders within its own, each named by its preset, as ``full``. A study whose
+    settings changed after its run is said to wait for one. Studies of language models have the
+    folder ``language_model``, where one study may have several runs.
+
+    Args:
+        folder: the folder of all studies. It holds rows, records and pages; nothing in it is run.
+        overwrite: whether a ``table.md`` that no study wrote may be replaced, too.
+
+    Raises:
+        InfoFlowError: where there is no README.md with these lines, a run that cannot be read, or
+            another file in the place of a table.
+    """
+    # all of it before anything is written
+    rows, pages = [], {}
+    for study in STUDIES.values():
+        for path in _folders_of(study, folder):
+            run = recorded_run(study, path) if _has_run(study, path) else None
+            if run is not None:
+                pages[path / "table.md"] = _report(study, path, run)
+            rows.append(_summary_row(study, folder, path, run))
+    summary = markdown_table(
+        ["experiment", "what theory says", "what was measured", "by its rule"], rows
+    )
+    for path in language_model_runs(folder):
+        study = LANGUAGE_MODEL_STUDIES[_config(path / "record.json")["study"]]()
+        pages[path / "table.md"] = _report(study, path, recorded_run(study, path))
+    for name in page_templates():
+        if _WRITTEN_PAGE.recognises(folder / name):
+            pages[folder / name] = f"{_page(name, folder, pages)}\n{WRITTEN}\n"
+    page = folder / "README.md"
+    of_readme = _WRITTEN_PAGE if page in pages else _README
+    pages[page] = _with_summary(page, pages.get(page), summary)
+    kinds = {path: _TABLE if path.name == "table.md" else _WRITTEN_PAGE for path in pages}
+    kinds[page] = of_readme
+    for path in pages:
+        kinds[path].check(path, overwrite=overwrite)
+    for path, content in pages.items():
+        kinds[path].write(path, content, overwrite=overwrite)
+
+
+def _is_table(path: Path) -> bool:
+    """Return whether a file begins as the tables of a study do (:func:`report_text`)."""
+    with open_regular(path) as file:
+        begin = file.read(2**12).decode("utf-8", errors="replace")
+    return begin.startswith("# ") and bool(re.search(r"\n\n.*\. Preset \w+, \d+ runs", begin))
+
+
+_TABLE = Document("table of a study", _is_table)
+
+
+def _with_summary(page: Path, text: str | None, summary: str) -> str:
+    """The text of a page, by default what stands in it now, with the table in its place.
+
+    Raises:
+        InfoFlowError: if it has no place for the table, or is not UTF-8.
+    """
+    if text is None:
+        text = ""
+        if os.path.lexists(page):
+            with naming_file(page, "read"), open_regular(page) as file:
+                text = file.read().decode("utf-8", errors="replace")
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise InfoFlowError(
+            f"{str(page)!r} has no place for the summary: expected a line {BEGIN} and, behind it, "
+            f"a line {END}"
+        )
+    if "\ufffd" in text:
+        raise InfoFlowError(f"{str(page)!r} is not UTF-8: expected a page in it; convert the page")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    return f"{before}{BEGIN}\n{summary}\n{END}{after}"
+
+
+def language_model_runs(folder: Path) -> list[Path]:
+    """The folders of runs of language-model studies below the folder of all studies."""
+    return [path.parent for path in sorted((folder / "language_model").glob("*/record.json"))]
+
+
+def _page(name: str, folder: Path, pages: Mapping[Path, str]) -> str:
+    """Return a page filled from the runs in the folders beside it, and their tables.
+
+    Args:
+        name: of the page, by its path below the folder of all studies.
+        folder: of all studies.
+        pages: what will be written, by path.
+    """
+    beside = (folder / name).parent
+
+    def table(run: str) -> str:
+        return pages[beside / run / "table.md"]
+
+    def section(run: str, heading: str) -> str:
+        """What a run's table.md has below a heading."""
+        text = table(run).partition(f"\n### {heading}\n")[2]
+        if not text:
+            raise KeyError(f"{heading} in table.md of {run}")
+        return re.split(r"\n\n(?:### |\*\*)", text)[0].strip()
+
+    @cache
+    def of_run(run: str) -> tuple[Study, RecordedRun]:
+        study = STUDY_KINDS[_config(beside / run / "record.json")["study"]]()
+        return study, recorded_run(study, beside / run)
+
+    def numbers(run: str, place: int) -> Numbers:
+        """The numbers of a claim of a study."""
+        study, recorded = of_run(run)
+        return study.claims()[place].numbers(recorded.finished)
+
+    def holds(run: str, place: int, label: str) -> bool:
+        """Whether a claim of a study holds of what one of its numbers is of."""
+        return of_run(run)[0].claims()[place].holds(numbers(run, place)[label])
+
+    return render_page(
+        name,
+        {
+            "rows": cache(lambda run: rows_of(beside / run)),
+            "verdict": lambda run: of_run(run)[1].verdict,
+            "seen": lambda run: "**Seen**" if of_run(run)[1].verdict.passed else "**Not seen**",
+            "passed": lambda run: "passed" if of_run(run)[1].verdict.passed else "not passed",
+            "numbers": numbers,
+            "holds": holds,
+            "models": lambda: comparison(measured_models(beside / "models")),
+            "section": section,
+            "cell": lambda run, column, *first: cell_of(table(run), column, *first),
+            "statements": [study.statement.text for study in STUDIES.values() if study.statement],
+            **_OF_ROWS,
+        },
+    )
+
+
+def _summary_row(
+    study: Study, folder: Path, path: Path, run: "RecordedRun | None"
+) -> tuple[str, str, str, str]:
+    """What theory says, what was measured, and the verdict by the rule."""
+    theory = study.statement.in_short if study.statement else study.title
+    label = "" if path == folder / study.name else f", {path.name}"
+    if run is not None:
+        seen = "seen" if run.verdict.passed else "**not seen**"
+        link = f"[`{study.name}`]({path.relative_to(folder).as_posix()}/table.md){label}"
+        return link, theory, "; ".join(run.verdict.reasons), seen
+    link = f"[`{study.name}`]({study.name}/statement.md){label}"
+    note = "the statement awaits its run"
+    if not label and (folder / study.name / EARLIER).is_dir():
+        note += f"; an [earlier run]({study.name}/{EARLIER}/table.md) had other settings"
+    return link, theory, note, "awaits its run"
+
+
+def runs_of(study: Study, folder: Path) -> list[Path]:
+    """The folders of a study's runs by the settings that it has now: its own, then by preset.
+
+    Args:
+        study: the study.
+        folder: of all studies.
+    """
+    return [path for path in _folders_of(study, folder) if _has_run(study, path)]
+
+
+def _folders_of(study: Study, folder: Path) -> list[Path]:
+    """The folder of a study, with or without a run, and those within it that a preset names."""
+    of_study = folder / study.name
+    of_presets = [of_study / preset for preset in study.presets]
+    return [of_study, *(path for path in of_presets if path.is_dir())]
+
+
+def _has_run(study: Study, path: Path) -> bool:
+    record = path / "record.json"
+    if not record.is_file():
+        return False
+    config = _config(record)
+    if config["study"] != study.name or config["preset"] not in study.presets:
+        return False
+    if path.name != study.name and config["preset"] != path.name:
+        return False
+    now = json.loads(json.dumps(list(study.cases(config["preset"]))))
+    return bool(config["cases"] == now)
+
+
+def rows_of(folder: Path, status: str | None = "finished") -> "pd.DataFrame":
+    """Read the rows of a run from its folder.
+
+    Args:
+        folder: of the run.
+        status: rows with this status alone; None for all rows.
+
+    Raises:
+        InfoFlowError: where there is no results.csv, or one that is not of a study.
+    """
+    import pandas as pd
+
+    path = _rows_path(folder)
+    try:
+        rows = pd.read_csv(BytesIO(_unpacked(path)), dtype={"table": str})
+    # pandas's errors are ValueErrors
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise InfoFlowError(f"{str(path)!r} has no rows ({error}): {_RUN_AGAIN}") from error
+    for name in ("run", "seed", "status"):
+        if name not in rows:
+            raise InfoFlowError(f"{str(path)!r} has no column {name!r}: {_RUN_AGAIN}")
+    return rows if status is None else rows[rows["status"] == status]
+
+
+def _unpacked(path: Path) -> bytes:
+    """Return what a file of rows holds, unpacked.
+
+    Raises:
+        OSError, EOFError, ValueError: for a file that is not whole, or far larger than rows are.
+    """
+    with open_regular(path) as file:
+        content = (GzipFile(fileobj=file) if path.suffix == ".gz" else file).read(_MOST_ROWS + 1)
+    if len(content) > _MOST_ROWS:
+        raise ValueError(f"it holds more than {_MOST_ROWS:,} bytes")
+    return content
+
+
+def _rows_path(folder: Path) -> Path:
+    paths = [folder / name for name in ("results.csv", "results.csv.gz")]
+    found = [path for path in paths if path.is_file()]
+    if not found:
+        raise InfoFlowError(f"{str(folder)!r} has no results.csv: expected the rows of a study")
+    return found[0]
+
+
+def _config(record: Path) -> dict[str, Any]:
+    """The settings of a recorded run.
+
+    Raises:
+        InfoFlowError: if the file is not the record of a study.
+    """
+    values = read_json(record, "record of a study", _RUN_AGAIN).get("config")
+    config: dict[str, Any] = values if isinstance(values, dict) else {}
+    expected: Mapping[str, type] = {"study": str, "preset": str, "seeds": list, "cases": list}
+    for name, kind in expected.items():
+        value = config.get(name)
+        if not isinstance(value, kind) or (name == "seeds" and not value):
+            raise InfoFlowError(
+                f"{str(record)!r} is no record of a study (its {name} is {value!r}): {_RUN_AGAIN}"
+            )
+    return config
+
+
+def _check_rows(path: Path, rows: "pd.DataFrame", config: Mapping[str, Any]) -> None:
+    """Refuse rows that are not those of the recorded settings.
+
+    Raises:
+        InfoFlowError: naming the run and the column.
+    """
+    cases, seeds = config["cases"], config["seeds"]
+    expected = {
+        index * len(seeds) + place: {**case, "seed": seed}
+        for index, case in enumerate(cases)
+        for place, seed in enumerate(seeds)
+    }
+    if rows["run"].dtype.kind != "i":
+        raise InfoFlowError(f"{str(path)!r} has a run that is no number: {_RUN_AGAIN}")
+    found = set(rows["run"])
+    if found != set(expected):
+        odd = min(found ^ set(expected))
+        raise InfoFlowError(
+            f"{str(path)!r} has {'no rows' if odd in expected else 'rows'} of run {odd}: expected "
+            f"runs 0 to {len(expected) - 1}, as record.json has {len(cases)} cases and "
+            f"{len(seeds)} seeds; {_RUN_AGAIN}"
+        )
+    unknown = set(rows["status"]) - {"finished", "diverged"}
+    if unknown:
+        raise InfoFlowError(
+            f"{str(path)!r} has the status {unknown.pop()!r}: expected 'finished' or 'diverged'; "
+            f"{_RUN_AGAIN}"
+        )
+    if rows.duplicated().any():
+        run = rows["run"][rows.duplicated()].iloc[0]
+        raise InfoFlowError(f"{str(path)!r} has a row of run {run} twice: {_RUN_AGAIN}")
+    settings = dict.fromkeys(name for case in cases for name in case)
+    names = ["seed", *(name for name in settings if name not in _MEASURED)]
+    missing = [name for name in names if name not in rows]
+    if missing:
+        raise InfoFlowError(f"{str(path)!r} has no column {missing[0]!r}: {_RUN_AGAIN}")
+    for row in rows.drop_duplicates(["run", *names]).to_dict("records"):
+        for name in names:
+            value = expected[row["run"]].get(name)
+            if not _same(row[name], plain_cell(value)):
+                raise InfoFlowError(
+                    f"{str(path)!r}: {name} of run {row['run']} is {row[name]!r}, but "
+                    f"{value!r} in record.json: {_RUN_AGAIN}"
+                )
+
+
+def _same(cell: Any, value: Any) -> bool:
+    """Whether a cell of results.csv equals a setting of the record."""
+    if value in (None, ""):
+        return bool(cell != cell)  # NaN
+    if str(cell) == str(value):
+        return True
+    try:
+        # one text in a column makes texts of its numbers, and [4] is 4 in a column without texts
+        return float(cell) == float(value)
+    except (TypeError, ValueError):
+        return False
+
+
+class RecordedRun(NamedTuple):
+    """A run of a study, as its folder holds it.
+
+    Attributes:
+        preset: of the run.
+        rows: of all its runs.
+        finished: those with numbers.
+        verdict: of the rows.
+    """
+
+    preset: str
+    rows: "pd.DataFrame"
+    finished: "pd.DataFrame"
+    verdict: Verdict
+
+
+def recorded_run(study: Study, path: Path) -> RecordedRun:
+    """The run of a study that a folder holds.
+
+    Raises:
+        InfoFlowError: if it cannot be read, or its rows are not by the settings of its record.
+    """
+    config = _config(path / "record.json")
+    rows = rows_of(path, None)
+    _check_rows(_rows_path(path), rows, config)
+    with _naming_rows(path):
+        verdict = verdict_of(study, rows, config["cases"], len(config["seeds"]))
+    return RecordedRun(config["preset"], rows, rows[rows["status"] == "finished"], verdict)
+
+
+def _report(study: Study, path: Path, run: RecordedRun) -> str:
+    n_diverged = run.rows[run.rows["status"] == "diverged"]["run"].nunique()
+    n_runs = run.rows["run"].nunique()
+    with _naming_rows(path):
+        return report_text(study, run.finished, run.verdict, run.preset, n_runs, n_diverged)
+
+
+@contextmanager
+def _naming_rows(path: Path) -> Iterator[None]:
+    """Name the file whose measured columns a study cannot take."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise InfoFlowError(
+            f"{str(_rows_path(path))!r} cannot be judged ({type(error).__name__}: {error}): "
+            f"{_RUN_AGAIN}"
+        ) from error

@@ -1,0 +1,190 @@
+"""A survey of a language model: whole, killed and resumed to the same bytes, refused."""
+
+import json
+import re
+
+import pandas as pd
+import pytest
+import torch
+
+from infoflow_lens import InfoFlowError, save_model
+from infoflow_lens.probing.checkpoint import Checkpoint
+from infoflow_lens.probing.survey import run_survey
+from infoflow_lens.probing.survey_config import SurveyConfig
+from infoflow_lens.runs import memory
+from infoflow_lens.studies.constructions import build_construction
+from tests.conftest import some_of
+from tests.reference import zoo
+
+N_HEADS = zoo.N_LAYERS * zoo.N_HEADS
+
+
+pytestmark = pytest.mark.filterwarnings(  # few rows are told of
+    "ignore::infoflow_lens.foundation.errors.InfoFlowWarning"
+)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("survey")
+    zoo.save("gpt2", folder / "gpt2")
+    text = "\n".join(" ".join(f"w{(7 * i + j * j) % 30 + 4}" for j in range(11)) for i in range(20))
+    (folder / "text.txt").write_text(text)
+    return SurveyConfig(
+        str(folder / "gpt2"), str(folder / "text.txt"), n=12, window=10, batch_size=3
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(config, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole")
+    return run_survey(out, config, progress=False)
+
+
+def test_a_survey_gives_a_row_for_each_head(whole):
+    heads = pd.read_csv(whole.out / "heads.csv")
+    assert len(heads) == N_HEADS
+    assert sorted(heads["replaced_as"]) == list(range(1, N_HEADS + 1))
+    found = whole.mechanisms.to_frame()
+    assert heads["mechanism"].tolist() == found["mechanism"].tolist()
+    assert heads["damage_global"].to_numpy() == pytest.approx(found["global"].to_numpy())
+    recovered = whole.recovery.to_frame()
+    first = recovered[recovered["rank"] == 1]["fvu"]
+    assert heads["fvu_1"].to_numpy() == pytest.approx(first.to_numpy())
+    least = whole.found["top_k"].least()
+    assert heads["layer_k"].tolist() == [least[layer] for layer in heads["layer"]]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+def test_several_processes_measure_the_same(whole, config, tmp_path):
+    run_survey(tmp_path, config, progress=False, jobs=2, n_threads=1)
+    numbers = [pd.read_csv(out / "heads.csv") for out in (whole.out, tmp_path)]
+    pd.testing.assert_frame_equal(*numbers, rtol=1e-4)
+
+
+def test_mechanisms_and_their_sufficiency_stand_on_different_windows(whole, config):
+    assert whole.mechanisms.n_sequences == 6
+    assert len(whole.found["sufficiency"].bare) == 6
+    tokens = pd.Series(whole.found["sufficiency"].n_tokens.tolist())
+    assert (tokens == config.window - 1).all()
+
+
+def test_the_page_tells_of_every_part(whole):
+    page = (whole.out / "report.html").read_text()
+    for name in ("mechanisms", "sufficiency", "top_k", "positions", "recovery"):
+        assert whole.parts[name].title in page
+
+
+class Killed(BaseException):
+    """What nothing catches."""
+
+
+@pytest.mark.parametrize("at", some_of([1, 6, 25], 6))
+def test_killed_and_resumed_it_gives_the_same_bytes(whole, config, tmp_path, monkeypatch, at):
+    """Killed at a state on disk: what a process leaves that is gone at that moment."""
+    states = []
+
+    def save(self, state, save=Checkpoint.save):
+        save(self, state)
+        states.append(self.path.name)
+        if len(states) == at:
+            raise Killed
+
+    def keep(self, state, now=False):
+        self.save(state())  # at every batch, as if each took long
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "save", save)
+        patch.setattr(Checkpoint, "keep", keep)
+        with pytest.raises(Killed):
+            run_survey(tmp_path, config, progress=False)
+    assert not (tmp_path / "heads.csv").exists()
+    run_survey(tmp_path, config, progress=False)
+
+    def files_in(folder):
+        paths = folder.rglob("*")
+        return sorted(path.relative_to(folder) for path in paths if path.is_file())
+
+    names = files_in(whole.out)
+    assert files_in(tmp_path) == names
+    differing = [n for n in names if (tmp_path / n).read_bytes() != (whole.out / n).read_bytes()]
+    assert differing == []
+
+
+def test_short_windows_have_fewer_ranks(config):
+    ranks = {w: SurveyConfig(**{**vars(config), "window": w}).probing().ranks for w in (3, 4, 9)}
+    assert ranks == {3: (1, 2, 3), 4: (1, 2, 3, 4), 9: (1, 2, 3, 4)}
+
+
+def test_the_hint_for_too_little_text_is_right(config, tmp_path):
+    """What it names is the largest n that runs; where none runs, no n is named."""
+    data = tmp_path / "short.txt"
+    data.write_text(" ".join(f"w{i}" for i in range(5, 27)))
+
+    def survey(n, window):
+        changes = {"data": str(data), "window": window, "n": n}
+        return run_survey(tmp_path, SurveyConfig(**{**vars(config), **changes}), progress=False)
+
+    with pytest.raises(
+        InfoFlowError, match=r"hold 3 windows .*give more text, or a smaller window$"
+    ):
+        survey(7, 7)
+    with pytest.raises(InfoFlowError, match="expected more, on which sufficiency") as error:
+        survey(40, 4)
+    most = int(re.search(r"n of at most (\d+)", str(error.value))[1])
+    with pytest.raises(InfoFlowError, match=f"n of at most {most}"):
+        survey(most + 1, 4)
+    assert len(survey(most, 4).found["sufficiency"].bare) > 0
+
+
+def test_bfloat16_is_measured(config, tmp_path):
+    before = torch.random.get_rng_state()
+    found = run_survey(
+        tmp_path, SurveyConfig(**{**vars(config), "dtype": "bfloat16"}), progress=False
+    )
+    assert torch.random.get_rng_state().equal(before)
+    assert found.capabilities.dtype == "bfloat16"
+    assert json.loads((tmp_path / "record.json").read_text())["config"]["dtype"] == "bfloat16"
+    assert found.found["sufficiency"].losses[:, -1].isfinite().all()
+
+
+def test_memory_is_asked_before_work(config, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(memory, "free_on", lambda device: 2**20)
+    with pytest.raises(InfoFlowError, match=r"need.* of memory on cpu"):
+        run_survey(tmp_path, config, progress=False, say=asked.append)
+    assert [line for line in asked if line.startswith("positions")] == []
+
+
+def test_what_a_model_cannot_give_is_left_out_and_told(tmp_path):
+    model, _ = build_construction("d_retrieval", n_tokens=6)
+    save_model(model, tmp_path / "model")
+    said = []
+    found = run_survey(
+        tmp_path / "out",
+        SurveyConfig(str(tmp_path / "model"), "d_retrieval", n=24),
+        progress=False,
+        say=said.append,
+    )
+    assert {"sufficiency", "top_k"}.isdisjoint(found.parts)
+    assert sum("predicts no next token" in line for line in said) == 2
+    assert len(pd.read_csv(tmp_path / "out" / "heads.csv")) == sum(
+        layer.n_heads for layer in found.capabilities.layers
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n": 3}, "n is 3"),
+        ({"window": 2}, "window is 2"),
+        ({"window": 500}, "expected at least"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+    ],
+)
+def test_bad_settings_are_refused_before_work(config, tmp_path, changes, message):
+    with pytest.raises(InfoFlowError, match=message):
+        run_survey(tmp_path, SurveyConfig(**{**vars(config), **changes}), progress=False)
+    assert not list(tmp_path.glob("*.safetensors"))

@@ -1,0 +1,98 @@
+"""The study of the cost law: its rule, what its rows say of codes, and small runs of it."""
+
+import math
+
+import pytest
+import torch
+
+from infoflow_lens.studies.papers import find_study
+from infoflow_lens.theory.cost import DigitCode
+from tests.studies.by_theory import codes
+from tests.studies.studies_for_tests import broken
+
+STUDY = find_study("cost_law")
+
+
+def trained(rows, **where):
+    """The rows of trained codes, of some states."""
+    chosen = rows["model"] == "trained"
+    for name, value in where.items():
+        chosen &= rows[name] == value
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("where", "times", "claims"),
+    [
+        ({}, lambda rows: 1.0, []),
+        ({}, lambda rows: 3.0, []),  # a factor for all changes no slope and no order
+        ({"size": 2, "d_model": 1}, lambda rows: 3.0, [2]),  # unlike others of its exponent
+        ({"law": 3.0}, lambda rows: 0.01, [3]),
+        ({}, lambda rows: rows["width"] ** (2 / rows["law"]), [3, 4]),  # units bring nothing
+    ],
+)
+def test_the_rule(where, times, claims):
+    rows = codes()
+    chosen = trained(rows, **where)
+    rows.loc[chosen, "nmse"] *= times(rows[chosen])
+    assert set(claims) <= set(broken(STUDY, rows))
+    assert bool(claims) or not broken(STUDY, rows)
+
+
+def test_what_fits_must_lose_nothing():
+    rows = codes()
+    rows.loc[trained(rows, law=1.0), "nmse"] = 0.02
+    assert 1 in broken(STUDY, rows)
+
+
+def test_a_code_of_another_exponent_is_none_of_the_laws():
+    rows = codes()
+    rows.loc[rows["model"] == "digit code", "width"] **= 2
+    assert 0 in broken(STUDY, rows)
+
+
+def test_the_laws_error_is_that_of_the_digit_code():
+    """Half a cell of width 2^-B on every coordinate, over the variance of a uniform number."""
+    code = DigitCode(2, 1, 3)
+    x = torch.rand(20_000, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    error = float((code.decode(code.encode(x)) - x).square().mean() / x.var())
+    rows = codes()
+    row = rows[(rows["model"] == "trained") & (rows["size"] == 2) & (rows["d_model"] == 1)]
+    of_law = row.set_index("units")["law_nmse"][2**code.bits_per_latent]
+    assert of_law == pytest.approx(4.0**-3)
+    assert error == pytest.approx(of_law, rel=0.03)
+
+
+@pytest.mark.parametrize("preset", ["smoke", "quick", "full"])
+def test_cases_have_states_that_hold_all_and_states_that_do_not(preset):
+    cases = STUDY.cases(preset)
+    laws = {
+        case["size"] * case["d_token"] / case["d_model"]
+        for case in cases
+        if case["model"] == "trained"
+    }
+    assert min(laws) <= 1 < max(laws)
+    for case in cases:
+        if case["model"] == "digit code":
+            bits = case["bits"] * case["size"] * case["d_token"] / case["d_model"]
+            assert bits == int(bits)  # dealt without a rest
+        assert STUDY.judges(case) is (case["model"] in ("digit code", "trained"))
+
+
+def test_where_all_fits_training_finds_it():
+    (case,) = [
+        c for c in STUDY.cases("smoke") if c["model"] == "trained" and c.get("units") == 16
+        and c["d_model"] == 2
+    ]  # fmt: skip
+    (one,) = STUDY.measure({**case, "epochs": 8, "n_train": 8192}, 2, "cpu")
+    assert one["nmse"] < 0.05
+    assert one["law_nmse"] == 0
+
+
+def test_a_single_decoder_has_as_many_bits_as_its_units_pay_for():
+    """Of 16 units for one latent that is two tokens: 4 bits, 2 each, so more is not to be had."""
+    (case,) = [c for c in STUDY.cases("smoke") if "decoder" in c["model"] and c.get("units") == 16]
+    (row,) = STUDY.measure({**case, "epochs": 12, "n_train": 8192}, 0, "cpu")
+    assert 4.0**-2 < row["nmse"] < 0.9
+    assert row["width"] == 16
+    assert math.isclose(row["law_nmse"], 4.0**-2)

@@ -1,0 +1,140 @@
+"""The theorems' exponents, where they say something, and the pairs on which a proof rests."""
+
+import math
+
+import pytest
+import torch
+
+from infoflow_lens import InfoFlowError
+from infoflow_lens.studies.bounds import (
+    depth_separation_bound,
+    encoding_bound,
+    growing_information,
+    kth_largest_bound,
+    kth_largest_collision,
+    softmin_gap,
+)
+from infoflow_lens.theory.comparison import information_needed, triangle_center_profile
+from tests.reference.pigeonholes import (
+    ball_centres,
+    largest_radius,
+)
+
+
+def test_formulas():
+    assert depth_separation_bound(100, 1, 6).exponent == pytest.approx(98 / 8 - 1)
+    assert depth_separation_bound(100, 1, 6, sharp=True).exponent == pytest.approx(98 / 7 - 1)
+    assert kth_largest_bound(20, 3, 2).exponent == pytest.approx(18 / 3 - 1)
+    assert encoding_bound(8, 4, 16).exponent == pytest.approx(1)
+
+
+def test_exponents_grow_with_length():
+    """Depth separation is linear in T; the k-th largest falls with k."""
+    depth = [depth_separation_bound(t, 2, 4).exponent for t in (50, 100, 150)]
+    assert depth[2] - depth[1] == pytest.approx(depth[1] - depth[0])
+    assert depth[1] > depth[0]
+    kth = [kth_largest_bound(50, k, 3).exponent for k in (2, 5, 9)]
+    assert kth == sorted(kth, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        depth_separation_bound(5, 1, 6),
+        kth_largest_bound(4, 3, 2),
+        encoding_bound(4, 4, 16),
+    ],
+)
+def test_a_bound_that_says_nothing_says_so(bound):
+    assert bound.vacuous
+    assert bound.exponent == 0
+    assert "vacuous here" in bound.reason
+
+
+def heads(d_head, seed):
+    """A random non-decreasing score and a random bounded value of a scalar."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.rand(3, generator=generator).double()
+    phases = torch.randn(d_head, generator=generator).double()
+
+    def score(x):
+        return steps[0] * x + steps[1] * x**3 + steps[2] * torch.tanh(3 * x)
+
+    def value(x):
+        return torch.sin(5 * x.double().unsqueeze(-1) * phases + phases)
+
+    return score, value
+
+
+@pytest.mark.parametrize("d_head", [1, 2])
+@pytest.mark.parametrize(
+    ("n_tokens", "k", "points"),
+    [(4, 2, 12), (5, 2, 10), (6, 2, 8), (6, 4, 20), (7, 4, 12), (8, 4, 8)],
+)
+def test_the_pigeonhole_pairs_of_theorem_2(d_head, n_tokens, k, points):
+    """Twelve settings: the k-th largest differs by 4 eps, attention by less than the proof says."""
+    free = n_tokens - k + 1
+    eps = 1 / (4 * (free + 1) * points) * 0.999
+    score, value = heads(d_head, seed=n_tokens)
+    found = kth_largest_collision(score, value, n_tokens, k, eps)
+    assert found.gap >= 4 * eps * (1 - 1e-9)
+    assert found.distance <= found.distance_bound
+    assert found.forced_width > 0
+    kth = [s.sort(descending=True).values[k - 1] for s in (found.first, found.second)]
+    assert abs(float(kth[0] - kth[1])) == pytest.approx(found.gap)
+
+
+def test_finer_precision_forces_wider_decoders():
+    score, value = heads(1, seed=0)
+    widths = [kth_largest_collision(score, value, 6, 2, eps).forced_width for eps in (0.02, 0.005)]
+    assert widths[1] > widths[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: kth_largest_bound(5, 1, 2), "the theorem needs k >= 2"),
+        (lambda: kth_largest_bound(5, 6, 2), "k is 6"),
+        (lambda: growing_information(0, 3, 3, 4, 2, 1000), "coefficient is 0"),
+        (lambda: kth_largest_collision(*heads(1, 0), 5, 2, 2.0), "eps is 2.0"),
+        (lambda: kth_largest_collision(*heads(1, 0), 5, 2, 0.5), "choose another eps"),
+    ],
+)
+def test_bad_values_are_named(call, message):
+    with pytest.raises(InfoFlowError, match=message):
+        call()
+
+
+def test_proposition_2():
+    """C = 1/6 for the triangle centre: |I| grows like T^(2/3), from some T on."""
+    sizes = [growing_information(1 / 6, 3, 3, 4, 2, t) for t in (100, 1000, 8000)]
+    assert sizes[0] == 0  # T < 4 L h / C = 192
+    assert sizes[1] == pytest.approx((1 / 48) ** (1 / 3) * 100)
+    assert sizes[2] / sizes[1] == pytest.approx(4)
+    profile = triangle_center_profile()
+    for t in (1000, 8000):  # weaker than counting exactly
+        exact, _ = information_needed(profile, (4, 4), t, "proved")
+        assert growing_information(1 / 6, 3, 3, 4, 2, t) <= exact
+    with pytest.raises(InfoFlowError, match="order is 2"):
+        growing_information(1.0, 2, 2, 1, 2, 100)
+
+
+@pytest.mark.parametrize("n_heads", [1, 2, 5, 12, 40])
+def test_the_balls_of_theorem_1_fit_on_the_sphere(n_heads):
+    """h + 1 disjoint caps, and nothing in one near the antipode of another but its own centre."""
+    radius, centres = largest_radius(n_heads), ball_centres(n_heads + 1)
+    assert torch.allclose(centres.norm(dim=1), torch.ones(n_heads + 1, dtype=torch.float64))
+    assert torch.pdist(centres).min() > 2 * radius
+    assert (centres[:, None] + centres).norm(dim=-1).min() > 3 * radius
+    # caps cannot cover more than the sphere: (h + 1) L^2 <= 4
+    assert (n_heads + 1) * radius**2 <= 4
+
+
+def test_the_gap_of_a_softmin_over_numbers_beyond_floats():
+    assert softmin_gap(10**400, 1.0) == pytest.approx(
+        400 * math.log(10) - 1 - math.log(913.2), rel=1e-4
+    )
+    assert softmin_gap(10**300, 2.0) == pytest.approx(softmin_gap(10**300 + 1, 2.0))
+    # Lambert's equation w e^w = (n - 1) / e, in logarithms
+    w = softmin_gap(10**400, 1.0)
+    assert w + math.log(w) == pytest.approx(400 * math.log(10) - 1)

@@ -1,0 +1,56 @@
+"""Two houses: the library, and the laboratory that stands on it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from infoflow_lens.cli import app
+
+ROOT = Path(__file__).parent.parent
+LIBRARY = [
+    path
+    for room in ("infoflow_lens", "hooks", "tasks")
+    for path in sorted((ROOT / room).rglob("*.py"))
+    if not path.is_relative_to(ROOT / "infoflow_lens" / "studies")
+]
+
+
+def imported(path):
+    """The modules that a file imports, also inside functions and for types alone."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+def test_nothing_of_the_library_imports_a_study():
+    assert len(LIBRARY) > 100
+    found = [p for p in LIBRARY if any(m.startswith("infoflow_lens.studies") for m in imported(p))]
+    assert found == []
+
+
+@pytest.mark.parametrize("command", ["demo", "study", "train-language-model"])
+def test_the_command_line_finds_what_studies_bring(command):
+    assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+
+
+def test_the_library_works_without_studies():
+    """Every public name loads, and the command line offers what the library has."""
+    script = (
+        "import sys\n"
+        "sys.modules['infoflow_lens.studies'] = None\n"
+        "import infoflow_lens\n"
+        "from infoflow_lens.cli import app\n"
+        "import typer\n"
+        "for name in infoflow_lens.__all__: getattr(infoflow_lens, name)\n"
+        "commands = typer.main.get_command(app).commands\n"
+        "print('probe' in commands, 'survey' in commands, 'study' in commands)\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "True", "False"], done.stderr[-2000:]
