@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infoflow_lens.agreement import compare_by_position
 from infoflow_lens.foundation.files import write_text
@@ -10,10 +10,7 @@ from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import data_identity
-
-if TYPE_CHECKING:
-    from infoflow_lens.probing.result import ProbingResult
-
+from infoflow_lens.probing.findings import Findings
 
 # Settings on which no number depends: the names of model and data, whose contents have digests,
 # the device, and what the page shows. The digests of weights and configuration tell the precision
@@ -67,7 +64,7 @@ def sequences_identity(
     return {"data": data, **settings, **model, **versions_identity()}
 
 
-def write_tables(out: Path, result: "ProbingResult") -> None:
+def write_tables(out: Path, result: Findings) -> None:
     """A csv for every result."""
     import pandas as pd
 

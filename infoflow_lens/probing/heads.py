@@ -1,17 +1,15 @@
 """The table of all heads of a run, and sequences in which each attends most."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from infoflow_lens.hooks import PositionsResult
+from infoflow_lens.probing.findings import Findings
 from infoflow_lens.probing.parts.recovery import too_few_rows
 from infoflow_lens.probing.per_head import per_head
 from infoflow_lens.report.charts import Table
-
-if TYPE_CHECKING:
-    from infoflow_lens.probing.result import ProbingResult
 
 _EXAMPLES = 3
 _COLUMNS = {
@@ -29,7 +27,7 @@ _COLUMNS = {
 }
 
 
-def heads_table(result: "ProbingResult") -> Table | None:
+def heads_table(result: Findings) -> Table | None:
     """A row for each head; None where nothing that concerns heads was measured."""
     recovery = result.recovery
     if result.positions is None and result.mechanisms is None and recovery is None:
@@ -63,7 +61,7 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def examples(result: "ProbingResult") -> dict[str, list[list[float]]]:
+def examples(result: Findings) -> dict[str, list[list[float]]]:
     """For each head, "layer.head", the queries of the shown sequences that attend most to one key:
     (sequence, query, key, share of the weight), where keys are not the query itself."""
     positions = result.found.get("influence_positions")

@@ -10,9 +10,9 @@ from infoflow_lens.hooks.passes.run import check_extent
 from infoflow_lens.probing.checkpoint import Checkpoint
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.own_settings import check_named, with_own_settings
-from infoflow_lens.probing.part import Part, RunContext, Say
+from infoflow_lens.probing.part import Part, RunContext, Say, load_part
 from infoflow_lens.probing.patience import warn_if_long
-from infoflow_lens.probing.registry import load_part, part_names
+from infoflow_lens.probing.registry import part_names
 from infoflow_lens.probing.shards import run_in_shards
 from infoflow_lens.runs.folder import RunFolder
 

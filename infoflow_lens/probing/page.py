@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from infoflow_lens.agreement import CoverageCurve, Explained, explained_by_position
 from infoflow_lens.hooks import PositionsResult
+from infoflow_lens.probing.findings import Findings
 from infoflow_lens.probing.heads import examples, heads_table
 from infoflow_lens.probing.overview import overview_table
 from infoflow_lens.probing.part import Part
@@ -17,13 +18,10 @@ from infoflow_lens.report.charts import HeatMap, Lines, NameMap, Table
 from infoflow_lens.report.probing import ProbingReport, Section
 from infoflow_lens.theory import propagate
 
-if TYPE_CHECKING:
-    from infoflow_lens.probing.result import ProbingResult
-
 _MOST = 0.9  # of the influence, for which the strongest tokens are counted [chosen]
 
 
-def build_report(result: "ProbingResult") -> ProbingReport:
+def build_report(result: Findings) -> ProbingReport:
     """Collect all that the page of a run shows."""
     config, found = result.config, result.capabilities
     facts = [("layers", str(len(found.layers))), ("weights", f"{found.dtype} on {found.device}")]
@@ -74,7 +72,7 @@ def _headline(row: Explained) -> str:
     )
 
 
-def _by_strength(result: "ProbingResult") -> str:
+def _by_strength(result: Findings) -> str:
     """How much of the influence on the last states their strongest tokens have, in the mean.
 
     The strength of a token is that of its best path, of the first keys of all heads; as many count
@@ -108,7 +106,7 @@ def _by_strength(result: "ProbingResult") -> str:
     )
 
 
-def _ranked(result: "ProbingResult") -> str:
+def _ranked(result: Findings) -> str:
     """Whether a baseline tells better than the set what the last states depend on."""
     part, found = result.parts.get("routes"), result.found.get("routes")
     if not isinstance(part, RoutesPart) or not isinstance(found, RoutesComparison):
@@ -135,7 +133,7 @@ def _charts(part: Part, result: Any) -> Iterator[Any]:
             yield Table.of_frame(part.table(result))
 
 
-def _by_place(result: "ProbingResult") -> Iterator[HeatMap]:
+def _by_place(result: Findings) -> Iterator[HeatMap]:
     """Influence inside the sets of the model's own rule, by layer and position."""
     influence = result.influence
     if (

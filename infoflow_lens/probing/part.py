@@ -7,19 +7,24 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import nn
 
+from infoflow_lens.foundation import plugins
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.names import nearest
 from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Probe, Result
 from infoflow_lens.hooks.model.inputs import Batches
+from infoflow_lens.probing import registry
 from infoflow_lens.probing.checkpoint import Checkpoint
+from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.runs.executor import Executor
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from infoflow_lens.probing.config import ProbingConfig
     from infoflow_lens.report.charts import Chart
 
 
@@ -37,7 +42,7 @@ class RunContext:
         found: the results of earlier parts, by name.
     """
 
-    config: "ProbingConfig"
+    config: ProbingConfig
     model: nn.Module
     capabilities: ModelCapabilities
     batches: Batches
@@ -200,3 +205,29 @@ class NextTokenPart(Part):
 
 
 Say = Callable[[str], None]
+
+
+def load_part(name: str) -> Part:
+    """The part of that name.
+
+    Raises:
+        InfoFlowError: for an unknown name, or an entry point that is no part.
+    """
+    if name in registry.registered.get({}):
+        return registry.registered.get({})[name]
+    if name in registry.PARTS:
+        module = import_module(f"infoflow_lens.probing.parts.{name}")
+        made: Part = getattr(module, registry.PARTS[name])()
+        return made
+    others = plugins.find_entry_points(registry.GROUP, registry.PARTS)
+    if name not in others:
+        raise InfoFlowError(f"there is no probe {name!r}{nearest(name, registry.part_names())}")
+    kind = plugins.load_class(others[name], Part, Probe)
+    try:
+        part: Part = kind() if issubclass(kind, Part) else ProbePart(kind(), name)
+    except Exception as error:
+        raise InfoFlowError(
+            f"{kind.__name__} of the entry point {name!r} cannot be made ({type(error).__name__}: "
+            f"{error}): expected one without arguments; repair the package that adds it"
+        ) from error
+    return part

@@ -4,16 +4,16 @@ from typing import TYPE_CHECKING
 
 from infoflow_lens.hooks.mechanisms.sufficiency import SufficiencyResult
 from infoflow_lens.hooks.mechanisms.top_k import TopKResult
+from infoflow_lens.probing.findings import Findings
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from infoflow_lens.probing.result import ProbingResult
 
 _HEAD = ["layer", "head"]
 
 
-def per_head(result: "ProbingResult") -> "pd.DataFrame":
+def per_head(result: Findings) -> "pd.DataFrame":
     """A row for each layer and head, with the columns of the parts that were measured.
 
     ``mechanism``, ``sufficient``, all ideals that suffice (with commas), and for every ideal

@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from infoflow_lens.hooks import AttendedResult, MechanismsResult, PositionsResult
+from infoflow_lens.probing.findings import Findings
 from infoflow_lens.report.flow_view import ALL_KEYS, FlowView, ViewedInput, ViewedMechanism
-
-if TYPE_CHECKING:
-    from infoflow_lens.probing.result import ProbingResult
 
 _HOW = {
     "JacobianInfluence": "norm of the Jacobian of the state by the token",
@@ -19,7 +16,7 @@ _HOW = {
 }
 
 
-def build_flow_view(result: "ProbingResult") -> FlowView | None:
+def build_flow_view(result: Findings) -> FlowView | None:
     """The picture of the first sequences of a run; None if influence was not measured."""
     positions, influence = result.found.get("influence_positions"), result.influence
     if influence is None or not isinstance(positions, PositionsResult):
@@ -63,7 +60,7 @@ def _from_afar(viewed: ViewedInput) -> float:
     return float(far.max() / found.sum()) if len(far) and float(found.sum()) > 0 else 0.0
 
 
-def _measured_influence(result: "ProbingResult") -> Tensor:
+def _measured_influence(result: Findings) -> Tensor:
     """Influence on every state [layer, sequence, pos, source]; NaN where it was not measured."""
     influence = result.influence
     assert influence is not None
@@ -104,7 +101,7 @@ def _weights(
     return layers
 
 
-def _mechanisms(result: "ProbingResult", n: int) -> Iterator[list[list[ViewedMechanism]]]:
+def _mechanisms(result: Findings, n: int) -> Iterator[list[list[ViewedMechanism]]]:
     """What each head passes on in each of the first sequences, as predictions take it."""
     mechanisms, attended = result.mechanisms, result.found.get("influence_attended")
     chosen = result.found.get("influence_positions")

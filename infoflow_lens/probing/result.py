@@ -1,97 +1,22 @@
 """The result of a probe run."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from infoflow_lens.agreement import Agreement, CoverageCurve, Explained
 from infoflow_lens.foundation.display import panel
 from infoflow_lens.foundation.documents import PROBE_PAGE
 from infoflow_lens.foundation.hub import push
-from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.hooks import (
-    InfluenceResult,
-    MechanismsResult,
-    ModelCapabilities,
-    PositionsResult,
-    RecoveryResult,
-    Result,
-    ShardedPositions,
-)
 from infoflow_lens.hooks.result import hub_card
-from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.overview import Rows, explained_rows
-from infoflow_lens.probing.part import Part
-from infoflow_lens.theory import InformationSets
+from infoflow_lens.probing.findings import Findings
+from infoflow_lens.probing.folder import write_tables
+from infoflow_lens.probing.page import build_report
+from infoflow_lens.report.probing import render_probing
 
 
 @dataclass(frozen=True, repr=False)
-class ProbingResult:
-    """What a probe run found; in a notebook, its main findings.
-
-    Attributes:
-        out: the folder with all of it; None where nothing was to be kept.
-        config: the settings.
-        capabilities: what can be measured on the model, layer by layer.
-        parts: the parts that were measured, by name.
-        found: results by name; those of the parts, and what predictions are made from.
-        agreement: predicted against measured sets, by the rule that made the prediction:
-            "max_position", every head passes the key of its largest score, and "mechanisms", every
-            head by its own.
-        curve: influence inside the sets when heads pass their k largest positions.
-        texts: the tokens of the shown sequences, as strings.
-        predicted: sets by the same rules, for the sequences whose influence was measured.
-        record: of the run.
-    """
-
-    out: Path | None
-    config: ProbingConfig
-    capabilities: ModelCapabilities
-    parts: Mapping[str, Part]
-    found: Mapping[str, Result]
-    agreement: Mapping[str, Agreement]
-    curve: CoverageCurve | None
-    texts: tuple[tuple[str, ...], ...]
-    predicted: Mapping[str, InformationSets]
-    record: RunRecord
-
-    @cached_property
-    def explained(self) -> Rows:
-        """How much of the influence lies inside the sets, by (states, rule): the one object that
-        tables, page and sentences show. Empty without influence.
-        """
-        return explained_rows(self.predicted, self.influence) if self.influence else {}
-
-    @property
-    def last(self) -> dict[str, Explained]:
-        """How much of the influence lies inside the sets of the last position in the last layer, by
-        rule.
-        """
-        states = next((states for states, _ in self.explained), None)
-        return {rule: found for (at, rule), found in self.explained.items() if at == states}
-
-    @property
-    def positions(self) -> PositionsResult | ShardedPositions | None:
-        """The positions to which heads attend; None if they were not measured."""
-        return self._of("positions", (PositionsResult, ShardedPositions))
-
-    @property
-    def recovery(self) -> RecoveryResult | None:
-        """The errors of recovery maps; None if they were not measured."""
-        return self._of("recovery", RecoveryResult)
-
-    @property
-    def influence(self) -> InfluenceResult | None:
-        """The influence of tokens on states; None if it was not measured."""
-        return self._of("influence", InfluenceResult)
-
-    @property
-    def mechanisms(self) -> MechanismsResult | None:
-        """The mechanisms of heads; None if they were not measured."""
-        return self._of("mechanisms", MechanismsResult)
+class ProbingResult(Findings):
+    """What a probe run found; in a notebook, its main findings."""
 
     def report(
         self, path: str | os.PathLike[str] = "report.html", *, overwrite: bool = False
@@ -108,9 +33,6 @@ class ProbingResult:
         Raises:
             InfoFlowError: if the file cannot be written, or another one stands in its place.
         """
-        from infoflow_lens.probing.page import build_report
-        from infoflow_lens.report.probing import render_probing
-
         PROBE_PAGE.check(path, overwrite=overwrite)  # before the page is made
         return PROBE_PAGE.write(path, render_probing(build_report(self)), overwrite=overwrite)
 
@@ -131,7 +53,6 @@ class ProbingResult:
         Raises:
             InfoFlowError: as for :meth:`Result.push_to_hub`.
         """
-        from infoflow_lens.probing.folder import write_tables
 
         def write(folder: Path) -> None:
             for name, result in self.found.items():
@@ -166,33 +87,3 @@ class ProbingResult:
         return panel(
             title, facts, self.findings(), "more: .report(path), .positions, .influence, ..."
         )
-
-    def _of(self, name: str, kind: type[Any] | tuple[type[Any], ...]) -> Any:
-        result = self.found.get(name)
-        return result if isinstance(result, kind) else None
-
-    def findings(self) -> list[str]:
-        """How far the sets of each rule explain what states depend on, and what the parts found."""
-        lines = [f"by the rule {rule!r}, {found}" for rule, found in self.last.items()]
-        return [*lines, *self.sentences()]
-
-    def printed_output(self) -> dict[str, Any]:
-        """What the command prints, as JSON-compatible values: "sentences", "title" and "rows"."""
-        rows = []
-        for rule, found in self.last.items():
-            numbers = (found.inside, found.chance, found.auroc)
-            shown = (
-                [f"{x:.3f}" for x in numbers] if not found.reason() else [found.reason(), "", ""]
-            )
-            rows.append([rule, *shown, f"{found.size:.1f} of {found.others:.1f}"])
-        states = next((str(found.states) for found in self.last.values()), "")
-        title = f"{states}: measured against predicted".capitalize()
-        return {"sentences": self.sentences(), "title": title, "rows": rows}
-
-    def sentences(self) -> list[str]:
-        """What the parts found, in words."""
-        return [
-            sentence
-            for name, part in self.parts.items()
-            for sentence in part.sentences(self.found[name])
-        ]

@@ -27,6 +27,7 @@ EVALUATES = {
     "importlib": {
         "infoflow_lens/__init__.py": "the public names, from a table in the file",
         "infoflow_lens/cli.py": "the commands of studies, where they are installed",
+        "studies/__init__.py": "the public names, from a table in the file",
         "studies/language_model/training.py": "the version of a package",
         "infoflow_lens/foundation/extras.py": "packages that the callers name in the source",
         "infoflow_lens/foundation/plugins.py": "entry points of installed packages",
@@ -34,7 +35,7 @@ EVALUATES = {
         "infoflow_lens/models/bridges.py": "versions of packages",
         "infoflow_lens/models/hooked.py": "transformer_lens, which two versions arrange otherwise",
         "infoflow_lens/models/loading.py": "transformer_lens, as before",
-        "infoflow_lens/probing/registry.py": "parts of ours, from a table in the file",
+        "infoflow_lens/probing/part.py": "parts of ours, from a table in the file",
         "infoflow_lens/report/assets.py": "files of the package",
         "hooks/model/points.py": "whether transformer_lens has a module",
         "hooks/passes/kernels.py": "whether triton is installed",

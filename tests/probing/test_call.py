@@ -11,7 +11,8 @@ from datasets import Dataset
 
 from infoflow_lens import InfoFlowError, load_any, probe
 from infoflow_lens.probing.config import ProbingConfig
-from infoflow_lens.probing.registry import load_part, part_names
+from infoflow_lens.probing.part import load_part
+from infoflow_lens.probing.registry import part_names
 from tests.reference import zoo
 
 TEXTS = [" ".join(f"w{(7 * i + j) % 30 + 4}" for j in range(4 + i % 5)) for i in range(20)]
