@@ -41,7 +41,7 @@ TORCH := torch==2.13.0
 COMPILE = $(BIN)/uv pip compile --universal --python-version 3.10 --all-extras --no-annotate --no-header \
 	--no-emit-index-url --no-emit-find-links --constraint build/pins.txt pyproject.toml
 
-.PHONY: demo environment environment-3 test acceptance hunt docs notebooks lint format bench constraints clean
+.PHONY: demo environment environment-3 check test acceptance hunt docs notebooks lint format bench constraints clean
 
 demo: $(CORE)  ## train, probe, predict, compare; the report is demo/report.html
 	$(BIN)/infoflow-lens demo --out demo
@@ -50,6 +50,9 @@ environment: $(READY)  ## what all that follows needs, and nothing else
 
 environment-3:
 	$(MAKE) environment TL=3
+
+check: $(READY)  ## before a commit: style, imports, types, and the tests that execute what has changed
+	$(BIN)/python -m tests.check
 
 # With SLOW=1 also those that take long and seldom fail: clusters, builds, every study, example and page.
 test: $(READY)  ## the tests, or those of TESTS="tests/models tests/hooks"

@@ -46,9 +46,10 @@ AREAS = {
     "Agreement": ("infoflow_lens.agreement",),
     "Models": ("infoflow_lens.models", "infoflow_lens.training", "infoflow_lens.objectives"),
     "Tasks": ("infoflow_lens.tasks",),
+    "Studies": ("infoflow_lens.studies",),
     "All else": ("infoflow_lens",),
 }
-ROOMS = ("infoflow_lens", "infoflow_lens.hooks", "infoflow_lens.theory", "infoflow_lens.tasks")
+ROOMS = tuple(f"infoflow_lens{room}" for room in ("", ".hooks", ".theory", ".tasks", ".studies"))
 
 
 def public_names() -> dict[str, str]:
