@@ -111,7 +111,7 @@ def commands(home: Path, address: str | None) -> dict[str, list[str]]:
     probe = [lens, "probe", str(home / "model"), "--data", "repeated", "--n", "60",
              "--max-length", "12", "--batch-size", "2", "--n-detail", "6", "--ranks", "1,2",
              "--shard", "16", "--threads", "1", "--quiet"]  # fmt: skip
-    study = [lens, "experiment", "specific_position", "--preset", "smoke", "--seeds", "3",
+    study = [lens, "study", "specific_position", "--preset", "smoke", "--seeds", "3",
              "--quiet", "--resume"]  # fmt: skip
     found = {
         "probe": [*probe, "--out"],
@@ -120,14 +120,14 @@ def commands(home: Path, address: str | None) -> dict[str, list[str]]:
                    "--window", "8", "--quiet", "--out"],
         "demo": [str(demo)],
         "train-language-model": [str(training)],
-        "experiment": [*study, "--out"],
-        "study": [lens, "study", "top_k", "--model", str(home / "model"), "--preset", "smoke",
-                  "--quiet", "--resume", "--out"],
-        "experiment, jobs": [*study, "--jobs", "2", "--out"],
+        "study": [*study, "--out"],
+        "study, language model": [lens, "study", "top_k", "--model", str(home / "model"),
+                                  "--preset", "smoke", "--quiet", "--resume", "--out"],
+        "study, jobs": [*study, "--jobs", "2", "--out"],
     }  # fmt: skip
     if address is not None:
         found["probe, dask"] = [*probe, "--scheduler", address, "--out"]
-        found["experiment, dask"] = [*study, "--scheduler", address, "--out"]
+        found["study, dask"] = [*study, "--scheduler", address, "--out"]
     return found
 
 

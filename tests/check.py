@@ -204,7 +204,7 @@ def choose(chosen: Mapping[str, float], seconds: float) -> tuple[list[str], list
 def main() -> None:
     """Check a change."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=180, help="of tests, of both processes")
+    parser.add_argument("--seconds", type=float, default=150, help="of tests, of both processes")
     settings = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     passed, changed = run_checks(), changed_files()

@@ -343,7 +343,7 @@ OPTIONS = {
     "certify": ["--out", "--json", "--check", "--heads"],
     "inspect": ["--device", "--dtype", "--backend", "--json"],
     "tasks": ["--json"],
-    "experiment": ["--preset", "--seeds", "--jobs", "--device", "--list"],
+    "study": ["--preset", "--seeds", "--jobs", "--device", "--list"],
     "probe": ["--data", "--probes", "--ranks", "--n", "--max-length", "--without", "--influence",
               "--n-detail", "--sketch", "--metric", "--threshold", "--batch-size", "--seed",
               "--device", "--dtype", "--backend", "--column"],
@@ -363,7 +363,7 @@ def command_line(case: tuple[str, str, list[tuple[str, str]]]) -> None:
     name, first, options = case
     if name in ("probe", "inspect") and first not in ("", "/nowhere"):
         first = str(model_folder())
-    if name == "experiment" and first in STUDIES:
+    if name == "study" and first in STUDIES:
         first = "nothing"  # a study that is well asked for trains
     arguments = [name, first, *(part for option in options for part in option)]
     if name == "probe":

@@ -54,7 +54,7 @@ def test_a_bad_output_folder_is_one_line(tmp_path):
         ["demo"],
         ["probe", "stdlib-2l", "--data", "repeated"],
         ["survey", "stdlib-2l", "--data", "missing.txt"],
-        ["experiment", "head_count"],
+        ["study", "head_count"],
         ["study", "top_k"],
         ["train-language-model", "stdlib-2l"],
     ],
@@ -331,8 +331,8 @@ def test_bad_probe_runs_are_one_line(small, tmp_path, arguments, message):
 @pytest.mark.parametrize(
     "given",
     [
-        ["experiment", "head_count", "--preset", "smoke", "--jobs", "2", "--out", "a b"],
-        ["experiment", "specific_position", "--scheduler", "tcp://x:1", "--resume", "--quiet"],
+        ["study", "head_count", "--preset", "smoke", "--jobs", "2", "--out", "a b"],
+        ["study", "specific_position", "--scheduler", "tcp://x:1", "--resume", "--quiet"],
         ["study", "sufficiency", "--model", "stdlib-2l", "--model", "x y", "--data", "t.txt"],
         ["study", "top_k", "--model", "m", "--scheduler", "tcp://x:1", "--threads", "4"],
     ],
@@ -361,13 +361,6 @@ def test_studies_are_listed_with_their_rules():
     for name, kind in STUDY_KINDS.items():
         assert f"{name}: {kind.title}" in listed
         assert kind().rule() in listed
-
-
-def test_experiment_is_the_earlier_name_of_study():
-    commands = {command.name or command.callback.__name__: command for command in
-                app.registered_commands}  # fmt: skip
-    assert commands["experiment"].callback is commands["study"].callback
-    assert commands["experiment"].hidden
 
 
 def test_study_runs_a_study_and_prints_its_verdict(tmp_path):

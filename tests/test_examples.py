@@ -80,7 +80,6 @@ def commands(page):
 SMALLER = {
     "probe": ["--n", "4", "--n-detail", "1", "--probes", "positions", "--max-length", "12"],
     "survey": ["--n", "8", "--device", "cpu"],
-    "experiment": ["--preset", "smoke", "--jobs", "1"],
     "study": ["--preset", "smoke", "--jobs", "1"],
     "estimate": ["--heads", "2,2", "--components", "2", "--tokens", "16"],
 }

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infoflow_lens.theory.graded import Path, best_through, joined
+from infoflow_lens.theory.graded import Path, best_through
 
 Edges: TypeAlias = Float[Tensor, "layer batch query key"]
 Places: TypeAlias = Int[Tensor, "batch asked"]
@@ -113,32 +113,3 @@ def best_so_far(edges: Edges, n_sources: int, path: Path) -> Float[Tensor, "laye
         held = torch.maximum(held, best_through(weights, held[:, :, None], path)[..., 0])
         found.append(held)
     return torch.stack(found)
-
-
-def best_paths_through(
-    edges: Edges, place: Places, path: Path, *, layer: int = -1, n_sources: int | None = None
-) -> Float[Tensor, "layer batch asked query key"]:
-    """The strength of the best path from any token to an asked state that uses an edge.
-
-    It is that of the best path to the edge, the edge, and the best path on to the state. The
-    largest of a state's edges are the best edges to keep for it. It costs little, but the result is
-    as large as the edges for every asked state: for edges of single heads, or long sequences, join
-    the three parts yourself, ``best_onwards[l, b, a, q]``, an edge's own strength and
-    ``best_so_far[l, b, k]``, a layer at a time.
-
-    Args:
-        edges: strengths as of :func:`best_paths`. The residual connection counts as an edge of
-            strength 1 that all paths may use and that has no entry: the diagonal is attention's.
-        place: the positions of the asked states.
-        path: as of :func:`best_paths`.
-        layer: of the asked states.
-        n_sources: how many positions hold a token; default, all.
-
-    Returns:
-        Entry [l, b, a, q, k] belongs to the edge of layer l from key k to query q; 0 above the
-        asked layer, and where no path uses it.
-    """
-    onwards = best_onwards(edges, place, path, layer)
-    so_far = best_so_far(edges, edges.shape[2] if n_sources is None else n_sources, path)
-    upper = joined(onwards[..., None], edges[:, :, None], path)
-    return joined(upper, so_far[:, :, None, None], path)

@@ -19,7 +19,6 @@ def add_commands(app: typer.Typer) -> None:
     app.command(short_help="Reproduce the papers, or put their open questions to language models.")(
         study
     )
-    app.command("experiment", hidden=True)(study)  # its earlier name, for scripts
     app.command(short_help="Train a small language model on Python's standard library.")(
         train_language_model
     )

@@ -91,7 +91,7 @@ def test_the_pages_are_what_the_summary_writes(tmp_path):
     copy = tmp_path / "results"
     shutil.copytree(RESULTS, copy, ignore=shutil.ignore_patterns("*.png", "language_model"))
     (copy / "README.md").write_text(WRITTEN)  # its template gives the rest
-    done = CliRunner().invoke(app, ["experiment", "--summary", "--out", str(copy)])
+    done = CliRunner().invoke(app, ["study", "--summary", "--out", str(copy)])
     assert done.exit_code == 0, done.output
     for page in sorted(copy.rglob("*.md")):
         assert page.read_text() == (RESULTS / page.relative_to(copy)).read_text(), page

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from infoflow_lens.hooks.passes.reductions import mean_over, sum_over
+from infoflow_lens.hooks.passes.view import mean_over, sum_over
 
 
 @pytest.mark.parametrize("axis", [1, 2])

@@ -17,7 +17,7 @@ from infoflow_lens import (
     run_probes,
 )
 from infoflow_lens.hooks import GradedSetsResult
-from infoflow_lens.hooks.routes.paths import best_onwards, best_paths_through, best_so_far
+from infoflow_lens.hooks.routes.paths import best_onwards, best_so_far
 from infoflow_lens.models.architecture import Architecture
 from tests.conftest import make_token_model
 from tests.reference import routes
@@ -161,7 +161,10 @@ def random_edges(n_pos, seed):
 @pytest.mark.parametrize("n_sources", [4, 3])
 def test_an_edge_has_the_best_path_from_any_token_that_uses_it(path, layer, n_sources):
     edges, place = random_edges(4, seed=3), torch.tensor([[3, 1], [2, -1]])
-    found = best_paths_through(edges, place, path, layer=layer, n_sources=n_sources)
+    join = torch.mul if path == "product" else torch.minimum
+    onwards = best_onwards(edges, place, path, layer)[..., None]
+    so_far = best_so_far(edges, n_sources, path)[:, :, None, None]
+    found = join(join(onwards, edges[:, :, None]), so_far)
     assert found.shape == (3, 2, 2, 4, 4)
     top = range(3)[layer]
     assert not found[top + 1 :].any()
