@@ -1,0 +1,470 @@
+"""The tap: sees each attention of a pass, whatever model makes it, and lets it be edited.
+
+It is one torch function mode, which is of this thread alone and sets nothing on the model. It sees
+
+- a softmax over keys: its input is the scores, its output the pattern; the product that reads the
+  pattern shows values and z, the product that made the scores shows queries and keys;
+- ``scaled_dot_product_attention``, which it computes in the open, as softmax and products;
+- ``nn.MultiheadAttention``, whose function it runs from a copy that torch's dispatch does not hide.
+
+Tensors are known by identity, never by a name in the model: a product of two tensors may be scores,
+an explicit list of operations carries it on, a softmax over its last axis may be attention, and a
+product that reads that pattern makes it so. What an operation outside the list touches is lost,
+and so refused; nothing is guessed. Closed keys are read from what closed them (masks that were
+added, filled in, or given), never from the pattern, whose weights may underflow to 0.
+"""
+
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.model.products import PRODUCTS, Layout, Operands
+
+Site = Literal["q", "k", "scores", "pattern", "v", "z"]
+
+# What is added to close a key: -1e4 in old models, the lowest number or -inf in others. No bias of
+# position comes near it (ALiBi adds -.5 a position). It bounds masks, never scores.
+CLOSED = -9e3
+
+ADDITIONS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
+_CASTS = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
+COPIES = frozenset(_CASTS | {"contiguous", "clone", "view", "reshape", "dropout"})
+_TURNS = {"transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze"}
+MOVES = COPIES | _TURNS
+_SOFTMAXES = {"softmax", "special_softmax", "_softmax"}
+_SUBTRACTIONS = {"sub", "sub_", "subtract", "__sub__", "__isub__"}
+_FILLS = {"masked_fill", "masked_fill_"}
+_SCALINGS = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "neg", "__neg__"}
+_SCALINGS |= {"div", "div_", "__truediv__", "__itruediv__"}
+_CAPS = {"where", "tanh", "clamp", "clamp_", "max", "maximum", "minimum", "nan_to_num"}
+_PARTS = {"expand", "narrow", "cat", "concat", "__getitem__", "alpha_dropout"}
+# what scores go through on their way to the softmax, and patterns on their way to the values
+_FOLLOWED = ADDITIONS | _SUBTRACTIONS | _FILLS | MOVES | _SCALINGS | _CAPS | _PARTS
+
+
+@dataclass
+class _Closing:
+    """What closed keys between a product and its softmax: added, subtracted, or filled in.
+
+    Attributes:
+        tensor: what was added, or where the fill went.
+        shape: of the scores there.
+        fill: the value that was filled in, if it was.
+        sign: -1 where the tensor was subtracted.
+    """
+
+    tensor: Tensor
+    shape: torch.Size
+    fill: Any = None
+    sign: int = 1
+
+    def closed_keys(self) -> Bool[Tensor, "..."]:
+        """Find which keys it closed, in the shape of the scores."""
+        if self.fill is None:
+            return (self.tensor * self.sign <= CLOSED).expand(self.shape)
+        if bool(torch.as_tensor(self.fill).max() <= CLOSED):
+            return self.tensor.bool().expand(self.shape)
+        return torch.zeros_like(self.tensor, dtype=torch.bool).expand(self.shape)
+
+
+@dataclass
+class _Product:
+    """A product that may be of queries and keys, or a sum of several, on its way to a softmax."""
+
+    q: Tensor
+    k: Tensor
+    n_keys: int
+    number: int
+    closings: tuple[_Closing, ...] = ()
+    n_products: int = 1
+
+
+@dataclass(eq=False)
+class AttentionCall:
+    """One attention of a pass, as far as the tap knows it.
+
+    Attributes:
+        number: which softmax or fused attention it is, of its block or pass.
+        how: a "softmax" in sight, or "fused", which the tap computes in the open.
+        batch: sequences in the pass, where heads may stand in the axis of the batch.
+        product: the number of the product that made the scores; None where that is not known.
+        n_products: products whose sum the scores are; with several, q and k are of the first one.
+        sinks: columns of the softmax behind the keys, which belong to no key.
+        is_grouped: whether values come as the model has them, in fewer heads than the pattern.
+        is_read: whether a product has read the pattern: it is attention, and no router.
+        distance: of z in the open from the fused z, where the tap compares them.
+        seen: the tensors by site, where no `watch` takes them.
+    """
+
+    number: int
+    how: Literal["softmax", "fused"]
+    batch: int | None = None
+    product: int | None = None
+    n_products: int = 0
+    sinks: int = 0
+    is_grouped: bool = False
+    is_read: bool = False
+    distance: float | None = None
+    seen: dict[str, Tensor] = field(default_factory=dict)
+    closings: tuple[_Closing, ...] = ()
+    is_causal: bool = False
+    scores: Tensor | None = None
+
+    def visible(self) -> Bool[Tensor, "batch head query key"]:
+        """Find which keys this call leaves open to each query, read from what closed the others."""
+        assert self.scores is not None  # every call that is shown has them
+        shape, device = self.scores.shape, self.scores.device
+        closed = torch.zeros(shape, dtype=torch.bool, device=device)
+        if self.is_causal:
+            closed |= torch.ones(shape[-2:], dtype=torch.bool, device=device).triu(1)
+        for closing in self.closings:
+            found = closing.closed_keys()
+            if found.shape[-1] < shape[-1]:  # made before the sinks came
+                found = F.pad(found, (0, shape[-1] - found.shape[-1]))
+            closed |= found.reshape(shape) if found.numel() == closed.numel() else found
+        # no product of finite queries and keys is half of the lowest number of its precision
+        closed |= self.scores <= torch.finfo(self.scores.dtype).min / 2
+        return ~split_heads(closed, self.batch)[..., : shape[-1] - self.sinks]
+
+
+def split_heads(tensor: Tensor, batch: int | None) -> Tensor:
+    """Show [batch * head, ...] as [batch, head, ...], and [batch, group, head, ...] in one axis."""
+    if tensor.ndim == 3 and batch and tensor.shape[0] % batch == 0:
+        return tensor.unflatten(0, (batch, -1))
+    return tensor.flatten(1, -3) if tensor.ndim > 4 else tensor
+
+
+Watch: TypeAlias = Callable[[AttentionCall, Site, Tensor], Tensor | None]
+
+_SDPA_DEFAULTS = {
+    "query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0,
+    "is_causal": False, "scale": None, "enable_gqa": False,
+}  # fmt: skip
+_SDPA = inspect.Signature(
+    [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+        for name, default in _SDPA_DEFAULTS.items()
+    ]
+)
+# torch's own code, with globals in which no tensor asks for a dispatch of the whole function
+_MULTIHEAD: Any = F.multi_head_attention_forward
+_multihead_in_sight: Any = types.FunctionType(
+    _MULTIHEAD.__code__,
+    {**vars(F), "has_torch_function": lambda arguments: False},
+    _MULTIHEAD.__name__,
+    _MULTIHEAD.__defaults__,
+    _MULTIHEAD.__closure__,
+)
+
+
+class Tap(TorchFunctionMode):
+    """Show each attention of a pass to `watch`, site by site, in the order of the pass.
+
+    What `watch` returns goes on in the place of the tensor; None leaves it, bit for bit. Queries,
+    keys, values and z come as [batch, head, pos, d], scores and patterns as [batch, head, query,
+    key], as views where that is possible. A softmax of other tensors (a router's) shows scores and
+    pattern, too, and never v and z.
+
+    Args:
+        watch: gets every attention; default, keep what it would get in `calls`.
+        batch: sequences in the pass, for models that put heads into the axis of the batch.
+        wants: whether the attention of a number is looked at; fused attention that nobody looks at
+            stays fused.
+        compare: measure how far attention in the open is from fused attention, which then runs too.
+
+    Attributes:
+        calls: attentions of the pass, where there is no `watch`.
+        n_heads: heads, where they are known; a single query may come by groups of heads.
+        score_products: by the number of a product, the number of the attention whose scores it
+            makes; only these products show q and k to `watch`, as they run before the softmax.
+        n_attentions, n_products: so many since the last :meth:`restart`.
+    """
+
+    def __init__(
+        self,
+        watch: Watch | None = None,
+        batch: int | None = None,
+        wants: Callable[[int], bool] = lambda number: True,
+        compare: bool = False,
+    ) -> None:
+        super().__init__()
+        self.calls: list[AttentionCall] = []
+        self._keeps, self._watch = watch is None, watch or self._keep
+        self.batch, self._wants, self._compares = batch, wants, compare
+        self.n_heads: int | None = None
+        self.score_products: dict[int, int] = {}
+        self._is_aside = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Count anew, and forget what was followed: at the start of a pass, or of a block."""
+        self.n_attentions = self.n_products = 0
+        self._followed: dict[int, tuple[Any, _Product | AttentionCall]] = {}
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Look away while the block runs: what is computed there is no part of the model."""
+        before, self._is_aside = self._is_aside, True
+        try:
+            yield
+        finally:
+            self._is_aside = before
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_aside:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _SOFTMAXES:
+            return self._softmax(func, args, kwargs)
+        if name in PRODUCTS:
+            return self._product(func, name, args, kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._fused(args, kwargs)
+        if func is _MULTIHEAD:
+            with self:
+                return _multihead_in_sight(*args, **kwargs)
+        if name == "flex_attention":
+            raise InfoFlowError(
+                "the model calls flex_attention, which compiles its own code, so that no softmax "
+                'can be seen: expected set_attn_implementation("eager") or "sdpa"'
+            )
+        out = func(*args, **kwargs)
+        if self._followed and name in _FOLLOWED:
+            self._follow(name, args, kwargs, out)
+        return out
+
+    # Showing
+
+    def _keep(self, call: AttentionCall, site: Site, tensor: Tensor) -> None:
+        if not self.calls or self.calls[-1] is not call:
+            self.calls.append(call)
+        call.seen[site] = tensor
+
+    def _show(self, call: AttentionCall, site: Site, tensor: Tensor) -> Tensor:
+        """Return the tensor to go on with, the same object if nobody replaces it."""
+        part = tensor
+        if site in ("scores", "pattern") and call.sinks:
+            part = tensor[..., : tensor.shape[-1] - call.sinks]
+        shown, n = split_heads(part, self.batch), self.n_heads
+        if n and site not in ("k", "v") and shown.ndim == 4 and shown.shape[1] not in (n, 1):
+            shown = shown.reshape(shown.shape[0], n, -1, shown.shape[-1])  # one query, by groups
+        answer = self._watch(call, site, shown)
+        if answer is None or answer is shown:
+            return tensor
+        answer = answer.to(tensor.dtype).reshape(part.shape)
+        return answer if part is tensor else torch.cat([answer, tensor[..., -call.sinks :]], -1)
+
+    # Following: from a product to a softmax, and from that to a product
+
+    def _origin(self, tensor: Any) -> _Product | AttentionCall | None:
+        entry = self._followed.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def _mark(self, tensor: Tensor, origin: _Product | AttentionCall) -> None:
+        self._followed[id(tensor)] = (weakref.ref(tensor), origin)
+
+    def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Carry a product or a pattern on through an operation."""
+        if not isinstance(out, Tensor) or not out.is_floating_point() or out.ndim < 3:
+            return
+        given = args[0] if args and isinstance(args[0], (tuple, list)) else args
+        pairs = [(t, self._origin(t)) for t in (*given, *kwargs.values()) if isinstance(t, Tensor)]
+        source, origin = next(((t, o) for t, o in pairs if o is not None), (None, None))
+        if source is None:
+            return
+        if isinstance(origin, AttentionCall):
+            if out.shape[:-1] == source.shape[:-1] or out.numel() == source.numel():
+                self._mark(out, origin)
+                if name in _FILLS and args[2] == 0:  # closed behind the softmax
+                    origin.closings += (_Closing(args[1], out.shape, fill=-torch.inf),)
+            return
+        assert origin is not None
+        smaller = out.numel() < source.numel()
+        if smaller or (out.shape[-1] < origin.n_keys and name != "reshape"):
+            return
+        products = {o.number: o for _, o in pairs if isinstance(o, _Product)}
+        closings = origin.closings
+        for number, other in products.items():
+            closings += other.closings if number != origin.number else ()
+        closings += self._closings(name, args, kwargs, source, out.shape)
+        n_products = origin.n_products + len(products) - 1
+        self._mark(
+            out,
+            _Product(origin.q, origin.k, origin.n_keys, origin.number, closings, n_products),
+        )
+
+    def _closings(
+        self, name: str, args: tuple[Any, ...], kwargs: Any, source: Tensor, shape: torch.Size
+    ) -> tuple[_Closing, ...]:
+        """Find what an operation on scores may have closed."""
+        if name in ADDITIONS or name in _SUBTRACTIONS:
+            sign = -1 if name in _SUBTRACTIONS else 1
+            others = [t for t in args if isinstance(t, Tensor) and self._origin(t) is None]
+            # the largest score of a row, which some models subtract, is no mask
+            by_key = [t for t in others if t.ndim and t.shape[-1] > 1]
+            return tuple(_Closing(t, shape, sign=sign) for t in by_key)
+        if name in _FILLS:
+            where = args[1] if len(args) > 1 else kwargs["mask"]
+            return (_Closing(where, shape, fill=args[2] if len(args) > 2 else kwargs["value"]),)
+        if name == "where" and len(args) == 3:
+            if args[0] is source:  # scores.where(open, value)
+                return (_Closing(~args[1].bool(), shape, fill=args[2]),)
+            is_first = args[1] is source
+            where = ~args[0].bool() if is_first else args[0].bool()
+            return (_Closing(where, shape, fill=args[2] if is_first else args[1]),)
+        return ()
+
+    # The places of an attention in sight
+
+    def _product(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        operands = Operands(name, args, kwargs)
+        left, right = operands.pair
+        if not all(isinstance(t, Tensor) and t.ndim > 2 for t in (left, right)):
+            return func(*args, **kwargs)
+        number = self.n_products
+        self.n_products += 1
+        swapped = isinstance(self._origin(right), AttentionCall)
+        call = self._origin(right if swapped else left)
+        if isinstance(call, AttentionCall) and (operands.equation or not swapped):
+            return self._values(func, operands, call, swapped)
+        layout = Layout.of_scores(operands.equation)
+        if layout is None:
+            return func(*args, **kwargs)
+        q, k = layout.left(left), layout.right(right)
+        if number in self.score_products:
+            call = AttentionCall(self.score_products[number], "softmax", self.batch, number)
+            new_q, new_k = self._show(call, "q", q), self._show(call, "k", k)
+            if new_q is not q or new_k is not k:
+                q, k = new_q, new_k
+                operands.pair = layout.left_back(q), layout.right_back(k)
+        out: Tensor = operands.run(func)
+        if out.ndim > 2:
+            base = operands.base
+            closings = () if base is None else (_Closing(base, out.shape),)
+            self._mark(out, _Product(q, k, out.shape[-1], number, closings))
+        return out
+
+    def _softmax(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        scores: Tensor = args[0] if args else kwargs["input"]
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if scores.ndim < 3 or not scores.is_floating_point() or dim not in (-1, scores.ndim - 1):
+            return func(*args, **kwargs)
+        number = self.n_attentions
+        self.n_attentions += 1
+        if not self._wants(number):
+            return func(*args, **kwargs)
+        call = AttentionCall(number, "softmax", self.batch, scores=scores)
+        product = self._origin(scores)
+        if isinstance(product, _Product):
+            call.product, call.n_products = product.number, product.n_products
+            call.sinks = max(scores.shape[-1] - product.n_keys, 0)
+            call.closings = product.closings
+            if self._keeps:
+                pair = {"q": product.q, "k": product.k}
+                call.seen = {site: split_heads(t, self.batch) for site, t in pair.items()}
+        edited = self._show(call, "scores", scores)
+        if edited is not scores:
+            args, kwargs = (
+                ((edited, *args[1:]), kwargs) if args else (args, {**kwargs, "input": edited})
+            )
+        pattern = self._show(call, "pattern", func(*args, **kwargs))
+        self._mark(pattern, call)
+        return pattern
+
+    def _values(self, func: Any, operands: Operands, call: AttentionCall, swapped: bool) -> Any:
+        """Run the product of a pattern with values."""
+        layout = Layout.of_values(operands.equation, swapped)
+        pattern, values = reversed(operands.pair) if swapped else operands.pair
+        v = layout.right(values)
+        if v.shape[-2] not in (pattern.shape[-1], pattern.shape[-1] - call.sinks):
+            return operands.run(func)
+        call.is_read = True
+        edited = self._show(call, "v", v)
+        if edited is not v:
+            values = layout.right_back(edited)
+            operands.pair = (values, pattern) if swapped else (pattern, values)
+        out = operands.run(func)
+        z = layout.out(out)
+        edited = self._show(call, "z", z)
+        return out if edited is z else layout.out_back(edited)
+
+    def _fused(self, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+        """Run ``scaled_dot_product_attention``, in the open where somebody looks."""
+        number = self.n_attentions
+        self.n_attentions += 1
+        if not self._wants(number) and not _in_forward_mode(args[0] if args else kwargs["query"]):
+            return F.scaled_dot_product_attention(*args, **kwargs)
+        bound = _SDPA.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        call = AttentionCall(number, "fused", self.batch, -1, n_products=1, is_read=True)
+        q = self._show(call, "q", given["query"])
+        k = self._show(call, "k", given["key"])
+        v = self._show(call, "v", given["value"])
+        groups = 1
+        if given["enable_gqa"] and k.shape[-3] != q.shape[-3]:
+            groups, call.is_grouped = q.shape[-3] // k.shape[-3], True
+        scale = given["scale"] if given["scale"] is not None else q.shape[-1] ** -0.5
+        scores = (q * scale) @ _repeat(k, groups).transpose(-1, -2)
+        scores, dead = _mask(call, scores, given["attn_mask"], given["is_causal"])
+        call.scores = scores
+        scores = self._show(call, "scores", scores)
+        if dead is not None:
+            scores = scores.masked_fill(dead, 0.0)
+        is_half = scores.dtype in (torch.float16, torch.bfloat16)
+        pattern = scores.softmax(-1, dtype=torch.float32 if is_half else None)
+        if dead is not None:
+            pattern = pattern.masked_fill(dead, 0.0)
+        pattern = self._show(call, "pattern", pattern).to(v.dtype)
+        if given["dropout_p"]:
+            pattern = F.dropout(pattern, given["dropout_p"])
+        z = pattern @ _repeat(v, groups)
+        if self._compares:
+            fused = F.scaled_dot_product_attention(*args, **kwargs)
+            call.distance = float((z - fused).abs().max())
+        return self._show(call, "z", z)
+
+
+def _mask(
+    call: AttentionCall, scores: Float[Tensor, "*batch query key"], mask: Any, is_causal: bool
+) -> tuple[Float[Tensor, "*batch query key"], Bool[Tensor, "*batch query 1"] | None]:
+    """Close keys as fused attention does; and find queries without any, to which it gives 0."""
+    if is_causal:
+        call.is_causal = True
+        size = scores.shape[-2:]
+        later = torch.ones(size, dtype=torch.bool, device=scores.device).triu(1)
+        return scores.masked_fill(later, -torch.inf), None
+    if mask is None:
+        return scores, None
+    if mask.dtype == torch.bool:
+        call.closings = (_Closing(~mask, scores.shape, fill=-torch.inf),)
+        scores = scores.masked_fill(~mask, -torch.inf)
+    else:
+        call.closings = (_Closing(mask, scores.shape),)
+        scores = scores + mask
+    return scores, (scores == -torch.inf).all(-1, keepdim=True)
+
+
+def _repeat(tensor: Tensor, groups: int) -> Tensor:
+    return tensor.repeat_interleave(groups, -3) if groups > 1 else tensor
+
+
+def _in_forward_mode(tensor: Tensor) -> bool:
+    """Whether derivatives go forward through a tensor, which fused attention does not have."""
+    is_wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return is_wrapped or forward_ad._current_level >= 0
