@@ -8,7 +8,9 @@ import errno
 import glob
 import os
 import re
+import tempfile
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import chain, islice
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from infoflow_lens.foundation.errors import InfoFlowError, first_line
-from infoflow_lens.foundation.files import digest_of, read_json, read_tensors
+from infoflow_lens.foundation.files import digest_of, open_regular, read_json, read_tensors
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.naming import Named, find_named
 from infoflow_lens.foundation.settings import Count, Seed, checked
@@ -359,14 +361,16 @@ def _meant(path: Path) -> str:
 def _streamed(path: Path, scratch: Path | None, columns: Collection[str]) -> Iterator[Any]:
     """Yield the rows of a json, jsonl, csv or parquet file by ``datasets``, some at a time.
 
-    Its readers of files are called by themselves: ``load_dataset`` would ask the hub first.
+    Its readers of files are called by themselves: ``load_dataset`` would ask the hub first. They
+    get a list of files, for a path is a pattern to them.
     """
     import datasets
+    from datasets.data_files import DataFilesDict, DataFilesList
 
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below says it
     try:
-        options: dict[str, Any] = {"streaming": True}
+        options: dict[str, Any] = {"streaming": True, "split": "train"}
         if scratch is not None:
             options["cache_dir"] = str(scratch)  # it puts a lock there
         if path.suffix == ".parquet":
@@ -375,12 +379,13 @@ def _streamed(path: Path, scratch: Path | None, columns: Collection[str]) -> Ite
         if path.suffix == ".csv":
             options["keep_default_na"] = False  # "NA" is a word, too
         read = getattr(datasets.Dataset, f"from_{_TABLES[path.suffix]}")
-        rows = read(str(path), **options)
-        if path.suffix == ".parquet":
-            rows = rows.decode(False)  # its header may call addresses pictures: they stay text
-        for part in rows.iter(batch_size=_ROWS):
-            kept = {name: part[name] for name in _chosen(part, columns)}
-            yield datasets.Dataset.from_dict(kept)
+        with _plain_name(path) as place:
+            rows = read(DataFilesDict(train=DataFilesList([place], [()])), **options)
+            if path.suffix == ".parquet":
+                rows = rows.decode(False)  # its header may call addresses pictures: they stay text
+            for part in rows.iter(batch_size=_ROWS):
+                kept = {name: part[name] for name in _chosen(part, columns)}
+                yield datasets.Dataset.from_dict(kept)
     except Exception as error:  # the readers of four formats raise their own errors
         cause: BaseException = error
         while cause.__cause__ is not None:
@@ -394,10 +399,24 @@ def _streamed(path: Path, scratch: Path | None, columns: Collection[str]) -> Ite
         datasets.logging.set_verbosity(verbosity)
 
 
+@contextmanager
+def _plain_name(path: Path) -> Iterator[str]:
+    """Yield a name by which ``datasets`` finds a file or a folder: "::" joins places for it."""
+    place = path.absolute()
+    if "::" not in str(place):
+        yield str(place)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        link = Path(folder, f"data{path.suffix}")
+        link.symlink_to(place)
+        yield str(link)
+
+
 def _names_in(path: Path) -> list[str]:
     from pyarrow import parquet
 
-    return list(parquet.read_schema(path).names)
+    with open_regular(path) as file:
+        return list(parquet.read_schema(file).names)
 
 
 def _chosen(names: Iterable[str], columns: Collection[str]) -> list[str]:
@@ -435,40 +454,63 @@ def _folder(path: Path) -> Any:
 
     _check_saved(path)
     try:
-        found = datasets.load_from_disk(str(path))
+        with _plain_name(path) as place:
+            try:
+                found = datasets.load_from_disk(place)
+            except OSError as error:
+                if error.errno != errno.ENODEV:
+                    raise
+                found = datasets.load_from_disk(place, keep_in_memory=True)
     except Exception as error:
         raise InfoFlowError(
             f"{str(path)!r} is no saved dataset ({error}): expected a folder that "
             "datasets.Dataset.save_to_disk wrote"
         ) from error
-    if hasattr(found, "keys"):
-        splits = ", ".join(found)
-        raise InfoFlowError(
-            f"{str(path)!r} holds several splits ({splits}): expected one; give its folder, such "
-            f"as {path / next(iter(found))}"
-        )
     return _without_media(found)
 
 
 def _check_saved(path: Path) -> None:
-    """Check that a saved dataset holds files, and names none that lie elsewhere.
+    """Check that a saved dataset is one, and holds files, of which none lies elsewhere.
 
     Raises:
         InfoFlowError: naming the file.
     """
     for file in path.rglob("*"):
-        if file.exists() and not (file.is_file() or file.is_dir()):
+        if file.is_symlink():
+            raise InfoFlowError(
+                f"{str(file)!r} is a link: expected the files of a saved dataset themselves, as "
+                "what lies elsewhere is not read; copy the folder with what its links lead to"
+            )
+        if not (file.is_file() or file.is_dir()):
             raise InfoFlowError(f"{str(file)!r} is no regular file: expected those of a dataset")
     for state in path.rglob("state.json"):
         held = read_json(state, "state of a saved dataset", "save the dataset again")
         named = held.get("_data_files")
         for entry in named if isinstance(named, list) else ():
-            name = entry.get("filename") if isinstance(entry, dict) else None
-            if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
-                raise InfoFlowError(
-                    f"{str(state)!r} names {name!r}: expected the name of a file beside it; save "
-                    "the dataset again"
-                )
+            _check_beside(state, entry.get("filename") if isinstance(entry, dict) else None, "file")
+    several = path / "dataset_dict.json"
+    if several.exists() and not (path / "state.json").exists():
+        held = read_json(several, "list of splits", "save the dataset again")
+        splits: Any = held.get("splits")
+        for split in splits if isinstance(splits, list) and splits else (None,):
+            _check_beside(several, split, "folder")
+        raise InfoFlowError(
+            f"{str(path)!r} holds several splits ({', '.join(splits)}): expected one; give its "
+            f"folder, such as {path / splits[0]}"
+        )
+
+
+def _check_beside(file: Path, name: Any, what: str) -> None:
+    """Refuse a name in a file of a saved dataset that leads elsewhere.
+
+    Raises:
+        InfoFlowError: with the name.
+    """
+    if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
+        raise InfoFlowError(
+            f"{str(file)!r} names {name!r}: expected the names of {what}s beside it; save the "
+            "dataset again"
+        )
 
 
 def _without_media(table: Any) -> Any:
@@ -575,10 +617,17 @@ def _task(model: nn.Module, name: str, n: int, seed: int) -> Tensor:
 
 def _from_hub(data: str) -> Any:
     import datasets
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
     name, *rest = re.split(r":(?![^\[]*\])", data)  # a split may be a slice, "train[:50]"
     split = rest[-1] if rest else "train"
     config = rest[0] if len(rest) > 1 else None
+    if os.path.isdir(name) or name in _PACKAGED_DATASETS_MODULES:
+        what = "the folder of that name" if os.path.isdir(name) else "all files of this folder"
+        raise InfoFlowError(
+            f"{data!r} is to come from the hub, and ``datasets`` would read {what}: give "
+            f"OWNER/NAME, run it from another folder, or give file:{name}"
+        )
     try:
         return _without_media(datasets.load_dataset(name, config, split=split))
     except Exception as error:  # of the hub, of the network, of the builder

@@ -3,6 +3,7 @@
 ``datasets.Dataset.from_file`` opens the file, too: its column is "input_ids", or "x" for vectors.
 """
 
+import errno
 import hashlib
 import json
 import uuid
@@ -118,12 +119,21 @@ class _ArrowFile:
             found = pc.min_max(pc.list_value_length(column)).as_py()
             return found["max"] or 0, found["min"] or 0
 
+    def _opened(self) -> Any:
+        """The file, mapped, or to be read where a file system cannot map files (ENODEV)."""
+        try:
+            return pa.memory_map(str(self.path))
+        except OSError as error:
+            if error.errno != errno.ENODEV:
+                raise
+            return pa.OSFile(str(self.path))
+
     @contextmanager
     def _reading(self, start: int, stop: int) -> Iterator[tuple[pa.Table, pa.ChunkedArray]]:
         try:
             if self._table is None or self._n_read > _MAPPED:
                 self._table, self._n_read = None, 0
-                with pa.memory_map(str(self.path)) as file, pa.ipc.open_stream(file) as reader:
+                with self._opened() as file, pa.ipc.open_stream(file) as reader:
                     self._table = reader.read_all()
             column = self._table.column(0).slice(start, stop - start)
             if len(column) != stop - start:

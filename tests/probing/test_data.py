@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from infoflow_lens import InfoFlowError, PositionsProbe, load_any, run_probes
 from infoflow_lens.probing import data as data_module
 from infoflow_lens.probing.data import check_data, read_data, read_rows, read_texts
+from infoflow_lens.probing.store import store_sequences
 from tests.reference import zoo
 
 
@@ -198,6 +199,49 @@ def test_columns_of_media_are_neither_decoded_nor_fetched(
         read_data(model, str(path), column="media")
 
 
+# Names that a library may take for patterns, chains, protocols or files of its own, and what lies
+# beside them, which must not be read.
+ODD = {
+    "run[1]": "run1", "a*": "ab", "q?": "qr", "a**": "a", "zip::x": "zip", "~x": "x",
+    "dataset_info": "other", ".hidden": "hidden", "{a,b}": "a", "a b%20#x": "a b", "file:x": "x",
+    "d[1]/x": "d1/x", "d*/x": "de/x", "a::b/x": "a", ".hidden/x": "hidden/x", "__x__/y": "x/y",
+}  # fmt: skip
+
+
+def write_rows(path, text):
+    rows = datasets.Dataset.from_dict({"text": [text] * 3})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".saved":
+        rows.save_to_disk(path.with_suffix(""))
+    elif path.suffix == ".txt":
+        path.write_text(f"{text}\n" * 3)
+    else:
+        write = getattr(rows, f"to_{path.suffix[1:].removesuffix('l')}")
+        write(path, lines=path.suffix == ".jsonl") if "json" in path.suffix else write(path)
+
+
+@pytest.mark.parametrize("end", ["txt", "csv", "json", "jsonl", "parquet", "saved"])
+@pytest.mark.parametrize(("name", "beside"), ODD.items(), ids=ODD)
+def test_the_file_that_is_named_is_read_and_no_other(name, beside, end, tmp_path, monkeypatch):
+    """`datasets` takes a path for a pattern: run[1].csv was read as run1.csv."""
+    monkeypatch.chdir(tmp_path)
+    for place, text in ((name, "w5 w6"), (beside, "other")):
+        # `datasets` itself cannot save to some of these names
+        write_rows(tmp_path / "made" / f"x.{end}", text)
+        made = tmp_path / "made" / ("x" if end == "saved" else f"x.{end}")
+        target = tmp_path / (place if end == "saved" else f"{place}.{end}")
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            made.rename(target)
+    ending = "" if end == "saved" else f".{end}"
+    for data in (str(tmp_path / f"{name}{ending}"), f"file:./{name}{ending}"):
+        if data.startswith("file:./~"):
+            continue
+        assert list(read_rows(data)["text"]) == ["w5 w6"] * 3
+        texts = read_texts(data)
+        assert texts == (["w5 w6\nw5 w6\nw5 w6\n"] if end == "txt" else ["w5 w6"] * 3)
+
+
 def test_only_the_columns_that_are_used_are_read(model, tmp_path):
     path = tmp_path / "x.jsonl"
     rows = [{"text": "w4 w5", "more": 1}, {"text": "w6", "more": 2}]
@@ -285,8 +329,72 @@ def test_a_saved_dataset_that_names_files_elsewhere_is_refused(name, tmp_path):
     state = saved(tmp_path / "ds") / "state.json"
     values = json.loads(state.read_text())
     state.write_text(json.dumps({**values, "_data_files": [{"filename": name}]}))
-    with pytest.raises(InfoFlowError, match="expected the name of a file beside it"):
+    with pytest.raises(InfoFlowError, match="expected the names of files beside it"):
         read_rows(str(tmp_path / "ds"))
+
+
+@pytest.mark.parametrize("what", ["arrow", "state.json", "dataset_info.json", "folder"])
+def test_a_link_in_a_saved_dataset_is_refused(what, tmp_path):
+    """A dataset that somebody gave away read a file of its reader's."""
+    saved(tmp_path / "good")
+    path = saved(tmp_path / "ds")
+    if what == "folder":
+        (path / "more").symlink_to(tmp_path / "good")
+    else:
+        (file,) = path.glob(f"*{what}")
+        (tmp_path / "elsewhere").write_bytes(file.read_bytes())
+        file.unlink()
+        file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InfoFlowError, match=r"is a link: expected the files of a saved dataset"):
+        read_rows(str(path))
+    (tmp_path / "link").symlink_to(tmp_path / "good")  # which the user named
+    assert len(read_rows(str(tmp_path / "link"))) == 3
+
+
+@pytest.mark.parametrize("split", ["../good", "/etc", "a/b", "", ".", 5])
+def test_splits_elsewhere_are_refused_before_they_are_opened(split, tmp_path, monkeypatch):
+    """The refusal itself once named the folder elsewhere as the one to give."""
+    saved(tmp_path / "good")
+    both = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["w4"]})})
+    both.save_to_disk(tmp_path / "ds")
+    with pytest.raises(InfoFlowError, match=r"holds several splits \(train\).*ds/train"):
+        read_rows(str(tmp_path / "ds"))
+    (tmp_path / "ds" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", split]}))
+    monkeypatch.setattr(datasets, "load_from_disk", lambda path: pytest.fail("it was opened"))
+    with pytest.raises(InfoFlowError, match="expected the names of folders beside it") as refused:
+        read_rows(str(tmp_path / "ds"))
+    assert "ds/../good" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["texts", "owner/texts", "csv", "text"])
+def test_what_is_said_to_be_on_the_hub_is_not_read_from_here(name, tmp_path, monkeypatch):
+    """`datasets` takes a folder of that name first, and its own readers all files of this one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.csv").write_text("text\nw4 w5\n")
+    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / name / "mine.csv").write_text("text\nw4 w5\n")
+    for data in (f"hub:{name}", f"{name}:train"):
+        with pytest.raises(InfoFlowError, match=r"is to come from the hub, and .* would read"):
+            read_texts(data)
+
+
+@pytest.mark.parametrize("kind", ["of a run", "saved"])
+def test_arrow_files_are_read_where_files_cannot_be_mapped(kind, tmp_path, monkeypatch):
+    """A run advised to run the same again, for ever."""
+
+    def unmapped(*args, **kwargs):
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    if kind == "saved":
+        saved(tmp_path / "ds")
+        monkeypatch.setattr("pyarrow.memory_map", unmapped)
+        assert list(read_rows(str(tmp_path / "ds"))["text"]) == ["w4 w5"] * 3
+        return
+    ids = zoo.tokens(4, 9)
+    store = store_sequences([ids], tmp_path, "ids")
+    monkeypatch.setattr("pyarrow.memory_map", unmapped)
+    assert torch.stack(list(store.sequences)).equal(ids)
+    assert store.sequences[2].equal(ids[2])
 
 
 def test_a_tensor_of_more_numbers_than_its_file_holds_is_refused(model, tmp_path):
