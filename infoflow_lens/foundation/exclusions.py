@@ -12,10 +12,14 @@ different tokens have probability zero), whatever the scores, values and feed-fo
   is a token that the sequence has elsewhere, and the other places hold their first option: no score
   can then tell more. With ``positional`` true every choice of options at the other places must show
   the difference, since a score may know where a token stands.
-* ``growth``: CLS holds at most m tokens after all layers, and the value of ``input`` moves with
-  each of more than m ``active`` tokens, by ``moved`` tokens close to them, and by a 16th of each
-  move. Near almost every input the choices of heads stay, so that the answer is a function of m
-  tokens there.
+* ``growth``: CLS holds at most m tokens after all layers, and the value has derivatives other than
+  0 by each of more than m ``active`` tokens at ``input`` and near it. Near almost every input the
+  choices of heads stay, so that the answer is a function of m tokens there. The derivatives are
+  along ``moved`` tokens, no farther than a quarter of the distance to any other token: differences
+  at this step, a half, a quarter and an 8th of it agree with one another, forwards and backwards,
+  and with that of all moves at once. From values alone this is evidence down to an 8th of the step.
+  `estimate` draws the input, so that ties have probability zero, and finds the derivatives of the
+  best tuples themselves, which is the proof.
 * ``order``: ``second`` has the tokens of ``first`` in another order; a model that sees everything,
   without a positional encoding, answers both alike.
 * ``reach``: ``first`` and ``second`` differ only at positions beyond what ``windows`` let through.
@@ -29,7 +33,8 @@ Values = Callable[[list[Any]], list[Any]]
 
 _LEAST_GAP = 1e-5  # relative to the values: far above the rounding of 32-bit numbers
 _MOST_CASES = 20_000
-_NEARER = 16  # a token that matters does so also for a move of one 16th
+_HALVINGS = 4
+_SLACK = 0.2  # of a difference, by which others may miss it
 
 
 def verify_exclusion(document: Any, values: Values) -> list[str]:
@@ -55,7 +60,7 @@ def verify_exclusion(document: Any, values: Values) -> list[str]:
     for number, (one, other) in enumerate(zip(answers[::2], answers[1::2])):
         if not _differ(one, other):
             wrong.append(f"pair {number} has values {one} and {other}: expected two that differ")
-    return wrong
+    return wrong or (_roughness(document, values) if document["kind"] == "growth" else [])
 
 
 def _differ(one: Any, other: Any) -> bool:
@@ -112,10 +117,48 @@ def _growth(document: Any) -> Findings:
         wrong.append("expected a moved token for every active one")
     pairs = []
     for position, moved in zip(active, document["moved"]):
-        nearer = [old + (new - old) / _NEARER for old, new in zip(base[position], moved)]
-        for close in (moved, nearer):
-            pairs.append((list(base), [*base[:position], close, *base[position + 1 :]]))
+        others = [*base[:position], *base[position + 1 :]]
+        if any(16 * _square(moved, base[position]) > _square(t, base[position]) for t in others):
+            wrong.append(f"token {position} moves by more than a quarter of the way to another one")
+        pairs.append((list(base), [*base[:position], moved, *base[position + 1 :]]))
     return wrong, pairs
+
+
+def _square(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum((a - b) ** 2 for a, b in zip(one, other))
+
+
+def _roughness(document: Any, values: Values) -> list[str]:
+    """Where differences are no derivatives, or the value is not smooth around the input."""
+    base, active = document["input"], document["active"]
+
+    def stepped(share: float, places: Sequence[int]) -> list[Any]:
+        sequence = list(base)
+        for place in places:
+            ends = zip(base[active[place]], document["moved"][place])
+            sequence[active[place]] = [old + share * (new - old) for old, new in ends]
+        return sequence
+
+    shares = [sign / 2**k for k in range(_HALVINGS) for sign in (1, -1)]
+    rows = [stepped(share, [place]) for place in range(len(active)) for share in shares]
+    found = values([list(base), stepped(shares[-2], range(len(active))), *rows])
+    start, end, *others = [v if isinstance(v, list) else [v] for v in found]
+    moves = [[a - b for a, b in zip(value, start)] for value in others]
+    wrong, least = [], []
+    for place, position in enumerate(active):
+        own = moves[place * len(shares) : (place + 1) * len(shares)]
+        column = max(range(len(start)), key=lambda c: abs(own[0][c]))
+        steps, backwards = ([move[column] for move in own[side::2]] for side in (0, 1))
+        if any(abs(2 * b - a) > _SLACK * abs(a) for a, b in itertools.pairwise(steps)):
+            wrong.append(f"differences by token {position} are no derivative: {steps}")
+        if abs(steps[-1] + backwards[-1]) > _SLACK * abs(steps[-1]):
+            wrong.append(f"differences by token {position} are not alike forwards and backwards")
+        least.append(own[-2])
+    for column, both in enumerate(zip(start, end)):
+        parts = [move[column] for move in least]
+        if abs(both[1] - both[0] - sum(parts)) > _SLACK * sum(map(abs, parts)):
+            wrong.append("the differences by single tokens do not add up to that by all")
+    return wrong
 
 
 def _order(document: Any) -> Findings:

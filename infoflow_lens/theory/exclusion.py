@@ -65,8 +65,11 @@ def values_of(task: Any, sequences: list[Any]) -> list[Any]:
         InfoFlowError: if they are no sequences of the target.
     """
     whole = bool(sequences) and isinstance(sequences[0][0], int)
-    x = torch.tensor(sequences, dtype=torch.int64 if whole else torch.float32)
-    values: list[Any] = task.target(x).tolist()
+    x = torch.tensor(sequences, dtype=torch.int64 if whole else torch.float64)
+    try:
+        values: list[Any] = task.target(x).tolist()
+    except RuntimeError:  # a score with numbers of 32 bits of its own
+        values = task.target(x.float()).tolist()
     return values
 
 
@@ -144,10 +147,14 @@ def _growths(shape: ModelShape, samples: Samples) -> Iterator[Document]:
     for row in active.sum(dim=1).argsort(descending=True)[:_MOST_TRIES].tolist():
         places = active[row].nonzero()[:, 0]
         if len(places) > held:
-            noise = torch.randn(x[row, places].shape, generator=generator)
+            tokens = x[row].double()
+            apart = torch.cdist(tokens[places], tokens)
+            apart[torch.arange(len(places)), places] = torch.inf
+            step = min(_STEP, 0.2 * float(apart.min()))
+            noise = torch.randn(tokens[places].shape, generator=generator)
             yield _document(
-                "growth", shape, samples, input=x[row], held=held, active=places,
-                moved=x[row, places] + _STEP * noise,
+                "growth", shape, samples, input=tokens, held=held, active=places,
+                moved=tokens[places] + step * torch.nn.functional.normalize(noise, dim=-1),
             )  # fmt: skip
 
 

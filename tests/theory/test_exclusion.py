@@ -2,6 +2,7 @@
 
 import ast
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,34 @@ def test_the_verifier_uses_nothing_but_the_standard_library():
         if isinstance(node, (ast.Import, ast.ImportFrom))
     }
     assert modules == {"itertools", "collections.abc", "typing"}
+
+
+def forged(gap, move, seed=0):
+    """Of the largest first coordinate: two tokens that nearly tie, and one token is held."""
+    x = torch.randn(8, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    x[1, 0] = x[0, 0] = x[:, 0].max() + 1
+    x[1, 0] -= gap
+    moved = x[:2] + torch.tensor([move, 0.0], dtype=torch.float64)
+    return {
+        "kind": "growth", "n_heads": [1], "n_tokens": 8, "positional": False, "causal": False,
+        "input": x.tolist(), "held": 1, "active": [0, 1], "moved": moved.tolist(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("gap", [1e-2, 1e-6, 1e-12, 0])
+@pytest.mark.parametrize("move", [100.0, 1e-2, 1e-6])
+def test_two_tokens_that_nearly_tie_prove_no_growth(gap, move):
+    """Neither a long move nor two short ones are a derivative."""
+    values = lambda rows: torch.tensor(rows, dtype=torch.float64)[..., 0].amax(1).tolist()  # noqa: E731
+    assert verify_exclusion(forged(gap, move), values)
+
+
+def test_random_near_ties_prove_no_growth():
+    values = lambda rows: torch.tensor(rows, dtype=torch.float64)[..., 0].amax(1).tolist()  # noqa: E731
+    for seed in range(300):
+        rng = random.Random(seed)
+        document = forged(10 ** rng.uniform(-14, 0), 10 ** rng.uniform(-8, 0), seed)
+        assert verify_exclusion(document, values), seed
 
 
 def test_without_samples_nothing_is_proved():
