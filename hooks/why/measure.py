@@ -1,10 +1,10 @@
 """Splitting the margin between two keys of a query over what wrote the query's and keys' states."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -14,16 +14,14 @@ from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.settings import Count, checked
 from infoflow_lens.hooks.model.inputs import Inputs, read_inputs
 from infoflow_lens.hooks.model.points import check_one_device, layer_count, takes_model
-from infoflow_lens.hooks.model.semantics import hook_semantics
 from infoflow_lens.hooks.model.texts import readable_tokens
-from infoflow_lens.hooks.passes.run import run
-from infoflow_lens.hooks.passes.view import Needs, Pass, padded_together
-from infoflow_lens.hooks.why.reading import Layer, readings, refusal
+from infoflow_lens.hooks.passes.ranking import rank_keys
+from infoflow_lens.hooks.passes.view import padded_together
 from infoflow_lens.hooks.why.result import STRONGEST, Why, WhyAll
-from infoflow_lens.hooks.why.written import names_of_parts, points_of_parts, written
+from infoflow_lens.hooks.why.scoring import LayerScores, score_layers
 
-_TOLERANCE = 1e-5  # of the margin, relative to the size of the pieces of both scores, in float32
-_WEIGHTS = 1e-5  # further, where scores are logarithms of float32 weights
+_SINK = 0.5  # of the queries whose first choice is one position, for which it is a sink [chosen]
+_FEWEST = 4  # queries that must be there for it [chosen]
 
 
 @takes_model
@@ -44,43 +42,40 @@ def measure_why(
         layer: of the head, from 0, or from -1 backwards.
         head: from 0.
         query: its position, from 0, or from -1 backwards.
-        keys: two positions; default, those of the largest and the second largest score.
+        keys: two positions; default, those of the largest score and of the next one that is no
+            sink.
 
     Raises:
         InfoFlowError: for several sequences, places that are not there, keys that the query does
-            not see, and models whose scores the pieces do not add up to.
+            not see, and layers whose queries, keys or scores are not shown.
     """
     check_one_device(model)
     layer = place(layer, layer_count(model), "layer", "layers")
     rows = list(read_inputs(model, inputs).sequences())
     if len(rows) != 1:
         raise InfoFlowError(f"inputs are {len(rows)} sequences: expected one; ask for each alone")
-    readings(model)  # a model that cannot be asked is refused before the pass
-    seen = _pass(model, rows[0][None], layer)
-    found = Layer(seen, layer, readings(model)[layer])
-    n_heads, n_pos = found.scores.shape[:2]
-    head, query = place(head, n_heads, "head", "heads"), place(query, n_pos, "query", "positions")
-    chosen = _chosen(seen, found, head, query, keys)
+    with eval_mode(model):
+        (found,) = score_layers(model, rows[0][None], [layer])
+        n_heads, n_pos = found.scores.shape[:2]
+        head = place(head, n_heads, "head", "heads")
+        query = place(query, n_pos, "query", "positions")
+        sinks = find_sinks(found.open_scores, special_positions(model, rows[0]))
+        chosen = _chosen(found, sinks, head, query, keys)
+        pieces = found.pieces(head, query, chosen)
+    row, added = (x[head, query].double() for x in (found.scores.detach(), found.added))
     names = (*readable_tokens(model, rows)[0], "CLS")
-    at = torch.tensor((query, *chosen), device=found.stream.device)
-    *_, (parts, states) = written(seen, layer, at)
-    states = found.normed(states, at)
-    query_parts, q = _projected(found, parts, states[:, :1], head, "Q", at[:1])
-    key_parts, k = _projected(found, parts, states[:, 1:], head, "K", at[1:])
-    each = found.reading.factor * torch.einsum("ad,bkd->kab", q[:, 0], k)
-    pieces = each[0] - each[1]
-    margin = found.scores[head, query, chosen[0]] - found.scores[head, query, chosen[1]]
-    _check(found, pieces.sum(), margin, each.abs().sum())
     config = {"probe": "why", "layer": layer, "head": head, "query": query, "keys": list(chosen)}
     return Why(
-        pieces=pieces.cpu(),
-        query_parts=tuple(query_parts),
-        key_parts=tuple(key_parts),
-        margin=float(margin),
+        pieces=pieces,
+        query_parts=found.parts,
+        key_parts=found.parts,
+        margin=float(row[chosen[0]] - row[chosen[1]]),
+        added=float(added[chosen[0]] - added[chosen[1]]),
         layer=layer,
         head=head,
         query=query,
         keys=chosen,
+        sinks=tuple(sinks[head].nonzero().flatten().tolist()),
         tokens=(names[query], names[chosen[0]], names[chosen[1]]),
         record=RunRecord.of_model(model, config),
     )
@@ -97,20 +92,21 @@ def measure_why_all(model: nn.Module, inputs: Inputs, strongest: Count = STRONGE
         strongest: how many parts of the keys each line has by name.
 
     Raises:
-        InfoFlowError: for models whose scores the pieces do not add up to.
+        InfoFlowError: for layers whose queries, keys or scores are not shown.
     """
     check_one_device(model)
-    found, names = [], []
+    found, layers = [], range(layer_count(model))
+    names: tuple[str, ...] = ()
     for row in read_inputs(model, inputs).sequences():
-        readings(model)
-        last = layer_count(model) - 1
-        seen = _pass(model, row[None], last)
-        names = [*names_of_parts(model, seen), "norm bias", "b_K"]
-        found.append(list(_lines(seen, last, names, strongest)))
+        with eval_mode(model):
+            scored = score_layers(model, row[None], layers)
+            names = scored[-1].parts
+            special = special_positions(model, row)
+            found.append([_lines(layer, special, names, strongest) for layer in scored])
     by_field: dict[str, Any] = {
         field: tuple(
             padded_together([lines[layer][field][None].cpu() for lines in found], axes, fill)
-            for layer in range(layer_count(model))
+            for layer in layers
         )
         for field, axes, fill in (
             ("keys", (2,), -1),
@@ -121,7 +117,7 @@ def measure_why_all(model: nn.Module, inputs: Inputs, strongest: Count = STRONGE
         )
     }
     record = RunRecord.of_model(model, {"probe": "why_all", "strongest": strongest})
-    return WhyAll(**by_field, part_names=tuple(names), record=record)
+    return WhyAll(**by_field, part_names=names, record=record)
 
 
 def place(asked: int, n: int, name: str, what: str) -> int:
@@ -138,22 +134,61 @@ def place(asked: int, n: int, name: str, what: str) -> int:
     return asked % n
 
 
-def _pass(model: nn.Module, tokens: Tensor, last: int) -> Pass:
-    points = [name for layer in range(last + 1) for name in Layer.points(model, layer)]
-    needs = Needs(tuple(dict.fromkeys((*points, *points_of_parts(model, last)))))
-    with eval_mode(model):
-        return run(model, tokens, needs)
+def special_positions(model: nn.Module, row: Tensor) -> Bool[Tensor, " pos"]:
+    """Find the positions that may be a sink: the first, and those of the tokenizer's own tokens."""
+    tokenizer = getattr(model, "tokenizer", None)
+    ids = torch.tensor(getattr(tokenizer, "all_special_ids", []), dtype=torch.int64)
+    found = torch.isin(row.cpu(), ids) if row.ndim == 1 else torch.zeros(len(row), dtype=torch.bool)
+    found[0] = True
+    return found
+
+
+def find_sinks(
+    scores: Float[Tensor, "head query key"], special: Bool[Tensor, " pos"]
+) -> Bool[Tensor, "head key"]:
+    """Find the sink of each head: a special position that most queries choose first.
+
+    Args:
+        scores: -inf for closed keys.
+        special: positions that may be a sink.
+    """
+    has_choice = (scores[0] > -torch.inf).sum(dim=-1) > 1
+    first = scores[:, has_choice].argmax(dim=-1)
+    share = torch.nn.functional.one_hot(first, scores.shape[-1]).float().mean(dim=1)
+    may_be = pad(special, (0, scores.shape[-1] - len(special))).to(scores.device)
+    return (share > _SINK) & may_be & (int(has_choice.sum()) >= _FEWEST)
+
+
+def _two_best(
+    scores: Float[Tensor, "head query key"], sinks: Bool[Tensor, "head key"]
+) -> Int[Tensor, "head query 2"]:
+    """Choose for each query the key of the largest score, and the next one that is no sink.
+
+    Where no other is open, the next one; -1 where there is none.
+    """
+    ranked = rank_keys(scores, (1, 2)) if scores.shape[-1] > 1 else None
+    if ranked is None:
+        return torch.full((*scores.shape[:2], 2), -1)
+    two = ranked.positions.long()
+    others = scores.masked_fill(sinks[:, None], -torch.inf)
+    others = others.scatter(-1, two[..., :1].clamp(min=0), -torch.inf)
+    second = rank_keys(others, (1,)).positions.long()
+    return torch.cat([two[..., :1], second.where(second >= 0, two[..., 1:])], dim=-1)
 
 
 def _chosen(
-    seen: Pass, layer: Layer, head: int, query: int, keys: tuple[int, int] | None
+    layer: LayerScores,
+    sinks: Bool[Tensor, "head key"],
+    head: int,
+    query: int,
+    keys: tuple[int, int] | None,
 ) -> tuple[int, int]:
     """The two keys.
 
     Raises:
         InfoFlowError: if the query does not see two keys, or not these.
     """
-    row = layer.scores[head, query]
+    row = layer.open_scores[head, query]
     open_ = (row > -torch.inf).nonzero().flatten().tolist()
     if len(open_) < 2:
         raise InfoFlowError(
@@ -161,8 +196,8 @@ def _chosen(
             "at least two to choose from; ask for a later query"
         )
     if keys is None:
-        ranked = seen.ranked(layer.layer, (1, 2)).positions[0, head, query].tolist()
-        return int(ranked[0]), int(ranked[1])
+        first, second = _two_best(layer.open_scores, sinks)[head, query].tolist()
+        return first, second
     one, other = (place(key, len(row), "keys", "positions") for key in keys)
     unseen = [key for key in (one, other) if key not in open_]
     if unseen or one == other:
@@ -174,80 +209,27 @@ def _chosen(
     return one, other
 
 
-def _projected(
-    layer: Layer,
-    names: list[str],
-    normed: Float[Tensor, "part pos d_model"],
-    head: int,
-    kind: str,
-    at: Int[Tensor, " pos"],
-) -> tuple[list[str], Float[Tensor, "part pos d_head"]]:
-    """Normed parts of states, and biases, as parts of a head's queries or keys, rotated."""
-    weight = (layer.W_Q if kind == "Q" else layer.W_K)[head]
-    parts, names = normed @ weight, list(names)
-    norm_bias, bias = layer.norm_bias, layer.bias(f"b_{kind}")
-    more = []
-    if norm_bias is not None and norm_bias.any():
-        more.append(("norm bias", norm_bias @ weight))
-    if bias is not None and bias.any():
-        more.append((f"b_{kind}", bias[head]))
-    for name, part in more:
-        names.append(name)
-        parts = torch.cat([parts, part.expand(1, len(at), -1)])
-    return names, layer.rotated(parts, at)
-
-
-def _check(layer: Layer, found: Tensor, margin: Tensor, size: Tensor) -> None:
-    """Refuse pieces that do not add up to the margin.
-
-    Raises:
-        InfoFlowError: with the layer and how far they are apart.
-    """
-    model = layer.seen.model
-    eps = torch.finfo(next(model.parameters()).dtype).eps
-    weights = hook_semantics(model).scores[layer.layer] != "scores"
-    allowed = max(_TOLERANCE, 8 * eps) * size + (_WEIGHTS if weights else 0)
-    gap = (found - margin).abs()
-    if not (gap <= allowed).all():
-        worst = float((gap - allowed).max())
-        reason = f"the pieces miss the difference of the scores by {worst:.1g} more than rounding"
-        raise refusal(model, layer.layer, reason)
-
-
-def _lines(seen: Pass, last: int, names: list[str], strongest: int) -> Iterator[dict[str, Any]]:
-    """Layer by layer, the lines of all heads and queries."""
-    numbers = {name: number for number, name in enumerate(names)}
-    for number, (parts, states) in enumerate(written(seen, last)):
-        layer = Layer(seen, number, readings(seen.model)[number])
-        n_heads, n_pos, _ = layer.scores.shape
-        every = torch.arange(n_pos, device=layer.stream.device)
-        ranks = (1, 2) if layer.scores.shape[-1] > 1 else (1,)
-        chosen = torch.full((n_heads, n_pos, 2), -1, device=every.device)
-        chosen[..., : len(ranks)] = seen.ranked(number, ranks).positions[0].to(every)
-        known = (chosen >= 0).all(dim=-1)
-        at = chosen.clamp(min=0)
-        queries = layer.rotated(layer.queries.transpose(0, 1), every)
-        normed, of_keys = layer.normed(states), []
-        for head in range(n_heads):
-            used, keys = _projected(layer, parts, normed, head, "K", every)
-            pairs = keys[:, at[head]]  # [part, query, rank, d_head]
-            of_keys.append(torch.einsum("pqrd,qd->qpr", pairs, queries[head]))
-        each = layer.reading.factor * torch.stack(of_keys)
-        by_part = each[..., 0] - each[..., 1]
-        scores = layer.scores.gather(-1, at)
-        margins = scores[..., 0] - scores[..., 1]
-        if known.any():
-            _check(layer, by_part.sum(-1)[known], margins[known], each.abs().sum((-1, -2))[known])
-        n_shown = min(strongest, len(used))
-        order = by_part.abs().argsort(dim=-1, descending=True, stable=True)[..., :n_shown]
-        values = by_part.gather(-1, order)
-        numbered = torch.tensor([numbers[name] for name in used], device=order.device)[order]
-        missing = (0, min(strongest, len(names)) - n_shown)
-        none = ~known
-        yield {
-            "keys": chosen.masked_fill(none[..., None], -1),
-            "margins": margins.masked_fill(none, torch.nan),
-            "parts": pad(numbered, missing, value=-1).masked_fill(none[..., None], -1),
-            "values": pad(values, missing).masked_fill(none[..., None], 0),
-            "rest": (by_part.sum(-1) - values.sum(-1)).masked_fill(none, torch.nan),
-        }
+def _lines(
+    layer: LayerScores, special: Bool[Tensor, " pos"], names: Sequence[str], strongest: int
+) -> dict[str, Any]:
+    """The lines of all heads and queries of a layer, with parts numbered by their names."""
+    scores = layer.open_scores
+    chosen = _two_best(scores, find_sinks(scores, special)).to(scores.device)
+    none = (chosen < 0).any(dim=-1)
+    at = chosen.clamp(min=0)
+    by_part = layer.lines(at)
+    picked = scores.gather(-1, at).double()
+    margins = picked[..., 0] - picked[..., 1]
+    n_shown = min(strongest, len(layer.parts))
+    order = by_part.abs().argsort(dim=-1, descending=True, stable=True)[..., :n_shown]
+    values = by_part.gather(-1, order)
+    numbers = torch.tensor([names.index(name) for name in layer.parts], device=order.device)
+    missing = (0, min(strongest, len(names)) - n_shown)
+    return {
+        "keys": chosen.masked_fill(none[..., None], -1),
+        "margins": margins.masked_fill(none, torch.nan),
+        "parts": pad(numbers[order], missing, value=-1).masked_fill(none[..., None], -1),
+        "values": pad(values, missing).masked_fill(none[..., None], 0),
+        # with what the model adds whatever the states are, and what is no sum of products
+        "rest": (margins - values.sum(-1)).masked_fill(none, torch.nan),
+    }

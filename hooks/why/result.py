@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STRONGEST = 6  # key parts of each line that :class:`WhyAll` names, unless more are asked for
+_SMALL = 1e-3  # of the size of the pieces, below which what is left over is not said [chosen]
 _SHOWN = 12  # parts in a picture; the others are summed
 
 
@@ -24,20 +25,23 @@ _SHOWN = 12  # parts in a picture; the others are summed
 class Why(Result):
     """Why a head prefers one key to another, in one input.
 
-    The margin is the first key's score minus the second's, before the softmax. While the scale by
-    which the norm divides is held, a score is linear in the query's state and in the key's, and
-    each state is a sum of what wrote it. So the margin is the sum of the pieces: of what a part of
-    the query's state makes of the same part of both keys, at the first key minus at the second.
+    The margin is the first key's score minus the second's, before the softmax. While the statistics
+    of norms are held, a query and a key are linear in their states, a score is linear in either,
+    and each state is a sum of what wrote it. So the margin is the sum of the pieces: of what a part
+    of the query makes of the same part of both keys, at the first key minus at the second.
 
     Attributes:
         pieces: float64 [query_part, key_part].
         query_parts: names of the parts of the query: "token embedding", "positional embedding",
-            "head 0.3" (layer 0, head 3), "attention bias 0" (b_O of layer 0), "MLP 0",
-            "norm bias", "b_Q". Where a norm stands over both embeddings, one "embedding".
-        key_parts: of the keys, with "b_K" in the place of "b_Q".
-        margin: the difference of the two scores that the model shows; the pieces add up to it.
+            "head 0.3" (layer 0, head 3), "MLP 0", and "constants", what biases of norms and
+            projections make; "embedding" where tokens and positions are not told apart.
+        key_parts: of the keys.
+        margin: the difference of the two scores that the model shows.
+        added: what the model adds to it whatever the states are, such as ALiBi.
         layer, head, query: whose scores these are; the query is a position from 0.
         keys: positions of the first and the second key.
+        sinks: positions that most queries of the head choose first, and that are no second key
+            unless they were asked for.
         tokens: of the query, the first and the second key, as one reads them.
     """
 
@@ -52,6 +56,15 @@ class Why(Result):
     query: int
     keys: tuple[int, int]
     tokens: tuple[str, str, str]
+    added: float = 0.0
+    sinks: tuple[int, ...] = ()
+
+    @property
+    def distance(self) -> float:
+        """The margin minus the pieces and what is added: 0 but for rounding where scores are sums
+        of products; else what the model does with these sums (a soft cap, say).
+        """
+        return self.margin - self.added - float(self.pieces.sum())
 
     def by_key(self) -> LabelledArray:
         """Why this key: for each part of the keys what it adds to the margin, [key_part]."""
@@ -97,11 +110,20 @@ class Why(Result):
         said = [f"{parts.idxmax()} speaks most for it ({parts.max():+.3g})"]
         if parts.min() < 0:
             said.append(f"{parts.idxmin()} most against it ({parts.min():+.3g})")
-        return (
+        sentence = (
             f"head {self.layer}.{self.head} at {query} ({self.query}) prefers {one} "
             f"({self.keys[0]}) to {other} ({self.keys[1]}) by {self.margin:.3g}: of the parts of "
             f"the keys {', '.join(said)}"
         )
+        left = [sink for sink in self.sinks if sink not in self.keys]
+        if left:
+            places = ", ".join(map(str, left))
+            sentence += f"; position {places}, to which most of its queries look, is left out"
+        if abs(self.added) > _SMALL * abs(self.margin):
+            sentence += f"; the model itself adds {self.added:+.3g}, whatever the states are"
+        if abs(self.distance) > _SMALL * float(self.pieces.abs().sum()):
+            sentence += f"; {self.distance:+.3g} is no sum of products of these parts"
+        return sentence
 
     def plot(self, *args: Any, **where: Any) -> "Figure":
         """A heat map of the pieces: the strongest parts, and the sum of the others.
@@ -146,16 +168,17 @@ class WhyAll(Result):
     fewer than two keys, and positions that a shorter input lacks, have -1 and NaN.
 
     Attributes:
-        keys: int64 [sample, head, query, 2], positions of the keys with the largest and the second
-            largest score; -1 for none.
+        keys: int64 [sample, head, query, 2], positions of the key with the largest score and of the
+            next one that is no sink; -1 for none.
         margins: float64 [sample, head, query], the difference of their scores; NaN for none.
         parts: int64 [sample, head, query, strongest], the parts of the keys that add most to the
             margin or take most from it, the largest size first, as places in `part_names`; -1 for
             none. There are 6 unless `strongest` says otherwise.
         values: float64 [sample, head, query, strongest], what these add (see :meth:`Why.by_key`);
             0 for none.
-        rest: float64 [sample, head, query], what all other parts add together; with `values` they
-            sum to the margin. NaN for none.
+        rest: float64 [sample, head, query], what all other parts add together, and what is no sum
+            of products of parts (ALiBi, a soft cap); with `values` they sum to the margin. NaN for
+            none.
         part_names: names of the parts of all layers, as in :class:`Why`.
     """
 

@@ -33,16 +33,15 @@ def why(
     """Why a head prefers one key to another, split exactly over what wrote their states.
 
     The margin is the difference of two attention scores of a query, before the softmax. A score is
-    a product of the query's state and the key's, each behind a norm. While the scale by which a
-    norm divides is held, it is linear in either state, and each state is the sum of the token's
-    embedding, the positional embedding, what each earlier head and MLP wrote, and biases
+    a product of the query's state and the key's, each behind norms. While the statistics by which
+    norms divide are held, it is linear in either state, and each state is the sum of the token's
+    embedding, the positional embedding, what each earlier head and MLP wrote, and what biases make
     (Elhage et al. 2021, "QK circuits"). So the margin is a sum over pairs: of one part of the
-    query's state and one part of the keys' states, at the first key minus at the second.
+    query and one part of the keys, at the first key minus at the second.
 
-    `by_key()` of the result says why this key, `by_query()` what the head looks for. The pieces
-    are compared with the scores that the model shows at every call; they add up to 1e-5 of the
-    size of the pieces of both scores in float32, or the model is refused. It costs one forward
-    pass.
+    `by_key()` of the result says why this key, `by_query()` what the head looks for. `distance`
+    says how far the pieces are from the margin: rounding, unless scores are no sums of products (a
+    soft cap). It costs three passes up to the layer, and derivatives for each width of a head.
 
     That the scale is held means: the pieces say what the parts add as the state stands. Without a
     part the norm would divide by another number, and all other pieces would change with it.
@@ -54,15 +53,15 @@ def why(
         layer: of the head, from 0, or from -1 backwards.
         head: from 0, or from -1 backwards.
         query: its position, from 0, or from -1 backwards.
-        keys: positions of two keys; default, those of the largest and the second largest score.
+        keys: positions of two keys; default, those of the largest score and of the next one that is
+            no sink.
         max_length: a longer text is cut to so many tokens.
         tokenizer, device, dtype, backend: as for `load_any`.
         progress: whether libraries show bars while they load a model.
 
     Raises:
         InfoFlowError: for a model, text, head or position that do not fit, a query that sees fewer
-            than two keys, and a model whose scores are no such sums: with norms of queries and
-            keys, a soft cap on scores, ALiBi, or norms on what attention or its sums give.
+            than two keys, and a model that does not show the queries and keys of its scores.
 
     Example:
         >>> import infoflow_lens as il
@@ -91,9 +90,9 @@ def why_all(
 ) -> WhyAll:
     """For every head and query of a few texts, the strongest reasons for its first key.
 
-    As :func:`why`, for the keys of the largest and the second largest score of each query, with
-    the strongest parts of the keys and the sum of the others. Each text is run once. Memory holds a
-    few times all parts of the stream, 8 bytes each: parts x positions x d_model numbers.
+    As :func:`why`, for the keys of the largest score of each query and of the next one that is
+    no sink, with the strongest parts of the keys and the sum of the others. Each text is run three
+    times.
 
     Args:
         model, text: as for :func:`why`; several texts, too.

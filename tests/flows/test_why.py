@@ -51,9 +51,9 @@ def test_more_parts_are_named_where_more_are_asked_for():
         quick(why_all, model, zoo.tokens(2, 8), strongest=n).of(1, 0, 7, sample=1) for n in (2, 100)
     )
     assert few["parts"] == every["parts"][:2]
-    assert every["rest"] == pytest.approx(0, abs=1e-9)
+    assert every["rest"] == pytest.approx(0, abs=1e-5)  # rounding in single precision
     assert sum(value for _, value in every["parts"]) == pytest.approx(every["margin"], abs=1e-4)
-    assert len(every["parts"]) == 10
+    assert len(every["parts"]) == 8
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,218 @@
+"""What writes the residual stream: embeddings, heads and MLPs, each a leaf of derivatives.
+
+Each writer's output is cut off from what it was made of, so that the derivative of what is read
+reaches it along the residual stream alone. Times what was written, it is the writer's exact share
+of anything that is linear in the stream while the statistics of norms are held.
+"""
+
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.model.call import HookFunction, NamedHook
+from infoflow_lens.hooks.model.points import hook_points, layer_count, layer_of
+
+_EMBEDDINGS = {"hook_embed": "token embedding", "hook_pos_embed": "positional embedding"}
+_HEADS = re.compile(r"blocks\.\d+\.(attn\w*)\.hook_z")
+_CHUNK = 2**25  # numbers of derivatives that are held at once
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One hook point at which something is written.
+
+    Attributes:
+        value: what was written, [1, pos, d_model], or by head [1, pos, head, d_head].
+        names: of the writers, one a head.
+    """
+
+    value: Tensor
+    names: tuple[str, ...]
+
+
+class Writers:
+    """All that writes the residual stream of a model before a layer.
+
+    Args:
+        model: a model with TransformerLens's hook points.
+        before: the layer; default, behind the last.
+
+    Attributes:
+        leaves: by hook point, what one pass wrote there.
+    """
+
+    def __init__(self, model: nn.Module, before: int | None = None) -> None:
+        points = hook_points(model)
+        self._model = model
+        self._points = [name for name in _EMBEDDINGS if name in points]
+        if not self._points:
+            self._points = ["blocks.0.hook_resid_pre"]
+        for layer in range(layer_count(model) if before is None else before):
+            own = [name for name in points if layer_of(name) == layer]
+            self._points += [name for name in own if _HEADS.fullmatch(name)]
+            self._points += [name for name in own if name.endswith(".hook_mlp_out")]
+        self.leaves: dict[str, _Leaf] = {}
+
+    @property
+    def points(self) -> tuple[str, ...]:
+        """The hook points at which something is written."""
+        return tuple(self._points)
+
+    def cut(self) -> Iterator[NamedHook]:
+        """Make hooks that make each writer's output a leaf, and keep it."""
+        self.leaves.clear()
+        for name in self._points:
+            yield name, self._cutter(name)
+
+    def silence(self) -> Iterator[NamedHook]:
+        """Make hooks in whose pass nothing is written: biases alone make what is read then."""
+        for name, leaf in self.leaves.items():
+            yield name, _zeros if leaf.names else _stay
+
+    def pin(self) -> Iterator[NamedHook]:
+        """Make hooks in whose pass everything is written as in the pass that was cut."""
+        for name, leaf in self.leaves.items():
+            yield name, partial(_replace, leaf.value.detach())
+
+    def _cutter(self, name: str) -> HookFunction:
+        def hook_fn(activation: Tensor, hook: Any) -> Tensor | None:
+            if _is_entrance(name) and self._is_table(activation):
+                self.leaves[name] = _Leaf(activation, ())
+                return None
+            value = activation.detach().clone().requires_grad_()
+            self.leaves[name] = _Leaf(value, self._names(name, value))
+            return value
+
+        return hook_fn
+
+    def _is_table(self, activation: Tensor) -> bool:
+        """Whether a hook point of embeddings shows no part of the stream (rotary tables)."""
+        others = (leaf.value.shape[-1] for leaf in self.leaves.values())
+        return activation.ndim != 3 or any(width != activation.shape[-1] for width in others)
+
+    def _names(self, point: str, value: Tensor) -> tuple[str, ...]:
+        if point in _EMBEDDINGS:
+            return (_EMBEDDINGS[point],)
+        layer = layer_of(point)
+        heads = _HEADS.fullmatch(point)
+        if heads is None:
+            return (f"MLP {layer}",) if point.endswith("mlp_out") else ("embedding",)
+        n = value.shape[2] if value.ndim == 4 else self._head_count(layer or 0)
+        kind = "head" if heads[1] == "attn" else heads[1].replace("attn", "attention") + " head"
+        return tuple(f"{kind} {layer}.{head}" for head in range(n))
+
+    def _head_count(self, layer: int) -> int:
+        """Count the heads of a layer whose z stand in one axis, by its output matrix."""
+        attention = getattr(self._model.blocks[layer], "attn", None)  # type: ignore[index]
+        return len(getattr(attention, "W_O", [0]))
+
+    def names(self, before: int | None = None) -> tuple[str, ...]:
+        """Name all writers, or those before a layer, in the order in which they write."""
+        return tuple(name for leaf in self._written(before) for name in leaf.names)
+
+    def _written(self, before: int | None) -> list[_Leaf]:
+        missing = [n for n in self._points if n not in self.leaves and _HEADS.fullmatch(n)]
+        if missing:
+            raise InfoFlowError(
+                f"{', '.join(missing[:3])} did not fire, so what heads write is not known: "
+                "expected a model that shows z in every layer"
+            )
+        return [
+            leaf
+            for name, leaf in self.leaves.items()
+            if leaf.names
+            and (before is None or _is_entrance(name) or (layer_of(name) or 0) < before)
+        ]
+
+    def shares(
+        self,
+        read: Float[Tensor, "..."],
+        weights: Float[Tensor, "readout ..."],
+        before: int | None = None,
+    ) -> Float[Tensor, "readout writer pos"]:
+        """Split sums of what was read over the writers and the positions at which they write.
+
+        Args:
+            read: part of the graph of a pass whose writers were cut.
+            weights: by which its numbers are summed, for each readout.
+            before: the layer before which the writers write; default, all.
+
+        Returns:
+            float64; derivative times what was written, summed over the width.
+        """
+        leaves = self._written(before)
+        values = [leaf.value for leaf in leaves]
+        size = sum(value.numel() for value in values)
+        found = []
+        for some in weights.split(max(1, _CHUNK // size)):
+            by_leaf = differentiate(read, values, some)
+            parts = []
+            for leaf, gradient in zip(leaves, by_leaf, strict=True):
+                part = (gradient.double() * leaf.value.detach().double())[:, 0]
+                n_readouts, n_pos = part.shape[:2]
+                by_head = part.reshape(n_readouts, n_pos, len(leaf.names), -1).sum(-1)
+                parts.append(by_head.transpose(1, 2))
+            longest = max(part.shape[2] for part in parts)  # CLS is no token, and writes none
+            parts = [pad(part, (0, longest - part.shape[2])) for part in parts]
+            found.append(torch.cat(parts, dim=1))
+        return torch.cat(found)
+
+
+def differentiate(
+    read: Tensor, by: Sequence[Tensor], weights: Float[Tensor, "readout ..."], **graph: bool
+) -> list[Tensor]:
+    """The derivatives of weighted sums of what was read, [readout, *shape] for each tensor.
+
+    Args:
+        read: what is differentiated.
+        by: tensors of its graph; 0 for those on which it does not depend.
+        weights: of its numbers, for each readout.
+        graph: ``create_graph``.
+    """
+    settings: dict[str, Any] = {"retain_graph": True, "allow_unused": True, **graph}
+    if not read.requires_grad:
+        return [t.new_zeros(len(weights), *t.shape) for t in by]
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="There is a performance drop", category=UserWarning
+            )
+            found: Any = torch.autograd.grad(
+                read, by, grad_outputs=weights, is_grads_batched=True, **settings
+            )
+    except RuntimeError:  # an operation that cannot be batched
+        rows = [torch.autograd.grad(read, by, grad_outputs=one, **settings) for one in weights]
+        found = [
+            None if column[0] is None else torch.stack([*column])
+            for column in zip(*rows, strict=True)
+        ]
+    return [
+        t.new_zeros(len(weights), *t.shape) if g is None else g
+        for t, g in zip(by, found, strict=True)
+    ]
+
+
+def _is_entrance(point: str) -> bool:
+    """Whether a hook point shows what enters the first block, or a part of it."""
+    return point in _EMBEDDINGS or point.endswith("hook_resid_pre")
+
+
+def _zeros(activation: Tensor, hook: Any) -> Tensor:
+    return torch.zeros_like(activation)
+
+
+def _replace(value: Tensor, activation: Tensor, hook: Any) -> Tensor:
+    return value
+
+
+def _stay(activation: Tensor, hook: Any) -> None:
+    return None
