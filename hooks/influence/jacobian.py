@@ -10,6 +10,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.settings import Remedy, Seed
 from infoflow_lens.hooks.influence.base import StateInfluence, StateName
+from infoflow_lens.hooks.influence.derivatives import DisturbedError, forward_derivatives
 from infoflow_lens.hooks.influence.rerun import Rerun, at_places, rows_at_once
 from infoflow_lens.hooks.states import combined, either, summed
 
@@ -118,19 +119,19 @@ class JacobianInfluence(StateInfluence):
             for state in expected
         ]
 
-        def derivative(direction: Tensor) -> tuple[Any, Any]:
-            tangent = direction.view(1, n_source, d_source).expand_as(start)
-            values, tangents = torch.func.jvp(here.states, (start,), (tangent,))[:2]
-            return values, tangents
+        def towards(direction: Tensor) -> Tensor:
+            return direction.view(1, n_source, d_source).expand_as(start)
 
         for column in range(0, n, chunk):
             index = torch.arange(column, min(column + chunk, n), device=start.device)
             directions = torch.zeros(len(index), n, dtype=start.dtype, device=start.device)
             directions[torch.arange(len(index)), index] = 1
             try:
-                values, tangents = torch.func.vmap(derivative, out_dims=(None, 0))(directions)  # type: ignore[arg-type]
+                values, tangents = forward_derivatives(here.states, start, towards, directions)
             except torch.OutOfMemoryError:
                 raise
+            except DisturbedError as error:
+                raise _NoForwardModeError from error
             except RuntimeError as error:  # also NotImplementedError
                 if column or "memory" in str(error):
                     raise
@@ -224,7 +225,7 @@ class JacobianInfluence(StateInfluence):
 
 
 class _NoForwardModeError(Exception):
-    """The model has no forward-mode derivatives, for this reason."""
+    """The model has no forward-mode derivatives, for this reason; none where it may have them."""
 
 
 class _Some:

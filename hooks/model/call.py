@@ -1,9 +1,10 @@
 """Calling a model and catching what its hook points show: the one place that does either."""
 
+import functools
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -119,9 +120,8 @@ def _called(
         return model(entering, start_at_layer=layer_of(point) or 0, **kind)
     points = hook_points(model)
     whole = batch if isinstance(batch, Batch) else Batch(batch)
-    handle = points[point].register_forward_pre_hook(
-        lambda module, inputs: (entering,), prepend=True
-    )
+    replace_start = on_this_thread(lambda module, inputs: (entering,))
+    handle = points[point].register_forward_pre_hook(replace_start, prepend=True)
     try:
         mask = {}
         if whole.lengths is not None:
@@ -152,15 +152,14 @@ def catching(
 ) -> Iterator[Caught]:
     """Catch what fires at hook points while the block runs; it may end once all has been seen.
 
-    Hooks stand on the model for the length of the block only.
+    Hooks stand on the model for the length of the block only, and act on passes of this thread
+    only: another thread may run the model meanwhile.
     """
     points = hook_points(model)
-    caught, missing, mine = Caught(), set(want), threading.get_ident()
+    caught, missing = Caught(), set(want)
 
     def keep(name: str) -> HookFunction:
         def hook_fn(activation: Tensor, hook: Any) -> None:
-            if threading.get_ident() != mine:  # another thread's call, which is not measured
-                return
             if name in caught.activations:
                 raise InfoFlowError(
                     f"{name} fired twice in one call of the {type(model).__name__}, so its layers "
@@ -184,7 +183,7 @@ def catching(
     placed: list[tuple[Any, Any]] = []
     try:
         for name, hook_fn in (*edits, *((name, keep(name)) for name in want)):
-            points[name].add_hook(hook_fn)
+            points[name].add_hook(on_this_thread(hook_fn))
             placed.append((points[name], points[name].fwd_hooks[-1]))
         with suppress(_AllSeenError):
             yield caught
@@ -194,6 +193,19 @@ def catching(
             if handle in point.fwd_hooks:  # a hook of the user's may have reset them
                 point.fwd_hooks.remove(handle)
     caught.check_unwritten()
+
+
+def on_this_thread(hook_fn: Callable[..., Any], elsewhere: bool = False) -> Callable[..., Any]:
+    """A hook that acts on passes of the current thread only; or on those of all others."""
+    mine = threading.get_ident()
+
+    @functools.wraps(hook_fn)
+    def acts(*args: Any, **kwargs: Any) -> Any:
+        if (threading.get_ident() == mine) == elsewhere:
+            return None
+        return hook_fn(*args, **kwargs)
+
+    return acts
 
 
 def has_user_hooks(model: nn.Module) -> bool:
@@ -242,7 +254,10 @@ def in_own_call() -> bool:
 
 @contextmanager
 def without_user_hooks(model: nn.Module) -> Iterator[None]:
-    """The model with its permanent hooks only (those that belong to it), for the block's length."""
+    """The model with its permanent hooks only (those that belong to it), for the block's length.
+
+    Passes of other threads have all hooks; gradients of theirs that begin in the block have none.
+    """
     saved: list[tuple[Any, str, Any]] = []
     try:
         for point in set(hook_points(model).values()):
@@ -252,8 +267,12 @@ def without_user_hooks(model: nn.Module) -> Iterator[None]:
                 ("_backward_pre_hooks", ()),
             ):
                 hooks = getattr(point, name)
-                permanent = [handle.hook.id for handle in handles if handle.is_permanent]
-                kept = OrderedDict((key, hooks[key]) for key in permanent if key in hooks)
+                permanent = {handle.hook.id for handle in handles if handle.is_permanent}
+                kept = OrderedDict(
+                    (key, hook_fn if key in permanent else on_this_thread(hook_fn, elsewhere=True))
+                    for key, hook_fn in hooks.items()
+                    if key in permanent or name == "_forward_hooks"
+                )
                 saved.append((point, name, hooks))
                 setattr(point, name, kept)
         yield

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.hooks.influence.base import StateInfluence, StateName
+from infoflow_lens.hooks.influence.derivatives import forward_derivatives
 from infoflow_lens.hooks.influence.rerun import Rerun, at_places, rows_at_once
 
 
@@ -68,15 +69,8 @@ def _moved(
 ) -> tuple[Float[Tensor, "source batch pos d_model"], ...]:
     """Derivatives of the states in the direction of each token, by forward mode if there is one."""
 
-    def derivative(chosen: Tensor) -> tuple[Tensor, ...]:
-        tangents: tuple[Tensor, ...] = torch.func.jvp(
-            rerun, (start,), (start * chosen[None, :, None],)
-        )[1]
-        return tangents
-
     try:
-        moved: tuple[Tensor, ...] = torch.func.vmap(derivative)(alone)
-        return moved
+        return forward_derivatives(rerun, start, lambda one: start * one[None, :, None], alone)[1]
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # also NotImplementedError
