@@ -5,7 +5,6 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_args, get_type_hints
 
 import torch
@@ -18,7 +17,13 @@ from infoflow_lens.foundation.files import open_regular
 from infoflow_lens.foundation.hub import pull, push
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.record import RunRecord
-from infoflow_lens.foundation.saving import convert_fields, describe_remedy, read_parts, write_parts
+from infoflow_lens.foundation.saving import (
+    convert_fields,
+    describe_remedy,
+    files_of,
+    read_parts,
+    write_parts,
+)
 from infoflow_lens.hooks.arrays import LabelledArray, frame_of
 
 if TYPE_CHECKING:
@@ -422,7 +427,7 @@ def digest_of_result(path: str | os.PathLike[str]) -> str:
     Raises:
         InfoFlowError: if the file cannot be read.
     """
-    described = Path(f"{os.fspath(path)}.json")
+    described, _ = files_of(path)
     try:
         with open_regular(described) as file:
             return hashlib.sha256(file.read()).hexdigest()[:16]

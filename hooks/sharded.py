@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import user_path
 from infoflow_lens.foundation.memory import format_bytes, free_memory
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.saving import check_parts
@@ -145,16 +146,16 @@ class ShardedResult(Result, Generic[PartT]):
                 place of the folder.
         """
         saved: Any = self
-        if not _is_same(Path(path), self._folder):
-            if Path(path).is_symlink():
+        if not _is_same(user_path(path), self._folder):
+            if user_path(path).is_symlink():
                 raise InfoFlowError(
                     f"{os.fspath(path)!r} is a link: expected a new folder or an earlier one of "
                     "such a result; choose another name"
                 )
             # an earlier result stays unless all parts of this one are there, and may be written
+            check_parts(path, overwrite=overwrite)
             for index, _ in enumerate(self.shards()):
                 check_parts(_shard(path, index), overwrite=overwrite)
-            check_parts(path, overwrite=overwrite)
             digests = []
             for index, part in enumerate(self.shards()):
                 part.save(_shard(path, index), overwrite=overwrite)
@@ -179,7 +180,7 @@ class ShardedResult(Result, Generic[PartT]):
                 f"files are): expected all of them beside {Path(path).name}.json; delete that "
                 "file, and run the same again"
             )
-        object.__setattr__(self, "_folder", Path(path))
+        object.__setattr__(self, "_folder", user_path(path))
         return self
 
     _folder: ClassVar[Path] = Path()
@@ -190,7 +191,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _shard(path: str | os.PathLike[str], index: int) -> Path:
-    return Path(path) / f"{index:06d}"
+    return user_path(path) / f"{index:06d}"
 
 
 def common_notes(all_notes: Iterable[Sequence[str]]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infoflow_lens.foundation.documents import Document, kind_by_mark
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import naming_file, open_regular, read_json
+from infoflow_lens.foundation.files import naming_file, open_regular, read_json, user_path
 from infoflow_lens.studies.claims import Numbers, Verdict
 from infoflow_lens.studies.language_model.card import comparison, measured_models
 from infoflow_lens.studies.pages import cell_of, page_templates, render_page
@@ -58,7 +58,7 @@ _MOST_ROWS = 2**28  # bytes
 _RUN_AGAIN = "expected what `infoflow-lens study` wrote; run the study again"
 
 
-def summarise(folder: Path, *, overwrite: bool = False) -> None:
+def summarise(folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write tables and pages of a folder that has a folder for each study.
 
     Each study's ``table.md`` is written anew from its code and its
@@ -78,6 +78,7 @@ def summarise(folder: Path, *, overwrite: bool = False) -> None:
         InfoFlowError: where there is no README.md with these lines, a run that cannot be read, or
             another file in the place of a table.
     """
+    folder = user_path(folder)
     # all of it before anything is written
     rows, pages = [], {}
     for study in STUDIES.values():

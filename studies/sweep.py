@@ -16,6 +16,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import (
     atomic_path,
     read_signed,
+    user_path,
     writable_folder,
     write_signed,
     write_text,
@@ -137,7 +138,7 @@ def run_study(
     again = again or f"run_study(..., {str(out)!r}, resume=True)"
     executor = Executor(jobs, scheduler, n_threads, again=again)
     executor.check("a study")
-    out, cases = Path(out), check_cases(study, preset)
+    out, cases = user_path(out), check_cases(study, preset)
     runs = [
         Run(index, settings, seed)
         for index, (settings, seed) in enumerate(

@@ -14,6 +14,7 @@ from typing import Any
 
 from infoflow_lens.foundation import plugins
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import user_path
 from infoflow_lens.foundation.names import check_known, nearest
 from infoflow_lens.tasks.aggregation import GlobalMean, PositionSum
 from infoflow_lens.tasks.d_retrieval import DRetrieval
@@ -92,8 +93,9 @@ def _imported(name: str) -> Any:
     where, _, attribute = name.rpartition(":")
     try:
         if where.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-            if spec is None or spec.loader is None or not Path(where).is_file():
+            path = user_path(where)
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            if spec is None or spec.loader is None or not path.is_file():
                 raise FileNotFoundError(f"there is no file {where!r}")
             module = importlib.util.module_from_spec(spec)
             sys.modules.setdefault(spec.name, module)

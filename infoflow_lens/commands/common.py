@@ -13,11 +13,17 @@ def folder(text: str) -> Path:
     """Parse the name of a folder.
 
     Raises:
-        typer.BadParameter: for an empty name, which would be the current folder.
+        typer.BadParameter: for an empty name, which would be the current folder, and for no path.
     """
+    from infoflow_lens.foundation.errors import InfoFlowError
+    from infoflow_lens.foundation.files import user_path
+
     if not text.strip():
         raise typer.BadParameter("it is empty: expected a name; '.' is the current folder")
-    return Path(text)
+    try:
+        return user_path(text)
+    except InfoFlowError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 # Options that several commands have

@@ -23,6 +23,7 @@ from infoflow_lens.foundation.files import (
     check_regular,
     open_regular,
     owner_of,
+    user_path,
     writable_folder,
 )
 
@@ -48,27 +49,31 @@ class Document:
         In the folder of a run, the run decides (:func:`~infoflow_lens.foundation.files.owned_by`).
 
         Args:
-            path: of the file; its folder is made if it is not there.
+            path: of the file, see :func:`~infoflow_lens.foundation.files.user_path`; its folder is
+                made if it is not there.
             overwrite: whether a regular file of another kind may be replaced, too.
 
         Returns:
             The path.
 
         Raises:
-            InfoFlowError: for a folder that cannot be written, for a link, a pipe, a device or a
-                folder in its place, and for a file of another kind.
+            InfoFlowError: for a folder that cannot be written, a name that no file can have there,
+                a link, a pipe, a device or a folder in its place, and a file of another kind.
         """
-        target = Path(path)
+        target = user_path(path)
         if not target.name or target.name == ".." or {"\0", "\n"} & set(os.fspath(path)):
             raise InfoFlowError(f"{os.fspath(path)!r} names no file: expected a file's name")
-        try:
-            os.fsencode(target)
-        except UnicodeEncodeError as error:
-            raise InfoFlowError(
-                f"{os.fspath(path)!r} is no name of a file ({error.reason}): expected another name"
-            ) from error
         writable_folder(target.parent)
-        if owner_of(target) is not None or not os.path.lexists(target):
+        try:
+            target.lstat()  # of a name that is too long the file system says so
+        except FileNotFoundError:
+            return target
+        except (UnicodeEncodeError, OSError) as error:
+            reason = getattr(error, "strerror", None) or getattr(error, "reason", None)
+            raise InfoFlowError(
+                f"{os.fspath(path)!r} is no name of a file ({reason}): expected another name"
+            ) from error
+        if owner_of(target) is not None:
             return target
         kind = _kind_of(target)
         if kind != "file":
@@ -117,7 +122,7 @@ class Document:
         """
         with self.writing(path, overwrite=overwrite) as temporary:
             temporary.write_text(text, encoding="utf-8")
-        return Path(path)
+        return user_path(path)
 
 
 def kind_by_mark(what: str, mark: str) -> Document:

@@ -19,6 +19,32 @@ from safetensors import SafetensorError
 from infoflow_lens.foundation.errors import InfoFlowError
 
 
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of what a user names, to be read or written, with ``~`` as in a shell.
+
+    Raises:
+        InfoFlowError: for what is no path, and for a ``~`` or ``~name`` that has no home folder.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise InfoFlowError(
+            f"a {type(path).__name__} is no path: expected the name of a file or a folder"
+        )
+    text = os.fspath(path)
+    found = os.path.expanduser(text)
+    if found == text and text.startswith("~"):
+        raise InfoFlowError(
+            f"{text[:200]!r} is no path (there is no home folder of that name): expected ~ or "
+            "~USER in front; a name that begins with '~' is written as ./~name"
+        )
+    # "./~x" is a name here, and stays one wherever it is looked at again
+    return Path(found).absolute() if str(Path(found)).startswith("~") else Path(found)
+
+
+def temporary_name(target: Path) -> str:
+    """Return a new name for what will take a file's place, legal wherever that of the file is."""
+    return f".{target.name[:20]}.{uuid.uuid4().hex[:12]}.part"
+
+
 @runtime_checkable
 class Owner(Protocol):
     """Who owns what lies below a folder, and decides how it is written: see ``RunFolder``."""
@@ -68,7 +94,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     owner = owner_of(target)
     with naming_file(target):
         if owner is None:
-            temporary = target.parent / f".{target.name}.{uuid.uuid4().hex[:12]}.part"
+            temporary = target.parent / temporary_name(target)
         else:
             temporary = owner.temporary(target)
         # permissions are those of an ordinary new file
@@ -157,14 +183,19 @@ def naming_file(target: Path, verb: str = "write") -> Iterator[None]:
         yield
     except (OSError, SafetensorError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        remedy = (
-            "expected all of a run on one disk, where files take each other's place whole; choose "
-            "an output folder on that disk"
-            if getattr(error, "errno", None) == errno.EXDEV
-            else "expected room on the disk and a folder that you may use; what was finished "
-            "before is kept: make room, and run the same again (a study with --resume)"
+        remedy = _REMEDIES.get(
+            getattr(error, "errno", None) or 0,
+            "expected room on the disk and a folder that you may use; what was finished before is "
+            "kept: make room, and run the same again (a study with --resume)",
         )
         raise InfoFlowError(f"cannot {verb} {str(target)!r} ({reason}): {remedy}") from error
+
+
+_REMEDIES = {
+    errno.EXDEV: "expected all of a run on one disk, where files take each other's place whole; "
+    "choose an output folder on that disk",
+    errno.ENAMETOOLONG: "expected a name that the file system takes; choose a shorter one",
+}
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -262,11 +293,12 @@ def writable_folder(path: str | os.PathLike[str]) -> Path:
     """Make `path` a folder that can be written, and say so before any work starts.
 
     Raises:
-        InfoFlowError: if it is empty or a file, or cannot be made or written.
+        InfoFlowError: if it is empty or a file, or cannot be made or written; and as for
+            :func:`user_path`.
     """
     if not os.fspath(path):
         raise InfoFlowError("the output folder is '': expected a name; '.' is the current folder")
-    folder = Path(path)
+    folder = user_path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

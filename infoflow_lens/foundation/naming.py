@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import user_path
 
 NameKind = Literal["file", "task", "hub"]
 OWN_TASK = ".py"  # the end of a file whose variable FILE.py:NAME is a task of the user's own
@@ -33,7 +34,7 @@ class Named:
     @property
     def path(self) -> Path:
         """The path of a file."""
-        return Path(self.name).expanduser()
+        return user_path(self.name)
 
 
 def find_named(text: str, tasks: Collection[str] = (), endings: Collection[str] = ()) -> Named:
@@ -63,7 +64,7 @@ def find_named(text: str, tasks: Collection[str] = (), endings: Collection[str] 
             return _checked(Named(known, rest, is_said=True))
     if not text.strip():
         raise InfoFlowError("the name is empty: expected a file, a task, or a name on the hub")
-    if _exists(text):
+    if is_path(text):
         return Named("file", text)
     if text in tasks or _is_own_task(text):
         return Named("task", text)
@@ -98,9 +99,10 @@ def _checked(named: Named) -> Named:
         InfoFlowError: for a path that is too long, or whose user is unknown.
     """
     if named.kind == "file":
+        path = named.path
         try:
-            named.path.exists()
-        except (OSError, ValueError, RuntimeError) as error:
+            path.exists()
+        except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise InfoFlowError(
                 f"{named.name[:200]!r} is no path ({reason}): expected the path of a file or folder"
@@ -110,11 +112,12 @@ def _checked(named: Named) -> Named:
 
 def _is_own_task(text: str) -> bool:
     where, _, variable = text.rpartition(":")
-    return where.endswith(OWN_TASK) and variable.isidentifier() and _exists(where)
+    return where.endswith(OWN_TASK) and variable.isidentifier() and is_path(where)
 
 
-def _exists(text: str) -> bool:
+def is_path(text: str) -> bool:
+    """Return whether a text is the path of something that is there."""
     try:
-        return Path(text).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):  # too long, a null byte, a user that is not known
+        return user_path(text).exists()
+    except (OSError, ValueError):  # too long, a null byte, a user that is not known
         return False

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.documents import MARK, RESULT, SAVED, kind_of_tensors
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import read_signed, read_tensors, sign
+from infoflow_lens.foundation.files import read_signed, read_tensors, sign, user_path
 from infoflow_lens.foundation.record import fingerprint
 from infoflow_lens.foundation.settings import check
 
@@ -87,13 +87,13 @@ def write_parts(
     Raises:
         InfoFlowError: if they cannot be written, or other files stand in their places.
     """
-    names = f"{os.fspath(path)}.safetensors", f"{os.fspath(path)}.json"
     text = sign(schema, {**plain, "tensors": fingerprint(tensors)})
     check_parts(path, overwrite=overwrite)
+    description, numbers = files_of(path)
     # both are whole before the first takes its place: what was saved there stays if one fails
     with (
-        RESULT.writing(names[1], overwrite=overwrite) as described,
-        kind_of_tensors(RESULT, SAVED).writing(names[0], overwrite=overwrite) as held,
+        RESULT.writing(description, overwrite=overwrite) as described,
+        kind_of_tensors(RESULT, SAVED).writing(numbers, overwrite=overwrite) as held,
     ):
         save_file(tensors, held, metadata={MARK: schema})
         described.write_text(text, encoding="utf-8")
@@ -102,13 +102,20 @@ def write_parts(
 def check_parts(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Check that :func:`write_parts` may write; arguments and errors as there."""
     name = os.path.basename(os.fspath(path))
-    if name in ("", ".", "..") or not name.isprintable():
+    if name in ("", ".", "..", "~") or not name.isprintable():
         raise InfoFlowError(
             f"a result cannot be saved as {os.fspath(path)!r}: expected the beginning of a file's "
             "name, such as 'results/positions'"
         )
-    kind_of_tensors(RESULT, SAVED).check(f"{os.fspath(path)}.safetensors", overwrite=overwrite)
-    RESULT.check(f"{os.fspath(path)}.json", overwrite=overwrite)
+    description, numbers = files_of(path)
+    kind_of_tensors(RESULT, SAVED).check(numbers, overwrite=overwrite)
+    RESULT.check(description, overwrite=overwrite)
+
+
+def files_of(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Return the files of a saved result: what describes it, and its tensors."""
+    place = user_path(path)
+    return Path(f"{place}.json"), Path(f"{place}.safetensors")
 
 
 @contextmanager
@@ -120,7 +127,7 @@ def read_parts(
     Raises:
         InfoFlowError: if there are none, they are of another kind or version, or spoiled.
     """
-    text, held = Path(f"{os.fspath(path)}.json"), Path(f"{os.fspath(path)}.safetensors")
+    text, held = files_of(path)
     if not os.path.lexists(text):
         raise InfoFlowError(f"no {what} at {os.fspath(path)!r}: expected {text.name}")
     plain = read_signed(text, schema, what, describe_remedy(path))

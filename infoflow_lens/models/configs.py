@@ -35,7 +35,10 @@ def shape_of_named(name: str) -> ModelShape:
     config: Any = None
     reason = ""
     try:
-        config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        if not path.exists():  # else it would be read in the place of the name
+            config = AutoConfig.from_pretrained(
+                name, local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # of the hub, of a file
         reason = first_line(error)
     if config is None and "/" in name:

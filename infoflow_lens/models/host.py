@@ -25,7 +25,7 @@ from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATION
 from infoflow_lens.foundation.documents import MARK, Document, kind_of_tensors
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
-from infoflow_lens.foundation.files import read_json, writable_folder, write_json
+from infoflow_lens.foundation.files import read_json, user_path, writable_folder, write_json
 from infoflow_lens.foundation.sequences import check_token_ids, check_vectors
 from infoflow_lens.foundation.settings import Count, Seed, checked
 from infoflow_lens.models.architecture import (
@@ -397,7 +397,7 @@ def load_model(
             f"folder is a {type(folder).__name__}: expected a folder that save_model wrote; a "
             "model in memory is hosted by load_any(model)"
         )
-    path = Path(folder)
+    path = user_path(folder)
     missing = [n for n in ("architecture.json", "model.safetensors") if not (path / n).is_file()]
     if missing:
         raise InfoFlowError(

@@ -171,6 +171,11 @@ def load_any(
         if _is_hooked(host):
             return _gpt2_by_hooked(shipped, place)
         return _by_bridge(str(shipped), place, "name", shipped.name)
+    if os.path.isdir(name) and "@" not in name:
+        raise InfoFlowError(
+            f"hub:{name} is to come from the hub, and the libraries would read the folder "
+            f"{name!r}: run it from another folder, or give file:{name}"
+        )
     if "@" in name:
         _check_backend(host, "bridge", _UNLOADED.format(name, "names a revision"))
         return _by_bridge(_at_revision(name), place, "name", name)

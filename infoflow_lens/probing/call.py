@@ -16,6 +16,7 @@ from torch import nn
 from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
+from infoflow_lens.foundation.naming import is_path
 from infoflow_lens.hooks import Probe
 from infoflow_lens.hooks.model.inputs import COLUMNS, Batches, Inputs, read_inputs
 from infoflow_lens.hooks.sharded import ShardedResult
@@ -134,7 +135,7 @@ def probe(
         batches = _read(loaded.model, data, config)
     workers: dict[str, Any] = {"jobs": jobs, "scheduler": scheduler, "n_threads": n_threads}
     if out is not None:
-        return run_probing(Path(out), config, progress, say, loaded, batches, **workers)
+        return run_probing(out, config, progress, say, loaded, batches, **workers)
     folder = Path(tempfile.mkdtemp(prefix="infoflow-probe-"))
     try:
         result = run_probing(folder, config, progress, say, loaded, batches, **workers)
@@ -196,7 +197,7 @@ def _check_is_named(data: Any) -> None:
     Raises:
         InfoFlowError: for a text, and for no data.
     """
-    if isinstance(data, str) and len(data.split()) > 1 and not Path(data).exists():
+    if isinstance(data, str) and len(data.split()) > 1 and not is_path(data):
         raise InfoFlowError(
             f"data is the text {brief(data)}: expected a list of texts, as in [text], or the name "
             "of a file, a task or a dataset"

@@ -9,7 +9,7 @@ from annotated_types import MinLen
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.names import nearest
-from infoflow_lens.foundation.naming import find_named
+from infoflow_lens.foundation.naming import find_model, find_named
 from infoflow_lens.foundation.settings import (
     Count,
     Distinct,
@@ -140,6 +140,6 @@ class ProbingConfig:
 
     def sources(self) -> dict[str, Path]:
         """The paths of "model" and "data"; a name that is no path gives a path that is missing."""
-        model = shipped_folder(self.model) or Path(self.model).expanduser()
+        model = shipped_folder(self.model) or find_model(self.model).path
         drawn = self.data == "repeated"
         return {"model": model} | ({} if drawn else {"data": find_named(self.data).path})

@@ -625,7 +625,7 @@ def _from_hub(data: str) -> Any:
     if os.path.isdir(name) or name in _PACKAGED_DATASETS_MODULES:
         what = "the folder of that name" if os.path.isdir(name) else "all files of this folder"
         raise InfoFlowError(
-            f"{data!r} is to come from the hub, and ``datasets`` would read {what}: give "
+            f"{data!r} is to come from the hub, and the libraries would read {what}: give "
             f"OWNER/NAME, run it from another folder, or give file:{name}"
         )
     try:

@@ -1,5 +1,6 @@
 """Probe any model on any data: measure, predict, compare; finished parts stay on disk."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -43,7 +44,7 @@ _AT_ONCE = 1000  # sequences
 
 
 def run_probing(
-    out: Path,
+    out: str | os.PathLike[str],
     config: ProbingConfig,
     progress: bool = True,
     say: Say = lambda line: None,

@@ -1,10 +1,12 @@
 """`infoflow-lens survey`: every measurement on a language model, in one resumable run."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import write_text
+from infoflow_lens.foundation.naming import find_model
 from infoflow_lens.models.loading import DTYPES
 from infoflow_lens.probing.measuring import possible_parts
 from infoflow_lens.probing.part import RunContext, Say
@@ -19,7 +21,7 @@ _TENSORS = 6  # of that size at a time: pattern, ideals, logits and their gradie
 
 
 def run_survey(
-    out: Path,
+    out: str | os.PathLike[str],
     config: SurveyConfig,
     progress: bool = True,
     say: Say = lambda line: None,
@@ -45,7 +47,7 @@ def run_survey(
             of other settings.
         KeyboardInterrupt: when it is stopped, with what to do to go on.
     """
-    check_memory(_bytes_of_files(Path(config.model).expanduser(), config.dtype), config.device)
+    check_memory(_bytes_of_files(find_model(config.model).path, config.dtype), config.device)
     return run_probing(
         out,
         config.probing(),
@@ -53,9 +55,14 @@ def run_survey(
         say,
         if_possible=True,
         ready=lambda context: _check(context, config),
-        last=lambda result: write_text(out / "heads.csv", per_head(result).to_csv(index=False)),
+        last=_write_heads,
         **spread,
     )
+
+
+def _write_heads(result: ProbingResult) -> None:
+    if result.out is not None:
+        write_text(result.out / "heads.csv", per_head(result).to_csv(index=False))
 
 
 def _check(context: RunContext, config: SurveyConfig) -> None:

@@ -12,6 +12,7 @@ from matplotlib.patches import Patch
 
 from infoflow_lens.foundation.documents import PICTURE, PICTURE_MAKER
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import user_path
 
 COLOURS = {
     "excluded, proved": "#a33c00",
@@ -33,7 +34,7 @@ def check_picture_path(path: str | os.PathLike[str], *, overwrite: bool = False)
         InfoFlowError: for another ending than FORMATS, a folder that can't be written, and another
             file in the picture's place.
     """
-    target = Path(path)
+    target = user_path(path)
     if target.suffix not in FORMATS:
         raise InfoFlowError(
             f"cannot draw to {target.name!r}: expected a name that ends in {', '.join(FORMATS)}"

@@ -30,6 +30,8 @@ from infoflow_lens.foundation.files import (
     owned_by,
     read_json,
     sync,
+    temporary_name,
+    user_path,
     writable_folder,
 )
 
@@ -90,12 +92,13 @@ class RunFolder:
                 links, in the places of the run's own.
         """
         with ExitStack() as stack:
-            for parent in reversed((Path(path), *Path(path).parents)):
+            place = user_path(path) if os.fspath(path) else Path(path)
+            for parent in reversed((place, *place.parents)):
                 if not parent.exists():
                     stack.callback(_remove_if_empty, parent)
             writable_folder(path)
-            stack.enter_context(_lock_folder(Path(path), what))
-            folder = cls(Path(path))
+            stack.enter_context(_lock_folder(place, what))
+            folder = cls(place)
             folder._rewrite()
             folder._check_own(folder.path / name for name in writes)
             finished = False
@@ -215,7 +218,7 @@ class RunFolder:
         """
         if not self._is_private(target):
             self._check_own([target])
-        return self.scratch / f"{target.name}.{uuid.uuid4().hex[:12]}"
+        return self.scratch / temporary_name(target)
 
     def replace(self, temporary: Path, target: Path, digest: str | None = None) -> None:
         """Put a finished file in its place, named in the manifest; its digest, if it is known."""

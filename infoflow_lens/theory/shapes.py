@@ -5,6 +5,7 @@ Hugging Face config or model, or a folder with a ``config.json``; nothing is loa
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 from annotated_types import MinLen
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import user_path
 from infoflow_lens.foundation.settings import Count, Remedy, settings
 
 # the names that configs give to the same number
@@ -152,8 +154,8 @@ def shape_of(model: Any) -> ModelShape:
     """
     if isinstance(model, ModelShape):
         return model
-    if isinstance(model, (str, Path)):
-        return _from_folder(Path(model))
+    if isinstance(model, str | os.PathLike):
+        return _from_folder(user_path(model))
     own = getattr(model, "architecture", None)
     if own is not None and hasattr(own, "n_heads") and isinstance(own.n_heads, tuple):
         model = own

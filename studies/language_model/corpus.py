@@ -1,13 +1,14 @@
 """The text: the standard library of the Python that runs, in three parts by file name."""
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.files import user_path
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -59,7 +60,7 @@ def split_of(path: str) -> Split:
     return "test" if place < 2 * _HELD_OUT_PER_MILLE else "train"
 
 
-def read_corpus(folder: Path | None = None) -> Corpus:
+def read_corpus(folder: str | os.PathLike[str] | None = None) -> Corpus:
     """Read the Python files of a folder, without those that are empty or not UTF-8.
 
     Args:
@@ -68,7 +69,7 @@ def read_corpus(folder: Path | None = None) -> Corpus:
     Raises:
         InfoFlowError: if a part has no file, as where the library is kept in an archive.
     """
-    folder = folder or Path(sysconfig.get_path("stdlib"))
+    folder = user_path(folder or sysconfig.get_path("stdlib"))
     files: dict[Split, dict[str, str]] = {split: {} for split in SPLITS}
     digest = hashlib.sha256()
     paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}

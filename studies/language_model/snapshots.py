@@ -13,6 +13,7 @@ from torch import nn
 
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.naming import find_model
 from infoflow_lens.models.bridges import find_class
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.models.shipped import shipped_folder
@@ -57,7 +58,7 @@ def snapshots(model: str, most: int | None = None) -> list[Snapshot]:
         raise InfoFlowError(
             f"model is {model!r}, most is {most}: expected a folder or a name, and at least 1"
         )
-    folder = Path(model).expanduser()
+    folder = find_model(model).path
     if shipped := shipped_folder(model):
         found = [(-1, str(shipped), _digest(shipped))]
     elif folder.is_dir():

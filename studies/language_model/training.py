@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class TrainedLanguageModel:
 
 
 def train_language_model(
-    out: Path,
+    out: str | os.PathLike[str],
     config: LanguageModelConfig,
     *,
     name: str = "language model",
