@@ -32,6 +32,7 @@ from infoflow_lens.commands.options import options_of
 from infoflow_lens.commands.why import why
 from infoflow_lens.foundation.display import printable
 from infoflow_lens.foundation.errors import InfoFlowWarning
+from infoflow_lens.foundation.streams import open_streams
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.survey_config import SurveyConfig
 
@@ -310,6 +311,7 @@ _as_python = warnings.formatwarning
 
 def main() -> None:
     """The entry point of ``infoflow-lens``."""
+    open_streams()
     warnings.formatwarning = _as_sentence
     try:
         try:

@@ -1,11 +1,12 @@
 """Ctrl-C that waits for the end of a step, so that what a step changes is whole."""
 
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from infoflow_lens.foundation.streams import note
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def defer_interrupts() -> Iterator[Callable[[], None]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
-        sys.stderr.write("stopping behind this batch; again to stop at once\n")
+        note("stopping behind this batch; again to stop at once")
 
     defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     handled = signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_IGN)

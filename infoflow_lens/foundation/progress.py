@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, runtime_checkable
 
 _PAUSE = 0.5  # seconds that work lasts before a bar is worth showing
@@ -29,28 +29,33 @@ def progress_bar(
 
     In a notebook it is a widget where there are widgets, else a line of text; in a pipe or a file
     it is a line now and then. Work of a moment shows none. A total of None is one that nobody
-    knows.
+    knows. Where standard error is closed, or cannot be written, the work goes on without a bar.
     """
     seen = _is_seen()
     settings: dict[str, Any] = {} if seen else {"mininterval": _PAUSE_OF_PIPES}
-    with quiet_tqdm()(
+    bar = quiet_tqdm()(
         desc=description,
         total=total,
         initial=done,
-        disable=not show,
+        disable=not show or sys.stderr is None,
         delay=_PAUSE,
         dynamic_ncols=True,
         file=sys.stderr,
         **settings,
-    ) as bar:
+    )
 
-        def advance(steps: int = 1, status: str = "") -> None:
+    def advance(steps: int = 1, status: str = "") -> None:
+        with suppress(OSError):
             bar.set_postfix_str(status, refresh=False)
             bar.update(steps)
             if not steps and seen:
                 bar.refresh()
 
+    try:
         yield advance
+    finally:
+        with suppress(OSError):
+            bar.close()
 
 
 @contextmanager
@@ -85,4 +90,5 @@ def quiet_tqdm() -> Any:
 def _is_seen() -> bool:
     """Whether somebody looks at the bar while it moves: a terminal, or a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return sys.stderr.isatty() or "IPKernelApp" in getattr(shell, "config", {})
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return is_terminal or "IPKernelApp" in getattr(shell, "config", {})

@@ -19,7 +19,7 @@ A certificate holds ``sequences`` (lists of tokens, all of one length and with t
 import json
 import sys
 from collections import defaultdict
-from typing import Any
+from typing import Any, TextIO
 
 
 def verify_witness(sequences: Any, labels: Any, witness: Any) -> list[str]:
@@ -118,10 +118,15 @@ def main(arguments: list[str]) -> int:
         found = verify(certificate)
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         reason = str(error) or type(error).__name__
-        sys.stderr.write(f"error: {reason}: expected one file, which `certify --out` wrote\n")
+        _write(sys.stderr, f"error: {reason}: expected one file, which `certify --out` wrote")
         return 2
-    sys.stdout.write("\n".join(found or ["proved"]) + "\n")
+    _write(sys.stdout, "\n".join(found or ["proved"]))
     return 1 if found else 0
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    if stream is not None:  # as where it is closed
+        stream.write(f"{text}\n")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from infoflow_lens import InfoFlowError
 from infoflow_lens.cli import app
+from infoflow_lens.foundation.progress import progress_bar
+from infoflow_lens.foundation.streams import note
 from infoflow_lens.runs.executor import Executor
 from infoflow_lens.runs.folder import MANIFEST, PRIVATE, RunFolder
 from infoflow_lens.studies import demo
@@ -21,6 +23,7 @@ from infoflow_lens.studies.language_model import training
 from infoflow_lens.studies.language_model.config import preset
 from tests.conftest import some_of
 from tests.foundation.test_documents import occupy
+from tests.processes import started
 from tests.reference import zoo
 from tests.studies.language_model.test_training import CONFIG, CORPUS
 
@@ -325,6 +328,61 @@ def test_output_without_room_is_one_line(tmp_path):
     assert done.stderr.splitlines() == [
         "error: the output cannot be written (No space left on device): expected room"
     ]
+
+
+CLOSED = """
+import os, sys
+for number, name in enumerate(("stdin", "stdout", "stderr")):
+    if name in sys.argv[1].split(","):
+        os.close(number)
+        setattr(sys, name, None)  # as Python does where it is started so
+del sys.argv[:2]
+import runpy
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+STREAMS = ("stdout", "stderr", "stdin,stdout,stderr")
+
+
+@pytest.mark.parametrize(
+    ("command", "closed"),
+    some_of(
+        [(command, closed) for command in sorted(EVERY) for closed in STREAMS],
+        *[("probe", closed) for closed in STREAMS], ("tasks", "stdout"),
+    ),
+)  # fmt: skip
+def test_commands_work_where_streams_are_closed(command, closed, model, small, tmp_path):
+    """Every command ended in a traceback; and what libraries print went into our own files."""
+    if command in ("demo", "train-language-model"):
+        pytest.skip("the sizes of these are small in this process alone")
+    (tmp_path / "closed.py").write_text(CLOSED)
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"x": ["a", "?"], "y": "a"}\n{"x": ["b", "?"], "y": "b"}\n')
+    words = {"MODEL": str(model), "DATA": str(data)}
+    asked = [words.get(word, word) for word in EVERY[command] if word != "--quiet"]
+    place = [] if command in WITHOUT_OUT else ["--out", tmp_path / "o" / DOCUMENTS.get(command, "")]
+    line = [tmp_path / "closed.py", closed, "infoflow_lens.cli", named(command), *asked, *place]
+    with started(*line, folder=tmp_path) as program:
+        assert program.wait(600) == 0, program.stderr
+        assert "Traceback" not in program.stdout + program.stderr
+        assert bool(program.stdout) == ("stdout" not in closed)
+    if command not in WITHOUT_OUT:
+        assert list((tmp_path / "o").iterdir())
+
+
+def test_a_bar_that_cannot_be_written_does_not_end_the_work(monkeypatch):
+    class Full:
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        flush = isatty = lambda self: False
+
+    for stream in (Full(), None):
+        monkeypatch.setattr("sys.stderr", stream)
+        monkeypatch.setattr("infoflow_lens.foundation.progress._PAUSE", 1e-9)
+        with progress_bar("work", 3) as advance:
+            for _ in range(3):
+                advance(1, "status")
+        note("stopping")
 
 
 def test_a_run_goes_on_however_its_precision_and_host_were_asked_for(model, tmp_path):
