@@ -11,8 +11,10 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -188,19 +190,33 @@ class Stored:
 
 
 def check_config(folder: Path, stored: Stored) -> None:
-    """Refuse a config with numbers far above those of the weights, before it is made.
+    """Refuse, before it is made, a config of another kind of model, or far above the weights.
 
     A config takes memory for each label and for each layer that it names. Entries that its class
-    does not know size nothing.
+    does not know size nothing. A config of some other kinds asks the hub about the parts that it
+    names, as it is made.
 
     Raises:
-        InfoFlowError: naming the number.
+        InfoFlowError: naming the kind, the part or the number.
     """
     from transformers import CONFIG_MAPPING
 
     hint = "expected what save_pretrained writes; save or download it again"
     values = read_json(folder / "config.json", "config", hint)
     name = values.get("model_type")
+    if isinstance(name, str) and name in CONFIG_MAPPING and name not in _kinds_over_tokens():
+        raise InfoFlowError(
+            f"config.json in {str(folder)!r} is of a {name}: expected a model over tokens, such as "
+            "a GPT-2 or a BERT"
+        )
+    check_one_stack(
+        str(folder), SimpleNamespace(is_encoder_decoder=values.get("is_encoder_decoder"))
+    )
+    if part := next(_parts_elsewhere(values), None):
+        raise InfoFlowError(
+            f"config.json in {str(folder)!r} names {part!r} as a part of the model, which would be "
+            "fetched from the hub: expected a folder that holds the whole model"
+        )
     kind: Any = CONFIG_MAPPING[name] if isinstance(name, str) and name in CONFIG_MAPPING else None
     known = {"num_labels"}
     if kind is not None:
@@ -210,6 +226,27 @@ def check_config(folder: Path, stored: Stored) -> None:
         most = labels if name == "num_labels" else max(_LARGEST, stored.n_numbers)
         if value > most and not any(word in name for word in _NO_SIZES):
             raise _too_large(folder, f"{name} {value}")
+
+
+@cache
+def _kinds_over_tokens() -> frozenset[str]:
+    """The kinds of models of which transformers has one with an output for tokens or a text."""
+    from transformers.models.auto import modeling_auto
+
+    heads = ("CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "SEQUENCE_CLASSIFICATION",
+             "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING")  # fmt: skip
+    known = (getattr(modeling_auto, f"MODEL_FOR_{head}_MAPPING_NAMES") for head in heads)
+    return frozenset(kind for names in known for kind in names)
+
+
+def _parts_elsewhere(values: Any, key: str = "") -> Iterator[str]:
+    """Return what a config, or a part of it, names that its libraries would fetch."""
+    if isinstance(values, str) and (key == "backbone" or values.startswith(("hf-hub:", "hf_hub:"))):
+        yield values
+    for name, value in values.items() if isinstance(values, dict) else ():
+        yield from _parts_elsewhere(value, name)
+    for value in values if isinstance(values, list) else ():
+        yield from _parts_elsewhere(value, key)
 
 
 def _whole_numbers(values: Any, known: Collection[str]) -> Iterator[tuple[str, int]]:

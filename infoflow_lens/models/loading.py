@@ -236,6 +236,12 @@ def _kind_of_folder(folder: Path) -> Literal["checkpoint", "folder"]:
             "missing): expected a folder written by save_pretrained of Hugging Face or by "
             "save_model"
         )
+    if (folder / "adapter_config.json").exists():
+        raise InfoFlowError(
+            f"the folder {str(folder)!r} holds an adapter (adapter_config.json), whose base would "
+            "be fetched from the hub: expected a whole model; merge the adapter into its base "
+            "(merge_and_unload) and save that"
+        )
     odd = [p.name for p in folder.iterdir() if p.exists() and not (p.is_file() or p.is_dir())]
     if odd:  # whoever reads a pipe waits for its other end
         raise InfoFlowError(

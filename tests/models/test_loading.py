@@ -364,7 +364,7 @@ def test_folders_that_are_no_models(tmp_path):
     [
         ("config.json", "{}", r"cannot be loaded \(ValueError: Unrecognized model"),
         ("config.json", "{nope", r"is no config \(Expecting property name"),
-        ("config.json", '{"model_type": "vit"}', "Unrecognized configuration class"),
+        ("config.json", '{"model_type": "vit"}', "is of a vit: expected a model over tokens"),
         ("model.safetensors", "rubbish", r"the weights in .* cannot be read .*header too small"),
     ],
 )

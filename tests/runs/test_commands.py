@@ -1,6 +1,7 @@
 """Every command that takes --out leaves what others have put into the folder as it was."""
 
 import errno
+import json
 import os
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from infoflow_lens import InfoFlowError
+from infoflow_lens import InfoFlowError, load_any
 from infoflow_lens.cli import app
 from infoflow_lens.foundation.progress import progress_bar
 from infoflow_lens.foundation.streams import note
@@ -243,6 +244,58 @@ def test_no_file_of_data_asks_a_network(kind, model, no_network, tmp_path):
     arguments = ["MODEL", "--data", str(path), "--probes", "positions", "--quiet"]
     result = runs("probe", arguments, out, {"MODEL": str(model)})
     assert result.exit_code == 0, result.output
+    assert no_network == []
+
+
+def spoil_config(folder, changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+NAMED = "owner/chosen-by-the-config"
+HOSTILE = {
+    **{kind: {"model_type": kind, "backbone": NAMED}
+       for kind in ("dpt", "mask2former", "upernet", "detr", "rf_detr", "zoedepth", "vitpose")},
+    "timm": {"model_type": "timm_wrapper", "architecture": f"hf-hub:{NAMED}"},
+    "part": {"model_type": "llava", "vision_config": {"model_type": "dpt", "backbone": NAMED}},
+    "part of timm": {"model_type": "gemma3n", "vision_config": {"architecture": f"hf_hub:{NAMED}"}},
+    "list of parts": {"sub_configs": [{"model_type": "dpt", "backbone": NAMED}]},
+    "unknown": {"model_type": "no-such-model", "backbone": NAMED},
+    "two stacks": {"model_type": "t5", "is_encoder_decoder": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", HOSTILE.values(), ids=HOSTILE)
+def test_no_config_of_a_folder_asks_a_network(changes, no_network, tmp_path):
+    """`backbone` was asked for on the hub, with the token of the user, and refused behind it."""
+    folder = zoo.save("gpt2", tmp_path / "gpt2")
+    spoil_config(folder, changes)
+    for command in ("inspect", "estimate"):
+        more = ["kth_largest", "--tokens", "8", "--like"] if command == "estimate" else []
+        result = CliRunner().invoke(app, [command, *more, str(folder)])
+        assert command == "estimate" or result.exit_code == 2, result.output
+        assert no_network == []
+
+
+@pytest.mark.slow
+def test_no_kind_of_config_asks_a_network(no_network, tmp_path):
+    from transformers import CONFIG_MAPPING
+
+    folder = zoo.save("gpt2", tmp_path / "gpt2")
+    for kind in CONFIG_MAPPING:
+        for part in ({}, {"text_config": {"model_type": "dpt", "backbone": NAMED}}):
+            spoil_config(folder, {"model_type": kind, "backbone": NAMED, **part})
+            with pytest.raises(InfoFlowError, match=r"over tokens|names 'owner/chosen"):
+                load_any(folder)
+    assert no_network == []
+
+
+def test_the_base_of_an_adapter_is_not_fetched(no_network, tmp_path):
+    folder = zoo.save("gpt2", tmp_path / "gpt2")
+    (folder / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{NAMED}"}}')
+    result = CliRunner().invoke(app, ["inspect", str(folder)])
+    assert result.exit_code == 2
+    assert "merge the adapter" in result.stderr
     assert no_network == []
 
 
