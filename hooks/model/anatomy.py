@@ -1,0 +1,298 @@
+"""The anatomy of a model: its blocks, their attentions and states, found by running it once.
+
+:func:`find_anatomy` runs the model on a few tokens under a tap that logs every operation and every
+call of a module, and reads from that log, by the identity of tensors:
+
+- blocks: for each attention the innermost call that is an element of a list, maps the stream to its
+  own shape and adds attention and something more; elements of the same list without attention
+  (Mamba, convolution) are blocks, too; a module that runs twice is two blocks;
+- the states of each block (``states.py``);
+- what stands before the first and behind the last: embedding, positions, final norm, unembedding.
+
+No name of an architecture and no field of a config is read. What is not there has a sentence in
+``Block.lacks``.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.drawing import SeededRandom
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import eval_mode, modules_of
+from infoflow_lens.hooks.model.attentions import read_attention
+from infoflow_lens.hooks.model.ends import End, Start, read_end, read_start
+from infoflow_lens.hooks.model.log import ModuleCall, PassLog, tensors_in
+from infoflow_lens.hooks.model.parts import Block
+from infoflow_lens.hooks.model.points import check_one_device
+from infoflow_lens.hooks.model.states import StateFinder, count_sums
+from infoflow_lens.hooks.model.tap import AttentionCall, split_heads
+
+
+@dataclass
+class Anatomy:
+    """What one run of a model showed.
+
+    Attributes:
+        blocks: of one stack, in the order of the pass.
+        stacks: the blocks of all stacks, by the path of their list.
+        d_model: the width of the stream; None where no block has one.
+        start: what stands before the first block.
+        end: what stands behind the last.
+        distance: of the output under the log from the bare one, as a share of its range.
+    """
+
+    blocks: list[Block]
+    stacks: dict[str, list[Block]]
+    d_model: int | None = None
+    start: Start = field(default_factory=Start)
+    end: End = field(default_factory=End)
+    distance: float = 0.0
+    _state: tuple[Any, ...] = field(default=(), repr=False)
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether the model is what it was: its modules, their functions, and its precision."""
+        state = _state_of(model)
+        return len(state) == len(self._state) and all(
+            one is other or (not isinstance(one, nn.Module) and one == other)
+            for one, other in zip(state, self._state)
+        )
+
+
+def _state_of(model: nn.Module) -> tuple[Any, ...]:
+    """List what an anatomy depends on: modules, functions put on them, kinds of attention."""
+    modules = list(modules_of(model))
+    own = tuple(
+        (i, vars(m).get("forward"), vars(m).get("_compiled_call_impl"))
+        for i, m in enumerate(modules)
+        if "forward" in vars(m) or vars(m).get("_compiled_call_impl") is not None
+    )
+    return (*modules, own, *_kinds_of_attention(modules), _precision(model))
+
+
+def _kinds_of_attention(modules: list[nn.Module]) -> list[str | None]:
+    """List the attention functions that configs of transformers name, each config once."""
+    configs = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}
+    return [getattr(config, "_attn_implementation", None) for config in configs.values()]
+
+
+def _precision(model: nn.Module) -> torch.dtype | None:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+
+
+def find_anatomy(model: nn.Module, example: Mapping[str, Any], stack: str | None = None) -> Anatomy:
+    """Find the anatomy of a model by two runs on an example: under the log, and bare.
+
+    The model runs in evaluation mode and without gradients, and is left as it was found.
+
+    Args:
+        model: any module.
+        example: what its ``forward`` takes, by name: two sequences of a few tokens, equally long.
+        stack: the path of the list of blocks that is meant, where a model has several.
+
+    Raises:
+        InfoFlowError: for a compiled model or compiled attention, before anything runs; for weights
+            on several devices; and for a model in which no attention is seen, or several stacks.
+    """
+    _check_is_visible(model)
+    check_one_device(model)
+    given = list(tensors_in(example))
+    log = PassLog(batch=given[0].shape[0])
+    with eval_mode(model):
+        with SeededRandom(0), log.watching(model):
+            watched = _run(model, example)
+        with SeededRandom(0):
+            bare = model(**example)
+        anatomy = _read(model, log, given, stack, list(tensors_in(watched)))
+    anatomy.distance = _distance(list(tensors_in(bare)), list(tensors_in(watched)))
+    anatomy._state = _state_of(model)
+    return anatomy
+
+
+def _check_is_visible(model: nn.Module) -> None:
+    """Refuse compiled code, into which no tap can look.
+
+    Raises:
+        InfoFlowError: naming the module, or the attention function.
+    """
+    for path, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or vars(module).get("_compiled_call_impl") is not None:
+            raise InfoFlowError(
+                f"{path or 'the model'} ({type(module).__name__}) is compiled, and compiled code "
+                "cannot be watched: expected the model itself; give what was given to torch.compile"
+            )
+    kinds = [kind for kind in _kinds_of_attention(list(modules_of(model))) if kind is not None]
+    flex = next((kind for kind in kinds if "flex" in str(kind)), None)
+    if flex is not None:
+        raise InfoFlowError(
+            f"{type(model).__name__} has attention {flex!r}, which compiles its own code, so that "
+            'no softmax can be seen: expected set_attn_implementation("eager") or "sdpa"'
+        )
+
+
+def _run(model: nn.Module, example: Mapping[str, Any]) -> Any:
+    try:
+        return model(**example)
+    except InfoFlowError:
+        raise
+    except Exception as error:
+        raise InfoFlowError(
+            f"{type(model).__name__} does not run on an example with {', '.join(example)} "
+            f"({type(error).__name__}: {error}): expected what its forward takes; give "
+            "example={name: two sequences of a few tokens}"
+        ) from error
+
+
+def _read(
+    model: nn.Module, log: PassLog, given: list[Tensor], stack: str | None, output: list[Tensor]
+) -> Anatomy:
+    """Read an anatomy from a log."""
+    calls = _block_calls(log, _attentions_of(log, type(model).__name__))
+    blocks = [_block(log, call) for call in calls]
+    stacks: dict[str, list[Block]] = {}
+    for call, block in zip(calls, blocks):
+        within = call.parent.path if call.parent else ""
+        inside = re.match(r"(.*?)\.\d+\.", call.path + ".")
+        if not call.is_listed and inside:
+            within = inside[1].rpartition(".")[0]
+        stacks.setdefault(within, []).append(block)
+    stacks = {path: some for path, some in stacks.items() if any(b.attentions for b in some)}
+    if (stack is None and len(stacks) > 1) or (stack is not None and stack not in stacks):
+        raise InfoFlowError(
+            f"stack is {stack!r}, and {type(model).__name__} has "
+            f"{'several stacks' if len(stacks) > 1 else 'one stack'} of blocks: expected one of "
+            f"{', '.join(map(repr, stacks))}"
+        )
+    chosen = stacks[next(iter(stacks)) if stack is None else stack]
+    anatomy = Anatomy(chosen, stacks)
+    own = [call for call, block in zip(calls, blocks) if block in chosen]
+    streams = [(call.stream(), block.axes) for call, block in zip(own, chosen)]
+    anatomy.d_model = next((s[0].shape[axes[2]] for s, axes in streams if s and axes), None)
+    anatomy.start = read_start(log, given, own[0].start)
+    if chosen[-1].axes is not None:
+        anatomy.end = read_end(log, output, own[-1])
+    return anatomy
+
+
+def _attentions_of(log: PassLog, kind: str) -> list[AttentionCall]:
+    """List the attentions of a pass.
+
+    Raises:
+        InfoFlowError: if there is none.
+    """
+    calls = [call for call in log.calls if call.is_read and id(call) in log.places]
+    if calls:
+        return calls
+    if log.calls:
+        raise InfoFlowError(
+            f"{kind} takes softmaxes of [..., query, key] that no product reads so: expected a "
+            "pattern over all keys; its attention has a layout of its own (windows in chunks, "
+            "blocks) and cannot be shown"
+        )
+    raise InfoFlowError(
+        f"no attention was seen in {kind}: expected a softmax over keys that a product reads, or "
+        "scaled_dot_product_attention. Attention in a compiled function or a kernel (flash, flex) "
+        'cannot be watched: call set_attn_implementation("eager") or "sdpa"; or give a model that '
+        "has attention"
+    )
+
+
+# Blocks
+
+
+def _block_calls(log: PassLog, attentions: list[AttentionCall]) -> list[ModuleCall]:
+    """Find the call that is each attention's block, and its fellows in the same list."""
+    found: list[ModuleCall] = []
+    for attention in attentions:
+        around = log.calls_around(attention)
+        streams = [call for call in around if call.stream() is not None]
+        listed = [call for call in streams if call.is_listed]
+        alone = [call for call in reversed(streams) if len(call.attentions) == 1]
+        sums = {c: _count_sums(log, c, attention) for c in (*listed, *alone, *streams)}
+        # with a sum behind that of attention, as a list of sublayers within a block is no block
+        whole = [c for c in listed if sums[c] > 1] or [c for c in sums if sums[c]]
+        call = (whole or [c for c in around if c.is_listed] or around)[0]
+        if call not in found:
+            found.append(call)
+    lists = {_list_of(call) for call in found if call.is_listed}
+    others = [
+        call
+        for call in log.module_calls()
+        if _list_of(call) in lists and call not in found and call.stream() is not None
+    ]
+    return sorted(found + others, key=lambda call: call.start)
+
+
+def _list_of(call: ModuleCall) -> tuple[int, str]:
+    return id(call.parent), call.path.rpartition(".")[0]
+
+
+def _count_sums(log: PassLog, call: ModuleCall, attention: AttentionCall) -> int:
+    stream = call.stream()
+    assert stream is not None
+    return count_sums(log.operations[call.start : call.end], stream[0].shape, attention)
+
+
+def _block(log: PassLog, call: ModuleCall) -> Block:
+    attentions, batch = list(dict.fromkeys(call.attentions)), log.batch or 1
+    if attentions and attentions[0].seen["pattern"].ndim == 4:  # wherever the stream has its batch
+        batch = attentions[0].seen["pattern"].shape[0]
+    block = Block(call.path, call.module, None)
+    block.attentions = tuple(read_attention(log, call, one, batch) for one in attentions)
+    block.n_attentions = call.n_own_attentions
+    stream = call.stream()
+    if stream is None or (attentions and not _count_sums(log, call, attentions[0])):
+        why = (
+            "no module around this attention maps [batch, pos, width] to its own shape and adds "
+            "attention to it: the sums stand outside of modules, or the stream has another form"
+        )
+        names = ("resid_pre", "attn_out", "mid", "mlp_out", "neurons", "resid_post")
+        block.lacks = dict.fromkeys(names, why)
+        return block
+    n_pos = split_heads(attentions[0].seen["pattern"], batch).shape[-2] if attentions else None
+    block.axes = _axes(stream[0], batch, n_pos)
+    parts = ("attn_out", "mid", "mlp_out", "neurons")
+    if not attentions:
+        inner = [c.path.removeprefix(call.path + ".") for c in call.children]
+        kinds = [f"{p} ({type(c.module).__name__})" for p, c in zip(inner, call.children)]
+        block.mixer = ", ".join(kinds)
+        why = f"no attention in this block; it runs {block.mixer}"
+        block.lacks = dict.fromkeys(("attention", *parts), why)
+    elif stream[0].shape[block.axes[1]] != n_pos:
+        why = (
+            f"{n_pos} queries, and {stream[0].shape[block.axes[1]]} positions in the stream: "
+            "attention of a layout of its own"
+        )
+        block.lacks = dict.fromkeys(parts, why)
+    else:
+        operations = log.operations[call.start : call.end]
+        StateFinder(call, operations, attentions, block).find()
+        if block.neurons is None:
+            block.lacks.setdefault("neurons", block.lacks.get("mlp_out", "no MLP was found"))
+    return block
+
+
+def _axes(stream: Tensor, batch: int, n_pos: int | None) -> tuple[int, int, int]:
+    """Find the axes of batch, position and width."""
+    shape = list(stream.shape)
+    first = shape.index(batch) if batch in shape else 0
+    rest = [axis for axis in range(3) if axis != first]
+    second = next((axis for axis in rest if shape[axis] == n_pos), rest[0])
+    return first, second, 3 - first - second
+
+
+def _distance(bare: list[Tensor], watched: list[Tensor]) -> float:
+    """Measure how far outputs are apart, as a share of their range."""
+    pairs = [
+        (x, y)
+        for x, y in zip(bare, watched)
+        if x.is_floating_point() and x.shape == y.shape and x.numel()
+    ]
+    return max(
+        (float((x - y).abs().max() / (x.max() - x.min()).clamp_min(1e-9)) for x, y in pairs),
+        default=0.0,
+    )
