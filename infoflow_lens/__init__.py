@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from infoflow_lens.models.host import load_model as load_model
     from infoflow_lens.models.host import save_model as save_model
     from infoflow_lens.models.loading import load_any as load_any
+    from infoflow_lens.models.named import NamedModel as NamedModel
+    from infoflow_lens.models.named import open_model as open_model
     from infoflow_lens.named import design as design
     from infoflow_lens.named import estimate as estimate
     from infoflow_lens.named import learns as learns
@@ -90,6 +92,7 @@ _HOMES = {
     "InfoFlowWarning": "foundation.errors",
     "InformationSets": "theory",
     "JacobianInfluence": "hooks",
+    "NamedModel": "models.named",
     "PatternsProbe": "hooks",
     "PositionsProbe": "hooks",
     "RankingAgreement": "ranking",
@@ -122,6 +125,7 @@ _HOMES = {
     "measure_mechanisms": "hooks",
     "measure_sufficiency": "hooks",
     "measure_top_k": "hooks",
+    "open_model": "models.named",
     "probe": "probing.call",
     "probe_cache": "hooks",
     "propagate": "theory",

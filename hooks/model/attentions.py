@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from infoflow_lens.hooks.model.log import ModuleCall, Operation, PassLog, is_among
+from infoflow_lens.hooks.model.log import ModuleCall, Operation, PassLog, is_among, share_memory
 from infoflow_lens.hooks.model.parts import Attention, Projection, is_linear
 from infoflow_lens.hooks.model.products import PRODUCTS
 from infoflow_lens.hooks.model.states import UNCHANGED
@@ -48,8 +48,7 @@ def read_attention(log: PassLog, call: ModuleCall, seen: AttentionCall, batch: i
 def _count_products(operations: list[Operation], q: Tensor) -> int:
     """Count the products that read q's memory; with several, an edit at one is half an edit."""
     return sum(
-        op.name in PRODUCTS and any(t.data_ptr() == q.data_ptr() for t in op.inputs)
-        for op in operations
+        op.name in PRODUCTS and any(share_memory(t, q) for t in op.inputs) for op in operations
     )
 
 

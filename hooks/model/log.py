@@ -29,6 +29,14 @@ def is_among(tensor: Tensor, others: list[Tensor]) -> bool:
     return any(other is tensor for other in others)
 
 
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors begin at the same place, also where they are written in place."""
+    try:
+        return one.data_ptr() == other.data_ptr()
+    except RuntimeError:  # within a transform of torch.func, where tensors have no place
+        return one is other
+
+
 @dataclass(eq=False)
 class Operation:
     """One operation.

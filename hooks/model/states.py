@@ -9,7 +9,7 @@ leaves the block.
 
 from torch import Tensor
 
-from infoflow_lens.hooks.model.log import ModuleCall, Operation, is_among
+from infoflow_lens.hooks.model.log import ModuleCall, Operation, is_among, share_memory
 from infoflow_lens.hooks.model.parts import Block, Place, Projection, is_linear, is_norm
 from infoflow_lens.hooks.model.tap import ADDITIONS, COPIES, MOVES, AttentionCall
 
@@ -185,7 +185,7 @@ class StateFinder:
                     return
                 block.mlp_out = Place("sum")
                 total = later.outputs[0]
-                block.adds = total.data_ptr() == self._leaves.data_ptr()
+                block.adds = share_memory(total, self._leaves)
                 self._find_neurons(next((t for t in later.inputs if id(t) not in same), None))
                 if not block.adds and not self._is_output(total):
                     self._lack("adds", why="behind the sum with the MLP the block does more")

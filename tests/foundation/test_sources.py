@@ -56,6 +56,8 @@ EVALUATES = {
         "infoflow_lens/models/hooked.py": "its modules",
         "infoflow_lens/models/host.py": "its activations",
         "infoflow_lens/models/loading.py": "official names",
+        "infoflow_lens/models/named.py": "its modules",
+        "infoflow_lens/models/named_cache.py": "its cache",
     },
     "transformers": {
         "studies/language_model/snapshots.py": "without remote code",

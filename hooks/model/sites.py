@@ -1,0 +1,480 @@
+"""One call of a model, whose states and attentions are shown by TransformerLens's names.
+
+:class:`SiteRun` is a tap with hooks of torch that say which block runs. Hooks stand on the model
+while the call runs, in this thread alone. Names and shapes are those of TransformerLens; where a
+model has something else they differ, and :func:`site_names` says which there are:
+
+- ``hook_rot_q`` and ``hook_rot_k`` in the place of ``hook_q`` and ``hook_k`` where queries and keys
+  are rotated, normed or scaled: what is shown is what their product reads;
+- ``hook_attn_scores`` is -inf where the call closes a key, whatever the model puts there;
+- ``hook_resid_mid`` is what the next sublayer reads, so behind the norm where that stands behind
+  the sum, as in BERT, and ``hook_resid_post`` what leaves the block;
+- a second attention of a block, such as cross attention, is ``attn_1``.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import modules_of
+from infoflow_lens.hooks.model.anatomy import Anatomy
+from infoflow_lens.hooks.model.log import tensors_in
+from infoflow_lens.hooks.model.parts import Attention, Block, NormNumbers, Place
+from infoflow_lens.hooks.model.states import SAME, has_shape
+from infoflow_lens.hooks.model.tap import ADDITIONS, AttentionCall, Site, Tap
+
+Fire: TypeAlias = Callable[[str, Tensor], Tensor]
+
+EMBED, POS_EMBED = "hook_embed", "hook_pos_embed"
+SCALE, NORMALIZED = "ln_final.hook_scale", "ln_final.hook_normalized"
+LOGITS_IN, LOGITS = "unembed.hook_in", "unembed.hook_out"
+
+
+def site_names(anatomy: Anatomy) -> list[str]:
+    """List what can be shown of a model, in the order of the pass."""
+    start, end = anatomy.start, anatomy.end
+    names = [EMBED] if start.embed else []
+    names += [POS_EMBED] if start.pos_embed else []
+    for layer, block in enumerate(anatomy.blocks):
+        names += [f"blocks.{layer}.{name}" for name in _block_names(block)]
+    names += [SCALE, NORMALIZED] if end.norm else []
+    return names + ([LOGITS_IN, LOGITS] if end.unembed else [])
+
+
+def attention_name(number: int) -> str:
+    """Name an attention of a block."""
+    return "attn" if number == 0 else f"attn_{number}"
+
+
+def _block_names(block: Block) -> list[str]:
+    has = {
+        "hook_attn_out": block.attn_out,
+        "hook_resid_mid": block.mid,
+        "mlp.hook_post": block.neurons,
+        "hook_mlp_out": block.mlp_out,
+    }
+    names = ["hook_resid_pre"] if block.axes else []
+    for number, found in enumerate(block.attentions):
+        names += [f"{attention_name(number)}.{name}" for name in _point_names(found).values()]
+    names += [name for name, place in has.items() if place is not None]
+    return names + (["hook_resid_post"] if block.axes else [])
+
+
+def _point_names(found: Attention) -> dict[Site, str]:
+    """Name the hook points of an attention, by site."""
+    names: dict[Site, str] = {}
+    if found.product is not None:
+        turn = "rot_" if found.is_rotated else ""
+        names = {"q": f"hook_{turn}q", "k": f"hook_{turn}k"}
+    others: dict[Site, str] = {"scores": "hook_attn_scores", "pattern": "hook_pattern"}
+    return names | others | {"v": "hook_v", "z": "hook_z"}
+
+
+class SiteRun(Tap):
+    """Show what is asked for, of calls of a model, to `fire`.
+
+    Args:
+        model: the model.
+        anatomy: of it.
+        names: what is asked for, of :func:`site_names`.
+        fire: gets the name and the tensor, and returns the tensor to go on with.
+    """
+
+    def __init__(
+        self, model: nn.Module, anatomy: Anatomy, names: Collection[str], fire: Fire
+    ) -> None:
+        super().__init__(watch=self._show_attention, wants=self._is_wanted)
+        self._model, self._anatomy, self._blocks = model, anatomy, anatomy.blocks
+        self._names, self._fire_point = set(names), fire
+        self._thread = threading.get_ident()
+        self._by_block: list[set[str]] = [set() for _ in self._blocks]
+        for name in self._names:
+            if name.startswith("blocks."):
+                _, layer, rest = name.split(".", 2)
+                self._by_block[int(layer)].add(rest)
+        self._points = [
+            {found.number: (n, found) for n, found in enumerate(block.attentions)}
+            for block in self._blocks
+        ]
+        self._start_pass()
+
+    def _start_pass(self) -> None:
+        self._index, self._is_inside = -1, False
+        self._shape: torch.Size | None = None  # of the stream in the block that runs
+        self._stage = 0  # of the block: before attention's sum, behind it, at mid, behind the MLP's
+        self._copies: dict[int, Tensor] = {}  # of the state that the next sum adds to
+        self._sums = 0  # before the first block
+        self._seen: set[int] = set()  # attentions of the block that have come
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Show calls of the model while the block runs.
+
+        Raises:
+            InfoFlowError: for gradient checkpointing, which runs blocks again, unseen.
+        """
+        _check_runs_once(self._model)
+        modules = dict(self._model.named_modules())
+        with ExitStack() as stack:
+
+            def stand(place: str, how: str, hook: Callable[..., Any]) -> None:
+                settings = {"with_kwargs": True} if how == "register_forward_pre_hook" else {}
+                handle = getattr(modules[place], how)(self._guard(hook), **settings)
+                stack.callback(handle.remove)
+
+            before, behind = "register_forward_pre_hook", "register_forward_hook"
+            stand("", before, self._enter_model)
+            for path in {block.path for block in self._blocks}:
+                stand(path, before, self._enter)
+                stand(path, behind, self._leave)
+            for path in self._paths("output"):
+                stand(path, behind, self._part_hook(path))
+            for path in self._paths("input"):
+                stand(path, before, self._neurons_hook(path))
+            start, end = self._anatomy.start, self._anatomy.end
+            if start.embed and {EMBED, POS_EMBED} & self._names:
+                stand(start.embed, behind, self._embed)
+            if end.norm and {SCALE, NORMALIZED} & self._names:
+                stand(end.norm.path, behind, self._norm_hook(end.norm.numbers(self._model)))
+            if end.unembed and {LOGITS_IN, LOGITS} & self._names:
+                stand(end.unembed.path, before, self._enter_unembed)
+                stand(end.unembed.path, behind, self._leave_unembed)
+            with self:
+                yield
+
+    def _paths(self, kind: str) -> set[str]:
+        """Find the modules whose inputs or outputs are states."""
+        places = (
+            place
+            for block in self._blocks
+            for place in (block.attn_out, block.mid, block.mlp_out, block.neurons)
+        )
+        return {place.path for place in places if place and place.kind == kind}
+
+    def _guard(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a hook of torch see this thread alone."""
+
+        def guarded(*args: Any) -> Any:
+            return hook(*args) if threading.get_ident() == self._thread else None
+
+        return guarded
+
+    def _fire(self, name: str, tensor: Tensor) -> Tensor:
+        with self.aside():  # what hooks compute is no part of the model
+            return self._fire_point(name, tensor)
+
+    # Before the first block, and behind the last
+
+    def _enter_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._start_pass()
+        given = kwargs.get("inputs_embeds")
+        if not isinstance(given, Tensor) or self._anatomy.start.embed is None:
+            return None
+        return args, {**kwargs, "inputs_embeds": self._show_embedding(given)}
+
+    def _embed(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        if self._index != -1 or self._is_inside:
+            return None
+        old = next(tensors_in(out))  # quantized embeddings give their scale with it
+        return _swap(out, old, self._show_embedding(old))
+
+    def _show_embedding(self, tensor: Tensor) -> Tensor:
+        shown = self._fire(EMBED, tensor) if EMBED in self._names else tensor
+        if POS_EMBED in self._names:
+            self._copies = {id(shown): shown}
+        return shown
+
+    def _is_last(self) -> bool:
+        return not self._is_inside and self._index == len(self._blocks) - 1
+
+    def _norm_hook(self, numbers: NormNumbers) -> Callable[..., Any]:
+        def show(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
+            if not self._is_last() or not args:
+                return None
+            new = out
+            if SCALE in self._names:
+                scale = numbers.scale(args[0], out)
+                shown = self._fire(SCALE, scale)
+                if shown is not scale:
+                    new = numbers.bias + (out - numbers.bias) * scale / shown
+            return self._fire(NORMALIZED, new) if NORMALIZED in self._names else new
+
+        return show
+
+    def _enter_unembed(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if not self._is_last() or LOGITS_IN not in self._names:
+            return None
+        return (self._fire(LOGITS_IN, args[0]), *args[1:]), kwargs
+
+    def _leave_unembed(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Any:
+        return self._fire(LOGITS, out) if self._is_last() and LOGITS in self._names else None
+
+    # The states of a block
+
+    @property
+    def _block(self) -> Block:
+        return self._blocks[self._index]
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        order = [*range(self._index + 1, len(self._blocks)), *range(self._index + 1)]
+        self._index = next(i for i in order if self._blocks[i].module is module)
+        self._is_inside, self._stage, self._copies, self._seen = True, 0, {}, set()
+        self.restart()
+        block = self._block
+        given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        given = [t for t in given if t.is_floating_point()]
+        stream = next((t for t in given if t.ndim == 3), None)
+        self.n_heads = block.attentions[0].n_heads if block.attentions else None
+        self.score_products = {
+            found.product: found.number
+            for n, found in enumerate(block.attentions)
+            if found.product not in (None, -1) and self._looks_at(n, "q", "k")
+        }
+        if block.axes is None:
+            self._shape, self.batch = None, len(given[0])
+            return None
+        if stream is None:
+            raise InfoFlowError(
+                f"nothing of [batch, pos, width] enters block {self._index} in this call: expected "
+                "a call like that by which the model was opened; open it with such an example"
+            )
+        self._shape, self.batch = stream.shape, stream.shape[block.axes[0]]
+        new = self._show_state("hook_resid_pre", stream)
+        self._copies = {id(new): new}
+        if new is stream:
+            return None
+        args = tuple(new if t is stream else t for t in args)
+        return args, {name: new if t is stream else t for name, t in kwargs.items()}
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        self._is_inside = False
+        self._check_attentions()
+        return None if self._shape is None else self._show_part(out, "hook_resid_post")
+
+    def _part_hook(self, path: str) -> Callable[..., Any]:
+        """Show states that modules give."""
+
+        def show(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+            if not self._is_inside:
+                return None
+            block = self._block
+            parts = {"attn_out": block.attn_out, "resid_mid": block.mid, "mlp_out": block.mlp_out}
+            for name, place in parts.items():
+                if place is not None and (place.kind, place.path) == ("output", path):
+                    out = self._show_part(out, f"hook_{name}", place)
+                    if name == "resid_mid":
+                        self._reach_mid(self._stream_of(out))
+            return out
+
+        return show
+
+    def _neurons_hook(self, path: str) -> Callable[..., Any]:
+        """Show what the last matrix of an MLP reads."""
+
+        def show(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            place = self._block.neurons if self._is_inside else None
+            if place is None or place.path != path or not args:
+                return None
+            return (self._show_state("mlp.hook_post", args[0]), *args[1:]), kwargs
+
+        return show
+
+    def _stream_of(self, out: Any) -> Tensor:
+        return next(t for t in tensors_in(out) if t.shape == self._shape)
+
+    def _show_part(self, out: Any, name: str, place: Place | None = None) -> Any:
+        """Show the stream of what a module gives, and put what comes back in its place."""
+        old = self._stream_of(out)
+        return _swap(out, old, self._show_state(name, old, place))
+
+    def _show_state(self, name: str, tensor: Tensor, place: Place | None = None) -> Tensor:
+        """Show a state as [batch, pos, width]."""
+        if name not in self._by_block[self._index]:
+            return tensor
+        assert self._shape is not None
+        axes = self._block.axes or (0, 1, 2)
+        shown = tensor
+        if tensor.ndim == 2:  # batch and positions in one axis
+            shown = tensor.unflatten(0, tuple(self._shape[:2]))
+        shown = shown.permute(axes) if axes != (0, 1, 2) else shown
+        shown = shown.clone() if place is not None and place.is_written else shown
+        answer = self._fire(f"blocks.{self._index}.{name}", shown)
+        if answer is shown:
+            return tensor
+        return answer.permute([axes.index(axis) for axis in range(3)]).reshape(tensor.shape)
+
+    def _reach_mid(self, state: Tensor) -> None:
+        self._stage, self._copies = 2, {id(state): state}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self._is_aside:
+            return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in SAME and args and id(args[0]) in self._copies:
+            out = super().__torch_function__(func, types, args, kwargs)
+            if isinstance(out, Tensor):
+                self._copies[id(out)] = out
+            return out
+        if self._copies and name in ADDITIONS and len(args) > 1:
+            if self._is_inside and self._adds_to_state(args):
+                return self._sum(func, args)
+            if self._index == -1 and self._adds_to_embedding(args):
+                return self._embedding_sum(func, args)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _adds_to_state(self, args: tuple[Any, ...]) -> bool:
+        """Whether the next sum of interest has come."""
+        place = {0: self._block.attn_out, 2: self._block.mlp_out}.get(self._stage)
+        if place is None or place.kind != "sum" or (self._stage == 0 and not self.n_attentions):
+            return False
+        assert self._shape is not None
+        return any(id(t) in self._copies for t in args[:2]) and all(
+            isinstance(t, Tensor) and has_shape(t, self._shape) for t in args[:2]
+        )
+
+    def _sum(self, func: Any, args: tuple[Any, ...]) -> Tensor:
+        """Run the sum of a state with what attention or the MLP adds."""
+        pair = list(args)
+        place = 0 if id(args[1]) in self._copies else 1
+        name = "hook_attn_out" if self._stage == 0 else "hook_mlp_out"
+        pair[place] = self._show_state(name, pair[place])
+        out: Tensor = func(*pair)
+        if self._stage == 0:
+            self._stage = 1
+            mid = self._block.mid
+            if mid is not None and mid.kind == "sum":
+                out = self._show_state("hook_resid_mid", out)
+                self._reach_mid(out)
+        else:
+            self._stage, self._copies = 3, {id(out): out}
+        return out
+
+    def _adds_to_embedding(self, args: tuple[Any, ...]) -> bool:
+        return all(isinstance(t, Tensor) for t in args[:2]) and any(
+            id(t) in self._copies for t in args[:2]
+        )
+
+    def _embedding_sum(self, func: Any, args: tuple[Any, ...]) -> Tensor:
+        """Run a sum of the embedding with something else, which may be of positions."""
+        pair, place = list(args), self._anatomy.start.pos_embed
+        at = 0 if id(args[1]) in self._copies else 1
+        if place is not None and place.number == self._sums:
+            shown = pair[at].expand(pair[1 - at].shape)
+            answer = self._fire(POS_EMBED, shown)
+            pair[at] = pair[at] if answer is shown else answer
+        self._sums += 1
+        out: Tensor = func(*pair)
+        self._copies[id(out)] = out
+        return out
+
+    # Attention
+
+    def _looks_at(self, n: int, *sites: Site) -> bool:
+        """Whether some site of an attention of the block, or one of these, is asked for."""
+        names = _point_names(self._block.attentions[n])
+        wanted = [names[site] for site in sites if site in names] if sites else names.values()
+        looks = self._by_block[self._index]
+        return any(f"{attention_name(n)}.{name}" in looks for name in wanted)
+
+    def _is_wanted(self, number: int) -> bool:
+        if not self._is_inside or number not in self._points[self._index]:
+            return False
+        return self._looks_at(self._points[self._index][number][0])
+
+    def _show_attention(self, call: AttentionCall, site: Site, tensor: Tensor) -> Tensor | None:
+        if not self._is_inside or call.number not in self._points[self._index]:
+            return None
+        n, found = self._points[self._index][call.number]
+        self._seen.add(n)
+        if site == "scores":
+            self._check_fits(call, n, found, tensor)
+        name = f"{attention_name(n)}.{_point_names(found).get(site)}"
+        if name not in self._by_block[self._index]:
+            return None
+        name = f"blocks.{self._index}.{name}"
+        if site == "scores":
+            closed = ~call.visible()
+            closed = closed.reshape(tensor.shape) if closed.numel() == tensor.numel() else closed
+            shown = tensor.masked_fill(closed, -torch.inf)
+            new = self._fire(name, shown)
+            # what stays closed has the number that the model gives it
+            return None if new is shown else torch.where(closed & (new == -torch.inf), tensor, new)
+        if site == "pattern":
+            return self._fire(name, tensor)
+        has_copies = site in ("k", "v") and tensor.shape[1] == found.n_heads
+        copies = found.n_heads // found.n_kv_heads if has_copies else 1
+        shown = tensor[:, ::copies].transpose(1, 2)
+        new = self._fire(name, shown)
+        return None if new is shown else new.transpose(1, 2).repeat_interleave(copies, 1)
+
+    def _check_fits(
+        self, call: AttentionCall, n: int, found: Attention, scores: Float[Tensor, "..."]
+    ) -> None:
+        """Refuse an attention that is another one than the anatomy has.
+
+        Raises:
+            InfoFlowError: for other heads, or scores of another product.
+        """
+        if scores.shape[1] not in (found.n_heads, 1):
+            raise self._misfit(f"has {scores.shape[1]} heads, and had {found.n_heads}")
+        product = found.product if found.how == "softmax" else -1
+        if self._looks_at(n, "q", "k") and call.product != product:
+            raise self._misfit("makes its scores elsewhere, so that queries and keys are others")
+
+    def _check_attentions(self) -> None:
+        """Refuse a block whose attentions are others than those of the anatomy.
+
+        Raises:
+            InfoFlowError: if their number differs, or one that is asked for was not seen.
+        """
+        block = self._block
+        asked = {n for n in range(len(block.attentions)) if self._looks_at(n)}
+        if asked and self.n_attentions != block.n_attentions:
+            words = f"has {self.n_attentions} softmaxes or fused attentions"
+            raise self._misfit(f"{words}, and had {block.n_attentions}")
+        if asked - self._seen:
+            raise self._misfit("does not show its attention")
+
+    def _misfit(self, what: str) -> InfoFlowError:
+        return InfoFlowError(
+            f"block {self._index} ({self._block.path}) {what} in the run by which the model was "
+            "opened: expected the same attention; open the model again, as it is now"
+        )
+
+
+def _check_runs_once(model: nn.Module) -> None:
+    """Refuse gradient checkpointing.
+
+    Raises:
+        InfoFlowError: naming the module.
+    """
+    if torch.is_grad_enabled() and model.training:
+        for module in modules_of(model):
+            if getattr(module, "gradient_checkpointing", False) and module.training:
+                raise InfoFlowError(
+                    f"{type(module).__name__} has gradient checkpointing, which runs its blocks "
+                    "again for the gradients, without what hooks change: expected one run; disable "
+                    "it, or measure in eval mode"
+                )
+
+
+def _swap(value: Any, old: Tensor, new: Tensor) -> Any:
+    """Return the same structure with one tensor replaced by another."""
+    if new is old:
+        return value
+    if value is old:
+        return new
+    if isinstance(value, dict):
+        made = {name: _swap(item, old, new) for name, item in value.items()}
+        return made if type(value) is dict else type(value)(**made)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_swap(item, old, new) for item in value)
+    return value

@@ -1,0 +1,439 @@
+"""Any Transformer under TransformerLens's names: hook points around the object as it is given.
+
+:func:`open_model` finds the anatomy of a model and gives a :class:`NamedModel`, on which the tools
+of TransformerLens work: run_with_cache, run_with_hooks, patching, head_detector, ActivationCache.
+The model is not copied and not converted. It keeps its attention functions, adapters, precision and
+mode; hooks of torch stand on it only while a call runs in which somebody looks.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformer_lens import HookedRootModule
+from transformer_lens.hook_points import HookPoint
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.model.anatomy import Anatomy, find_anatomy
+from infoflow_lens.hooks.model.log import first_tensor
+from infoflow_lens.hooks.model.sites import SiteRun, attention_name, site_names
+from infoflow_lens.models.named_cache import NamedCache
+from infoflow_lens.models.named_parts import AttentionPart, FinalNorm, MLPPart, UnembedPart
+
+_MANY = 2**31 - 1  # positions, where nothing bounds them
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "act_fn")
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
+
+
+def open_model(
+    model: nn.Module,
+    tokenizer: Any = None,
+    stack: str | None = None,
+    *,
+    example: Mapping[str, Any] | None = None,
+) -> "NamedModel":
+    """Open a model: any Transformer, under the names of TransformerLens.
+
+    It is run twice on a few tokens to find its blocks, attentions and states, whatever its class.
+    What is opened is the object itself: a model of transformers with any attention function, a
+    PeftModel, the model inside a sentence transformer, a TransformerBridge, a module of your own.
+
+    Args:
+        model: the model.
+        tokenizer: of texts that you give in the place of ids.
+        stack: which list of blocks is meant, where there are several, such as "decoder".
+        example: what its ``forward`` takes, by name: two sequences of a few tokens, equally long;
+            default, token ids. Give pixel values or features to models that read these.
+
+    Raises:
+        InfoFlowError: for compiled code, attention that cannot be seen, several stacks, several
+            devices, or an example that the model does not take.
+    """
+    if isinstance(model, NamedModel):
+        return model
+    if not isinstance(model, nn.Module):
+        raise InfoFlowError(
+            f"the model is of type {type(model).__name__}: expected a module of PyTorch; load a "
+            "name or a folder with load_any"
+        )
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise InfoFlowError(
+            f"the model is a {type(model).__name__}, which runs copies: expected the model itself; "
+            "give its .module"
+        )
+    return NamedModel(model, tokenizer, stack, example)
+
+
+class NamedModel(HookedRootModule):
+    """A model under TransformerLens's names; see :func:`open_model`.
+
+    Calls take what the model takes, or texts where there is a tokenizer, and give logits (the first
+    tensor of its output where it has none), as TransformerLens's do. :meth:`lacks` says which hook
+    points are not there, and why.
+
+    Attributes:
+        original_model: the model as it was given.
+        anatomy: what it is made of.
+        tokenizer: as it was given.
+        cfg: the numbers that tools of TransformerLens read, from the anatomy and the tensors.
+        blocks: hook points, block by block, with ``attn.W_O`` and ``mlp.W_out``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        stack: str | None = None,
+        example: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.original_model: Any = model
+        self._stack = stack
+        self._example = _token_example(model) if example is None else dict(example)
+        self._build(self._find())
+
+    def _find(self) -> Anatomy:
+        device = next((p.device for p in self.original_model.parameters()), torch.device("cpu"))
+        example = {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in self._example.items()
+        }
+        return find_anatomy(self.original_model, example, self._stack)
+
+    def _build(self, anatomy: Anatomy) -> None:
+        """Make the hook points of an anatomy."""
+        self.anatomy = anatomy
+        for name in [name for name in self._modules if name != "original_model"]:
+            del self._modules[name]
+        self.blocks = nn.ModuleList(nn.Module() for _ in anatomy.blocks)
+        for layer, block in enumerate(anatomy.blocks):
+            for number in range(len(block.attentions)):
+                part = AttentionPart(self, layer, number)
+                self.blocks[layer].add_module(attention_name(number), part)
+            if block.neurons is not None:
+                self.blocks[layer].add_module("mlp", MLPPart(self, layer))
+        if anatomy.end.norm is not None:
+            self.ln_final = FinalNorm(self)
+        if anatomy.end.unembed is not None:
+            self.unembed = UnembedPart(self)
+        for name in site_names(anatomy):
+            parent, _, own = name.rpartition(".")
+            self.get_submodule(parent).add_module(own, HookPoint())
+        self.setup()
+        self.cfg = _config(self)
+
+    def setup(self) -> None:
+        """Name the hook points; the modules of the model itself are left alone."""
+        modules = dict(self.named_modules())
+        own = [name for name in modules if name and not name.startswith("original_model")]
+        self.mod_dict = {name: modules[name] for name in own}
+        self.hook_dict = {n: m for n, m in self.mod_dict.items() if isinstance(m, HookPoint)}
+        for name, module in self.mod_dict.items():
+            module.name = name  # type: ignore[assignment]
+            module.training = False  # hook points have no mode
+
+    def lacks(self) -> dict[str, str]:
+        """Say why hook points are not there, by their names."""
+        names = {"mid": "hook_resid_mid", "neurons": "mlp.hook_post", "attention": "attn"}
+        return {
+            f"blocks.{layer}.{names.get(part, 'hook_' + part)}": why
+            for layer, block in enumerate(self.anatomy.blocks)
+            for part, why in block.lacks.items()
+            if part != "adds"
+        }
+
+    # Running
+
+    def forward(self, *args: Any, return_type: str | None = "logits", **kwargs: Any) -> Any:
+        """Run the model.
+
+        Args:
+            args, kwargs: what the model takes; a text, or texts, in the place of ids.
+            return_type: "logits"; "output", what the model gives, as it is; or None for nothing.
+
+        Raises:
+            InfoFlowError: for another return type, for texts without a tokenizer, and for a model
+                that is no longer what it was, so that hook points would show something else.
+        """
+        if return_type not in ("logits", "output", None):
+            raise InfoFlowError(
+                f"return_type is {return_type!r}: expected 'logits', 'output' or None; compute "
+                "losses from these"
+            )
+        if args and (isinstance(args[0], str) or _is_texts(args[0])):
+            args, kwargs = args[1:], self._tokenize(args[0]) | kwargs
+        with self.watching():
+            output = self.original_model(*args, **kwargs)
+        if return_type == "logits":
+            logits = getattr(output, "logits", None)
+            return first_tensor(output) if logits is None else logits
+        return output if return_type == "output" else None
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as the model does; hook points fire in each of its passes."""
+        with self.watching():
+            return self.original_model.generate(*args, **kwargs)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Let hook points fire in all calls of the model itself, in this thread, for a block.
+
+        Hooks are to be on the points before it begins.
+
+        Raises:
+            InfoFlowError: as :meth:`forward` does.
+        """
+        self.refresh()
+        points = self.hook_dict
+        names = [name for name, point in points.items() if _has_hooks(point)]
+        if not names:
+            yield
+            return
+
+        def fire(name: str, tensor: Tensor) -> Tensor:
+            answer: Tensor = points[name](tensor)
+            return answer
+
+        with SiteRun(self.original_model, self.anatomy, names, fire).watching():
+            yield
+
+    def refresh(self) -> None:
+        """Find the anatomy anew where the model has changed: modules, functions, precision.
+
+        Raises:
+            InfoFlowError: if the model has other hook points by now, and hooks stand on the old.
+        """
+        if self.anatomy.holds(self.original_model):
+            return
+        anatomy = self._find()
+        before, after = site_names(self.anatomy), site_names(anatomy)
+        if before == after:
+            self.anatomy = anatomy
+            self.cfg = _config(self)
+        elif any(map(_has_hooks, self.hook_dict.values())):
+            changed = sorted(set(before) ^ set(after))
+            raise InfoFlowError(
+                f"the model has changed, and with it its hook points ({', '.join(changed[:3])}): "
+                "expected no hooks on them meanwhile; take them off, or open the model again"
+            )
+        else:
+            self._build(anatomy)
+
+    @contextmanager
+    def hooks(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Put hooks on hook points for a block, as in TransformerLens.
+
+        Raises:
+            InfoFlowError: as :meth:`forward` does.
+        """
+        self.refresh()
+        with super().hooks(*args, **kwargs) as model:
+            yield model
+
+    def run_with_cache(
+        self,
+        *model_args: Any,
+        return_cache_object: bool = True,
+        remove_batch_dim: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the model and keep what it shows, as in TransformerLens.
+
+        Returns:
+            The logits, and a :class:`NamedCache`, or a dictionary where that is asked for.
+        """
+        self.refresh()  # before hooks stand on points that may go
+        output, activations = super().run_with_cache(
+            *model_args, remove_batch_dim=remove_batch_dim, **kwargs
+        )
+        if not return_cache_object:
+            return output, activations
+        return output, NamedCache(activations, self, has_batch_dim=not remove_batch_dim)
+
+    @property
+    def training(self) -> bool:
+        """The mode of the model itself."""
+        return "original_model" in self._modules and self.original_model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Note what torch sets when a module is made; the mode stays the model's."""
+        vars(self)["training"] = mode
+
+    # Texts
+
+    def _tokenize(self, texts: str | Sequence[str]) -> dict[str, Any]:
+        """Make of texts what the model takes, padded where they differ in length.
+
+        Raises:
+            InfoFlowError: without a tokenizer.
+        """
+        if self.tokenizer is None:
+            raise InfoFlowError(
+                f"the model has no tokenizer for {texts!r:.40}: expected one, or token ids; "
+                "open_model(model, tokenizer=...)"
+            )
+        many = [texts] if isinstance(texts, str) else list(texts)
+        made = self.tokenizer(many, return_tensors="pt", padding=len(many) > 1)
+        return {name: value.to(self.cfg.device) for name, value in made.items()}
+
+    def to_tokens(
+        self,
+        input: str | Sequence[str],
+        prepend_bos: bool | None = None,
+        truncate: bool = True,
+        **ignored: Any,
+    ) -> Int[Tensor, "batch pos"]:
+        """Make token ids of texts, as the tokenizer does.
+
+        Args:
+            input: a text, or several, which are padded where they differ in length.
+            prepend_bos: False to leave out the first token that the tokenizer adds.
+            truncate: whether to cut them to as many as the model takes.
+            ignored: other arguments of TransformerLens.
+
+        Raises:
+            InfoFlowError: without a tokenizer.
+        """
+        ids: Tensor = self._tokenize(input)["input_ids"]
+        if prepend_bos is False and self.cfg.tokenizer_prepends_bos:
+            ids = ids[:, 1:]
+        return ids[:, : self.cfg.n_ctx] if truncate else ids
+
+    def to_single_token(self, text: str) -> int:
+        """Return the id of a text that is one token.
+
+        Raises:
+            InfoFlowError: for several, and without a tokenizer.
+        """
+        self._tokenize(text)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise InfoFlowError(f"{text!r} is {len(ids)} tokens: expected one; give its id")
+        return int(ids[0])
+
+    # What ActivationCache asks for
+
+    @property
+    def W_U(self) -> Float[Tensor, "d_model d_vocab"]:
+        """What the normed last state is multiplied by.
+
+        Raises:
+            InfoFlowError: if no single matrix makes the output of it.
+        """
+        if "unembed" not in self._modules or not self.anatomy.end.gives_output:
+            raise InfoFlowError(
+                f"the output of {type(self.original_model).__name__} is not the last state, normed "
+                "and multiplied by one matrix (it has no such head, or scales or caps what that "
+                "gives): expected such a model; take gradients of the output"
+            )
+        weight: Tensor = self.unembed.W_U
+        return weight
+
+    def tokens_to_residual_directions(
+        self, tokens: str | int | Int[Tensor, "*places"]
+    ) -> Float[Tensor, "*places d_model"]:
+        """Return the directions whose products with the normed last state are logits.
+
+        Raises:
+            InfoFlowError: as :attr:`W_U` does.
+        """
+        known = self.to_single_token(tokens) if isinstance(tokens, str) else tokens
+        directions = self.W_U.T
+        ids = torch.as_tensor(known, device=directions.device)
+        return directions[int(ids) if ids.numel() == 1 else ids]
+
+    def accumulated_bias(
+        self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
+    ) -> Float[Tensor, " d_model"]:
+        """Sum what the matrices of attention and MLP add below a layer, whatever the tokens.
+
+        Args:
+            layer: the layer; all layers below it count.
+            mlp_input: whether its attention counts, too.
+            include_mlp_biases: whether those of MLPs count.
+
+        Raises:
+            InfoFlowError: if a block has no single matrix there.
+        """
+        total = torch.zeros(self.cfg.d_model, dtype=self.cfg.dtype, device=self.cfg.device)
+        for number in range(layer + mlp_input):
+            block: Any = self.blocks[number]
+            total = total + block.attn.b_O
+            if include_mlp_biases and number < layer and "mlp" in block._modules:
+                total = total + block.mlp.b_out
+        return total
+
+
+def _has_hooks(point: nn.Module) -> bool:
+    return bool(point._forward_hooks or point._backward_hooks or point._forward_pre_hooks)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(t, str) for t in value)
+
+
+def _token_example(model: nn.Module) -> dict[str, Tensor]:
+    """Token ids [2, 7] that the model knows, by the name of its first argument."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    weight = getattr(embedding, "weight", None)
+    config = getattr(model, "config", None) or getattr(model, "cfg", None)
+    n_ids = getattr(config, "vocab_size", getattr(config, "d_vocab", None))
+    if isinstance(weight, Tensor):
+        n_ids = len(weight)
+    n_ids = n_ids if isinstance(n_ids, int) and n_ids > 0 else 14
+    first = min(3, max(0, n_ids - 11))  # behind ids of padding, where there are
+    ids = torch.arange(14).reshape(2, 7) % min(11, n_ids) + first
+    names = list(inspect.signature(model.forward).parameters)
+    example = {next((n for n in ("input_ids", *names[:1]) if n in names), "input_ids"): ids}
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
+        example["decoder_input_ids"] = ids
+    return example
+
+
+def _config(named: NamedModel) -> SimpleNamespace:
+    """Collect the numbers that tools read: from the anatomy; the config only bounds positions."""
+    anatomy, model = named.anatomy, named.original_model
+    attentions = [block.attentions[0] for block in anatomy.blocks if block.attentions]
+    widths = [block.mlp_output.d_in for block in anatomy.blocks if block.mlp_output]
+    first = next(iter(model.parameters()), torch.empty(0))
+    own = getattr(model, "config", None) or getattr(model, "cfg", None)
+    lengths = [getattr(own, name, None) for name in _LENGTHS]
+    bounds = [n for n in (anatomy.start.n_ctx, *lengths) if isinstance(n, int) and n > 0]
+    norm = None if anatomy.end.norm is None else anatomy.end.norm.numbers(model)
+    bos = _prepends(named.tokenizer)
+    return SimpleNamespace(
+        model_name=type(model).__name__,
+        original_architecture=type(model).__name__,
+        n_layers=len(anatomy.blocks),
+        n_heads=attentions[0].n_heads,
+        n_key_value_heads=attentions[0].n_kv_heads,
+        d_head=attentions[0].d_head,
+        d_model=anatomy.d_model,
+        d_mlp=widths[0] if widths else None,
+        d_vocab=anatomy.start.d_vocab,
+        n_ctx=min(bounds, default=_MANY),
+        act_fn=next((a for n in _ACTIVATIONS if (a := getattr(own, n, None)) is not None), None),
+        attention_dir="causal" if all(a.is_causal for a in attentions) else "bidirectional",
+        attn_only=all(block.mlp_out is None for block in anatomy.blocks),
+        normalization_type=None if norm is None else "LN" if norm.centers else "RMS",
+        device=first.device,
+        dtype=first.dtype,
+        default_prepend_bos=bos,
+        tokenizer_prepends_bos=bos,
+        tokenizer_appends_eos=False,
+    )
+
+
+def _prepends(tokenizer: Any) -> bool:
+    """Whether a tokenizer begins each text with a token of its own."""
+    if tokenizer is None:
+        return False
+    ids = tokenizer("a")["input_ids"]
+    return bool(ids) and ids[0] in tokenizer.all_special_ids

@@ -1,0 +1,205 @@
+"""The cache of a named model, which gives no decomposition that does not add up."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformer_lens import ActivationCache
+from transformer_lens.utilities import Slice
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.hooks.model.sites import SCALE
+
+_BARS = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+class NamedCache(ActivationCache):
+    """ActivationCache of any model: parts are compared with the state that they are to make.
+
+    TransformerLens trusts the config, and gives parts of other models that miss the state by a
+    third. Here a state whose parts do not add up (norms behind sums, scaled residuals, positions
+    that are added elsewhere) is refused, and so are heads and neurons that do not give what their
+    sublayer adds. The final norm is applied with its weight, so that ``logit_attrs`` are shares of
+    the logits, up to what the biases of norm and unembedding add.
+    """
+
+    def decompose_resid(
+        self,
+        layer: int | None = None,
+        mlp_input: bool = False,
+        mode: Any = "all",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Decompose a state as TransformerLens does.
+
+        Raises:
+            InfoFlowError: if its parts do not add up to it.
+        """
+        if mode == "all":
+            self._check_sum(layer, mlp_input)
+        return super().decompose_resid(layer, mlp_input, mode, *args, **kwargs)
+
+    def get_full_resid_decomposition(
+        self, layer: int | None = None, mlp_input: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Decompose a state into heads, neurons, embeddings and biases as TransformerLens does.
+
+        Raises:
+            InfoFlowError: if its parts do not add up to it.
+        """
+        self._check_sum(layer, mlp_input)
+        return super().get_full_resid_decomposition(layer, mlp_input, *args, **kwargs)
+
+    def compute_head_results(self) -> None:
+        """Compute what each head adds as TransformerLens does.
+
+        Raises:
+            InfoFlowError: if a layer's heads do not add up to what its attention adds.
+        """
+        self._check_heads()
+        super().compute_head_results()
+
+    def stack_head_results(self, layer: int = -1, *args: Any, **kwargs: Any) -> Any:
+        """Stack what heads add as TransformerLens does.
+
+        Raises:
+            InfoFlowError: as :meth:`compute_head_results` does.
+        """
+        self._check_heads()
+        return super().stack_head_results(layer, *args, **kwargs)
+
+    def get_neuron_results(self, layer: int, *args: Any, **kwargs: Any) -> Any:
+        """Give what each neuron of a layer adds as TransformerLens does.
+
+        Raises:
+            InfoFlowError: if they do not add up to what its MLP adds.
+        """
+        self._check_neurons(layer)
+        return super().get_neuron_results(layer, *args, **kwargs)
+
+    def stack_neuron_results(self, layer: int, *args: Any, **kwargs: Any) -> Any:
+        """Stack what neurons add as TransformerLens does.
+
+        Raises:
+            InfoFlowError: as :meth:`get_neuron_results` does.
+        """
+        n_layers = self.model.cfg.n_layers
+        for below in range(n_layers if layer in (None, -1) else layer):
+            self._check_neurons(below)
+        return super().stack_neuron_results(layer, *args, **kwargs)
+
+    def apply_ln_to_stack(
+        self,
+        residual_stack: Float[Tensor, "part *batch_and_pos d_model"],
+        layer: int | None = None,
+        mlp_input: bool = False,
+        pos_slice: Any = None,
+        batch_slice: Any = None,
+        has_batch_dim: bool = True,
+        recompute_ln: bool = False,
+    ) -> Float[Tensor, "part *batch_and_pos d_model"]:
+        """Apply the final norm to parts of the last state, with its weight, without its bias.
+
+        Args:
+            residual_stack: the parts.
+            layer: None, -1 or the number of layers, for the last state.
+            mlp_input: False.
+            pos_slice, batch_slice, has_batch_dim: as in TransformerLens.
+            recompute_ln: norm each part with a scale of its own, and the bias.
+
+        Raises:
+            InfoFlowError: for another layer, whose norms are not among the hook points, and for a
+                model whose last state is read by more than a norm.
+        """
+        model: Any = self.model
+        pos, batch = (s if isinstance(s, Slice) else Slice(s) for s in (pos_slice, batch_slice))
+        if mlp_input or layer not in (None, -1, model.cfg.n_layers):
+            raise InfoFlowError(
+                f"the norms of layer {layer} are not among the hook points: expected layer None, "
+                "for the final norm; read the states, and apply the model's own norm"
+            )
+        if has_batch_dim:
+            residual_stack = batch.apply(residual_stack, dim=1)
+        if "ln_final" not in model._modules:
+            if model.anatomy.end.gives_output:
+                return residual_stack  # nothing stands before the unembedding
+            raise InfoFlowError(
+                f"no final norm was found in {model.cfg.model_name}: expected a norm that reads "
+                "the last state; take gradients of the output"
+            )
+        if recompute_ln:
+            return torch.stack([model.ln_final(part) for part in residual_stack])
+        if SCALE not in self.cache_dict:
+            raise InfoFlowError(
+                f"the cache lacks {SCALE}: expected it beside the states; name it in names_filter"
+            )
+        scale = pos.apply(self.cache_dict[SCALE], dim=-2)
+        scale = batch.apply(scale) if self.has_batch_dim else scale
+        return model.ln_final.numbers().apply(residual_stack, scale)
+
+    # Whether parts add up
+
+    def _check_sum(self, layer: int | None, mlp_input: bool) -> None:
+        n_layers = self.model.cfg.n_layers
+        last = n_layers if layer in (None, -1) else int(layer or 0)
+        point = "hook_resid_mid" if mlp_input else "hook_resid_pre"
+        state = f"blocks.{last}.{point}"
+        if last == n_layers:
+            state = f"blocks.{last - 1}.hook_resid_post"
+        embeddings: list[str] = ["hook_embed", "hook_pos_embed"]
+        names = [name for name in embeddings if name in self.cache_dict]
+        for below in range(last + mlp_input):
+            names.append(f"blocks.{below}.hook_attn_out")
+            if below < last and not self.model.cfg.attn_only:
+                names.append(f"blocks.{below}.hook_mlp_out")
+        missing = [name for name in (*names, state) if name not in self.cache_dict]
+        if missing:
+            raise InfoFlowError(
+                f"the cache lacks {', '.join(missing[:3])}: expected all parts of the state; the "
+                f"model's lacks() says why it does not show them{self._reason(missing[0])}"
+            )
+        parts = [self.cache_dict[name] for name in names]
+        fits = all(part.shape == self.cache_dict[state].shape for part in parts)
+        self._check(names, sum(parts) if fits else torch.tensor(torch.nan), state)
+
+    def _check_heads(self) -> None:
+        model: Any = self.model
+        for layer in range(model.cfg.n_layers):
+            block, name = model.blocks[layer], f"blocks.{layer}.hook_attn_out"
+            z = self.cache_dict[f"blocks.{layer}.attn.hook_z"]
+            total = torch.einsum("...hd,hdm->...m", z, block.attn.W_O) + block.attn.b_O
+            if name in self.cache_dict:
+                self._check(["heads"], total, name)
+
+    def _check_neurons(self, layer: int) -> None:
+        model: Any = self.model
+        mlp, name = model.blocks[layer]._modules.get("mlp"), f"blocks.{layer}.mlp.hook_post"
+        if mlp is None or name not in self.cache_dict:
+            raise InfoFlowError(
+                f"the cache lacks {name}: expected what the last matrix of an MLP reads"
+                f"{self._reason(name)}"
+            )
+        total = self.cache_dict[name] @ mlp.W_out + mlp.b_out
+        self._check(["neurons"], total, f"blocks.{layer}.hook_mlp_out")
+
+    def _reason(self, name: str) -> str:
+        model: Any = self.model
+        reason = model.lacks().get(name)
+        return f" ({reason})" if reason else ""
+
+    def _check(self, names: list[str], total: Any, state: str) -> None:
+        """Refuse parts that do not make a state.
+
+        Raises:
+            InfoFlowError: with how far they are off.
+        """
+        expected = self.cache_dict[state]
+        apart = float((total - expected).abs().max() / expected.abs().max())
+        if not apart <= _BARS.get(expected.dtype, 1e-3):
+            raise InfoFlowError(
+                f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''} do not add up to "
+                f"{state} (off by {apart:.0%} of its size): expected a model whose parts do; here "
+                "norms stand behind sums, parts are scaled, or a block adds more"
+            )

@@ -1,0 +1,605 @@
+"""Opened models: the tools of TransformerLens, and ours, on the object as it is given."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformer_lens import patching
+from transformer_lens.head_detector import detect_head
+
+from infoflow_lens import (
+    InfoFlowError,
+    JacobianInfluence,
+    PositionsProbe,
+    RecoveryProbe,
+    inspect_model,
+    measure_mechanisms,
+    run_probes,
+)
+from infoflow_lens.models.named import open_model
+from tests.conftest import some_of
+from tests.reference import families, zoo
+
+IDS = families.tokens()
+RIGHT = families.masks(IDS)["right"]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Models of transformers by type and attention function, each made once."""
+    made = {}
+
+    def build(kind, how="eager"):
+        if (kind, how) not in made:
+            made[kind, how] = families.build(kind, how)
+        return made[kind, how]
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def opened(plain):
+    made = {}
+
+    def build(kind, how="eager"):
+        if (kind, how) not in made:
+            made[kind, how] = open_model(plain(kind, how))
+        return made[kind, how]
+
+    return build
+
+
+# The tools of TransformerLens
+
+
+def test_what_is_opened_is_the_object_itself(plain, opened):
+    model, named = plain("gpt2"), opened("gpt2")
+    assert named.original_model is model
+    assert open_model(named) is named
+    with torch.no_grad():
+        expected = model(IDS)
+        assert torch.equal(named(IDS), expected.logits)
+        assert torch.equal(named(IDS, return_type="output").logits, expected.logits)
+        assert named(IDS, return_type=None) is None
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert {n: p.data_ptr() for n, p in model.named_parameters()} == {
+        n.removeprefix("original_model."): p.data_ptr() for n, p in named.named_parameters()
+    }
+    assert (named.cfg.d_vocab, named.cfg.n_ctx, named.cfg.attention_dir) == (101, 64, "causal")
+
+
+PATCHES = ["resid_pre", "resid_mid", "attn_out", "mlp_out"]
+HEAD_PATCHES = ["out_by_pos", "q_by_pos", "k_by_pos", "v_by_pos", "pattern_by_pos", "out_all_pos"]
+HEAD_PATCHES += ["q_all_pos", "k_all_pos", "v_all_pos", "pattern_all_pos", "pattern_dest_src_pos"]
+PATCHES += [f"attn_head_{name}" for name in HEAD_PATCHES]
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_patching_runs_and_reaches(opened, name):
+    named = opened("gpt2")
+    _, cache = named.run_with_cache(IDS)
+    corrupted = (IDS + 40) % 101
+
+    def metric(logits):
+        return logits[0, -1, 5] - logits[0, -1, 6]
+
+    found = getattr(patching, f"get_act_patch_{name}")(named, corrupted, cache, metric)
+    with torch.no_grad():
+        untouched = metric(named(corrupted))
+    assert found.isfinite().all()
+    assert (found - untouched).abs().max() > 1e-3
+
+
+def test_a_patched_state_is_that_of_a_hook_of_torch(plain, opened):
+    model, named = plain("llama"), opened("llama")
+    with torch.no_grad():
+        _, cache = named.run_with_cache(IDS)
+        corrupted = (IDS + 40) % 101
+        found = patching.get_act_patch_resid_pre(named, corrupted, cache, lambda out: out[0, -1, 5])
+
+        def by_hand(layer, position):
+            def put(module, args):
+                stream = args[0].clone()
+                stream[:, position] = cache["resid_pre", layer][:, position]
+                return (stream, *args[1:])
+
+            handle = model.model.layers[layer].register_forward_pre_hook(put)
+            out = model(corrupted).logits[0, -1, 5]
+            handle.remove()
+            return out
+
+        expected = torch.stack(
+            [torch.stack([by_hand(layer, place) for place in range(7)]) for layer in range(2)]
+        )
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_the_head_detector_runs_on_an_encoder(plain):
+    named = open_model(zoo.build("bert"), zoo.tokenizer())
+    found = detect_head(named, "w5 w6 w7 w5 w6 w7", "previous_token_head")
+    _, cache = named.run_with_cache("w5 w6 w7 w5 w6 w7")
+    patterns = torch.stack([cache["pattern", layer][0] for layer in range(2)])
+    expected = patterns.diagonal(-1, -2, -1).sum(-1) / patterns.sum((-1, -2))
+    assert torch.allclose(found, expected, atol=1e-2)  # it rounds
+
+
+def test_decompositions_add_up_to_the_logits(plain, opened):
+    for kind in ("gpt2", "llama", "gptj", "opt"):
+        model, named = plain(kind), opened(kind)
+        logits, cache = named.run_with_cache(IDS)
+        constant = named.ln_final.numbers().bias @ named.W_U + named.unembed.b_U
+        expected = logits[..., 5] - logits[..., 7] - (constant[5] - constant[7])
+        for parts in (
+            cache.decompose_resid(),
+            cache.get_full_resid_decomposition(),
+            cache.get_full_resid_decomposition(expand_neurons=False),
+            cache.stack_neuron_results(-1, incl_remainder=True),
+        ):
+            assert torch.allclose(parts.sum(0), cache["resid_post", 1], atol=1e-5)
+            shares = cache.logit_attrs(parts, torch.tensor(5), torch.tensor(7))
+            assert torch.allclose(shares.sum(0), expected, atol=1e-5)
+        heads = cache.stack_head_results(1, incl_remainder=True).sum(0)
+        assert torch.allclose(heads, cache["resid_post", 0], atol=1e-5)
+        lens = cache.accumulated_resid(apply_ln=True)
+        assert torch.allclose(lens[-1] @ named.W_U + named.unembed.b_U, logits, atol=1e-4)
+        assert not any(p.requires_grad for p in model.parameters())
+
+
+REFUSED = [
+    ("bert", lambda cache: cache.decompose_resid(), "do not add up to blocks.1.hook_resid_post"),
+    ("bert", lambda cache: cache.apply_ln_to_stack(torch.zeros(1, 2, 7, 32)), "no final norm"),
+    ("gemma2", lambda cache: cache.stack_head_results(), "heads do not add up to blocks.0.hook_at"),
+    ("gemma2", lambda cache: cache.get_neuron_results(0), "neurons do not add up to blocks.0.hoo"),
+    ("mixtral", lambda cache: cache.get_neuron_results(0), "no single matrix makes what the MLP"),
+    ("gpt2", lambda cache: cache.decompose_resid(apply_ln=True, layer=1), "norms of layer 1 are"),
+    ("cohere", lambda cache: cache.model.tokens_to_residual_directions(5), "scales or caps what"),
+    ("bitnet", lambda cache: cache.model.blocks[0].attn.W_O, "blocks.0.attn has no W_O"),
+]
+
+
+@pytest.mark.parametrize(("kind", "ask", "match"), REFUSED)
+def test_what_would_be_wrong_is_refused_with_the_reason(opened, kind, ask, match):
+    _, cache = opened(kind).run_with_cache(IDS)
+    with pytest.raises(InfoFlowError, match=match):
+        ask(cache)
+
+
+# What hooks see and change
+
+
+def test_edits_of_states_are_those_of_hooks_of_torch(plain, opened):
+    """Also with a sum in the hook, which is no sum of the model."""
+    model, named = plain("bert"), opened("bert")
+    steer = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = named.run_with_hooks(
+            IDS, **RIGHT, fwd_hooks=[("blocks.0.hook_resid_post", lambda t, hook: t + steer)]
+        )
+        handle = model.bert.encoder.layer[0].register_forward_hook(lambda m, a, out: out + steer)
+        expected = model(IDS, **RIGHT).logits
+        handle.remove()
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+EDITS = {
+    "hook_embed": lambda model: model.transformer.wte,
+    "blocks.0.hook_attn_out": lambda model: model.transformer.h[0].attn.c_proj,
+    "blocks.0.hook_mlp_out": lambda model: model.transformer.h[0].mlp.c_proj,
+    "ln_final.hook_normalized": lambda model: model.transformer.ln_f,
+    "unembed.hook_out": lambda model: model.lm_head,
+    "hook_pos_embed": lambda model: model.transformer.wpe,
+    "blocks.1.mlp.hook_post": lambda model: model.transformer.h[1].mlp.act,
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edits_of_parts_are_those_of_hooks_of_torch(plain, opened, name):
+    model, named = plain("gpt2"), opened("gpt2")
+    with torch.no_grad():
+        found = named.run_with_hooks(IDS, fwd_hooks=[(name, lambda t, hook: t * 0.5)])
+        handle = EDITS[name](model).register_forward_hook(lambda m, args, out: out * 0.5)
+        expected = model(IDS).logits
+        handle.remove()
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_the_scale_of_the_final_norm_can_be_frozen(plain, opened):
+    model, named = plain("llama"), opened("llama")
+    with torch.no_grad():
+        found = named.run_with_hooks(
+            IDS, fwd_hooks=[("ln_final.hook_scale", lambda t, hook: 2 * t)]
+        )
+        expected = model.lm_head(model.model(IDS)[0] / 2)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["eager", "sdpa"])
+def test_gradients_at_hook_points_are_those_of_torch(plain, how):
+    model = copy.deepcopy(plain("llama", how))
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    named, seen = open_model(model), {}
+    points = ["blocks.0.hook_resid_post", "blocks.1.attn.hook_z"]
+    hooks = [(p, lambda grad, hook: seen.__setitem__(hook.name, grad.clone())) for p in points]
+    with named.hooks(bwd_hooks=hooks):
+        named(IDS)[0, -1, 5].backward()
+    kept = []
+    handles = [
+        model.model.layers[0].register_forward_hook(lambda m, args, out: kept.append(out)),
+        model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(
+            lambda m, args: kept.append(args[0])
+        ),
+    ]
+    grads = torch.autograd.grad(model(IDS).logits[0, -1, 5], kept)
+    for handle in handles:
+        handle.remove()
+    assert torch.allclose(seen[points[0]], grads[0], atol=1e-6)
+    assert torch.allclose(seen[points[1]].flatten(-2), grads[1], atol=1e-6)
+
+
+def unmask(scores, hook):
+    return scores.nan_to_num(neginf=0.0)
+
+
+def test_scores_are_lowest_where_the_call_closes_keys(opened):
+    """And editing them leaves closed what stays so, and opens what gets a number."""
+    for how in ("eager", "sdpa"):
+        named = opened("llama", how)
+        logits, cache = named.run_with_cache(IDS, **RIGHT)
+        open_keys = cache["attn_scores", 0] > -torch.inf
+        real = RIGHT["attention_mask"].bool()
+        causal = torch.ones(7, 7, dtype=bool).tril()
+        expected = causal & real[:, None, None]
+        queries = real[:, None, :, None].expand_as(open_keys)
+        assert torch.equal(open_keys[queries], expected.expand_as(open_keys)[queries])
+        same = named.run_with_hooks(
+            IDS, **RIGHT, fwd_hooks=[("blocks.0.attn.hook_attn_scores", lambda t, hook: t + 0)]
+        )
+        assert torch.allclose(same[real], logits[real], atol=1e-6)
+
+        with named.hooks(fwd_hooks=[("blocks.0.attn.hook_attn_scores", unmask)]):
+            _, cache = named.run_with_cache(IDS, names_filter=["blocks.0.attn.hook_pattern"])
+        assert (cache["pattern", 0] > 0).all()
+
+
+def test_packed_sequences_and_token_types_go_to_the_model(plain, opened):
+    model, named = plain("llama", "sdpa"), opened("llama", "sdpa")
+    packed = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]).expand(2, -1)
+    mask = torch.ones(7, 7, dtype=bool).tril() & (packed[:, None, None] == packed[:, None, :, None])
+    kwargs = {"attention_mask": mask, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2)}
+    logits, cache = named.run_with_cache(IDS, **kwargs)
+    assert torch.equal(cache["attn_scores", 1] > -torch.inf, mask.expand(2, 4, 7, 7))
+    with torch.no_grad():
+        assert torch.allclose(logits, model(IDS, **kwargs).logits, atol=1e-5)
+        bert, types = opened("bert"), (torch.arange(14) % 7 > 3).long().reshape(2, 7)
+        logits, _ = bert.run_with_cache(IDS, token_type_ids=types)
+        assert torch.equal(logits, plain("bert")(IDS, token_type_ids=types).logits)
+
+
+@pytest.mark.parametrize("how", ["eager", "sdpa"])
+def test_cached_decoding_shows_one_query_over_all_keys(plain, opened, how):
+    model, named = plain("llama", how), opened("llama", how)
+    _, whole = named.run_with_cache(IDS)
+    with torch.no_grad():
+        past = model(IDS[:, :6], use_cache=True).past_key_values
+    _, cache = named.run_with_cache(IDS[:, 6:], past_key_values=past)
+    assert cache["pattern", 1].shape == (2, 4, 1, 7)
+    assert torch.allclose(cache["pattern", 1], whole["pattern", 1][:, :, 6:], atol=1e-5)
+    assert torch.allclose(cache["resid_post", 1], whole["resid_post", 1][:, 6:], atol=1e-4)
+
+
+def test_hook_points_fire_in_each_pass_of_generation(plain, opened):
+    named, lengths = opened("gpt2"), []
+
+    def note(pattern, hook):
+        lengths.append(tuple(pattern.shape[-2:]))
+
+    settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with named.hooks(fwd_hooks=[("blocks.1.attn.hook_pattern", note)]):
+        found = named.generate(IDS, **settings)
+    assert torch.equal(found, plain("gpt2").generate(IDS, **settings))
+    assert lengths == [(7, 7), (1, 8), (1, 9)]
+
+
+def test_a_call_leaves_nothing_behind(plain, opened):
+    """After an error in a hook, and beside another thread on the same model."""
+    model, named = plain("gpt2"), opened("gpt2")
+    state = torch.get_rng_state()
+
+    def fail(t, hook):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        named.run_with_hooks(IDS, fwd_hooks=[("blocks.1.hook_resid_mid", fail)])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(torch.overrides._get_current_function_mode_stack()) == 0
+    seen, found = [], []
+
+    def look(t, hook):
+        seen.append(threading.get_ident())
+        if len(seen) == 1:
+            other = threading.Thread(target=lambda: found.append(model(IDS + 1).logits))
+            other.start()
+            other.join()
+
+    named.run_with_hooks(IDS, fwd_hooks=[(f"blocks.{i}.hook_resid_post", look) for i in (0, 1)])
+    assert set(seen) == {threading.get_ident()}
+    assert len(seen) == 2
+    assert torch.equal(found[0], model(IDS + 1).logits)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_dropout_is_drawn_as_without_hooks(kind):
+    named = open_model(families.build(kind))
+    named.train()
+    results = []
+    for names in ([], ["blocks.0.attn.hook_pattern", "blocks.1.hook_mlp_out"]):
+        torch.manual_seed(7)
+        results.append(named.run_with_hooks(IDS, fwd_hooks=[(n, lambda t, hook: None) for n in names]))  # fmt: skip  # noqa: E501
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], named.eval()(IDS))
+
+
+# A model that changes after it was opened
+
+
+def own_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """Each query sees itself and the key before."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    near = torch.ones(query.shape[2], key.shape[2], dtype=bool).tril().triu(-1)
+    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~near, -torch.inf)
+    weights = scores.softmax(-1)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def changed(model, change):
+    """Change a model in place."""
+    if change == "own attention":
+        transformers.AttentionInterface.register("two_keys", own_attention)
+        model.set_attn_implementation("two_keys")
+    elif change == "sdpa":
+        model.set_attn_implementation("sdpa")
+    elif change == "cap off":
+        for layer in model.model.layers:
+            layer.self_attn.attn_logit_softcapping = None
+    elif change == "assigned weights":
+        state = {n: p * 1.5 for n, p in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    elif change == "double":
+        model.double()
+    elif change == "vocabulary":
+        model.resize_token_embeddings(120, mean_resizing=False)
+    elif change == "function":
+        inner = model.model.layers[0].mlp.forward
+        model.model.layers[0].mlp.forward = lambda x: 2 * inner(x)  # no matrix makes it any more
+
+
+CHANGES = ["own attention", "sdpa", "assigned weights", "double", "vocabulary", "function"]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, "cap off"])
+def test_a_model_is_shown_as_it_is_now(change):
+    model = families.build("gemma2" if change == "cap off" else "llama")
+    named = open_model(model)
+    named.run_with_cache(IDS)
+    changed(model, change)
+    logits, cache = named.run_with_cache(IDS)
+    with torch.no_grad():
+        expected = model(IDS, output_hidden_states=True)
+    assert torch.allclose(logits, expected.logits, atol=1e-5)
+    assert torch.allclose(cache["resid_pre", 1], expected.hidden_states[1], atol=1e-5)
+    weight = model.model.layers[0].self_attn.o_proj.weight
+    assert torch.equal(named.blocks[0].attn.W_O.flatten(0, 1), weight.T)
+    fresh = open_model(copy.deepcopy(model)).run_with_cache(IDS)[1]
+    assert fresh.keys() == cache.keys()
+    for name in fresh:
+        assert torch.allclose(fresh[name], cache[name], atol=1e-6), name
+    assert (named.cfg.dtype, named.cfg.d_vocab) == (logits.dtype, logits.shape[-1])
+    if change == "own attention":
+        visible = (cache["attn_scores", 0] > -torch.inf).sum(-1)
+        assert torch.equal(visible, torch.tensor([1, 2, 2, 2, 2, 2, 2]).expand(2, 4, 7))
+
+
+def test_a_call_whose_attentions_do_not_fit_is_refused():
+    model = families.build("llama")
+    named = open_model(model)
+
+    class Repeat(nn.Module):  # it attends more often in some calls
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.n = inner, 1
+
+        def forward(self, hidden_states, **kwargs):
+            return [self.inner(hidden_states, **kwargs) for _ in range(self.n)][-1]
+
+    model.model.layers[1].self_attn = Repeat(model.model.layers[1].self_attn)
+    named.run_with_cache(IDS, use_cache=False)
+    model.model.layers[1].self_attn.n = 2
+    with pytest.raises(InfoFlowError, match=r"block 1 .* has 2 softmaxes .*, and had 1 in the run"):
+        named.run_with_cache(IDS, use_cache=False)
+    other = ["blocks.0.attn.hook_pattern"]  # of a block that fits
+    named.run_with_cache(IDS, use_cache=False, names_filter=other)
+
+
+def test_calls_that_would_be_wrong_are_refused(opened):
+    named = open_model(families.build("gpt2"))
+    model = named.original_model
+    for module in model.modules():  # as transformers sets it
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = True
+    model.train()
+    with pytest.raises(InfoFlowError, match="has gradient checkpointing, which runs its blocks ag"):
+        named.run_with_cache(IDS)
+    model.eval()
+    named.run_with_cache(IDS)
+    with pytest.raises(InfoFlowError, match="return_type is 'loss': expected 'logits', 'output'"):
+        named(IDS, return_type="loss")
+    with pytest.raises(InfoFlowError, match="has no tokenizer for 'a text'"):
+        named("a text")
+    with pytest.raises(InfoFlowError, match=r"is a DataParallel.*give its .module"):
+        open_model(nn.DataParallel(model))
+    with pytest.raises(InfoFlowError, match="of type str: expected a module"):
+        open_model("gpt2")
+
+
+def test_hooks_on_a_model_that_gets_other_hook_points_are_refused():
+    named = open_model(families.build("gpt2"))
+    block = named.original_model.transformer.h[1]
+    hooks = [("blocks.0.attn.hook_z", lambda t, hook: None)]
+    with named.hooks(fwd_hooks=hooks):
+        block.mlp.c_proj = nn.Sequential(block.mlp.c_proj, nn.Tanh())
+        with pytest.raises(InfoFlowError, match=r"its hook points \(blocks.1.mlp.hook_post\)"):
+            named(IDS)
+    assert "blocks.1.mlp.hook_post" in named.hook_dict
+    named.run_with_hooks(IDS, fwd_hooks=hooks)
+    assert "blocks.1.mlp.hook_post" not in named.hook_dict
+
+
+def test_copies_are_of_their_own():
+    named = open_model(families.build("gpt2"))
+    other = copy.deepcopy(named)
+    with torch.no_grad():
+        other.original_model.transformer.h[0].attn.c_proj.weight.zero_()
+    assert other.blocks[0].attn.W_O.abs().sum() == 0
+    assert named.blocks[0].attn.W_O.abs().sum() > 0
+    _, cache = other.run_with_cache(IDS)
+    assert cache["attn_out", 0].abs().max() == 0
+
+
+# Texts
+
+
+def test_texts_become_what_the_model_takes():
+    model, tokenizer = zoo.build("bert"), zoo.tokenizer()
+    named = open_model(model, tokenizer)
+    made = tokenizer(["w5 w6", "w7 w8 w9"], return_tensors="pt", padding=True)
+    with torch.no_grad():
+        expected = model(**made).logits
+        assert torch.equal(named(["w5 w6", "w7 w8 w9"]), expected)
+        assert torch.allclose(named("w5 w6"), expected[:1, :2], atol=1e-6)
+    assert named.to_tokens("w5 w6").tolist() == [[5, 6]]
+    assert named.to_single_token("w5") == 5
+    with pytest.raises(InfoFlowError, match="'w5 w6' is 2 tokens"):
+        named.to_single_token("w5 w6")
+
+
+# Other models than a stack over ids
+
+
+def check_states(named, states, *args, **kwargs):
+    """The states of blocks are those that transformers gives."""
+    _, cache = named.run_with_cache(*args, **kwargs)
+    for layer, state in enumerate(states):
+        assert torch.allclose(cache["resid_pre", layer], state, atol=1e-5)
+    return cache
+
+
+@pytest.mark.parametrize("kind", some_of(["bart", "t5"], "bart"))
+def test_encoders_with_decoders_are_opened_by_their_stacks(kind):
+    model = families.build(kind, auto=["AutoModel"])
+    call = {"input_ids": IDS, "decoder_input_ids": IDS + 1}
+    with torch.no_grad():
+        found = model(**call, output_attentions=True, output_hidden_states=True)
+    for side in ("encoder", "decoder"):
+        named = open_model(model, stack=side)
+        states = found[f"{side}_hidden_states"][:2]
+        cache = check_states(named, states, **call)
+        for layer in range(2):
+            own = f"{side}_attentions"
+            assert torch.allclose(cache["pattern", layer], found[own][layer], atol=1e-5)
+            if side == "decoder":
+                cross = cache[f"blocks.{layer}.attn_1.hook_pattern"]
+                assert torch.allclose(cross, found.cross_attentions[layer], atol=1e-5)
+    with pytest.raises(InfoFlowError, match="expected one of 'encoder', 'decoder'"):
+        open_model(model)
+
+
+def test_models_of_pixels_and_of_sounds_are_opened_by_an_example():
+    generator = torch.Generator().manual_seed(0)
+    vit = families.build("vit", "sdpa", auto=["AutoModel"])
+    pixels = torch.randn(2, 3, 8, 8, generator=generator)
+    named = open_model(vit, example={"pixel_values": pixels})
+    with torch.no_grad():
+        expected = vit(pixels, output_hidden_states=True)
+    check_states(named, expected.hidden_states[:2], pixels)
+    encoder = families.build("whisper", auto=["AutoModel"]).encoder
+    sound = {"input_features": torch.randn(2, 8, 12, generator=generator)}
+    with torch.no_grad():
+        expected = encoder(**sound, output_hidden_states=True)
+    check_states(open_model(encoder, example=sound), expected.hidden_states[:2], **sound)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_transformer_of_torch_alone(norm_first):
+    layer = nn.TransformerEncoderLayer(12, 3, 20, norm_first=norm_first, batch_first=False)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = torch.randn(5, 2, 12, generator=torch.Generator().manual_seed(0))  # positions first
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    named = open_model(model, example={"src": x, "mask": mask})
+    with torch.no_grad():
+        _, cache = named.run_with_cache(x, mask=mask)
+        assert torch.allclose(cache["resid_post", 0], model.layers[0](x, mask).transpose(0, 1), atol=1e-6)  # fmt: skip  # noqa: E501
+        read = model.layers[0].norm1(x) if norm_first else x
+        attention = model.layers[0].self_attn
+        _, weights = attention(read, read, read, attn_mask=mask, average_attn_weights=False)
+    assert torch.allclose(cache["pattern", 0], weights, atol=1e-6)
+    assert torch.equal(cache["attn_scores", 0] > -torch.inf, (mask == 0).expand(2, 3, 5, 5))
+
+
+# Our own measures
+
+
+@pytest.mark.parametrize(("kind", "how"), [("gpt2", "sdpa"), ("bert", "eager"), ("llama", "sdpa")])
+def test_probes_measure_opened_models(plain, kind, how):
+    """Ranks against the plain model's weights, in padded sequences; influence by differences."""
+    model = plain(kind, how)
+    named = open_model(model)
+    rows = [IDS[0], IDS[1, :4], IDS[1]]
+    probes = [PositionsProbe(ranks=(1, 2)), JacobianInfluence("resid_post", positions=(-1,))]
+    positions, influence = run_probes(named, rows, probes, progress=False)
+    for index, row in enumerate(rows):
+        with torch.no_grad():
+            found = plain(kind)(row[None], output_attentions=True)
+        for layer in range(2):
+            weights = found.attentions[layer][0]
+            expected = weights.argsort(-1, descending=True)[..., :2]
+            expected[..., 1] = torch.where((weights > 0).sum(-1) > 1, expected[..., 1], -1)
+            ranks = positions.positions[layer][index, :, : len(row)]
+            assert torch.equal(ranks, expected)
+
+    def last_state(enters):
+        kept = []
+        keep = lambda m, a, out: kept.append(out if torch.is_tensor(out) else out[0])  # noqa: E731
+        first, last = (block.module for block in named.anatomy.blocks)
+        handles = [
+            first.register_forward_pre_hook(lambda m, args: (enters[None], *args[1:])),
+            last.register_forward_hook(keep),
+        ]
+        model(rows[0][None])
+        for handle in handles:
+            handle.remove()
+        return kept[0][0, -1]
+
+    _, cache = named.run_with_cache(rows[0][None])
+    jacobian = torch.autograd.functional.jacobian(last_state, cache["resid_pre", 0][0])
+    expected = jacobian.square().sum((0, 2)).sqrt()
+    found = influence.influence[1, 0, 0]
+    assert torch.allclose(found, expected, rtol=1e-3, atol=1e-5 * float(expected.max()))
+
+
+def test_every_entrance_takes_an_opened_model():
+    named = open_model(families.build("bert"))
+    capabilities = inspect_model(named)
+    assert capabilities.problems() == ()
+    assert capabilities.kind == "NamedModel"
+    assert [layer.attends for layer in capabilities.layers] == ["bidirectional"] * 2
+    ids = torch.randint(3, 100, (40, 7), generator=torch.Generator().manual_seed(2))
+    (recovered,) = run_probes(named, ids, [RecoveryProbe((1,))], progress=False)
+    assert recovered.errors.isfinite().any() if hasattr(recovered, "errors") else recovered
+    found = measure_mechanisms(named, ids[:8], progress=False)
+    assert found.to_frame().shape[0] > 0
