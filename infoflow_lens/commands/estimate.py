@@ -30,8 +30,9 @@ _WORDS = (  # what `estimate` prints last
     "h_1: heads of the first layer; a head of one role serves one component of the target",
     "|I|: tokens that the fullest state must hold at once",
     "exponent k: a precision eps costs about eps^-k parameters, 0 where the state has room; lower, "
-    "by counting, and upper, by the schedule. Law: k = |I| d / E. Effective: 0 where |I| d <= E, "
-    "else the law. Certified: |I| d / E - 1, which is proved",
+    "by counting, and upper, by the schedule. Law: k = |I| d / E as printed. Decoder: "
+    "|I| d / E - 1, which is reached, and proved to be needed with weights of at most 1. Total: "
+    "with the encoder, at least 1 where |I| d > E. Certified: the decoder's by the proved count",
     "schedule: a job for each head, layer by layer, by which the last state holds what it needs",
 )
 
@@ -205,8 +206,8 @@ def _print_estimate(result: Any) -> None:
         ("least h_1 at this T, one role", str(result.min_heads_here)),
         ("least |I| by counting", f"{result.min_information}{saturated}"),
         ("|I| of the best schedule", str(result.upper_information)),
-        ("lower exponent (law, effective, certified)", _exponents(result.lower)),
-        ("upper exponent (law, effective, certified)", _exponents(result.upper)),
+        ("lower exponent (counted, certified)", _exponents(result.lower)),
+        ("upper exponent (law, decoder, total)", _exponents(result.upper)),
     ]
     if result.verified is not None:
         rows.append(("inputs on which the schedules learn", f"{result.verified:.0%}"))
@@ -324,7 +325,7 @@ def _survey(
             row["why"],
         )  # fmt: skip
     out.print(table)
-    out.print("exponent: effective, of eps^-k parameters for the costliest state (0: it fits)")
+    out.print("exponent: of eps^-k parameters for the costliest state (0: it fits)")
 
 
 def _named(like: str) -> Any:

@@ -20,47 +20,52 @@ from infoflow_lens.foundation.settings import (
 )
 from infoflow_lens.theory.information_sets import InformationSets
 
-Mode = Literal["law", "effective", "certified"]
-MODES: tuple[Mode, ...] = ("law", "effective", "certified")
+Mode = Annotated[
+    Literal["law", "decoder", "total"],
+    Remedy("'effective' is 'total' now, and 'certified' 'decoder'"),
+]
+MODES: tuple[Mode, ...] = ("law", "decoder", "total")
+_ROOM = 0.999  # of a step, for an analog coordinate; the rest keeps it off the next threshold
 Precision = Annotated[float, Gt(0), Lt(1), Remedy("a precision such as 0.01")]
 
 
 @checked
-def exponent(size: Index, d_token: Count, d_model: Count, mode: Mode = "law") -> float:
+def exponent(size: Index, d_token: Count, d_model: Count, mode: Mode = "total") -> float:
     """k in a cost of eps^-k parameters for a state of width E that holds |I| tokens of dimension d.
 
-    - "law": ``|I| d / E``, the law of Sec. 5.2 [derived from its prose].
-    - "effective": 0 where everything fits, ``|I| d <= E`` (the identity codes it), else the law
-      [derived, Thm 6].
-    - "certified": ``max(0, |I| d / E - 1)``, the lower bound of Thm 6 [derived].
+    - "law": ``|I| d / E``, the law of Sec. 5.2 as printed, which is not tight.
+    - "decoder": ``max(0, |I| d / E - 1)``. :class:`DigitCode` with analog coordinates needs no more
+      [proved: it is built], and no code does with less while weights are at most 1 [stated, Thm 6].
+      The built one has large weights, as the paper's; between the two regimes it stays open.
+    - "total": of encoder and decoder, 0 where all fits, ``|I| d <= E`` (the identity codes it),
+      else ``max(1, |I| d / E - 1)``: reached by that code, whose encoder has a step for each of
+      1/eps cells. That an encoder needs so many is open.
 
     Raises:
         InfoFlowError: for sizes below 0 or dimensions below 1, or an unknown mode.
     """
-    law = size * d_token / d_model
-    effective = law if size * d_token > d_model else 0.0
-    return {"law": law, "effective": effective, "certified": max(0.0, law - 1)}[mode]
+    return float(_in_mode(torch.tensor(size * d_token / d_model, dtype=torch.float64), mode))
+
+
+def _in_mode(law: Float[Tensor, "*state"], mode: Mode) -> Float[Tensor, "*state"]:
+    decoder = (law - 1).clamp(min=0)
+    total = torch.where(law <= 1, 0.0, decoder.clamp(min=1))
+    return {"law": law, "decoder": decoder, "total": total}[mode]
 
 
 @checked
 def exponents(
-    sets: InformationSets, d_token: int, d_model: int | Sequence[int], mode: Mode = "law"
+    sets: InformationSets, d_token: int, d_model: int | Sequence[int], mode: Mode = "total"
 ) -> Float[Tensor, "layer batch pos"]:
     """:func:`exponent` of every state, from the sets after its layer.
 
     The updated set counts, in all three rules [derived: one cost per I_t^(l), "regarding the size
     of I_t^(l)"]. States of the last layer other than the last position cost nothing, since nothing
-    reads them (eq 2): their exponent is NaN. `d_model` is E, or E_l for every layer: the law has
-    ``|I_t^(l)| d / E_l``.
+    reads them (eq 2): their exponent is NaN. `d_model` is E, or E_l for every layer.
     """
     widths = torch.tensor(check_by_layer(d_model, "d_model", sets.n_layers), dtype=torch.float64)
     law = sets.sizes().double() * d_token / widths[:, None, None].to(sets.members.device)
-    values = {
-        "law": law,
-        "effective": torch.where(law <= 1, 0.0, law),
-        "certified": (law - 1).clamp(min=0),
-    }
-    result = values[mode].clone()
+    result = _in_mode(law, mode).clone()
     result[-1, :, :-1] = math.nan
     return result
 
@@ -71,7 +76,7 @@ def total_cost(
     d_token: int,
     d_model: int | Sequence[int],
     eps: Precision,
-    mode: Mode = "law",
+    mode: Mode = "total",
 ) -> Float[Tensor, " batch"]:
     """The cost law summed over all (layer, position), in parameters up to constants (Sec. 5.2).
 
@@ -95,20 +100,33 @@ class DigitCode:
     the proof in App. A.3]. With steps replaced by tanh of finite steepness (Lemma 1) the code fails
     near the thresholds only.
 
+    With `analog` each latent carries one coordinate as it is, below the digits that it spells:
+    ``(q + .999 x) / 2^b``. Only r d - E coordinates are cut, so ``b = ceil((r d - E) B / E)``, and
+    a decoder of E 2^b units, one linear for each latent, has the exponent rd/E - 1 [derived; beyond
+    the paper]. It is that of the lower half of Theorem 3 (6), which is for weights of at most 1.
+
     Attributes:
         n_coordinates: r d.
         n_latents: E.
         n_bits: B.
+        analog: whether the first E coordinates are carried as they are.
 
     Raises:
-        InfoFlowError: for values below 1, or more than 24 bits in a latent (float64 and memory).
+        InfoFlowError: for values below 1, more than 24 bits in a latent (float64 and memory), or
+            `analog` where all coordinates fit.
     """
 
     n_coordinates: Count
     n_latents: Count
     n_bits: Count
+    analog: bool = False
 
     def __post_init__(self) -> None:
+        if self.analog and self.n_coordinates <= self.n_latents:
+            raise InfoFlowError(
+                f"{self.n_coordinates} coordinates fit in {self.n_latents} latents: expected more; "
+                "leave analog out"
+            )
         if self.bits_per_latent > 24:
             raise InfoFlowError(
                 f"{self.n_coordinates} coordinates of {self.n_bits} bits in {self.n_latents} "
@@ -128,12 +146,17 @@ class DigitCode:
     @property
     def bits_per_latent(self) -> int:
         """b, the bits that each latent spells."""
-        return -(-self.n_coordinates * self.n_bits // self.n_latents)
+        return -(-self.n_cut * self.n_bits // self.n_latents)
+
+    @property
+    def n_cut(self) -> int:
+        """Coordinates that are cut to digits: all, or all but one for each latent."""
+        return self.n_coordinates - self.analog * self.n_latents
 
     @property
     def encoder_units(self) -> int:
-        """Hidden units of the encoder: one for each threshold of each coordinate."""
-        return self.n_coordinates * 2**self.n_bits
+        """Hidden units of the encoder: one for each threshold of each coordinate that is cut."""
+        return self.n_cut * 2**self.n_bits
 
     @property
     def decoder_units(self) -> int:
@@ -142,7 +165,10 @@ class DigitCode:
 
     @property
     def decoder_exponent(self) -> float:
-        """log of a latent's decoder units over log of 1 / 2^-B: r d / E, up to the ceiling."""
+        """log of a latent's decoder units over log of 1 / 2^-B, up to the ceiling.
+
+        r d / E, or rd/E - 1 with `analog`.
+        """
         return self.bits_per_latent / self.n_bits
 
     def _steps(
@@ -180,22 +206,29 @@ class DigitCode:
                 f"inputs have {x.shape[-1]} coordinates in [{float(x.min()):.3g}, "
                 f"{float(x.max()):.3g}]: expected {self.n_coordinates} in [0, 1); scale them"
             )
-        steps = self._steps(x, self.n_bits, steepness)
+        carried, cut = x.split([self.n_coordinates - self.n_cut, self.n_cut], dim=-1)
+        steps = self._steps(cut, self.n_bits, steepness)
         bits = steps @ self._bit_weights(self.n_bits, x)  # [..., coordinate, bit]
-        padding = self.n_latents * self.bits_per_latent - self.n_coordinates * self.n_bits
+        padding = self.n_latents * self.bits_per_latent - self.n_cut * self.n_bits
         dealt = torch.nn.functional.pad(bits.flatten(-2), (0, padding))
         dealt = dealt.unflatten(-1, (self.n_latents, self.bits_per_latent))
-        # half a step on top keeps every latent away from the decoder's thresholds
         places = 0.5 ** torch.arange(1, self.bits_per_latent + 1, dtype=x.dtype, device=x.device)
-        return dealt @ places + places[-1] / 2
+        # half a step on top keeps every latent away from the decoder's thresholds
+        return dealt @ places + places[-1] * (_ROOM * carried if self.analog else 0.5)
 
     def decode(
         self, latents: Float[Tensor, "*batch latent"], steepness: float | None = None
     ) -> Float[Tensor, "*batch coordinate"]:
-        """The coordinates, each at the middle of its cell of width 2^-B."""
+        """The coordinates, each that is cut at the middle of its cell of width 2^-B."""
         steps = self._steps(latents, self.bits_per_latent, steepness)
-        bits = (steps @ self._bit_weights(self.bits_per_latent, latents)).flatten(-2)
-        bits = bits[..., : self.n_coordinates * self.n_bits]
-        bits = bits.unflatten(-1, (self.n_coordinates, self.n_bits))
-        places = 0.5 ** torch.arange(1, self.n_bits + 1, dtype=latents.dtype, device=latents.device)
-        return bits @ places + places[-1] / 2
+        bits = steps @ self._bit_weights(self.bits_per_latent, latents)  # [..., latent, bit]
+        places = 0.5 ** torch.arange(
+            1, max(self.n_bits, self.bits_per_latent) + 1, dtype=latents.dtype,
+            device=latents.device,
+        )  # fmt: skip
+        own = places[: self.bits_per_latent]
+        carried = (latents - bits @ own) / (own[-1] * _ROOM)
+        bits = bits.flatten(-2)[..., : self.n_cut * self.n_bits]
+        places = places[: self.n_bits]
+        cut = bits.unflatten(-1, (self.n_cut, self.n_bits)) @ places + places[-1] / 2
+        return torch.cat([carried, cut], dim=-1) if self.analog else cut

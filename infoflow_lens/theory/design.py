@@ -1,7 +1,7 @@
 """The smallest architectures that the theory allows for a target, and what is excluded beside them.
 
 For every number of layers and heads the search gives the smallest information sets; a width then
-either holds them (|I| d <= E, no further cost) or pays eps^-(|I| d / E) parameters (Sec. 5.2).
+either holds them (|I| d <= E, no further cost) or pays eps^-max(1, |I| d / E - 1) parameters.
 Those that no other one beats in layers, heads, width and exponent make the front.
 """
 
@@ -72,7 +72,7 @@ class Neighbour:
         verdict: of max-position retrieval alone, at the largest T; see `Estimate`.
         why: what the verdict rests on.
         information: |I| of its best schedule by any mechanism; None if there is none.
-        exponent: of that at its width, effective.
+        exponent: of that at its width, of encoder and decoder.
     """
 
     n_heads: tuple[int, ...]
@@ -240,7 +240,7 @@ def _candidates(
     result = []
     for share in _SHARES:
         width = max(1, -(-needed // share))
-        k = exponent(max(sizes), d_token, width, "effective")
+        k = exponent(max(sizes), d_token, width, "total")
         digits = k * -math.log10(error)
         further = math.inf if digits > 300 else (10**digits if k else 0.0)
         weights = (4 + 2 * _MLP_WIDTH) * len(heads) * width**2
@@ -300,7 +300,7 @@ def neighbours(
                 found.verdict,
                 found.why,
                 found.upper_information,
-                found.upper.get("effective"),
+                found.upper.get("total"),
             )
         )
     return tuple(below)

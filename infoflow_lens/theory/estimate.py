@@ -62,8 +62,9 @@ class Estimate(Displayed):
         min_heads_here: the same at this T.
         min_information: the smallest |I| with which counting is met, at most T.
         saturated: whether no |I| up to T meets it.
-        lower: exponents of the lower bound, by mode; "certified" rests on the proved count alone,
-            with a tree for each component. See `infoflow_lens.theory.cost.exponent`.
+        lower: exponents of a decoder, |I| d / E - 1: "counted" by `min_information`, "certified" by
+            the proved count alone, with a tree for each component. See
+            `infoflow_lens.theory.cost.exponent`.
         schedule: the best schedule found, by any mechanism.
         upper_information: its largest |I|.
         upper: its exponents, by mode.
@@ -275,8 +276,8 @@ def estimate(
         min_information=size,
         saturated=saturated,
         lower={
-            mode: exponent(proved_size if mode == "certified" else size, d_token, widest, mode)
-            for mode in MODES
+            "counted": exponent(size, d_token, widest, "decoder"),
+            "certified": exponent(proved_size, d_token, widest, "decoder"),
         },
         schedule=schedule,
         upper_information=schedule.size if schedule else None,

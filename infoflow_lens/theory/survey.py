@@ -53,7 +53,7 @@ def survey(
 
     Returns:
         Rows ``task, n_tokens, components, verdict, information, exponent, why``: |I| and the
-        effective exponent of the best schedule by any mechanism, None where there is none.
+        total exponent of the best schedule by any mechanism, None where there is none.
     """
     shape = shape_of(model)
     rows = []
@@ -78,6 +78,6 @@ def _row(shape: ModelShape, task: Any, count: Count, verify: int) -> dict[str, A
         **row,
         "verdict": found.verdict,
         "information": found.upper_information,
-        "exponent": found.upper.get("effective"),
+        "exponent": found.upper.get("total"),
         "why": found.why,
     }

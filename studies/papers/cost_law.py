@@ -306,7 +306,7 @@ class CostLaw(Study):
 
 def _exponent(state: Mapping[str, Any]) -> float:
     """|I| d / E."""
-    return exponent(state["size"], state["d_token"], state["d_model"])
+    return exponent(state["size"], state["d_token"], state["d_model"], "law")
 
 
 def _by_law(state: Mapping[str, Any], units: float) -> float:

@@ -16,6 +16,7 @@ from infoflow_lens.studies.study import FreshStudy, Row, Settings, Statement
 from infoflow_lens.studies.tables import Column, Part, TableSpec, Words
 from infoflow_lens.tasks import DepthSeparation, DRetrieval, Target, TriangleCenter
 from infoflow_lens.tasks.target import RetrievalTask
+from infoflow_lens.theory.cost import exponent
 from infoflow_lens.theory.estimate import estimate
 from infoflow_lens.training import TrainingResult
 
@@ -110,7 +111,9 @@ class TriangleCenterStudy(FreshStudy):
                 "train_nmse": result.history[result.best_epoch - 1]["train_loss"],
                 "information": paper.min_information,
                 "information_proved": proved.min_information,
-                "exponent_lower": paper.lower["law"],
+                "exponent_lower": exponent(
+                    paper.min_information, _D_TOKEN, settings["d_model"], "law"
+                ),
                 "exponent_upper": paper.upper["law"],
             }
         ]

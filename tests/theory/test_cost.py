@@ -12,23 +12,52 @@ from infoflow_lens.theory.cost import DigitCode, exponent, exponents, total_cost
 
 
 @pytest.mark.parametrize(
-    ("size", "law", "effective", "certified"),
-    [(4, 1.0, 0.0, 0.0), (12, 3.0, 3.0, 2.0), (64, 16.0, 16.0, 15.0), (0, 0.0, 0.0, 0.0)],
+    ("size", "law", "decoder", "total"),
+    [
+        (4, 1.0, 0.0, 0.0),
+        (5, 1.25, 0.25, 1.0),
+        (12, 3.0, 2.0, 2.0),
+        (64, 16.0, 15.0, 15.0),
+        (0, 0.0, 0.0, 0.0),
+    ],
 )
-def test_exponents_of_example_1(size, law, effective, certified):
-    """d = 4, E = 16: four tokens fit (O(1)); global aggregation of 64 costs eps^-16."""
-    found = [exponent(size, 4, 16, mode) for mode in ("law", "effective", "certified")]
-    assert found == [law, effective, certified]
+def test_exponents_of_example_1(size, law, decoder, total):
+    """d = 4, E = 16: four tokens fit (O(1)); global aggregation of 64 costs eps^-15."""
+    found = [exponent(size, 4, 16, mode) for mode in ("law", "decoder", "total")]
+    assert found == [law, decoder, total]
+    assert exponent(size, 4, 16) == total
+
+
+@pytest.mark.parametrize(
+    ("n", "latents", "bits"), [(4, 3, (3, 6)), (3, 2, (2, 4)), (2, 1, (2, 4)), (4, 2, (2, 4)),
+                               (3, 1, (2, 4)), (6, 2, (2, 4)), (4, 1, (1, 2))]
+)  # fmt: skip
+def test_a_code_with_analog_coordinates_is_one_below_the_law(n, latents, bits):
+    """Twice as many bits square the decoder's units at rd/E - 1, whatever the law says (T5)."""
+    x = torch.rand(2000, n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows = []
+    for b in bits:
+        code = DigitCode(n, latents, b, analog=True)
+        error = float((code.decode(code.encode(x)) - x).abs().max())
+        assert 0.9 * 0.5 ** (b + 1) < error <= 0.5 ** (b + 1)
+        rows.append((math.log(0.5 ** (b + 1)), math.log(code.decoder_units)))
+        assert code.decoder_exponent == pytest.approx(exponent(n, 1, latents, "decoder"))
+        assert code.encoder_units == (n - latents) * 2**b
+    (e0, u0), (e1, u1) = rows
+    assert (u1 - u0) / (e0 - e1) == pytest.approx(n / latents - 1)
+    # the decoder's steps stand where no code comes, so that steep units are exact
+    steep = code.decode(code.encode(x), steepness=1e6 * code.decoder_units)
+    torch.testing.assert_close(steep, code.decode(code.encode(x)), rtol=0, atol=1e-9)
 
 
 def test_costs_of_sets_are_those_of_their_sizes():
     sets = propagate([torch.tensor([[[1, 1, 0, 2]]]), torch.tensor([[[0, 0, 0, 1]]])], n_sources=3)
-    by_state = exponents(sets, d_token=2, d_model=4)
+    by_state = exponents(sets, d_token=2, d_model=4, mode="law")
     assert by_state[0, 0].tolist() == [1.0, 0.5, 1.0, 0.5]
     assert by_state[1, 0, :3].isnan().all()  # nothing reads them
     assert by_state[1, 0, 3] == len(sets.of(1, 0, 3)) * 2 / 4
     expected = sum(0.1**-k for k in (1.0, 0.5, 1.0, 0.5, float(by_state[1, 0, 3])))
-    assert float(total_cost(sets, 2, 4, eps=0.1)[0]) == pytest.approx(expected)
+    assert float(total_cost(sets, 2, 4, eps=0.1, mode="law")[0]) == pytest.approx(expected)
 
 
 @given(
@@ -91,7 +120,12 @@ def test_tanh_units_in_place_of_steps_lose_the_thresholds_only():
         (lambda: exponent(3, 4, 16, "upper"), "mode is 'upper'"),
         (lambda: exponent(-1, 4, 16), r"size is -1"),
         (lambda: DigitCode(0, 1, 1), "n_coordinates is 0"),
+        (
+            lambda: exponent(3, 4, 16, "effective"),
+            "expected one of law, decoder, total, 'effective' is 'total' now",
+        ),
         (lambda: DigitCode(9, 1, 3), "expected at most 24"),
+        (lambda: DigitCode(2, 2, 3, analog=True), "2 coordinates fit in 2 latents"),
         (lambda: DigitCode(4, 2, 2.5), "n_bits is 2.5"),
         (lambda: DigitCode.for_precision(0, 2, 1, 0.1), "n_tokens is 0"),
         (lambda: DigitCode(2, 1, 2).encode(torch.tensor([0.2, 1.5])), "expected 2 in"),

@@ -29,7 +29,7 @@ def test_the_front_is_that_of_brute_force():
             size = find(task.components, heads, 64).schedule.size
             for share in (1, 2, 4):
                 width = -(-size * 4 // share)
-                k = exponent(size, 4, width, "effective")
+                k = exponent(size, 4, width, "total")
                 points[heads, width] = (layers, sum(heads), width, k)
     best = {
         p

@@ -110,9 +110,9 @@ def test_heads_at_this_t_are_the_least_that_meet_the_count(trees, n_tokens):
 @pytest.mark.parametrize(
     ("heads", "verdict", "m", "saturated", "lower", "upper"),
     [
-        (1, "excluded, proved", 64, True, 16.0, 16.0),
-        (2, "excluded, proved", 64, True, 16.0, 16.0),
-        (3, "excluded, proved", 48, False, 12.0, 16.0),
+        (1, "excluded, proved", 64, True, 15.0, 16.0),
+        (2, "excluded, proved", 64, True, 15.0, 16.0),
+        (3, "excluded, proved", 48, False, 11.0, 16.0),
         (4, "allowed", 0, False, 0.0, 1.0),
     ],
 )
@@ -120,20 +120,20 @@ def test_example_1(heads, verdict, m, saturated, lower, upper):
     """D-retrieval, one layer, D = 4, T = 64, d/E = 1/4."""
     found = estimated("d_retrieval", (heads,))
     assert (found.verdict, found.min_information, found.saturated) == (verdict, m, saturated)
-    assert found.lower["law"] == lower
+    assert found.lower["counted"] == lower
     assert found.upper["law"] == upper
     assert found.min_heads == found.min_heads_here == 4
     assert found.verified == 1.0
-    assert found.upper["effective"] == (0.0 if heads == 4 else 16.0)
+    assert found.upper["total"] == (0.0 if heads == 4 else 15.0)
 
 
 def test_yu_et_al_2_3_one_head_of_dimension_t_d_is_enough():
     task = load_task("d_retrieval", n_tokens=8, d_token=4)
     wide = estimate(architecture((1,), n_tokens=8, d_model=32), task, trees=4)
     assert wide.upper_information == 8
-    assert wide.upper["effective"] == 0
+    assert wide.upper["total"] == 0
     narrow = estimate(architecture((1,), n_tokens=8, d_model=16), task, trees=4)
-    assert narrow.upper["effective"] == 2
+    assert narrow.upper["total"] == 1
 
 
 def test_theorem_1_two_layers_of_one_head_against_one_layer():
@@ -253,13 +253,13 @@ def test_token_heads_over_single_tokens_are_jobs(d, heads):
 def test_only_the_proved_count_certifies():
     """The ordered count asks for |I| >= 11, but it is an upper bound on the need (T4)."""
     found = estimated("intrinsic_dimension", (2, 4), task={"n_components": 4}, verify=0)
-    assert found.lower["law"] == 11 * 4 / 16
+    assert found.lower["counted"] == 11 * 4 / 16 - 1
     assert found.lower["certified"] == 0
     proved = estimated("triangle_center", (4, 4), n_tokens=512, count="proved", verify=0)
     assert proved.lower["certified"] == pytest.approx(proved.min_information * 4 / 16 - 1)
     # even where the count is the stated lower bound, K = 1 is no proof
     d_retrieval = estimated("d_retrieval", (3,), verify=0)
-    assert d_retrieval.lower["certified"] < d_retrieval.lower["law"] - 1
+    assert d_retrieval.lower["certified"] < d_retrieval.lower["counted"]
 
 
 def test_what_is_excluded_for_one_role_is_allowed_to_a_head_with_several():
