@@ -13,9 +13,10 @@ from infoflow_lens.tasks.target import Target
 from infoflow_lens.tasks.task import Task, VectorTask
 from infoflow_lens.tasks.templates import InContextTemplateMatching, TemplateMatching
 from infoflow_lens.tasks.tokens import TokenTask
-from infoflow_lens.tasks.tuples import DepthSeparation, IntrinsicDimension, TriangleCenter
+from infoflow_lens.tasks.tuples import BestTree, DepthSeparation, IntrinsicDimension, TriangleCenter
 
 __all__ = [
+    "BestTree",
     "DRetrieval",
     "DepthSeparation",
     "GlobalMean",

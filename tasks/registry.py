@@ -23,7 +23,7 @@ from infoflow_lens.tasks.memorization import Memorization
 from infoflow_lens.tasks.question_answering import InContextQA, NestedQA
 from infoflow_lens.tasks.task import Task
 from infoflow_lens.tasks.templates import InContextTemplateMatching, TemplateMatching
-from infoflow_lens.tasks.tuples import DepthSeparation, IntrinsicDimension, TriangleCenter
+from infoflow_lens.tasks.tuples import BestTree, DepthSeparation, IntrinsicDimension, TriangleCenter
 
 _TASKS: dict[str, type[Task]] = {
     task.name: task
@@ -33,6 +33,7 @@ _TASKS: dict[str, type[Task]] = {
         KthLargest,
         IntrinsicDimension,
         TriangleCenter,
+        BestTree,
         PositionSum,
         GlobalMean,
         Memorization,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -82,8 +82,13 @@ class RetrievalTask(VectorTask):
         """F(X), differentiable in `x` through the tokens that are retrieved."""
         self.check_input(x)
         rows = torch.arange(len(x), device=x.device)[:, None]
-        values = [c.score(x[rows, best_tuples(x.detach(), c)[0]]) for c in self.components]
+        where = self.retrieved(x.detach())
+        values = [c.score(x[rows, at]) for c, at in zip(self.components, where, strict=True)]
         return self.outer_function(torch.stack(values, dim=1))
+
+    def retrieved(self, x: Float[Tensor, "batch pos d_token"]) -> list[Int[Tensor, "batch arity"]]:
+        """The tuple of positions that each component retrieves."""
+        return [best_tuples(x, component)[0] for component in self.components]
 
     def active_index_set(self, x: Float[Tensor, "batch pos d_token"]) -> Bool[Tensor, "batch pos"]:
         """The positions of the retrieved tuples on whose tokens the target depends there (eq 4).
@@ -93,7 +98,7 @@ class RetrievalTask(VectorTask):
         """
         self.check_input(x)
         rows = torch.arange(len(x), device=x.device)[:, None]
-        where = [best_tuples(x.detach(), c)[0] for c in self.components]
+        where = self.retrieved(x.detach())
         with torch.enable_grad():
             tokens = [x.detach()[rows, at].requires_grad_(True) for at in where]
             values = [c.score(t) for c, t in zip(self.components, tokens, strict=True)]

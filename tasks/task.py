@@ -116,9 +116,12 @@ class Task(ABC):
         Raises:
             InfoFlowError: if `n` is below 1.
         """
-        generator = torch.Generator().manual_seed(derived_seed("sample", seed))
-        x = self.draw(n, generator)
+        x = self.inputs(n, seed)
         return x, self.target(x)
+
+    def inputs(self, n: int, seed: int) -> Shaped[Tensor, " batch pos *token"]:
+        """The sequences of :meth:`sample` alone."""
+        return self.draw(n, torch.Generator().manual_seed(derived_seed("sample", seed)))
 
     @overload
     def dataset(self, split: str, n: int, seed: int = 0) -> datasets.Dataset: ...

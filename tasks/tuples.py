@@ -2,27 +2,30 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.seeds import derived_seed
-from infoflow_lens.foundation.settings import Count, Positive
+from infoflow_lens.foundation.settings import Count, Index, Positive
 from infoflow_lens.tasks.splits import Split
 from infoflow_lens.tasks.target import RetrievalTask, Target
 from infoflow_lens.tasks.task import TokenDistribution
 from infoflow_lens.theory.comparison import (
     ComparisonProfile,
     Component,
+    Part,
     components_profile,
     depth_separation_profile,
     intrinsic_dimension_profile,
+    sum_of_parts,
     triangle_center_profile,
 )
+from infoflow_lens.theory.score_graph import ScoreGraph
 
 
 def _squared_norm_of_sum(x: Float[Tensor, "*batch arity d"]) -> Float[Tensor, "*batch"]:
@@ -138,20 +141,15 @@ class IntrinsicDimension(RetrievalTask):
     def components(self) -> tuple[Component, ...]:
         """The best ordered pair for each matrix."""
 
-        def form(matrix: Tensor) -> Callable[[Tensor], Tensor]:
-            return lambda x: ((x[..., 0, :] @ matrix.to(x)) * x[..., 1, :]).sum(dim=-1)
+        return tuple(Component(arity=2, score=_form(matrix)) for matrix in self.matrices)
 
-        return tuple(Component(arity=2, score=form(matrix)) for matrix in self.matrices)
-
-    def target(self, x: Float[Tensor, "batch pos d_token"]) -> Float[Tensor, "batch d_output"]:
-        """F(X), as of any components; best pairs are found by a matrix product, which is faster."""
-        self.check_input(x)
-        rows, values = torch.arange(len(x), device=x.device)[:, None], []
-        for matrix, component in zip(self.matrices.to(x), self.components, strict=True):
-            best = (x.detach() @ matrix @ x.detach().mT).flatten(1).argmax(dim=1)
-            pairs = torch.stack([best // self.n_tokens, best % self.n_tokens], dim=1)
-            values.append(component.score(x[rows, pairs]))
-        return self.outer_function(torch.stack(values, dim=1))
+    def retrieved(self, x: Float[Tensor, "batch pos d_token"]) -> list[Int[Tensor, "batch arity"]]:
+        """The best pair for each matrix, by a matrix product, which is faster."""
+        found = []
+        for matrix in self.matrices.to(x):
+            best = (x @ matrix @ x.mT).flatten(1).argmax(dim=1)
+            found.append(torch.stack([best // self.n_tokens, best % self.n_tokens], dim=1))
+        return found
 
     @property
     def comparison(self) -> ComparisonProfile:
@@ -165,12 +163,107 @@ class IntrinsicDimension(RetrievalTask):
         return intrinsic_dimension_profile(self.n_components)
 
 
+def _form(matrix: Tensor) -> Callable[[Tensor], Tensor]:
+    """x, y -> x^T A y, of pairs [..., 2, d_token]."""
+    return lambda x: ((x[..., 0, :] @ matrix.to(x)) * x[..., 1, :]).sum(dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestTree(RetrievalTask):
+    """F(X) = max over (t_1, .., t_a) of the sum over edges (i, j) of x(t_i)^T A_ij x(t_j).
+
+    Edges make a tree of the places, so that heads retrieve the best tuple place by place, whatever
+    T is. Of the chain of three places, the default, Definition 2 of InfoFlow (2026) gives dimension
+    and order 3, and yet heads (2, 1) do it with |I| = 3: a counterexample to Proposition 2 as it is
+    printed, and the control of `triangle_center`, whose graph is a circle [derived; beyond the
+    paper].
+
+    Attributes:
+        edges: pairs of places, from 0 on.
+        matrix_kind: of the A_ij, as of `intrinsic_dimension`.
+
+    Raises:
+        InfoFlowError: for edges that make no tree.
+    """
+
+    name: ClassVar[str] = "best_tree"
+    source: ClassVar[str] = "beyond the papers; a counterexample to InfoFlow 2026, Prop 2"
+
+    d_token: Count = 3
+    tokens: TokenDistribution = "sphere"
+    edges: tuple[tuple[Index, Index], ...] = ((0, 1), (1, 2))
+    matrix_kind: MatrixKind = "orthogonal"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        graph = self.graph
+        if not self.edges or len(graph.parts) > 1 or len(graph.edges) != self.arity - 1:
+            raise InfoFlowError(
+                f"edges is {self.edges}: expected those of a tree of places 0 to a - 1, such as "
+                "((0, 1), (1, 2)) for a chain"
+            )
+
+    @property
+    def arity(self) -> int:
+        """a, the number of places."""
+        return 1 + max([0, *(place for edge in self.edges for place in edge)])
+
+    @property
+    def graph(self) -> ScoreGraph:
+        """The tree."""
+        ordered = {(min(edge), max(edge)) for edge in self.edges}
+        return ScoreGraph(self.arity, frozenset(ordered))
+
+    @property
+    def matrices(self) -> Float[Tensor, "edge d_token d_token"]:
+        """A_ij of every edge."""
+        return _matrices(self.matrix_kind, len(self.edges), self.d_token, self.seed, 1)
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """The best tuple, with the parts of its score."""
+        parts = [
+            Part(edge, _form(matrix))
+            for edge, matrix in zip(self.edges, self.matrices, strict=True)
+        ]
+        return (
+            Component(
+                self.arity, partial(sum_of_parts, parts, range(self.arity)), parts=tuple(parts)
+            ),
+        )
+
+    def retrieved(self, x: Float[Tensor, "batch pos d_token"]) -> list[Int[Tensor, "batch arity"]]:
+        """The best tuple, place by place, in T^2 steps an edge."""
+        tables = {}
+        for (i, j), matrix in zip(self.edges, self.matrices.to(x), strict=True):
+            tables[i, j] = x @ matrix @ x.mT  # [batch, token at i, token at j]
+            tables[j, i] = tables[i, j].mT
+
+        def below(place: int, parent: int | None) -> tuple[Tensor, dict[int, Tensor]]:
+            """What the places below add for each token at a place, and which tokens do."""
+            worth, found = torch.zeros_like(x[..., 0]), dict[int, Tensor]()
+            for child in self.graph.beside(place):
+                if child == parent:
+                    continue
+                added, inner = below(child, place)
+                best, found[child] = (tables[place, child] + added[:, None]).max(dim=2)
+                found |= {p: at.gather(1, found[child]) for p, at in inner.items()}
+                worth = worth + best
+            return worth, found
+
+        worth, found = below(0, None)
+        first = worth.argmax(dim=1, keepdim=True)
+        others = [found[place].gather(1, first) for place in range(1, self.arity)]
+        return [torch.cat([first, *others], dim=1)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TriangleCenter(RetrievalTask):
     """F(X) = min ||x(t1) + x(t2) + x(t3)||^2, norms clamped (InfoFlow 2026, eqs 7 and 59).
 
-    Dimension and order of comparison are 3, so no number of heads is enough for large T without
-    growing information sets (Prop 2).
+    Dimension and order of comparison are 3. No number of heads of two layers of max-position
+    retrieval is enough for large T without growing information sets (Prop 2; proved for two
+    layers by :func:`infoflow_lens.studies.bounds.longest_triangle`).
 
     Attributes:
         min_norm, max_norm: bounds to which the tokens' norms are clamped [values chosen].

@@ -233,7 +233,7 @@ def test_one_table_says_what_a_configuration_can_learn():
     verdicts = {(row["task"], row["components"]): row["verdict"] for row in found["rows"]}
     assert verdicts["d_retrieval", 2] == "allowed"
     assert verdicts["position_sum", "-"] == "excluded, proved"
-    assert len({row["task"] for row in found["rows"]}) == 12
+    assert len({row["task"] for row in found["rows"]}) == 13
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,28 @@ _MOST_SCORES_INSIDE = 2**21
 
 
 @settings
+class Part:
+    """A part of a score that is a sum, or an increasing function of one.
+
+    Attributes:
+        places: the places of a tuple that it looks at.
+        score: the part itself, from tokens [..., len(places), d_token]; None if it is not known.
+    """
+
+    places: Positions
+    score: Score | None = None
+
+
+def sum_of_parts(
+    parts: Sequence[Part], places: Sequence[int], x: Float[Tensor, "*batch place d_token"]
+) -> Float[Tensor, "*batch"]:
+    """What the known parts add up to for tokens at these places."""
+    at = {place: number for number, place in enumerate(places)}
+    known = [p.score(x[..., [at[k] for k in p.places], :]) for p in parts if p.score is not None]
+    return torch.stack(known).sum(dim=0)
+
+
+@settings
 class Component:
     """One thing that a target retrieves: the tuple of tokens with the largest score.
 
@@ -46,6 +68,8 @@ class Component:
         rank: 1 for the best, k for the k-th best; above 1 for arity 1 only.
         tuples: the tuples that are compared, where they are not all of an arity; None for all.
         distinct: whether the positions of a tuple must differ; as in the papers they may repeat.
+        parts: parts that the score is made of, as far as they are known; None to ask it. What is
+            declared is checked on samples (:func:`infoflow_lens.theory.score_graph.graph_of`).
 
     Raises:
         InfoFlowError: for values out of range.
@@ -59,6 +83,7 @@ class Component:
     rank: Number = 1
     tuples: tuple[tuple[int, ...], ...] | None = None
     distinct: bool = False
+    parts: tuple[Part, ...] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.score):
@@ -75,6 +100,12 @@ class Component:
             raise InfoFlowError(
                 f"tuples have lengths {sorted({len(row) for row in self.tuples})}: expected the "
                 f"arity, {self.arity}"
+            )
+        known = {place for part in self.parts or () for place in part.places}
+        if known and max(known) >= self.arity:
+            raise InfoFlowError(
+                f"parts holds place {max(known)} of tuples of {self.arity} tokens: expected places "
+                f"0 to {self.arity - 1}"
             )
 
     def preference(self, x: Float[Tensor, "*batch arity d_token"]) -> Float[Tensor, "*batch"]:

@@ -6,20 +6,32 @@ of single tokens. All is decided on sampled tokens [measured], so a schedule tha
 on samples before it is believed, and no exclusion rests on it.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infoflow_lens.theory.comparison import Component
+from infoflow_lens.theory.comparison import Component, Part, Score
+from infoflow_lens.theory.score_graph import (
+    ASKED,
+    collapsed,
+    graph_of,
+    order_of,
+    placed,
+    reversals,
+)
+from infoflow_lens.theory.trees import Plan, plans
 
 Outer = Callable[[Float[Tensor, "batch component"]], Tensor]
 
 _FILLINGS = 12  # other tokens of a tuple under which the order of one place is compared
-_TUPLES = 256
+_ENDS = 40  # tokens that are put in order
+_RESTS = 6  # values of the other components, over which an outer function is averaged
+_MOST_ORDERS = 24  # of the places of a tuple
 
 
 @dataclass(frozen=True)
@@ -29,10 +41,16 @@ class Reading:
     Attributes:
         components: what is retrieved.
         notes: how it follows from the target's own list, in words; none for that list itself.
+        tokens: some tokens, on which scores are asked; None where they are not.
     """
 
     components: tuple[Component, ...]
     notes: tuple[str, ...] = ()
+    tokens: Float[Tensor, "sample d_token"] | None = field(default=None, compare=False)
+
+    def plans(self) -> Iterator[Plan]:
+        """Plans for those of its components whose scores' graphs are trees."""
+        return iter(()) if self.tokens is None else plans(self.components, self.tokens)
 
 
 def readings(
@@ -48,8 +66,11 @@ def readings(
         tokens: some tokens.
         outer: its outer function, of the components' preferences; None where all are needed.
         values: preferences of the components on some inputs, for `outer`.
+
+    Raises:
+        InfoFlowError: for declared parts that a score does not have.
     """
-    found = [Reading(tuple(components))]
+    found = [Reading(tuple(components), tokens=tokens)]
     if any(c.tuples is not None for c in components):
         return found
     if values is not None:  # also such as no sampled input has: which one is largest varies
@@ -67,11 +88,11 @@ def readings(
                     notes.append("the outer function reads some components only")
                 kept = [components[i] for i in used]
                 if joins:
-                    kept = _joined(outer, values, components, used, notes)
+                    kept = _joined(outer, values, components, used, tokens, notes)
             if splits:
                 kept = [part for c in kept for part in _split(c, tokens, notes)]
             kept = _different(kept, tokens, notes)
-            other = Reading(tuple(kept), tuple(dict.fromkeys(notes)))
+            other = Reading(tuple(kept), tuple(dict.fromkeys(notes)), tokens)
             if notes and other.notes not in [reading.notes for reading in found]:
                 found.append(other)
     return found
@@ -98,101 +119,189 @@ def _joined(
     values: Float[Tensor, "batch component"],
     components: Sequence[Component],
     used: Sequence[int],
+    tokens: Float[Tensor, "sample d_token"],
     notes: list[str],
 ) -> list[Component]:
-    """Components of whose preferences the outer function reads the largest alone, as one."""
-    # rows of different inputs, so that components vary apart
-    mixed = torch.stack([values[:, i].roll(3 * i) for i in range(values.shape[1])], dim=1)
-    whole = outer(mixed)
+    """Components that one tuple serves, whatever the others are, as one: largest of several, say.
+
+    It does where the outer function of values at two tuples, some of each, is never above that of
+    one tuple alone. Components with shorter tuples look at their first tokens.
+    """
+    if outer(values[:2]).shape[1] > 1:
+        return [components[i] for i in used]
     groups: list[list[int]] = []
     for index in used:
         for group in groups:
-            together = [*group, index]
-            raised = mixed.clone()
-            raised[:, together] = mixed[:, together].amax(dim=1, keepdim=True)
-            alike = {(components[i].positions, components[i].distinct) for i in together}
-            single = all(components[i].rank == 1 for i in together)
-            if len(alike) == 1 and single and _same(outer(raised), whole):
+            together = [components[i] for i in (*group, index)]
+            alike = {(c.positions, c.distinct) for c in together}
+            single = all(c.rank == 1 for c in together)
+            if len(alike) == 1 and single and _one_serves(
+                outer, values, components, (*group, index), tokens
+            ):  # fmt: skip
                 group.append(index)
                 break
         else:
             groups.append([index])
     if len(groups) < len(used):
-        notes.append("the outer function reads the best of several scores alone, so one score does")
-    return [_best_of([components[i] for i in group]) for group in groups]
+        notes.append("one tuple is best for several scores together")
+    return [
+        components[group[0]]
+        if len(group) == 1
+        else _best_of(outer, values, components, group, tokens)
+        for group in groups
+    ]
 
 
-def _best_of(group: Sequence[Component]) -> Component:
-    """A component whose score is the best of several; shorter tuples come first in longer ones."""
-    if len(group) == 1:
-        return group[0]
+def _joint(
+    outer: Outer,
+    rests: Float[Tensor, "rest component"],
+    components: Sequence[Component],
+    group: Sequence[int],
+    sign: float,
+    x: Float[Tensor, "*batch member arity d_token"],
+) -> Float[Tensor, "*batch rest"]:
+    """The outer function, up to a sign, of a tuple for each member of a group, others at rest."""
+    z = rests.to(x).expand(*x.shape[:-3], *rests.shape).clone()
+    for member, index in enumerate(group):
+        component = components[index]
+        tuples = x[..., member, : component.arity, :]
+        z[..., index] = component.preference(tuples).to(z).unsqueeze(-1)
+    return sign * outer(z.flatten(0, -2))[..., 0].view(z.shape[:-1])
+
+
+def _one_serves(
+    outer: Outer,
+    values: Float[Tensor, "batch component"],
+    components: Sequence[Component],
+    group: Sequence[int],
+    tokens: Float[Tensor, "sample d_token"],
+) -> float:
+    """1 or -1 if the outer function, times this, is largest at one tuple for all of a group; or 0.
+
+    It must grow with each of them, and which of two tuples is better may not change with the rest.
+    """
+    generator = torch.Generator().manual_seed(1)
+    arity, n = max(components[i].arity for i in group), 5 * ASKED
+    one, two = (
+        tokens[torch.randint(len(tokens), (n, 1, arity), generator=generator)] for _ in "12"
+    )
+    first, second = (x.expand(-1, len(group), -1, -1) for x in (one, two))
+    which = torch.randint(2, (n, len(group), 1, 1), generator=generator).bool()
+    rests = values[torch.randint(len(values), (4, values.shape[1]), generator=generator),
+                   torch.arange(values.shape[1])]  # fmt: skip
+    for sign in (1.0, -1.0):
+        ends = [
+            _joint(outer, rests, components, group, sign, x)
+            for x in (first, second, torch.where(which, first, second))
+        ]
+        slack = 1e-5 * torch.stack(ends).abs().amax(dim=0) + 1e-9
+        gap = ends[0] - ends[1]
+        gap = torch.where(gap.abs() > slack, gap.sign(), torch.zeros_like(gap))
+        reverses = (gap.amin(dim=1) * gap.amax(dim=1) < 0).any()
+        raised = values.clone()
+        raised[:, group[-1]] = values[:, group[-1]].roll(1).maximum(values[:, group[-1]])
+        grows = sign * (outer(raised) - outer(values))[:, 0]
+        if (
+            not reverses
+            and bool((ends[2] <= torch.maximum(*ends[:2]) + slack).all())
+            and bool((grows >= -1e-6).all())
+        ):
+            return sign
+    return 0.0
+
+
+def _best_of(
+    outer: Outer,
+    values: Float[Tensor, "batch component"],
+    components: Sequence[Component],
+    group: Sequence[int],
+    tokens: Float[Tensor, "sample d_token"],
+) -> Component:
+    """A component whose score is the outer function of one tuple for a group, others at rest."""
+    sign, rests = _one_serves(outer, values, components, group, tokens), values[:_RESTS]
 
     def score(x: Tensor) -> Tensor:
-        return torch.stack([c.preference(x[..., : c.arity, :]) for c in group]).amax(dim=0)
+        each = x.unsqueeze(-3).expand(*x.shape[:-2], len(group), *x.shape[-2:])
+        return _joint(outer, rests, components, group, sign, each).mean(dim=-1)
 
-    arity = max(c.arity for c in group)
-    symmetric = all(c.symmetric and c.arity == arity for c in group)
-    return replace(group[0], arity=arity, score=score, symmetric=symmetric, extremum="max")
-
-
-def _orders(scores: Float[Tensor, "filling token"]) -> int | None:
-    """1 if all rows put the tokens in one order, 2 if in it or its reverse; None otherwise."""
-    scale = scores.std(dim=1, keepdim=True).clamp(min=1e-12)
-    gaps = (scores[:, :, None] - scores[:, None]) / scale[:, :, None]
-    signs = torch.where(gaps.abs() < 1e-4, torch.zeros_like(gaps), gaps.sign())
-    reference = signs[(signs != 0).sum(dim=(1, 2)).argmax()]
-    agrees = [bool((row * reference >= 0).all()) for row in signs]
-    reverses = [bool((row * reference <= 0).all()) for row in signs]
-    if all(agrees):
-        return 1
-    return 2 if all(a or b for a, b in zip(agrees, reverses, strict=True)) else None
+    members = [components[i] for i in group]
+    arity = max(c.arity for c in members)
+    symmetric = all(c.symmetric and c.arity == arity for c in members)
+    return replace(
+        members[0], arity=arity, score=score, symmetric=symmetric, extremum="max", parts=None
+    )
 
 
 def _split(
     component: Component, tokens: Float[Tensor, "sample d_token"], notes: list[str]
 ) -> list[Component]:
-    """Single tokens in the place of tuples, where the order at each place is always the same.
+    """Places that one token may fill left out, and a component for each part of the score's graph.
 
-    The best tuple then has the best token at each place: the largest or, where the order can be
-    reversed as in products of numbers, the smallest.
+    A part in which the order at every place is one order or its reverse, as in products of numbers,
+    is single tokens: the best tuple has the largest or the smallest at each place.
     """
-    arity, n = component.arity, min(40, len(tokens))
-    if arity == 1 or component.distinct:
+    if component.arity == 1 or component.distinct:
         return [component]
-    others = tokens[torch.arange(_FILLINGS * (arity - 1)) % len(tokens)].view(_FILLINGS, -1)
-    others = others.view(_FILLINGS, arity - 1, tokens.shape[1])
-
-    def at(place: int, x: Tensor) -> Tensor:
-        """Scores [..., filling] of single tokens x [..., d_token] at a place."""
-        shape = x.shape[:-1]
-        rest = others.to(x).expand(*shape, -1, -1, -1)
-        own = x[..., None, None, :].expand(*shape, _FILLINGS, 1, -1)
-        return component.preference(
-            torch.cat([rest[..., :place, :], own, rest[..., place:, :]], -2)
-        )
-
-    def score(x: Tensor, place: int, row: int | None, sign: float) -> Tensor:
-        found = at(place, x[..., 0, :])
-        return sign * (found.sum(dim=-1) if row is None else found[..., row])
-
-    parts = []
-    for place in range(arity):
-        scores = at(place, tokens[-n:]).T
-        orders = _orders(scores)
-        if orders is None:
-            return [component]
-        # where the order can be reversed, both ends of it; else the sum breaks ties best
-        row = None if orders == 1 else int(scores.std(dim=1).argmax())
-        scored = [
-            partial(score, place=place, row=row, sign=sign)
-            for sign in ((1.0,) if orders == 1 else (1.0, -1.0))
-        ]
-        parts += [
-            replace(component, arity=1, score=each, symmetric=True, extremum="max")
-            for each in scored
-        ]
-    notes.append("a score of tuples splits into scores of single tokens")
+    fewer = collapsed(component, tokens)
+    if fewer.arity < component.arity:
+        notes.append("places of a tuple may hold the same token")
+    graph, parts = graph_of(fewer, tokens), list[Component]()
+    for places in graph.parts:
+        ends = _ends(fewer, places, tokens) if len(places) > 1 else None
+        if ends is not None:
+            notes.append("a score of tuples is best at ends of an order of single tokens")
+        elif len(graph.parts) > 1:
+            notes.append("a score of tuples splits into scores of fewer tokens")
+        parts += ends or [_part(fewer, places, tokens) if len(graph.parts) > 1 else fewer]
     return parts
+
+
+def _part(component: Component, places: Sequence[int], tokens: Tensor) -> Component:
+    """A component of its own for a part of a score's graph."""
+    inside = [p for p in component.parts or () if set(p.places) <= set(places)]
+    return replace(
+        component,
+        arity=len(places),
+        score=order_of(component, places, len(places), tokens),
+        symmetric=len(places) == 1,
+        extremum="max",
+        parts=tuple(Part(tuple(places.index(k) for k in p.places), p.score) for p in inside)
+        or None,
+    )
+
+
+def _ends(
+    component: Component, places: Sequence[int], tokens: Float[Tensor, "sample d_token"]
+) -> list[Component] | None:
+    """Both ends of an order of single tokens for each place; None if some place has several."""
+    parts = []
+    for place in places:
+        others = tokens[: _FILLINGS * component.arity].view(_FILLINGS, component.arity, -1)
+        scores = _at(component.preference, others, place, tokens[-_ENDS:, None])
+        signs = [
+            (s[:, None] - s).sign() * ((s[:, None] - s).abs() > 1e-4 * s.std()) for s in scores.T
+        ]
+        most = max(signs, key=lambda each: int((each != 0).sum()))
+        if not all((each * most >= 0).all() or (each * most <= 0).all() for each in signs):
+            return None
+        row = int(scores.std(dim=0).argmax())
+        for sign in (1.0, -1.0):
+            score = partial(_end, component.preference, others[[row]], place, sign)
+            parts.append(
+                replace(component, arity=1, score=score, symmetric=True, extremum="max", parts=None)
+            )
+    return parts
+
+
+def _at(score: Score, others: Tensor, place: int, x: Tensor) -> Float[Tensor, "*batch filling"]:
+    """Scores of single tokens x [..., 1, d_token] at a place, by fillings of the other places."""
+    filled = others.to(x).expand(*x.shape[:-2], *others.shape).clone()
+    filled[..., place, :] = x
+    return score(filled)
+
+
+def _end(score: Score, others: Tensor, place: int, sign: float, x: Tensor) -> Tensor:
+    return sign * _at(score, others, place, x)[..., 0]
 
 
 def _different(
@@ -220,10 +329,11 @@ def _same_order(one: Component, other: Component, tokens: Float[Tensor, "sample 
     known = ("arity", "positions", "distinct")
     if any(getattr(one, name) != getattr(other, name) for name in known):
         return False
-    index = torch.arange(_TUPLES * one.arity) * 7919 % len(tokens)
-    tuples = tokens[index].view(_TUPLES, one.arity, -1)
-    scores = one.preference(tuples)
+    everywhere = range(one.arity)
     return any(
-        _orders(torch.stack([scores, other.preference(each)])) == 1
-        for each in ([tuples, tuples.flip(-2)] if one.arity > 1 else [tuples])
-    )
+        not reversals(
+            one.preference, one.arity, everywhere, (), tokens, 20 * ASKED,
+            other=partial(placed, other.preference, order),
+        )
+        for order in itertools.islice(itertools.permutations(everywhere), _MOST_ORDERS)
+    )  # fmt: skip

@@ -41,12 +41,10 @@ def excluding(task: Any, shape: ModelShape, seed: int, fixed: bool = False) -> D
     if task.n_tokens > _LONGEST:
         return None
     samples = Samples(task, _INPUTS, seed)
-    components = getattr(task, "components", ())
-    tuples = sum(c.n_tuples(task.n_tokens, ordered=not c.symmetric) for c in components)
     candidates: list[Iterator[Document]] = [_out_of_reach(shape, samples)]
     if fixed:
         candidates.append(_reordered(shape, samples))
-    elif _INPUTS * tuples <= _MOST_SCORES and not any(shape.windows):
+    elif _INPUTS * samples.n_scores <= _MOST_SCORES and not any(shape.windows):
         if shape.n_layers == 1:
             candidates.append(_pigeonholes(shape, samples))
         candidates.append(_growths(shape, samples))

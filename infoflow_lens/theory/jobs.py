@@ -20,6 +20,7 @@ from torch import Tensor
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.theory.comparison import (
     Component,
+    Score,
     best_inside,
     best_listed,
     least,
@@ -29,6 +30,8 @@ from infoflow_lens.theory.comparison import (
 )
 from infoflow_lens.theory.roles import choose_roles, roles_of
 from infoflow_lens.theory.rules import GlobalAggregation, MaxPosition, Rule, SpecificPositions
+
+_MOST_CANDIDATES = 2**22  # numbers of candidates for a message at a time
 
 
 @dataclass
@@ -41,7 +44,8 @@ class Progress:
         sets: what tokens and CLS, the last, hold before the layer that is run.
         sees: bool [query, key], for tokens.
         reference: tokens by which routed heads know what is a good score.
-        reached: for every adaptive search the score that each query has come to.
+        reached: for every adaptive search the score that each query has come to; for every message
+            the positions [batch, pos, size] that each token holds by it.
         reached_next: the same after the layer that is run.
         roles: for every choice of components the roles of all tokens, from best to worst.
     """
@@ -51,8 +55,8 @@ class Progress:
     sets: Bool[Tensor, "batch query pos"]
     sees: Bool[Tensor, "pos key"]
     reference: Float[Tensor, "sample d_token"] | None = None
-    reached: dict["Next", Tensor] = field(default_factory=dict)
-    reached_next: dict["Next", Tensor] = field(default_factory=dict)
+    reached: dict["Job", Tensor] = field(default_factory=dict)
+    reached_next: dict["Job", Tensor] = field(default_factory=dict)
     roles: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     @property
@@ -267,6 +271,72 @@ class Next(Retrieval):
         """See :meth:`Job.describe`."""
         way = "smallest token above" if self.from_below else "largest token below"
         return f"retrieve the {way} what was found, score {self.component + 1} (adaptive)", ""
+
+
+@dataclass(frozen=True)
+class Message(Retrieval):
+    """A head that retrieves the best token for a place of a tuple, with what that token holds.
+
+    The places of a score whose graph is a tree are eliminated from its leaves on: every token, as
+    the candidate for the `parent` of a place, retrieves the best candidate for that place, which
+    holds the best ones for the places below. CLS, without a parent, retrieves the best for the
+    root. Each is one head [derived; beyond the paper]: the largest score of two states.
+
+    Attributes:
+        component: its index.
+        place: what is retrieved.
+        parent: the place of the query's token; None for CLS.
+        score: of tokens at the place, at all below it in order, and at the parent.
+        needs: messages that a candidate must hold, and the order in which the score asks for what
+            each of them carries.
+    """
+
+    component: int
+    place: int
+    parent: int | None
+    score: Score
+    needs: tuple[tuple["Message", tuple[int, ...]], ...] = ()
+    first_in_words: ClassVar[bool] = True
+
+    @property
+    def size(self) -> int:
+        """How many tokens it carries."""
+        return 1 + sum(need.size for need, _ in self.needs)
+
+    def chosen(self, run: Progress, for_tokens: bool) -> Int[Tensor, "batch query"]:
+        """The best candidate for each token, or for CLS."""
+        batch, n, d = run.x.shape
+        component, everywhere = run.components[self.component], torch.arange(n)
+        parts = [everywhere.expand(batch, n)[..., None]]
+        parts += [run.reached[need][..., list(order)] for need, order in self.needs]
+        carried = torch.cat(parts, dim=-1)
+        below = run.x[torch.arange(batch)[:, None, None], carried]
+        inside = torch.ones(n, dtype=torch.bool)
+        if component.positions is not None:
+            inside = torch.isin(everywhere, torch.tensor(component.positions))
+        if not for_tokens:
+            return self.score(below).masked_fill(~inside, -torch.inf).argmax(dim=1, keepdim=True)
+        seen, chosen = run.sees & inside, []
+        if component.distinct:
+            seen = seen & ~torch.eye(n, dtype=torch.bool)
+        at_once = max(1, _MOST_CANDIDATES // (batch * n * (component.arity + 1) * d))
+        for queries in everywhere.split(at_once):
+            own = run.x[:, queries, None, None].expand(-1, -1, n, 1, d)
+            given = below[:, None].expand(-1, len(queries), -1, -1, -1)
+            scores = self.score(torch.cat([given, own], dim=-2))
+            chosen.append(scores.masked_fill(~seen[queries], -torch.inf).argmax(dim=-1))
+        keys = torch.cat(chosen, dim=1)
+        run.reached_next[self] = carried.gather(1, keys[..., None].expand(-1, -1, self.size))
+        return keys
+
+    def describe(self) -> tuple[str, str]:
+        """See :meth:`Job.describe`."""
+        most = f" with the {self.size - 1} that it holds" if self.size > 1 else ""
+        given = "" if self.parent is None else f" for each token as its place {self.parent + 1}"
+        return (
+            f"retrieve by score {self.component + 1} the best place {self.place + 1}{most}{given}",
+            "",
+        )
 
 
 class FixedReads(Job):

@@ -23,7 +23,9 @@ from infoflow_lens.theory.search import Found, find, needs_order
 from infoflow_lens.theory.shapes import ModelShape
 
 _OBSERVED = 50  # inputs on which |I_F| is observed
-_OBSERVED_AT = 64  # their T, so that active tokens are not crowded
+_TOKENS = 512  # on which scores are asked
+_OBSERVED_AT = 64  # their T, so that active tokens are not crowded, unless that is dear
+_MOST_SCORES = 3 * 10**7
 
 
 def max_position_capacity(
@@ -112,6 +114,8 @@ class Question:
                 f"{profile.dimension}: expected at least the arity; components_profile derives it"
             )
         samples = Samples.draw(task, _OBSERVED, seed, at=max(_OBSERVED_AT, task.n_tokens))
+        if samples is not None and _OBSERVED * samples.n_scores > _MOST_SCORES:
+            samples = Samples.draw(task, _OBSERVED, seed)
         if not components or samples is None:
             return cls(task, profile, (Reading(components),), reads, profile.n_trees)
         active = samples.largest_active() if profile.n_trees > 1 else 1
@@ -160,6 +164,7 @@ class Question:
             roles=roles,
             d_model=shape.d_model,
             usable=None if all(usable) else usable,
+            plans=(reading or self.readings[0]).plans,
         )
 
     def profile_of(self, reading: Reading) -> ComparisonProfile:
@@ -189,7 +194,7 @@ def _readings(samples: Samples, components: Sequence[Component]) -> list[Reading
     outer = getattr(samples.task, "outer_function", None)
     if outer is None or any(c.tuples is not None for c in components):
         return [Reading(tuple(components))]
-    tokens = samples.tokens(256)
+    tokens = samples.tokens(_TOKENS)
     if len(components) == 1:
         return readings(components, tokens)
     extrema = [1.0 if c.extremum == "max" else -1.0 for c in components]

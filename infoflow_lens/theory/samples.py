@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.theory.comparison import best_tuples
-from infoflow_lens.theory.schedule import Schedule, as_vectors, learns, reference_tokens
+from infoflow_lens.theory.schedule import Schedule, as_vectors, inputs, learns, reference_tokens
 from infoflow_lens.theory.shapes import ModelShape
 
 _LARGEST_RUN = 128  # longer sequences are run at 64 tokens
@@ -50,11 +50,17 @@ class Samples:
         """How often a schedule that retrieves these components holds the active set."""
         arity = max([1, *(c.arity for c in components)])
         size = min(self.task.n_tokens, schedule.size)
-        work = self.task.n_tokens * size**arity * max(1, len(components))
+        work = self.task.n_tokens * size**arity * max(1, len(components)) + self.n_scores
         return learns(
             self.task, schedule, max(5, min(self.n, _MOST_SCORES // max(1, work))), self.seed,
             components=components, positional=shape.positional, causal=shape.causal,
         )  # fmt: skip
+
+    @property
+    def n_scores(self) -> int:
+        """Tuples that the target compares on one of them."""
+        components = getattr(self.task, "components", ())
+        return sum(c.n_tuples(self.task.n_tokens, ordered=not c.symmetric) for c in components)
 
     def tokens(self, n: int) -> Float[Tensor, "sample d_token"]:
         """Some tokens."""
@@ -62,7 +68,7 @@ class Samples:
 
     def sequences(self, n: int) -> Tensor:
         """Some inputs."""
-        return self.task.sample(n, self.seed)[0]
+        return inputs(self.task, n, self.seed)
 
     def swapped(self) -> tuple[Tensor, Tensor] | None:
         """Two inputs that differ in the places of two tokens and in the value, if any was seen."""

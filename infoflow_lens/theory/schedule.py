@@ -196,7 +196,7 @@ def learns(
             f"the schedule reads fixed positions ({schedule.describe()}), which takes a positional "
             "encoding: pass positional=True if the model has one, or use another schedule"
         )
-    x, _ = task.sample(n, seed)
+    x = inputs(task, n, seed)
     retrieved = task.components if components is None else components
     reference = reference_tokens(task, seed) if schedule.roles > 1 else None
     hits = 0
@@ -213,8 +213,14 @@ def as_vectors(x: Tensor) -> Float[Tensor, "batch pos d_token"]:
     return x.unsqueeze(-1).double() if x.ndim == 2 else x
 
 
+def inputs(task: Target, n: int, seed: int) -> Tensor:
+    """Sequences without their targets, which may be dear, where the task can draw them alone."""
+    alone = getattr(task, "inputs", None)
+    return task.sample(n, seed)[0] if alone is None else alone(n, seed)
+
+
 def reference_tokens(task: Target, seed: int, n: int = 1024) -> Float[Tensor, "sample d_token"]:
     """Tokens of other sequences than those of :func:`learns`, for routed heads."""
     sequences = max(1, -(-n // task.n_tokens))
-    x, _ = task.sample(sequences, derived_seed("reference", seed))
+    x = inputs(task, sequences, derived_seed("reference", seed))
     return as_vectors(x).flatten(0, 1)[:n]

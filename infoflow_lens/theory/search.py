@@ -6,7 +6,7 @@ tried, and of the partial schedules those are kept that no other one beats.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -19,6 +19,7 @@ from infoflow_lens.theory.jobs import (
     Global,
     Job,
     Max,
+    Message,
     Next,
     ReadPositions,
     ReadTuples,
@@ -26,6 +27,7 @@ from infoflow_lens.theory.jobs import (
     Specific,
 )
 from infoflow_lens.theory.schedule import LayerSchedule, Schedule
+from infoflow_lens.theory.trees import Plan
 
 _MOST_KEPT = 400  # partial schedules of a layer in the full search
 _BEAM = 100  # in the first pass, which finds an upper bound
@@ -123,9 +125,13 @@ class _State(NamedTuple):
         return (self.worst, self.total, *map(float, sizes))
 
 
-def _kinds(components: Sequence[Component], n_tokens: int, causal: bool) -> _Kinds:
+def _kinds(
+    components: Sequence[Component], n_tokens: int, causal: bool, served: Collection[int] = ()
+) -> _Kinds:
     groups: dict[str, list[int]] = {k: [] for k in ("single", "ranked", "pair", "wide", "listed")}
     for index, component in enumerate(components):
+        if index in served:
+            continue
         if component.tuples is not None:
             kind = "listed"
         elif component.rank > 1:
@@ -168,7 +174,8 @@ class _Problem:
     """What is asked, as the search needs it."""
 
     kinds: _Kinds
-    n_heads: tuple[int, ...]
+    n_heads: tuple[int, ...]  # of tokens
+    cls_heads: tuple[int, ...]
     n_tokens: int
     positional: bool
     causal: bool
@@ -227,7 +234,7 @@ class _Problem:
 
     def cls_actions(self, state: _State, layer: int, listing: int) -> Iterator[_ClsAction | None]:
         """What CLS heads can do in a layer; None for aggregating everything."""
-        kinds, heads = self.kinds, self.n_heads[layer]
+        kinds, heads = self.kinds, self.cls_heads[layer]
         last = layer == len(self.n_heads) - 1
         heads -= listing if kinds.common else 0
         if heads < 0:
@@ -459,6 +466,7 @@ def find(
     roles: Sequence[int] | int = 1,
     d_model: Sequence[int] | int = 1,
     usable: Sequence[bool] | None = None,
+    plans: Callable[[], Iterable[Plan]] = tuple,
 ) -> Found:
     """The schedule that resolves every component with the smallest largest |I|.
 
@@ -467,7 +475,9 @@ def find(
     head of a later layer picks the best pair (R2), where a head with r roles serves r; token
     heads hold all tuples by position, then a CLS head picks for each component (R3, needs
     positions); everything is aggregated (R4); ranks are found one below the other, by CLS or by
-    tokens, which double what they hold in every layer (R5); fixed positions are read (R6).
+    tokens, which double what they hold in every layer (R5); fixed positions are read (R6). Where
+    these do not do, components of `plans` are served by messages, the others by these rules with
+    the heads that are left (R7).
 
     Where there are more partial schedules than a few hundred in a layer, the most promising are
     kept and the answer says so.
@@ -484,6 +494,8 @@ def find(
         roles: r of the heads of all layers, or of each.
         d_model: E, or E_l of each layer: the largest |I| / E_l is made small.
         usable: layers whose heads may have jobs; default, all.
+        plans: gives plans for components whose scores' graphs are trees, as
+            :func:`infoflow_lens.theory.trees.plans` makes them; none in causal models.
 
     Raises:
         InfoFlowError: for nothing to retrieve, too many components, bad sizes, or arity > T.
@@ -514,6 +526,7 @@ def find(
     problem = _Problem(
         kinds=_kinds(components, n_tokens, causal),
         n_heads=tuple(n_heads),
+        cls_heads=tuple(n_heads),
         n_tokens=n_tokens,
         positional=positional,
         causal=causal,
@@ -524,17 +537,66 @@ def find(
         usable=tuple(usable) if usable is not None else (True,) * len(n_heads),
         reads=reads,
     )
+    best, exhaustive = _solved(problem)
+    if not exhaustive:
+        left_out.append(f"partial schedules beyond the best {_MOST_KEPT} of a layer")
+    if best is not None:
+        return Found(problem.schedule(best), exhaustive, tuple(left_out))
+    if causal and any(c.arity > 2 for c in components):
+        left_out.append("messages of longer tuples in a causal model")
+    if causal:
+        return Found(None, exhaustive, tuple(left_out))
+    planned = (_planned(plan, problem, components) for plan in plans())
+    return Found(next(filter(None, planned), None), exhaustive, tuple(left_out))
+
+
+def _solved(problem: _Problem) -> tuple[_State | None, bool]:
+    """The best partial schedule that does all, and whether all were weighed."""
     # a quick pass gives an upper bound, by which the full one drops most partial schedules
     first, _ = _run(replace(problem, coarse=True), _BEAM, float("inf"))
     bound = float("inf") if first is None else first.worst
     second, exhaustive = _run(problem, _MOST_KEPT, bound)
     candidates = [state for state in (first, second) if state is not None]
-    best = min(candidates, key=lambda s: (s.worst, s.total), default=None)
-    if not exhaustive:
-        left_out.append(f"partial schedules beyond the best {_MOST_KEPT} of a layer")
-    if best is None:
-        return Found(None, exhaustive, tuple(left_out))
-    return Found(problem.schedule(best), exhaustive, tuple(left_out))
+    return min(candidates, key=lambda s: (s.worst, s.total), default=None), exhaustive
+
+
+def _planned(plan: Plan, problem: _Problem, components: Sequence[Component]) -> Schedule | None:
+    """A schedule of a plan's messages, and of other jobs for the components that it leaves."""
+    able = [heads * use for heads, use in zip(problem.n_heads, problem.usable, strict=True)]
+    hidden = able if problem.cls_hidden else [*[0] * (problem.n_layers - 1), able[-1]]
+    kinds = _kinds(components, problem.n_tokens, problem.causal, plan.components)
+    for at in plan.placements(able, hidden):
+        jobs = [
+            LayerSchedule(
+                tuple(job for job in plan.messages if at[job] == layer),
+                tuple(job for job in plan.reads if at[job] == layer),
+            )
+            for layer in range(problem.n_layers)
+        ]
+        others = replace(
+            problem,
+            kinds=kinds,
+            n_heads=tuple(n - len(own.token) for n, own in zip(problem.n_heads, jobs, strict=True)),
+            cls_heads=tuple(n - len(own.cls) for n, own in zip(problem.n_heads, jobs, strict=True)),
+        )
+        state, _ = _solved(others)
+        if state is not None:
+            return _joined(jobs, others.schedule(state), problem.n_tokens)
+    return None
+
+
+def _joined(jobs: Sequence[LayerSchedule], others: Schedule, n_tokens: int) -> Schedule:
+    """One schedule of two; a state holds what messages carry to it beside all else."""
+    layers, sizes, at_tokens, at_cls = [], [], 0, 0
+    for number, (own, other, size) in enumerate(
+        zip(jobs, others.layers, others.sizes, strict=True)
+    ):
+        layers.append(LayerSchedule((*own.token, *other.token), (*own.cls, *other.cls)))
+        at_tokens += sum(job.size for job in own.token if isinstance(job, Message))
+        at_cls += sum(job.size for job in own.cls if isinstance(job, Message))
+        last = number == len(jobs) - 1
+        sizes.append(min(n_tokens, size + max(at_cls, 0 if last else at_tokens)))
+    return Schedule(tuple(layers), size=max(sizes), sizes=tuple(sizes))
 
 
 def search(

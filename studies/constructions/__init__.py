@@ -10,6 +10,7 @@ from infoflow_lens.studies.constructions import (  # noqa: F401  # each register
     question_answering,
     retrieval,
     templates,
+    trees,
 )
 from infoflow_lens.studies.constructions.attention_only import AttentionOnly, Head, Rows
 from infoflow_lens.studies.constructions.certified import certified_model

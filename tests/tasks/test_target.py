@@ -109,7 +109,8 @@ def test_subsets_restrict_what_is_looked_at():
 
 
 @pytest.mark.parametrize(
-    "name", ["d_retrieval", "intrinsic_dimension", "depth_separation", "triangle_center"]
+    "name",
+    ["d_retrieval", "intrinsic_dimension", "depth_separation", "triangle_center", "best_tree"],
 )
 def test_built_in_tasks_are_such_targets(name):
     task = load_task(name, n_tokens=7)

@@ -35,6 +35,8 @@ CASES = [
     ("intrinsic_dimension", {"n_components": 3}),
     ("intrinsic_dimension", {"matrix_kind": "rotoreflection", "d_token": 3, "n_draws": 5}),
     ("triangle_center", {"d_token": 3}),
+    ("best_tree", {}),
+    ("best_tree", {"edges": ((0, 1), (2, 0), (0, 3)), "matrix_kind": "gaussian", "d_token": 2}),
     ("position_sum", {}),
     ("position_sum", {"positions": (4, 1), "d_token": 3}),
     ("global_mean", {}),
@@ -70,6 +72,10 @@ def by_loops(task, x):
     if task.name == "triangle_center":
         triples = itertools.product(positions, repeat=3)
         return [min(float((x[a] + x[b] + x[c]).square().sum()) for a, b, c in triples)]
+    if task.name == "best_tree":
+        places = itertools.product(positions, repeat=task.arity)
+        edges = list(zip(task.edges, task.matrices, strict=True))
+        return [max(sum(float(x[p[i]] @ a @ x[p[j]]) for (i, j), a in edges) for p in places)]
     if task.name == "kth_largest":
         return sorted(x[:, 0].tolist())[-task.k : len(x) - task.k + 1]
     chosen = task.positions if task.name == "position_sum" else positions

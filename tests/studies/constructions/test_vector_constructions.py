@@ -29,13 +29,15 @@ CASES = [
     ),
     ("d_retrieval", {"n_components": 2, "outer": "square_sum"}),
     ("intrinsic_dimension", {"n_components": 3}),
+    ("best_tree", {"n_tokens": 8}),
+    ("best_tree", {"n_tokens": 6, "edges": ((0, 1), (0, 2), (3, 0)), "matrix_kind": "gaussian"}),
     ("position_sum", {"positions": (1, 6, 3)}),
     ("global_mean", {}),
     ("kth_largest", {"n_tokens": 7, "k": 3, "attention": "softmax", "beta": 50.0}),
 ]
 HARD = [
     ("depth_separation", {"ffn": "exact"}),
-    *[case for case in CASES if case[0] in ("d_retrieval", "intrinsic_dimension")],
+    *[case for case in CASES if case[0] in ("d_retrieval", "intrinsic_dimension", "best_tree")],
     *[("kth_largest", {"n_tokens": 9, "k": k}) for k in range(1, 10)],
 ]
 
@@ -78,6 +80,48 @@ def test_depth_separation_stays_below_its_bound_and_falls_like_one_over_beta(n_t
         errors.append(math.log10(error))
     slope = (errors[-1] - errors[0]) / 3
     assert -1.5 < slope < -0.9
+
+
+def largest_sum(matrices, edges, x):
+    """The best tuple of a tree by tables [T, T], a place at a time from the leaves."""
+    left = dict(enumerate(edges))
+    tables = {k: x @ a @ x.mT for k, a in enumerate(matrices.double())}
+    worth = {place: torch.zeros(x.shape[:2]).double() for edge in edges for place in edge}
+    while left:
+        places = [place for edge in left.values() for place in edge]
+        number, leaf = next((k, p) for k, e in left.items() for p in e if places.count(p) == 1)
+        i, j = left.pop(number)
+        table = tables[number] if leaf == j else tables[number].mT  # [other, leaf]
+        other = i if leaf == j else j
+        worth[other] = worth[other] + (table + worth.pop(leaf)[:, None]).amax(dim=2)
+    return next(iter(worth.values())).amax(dim=1)
+
+
+TREES = {
+    "chain": (((0, 1), (1, 2)), (2, 1)),
+    "star": (((0, 1), (0, 2), (0, 3)), (3, 1)),
+    "chain of five": (((0, 1), (1, 2), (2, 3), (3, 4)), (2, 2, 1)),
+    "tree of six": (((0, 1), (1, 2), (2, 3), (1, 4), (2, 5)), (4, 1, 1)),
+}
+
+
+@pytest.mark.parametrize(("n_tokens", "n"), [(24, 40), (64, 10), (256, 2)])
+@pytest.mark.parametrize("name", TREES)
+def test_a_tree_needs_as_many_layers_as_it_is_high_at_every_length(name, n_tokens, n):
+    """Hard heads are exact; softmax loses at most a W0((T-1)/e) / beta, and never gains."""
+    edges, heads = TREES[name]
+    hard, task, x, y = sampled(
+        "best_tree", n, edges=edges, n_tokens=n_tokens, attention="hardmax", beta=1.0
+    )
+    assert hard.architecture.n_heads == heads
+    expected = largest_sum(task.matrices, edges, x)
+    torch.testing.assert_close(y[:, 0], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(hard(x)[:, 0], expected, rtol=0, atol=1e-12)
+    for beta in (10.0, 1e3, 1e5):
+        model, *_ = sampled("best_tree", 1, edges=edges, n_tokens=n_tokens, beta=beta)
+        lost = expected - model(x)[:, 0]
+        assert float(lost.min()) > -1e-12
+        assert float(lost.max()) <= task.arity * softmin_gap(n_tokens, beta)
 
 
 def test_depth_separation_keeps_eps_with_a_width_of_order_one_over_eps():

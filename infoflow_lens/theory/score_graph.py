@@ -1,0 +1,295 @@
+"""The graph of a score: which places of a tuple it compares together.
+
+Places i and j of a score s(x_1, .., x_a) are joined if the order of two fillings of one can change
+with what stands at the other, all else fixed. A sum of parts joins places that share a part, and so
+does every increasing function of it. The largest score of T tokens can be found by eliminating
+places one by one: about ``T^(w + 1)`` comparisons with w the treewidth of the graph, in the place
+of ``T^a`` [derived]. Whether that is the least is open.
+
+Graphs are asked on samples: what happens in a share p of n samples is missed with probability
+``(1 - p)^n``, so that what was never seen happens less than 3/n of the time (95%). Nothing is
+excluded by an edge that was missed, and a plan that rests on one is run before it is believed.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.theory.comparison import Component, Score, sum_of_parts
+
+ASKED = 400  # pairs of fillings for each question
+_COLLAPSED = 3000
+_ANCHORS = 6  # fillings of the other places, over which scores of some places are averaged
+_ROUNDING = 1e-5  # relative, of numbers of 32 bits
+_MOST_PLACES = 12  # the treewidth is exact, by subsets
+
+
+@dataclass(frozen=True)
+class ScoreGraph:
+    """Which places of a score are joined.
+
+    Attributes:
+        n_places: a, the length of the tuples.
+        edges: pairs (i, j) with i < j.
+    """
+
+    n_places: int
+    edges: frozenset[tuple[int, int]]
+
+    def beside(self, place: int) -> list[int]:
+        """The places that are joined with a place, in order."""
+        return sorted(i + j - place for i, j in self.edges if place in (i, j))
+
+    @cached_property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """Its connected parts, each in order."""
+        return tuple(
+            sorted({self._reached(place, range(self.n_places)) for place in range(self.n_places)})
+        )
+
+    @property
+    def is_forest(self) -> bool:
+        """Whether no places stand in a circle."""
+        return len(self.edges) == self.n_places - len(self.parts)
+
+    def _reached(self, start: int, through: Iterable[int]) -> tuple[int, ...]:
+        """Where paths from a place lead that go through these alone."""
+        found, left, inside = {start}, [start], set(through)
+        while left:
+            for place in self.beside(left.pop()):
+                if place in inside - found:
+                    found.add(place)
+                    left.append(place)
+        return tuple(sorted(found))
+
+    @cached_property
+    def width(self) -> int:
+        """The treewidth: the most places beside one when it is eliminated, in the best order.
+
+        By the best order of every subset [Bodlaender et al. 2012, dynamic programming].
+
+        Raises:
+            InfoFlowError: for more than 12 places.
+        """
+        if self.n_places > _MOST_PLACES:
+            raise InfoFlowError(
+                f"the score has {self.n_places} places: expected at most {_MOST_PLACES}, whose "
+                "subsets can be tried"
+            )
+        best: dict[frozenset[int], int] = {frozenset(): 0}
+        for size in range(1, self.n_places + 1):
+            for left in map(frozenset, itertools.combinations(range(self.n_places), size)):
+                best[left] = min(
+                    max(best[left - {last}], len(self._outside(last, left))) for last in left
+                )
+        return best[frozenset(range(self.n_places))]
+
+    def _outside(self, place: int, gone: frozenset[int]) -> set[int]:
+        """What is beside a place once others are eliminated."""
+        reached = self._reached(place, gone)
+        return {other for p in reached for other in self.beside(p)} - gone
+
+    def among(self, places: Sequence[int]) -> "ScoreGraph":
+        """The graph of some places, numbered anew."""
+        new = {place: number for number, place in enumerate(places)}
+        kept = frozenset((new[i], new[j]) for i, j in self.edges if i in new and j in new)
+        return ScoreGraph(len(places), kept)
+
+
+def graph_of(
+    component: Component, tokens: Float[Tensor, "sample d_token"], n: int = ASKED
+) -> ScoreGraph:
+    """The graph of a component's score: as it is declared, or asked by the order of fillings.
+
+    Args:
+        component: its `parts` declare the graph; positions that must differ join all places.
+        tokens: tokens that stand at places.
+        n: pairs of fillings for each ordered pair of places, at four scores each.
+
+    Raises:
+        InfoFlowError: if the order at one place was seen to change with another, and no declared
+            part has both.
+    """
+    pairs = list(itertools.combinations(range(component.arity), 2))
+    if component.distinct:
+        return ScoreGraph(component.arity, frozenset(pairs))
+    rest = lambda i, j: [k for k in range(component.arity) if k not in (i, j)]  # noqa: E731
+    asked = frozenset(
+        (i, j)
+        for i, j in pairs
+        if any(
+            reversals(component.preference, component.arity, [one], rest(i, j), tokens, n)
+            for one in (i, j)
+        )
+    )
+    if component.parts is None:
+        return ScoreGraph(component.arity, asked)
+    declared = {pair for part in component.parts for pair in itertools.combinations(part.places, 2)}
+    unsaid = asked - declared
+    if unsaid:
+        i, j = min(unsaid)
+        raise InfoFlowError(
+            f"parts has none with places {i} and {j}, but which token is better at one of them "
+            "changes with the token at the other: expected a part of the score with both, "
+            f"Part(({i}, {j}))"
+        )
+    return ScoreGraph(component.arity, frozenset(declared))
+
+
+def reversals(
+    score: Score,
+    arity: int,
+    places: Sequence[int],
+    fixed: Sequence[int],
+    tokens: Float[Tensor, "sample d_token"],
+    n: int = ASKED,
+    seed: int = 0,
+    other: Score | None = None,
+) -> float:
+    """How often two fillings of some places change their order with the tokens at the rest.
+
+    Sees through every increasing function of a score, but no noise: differences below the rounding
+    of 32-bit numbers count as ties.
+
+    Args:
+        score: from tokens [..., arity, d_token].
+        arity: its places.
+        places: those that are filled in two ways.
+        fixed: those whose tokens stay.
+        tokens: tokens to draw from.
+        n: draws.
+        seed: of the draws.
+        other: a score whose order is compared, in the place of the rest's other tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    first, second, changed = (_fillings(tokens, n, arity, generator) for _ in range(3))
+    filled = torch.tensor([place in places for place in range(arity)])[:, None]
+    rest = torch.tensor([place not in (*places, *fixed) for place in range(arity)])[:, None]
+    both = first, torch.where(filled, second, first)
+    before = _step(score, *both)
+    after = (
+        _step(score, *(torch.where(rest, changed, x) for x in both))
+        if other is None
+        else _step(other, *both)
+    )
+    return float((before * after < 0).double().mean())
+
+
+def _step(score: Score, one: Tensor, two: Tensor) -> Tensor:
+    """The sign of a difference, 0 within rounding of its terms."""
+    a, b = score(one).double(), score(two).double()
+    rounding = _ROUNDING * (a.abs() + b.abs() + a.abs().median() / 10)
+    return torch.where((a - b).abs() > rounding, (a - b).sign(), torch.zeros_like(a))
+
+
+def _fillings(tokens: Tensor, n: int, arity: int, generator: torch.Generator) -> Tensor:
+    return tokens[torch.randint(len(tokens), (n, arity), generator=generator)]
+
+
+def mixed_differences(
+    score: Score,
+    arity: int,
+    tokens: Float[Tensor, "sample d_token"],
+    n: int = ASKED,
+    seed: int = 0,
+) -> Float[Tensor, "place other"]:
+    """By how much two places interact in a score, over what its rounding or noise makes of it.
+
+    ``s(x) - s(x_i') - s(x_j') + s(x_ij')`` is zero for all tokens if and only if the score is a sum
+    of parts none of which has both places (Moebius inversion). Entries above 1 are interactions.
+    Other than orders they are seen through noise, and not through an outer function: one that they
+    see and orders do not is that of an increasing function around a sum.
+
+    Args:
+        score, arity, tokens, n, seed: as in :func:`reversals`; the score may be noisy.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (_fillings(tokens, n, arity, generator) for _ in range(2))
+    start = score(x).double()
+    noise, scale = (start - score(x).double()).var() / 2, start.var() + 1e-30
+    found = torch.zeros(arity, arity)
+    for i, j in itertools.combinations(range(arity), 2):
+        one, other, both = x.clone(), x.clone(), x.clone()
+        one[:, i], other[:, j] = y[:, i], y[:, j]
+        both[:, [i, j]] = y[:, [i, j]]
+        ends = [score(z).double() for z in (x, both, one, other)]
+        square = (ends[0] + ends[1] - ends[2] - ends[3]).square()
+        if noise > _ROUNDING**2 * scale:  # the excess of the mean square, in four of its deviations
+            found[i, j] = (square.mean() - 4 * noise) / (16 * noise * (2 / n) ** 0.5)
+        else:
+            found[i, j] = square.max().sqrt() / (_ROUNDING * scale.sqrt())
+    return found + found.T
+
+
+def collapsed(component: Component, tokens: Float[Tensor, "sample d_token"]) -> Component:
+    """The component with places left out that may hold the same token as another.
+
+    They may where ``s(.. p .. q ..) <= max(s(.. p .. p ..), s(.. q .. q ..))`` for all tokens, as
+    for ``x'P y`` with P positive semidefinite; the largest score is then reached with one token at
+    both. Seen on 3000 fillings.
+    """
+    if component.distinct or component.rank > 1 or component.tuples is not None:
+        return component
+    x = _fillings(tokens, _COLLAPSED, component.arity, torch.Generator().manual_seed(3))
+    scores = component.preference(x)
+    for i, j in itertools.combinations(range(component.arity), 2):
+        first, second = x.clone(), x.clone()
+        first[:, j], second[:, i] = x[:, i], x[:, j]
+        best = torch.maximum(component.preference(first), component.preference(second))
+        if bool((scores <= best + _ROUNDING * (scores.std() + 1e-9)).all()):
+            kept = [place for place in range(component.arity) if place != j]
+            at = [kept.index(i if place == j else place) for place in range(component.arity)]
+            preference = partial(placed, component.preference, at)
+            fewer = replace(
+                component, arity=component.arity - 1, score=preference, extremum="max", parts=None
+            )
+            return collapsed(fewer, tokens)
+    return component
+
+
+def placed(score: Score, at: Sequence[int], x: Tensor) -> Tensor:
+    """A score of the tokens at some places, in another order."""
+    return score(x[..., list(at), :])
+
+
+def order_of(component: Component, places: Sequence[int], n_filled: int, tokens: Tensor) -> Score:
+    """A score that puts fillings of some places in the component's order, others being fixed.
+
+    Args:
+        component: whose order it is.
+        places: those that are filled in different ways, then those whose tokens are given.
+        n_filled: how many are filled.
+        tokens: tokens to draw from.
+
+    Returns:
+        From tokens [..., len(places), d_token] to numbers [...]: the sum of declared parts inside
+        these places, where their order was seen to be the component's; else the component's
+        preference, averaged over a few fillings of the rest.
+    """
+    if len(places) == component.arity:
+        return partial(placed, component.preference, [places.index(p) for p in range(len(places))])
+    inside = [part for part in component.parts or () if set(part.places) <= set(places)]
+    if inside and all(part.score for part in inside):
+        said = partial(sum_of_parts, inside, places)
+        whole = partial(placed, said, places)
+        filled, given = places[:n_filled], places[n_filled:]
+        agreed = partial(reversals, component.preference, component.arity, filled, given, tokens)
+        if agreed(n=5 * ASKED, other=whole) == 0:
+            return said
+    generator = torch.Generator().manual_seed(4)
+    return partial(
+        _averaged, component.preference, places,
+        _fillings(tokens, _ANCHORS, component.arity, generator),
+    )  # fmt: skip
+
+
+def _averaged(score: Score, places: Sequence[int], anchors: Tensor, x: Tensor) -> Tensor:
+    filled = anchors.to(x).expand(*x.shape[:-2], *anchors.shape).clone()
+    filled[..., list(places), :] = x.unsqueeze(-3)
+    return score(filled).mean(dim=-1)
