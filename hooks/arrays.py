@@ -163,13 +163,14 @@ def _columns(
     kept = torch.ones_like(values, dtype=torch.bool)
     if rows is not None:
         kept &= _aligned(rows, layer, dims)
-    index = kept.nonzero(as_tuple=True)
+    index = torch.atleast_1d(kept).nonzero(as_tuple=True)  # a number of a layer has no axis
     if layer is not None:
-        yield "layer", np.full(len(index[0]) if index else 1, main.places("layer")[layer])
-    for axis, dim in zip(index, dims, strict=True):
+        yield "layer", np.full(len(index[0]), main.places("layer")[layer])
+    for axis, dim in zip(index, dims, strict=bool(dims)):
         yield dim, np.asarray(main.places(dim))[axis.cpu().numpy()]
     for column in columns:
-        found = _aligned(column, layer, dims).expand_as(values)[index].detach().cpu()
+        found = _aligned(column, layer, dims).expand_as(values)
+        found = torch.atleast_1d(found)[index].detach().cpu()
         yield column.name, (found.float() if found.dtype == torch.bfloat16 else found).numpy()
 
 

@@ -14,6 +14,7 @@ from infoflow_lens import (
 )
 from infoflow_lens.foundation.record import model_fingerprint
 from infoflow_lens.hooks import PositionsResult, RecoveryResult, Result
+from infoflow_lens.hooks.arrays import LabelledArray
 from tests.versions import same_release
 
 
@@ -75,3 +76,12 @@ def test_every_result_shows_and_plots_itself(results):
     for result in results:
         assert "<table" in result._repr_html_()
         assert len(result.plot().axes) > 0
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_a_table_of_single_numbers(by_layer):
+    """One a layer, which have no other axis, or one alone."""
+    numbers = tuple(map(torch.tensor, (2.0, 3.0))) if by_layer else torch.tensor(2.0)
+    table = LabelledArray("value", numbers, ("layer",) if by_layer else ()).to_frame()
+    expected = {"layer": [0, 1], "value": [2.0, 3.0]} if by_layer else {"value": [2.0]}
+    assert table.to_dict("list") == expected
