@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from typing_extensions import TypeVar, dataclass_transform
 
+from infoflow_lens.foundation.code import code_digest, is_own
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.foundation.record import RunRecord, fingerprint
 from infoflow_lens.foundation.settings import Count, Index, Remedy, check, check_fields, plain
@@ -541,7 +542,10 @@ class Probe(ABC, Generic[ResultT]):
             )
 
     def _settings(self) -> dict[str, Any]:
-        return {"probe": type(self).__name__, **self.config()}
+        kind = type(self)
+        return {"probe": kind.__name__, **self.config()} | (
+            {"code": code_digest(kind)} if is_own(kind) else {}
+        )
 
     def _finish_pending(self) -> None:
         if self.pending is not None:
@@ -562,7 +566,9 @@ _STATES = ("post_attention", "resid_post", "resid_pre", "head")
 
 
 def described(value: Any) -> Any:
-    """A setting as JSON-compatible values: of tensors a digest, of functions their names."""
+    """A setting as JSON-compatible values: of tensors a digest, of functions the names, and of
+    what is the user's own a digest of what it does.
+    """
     if isinstance(value, Tensor):
         return {"table": fingerprint({"table": value})}
     if isinstance(value, (tuple, list)):
@@ -571,7 +577,9 @@ def described(value: Any) -> Any:
         return {str(key): described(part) for key, part in value.items()}
     if callable(value):
         name = getattr(value, "__qualname__", type(value).__name__)
-        return {"function": f"{getattr(value, '__module__', '')}.{name}"}
+        by_name = {"function": f"{getattr(value, '__module__', '')}.{name}"}
+        is_object = not hasattr(value, "__qualname__")  # it may hold tensors
+        return by_name | ({"code": code_digest(value)} if is_object or is_own(value) else {})
     value = plain(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

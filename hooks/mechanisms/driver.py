@@ -13,7 +13,8 @@ from infoflow_lens.foundation.display import brief
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode
 from infoflow_lens.foundation.progress import Advance, progress_bar
-from infoflow_lens.foundation.record import configuration_fingerprint, model_fingerprint
+from infoflow_lens.foundation.record import is_same
+from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.hooks.influence.base import tolerance
 from infoflow_lens.hooks.model.call import (
     call,
@@ -22,6 +23,7 @@ from infoflow_lens.hooks.model.call import (
     ignore_edit_warnings,
     output_of,
 )
+from infoflow_lens.hooks.model.identity import HOOKS, model_identity
 from infoflow_lens.hooks.model.inputs import Batch, Batches, Inputs, read_inputs
 from infoflow_lens.hooks.model.points import (
     instead_of_a_bridge,
@@ -80,23 +82,19 @@ class Reading:
 
 
 def identify(
-    model: nn.Module, settings: Mapping[str, Any], **inputs: Batches | None
+    model: nn.Module, settings: Mapping[str, Any], inputs: Batches, **more: Batches | None
 ) -> dict[str, Any]:
     """Return what the numbers of a measurement depend on, as JSON-compatible values.
 
     Args:
         model: the model.
         settings: of the measurement.
-        inputs: the sequences by what errors call them; None where there are none.
+        inputs: the sequences.
+        more: other sequences by what errors call them; None where there are none.
     """
-    digests = {name: None if of is None else of.fingerprint() for name, of in inputs.items()}
-    return {
-        **settings,
-        **digests,
-        "model": model_fingerprint(model),
-        "configuration": configuration_fingerprint(model),
-        "user_hooks": has_user_hooks(model),
-    }
+    given = {"inputs": inputs, **more}
+    digests = {name: None if of is None else of.fingerprint() for name, of in given.items()}
+    return {**settings, **digests, **versions_identity(), **model_identity(model, inputs)}
 
 
 def check_resumed(found: Any, expected: Mapping[str, Any]) -> None:
@@ -109,13 +107,13 @@ def check_resumed(found: Any, expected: Mapping[str, Any]) -> None:
     Raises:
         InfoFlowError: naming what differs.
     """
-    if expected.get("user_hooks"):
-        raise InfoFlowError(
-            "resume is given, and hooks of your own stand on the model: nobody can tell whether "
-            "they are those of the run before; expected none, or no resume"
-        )
     before = found if isinstance(found, Mapping) else {}
-    differs = [name for name in expected if before.get(name) != expected[name]]
+    differs = [name for name in expected if not is_same(before.get(name), expected[name])]
+    if HOOKS in differs and expected[HOOKS]:
+        raise InfoFlowError(
+            "resume is given, and hooks of your own stand on the model, others than in the run "
+            "before: expected the same; take them off, or leave resume out to measure anew"
+        )
     if differs:
         name = differs[0]
         raise InfoFlowError(

@@ -1,6 +1,7 @@
 """Calling a model and catching what its hook points show: the one place that does either."""
 
 import functools
+import inspect
 import threading
 import warnings
 from collections import OrderedDict
@@ -210,21 +211,26 @@ def on_this_thread(hook_fn: Callable[..., Any], elsewhere: bool = False) -> Call
 
 def has_user_hooks(model: nn.Module) -> bool:
     """Whether hooks stand on the model that no library below, nor this package, put there."""
+    return any(True for _ in user_hooks(model))
+
+
+def user_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """The hooks that no library below, nor this package, put on a model, each with its module."""
     for module in modules_of(model):
-        handles = getattr(module, "fwd_hooks", None)
-        raw = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if handles is None:
-            if any(not _is_ours(hook_fn) for hook_fn in raw):
-                return True
-        elif len(raw) > len(handles) or any(map(_is_the_users, handles)):
-            return True
-    return False
+        raw = {**module._forward_hooks, **module._forward_pre_hooks}
+        for handle in getattr(module, "fwd_hooks", ()):
+            placed, given = raw.pop(handle.hook.id, None), getattr(handle, "user_hook", None)
+            # a permanent one of a hook point is a library's, where it says so
+            if not handle.is_permanent or given is None or not _is_ours(given):
+                yield module, given or _within(placed)
+        for placed in raw.values():
+            if hasattr(module, "fwd_hooks") or not _is_ours(placed):
+                yield module, placed
 
 
-def _is_the_users(handle: Any) -> bool:
-    """Whether a hook of a hook point is no permanent one of a library."""
-    given = getattr(handle, "user_hook", None)
-    return not handle.is_permanent or given is None or not _is_ours(given)
+def _within(placed: Any) -> Any:
+    """The hook that a hook point of TransformerLens 3 wraps."""
+    return inspect.getclosurevars(placed).nonlocals.get("hook") if placed else None
 
 
 def _is_ours(hook_fn: Any) -> bool:

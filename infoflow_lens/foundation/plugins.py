@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from infoflow_lens.foundation.errors import InfoFlowError
@@ -26,6 +28,13 @@ def find_entry_points(group: str, taken: Iterable[str] = ()) -> dict[str, EntryP
             )
         points[point.name] = point
     return points
+
+
+def path_of_code(point: EntryPoint) -> Path:
+    """The file or folder of the package that an entry point names; one that is missing, if none."""
+    spec = find_spec(point.module.partition(".")[0])
+    folders = spec.submodule_search_locations if spec is not None else None
+    return Path(next(iter(folders or ()), None) or (spec.origin if spec else None) or point.module)
 
 
 def load_class(point: EntryPoint, *kinds: type) -> Any:

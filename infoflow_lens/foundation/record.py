@@ -42,6 +42,9 @@ _IGNORED_FIELDS = (
 )
 
 
+_COMPARED = 16  # numbers of an output, where its bits are those of another machine
+
+
 def environment() -> dict[str, Any]:
     """Threads and processor, on which the last digits of numbers depend."""
     return {
@@ -261,6 +264,40 @@ def state_fingerprint(state: Mapping[str, Any]) -> str:
             "expected weights; load them first"
         )
     return fingerprint(tensors)
+
+
+def behaviour(output: Tensor, again: Tensor) -> dict[str, Any]:
+    """What a model gave for a few sequences, for :func:`is_same`.
+
+    Args:
+        output: of one pass.
+        again: of the same pass, made again; where it differs, no bits are compared.
+    """
+    bits, same = (fingerprint({"": each}) for each in (output, again))
+    numbers = output.detach().flatten()
+    return {
+        "bits": bits if bits == same else None,
+        "numbers": numbers[:: max(1, len(numbers) // _COMPARED) | 1].double().tolist(),
+        "tolerance": 1e-3 if output.dtype in (torch.float32, torch.float64) else 5e-2,
+        "environment": {**environment(), "device": output.device.type},
+    }
+
+
+def is_same(before: Any, now: Any) -> bool:
+    """Whether two entries of an identity are the same, as values of JSON.
+
+    Of :func:`behaviour` bits are compared, and on another machine numbers.
+    """
+    if not (isinstance(before, dict) and isinstance(now, dict) and "bits" in now):
+        return bool(before == now)
+    known = [each.get("bits") for each in (before, now)]
+    if None not in known and before.get("environment") == now["environment"]:
+        return known[0] == known[1]
+    try:
+        numbers, mine = (torch.tensor(each.get("numbers")).double() for each in (before, now))
+        return bool((numbers - mine).abs().max() <= now["tolerance"] * mine.abs().max())
+    except (TypeError, ValueError, RuntimeError):  # it is not of our making
+        return False
 
 
 def weight_processing(model: nn.Module) -> dict[str, Any]:

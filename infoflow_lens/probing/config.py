@@ -24,7 +24,7 @@ from infoflow_lens.foundation.settings import (
 )
 from infoflow_lens.models.shipped import shipped_folder
 from infoflow_lens.probing.own_settings import OwnSetting, check_different
-from infoflow_lens.probing.registry import part_names
+from infoflow_lens.probing.registry import part_names, paths_of_code
 
 InfluenceKind = Literal["auto", "exact", "estimate", "resample"]
 Metric = Literal["nmse", "kl", "loss"]
@@ -139,7 +139,11 @@ class ProbingConfig:
         return values
 
     def sources(self) -> dict[str, Path]:
-        """The paths of "model" and "data"; a name that is no path gives a path that is missing."""
+        """The paths of "model", "data" and the code of probes that other packages add.
+
+        A name that is no path gives a path that is missing.
+        """
         model = shipped_folder(self.model) or find_model(self.model).path
         drawn = self.data == "repeated"
-        return {"model": model} | ({} if drawn else {"data": find_named(self.data).path})
+        code = {f"probe {name}": path for name, path in paths_of_code(self.probes).items()}
+        return {"model": model, **code} | ({} if drawn else {"data": find_named(self.data).path})

@@ -1,12 +1,12 @@
 """The identity of a probe run, and the tables that it writes."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from infoflow_lens.agreement import compare_by_position
 from infoflow_lens.foundation.files import write_text
-from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.foundation.versions import versions_identity
 from infoflow_lens.probing.config import ProbingConfig
 from infoflow_lens.probing.data import data_identity
@@ -19,6 +19,12 @@ _OF_SEQUENCES = ("column", "n", "max_length", "window")
 _OF_MODEL = ("dtype", "backend")
 _IGNORED_SETTINGS = ("model", "data", *_OF_SEQUENCES, *_OF_MODEL, "device", "n_shown")
 
+_WORDS_OF_MODEL = {
+    "model": "the model's weights",
+    "configuration": "the model's configuration and code",
+    "hooks": "your own hooks on the model",
+}
+
 
 def settings_identity(config: ProbingConfig) -> dict[str, Any]:
     """The settings on which numbers depend, by what errors call them."""
@@ -27,22 +33,28 @@ def settings_identity(config: ProbingConfig) -> dict[str, Any]:
 
 
 def run_identity(
-    config: ProbingConfig, record: RunRecord, inputs: str, tokenizer: str | None
+    config: ProbingConfig,
+    model: Mapping[str, Any],
+    inputs: str,
+    tokenizer: str | None,
+    code: Mapping[str, str],
 ) -> dict[str, Any]:
     """What the numbers of a run depend on, by what errors call it: contents, never paths.
 
     Args:
         config: the settings.
-        record: of the run.
+        model: what its numbers depend on (:func:`~infoflow_lens.hooks.model.identity`).
         inputs, tokenizer: digests of the data, and of the tokenizer's words and rules.
+        code: digests of parts and probes of the user's own, by name.
     """
     return {
-        "the model's weights": record.model_fingerprint,
-        "the model's configuration and code": record.configuration_fingerprint,
+        **{words: model[name] for name, words in _WORDS_OF_MODEL.items()},
         "the tokenizer's words and rules": tokenizer,
         "the data": inputs,
+        "the code of your own probes": dict(code),
         **settings_identity(config),
         **versions_identity(),
+        "what the model gives": model["outputs"],  # last: it follows from all others
     }
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from infoflow_lens.foundation.code import code_digest, is_own
 from infoflow_lens.foundation.errors import InfoFlowError, NothingMeasuredError
 from infoflow_lens.hooks import ModelCapabilities, Probe, Result
 from infoflow_lens.hooks.passes.run import check_extent
@@ -80,6 +81,14 @@ def parts_with_enough_data(
 def _probes_of(part: Part, context: RunContext) -> dict[str, Probe[Any]]:
     """The probes of a part, with the settings that the run has for them."""
     return with_own_settings(part.probes(context), context.config.own_settings(), part.fixed)
+
+
+def code_of_own(parts: Mapping[str, Part], context: RunContext) -> dict[str, str]:
+    """Digests of the code of parts and probes that are the user's own, by name."""
+    kinds: dict[str, type] = {name: type(part) for name, part in parts.items()}
+    for part in parts.values():
+        kinds |= {name: type(each) for name, each in _probes_of(part, context).items()}
+    return {name: code_digest(kind) for name, kind in kinds.items() if is_own(kind)}
 
 
 def _leave_out(name: str, why: str, config: ProbingConfig, say: Say, if_possible: bool) -> None:

@@ -1,8 +1,9 @@
 """The names of the parts of a probe run: those of this package, and those that others add."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from infoflow_lens.foundation import plugins
@@ -41,3 +42,17 @@ def part_names() -> tuple[str, ...]:
         InfoFlowError: if two packages add the same name.
     """
     return (*PARTS, *plugins.find_entry_points(GROUP, PARTS), *registered.get({}))
+
+
+def paths_of_code(names: Collection[str] | None) -> dict[str, Path]:
+    """Where the code of other packages' parts lies, by name, without importing it.
+
+    Args:
+        names: of parts; None for all.
+    """
+    points = plugins.find_entry_points(GROUP, PARTS)
+    return {
+        name: plugins.path_of_code(point)
+        for name, point in points.items()
+        if names is None or name in names
+    }

@@ -15,11 +15,11 @@ from infoflow_lens.foundation.progress import hide_library_bars
 from infoflow_lens.foundation.record import (
     RunRecord,
     configuration_fingerprint,
-    model_fingerprint,
     tokenizer_fingerprint,
 )
 from infoflow_lens.foundation.settings import Count, check
 from infoflow_lens.hooks import inspect_model
+from infoflow_lens.hooks.model.identity import model_identity
 from infoflow_lens.hooks.model.inputs import Batches, Rows
 from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.models.loading import LoadedModel, load_any
@@ -32,7 +32,12 @@ from infoflow_lens.probing.folder import (
     settings_identity,
     write_tables,
 )
-from infoflow_lens.probing.measuring import measure_parts, parts_with_enough_data, possible_parts
+from infoflow_lens.probing.measuring import (
+    code_of_own,
+    measure_parts,
+    parts_with_enough_data,
+    possible_parts,
+)
 from infoflow_lens.probing.part import RunContext, Say
 from infoflow_lens.probing.result import ProbingResult
 from infoflow_lens.probing.store import find_stored, store_sequences
@@ -140,19 +145,21 @@ def _run(
         if stored is None:
             stored = store_sequences(chain([begin], coming), folder.scratch, config.data)
     say(f"{loaded.description}; {stored.extent.n_sequences} sequences")
+    # refused before the folder is claimed, so that other settings may be tried in it
+    batches = Batches(model, stored.sequences, name=config.data)
+    identity = model_identity(model, batches)
     record = RunRecord(
         config={**asdict(config), "inputs": stored.digest, "tokenizer": tokenizer},
         seed=config.seed,
-        model_fingerprint=model_fingerprint(model),
+        model_fingerprint=identity["model"],
         configuration_fingerprint=configuration,
         weight_processing=capabilities.normalization,
     )
-    # refused before the folder is claimed, so that other settings may be tried in it
-    batches = Batches(model, stored.sequences, name=config.data)
     context = RunContext(config, model, capabilities, batches, progress, executor)
     ready(context)
     parts = parts_with_enough_data(parts, context, say, if_possible)
-    folder.claim(run_identity(config, record, stored.digest, tokenizer))
+    code = code_of_own(parts, context)
+    folder.claim(run_identity(config, identity, stored.digest, tokenizer, code))
     if not folder.holds("record.json"):
         write_signed(out / "record.json", "infoflow-lens probe 2", record.to_dict())
     stored = stored.settle(folder, made_from)

@@ -34,6 +34,7 @@ from infoflow_lens.foundation.files import (
     user_path,
     writable_folder,
 )
+from infoflow_lens.foundation.record import is_same
 
 MANIFEST = "manifest.jsonl"
 PRIVATE = ".infoflow-lens"  # the folder for files that are needed only during a run
@@ -125,7 +126,7 @@ class RunFolder:
             return
         for what, now in json.loads(json.dumps(dict(identity))).items():
             was = self.identity.get(what)
-            if was == now:
+            if is_same(was, now):
                 continue
             if isinstance(was, dict) and isinstance(now, dict):  # name the entry that differs
                 key = next(key for key in [*now, *was] if was.get(key) != now.get(key))

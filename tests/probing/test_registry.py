@@ -1,5 +1,6 @@
 """Parts by name: those of the package, and those that other packages add."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,36 @@ def installed(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(str(EXAMPLES))
 
     return install
+
+
+def run_example(tmp_path):
+    arguments = ["--data", "in_context_qa", "--n", "40", "--ranks", "1", "--quiet"]
+    arguments += ["--probes", "previous", "--out", str(tmp_path / "out")]
+    return CliRunner().invoke(app, ["probe", str(tmp_path / "model"), *arguments])
+
+
+def test_a_probe_of_other_code_is_another_run(installed, tmp_path, monkeypatch):
+    """Who develops a probe in one folder got the numbers of the code before."""
+    source = (EXAMPLES / "probe_of_your_own.py").read_text()
+    installed("yours", previous="own_probe:PreviousToken")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # both files may be of one second
+    model, _ = build_construction("in_context_qa")
+    save_model(model, tmp_path / "model")
+    for old, new, expected in (
+        ("first=1", "first=1", ""),
+        ("def compute(self):", "def compute(self):  # a remark", ""),
+        ("first=1", "first=2", "the code of your own probes (previous) changed"),
+    ):
+        assert old in source
+        (tmp_path / "own_probe.py").write_text(source.replace(old, new))
+        importlib.invalidate_caches()
+        monkeypatch.delitem(sys.modules, "own_probe", raising=False)
+        done = run_example(tmp_path)
+        assert expected in done.output
+        assert bool(done.exit_code) == bool(expected), done.output
+    config = ProbingConfig(model="gpt2", data="x.txt", probes=("previous", "positions"))
+    # a finished run is repeated without the model, as long as these files are the same
+    assert config.sources()["probe previous"] == tmp_path / "own_probe.py"
 
 
 def test_every_part_of_ours_is_there():
