@@ -33,7 +33,7 @@ TABLE = Path("build/executed")
 CHECKS = {
     "style": ["ruff", "check", "."],
     "format": ["ruff", "format", "--check", "."],
-    "imports": ["lint-imports"],
+    "imports": ["lint-imports", "--no-cache"],
     "types": ["mypy", "-p", "infoflow_lens"],
 }
 

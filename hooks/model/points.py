@@ -5,6 +5,7 @@ names are resolved here, before work starts.
 """
 
 import functools
+import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
@@ -23,21 +24,41 @@ FoundT = TypeVar("FoundT")
 
 
 def takes_model(function: FunctionT) -> FunctionT:
-    """A function whose argument `model` may also be what :func:`~infoflow_lens.load_any` gives.
+    """A function whose argument `model` may be any Transformer.
 
-    In the place of anything that is no module, and holds one as `model`, the function gets that.
+    A module without hook points is opened, see :func:`infoflow_lens.open_model`. In the place of
+    anything that is no module, and holds one, such as what :func:`~infoflow_lens.load_any` gives,
+    the function gets that.
     """
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        held = getattr(bound.arguments["model"], "model", None)
-        if not isinstance(bound.arguments["model"], nn.Module) and isinstance(held, nn.Module):
-            bound.arguments["model"] = held
+        bound.arguments["model"] = opened(bound.arguments["model"])
         return function(*bound.args, **bound.kwargs)
 
     return cast(FunctionT, call)
+
+
+def opened(model: Any) -> Any:
+    """Return a model with hook points: what was given, or holds one, or is opened; else the thing.
+
+    Raises:
+        InfoFlowError: for a module that cannot be opened.
+    """
+    if not isinstance(model, nn.Module):
+        held = (getattr(model, name, None) for name in ("model", "_module", "_model"))
+        model = next((module for module in held if isinstance(module, nn.Module)), model)
+    if not isinstance(model, nn.Module) or hook_points(model) or is_compiled(model):
+        return model
+    # by name: it alone of what probes need imports TransformerLens
+    return importlib.import_module("infoflow_lens.models.named").open_model(model)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a model runs code that torch.compile made, into which no hook sees."""
+    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
 def layer_count(model: nn.Module) -> int:
@@ -47,7 +68,7 @@ def layer_count(model: nn.Module) -> int:
         InfoFlowError: if the model has no `blocks` and no hook points, that is, does not come from
             TransformerLens, or is compiled.
     """
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+    if is_compiled(model):
         raise InfoFlowError(
             f"the {type(model).__name__} is compiled, and compiled code leaves hooks out: expected "
             "the model itself; give what was given to torch.compile, and run that"

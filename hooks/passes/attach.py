@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from infoflow_lens.foundation.record import WeightState
 from infoflow_lens.foundation.settings import check
 from infoflow_lens.hooks.model.call import catching, in_own_call
 from infoflow_lens.hooks.model.inputs import call_inputs
-from infoflow_lens.hooks.model.points import layer_count, takes_model
+from infoflow_lens.hooks.model.points import layer_count, opened
 from infoflow_lens.hooks.passes.run import prepare
 from infoflow_lens.hooks.passes.view import Needs, Pass
 from infoflow_lens.hooks.probe import Mode, Probe, Split
@@ -72,10 +72,9 @@ class AttachedProbes(Sequence[Probe[Any]]):
             split.mode = before
 
 
-@takes_model
 @contextmanager
 def attach(
-    model: nn.Module,
+    model: Any,
     *probes: Probe[Any],
     eval_every: int = 5,
     first_index: int = 0,
@@ -99,7 +98,7 @@ def attach(
         positions, recovery = probes.results()
 
     Args:
-        model: a TransformerLens model.
+        model: any Transformer; your loop calls this object itself.
         probes: what to measure.
         eval_every: every so many sequences one is held out.
         first_index, index_step: where several processes share the sequences, sequence n of this one
@@ -115,11 +114,12 @@ def attach(
     if not probes:
         raise InfoFlowError("no probes to attach: expected at least one, as in attach(model, p)")
     split = Split(eval_every, first=first_index, step=index_step)
-    layer_count(model)
-    weights = WeightState(model)
-    session = Session(probes, split, prepare(model, probes, weights), weights)
-    with one_thread(model):
-        measured = _measured(model)
+    named = opened(model)  # what hook points are on
+    layer_count(named)
+    weights = WeightState(named)
+    session = Session(probes, split, prepare(named, probes, weights), weights)
+    with one_thread(named):
+        measured = _measured(model if isinstance(model, nn.Module) else named, named)
         measured.sessions.append(session)
         for probe in probes:
             probe.is_attached = True
@@ -136,12 +136,17 @@ def attach(
             )
 
 
-def _measured(model: nn.Module) -> "_MeasuredForward":
-    """What stands in the place of the model's forward; put there where it does not yet."""
+def _measured(model: nn.Module, named: nn.Module) -> "_MeasuredForward":
+    """What stands in the place of the model's forward; put there where it does not yet.
+
+    Args:
+        model: whose calls are measured.
+        named: the same, or what was opened to have hook points.
+    """
     found = vars(model).get("forward")
     if isinstance(found, _MeasuredForward):
         return found
-    measured = _MeasuredForward(model, found)
+    measured = _MeasuredForward(model, named, found)
     object.__setattr__(model, "forward", measured)
     return measured
 
@@ -149,9 +154,9 @@ def _measured(model: nn.Module) -> "_MeasuredForward":
 class _MeasuredForward:
     """The forward of a model on which probes are: it runs the model's own, and gives it to them."""
 
-    def __init__(self, model: nn.Module, own: Callable[..., Any] | None) -> None:
+    def __init__(self, model: nn.Module, named: nn.Module, own: Callable[..., Any] | None) -> None:
         self.sessions: list[Session] = []
-        self._model, self._own = model, own
+        self._model, self._named, self._own = model, named, own
         self._forward = own or type(model).forward.__get__(model)
         self._thread, self._running = threading.get_ident(), False
         functools.update_wrapper(self, self._forward)
@@ -186,15 +191,22 @@ class _MeasuredForward:
         tokens, mask = call_inputs(self._model, args, kwargs)
         self._running = True
         try:
-            with catching(self._model, needs.points) as caught:
+            with catching(self._named, needs.points) as caught, self._watching():
                 output = self._forward(*args, **kwargs)
         finally:
             self._running = False
-        seen = Pass(self._model, caught.activations, tokens=tokens, mask=mask, needs=needs)
+        seen = Pass(self._named, caught.activations, tokens=tokens, mask=mask, needs=needs)
         for session in tuple(self.sessions):
             for probe in session.probes:
                 probe.take(seen, session.split)
         return output
+
+    def _watching(self) -> AbstractContextManager[None]:
+        """Let hook points fire in a call of the model that they were made for."""
+        if self._named is self._model:
+            return nullcontext()
+        watching: AbstractContextManager[None] = self._named.watching()  # type: ignore[operator]
+        return watching
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise self._not_here()

@@ -395,15 +395,20 @@ def tokenizer_of(place: str | None, given: Any | None = None) -> Iterator[tuple[
         yield type(words).from_pretrained(folder, trust_remote_code=False), given is not None
 
 
+def own_tokenizer(name: str) -> Any:
+    """Load the tokenizer of a name or folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
 def _has_tokenizer(name: str) -> bool:
     """Whether there is a tokenizer with words.
 
     For some architectures transformers makes one of special tokens alone where there is no file.
     """
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = own_tokenizer(name)
     except Exception as error:  # of many kinds: no file, no network, a missing package
         check_needs_no_code(name, error)
         return False

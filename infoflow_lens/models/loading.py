@@ -16,7 +16,12 @@ from torch import nn
 
 from infoflow_lens.foundation.devices import check_device
 from infoflow_lens.foundation.display import panel
-from infoflow_lens.foundation.errors import InfoFlowError, first_line, panics_as_errors
+from infoflow_lens.foundation.errors import (
+    InfoFlowError,
+    first_line,
+    is_out_of_memory,
+    panics_as_errors,
+)
 from infoflow_lens.foundation.names import nearest
 from infoflow_lens.foundation.naming import find_model
 from infoflow_lens.foundation.settings import check
@@ -29,12 +34,14 @@ from infoflow_lens.models.bridges import (
     check_sizes,
     class_of_transformers,
     hosted,
+    own_tokenizer,
     tokenizer_of,
     transformers_model,
     without_trace,
 )
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import load_model
+from infoflow_lens.models.named import NamedModel, open_model
 from infoflow_lens.models.shipped import SHIPPED, shipped_folder
 
 Backend = Literal["auto", "hooked", "bridge"]
@@ -421,7 +428,13 @@ def _by_bridge(
             check_sizes(Path(name), config, stored)
         alone = transformers_model(name, config, place)
         with tokenizer_of(name) as (tokenizer, has_words):
-            return _loaded(hosted(name, alone, tokenizer, has_words), known_as or name, source)
+            try:
+                host = hosted(name, alone, tokenizer, has_words)
+            except Exception as error:  # a class that no bridge hosts is shown as it is
+                alone = transformers_model(name, config, place)
+                words = own_tokenizer(name) if has_words else None
+                host = _opened_instead(alone, words, error)
+            return _loaded(host, known_as or name, source)
 
 
 def _in_memory(
@@ -465,10 +478,8 @@ def _in_memory(
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
-        raise InfoFlowError(
-            f"the model is a {kind}, which has no hook points: expected a model of transformers or "
-            "TransformerLens, or a name"
-        )
+        opened = open_model(model, tokenizer)
+        return LoadedModel(opened, tokenizer, "memory", _description(opened, kind))
     if backend == "hooked":
         raise InfoFlowError(
             f"the {kind} in memory is hosted by TransformerBridge: expected backend 'auto' or "
@@ -485,7 +496,27 @@ def _in_memory(
         if not alone.config.architectures:  # as of models that are built from a config
             alone.config.architectures = [class_of_transformers(alone)]
         with tokenizer_of(model.name_or_path, tokenizer) as (words, has_words):
-            return _loaded(hosted(name, alone, words, has_words), name, "memory")
+            try:
+                return _loaded(hosted(name, alone, words, has_words), name, "memory")
+            except Exception as error:  # a class that no bridge hosts is shown as it is
+                if has_words and tokenizer is None:
+                    tokenizer = own_tokenizer(name)
+                found = _opened_instead(model, tokenizer, error)
+    return LoadedModel(found, tokenizer, "memory", _description(found, name))
+
+
+def _opened_instead(model: nn.Module, tokenizer: Any, error: Exception) -> NamedModel:
+    """Open a model that no bridge hosts.
+
+    Raises:
+        InfoFlowError: if it cannot be opened, either; the reason of the bridge stands with it.
+    """
+    if is_out_of_memory(error):
+        raise error
+    try:
+        return open_model(model, tokenizer)
+    except InfoFlowError as refused:
+        raise InfoFlowError(f"{refused} (and no bridge hosts it: {first_line(error)})") from error
 
 
 def _loaded(model: Any, name: str, source: Source) -> LoadedModel:

@@ -21,6 +21,7 @@ from infoflow_lens.models.bridges import find_class, without_trace
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import build_model, save_model
 from infoflow_lens.models.loading import load_any
+from infoflow_lens.models.named import NamedModel
 from tests.conftest import some_of
 from tests.reference import zoo
 from tests.versions import needs_hooked_transformer, needs_version_4
@@ -101,8 +102,8 @@ def test_a_bridge_that_computes_something_else_is_refused(name, tmp_path):
         load_any(zoo.save(name, tmp_path / name))
 
 
-def test_what_a_bridge_computes_is_compared_with_the_model(tmp_path, monkeypatch):
-    """Of a name or of a folder, whatever it is that the bridge gets wrong."""
+def test_a_model_that_a_bridge_gets_wrong_is_opened_as_it_is(tmp_path, monkeypatch):
+    """What the bridge computes is compared with the model."""
     from transformer_lens.model_bridge import TransformerBridge
 
     forward = TransformerBridge.forward
@@ -113,8 +114,10 @@ def test_what_a_bridge_computes_is_compared_with_the_model(tmp_path, monkeypatch
     folder = zoo.save("llama", tmp_path / "llama")
     monkeypatch.setattr(TransformerBridge, "forward", a_little_wrong)
     for dtype in ("float32", "float64"):
-        with pytest.raises(InfoFlowError, match=r"itself, a LlamaForCausalLM: logits differ by 1%"):
-            load_any(folder, dtype=dtype)
+        found = load_any(folder, dtype=dtype)
+        assert isinstance(found.model, NamedModel)
+        alone = plain("llama") if dtype == "float32" else None
+        assert alone is None or logits(found.model).equal(alone)
 
 
 @pytest.mark.parametrize(
@@ -507,7 +510,7 @@ def test_a_model_in_memory_that_cannot_run_is_said_by_name():
     alone = zoo.build("gpt2")
     alone.register_forward_pre_hook(fail)
     with pytest.raises(
-        InfoFlowError, match=r"'GPT2LMHeadModel' cannot be loaded \(RuntimeError: ex"
+        InfoFlowError, match=r"GPT2LMHeadModel does not run .*RuntimeError: expected Float32, got D"
     ):
         load_any(alone)
 
@@ -567,9 +570,7 @@ def test_a_model_in_memory_is_neither_moved_nor_cast(settings, message):
 
 
 def test_what_is_no_model(model):
-    with pytest.raises(
-        InfoFlowError, match="Linear, which has no hook points: expected a model of"
-    ):
+    with pytest.raises(InfoFlowError, match="Linear does not run on an example"):
         load_any(torch.nn.Linear(2, 3))
     with pytest.raises(InfoFlowError, match="the model is of type int: expected a name"):
         load_any(5)

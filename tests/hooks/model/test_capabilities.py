@@ -9,6 +9,7 @@ from transformer_lens.hook_points import HookPoint
 
 from infoflow_lens import Architecture, InfoFlowError, build_model, build_token_model, inspect_model
 from infoflow_lens.hooks.model.inputs import example_input, local_window
+from infoflow_lens.hooks.model.points import layer_count
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.loading import load_any
 from infoflow_lens.studies.constructions import build_construction
@@ -318,8 +319,8 @@ def test_models_over_vectors_get_vectors_of_their_dtype(model):
 
 def test_what_cannot_be_inspected_is_named(token_model, token_inputs):
     with pytest.raises(InfoFlowError, match="no transformer blocks"):
-        example_input(torch.nn.Linear(2, 2))
-    with pytest.raises(InfoFlowError, match="no transformer blocks"):
+        layer_count(torch.nn.Linear(2, 2))
+    with pytest.raises(InfoFlowError, match="Linear does not run on an example"):
         inspect_model(torch.nn.Linear(2, 2), token_inputs)
     with pytest.raises(InfoFlowError, match="example_input has token ids from"):
         inspect_model(token_model, token_inputs + 10)

@@ -491,7 +491,7 @@ def test_a_model_without_the_needed_hook(model, inputs):
 
 
 def test_a_model_from_elsewhere(inputs):
-    with pytest.raises(InfoFlowError, match="expected a TransformerLens model"):
+    with pytest.raises(InfoFlowError, match="Linear does not run on an example"):
         run_probes(torch.nn.Linear(3, 3), inputs, [PositionsProbe()], progress=False)
 
 

@@ -1,0 +1,205 @@
+"""Every question takes any Transformer as it is given, and says of it what the model does."""
+
+import pytest
+import torch
+from torch import nn
+
+from infoflow_lens import (
+    InfoFlowError,
+    JacobianInfluence,
+    PositionsProbe,
+    RecoveryProbe,
+    attach,
+    flow,
+    inspect_model,
+    load_any,
+    measure_mechanisms,
+    open_model,
+    probe,
+    run_probes,
+    why,
+)
+
+SIZES = {"vocab_size": 67, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "intermediate_size": 24}  # fmt: skip
+KINDS = {  # without a language head, post-norm, one block twice, grouped keys, other names
+    "bert": {},
+    "albert": {"embedding_size": 12},
+    "distilbert": {"dim": 24, "n_layers": 2, "n_heads": 4, "hidden_dim": 24},
+    "llama": {"num_key_value_heads": 2},
+}
+
+
+class Plain(nn.Module):
+    """One of nobody's library: a pre-norm block with fused attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(67, 12)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.embed.weight.T
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+        self.up, self.down, self.norms = nn.Linear(12, 20), nn.Linear(20, 12), nn.LayerNorm(12)
+
+    def forward(self, x):
+        parts = self.qkv(self.norms(x)).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+        z = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        x = x + self.out(z.transpose(1, 2).flatten(2))
+        return x + self.down(torch.relu(self.up(self.norms(x))))
+
+
+def build(kind):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        if kind == "plain":
+            model = Plain()
+        else:
+            import transformers
+
+            config = transformers.AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind]})
+            model = transformers.AutoModel.from_config(config)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.data *= 4
+    return model.eval()
+
+
+@pytest.fixture(params=["plain", *KINDS])
+def model(request):
+    return build(request.param)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(5, 60, (10, 9), generator=torch.Generator().manual_seed(1))
+
+
+def patterns_alone(model, ids):
+    """By the library itself, in eager attention; of our own model, by hand."""
+    if isinstance(model, Plain):
+        x, found = model.embed(ids), []
+        for layer in model.layers:
+            q, k, _ = layer.qkv(layer.norms(x)).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+            scores = (q @ k.transpose(-1, -2)) / 2
+            closed = torch.ones(9, 9).triu(1) > 0
+            found.append(scores.masked_fill(closed, -torch.inf).softmax(-1))
+            x = layer(x)
+        return found
+    model.set_attn_implementation("eager")
+    found = list(model(ids, output_attentions=True).attentions)
+    model.set_attn_implementation("sdpa")
+    return found
+
+
+def test_first_choices_are_those_of_the_model_alone(model, ids):
+    (found,) = run_probes(model, ids, [PositionsProbe((1,))], progress=False)
+    with torch.no_grad():
+        for ranked, pattern in zip(found.positions, patterns_alone(model, ids), strict=True):
+            assert ranked[..., 0].equal(pattern.argmax(-1).to(ranked.dtype))
+
+
+def test_calls_of_the_object_itself_are_measured_while_probes_are_attached(model, ids):
+    probes = [PositionsProbe((1, 2)), RecoveryProbe((1,))]
+    expected = run_probes(model, ids, [PositionsProbe((1, 2)), RecoveryProbe((1,))], progress=False)
+    before = model(ids)
+    with torch.no_grad(), attach(model, *probes) as attached:
+        for part in ids.split(5):
+            model(part)
+        found = attached.results()
+    model(ids)  # measured no more
+    assert attached.results()[0].positions[0].shape == found[0].positions[0].shape
+    for ours, theirs in zip(found[0].positions, expected[0].positions, strict=True):
+        assert ours.equal(theirs)
+    assert found[1].fvu[0].equal(expected[1].fvu[0])
+    assert "forward" not in vars(model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    after = model(ids)
+    for one, other in zip(_tensors(before), _tensors(after), strict=True):
+        assert one.equal(other)
+
+
+def _tensors(output):
+    return (
+        [output]
+        if isinstance(output, torch.Tensor)
+        else [t for t in output.to_tuple() if isinstance(t, torch.Tensor)]
+    )
+
+
+def test_influence_is_the_jacobian_of_the_model_alone(model, ids):
+    """By what enters the first block, which stands behind the norm of embeddings in BERTs."""
+    jacobians = JacobianInfluence("resid_post", positions=(-1,))
+    (found,) = run_probes(model, ids[:1], [jacobians], progress=False)
+    if hasattr(model, "config"):
+        model.set_attn_implementation("eager")
+    blocks = [block.module for block in open_model(model).anatomy.blocks]
+    seen = {"entered": [], "left": []}
+
+    def last_state(x=None):
+        def enter(module, args):
+            seen["entered"].append(args[0])
+            return (x, *args[1:]) if x is not None and len(seen["entered"]) == 1 else None
+
+        def leave(module, args, out):
+            seen["left"].append(out if isinstance(out, torch.Tensor) else out[0])
+
+        seen.update(entered=[], left=[])
+        handles = [module.register_forward_pre_hook(enter) for module in {*blocks}]
+        handles += [module.register_forward_hook(leave) for module in {*blocks}]
+        model(ids[:1])
+        for handle in handles:
+            handle.remove()
+        return seen["left"][-1][0, -1]
+
+    last_state()
+    jacobian = torch.autograd.functional.jacobian(last_state, seen["entered"][0].detach())
+    norms = jacobian[:, 0].square().sum(dim=(0, 2)).sqrt()
+    torch.testing.assert_close(
+        found.full()[-1, 0, 8].float(), norms, rtol=1e-3, atol=1e-4 * float(norms.max())
+    )
+
+
+def test_every_other_question_takes_it(model, ids, tmp_path):
+    assert not inspect_model(model, ids).problems()
+    assert abs(why(model, ids[:1], 1, 2).distance) < 1e-3
+    assert flow(model, ids[:1], progress=False).influence is not None
+    assert measure_mechanisms(model, ids, progress=False).mechanisms()
+    found = probe(model, ids, probes=("positions", "recovery"), progress=False)
+    assert found.positions.n_sequences == 10
+
+
+def test_a_model_that_is_opened_or_held_is_the_same(ids):
+    model = build("bert")
+    expected = run_probes(model, ids, [PositionsProbe((1,))], progress=False)[0].positions
+    holder = type("Held", (), {"_model": model})()  # as some libraries wrap a module
+    for given in (open_model(model), load_any(model), holder):
+        found = run_probes(given, ids, [PositionsProbe((1,))], progress=False)[0].positions
+        assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["bert", "albert"])
+def test_a_folder_without_a_language_head_is_loaded_as_it_is(kind, ids, tmp_path):
+    model = build(kind)
+    model.save_pretrained(tmp_path)
+    loaded = load_any(tmp_path)
+    assert "NamedModel" in loaded.description
+    expected, found = (
+        run_probes(one, ids, [PositionsProbe((1,))], progress=False)[0].positions
+        for one in (model, loaded)
+    )
+    assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
+
+
+def test_what_has_no_attention_is_refused_by_name(ids):
+    with pytest.raises(InfoFlowError, match="no attention was seen in Sequential"):
+        run_probes(nn.Sequential(nn.Embedding(67, 5)), ids, [PositionsProbe()], progress=False)
