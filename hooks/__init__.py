@@ -33,6 +33,12 @@ from infoflow_lens.hooks.patterns import PatternsProbe, PatternsResult
 from infoflow_lens.hooks.positions.probe import PositionsProbe
 from infoflow_lens.hooks.positions.result import PositionsResult, ShardedPositions
 from infoflow_lens.hooks.probe import Probe, Split
+from infoflow_lens.hooks.readouts import (
+    FunctionOfOutput,
+    LogitDifference,
+    LogProbability,
+    Readout,
+)
 from infoflow_lens.hooks.recovery.probe import RecoveryProbe, RecoveryResult
 from infoflow_lens.hooks.result import LabelledResult, Result
 from infoflow_lens.hooks.routes.attention import AttentionRollout, AttentionWeight
@@ -43,6 +49,8 @@ from infoflow_lens.hooks.routes.flow import AttentionFlow
 from infoflow_lens.hooks.routes.graded import GradedSetsProbe, GradedSetsResult
 from infoflow_lens.hooks.routes.gradient import GradientTimesInput
 from infoflow_lens.hooks.scores import StateScores
+from infoflow_lens.hooks.shares.measure import measure_shares
+from infoflow_lens.hooks.shares.result import Shares
 from infoflow_lens.hooks.states import State, combined, concatenated, summed
 from infoflow_lens.hooks.why import Why, WhyAll, measure_why, measure_why_all
 
@@ -60,6 +68,7 @@ __all__ = [
     "AttentionWeight",
     "ContributionRoutes",
     "EdgeBudgetResult",
+    "FunctionOfOutput",
     "GradedSetsProbe",
     "GradedSetsResult",
     "GradientTimesInput",
@@ -69,6 +78,8 @@ __all__ = [
     "LabelledArray",
     "LabelledResult",
     "LayerCapabilities",
+    "LogProbability",
+    "LogitDifference",
     "MechanismsProgress",
     "MechanismsResult",
     "ModelCapabilities",
@@ -79,12 +90,14 @@ __all__ = [
     "PositionsProbe",
     "PositionsResult",
     "Probe",
+    "Readout",
     "RecoveryProbe",
     "RecoveryResult",
     "ResampleInfluence",
     "Result",
     "RoutesResult",
     "ShardedPositions",
+    "Shares",
     "Split",
     "State",
     "StateScores",
@@ -101,6 +114,7 @@ __all__ = [
     "inspect_model",
     "measure_edge_budget",
     "measure_mechanisms",
+    "measure_shares",
     "measure_sufficiency",
     "measure_top_k",
     "measure_why",

@@ -90,7 +90,7 @@ class Writers:
                 return None
             value = activation.detach().clone().requires_grad_()
             self.leaves[name] = _Leaf(value, self._names(name, value))
-            return value
+            return value.clone()  # which the model may write to in place
 
         return hook_fn
 
@@ -165,6 +165,19 @@ class Writers:
             parts = [pad(part, (0, longest - part.shape[2])) for part in parts]
             found.append(torch.cat(parts, dim=1))
         return torch.cat(found)
+
+    def gradients_of_heads(
+        self, value: Float[Tensor, " batch"]
+    ) -> Iterator[
+        tuple[str, Float[Tensor, "1 pos head d_head"], Float[Tensor, "1 pos head d_head"]]
+    ]:
+        """Differentiate a number by what heads wrote: the hook point, z and the derivative."""
+        found = {n: leaf for n, leaf in self.leaves.items() if _HEADS.fullmatch(n)}
+        values = [leaf.value for leaf in found.values()]
+        gradients = differentiate(value, values, torch.ones_like(value)[None])
+        for (name, leaf), gradient in zip(found.items(), gradients, strict=True):
+            shape = (*leaf.value.shape[:2], len(leaf.names), -1)
+            yield name, leaf.value.detach().reshape(shape), gradient[0].reshape(shape)
 
 
 def differentiate(

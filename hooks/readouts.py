@@ -1,0 +1,194 @@
+"""What is asked of a model: a logit difference, a log-probability, a class, any function of it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+
+Answer: TypeAlias = str | int | Sequence[str | int]
+
+
+def logits_of(output: Any) -> Float[Tensor, "batch *pos choice"]:
+    """Find the logits in what a model gives, [batch, pos, token]; of a classifier [batch, class].
+
+    Raises:
+        InfoFlowError: for an output without a tensor.
+    """
+    found = getattr(output, "logits", output)
+    if not isinstance(found, Tensor):
+        found = next((part for part in output if isinstance(part, Tensor)), None)
+    if found is None:
+        raise InfoFlowError(
+            f"the model gives a {type(output).__name__} without logits: expected a tensor, or an "
+            "output with logits; ask with FunctionOfOutput"
+        )
+    return found
+
+
+class Readout(ABC):
+    """A number that is asked of each sequence.
+
+    Attributes:
+        is_linear: whether it is linear in the logits, so that shares add up to it.
+    """
+
+    is_linear: bool = True
+
+    @abstractmethod
+    def read(self, output: Any) -> Float[Tensor, " batch"]:
+        """Read the number off what the model gives, for each sequence."""
+
+    def bind(self, model: nn.Module) -> "Readout":
+        """Make it ready for a model: words become ids of its tokenizer.
+
+        Raises:
+            InfoFlowError: for words that are no single tokens.
+        """
+        return self
+
+
+@dataclass(frozen=True)
+class LogitDifference(Readout):
+    """The logit of an answer minus that of another; of several on a side, their mean.
+
+    Args:
+        answer: a token or a class, as a word of the tokenizer or an id; or several.
+        against: the same; None for the mean of all logits: how far the answer stands out.
+        position: of the logits, from 0 or from -1 backwards; of no use for a classifier.
+    """
+
+    answer: Answer
+    against: Answer | None = None
+    position: int = -1
+
+    def bind(self, model: nn.Module) -> "LogitDifference":
+        """Make ids of words."""
+        against = None if self.against is None else ids_of_answer(model, self.against)
+        return LogitDifference(ids_of_answer(model, self.answer), against, self.position)
+
+    def read(self, output: Any) -> Float[Tensor, " batch"]:
+        """Read the difference."""
+        logits = _at(logits_of(output), self.position)
+        against = logits if self.against is None else logits[:, list(_as_ids(self.against))]
+        return logits[:, list(_as_ids(self.answer))].mean(-1) - against.mean(-1)
+
+    def __str__(self) -> str:
+        other = "the mean" if self.against is None else repr(self.against)
+        return f"logit of {self.answer!r} minus that of {other}"
+
+
+@dataclass(frozen=True)
+class LogProbability(Readout):
+    """The logarithm of an answer's probability; of several, of their sum.
+
+    It is no linear function of the logits: shares are those of its linear part, and say so.
+
+    Args:
+        answer, position: as of :class:`LogitDifference`.
+    """
+
+    answer: Answer
+    position: int = -1
+    is_linear = False
+
+    def bind(self, model: nn.Module) -> "LogProbability":
+        """Make ids of words."""
+        return LogProbability(ids_of_answer(model, self.answer), self.position)
+
+    def read(self, output: Any) -> Float[Tensor, " batch"]:
+        """Read the logarithm, in float32 or more."""
+        logits = _at(logits_of(output), self.position)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        return wide[:, list(_as_ids(self.answer))].logsumexp(-1)
+
+    def __str__(self) -> str:
+        return f"log-probability of {self.answer!r}"
+
+
+@dataclass(frozen=True)
+class FunctionOfOutput(Readout):
+    """Any function of what the model gives.
+
+    Args:
+        function: from the model's output to a number for each sequence, [batch].
+        is_linear: whether it is linear in the output.
+        name: what it is called.
+    """
+
+    function: Callable[[Any], Float[Tensor, " batch"]]
+    is_linear: bool = False
+    name: str = "a function of the output"
+
+    def read(self, output: Any) -> Float[Tensor, " batch"]:
+        """Call the function.
+
+        Raises:
+            InfoFlowError: if it gives no number for each sequence.
+        """
+        found = self.function(output)
+        if not isinstance(found, Tensor) or found.ndim != 1:
+            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise InfoFlowError(
+                f"{self.name} gives {shape}: expected a tensor with a number for each sequence"
+            )
+        return found
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def ids_of_answer(model: nn.Module, answer: Answer) -> tuple[int, ...]:
+    """Make token ids of answers: words of the model's tokenizer, or ids.
+
+    Raises:
+        InfoFlowError: for words without a tokenizer, and words that are several tokens.
+    """
+    given = [answer] if isinstance(answer, str | int) else list(answer)
+    if not given:
+        raise InfoFlowError("the answer is empty: expected a word or an id, or several")
+    tokenizer: Any = getattr(model, "tokenizer", None)
+    found = []
+    for one in given:
+        if isinstance(one, str) and tokenizer is None:
+            raise InfoFlowError(
+                f"the answer {one!r} is a word, but the model has no tokenizer: expected an id; or "
+                "open the model with its tokenizer"
+            )
+        ids = (
+            tokenizer(one, add_special_tokens=False)["input_ids"] if isinstance(one, str) else [one]
+        )
+        if len(ids) != 1:
+            pieces = [tokenizer.decode([i]) for i in ids]
+            raise InfoFlowError(
+                f"the answer {one!r} is {len(ids)} tokens ({', '.join(map(repr, pieces))}): "
+                "expected one; a word within a text often begins with a blank"
+            )
+        found.append(int(ids[0]))
+    return tuple(found)
+
+
+def _as_ids(answer: Answer) -> Sequence[int]:
+    given = [answer] if isinstance(answer, str | int) else answer
+    if any(isinstance(one, str) for one in given):
+        raise InfoFlowError(
+            f"the answer {answer!r} has words: expected ids here; bind the readout to a model"
+        )
+    return [int(one) for one in given]
+
+
+def _at(logits: Float[Tensor, "batch *pos choice"], position: int) -> Float[Tensor, "batch choice"]:
+    if logits.ndim == 2:
+        return logits
+    n_pos = logits.shape[1]
+    if not -n_pos <= position < n_pos:
+        raise InfoFlowError(
+            f"position is {position}, and there are {n_pos}: expected 0 to {n_pos - 1}, or -1 to "
+            f"-{n_pos} from the last backwards"
+        )
+    return logits[:, position]

@@ -1,0 +1,91 @@
+"""Splitting what is read of a model over all that wrote the residual stream."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from infoflow_lens.foundation.errors import InfoFlowError
+from infoflow_lens.foundation.modules import eval_mode
+from infoflow_lens.foundation.record import RunRecord
+from infoflow_lens.foundation.settings import checked
+from infoflow_lens.hooks.model.call import call
+from infoflow_lens.hooks.model.inputs import Inputs, read_inputs
+from infoflow_lens.hooks.model.points import check_one_device, hook_points, takes_model
+from infoflow_lens.hooks.model.texts import readable_tokens
+from infoflow_lens.hooks.readouts import Readout
+from infoflow_lens.hooks.shares.norms import HeldNorms
+from infoflow_lens.hooks.shares.result import Shares
+from infoflow_lens.hooks.shares.writers import Writers
+
+
+@takes_model
+@checked
+def measure_shares(model: nn.Module, inputs: Inputs, readout: Readout) -> Shares:
+    """Who wrote this: split what is read of a model over embeddings, heads and MLPs, exactly.
+
+    Two passes and one derivative: a pass whose writers are leaves, and one in which nothing is
+    written, which shows what biases make. No weight is read, and no family is known.
+
+    Args:
+        model: any Transformer.
+        inputs: one sequence: a text, token ids [1, pos], or vectors [1, pos, d_token].
+        readout: what is asked, such as ``LogitDifference(" Mary", " John")``.
+
+    Raises:
+        InfoFlowError: for several sequences, an answer that is no token, and models that do not
+            show what their heads write.
+    """
+    check_one_device(model)
+    rows = list(read_inputs(model, inputs).sequences())
+    if len(rows) != 1:
+        raise InfoFlowError(f"inputs are {len(rows)} sequences: expected one; ask for each alone")
+    asked, tokens = readout.bind(model), rows[0][None]
+    with eval_mode(model):
+        writers, held = Writers(model), HeldNorms()
+        points = [name for name in _attention_points(writers) if name in hook_points(model)]
+        with torch.enable_grad(), held:
+            caught = call(
+                model, tokens, points, edit=list(writers.cut()), output=True, keep_graph=True
+            )
+            value = asked.read(caught.output)
+            values = writers.shares(value, torch.ones_like(value)[None])[0]
+            by_key = _by_key(writers, value, {n: a.detach() for n, a in caught.activations.items()})
+        with HeldNorms(held.statistics):
+            silent = call(model, tokens, edit=list(writers.silence()), output=True)
+        constants = float(asked.read(silent.output)) if asked.is_linear else 0.0
+    return Shares(
+        values=values.cpu(),
+        by_key=by_key.cpu(),
+        constants=constants,
+        value=float(value.detach()),
+        writers=writers.names(),
+        heads=tuple(name for name in writers.names() if "head" in name),
+        readout=str(readout),
+        is_linear=asked.is_linear,
+        tokens=readable_tokens(model, rows)[0],
+        record=RunRecord.of_model(model, {"probe": "shares", "readout": str(readout)}),
+    )
+
+
+def _attention_points(writers: Writers) -> list[str]:
+    """Hook points of patterns and values, of each attention whose heads write."""
+    attentions = [name.removesuffix("hook_z") for name in writers.points if name.endswith("hook_z")]
+    return [f"{name}hook_{what}" for name in attentions for what in ("pattern", "v")]
+
+
+def _by_key(writers: Writers, value: Tensor, shown: dict[str, Tensor]) -> Float[Tensor, "head key"]:
+    """Split the shares of heads over the keys from which they took them; NaN where not shown."""
+    rows = []
+    for name, z, gradient in writers.gradients_of_heads(value):
+        place = name.removesuffix("hook_z")
+        pattern, v = shown.get(f"{place}hook_pattern"), shown.get(f"{place}hook_v")
+        n_heads = z.shape[2]
+        if pattern is None or v is None:
+            rows.append(torch.full((n_heads, z.shape[1]), torch.nan, dtype=torch.float64))
+            continue
+        v = v.unflatten(-1, (-1, z.shape[-1])) if v.ndim == 3 else v
+        v = v.repeat_interleave(n_heads // v.shape[2], dim=2)
+        brought = torch.einsum("qhd,khd->hqk", gradient[0].double(), v[0].double())
+        rows.append((pattern[0].double() * brought).sum(dim=1))
+    longest = max((row.shape[1] for row in rows), default=0)
+    return torch.cat([torch.nn.functional.pad(row, (0, longest - row.shape[1])) for row in rows])

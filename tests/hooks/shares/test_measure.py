@@ -1,0 +1,137 @@
+"""Shares of an answer against sums made by hand of a plain model, and sums on every family."""
+
+import pytest
+import torch
+
+from infoflow_lens import InfoFlowError, build_model, load_any, open_model
+from infoflow_lens.hooks import FunctionOfOutput, LogitDifference, LogProbability, measure_shares
+from infoflow_lens.models.architecture import Architecture
+from tests.reference import zoo
+
+
+@pytest.fixture
+def ids():
+    return zoo.tokens(1, 9)
+
+
+def misses(found):
+    return abs(found.distance) / float(found.values.abs().sum())
+
+
+def by_hand(model, ids, answer, against):
+    """GPT-2's logit difference at the last position, by what its modules wrote."""
+    wrote, handles, parts = {}, [], {}
+    modules = model.transformer
+
+    def keep(name, what):
+        def hook(module, args, out):
+            wrote[name] = (args[0] if what == "input" else out)[0].double()
+
+        return hook
+
+    for layer, block in enumerate(modules.h):
+        handles.append(block.attn.c_proj.register_forward_hook(keep(f"z{layer}", "input")))
+        handles.append(block.mlp.register_forward_hook(keep(f"MLP {layer}", "output")))
+    handles.append(modules.ln_f.register_forward_hook(keep("last", "input")))
+    with torch.no_grad():
+        model(ids)
+        [handle.remove() for handle in handles]
+        norm, n = modules.ln_f, ids.shape[1]
+        deviation = (wrote["last"][-1].var(correction=0) + norm.eps).sqrt()
+        direction = (model.lm_head.weight[answer] - model.lm_head.weight[against]).double()
+        direction = direction * norm.weight.double() / deviation
+        direction = direction - direction.mean()  # centring
+        parts["token embedding"] = modules.wte(ids[0])[-1].double() @ direction
+        parts["positional embedding"] = modules.wpe(torch.arange(n))[-1].double() @ direction
+        n_heads = model.config.n_head
+        for layer, block in enumerate(modules.h):
+            matrix = block.attn.c_proj.weight.double().unflatten(0, (n_heads, -1))
+            z = wrote[f"z{layer}"][-1].unflatten(-1, (n_heads, -1))
+            for head in range(n_heads):
+                parts[f"head {layer}.{head}"] = z[head] @ matrix[head] @ direction
+            parts[f"MLP {layer}"] = wrote[f"MLP {layer}"][-1] @ direction
+    return parts
+
+
+@pytest.mark.parametrize("open_it", [open_model, lambda model: load_any(model)])
+def test_shares_are_what_each_writer_adds_to_the_answer(open_it, ids):
+    expected = by_hand(zoo.build("gpt2"), ids, 7, 3)
+    found = measure_shares(open_it(zoo.build("gpt2")), ids, LogitDifference(7, 3))
+    assert found.writers == tuple(expected)
+    given = torch.stack([*expected.values()])
+    torch.testing.assert_close(found.by_writer().values, given, rtol=1e-4, atol=1e-5)
+    assert not found.values[:, :-1].any()  # at other positions nothing is written of this answer
+    with torch.no_grad():
+        logits = zoo.build("gpt2")(ids).logits[0, -1]
+    assert found.value == pytest.approx(float(logits[7] - logits[3]), abs=1e-5)
+    assert misses(found) < 1e-5
+    assert abs(found.constants) > 1e-3  # biases of attention and of the last norm
+
+
+@pytest.mark.parametrize("name", zoo.some_families([*zoo.FAMILIES]))
+def test_shares_add_up_on_every_family(name, ids):
+    model = open_model(zoo.build(name))
+    found = measure_shares(model, ids, LogitDifference(7, 3, position=4))
+    if name in ("bert", "gemma2"):  # an activation before the logits; a soft cap on them
+        assert 1e-4 < misses(found) < 0.5
+        assert f"{found.distance:+.3g} was written by none of these" in found.summary()
+    else:
+        assert misses(found) < 1e-4
+    heads = [i for i, writer in enumerate(found.writers) if writer in found.heads]
+    torch.testing.assert_close(
+        found.by_key.sum(-1), found.values[heads].sum(-1), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_shares_add_up_in_models_over_vectors():
+    shape = Architecture(n_heads=(2, 5), d_model=30, d_token=3, n_tokens=7, d_mlp=11)
+    model = build_model(shape, seed=5)
+    x = torch.randn(1, 7, 3, generator=torch.Generator().manual_seed(0))
+    first = FunctionOfOutput(lambda output: output[:, 0], is_linear=True, name="the first output")
+    found = measure_shares(model, x, first)
+    assert misses(found) < 1e-5
+    assert "the first output is" in found.summary()
+
+
+def test_what_is_not_linear_says_so(ids):
+    found = measure_shares(open_model(zoo.build("gpt2")), ids, LogProbability(7))
+    with torch.no_grad():
+        alone = zoo.build("gpt2")(ids).logits[0, -1].log_softmax(-1)[7]
+    assert found.value == pytest.approx(float(alone), abs=1e-5)
+    assert "shares of its linear part do not add up" in found.summary()
+
+
+def test_a_table_says_from_which_token_a_head_took_its_share(ids, tmp_path):
+    found = measure_shares(load_any(zoo.build("llama")), ids, LogitDifference(7))
+    table = found.table()
+    assert table["share"].sum() + found.constants == pytest.approx(found.value, abs=1e-4)
+    assert (table["share"].abs().diff().dropna() <= 1e-9).all()
+    row = table[table["writer"] == "head 1.2"].iloc[0]
+    keys = found.by_key[found.heads.index("head 1.2")]
+    assert row["of it"] == pytest.approx(float(keys[int(keys.abs().argmax())]))
+    found.save(tmp_path / "shares")
+    assert type(found).load(tmp_path / "shares").values.equal(found.values)
+    assert "writer" in found._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("readout", "message"),
+    [
+        (LogitDifference("w5 w6"), "is 2 tokens .*expected one"),
+        (LogitDifference(()), "the answer is empty"),
+        (LogitDifference(7, position=9), "position is 9, and there are 9"),
+        (FunctionOfOutput(lambda output: 3), "gives int: expected a tensor with a number for each"),
+    ],
+)
+def test_readouts_that_read_nothing_are_refused(readout, message, ids):
+    model = open_model(zoo.build("gpt2"), zoo.tokenizer())
+    with pytest.raises(InfoFlowError, match=message):
+        measure_shares(model, ids, readout)
+
+
+def test_words_need_a_tokenizer_and_one_sequence(ids):
+    model = open_model(zoo.build("gpt2"))
+    with pytest.raises(InfoFlowError, match="is a word, but the model has no tokenizer"):
+        measure_shares(model, ids, LogitDifference("w5"))
+    with pytest.raises(InfoFlowError, match="2 sequences: expected one"):
+        measure_shares(model, zoo.tokens(2, 9), LogitDifference(5))
