@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infoflow_lens.foundation.display import plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
 
 if TYPE_CHECKING:
@@ -191,24 +192,25 @@ def _panels(
     n_columns = min(_COLUMNS, len(facets))
     n_rows = -(-len(facets) // n_columns)
     figure = Figure(figsize=(1.5 + 2.6 * n_columns, 0.6 + 2.4 * n_rows), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(plain_label(title))
     grid = figure.subplots(n_rows, n_columns, squeeze=False).flatten()
     known = np.concatenate([part.ravel() for _, part in facets])
     known = known[np.isfinite(known)]
     low, high = (known.min(), known.max()) if len(known) else (0.0, 1.0)
     for axes, (name, part) in zip(grid, facets, strict=False):
-        axes.set_title(name, fontsize="small")
+        axes.set_title(plain_label(name), fontsize="small")
+        labels = [plain_label(dim) for dim in dims]
         if part.ndim < 2:
-            axes.bar([str(at) for at in array.places(dims[0])] if dims else [""], part.reshape(-1))
-            axes.set(xlabel=dims[0] if dims else "", ylabel=array.name)
+            axes.bar([*map(plain_label, array.places(dims[0]))] if dims else [""], part.reshape(-1))
+            axes.set(xlabel=labels[0] if dims else "", ylabel=plain_label(array.name))
         else:
             image = axes.imshow(part, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
-            axes.set(xlabel=dims[1], ylabel=dims[0])
+            axes.set(xlabel=labels[1], ylabel=labels[0])
             for dim, set_ticks in ((dims[1], axes.set_xticks), (dims[0], axes.set_yticks)):
                 if dim in array.coords and len(array.coords[dim]) <= _TICKS:
-                    set_ticks(range(len(array.coords[dim])), map(str, array.coords[dim]))
+                    set_ticks(range(len(array.coords[dim])), map(plain_label, array.coords[dim]))
     for axes in grid[len(facets) :]:
         axes.set_axis_off()
     if facets[0][1].ndim == 2:
-        figure.colorbar(image, ax=list(grid[: len(facets)]), label=array.name)
+        figure.colorbar(image, ax=list(grid[: len(facets)]), label=plain_label(array.name))
     return figure

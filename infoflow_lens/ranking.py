@@ -20,7 +20,7 @@ from infoflow_lens.agreement import (
     real_states,
     sets_of,
 )
-from infoflow_lens.foundation.display import panel
+from infoflow_lens.foundation.display import panel, plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.saving import Savable
 from infoflow_lens.foundation.settings import Distinct, Index, checked
@@ -183,13 +183,14 @@ class RankingAgreement(Savable):
         frame = frame[frame["size_of"] == chosen]
         layers = frame["layer"].unique()
         figure = Figure(figsize=(2 + 2.5 * len(layers), 3.5), layout="constrained")
-        figure.suptitle(f"What states depend on, at the sizes of {chosen}")
+        figure.suptitle(f"What states depend on, at the sizes of {plain_label(chosen)}")
         grid = figure.subplots(1, len(layers), sharey=True, squeeze=False)[0]
         for axes, layer in zip(grid, layers, strict=True):
             for kind, rows in frame[frame["layer"] == layer].groupby("kind", sort=False):
                 value, low, high = rows[[metric, f"{metric}_low", f"{metric}_high"]].to_numpy().T
                 error = np.stack([value - low, high - value])
-                axes.errorbar(value, rows["method"], xerr=error, fmt="o", label=str(kind))
+                methods = [*map(plain_label, rows["method"])]
+                axes.errorbar(value, methods, xerr=error, fmt="o", label=plain_label(kind))
             axes.set(xlabel=metric, title=f"layer {layer}")
         grid[-1].legend()
         return figure

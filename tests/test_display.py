@@ -3,21 +3,28 @@
 import dataclasses
 import importlib
 import inspect
+import io
 import pkgutil
 import types
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pandas as pd
 import pytest
 import torch
+from matplotlib.text import Text
 
 import infoflow_lens as il
 from infoflow_lens.agreement import CoverageCurve
 from infoflow_lens.foundation import display
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Result
+from infoflow_lens.hooks.arrays import LabelledArray
 from infoflow_lens.models.loading import LoadedModel
+from infoflow_lens.report.phase import phase_figure
 from infoflow_lens.tasks import list_tasks, load_task
+from infoflow_lens.theory.information_sets import InformationSets
+from tests.conftest import make_token_model
 
 for module in pkgutil.walk_packages(il.hooks.__path__, "infoflow_lens.hooks."):
     importlib.import_module(module.name)  # every class of results registers itself
@@ -129,3 +136,96 @@ def test_a_table_shows_the_first_rows_and_says_how_many_are_left():
     assert "<i>" not in shown
     assert "38 more rows" in shown
     assert "\N{EN DASH}" in shown
+
+
+# matplotlib reads mathematics between dollars
+
+X = torch.randint(4, 17, (12, 7), generator=torch.Generator().manual_seed(4))
+
+
+def why_of(text):
+    return il.hooks.Why(
+        pieces=torch.eye(2, dtype=torch.float64), query_parts=(text, "b"), key_parts=("a", text),
+        margin=2.0, layer=0, head=0, query=1, keys=(0, 1), tokens=(text, text, "c"),
+        record=RunRecord(),
+    ).plot()  # fmt: skip
+
+
+def array_of(text, *shape):
+    dims = (text, "other", text + " again")[: len(shape)]
+    coords = {
+        dim: tuple(f"{text}{i}" for i in range(n)) for dim, n in zip(dims, shape, strict=True)
+    }
+    return LabelledArray(text, torch.rand(shape), dims, coords).plot(text)
+
+
+def sufficiency_of(text):
+    model = make_token_model()
+    mechanisms = il.measure_mechanisms(model, X[:6], progress=False)
+    others = {text: {(0, 0): "global"}}
+    return il.measure_sufficiency(
+        model, X[6:], mechanisms, draws=1, others=others, progress=False
+    ).plot()
+
+
+def edge_budget_of(text):
+    found = il.measure_edge_budget(
+        make_token_model(), X[6:], X[:6], budgets=(3, 5), draws=1, progress=False
+    )
+    return dataclasses.replace(found, methods=(text, *found.methods[1:])).plot()
+
+
+def rankings_of(text):
+    sets = InformationSets(torch.ones(1, 3, 8, 8, dtype=torch.bool).tril(-2))
+    scores = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    return il.compare_rankings({text: sets}, {text + "s": scores}, scores + 0.1).plot()
+
+
+def flow_of(text):
+    found = il.flow(make_token_model(), X[:1], progress=False)
+    return dataclasses.replace(found, tokens=((text,) * X.shape[1],)).plot()
+
+
+def phases_of(text):
+    return phase_figure([{"heads": (1,), "n_tokens": 3, "verdict": "excluded, proved"}], text)
+
+
+FIGURES = {  # by the file that draws
+    "hooks/why/result.py": why_of,
+    "hooks/arrays.py": lambda text: array_of(text, 2, 3),
+    "hooks/arrays.py, bars": lambda text: array_of(text, 3),
+    "hooks/arrays.py, panels": lambda text: array_of(text, 2, 2, 3),
+    "hooks/mechanisms/sufficiency.py": sufficiency_of,
+    "hooks/mechanisms/edge_budget.py": edge_budget_of,
+    "infoflow_lens/ranking.py": rankings_of,
+    "infoflow_lens/report/flow_plot.py": flow_of,
+    "infoflow_lens/report/phase.py": phases_of,
+}
+FIXED = {
+    "infoflow_lens/report/figures.py",
+    "infoflow_lens/probing/parts/routes.py",
+}  # all words ours
+
+
+def test_every_file_that_draws_is_asked():
+    root = Path(il.__file__).parents[1]
+    drawing = {
+        str(path.relative_to(root))
+        for house in ("hooks", "infoflow_lens")
+        for path in (root / house).rglob("*.py")
+        if "Figure(figsize" in path.read_text() or "StillPicture(figsize" in path.read_text()
+    }
+    assert drawing <= set(FIGURES) | FIXED
+
+
+@pytest.mark.parametrize("text", ["$$", r"$\frac", r"\$5 and $6"])
+@pytest.mark.parametrize("name", FIGURES)
+def test_dollars_are_no_mathematics(name, text):
+    """`$$` was an error of matplotlib, and a title with two dollars unreadable."""
+    figure = FIGURES[name](text)
+    figure.savefig(io.BytesIO(), format="png")
+    drawn = [each._preprocess_math(each.get_text()) for each in figure.findobj(Text)]
+    shown = [words for words, is_mathematics in drawn if is_mathematics is False]
+    mathematics = {words for words, is_mathematics in drawn if is_mathematics}
+    assert any(text in words or repr(text)[1:-1] in words for words in shown)
+    assert not any("frac" in words or "5 and" in words or "$$" in words for words in mathematics)

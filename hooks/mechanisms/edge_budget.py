@@ -15,6 +15,7 @@ from annotated_types import MinLen
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.display import plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.progress import Advance
 from infoflow_lens.foundation.record import RunRecord
@@ -200,7 +201,7 @@ class EdgeBudgetResult(NextTokenResult):
         edges = self.kept.double().mean(dim=1)
         for name, losses in self._curves().items():
             regained = (self.none - losses).sum(dim=1) / worth
-            axes.plot(edges, regained, ":" if name == CHANCE else ".-", label=name)
+            axes.plot(edges, regained, ":" if name == CHANCE else ".-", label=plain_label(name))
         axes.axhline(1, color="#999999", linewidth=0.6)
         axes.set_xscale("log")
         axes.legend(frameon=False, fontsize="small")

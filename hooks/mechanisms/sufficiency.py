@@ -16,6 +16,7 @@ from annotated_types import Gt, Le, MinLen
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.display import plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.record import RunRecord, fingerprint, hash_values, model_fingerprint
 from infoflow_lens.foundation.seeds import derived_seed
@@ -144,7 +145,7 @@ class SufficiencyResult(NextTokenResult):
         axes = figure.subplots()
         colours = {MECHANISMS: "#d55e00", MEAN: "#444444"}
         for name, rows in self.to_frame().groupby("assignment", sort=False):
-            kind = RANDOM if str(name).startswith(RANDOM) else str(name)
+            kind = RANDOM if str(name).startswith(RANDOM) else plain_label(name)
             if len(rows) < len(self.shares):
                 axes.plot(rows["share"], rows["loss"], "_", markersize=12, label=kind)
                 continue

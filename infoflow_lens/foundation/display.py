@@ -51,6 +51,11 @@ class Displayed:
         return panel(type(self).__name__, facts, self._notes(), _what_to_do(self))
 
 
+def plain_label(text: Any) -> str:
+    """Return a text for matplotlib, which takes what stands between dollars for mathematics."""
+    return str(text).replace("$", r"\$")
+
+
 def printable(text: str) -> str:
     """Return a text in which what a terminal takes for a command is shown as ``\\x1b``.
 

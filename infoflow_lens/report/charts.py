@@ -141,7 +141,7 @@ def _picture(figure: "Figure") -> Markup:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
     data = base64.b64encode(buffer.getvalue()).decode()
-    title = figure.get_suptitle() or "figure"
+    title = figure.get_suptitle().replace(r"\$", "$") or "figure"  # as it is drawn
     return Markup(
         '<figure><img class="drawn" alt="{}" src="data:image/png;base64,{}"></figure>'
     ).format(title, data)

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 from torch import Tensor
 
+from infoflow_lens.foundation.display import plain_label
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.report.flow_view import Move, ViewedInput
 from infoflow_lens.theory.information_sets import propagate
@@ -86,7 +87,8 @@ def draw_flow(
     names = ["tokens", *(f"layer {i}" for i in range(layer + 1))]
     lattice.set_yticks(range(layer + 2), names)
     lattice.set_xticks([])
-    lattice.set_title(title or _title(viewed, layer, position), fontsize=10)
+    title = title or _title(viewed, layer, position)
+    lattice.set_title(plain_label(title), fontsize=10)
     share = _share(viewed, layer, position)
     heights = members.float() if share is None else share
     for source, height in enumerate(heights.tolist()):
@@ -97,7 +99,10 @@ def draw_flow(
     bars.set_yticks([0, 1])
     bars.set_ylabel("in the set" if share is None else "influence\n/ largest", fontsize=8)
     bars.set_xticks(
-        range(n_source), [_short(token) for token in viewed.tokens], rotation=90, fontsize=8
+        range(n_source),
+        [plain_label(_short(token)) for token in viewed.tokens],
+        rotation=90,
+        fontsize=8,
     )
     for axes in (lattice, bars):
         axes.set_xlim(-0.7, n_pos - 0.3)
@@ -112,8 +117,7 @@ def _title(viewed: ViewedInput, layer: int, position: int) -> str:
 
 
 def _short(token: str) -> str:
-    # matplotlib reads text between dollars as mathematics
-    return (token if len(token) <= 12 else token[:11] + "…").replace("$", r"\$")
+    return token if len(token) <= 12 else token[:11] + "…"
 
 
 def _weights(viewed: ViewedInput, rule: str, k: int, layer: int) -> Float[Tensor, "pos key"]:

@@ -10,6 +10,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from infoflow_lens.foundation.display import plain_label
 from infoflow_lens.foundation.documents import PICTURE, PICTURE_MAKER
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import user_path
@@ -88,7 +89,7 @@ def phase_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
             axes.set_title("$h_2, ..$ = " + ", ".join(map(str, others)), fontsize=9)
         if column > 0:
             axes.set_ylabel("")
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(plain_label(title), fontsize=10)
     phase_key(figure)
     return figure
 
