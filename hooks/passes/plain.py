@@ -1,6 +1,7 @@
 """The hooks of one probe for ``run_with_hooks``, which do not see the call."""
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,16 +40,17 @@ def hooks_of(probe: TakesPasses, model: nn.Module, split: Any) -> list[NamedHook
     weights = WeightState(model)
     needs = probe.prepare(model, model_fingerprint(model, weights))
     needs |= Needs((attention_hook(model, 0),))  # shows padding
-    points = hook_points(model)
+    model_of = weakref.ref(model)  # the probe holds these hooks for as long as it lives
     begins = token_hook(model)  # fires first in every pass that is whole
     names = tuple(dict.fromkeys((begins, *needs.points)))
+    points = {name: weakref.ref(hook_points(model)[name]) for name in names}
     caught: dict[str, Tensor] = {}
     mine = threading.get_ident()
 
     def finish() -> None:
-        activations = dict(caught)
+        activations, model = dict(caught), model_of()
         caught.clear()
-        if activations:
+        if activations and model is not None:
             weights.check()
             check_no_padding(model, activations)
             probe.take(Pass(model, activations, needs=needs), split)
@@ -57,7 +59,7 @@ def hooks_of(probe: TakesPasses, model: nn.Module, split: Any) -> list[NamedHook
         def hook_fn(activation: Tensor, hook: Any) -> None:
             if in_own_call() or probe.pending is not finish or probe.is_attached:
                 return  # newer hooks of this probe, or attach(), measure the pass
-            if isinstance(hook, nn.Module) and points.get(name) is not hook:
+            if isinstance(hook, nn.Module) and points[name]() is not hook:
                 raise InfoFlowError(
                     f"hooks of a {type(probe).__name__} for one model stand on another, at {name}: "
                     "expected fwd_hooks(model) of the model that is run; make new ones"

@@ -139,19 +139,20 @@ class WeightState:
 
     It holds PyTorch's counter of writes to each tensor, and a sample of the numbers of each tensor.
     The sample shows most writes that the counters miss, such as those to ``parameter.data``.
+    It keeps neither the model nor its tensors alive.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._n_parameters = _parameter_count(model)
         self._tensors = [
-            (owner, name, tensor, _mark(tensor))
+            (weakref.ref(module), kind, name, weakref.ref(tensor), _mark(tensor))
             for module in model.modules()
-            for owner, left_out in (
-                (module._parameters, frozenset[str]()),
-                (module._buffers, module._non_persistent_buffers_set),
+            for kind, left_out in (
+                ("_parameters", frozenset[str]()),
+                ("_buffers", module._non_persistent_buffers_set),
             )
-            for name, tensor in owner.items()
+            for name, tensor in getattr(module, kind).items()
             if tensor is not None and name not in left_out
         ]
         self.marks = tuple(mark for *_, mark in self._tensors)
@@ -175,10 +176,11 @@ class WeightState:
         model = self._model()
         if model is None or _parameter_count(model) != self._n_parameters:
             return False
-        return all(
-            owner.get(name) is tensor and _mark(tensor) == mark
-            for owner, name, tensor, mark in self._tensors
-        )
+        for module, kind, name, given, mark in self._tensors:
+            tensor = getattr(module(), kind, {}).get(name)
+            if tensor is None or _mark(tensor) != mark or tensor is not given():
+                return False
+        return True
 
     def has_same_sample(self) -> bool:
         """Whether the sampled numbers of each tensor are unchanged."""
@@ -187,8 +189,11 @@ class WeightState:
     def _sample(self) -> bytes:
         parts = [
             _some_numbers(tensor)
-            for *_, tensor, _ in self._tensors
-            if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta
+            for *_, given, _ in self._tensors
+            if (tensor := given()) is not None
+            and tensor.layout is torch.strided
+            and tensor.numel()
+            and not tensor.is_meta
         ]
         by_device: dict[torch.device, list[Tensor]] = {}
         for part in parts:

@@ -524,13 +524,20 @@ def test_changed_weights_are_refused(name, by, kind, folders):
 
 def test_nothing_is_kept_alive(token_model):
     """A model that is no longer used is forgotten, with its activations."""
-    x, gone = token_ids(), {}
+    x, gone, kept = token_ids(), {}, []
     for name, make in EVERY.items():
-        with attach(token_model, make(x)):
-            token_model(x)
-        clone = copy.deepcopy(token_model)
-        run_probes(clone, x, [make(x)], progress=False)
-        gone[name] = weakref.ref(clone)
-        del clone
+        clone, probes = copy.deepcopy(token_model), [make(x) for _ in range(3)]
+        with attach(clone, probes[0]) as handle:
+            clone(x)
+        run_probes(clone, x, probes[1:2], progress=False)
+        with torch.no_grad():
+            hooks = probes[2].fwd_hooks(clone)
+            clone.run_with_hooks(x, fwd_hooks=hooks)
+        kept += [handle, *probes, *(probe.result() for probe in probes)]
+        gone[name] = [weakref.ref(each) for each in (clone, *clone.parameters())]
+        del clone, hooks
     gc.collect()
-    assert not [name for name, model in gone.items() if model() is not None]
+    assert not [name for name, parts in gone.items() if any(part() is not None for part in parts)]
+    assert all(
+        len(result.record.model_fingerprint) == 16 for result in kept if isinstance(result, Result)
+    )
