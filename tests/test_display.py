@@ -1,5 +1,6 @@
 """Everything shows itself briefly, whatever it holds, and strings of others stay strings."""
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -12,6 +13,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import pandas as pd
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from matplotlib.text import Text
 
 import infoflow_lens as il
@@ -20,6 +23,7 @@ from infoflow_lens.foundation import display
 from infoflow_lens.foundation.record import RunRecord
 from infoflow_lens.hooks import LayerCapabilities, ModelCapabilities, Result
 from infoflow_lens.hooks.arrays import LabelledArray
+from infoflow_lens.hooks.model.texts import readable_tokens
 from infoflow_lens.models.loading import LoadedModel
 from infoflow_lens.report.phase import phase_figure
 from infoflow_lens.tasks import list_tasks, load_task
@@ -229,3 +233,30 @@ def test_dollars_are_no_mathematics(name, text):
     mathematics = {words for words, is_mathematics in drawn if is_mathematics}
     assert any(text in words or repr(text)[1:-1] in words for words in shown)
     assert not any("frac" in words or "5 and" in words or "$$" in words for words in mathematics)
+
+
+WORDS = ("کتاب\u200cها", "क्\u200dष", "👩\u200d💻", "\u200cخواهم", "a\u200d\tb")  # noqa: RUF001
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_joiners_inside_of_words_stay(word):
+    """Persian, Hindi and emoji were full of \\u200c and \\u200d."""
+    decoding = types.SimpleNamespace(decode=lambda ids: word)
+    model = types.SimpleNamespace(tokenizer=decoding)
+    ((read,),) = readable_tokens(model, [torch.tensor([0])])
+    assert read == word.replace("\t", r"\t")
+    assert word.replace("\t", r"\t") in display.brief(word)
+    found = il.hooks.Why(
+        pieces=torch.eye(2, dtype=torch.float64), query_parts=("a", "b"), key_parts=("a", "b"),
+        margin=2.0, layer=0, head=0, query=1, keys=(0, 1), tokens=(word, word, "c"),
+        record=RunRecord(),
+    )  # fmt: skip
+    assert word.replace("\t", r"\t") in found.summary()
+
+
+@given(text=st.text(st.sampled_from("ab\\u20cd'\"\n \u200c\u200d\u200e"), max_size=8))
+def test_what_is_quoted_can_be_read_back(text):
+    quoted = display.quote(text)
+    assert ast.literal_eval(quoted) == text
+    assert quoted == repr(text) or text.strip("\u200c\u200d \n")
+    assert "\u200e" not in quoted  # which turns the direction

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from infoflow_lens.foundation.display import quote
 from infoflow_lens.foundation.errors import InfoFlowError, panics_as_errors
 
 _LONG_TEXT = 2**16  # characters; shorter ones are tokenised whole
@@ -154,4 +155,4 @@ def readable_tokens(model: nn.Module, sequences: Iterable[Tensor]) -> tuple[tupl
 def _readable(token: str) -> str:
     if token.isprintable() and token.strip():
         return token
-    return repr(token)[1:-1].replace(" ", "\u00b7")
+    return quote(token)[1:-1].replace(" ", "\u00b7")

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infoflow_lens.foundation.display import panel
+from infoflow_lens.foundation.display import panel, quote
 from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.hooks.arrays import LabelledArray
 from infoflow_lens.hooks.result import Result
@@ -105,7 +105,7 @@ class Why(Result):
 
     def summary(self) -> str:
         """In a sentence, what is preferred to what, and what speaks most for and against it."""
-        query, one, other = (repr(token) for token in self.tokens)
+        query, one, other = map(quote, self.tokens)
         parts = self.table().set_index("part")["value"]
         said = [f"{parts.idxmax()} speaks most for it ({parts.max():+.3g})"]
         if parts.min() < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -10,6 +11,8 @@ from itertools import islice
 from typing import Any
 
 _TURNS = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # of the direction
+_JOINERS = "\u200c\u200d"
+_ESCAPED_JOINER = re.compile(r"(?<!\\)((?:\\\\)*)\\u(200[cd])")  # no backslash of the text's own
 _LONGEST = 80  # characters of a value
 _LONGEST_LINE = 400
 _ROWS = 12
@@ -72,6 +75,16 @@ def printable(text: str) -> str:
     )
 
 
+def quote(text: str) -> str:
+    """Return ``repr(text)``, in which joiners of words stay.
+
+    Persian, Hindi and emoji have them inside of words; a text of joiners alone would look empty.
+    """
+    if not text.strip(_JOINERS).strip():
+        return repr(text)
+    return _ESCAPED_JOINER.sub(lambda found: found[1] + chr(int(found[2], 16)), repr(text))
+
+
 def brief(value: Any) -> str:
     """A value in a few words: of tensors and tables their shapes, of sequences how many."""
     shape = getattr(value, "shape", None)
@@ -83,7 +96,7 @@ def brief(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, str):
-        return repr(_cut(value, _LONGEST))
+        return quote(_cut(value, _LONGEST))
     if isinstance(value, Mapping):
         return f"{len(value)} of {_names(value)}" if len(value) else "{}"
     if isinstance(value, (tuple, list, set, frozenset)):
