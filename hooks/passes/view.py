@@ -97,6 +97,25 @@ def _state_points(model: nn.Module, layer: int, state: str) -> tuple[str, ...]:
     return state_hooks(model, layer, state)
 
 
+_BY_SEQUENCE = ("hook_resid_pre", "hook_resid_post", "hook_attn_out", "hook_attn_scores",
+                "hook_pattern")  # fmt: skip
+
+
+def _check_are_its_own(model: nn.Module, activations: Mapping[str, Tensor], n: int) -> None:
+    """Refuse activations of more or fewer sequences than were given.
+
+    Raises:
+        InfoFlowError: naming the hook point.
+    """
+    for name, activation in activations.items():
+        if name.endswith(_BY_SEQUENCE) and len(activation) != n:
+            raise InfoFlowError(
+                f"{name} shows {len(activation)} sequences in a pass of {n}: expected those of the "
+                f"pass; {type(model).__name__} mixes passes of two threads, so run it in one at a "
+                "time, or give each thread a copy"
+            )
+
+
 class Pass:
     """One complete forward pass.
 
@@ -142,6 +161,8 @@ class Pass:
         self.model, self._raw, self.output = model, activations, output
         shapes = [part.shape for part in (*activations.values(), tokens) if part is not None]
         n = shapes[0][0] if shapes else 0
+        if tokens is not None:
+            _check_are_its_own(model, activations, len(tokens))
         self.indices = self.turns = torch.arange(n)
         self.held_out = torch.zeros(n, dtype=torch.bool)
         self._depths = {} if needs is None else needs.ranks

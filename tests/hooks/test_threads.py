@@ -10,12 +10,16 @@ import torch
 import infoflow_lens.hooks
 from infoflow_lens import (
     GradientTimesInput,
+    InfoFlowError,
     JacobianInfluence,
+    PatternsProbe,
     inspect_model,
+    load_any,
     measure_edge_budget,
     measure_mechanisms,
     measure_sufficiency,
     measure_top_k,
+    open_model,
     replace_greedily,
     run_probes,
 )
@@ -23,7 +27,7 @@ from infoflow_lens.hooks import Result, measure_why, measure_why_all
 from infoflow_lens.hooks.influence import derivatives
 from infoflow_lens.hooks.model.call import call
 from tests.conftest import make_token_model
-from tests.hooks.test_invariants import EVERY, assert_equal, token_ids
+from tests.hooks.test_invariants import EVERY, assert_equal, hosted_over_ids, token_ids
 from tests.reference import zoo
 
 
@@ -91,14 +95,27 @@ def in_a_loop(step, expected):
         thread.join()
 
 
-@pytest.mark.parametrize("name", {**PROBES, **MEASURES})
-def test_beside_threads_a_measure_is_what_it_is_alone(name):
+MODELS = {"hosted": hosted_over_ids, "opened": lambda: open_model(zoo.build("gpt2").eval())}
+
+
+OF_NEXT_TOKENS = {"measure_sufficiency", "measure_top_k", "measure_edge_budget"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for name in {**PROBES, **MEASURES}
+        for kind in MODELS
+        if kind == "opened" or name not in OF_NEXT_TOKENS
+    ],
+)
+def test_beside_threads_a_measure_is_what_it_is_alone(name, kind):
     """One calls the model, one differentiates: influence was 0, passes of the user's were wrong."""
     measure, x = {**PROBES, **MEASURES}[name], token_ids()
-    alone, model = make_token_model().eval(), make_token_model().eval()
+    alone, model = MODELS[kind]().eval(), MODELS[kind]().eval()
     with torch.no_grad():
         output = alone(x[:5])
-        model(x[:5])  # bridges put hooks of their own in place at first
     expected = measure(alone, x)
 
     def run_the_model():
@@ -202,11 +219,25 @@ def test_a_thread_that_comes_later_keeps_its_tangents(model, inputs, monkeypatch
     assert differentiate() != 0
 
 
+def test_a_bridge_that_mixes_passes_of_two_threads_is_refused(tmp_path):
+    """TransformerLens 4 keeps how many sequences a pass has where the pass of another finds it."""
+    model = load_any(zoo.save("gpt2", tmp_path), backend="bridge").model
+    if not hasattr(model, "pos_embed"):
+        pytest.skip("no bridge of TransformerLens 4")
+    ids = zoo.tokens(1, 7)
+    run_probes(model, ids, [PatternsProbe()], progress=False)
+
+    def other_thread(activation, hook):
+        model.pos_embed._current_batch_size = 5
+
+    model.add_hook("pos_embed.hook_in", other_thread)
+    with pytest.raises(InfoFlowError, match=r"5 sequences in a pass of 1: .* mixes passes of two"):
+        run_probes(model, ids, [PatternsProbe()], progress=False)
+
+
 def model_of(kind, tmp_path):
     if kind == "own":
         return make_token_model().eval()
-    from infoflow_lens import load_any
-
     return load_any(zoo.save("llama", tmp_path)).model.eval()
 
 
