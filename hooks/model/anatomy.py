@@ -26,9 +26,9 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.modules import eval_mode, modules_of
 from infoflow_lens.hooks.model.attentions import read_attention
 from infoflow_lens.hooks.model.ends import End, Start, read_end, read_start
-from infoflow_lens.hooks.model.log import ModuleCall, PassLog, tensors_in
+from infoflow_lens.hooks.model.log import ModuleCall, PassLog, first_tensor, tensors_in
 from infoflow_lens.hooks.model.parts import Block
-from infoflow_lens.hooks.model.points import check_one_device
+from infoflow_lens.hooks.model.points import check_gives_numbers, check_one_device
 from infoflow_lens.hooks.model.states import StateFinder, count_sums
 from infoflow_lens.hooks.model.tap import AttentionCall, split_heads
 
@@ -105,6 +105,7 @@ def find_anatomy(model: nn.Module, example: Mapping[str, Any], stack: str | None
     with eval_mode(model):
         with SeededRandom(0), log.watching(model):
             watched = _run(model, example)
+        check_gives_numbers(model, first_tensor(watched))
         with SeededRandom(0):
             bare = model(**example)
         anatomy = _read(model, log, given, stack, list(tensors_in(watched)))

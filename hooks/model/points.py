@@ -261,6 +261,25 @@ def check_finite(activation: Float[Tensor, "..."], name: str, sequence: int) -> 
         )
 
 
+def check_gives_numbers(model: nn.Module, output: Tensor | None) -> None:
+    """Refuse a model that gives NaN by itself, for any tokens.
+
+    Raises:
+        InfoFlowError: naming the weights that are no numbers, or the precision that is too small.
+    """
+    if (
+        output is None or not (output.isnan() | output.isposinf()).any()
+    ):  # words may be barred by -infinity
+        return
+    bad = [name for name, weights in model.named_parameters() if not weights.isfinite().all()]
+    why = f"{', '.join(bad[:3])} hold{'' if len(bad) > 1 else 's'} NaN or infinity"
+    raise InfoFlowError(
+        f"the {type(model).__name__} itself gives NaN or infinity for a few random tokens: "
+        f"{why if bad else f'its numbers overflow in {output.dtype}'}; expected numbers; "
+        f"{'repair these weights or download them again' if bad else 'load it in float32'}"
+    )
+
+
 def check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
     """Refuse what this model cannot read.
 

@@ -24,6 +24,7 @@ from infoflow_lens.foundation.display import printable
 from infoflow_lens.foundation.drawing import SeededRandom
 from infoflow_lens.foundation.errors import InfoFlowError, first_line
 from infoflow_lens.foundation.files import read_json
+from infoflow_lens.hooks.model.points import check_gives_numbers
 from infoflow_lens.models.weights import stored_shapes
 
 _LARGEST = 2**24  # of a whole number in a config, where the weights are fewer
@@ -95,6 +96,7 @@ def hosted(name: str, alone: Any, tokenizer: Any, has_words: bool) -> Any:
         # now: a bridge changes the model
         with torch.no_grad():
             expected = getattr(alone(tokens), "logits", None)
+        check_gives_numbers(alone, expected)
     # by its whole path: a folder may be called what TransformerLens takes for another model
     place = str(Path(name).absolute()) if Path(name).is_dir() else name
     model = TransformerBridge.boot_transformers(

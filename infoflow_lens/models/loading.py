@@ -516,6 +516,8 @@ def _opened_instead(model: nn.Module, tokenizer: Any, error: Exception) -> Named
     try:
         return open_model(model, tokenizer)
     except InfoFlowError as refused:
+        if str(refused) == str(error):
+            raise
         raise InfoFlowError(f"{refused} (and no bridge hosts it: {first_line(error)})") from error
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
-from infoflow_lens import InfoFlowError
+from infoflow_lens import InfoFlowError, flow, open_model
 from infoflow_lens.models.bridges import find_class, without_trace
 from infoflow_lens.models.hooked import HAS_HOOKED_TRANSFORMER
 from infoflow_lens.models.host import build_model, save_model
@@ -769,3 +769,32 @@ def test_what_transformers_logs_of_a_folder_sends_nothing_to_the_terminal(tmp_pa
     # TransformerLens 3 silences what transformers logs while it loads
     assert HAS_HOOKED_TRANSFORMER or "pwned" in said.stderr
     assert not [mark for mark in ("\x1b]", "\x07") if mark in said.stderr + said.stdout]
+
+
+@needs_version_4
+@pytest.mark.parametrize("spoiled", ["nan", "inf", "overflow"])
+def test_a_model_that_gives_nan_by_itself_is_named(spoiled, tmp_path):
+    """It was said of the TransformerBridge, whose logits differed by "nan%"."""
+    model = zoo.build("gpt2").eval()
+    weights = model.transformer.h[0].mlp.c_fc.weight
+    dtype, why = None, "transformer.h.0.mlp.c_fc.weight holds NaN or infinity"
+    with torch.no_grad():
+        if spoiled == "overflow":
+            dtype, why = "float16", "its numbers overflow in torch.float16; .*load it in float32"
+            weights.mul_(1e4)
+            model.transformer.h[0].mlp.c_proj.weight.mul_(1e4)
+            model = model.half()
+        else:
+            weights[0, 0] = float(spoiled)
+    model.save_pretrained(tmp_path)
+    message = f"^the GPT2LMHeadModel itself gives NaN or infinity for a few random tokens: {why}"
+    for load in (
+        lambda: load_any(model),
+        lambda: load_any(tmp_path, dtype=dtype),
+        lambda: load_any(tmp_path, dtype=dtype, backend="bridge"),
+        lambda: open_model(model),
+        lambda: flow(model, [[1, 2, 3]], progress=False),
+    ):
+        with pytest.raises(InfoFlowError, match=message) as error:
+            load()
+        assert "ridge" not in str(error.value)
