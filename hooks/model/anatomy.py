@@ -55,7 +55,7 @@ class Anatomy:
     _state: tuple[Any, ...] = field(default=(), repr=False)
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether the model is what it was: its modules, their functions, and its precision."""
+        """Whether the model is what it was: modules, their functions, precision and sizes."""
         state = _state_of(model)
         return len(state) == len(self._state) and all(
             one is other or (not isinstance(one, nn.Module) and one == other)
@@ -64,14 +64,15 @@ class Anatomy:
 
 
 def _state_of(model: nn.Module) -> tuple[Any, ...]:
-    """List what an anatomy depends on: modules, functions put on them, kinds of attention."""
+    """List what an anatomy depends on: modules, their functions, kinds of attention, sizes."""
     modules = list(modules_of(model))
     own = tuple(
         (i, vars(m).get("forward"), vars(m).get("_compiled_call_impl"))
         for i, m in enumerate(modules)
         if "forward" in vars(m) or vars(m).get("_compiled_call_impl") is not None
     )
-    return (*modules, own, *_kinds_of_attention(modules), _precision(model))
+    sizes = sum(p.numel() for m in modules for p in m._parameters.values() if p is not None)
+    return (*modules, own, *_kinds_of_attention(modules), _precision(model), sizes)
 
 
 def _kinds_of_attention(modules: list[nn.Module]) -> list[str | None]:

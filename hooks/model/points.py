@@ -315,11 +315,19 @@ def check_inputs(model: nn.Module, inputs: Tensor, name: str) -> None:
             "reads token ids: expected integers [batch, pos]"
         )
     else:
+        refresh: Callable[[], None] = getattr(model, "refresh", lambda: None)
+        refresh()  # of an opened model, whose embeddings may have another size by now
         vocabulary = getattr(getattr(model, "cfg", None), "d_vocab", None)
         if inputs.min() < 0 or (vocabulary is not None and inputs.max() >= vocabulary):
+            remedy = (
+                "replace labels such as -100"
+                if inputs.min() < 0
+                else "take the tokenizer of this model; if its embeddings were resized after it "
+                "was loaded, load it again"
+            )
             raise InfoFlowError(
                 f"{name} has token ids from {int(inputs.min())} to {int(inputs.max())}: expected 0 "
-                f"to d_vocab - 1 ({(vocabulary or 0) - 1}); replace labels such as -100"
+                f"to d_vocab - 1 ({(vocabulary or 0) - 1}); {remedy}"
             )
         n_ctx = getattr(getattr(model, "cfg", None), "n_ctx", None)
         if n_ctx is not None and inputs.shape[1] > n_ctx:

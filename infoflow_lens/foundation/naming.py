@@ -5,6 +5,7 @@ variable of a module of that name. :func:`find_named` alone decides, and neither
 nor asks a network to do so.
 """
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from infoflow_lens.foundation.errors import InfoFlowError
 from infoflow_lens.foundation.files import user_path
 
 NameKind = Literal["file", "task", "hub"]
+_PATH = re.compile(r"[./~]|[A-Za-z]:[/\\]|.*\\|.*/$", re.DOTALL)  # also of Windows
 OWN_TASK = ".py"  # the end of a file whose variable FILE.py:NAME is a task of the user's own
 
 
@@ -43,7 +45,8 @@ def find_named(text: str, tasks: Collection[str] = (), endings: Collection[str] 
     1. ``file:PATH``, ``task:NAME`` and ``hub:NAME`` say it themselves.
     2. A path that exists is a file.
     3. A known name is a task, and so is ``FILE.py:NAME``, a variable in a file that exists.
-    4. What begins with ``.``, ``/`` or ``~``, or ends like a file, is a file that is missing.
+    4. What begins with ``.``, ``/`` or ``~``, ends like a file or with ``/``, or is a path of
+       Windows, is a file that is missing.
     5. All else is a name on the hub, such as ``OWNER/NAME`` or ``NAME:SPLIT``.
 
     A variable of a module is a task only where the user says so: ``task:MODULE:NAME``.
@@ -68,7 +71,7 @@ def find_named(text: str, tasks: Collection[str] = (), endings: Collection[str] 
         return Named("file", text)
     if text in tasks or _is_own_task(text):
         return Named("task", text)
-    if text.startswith((".", "/", "~")) or Path(text).suffix in endings:
+    if _PATH.match(text) or Path(text).suffix in endings:
         return _checked(Named("file", text))
     return Named("hub", text)
 

@@ -16,6 +16,7 @@ from infoflow_lens import (
     PositionsProbe,
     RecoveryProbe,
     inspect_model,
+    load_any,
     measure_mechanisms,
     run_probes,
 )
@@ -603,3 +604,23 @@ def test_every_entrance_takes_an_opened_model():
     assert recovered.errors.isfinite().any() if hasattr(recovered, "errors") else recovered
     found = measure_mechanisms(named, ids[:8], progress=False)
     assert found.to_frame().shape[0] > 0
+
+
+def test_ids_of_embeddings_that_were_resized_are_read():
+    """They were refused, with the advice to replace labels such as -100."""
+    model = zoo.build("gpt2").eval()
+    named, hosted = open_model(model), load_any(zoo.build("gpt2"), backend="bridge").model
+    before = model.config.vocab_size
+    ids = torch.tensor([[1, 2, before + 2, 3]])
+    resized = r"tokenizer of this model; if its embeddings were resized .* load it again"
+    for each in (named, hosted):
+        with pytest.raises(InfoFlowError, match=resized):
+            run_probes(each, ids, [PositionsProbe()], progress=False)
+        with pytest.raises(InfoFlowError, match="replace labels such as -100"):
+            run_probes(each, -ids, [PositionsProbe()], progress=False)
+    model.resize_token_embeddings(before + 5, mean_resizing=False)
+    (found,) = run_probes(named, ids, [PositionsProbe()], progress=False)
+    expected = model(ids, output_attentions=True).attentions
+    for layer, positions in enumerate(found.positions):
+        assert positions[0, :, :, 0].equal(expected[layer][0].argmax(-1))
+    assert named.cfg.d_vocab == before + 5
